@@ -19,7 +19,8 @@ import numpy as np
 from harness import Case
 
 import jkv
-from jkv.storage import quantization
+from jkv.formats.format import name_parts
+from jkv.formats.table import FORMATS
 
 BLOCK_SIZE, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS = 64, 128, 32, 8
 LATENT_DIM, LATENT_VALUE_DIM = 576, 512
@@ -183,12 +184,11 @@ def shape_operands(workload: Workload) -> Operands:
 def _draw_pools(workload: Workload) -> dict[str, jax.Array]:
     shapes = shape_operands(workload).storage
     _, num_blocks, *shape = shapes["key_pool"].shape
-    dtype = jnp.dtype(workload.config.dtype)
+    kept = FORMATS[jnp.dtype(workload.config.dtype)]
     key_rows, value_rows = jax.random.normal(jax.random.key(0), (2, PATTERN, *shape))
     filled = {}
     for name, rows in (("key", key_rows), ("value", value_rows)):
-        elements, scales = quantization.quantize(rows, dtype)
-        filled |= {f"{name}_pool": elements, f"{name}_scales": scales}
+        filled |= name_parts(name, kept.put(kept.prepare(rows)))
     chosen = jnp.arange(num_blocks) % PATTERN
     return {
         name: jnp.broadcast_to(filled[name][chosen], shape.shape)

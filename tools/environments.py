@@ -53,6 +53,12 @@ LAYERS = {
         ("--upgrade", "-e", ".[test]", "jax", "jaxlib"),
         "what tests need, the newest JAX",
     ),
+    # No torch: its tokenizer alone is asked for.
+    "harness": Layer(
+        ".venv-harness",
+        ("-e", ".[test]", "lm_eval[api]", "transformers==5.24.0", *OLDEST),
+        "lm-eval",
+    ),
     "ray": Layer(
         ".venv-ray", ("-e", ".[ray]", "pytest", "httpx", *OLDEST), "Ray Serve"
     ),

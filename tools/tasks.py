@@ -151,6 +151,8 @@ SUITES = {
         *("-W", "ignore::DeprecationWarning"),
         flags=WITHOUT_MLIR,
     ),
+    # lm-eval asks the server.
+    "harness": tests(("harness",), "tests/harness", flags=WITHOUT_MLIR),
     # Two published models, 350 MB, as GGUF files.
     "real-models": tests(OLDEST, "tests/models"),
     "schemas": tests((*OLDEST, "schemas"), SCHEMAS),
@@ -166,7 +168,7 @@ SUITES = {
 }
 # Too heavy to be a part of every run.
 FURTHER = ("further", "further-programs", "further-devices")
-EXTRAS = ("machine-code", "tunix", "ray", "real-models", "schemas", *FURTHER)
+EXTRAS = ("machine-code", "tunix", "ray", "harness", "real-models", "schemas", *FURTHER)
 
 CHECKS = {
     # Strict: a link that leads nowhere, or a name without documentation, is an error.

@@ -1,37 +1,31 @@
 """A file of prompts: read, continued by an engine, written line by line."""
 
 import argparse
-import dataclasses
-import functools
-import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from generating.ending import FAILED, answering_errors, fail
 from served import processes
-from served.asking import read_body
+from served.asking.languages import FIELDS as LANGUAGE_FIELDS
+from served.asking.rules import FIELDS as RULE_FIELDS
 from served.display import Display, warm_up
-from served.fields import check_texts
 from served.loading import Served, load
 
-from jkv.serving import Completion, EngineError, RequestRefused
+from jkv.serving import EngineError
 
-from .lines import ResultLines
+from .answering import answer_all
+from .lines import ResultLines, read_line
 
-# Lines that are in the engine's hands, for each that runs.
-AHEAD = 4
-
-# Levels that are kept free, of what Python can nest: a result is written elsewhere.
-MARGIN = 50
+MOST_GRAMMARS = 8  # at one time, if a line asks for one; others wait
 
 
 def serve(options: argparse.Namespace) -> None:
     """Do what the command line says; end with status 1 if a line has an error."""
     if processes.is_follower():
         with answering_errors():
-            processes.follow(load(options).engine)
+            # What a line asks for decides what is compiled, here as well.
+            lines = read_lines(Path(options.prompts))
+            processes.follow(load_for(options, lines).engine)
         return
     with answering_errors():
         lines = read_lines(Path(options.prompts))
@@ -48,7 +42,7 @@ def serve(options: argparse.Namespace) -> None:
 
 def run(options: argparse.Namespace, lines: list[str], results: ResultLines) -> None:
     """Load the model, and answer what has no result yet."""
-    served = load(options)
+    served = load_for(options, lines)
     try:
         warm_up(served.engine)
         with Display(served.engine, len(lines)) as display:
@@ -56,6 +50,18 @@ def run(options: argparse.Namespace, lines: list[str], results: ResultLines) -> 
         served.engine.close()
     except (OSError, EngineError) as error:
         fail(FAILED, f"{error}; run it again to go on from what is written")
+    finally:
+        served.end()
+
+
+def load_for(options: argparse.Namespace, lines: list[str]) -> Served:
+    """Load the model, with room for grammars and rules if a line asks for any."""
+    asked = {name for line in lines for name in _list_names(line)}
+    return load(
+        options,
+        max_grammars=MOST_GRAMMARS if asked & LANGUAGE_FIELDS else 0,
+        max_rules=options.max_running if asked & RULE_FIELDS.keys() else 0,
+    )
 
 
 def read_lines(path: Path) -> list[str]:
@@ -75,109 +81,9 @@ def read_lines(path: Path) -> list[str]:
     return lines
 
 
-def answer_all(
-    served: Served,
-    lines: list[str],
-    results: ResultLines,
-    display: Display,
-    max_running: int,
-) -> None:
-    """Answer the lines that have no result yet, some ahead of those that run."""
-    todo = (i for i in range(len(lines)) if i not in results.done)
-    under_way: dict[int, int] = {}  # line by request
-    while True:
-        room = AHEAD * max_running - len(under_way)
-        under_way |= dict(submit_some(served, lines, todo, room, results))
-        if not under_way:
-            return
-        events = served.engine.step()
-        for request_id in {event.request_id for event in events if event.reason}:
-            found = served.engine.results(request_id, wait=False)
-            if all(each.reason for each in found):
-                number = under_way.pop(request_id)
-                results.write(number, describe(lines[number], found))
-        display.update(len(results.done))
-
-
-def submit_some(
-    served: Served,
-    lines: list[str],
-    todo: Iterator[int],
-    room: int,
-    results: ResultLines,
-) -> Iterator[tuple[int, int]]:
-    """Submit lines while there is room; yield each request's number and its line's.
-
-    A line that cannot be answered has the reason as its result.
-    """
-    while room > 0 and (number := next(todo, None)) is not None:
-        try:
-            body = read_line(lines[number])
-            # The same again, should it be computed a second time.
-            asked = read_body(
-                served, {"seed": number} | body, is_chat="messages" in body
-            )
-            if len(asked.prompts) > 1:
-                raise ValueError("a line has one prompt")
-            ask = dataclasses.replace(asked.ask, tokens=asked.prompts[0])
-            yield served.engine.submit(ask), number
-            room -= 1
-        except (RequestRefused, ValueError, OverflowError) as error:
-            results.write(number, name_of(lines[number]) | {"error": str(error)})
-
-
-def read_line(line: str) -> dict[str, Any]:
-    """Return the object that a line is.
-
-    Raises:
-        ValueError: when it is none, is nested too deeply, or its text is not Unicode.
-    """
-    body = parse(line)
-    if not isinstance(body, dict):
-        raise ValueError("the line must be an object")
-    check_texts({name: value for name, value in body.items() if name != "id"})
-    return body
-
-
-def name_of(line: str) -> dict[str, Any]:
-    """Return the id of a line, if it has one, as a part of its result."""
+def _list_names(line: str) -> list[str]:
+    """Return the names of a line's fields."""
     try:
-        body = parse(line)
+        return [name for name, value in read_line(line).items() if value is not None]
     except ValueError:
-        return {}
-    return {"id": body["id"]} if isinstance(body, dict) and "id" in body else {}
-
-
-def parse(line: str) -> Any:
-    """Return the JSON of a line, if a result could hold it, too.
-
-    Raises:
-        ValueError: when it is not JSON, or nested too deeply.
-    """
-    try:
-        body = json.loads(line)
-        json.dumps(functools.reduce(lambda inner, _: [inner], range(MARGIN), body))
-    except RecursionError:
-        raise ValueError("the line is nested too deeply") from None
-    return body
-
-
-def describe(line: str, found: list[Completion]) -> dict[str, Any]:
-    """Return what came of a line, ready for JSON.
-
-    Raises:
-        EngineError: when it failed: the next run tries again.
-    """
-    if any(each.reason.name == "FAILED" for each in found):
-        raise EngineError(f"a step failed at {line[:60]}")
-    choices = [
-        {
-            "index": each.sample,
-            "text": each.text,
-            "num_tokens": len(each.tokens),
-            "logprob": round(sum(each.logprobs), 4),
-            "finish_reason": each.reason.name.lower(),
-        }
-        for each in found
-    ]
-    return name_of(line) | {"choices": choices}
+        return []

@@ -5,6 +5,7 @@ is cut off when the next one begins; what a full disk did not take is cut off at
 Nothing is cut off that is not the beginning of a result.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -12,6 +13,11 @@ import re
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from served.asking.fields import check_texts
+
+# Levels that are kept free, of what Python can nest: a result is written elsewhere.
+MARGIN = 50
 
 
 def digest(text: str) -> str:
@@ -111,3 +117,39 @@ class ResultLines:
         number, asked, after = int(found[1]), found[2].decode(), found[3]
         is_whole = number < len(self._asked) and asked == digest(self._asked[number])
         return is_whole or not after
+
+
+def read_line(line: str) -> dict[str, Any]:
+    """Return the object that a line is.
+
+    Raises:
+        ValueError: when it is none, is nested too deeply, or its text is not Unicode.
+    """
+    body = parse(line)
+    if not isinstance(body, dict):
+        raise ValueError("the line must be an object")
+    check_texts({name: value for name, value in body.items() if name != "id"})
+    return body
+
+
+def name_of(line: str) -> dict[str, Any]:
+    """Return the id of a line, if it has one, as a part of its result."""
+    try:
+        body = parse(line)
+    except ValueError:
+        return {}
+    return {"id": body["id"]} if isinstance(body, dict) and "id" in body else {}
+
+
+def parse(line: str) -> Any:
+    """Return the JSON of a line, if a result could hold it, too.
+
+    Raises:
+        ValueError: when it is not JSON, or nested too deeply.
+    """
+    try:
+        body = json.loads(line)
+        json.dumps(functools.reduce(lambda inner, _: [inner], range(MARGIN), body))
+    except RecursionError:
+        raise ValueError("the line is nested too deeply") from None
+    return body

@@ -32,7 +32,8 @@ class Chat:
     def __init__(self, options: argparse.Namespace):
         """Read the checkpoint, and open a conversation in which nothing was said."""
         self.options = options
-        model, self._params = pretrained.load(options.model)
+        loops = pretrained.prefers_loops()
+        model, self._params = pretrained.load(options.model, loop_layers=loops)
         self._tokenizer = pretrained.load_tokenizer(options.model)
         self._has_template = pretrained.has_chat_template(options.model)
         self._stop_tokens = np.array(model.config.stop_tokens, np.int32)

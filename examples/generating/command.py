@@ -15,9 +15,9 @@ from tokenizers import Tokenizer
 
 import jkv
 from jkv.commands.compiled_programs import keep_compiled_programs
-from jkv.config.dtypes import checked_dtype
 from jkv.decoding import spread_seeds
 from jkv.decoding.model.rows import CHUNK_SIZE
+from jkv.formats.table import checked_dtype
 from jkv.serving import Engine, StopSizes
 
 from . import output, prompts
@@ -138,7 +138,10 @@ def prepare(options: argparse.Namespace) -> Task:
     several = options.tensor_parallel != 1
     mesh = pretrained.make_mesh(options.tensor_parallel) if several else None
     model, params = pretrained.load(
-        options.model, mesh=mesh, scan_layers=options.scan_layers
+        options.model,
+        mesh=mesh,
+        scan_layers=options.scan_layers,
+        loop_layers=pretrained.prefers_loops(mesh),
     )
     tokenizer = pretrained.load_tokenizer(options.model)
     if options.chat:

@@ -18,8 +18,8 @@ of their own), ``config.py`` (what a config.json says; ``settings.py``, ``readin
 ``layers.py``, ``attention.py``, ``rope.py``, ``experts.py``, and ``mixers`` for layers
 with a state), ``caches.py`` (what is kept of a sequence), ``tensors.py`` and
 ``checkpoint.py`` (weights; ``files.py``, ``quantized.py``, and ``spreading.py`` for
-several devices), ``tokenizer.py`` (texts and chats), ``sampling.py``
-(generation_config.json), ``keeping.py`` (compiled programs).
+several devices), ``tokenizer.py`` (texts), ``chat_template.py`` (chats),
+``sampling.py`` (generation_config.json), ``keeping.py`` (compiled programs).
 """
 
 import dataclasses
@@ -30,6 +30,7 @@ import jax.numpy as jnp
 
 from .architecture import Architecture
 from .architectures import ARCHITECTURES
+from .chat_template import OWN_VARIABLES, has_chat_template, render_chat
 from .checkpoint import Params, random_params, read_params
 from .config import DecoderConfig, fix_context, parse_config, read_config
 from .gguf_reading import find_folder
@@ -38,13 +39,14 @@ from .model import Decoder
 from .rope import Rope
 from .sampling import read_sampling
 from .spreading import find_divided_axis, make_mesh, put_whole, spread_over
-from .tokenizer import has_chat_template, load_tokenizer, render_chat
+from .tokenizer import load_tokenizer
 
 __all__ = [
     "ARCHITECTURES",
     "Architecture",
     "Decoder",
     "DecoderConfig",
+    "OWN_VARIABLES",
     "Params",
     "Rope",
     "find_divided_axis",
@@ -63,12 +65,18 @@ __all__ = [
 ]
 
 
+def prefers_loops(mesh: jax.sharding.Mesh | None = None) -> bool:
+    """Tell whether ``load(loop_layers=True)`` is for here: one process, on a CPU."""
+    return mesh is None and jax.default_backend() == "cpu"
+
+
 def load(
     folder: str | Path,
     dtype: jnp.dtype | None = None,
     mesh: jax.sharding.Mesh | None = None,
     *,
     scan_layers: bool = False,
+    loop_layers: bool = False,
     max_context_length: int | None = None,
 ) -> tuple[Decoder, Params]:
     """Read a checkpoint.
@@ -80,6 +88,8 @@ def load(
         mesh: devices over whose axis "tp" the weights are spread as they are read.
         scan_layers: for many layers: programs compile faster, and tokens take longer
             (`DecoderConfig`).
+        loop_layers: for many layers on a CPU (`prefers_loops`): programs compile faster
+            and tokens take as long. Not for training, nor beside ``scan_layers``.
         max_context_length: most tokens that a text will have, at most the model's.
             With longrope (Phi-3) it chooses the factors of all texts: the short ones
             up to the length before scaling, else the long ones. None takes them for
@@ -94,7 +104,8 @@ def load(
         ValueError: when the checkpoint is damaged or of a kind not supported here, or
             trained for shorter texts.
     """
-    config = dataclasses.replace(read_config(folder), scan_layers=scan_layers)
+    loops = dict(scan_layers=scan_layers, loop_layers=loop_layers)
+    config = dataclasses.replace(read_config(folder), **loops)
     if max_context_length is not None:
         config = fix_context(config, max_context_length)
     put = put_whole if mesh is None else spread_over(mesh, config)

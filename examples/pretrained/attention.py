@@ -42,7 +42,8 @@ def attend(
     if latent is None:
         queries = _project_heads(config, weights, x, turns, "query")
         if "key" in weights:
-            keys = _project_heads(config, weights, x, turns, "key")
+            dim = queries.shape[-1]
+            keys = _project_heads(config, weights, x, turns, "key", dim)
             values = _project_values(config, weights, x, keys.shape[-1])
     else:
         queries, keys = _project_latent(config, latent, weights, x, turns)
@@ -73,14 +74,18 @@ def attend(
 
 
 def _project_heads(
-    config: DecoderConfig, weights: Weights, x: jax.Array, turns: Turns, name: str
+    config: DecoderConfig,
+    weights: Weights,
+    x: jax.Array,
+    turns: Turns,
+    name: str,
+    dim: int | None = None,
 ) -> jax.Array:
-    """Return turned queries [R, H, D] or keys [R, K, D]."""
+    """Return turned queries [R, H, D], of which the dim is found, or keys [R, K, D]."""
     rows = linear(x, weights, name)
     if config.qk_norm == "all":
         rows = norm(config, rows, weights, f"{name}_norm")
-    dim = weights["query"].shape[-2] // config.num_heads
-    heads = rows.reshape(x.shape[0], -1, dim)
+    heads = rows.reshape(x.shape[0], -1, dim or rows.shape[-1] // config.num_heads)
     if config.qk_norm in ("head", "heads"):
         heads = norm(config, heads, weights, f"{name}_norm")
     heads = rotate(heads, *turns, config.turns_neighbours)

@@ -113,6 +113,8 @@ class DecoderConfig:
     state: what a layer with a state keeps, as jkv reads it; None if none has one.
     scan_layers: neighbouring layers with the same parameters share a ``lax.scan``: a
         program of many layers compiles faster, and each step copies their weights.
+    loop_layers: they share a loop that reads the weights where they lie, for CPUs;
+        programs have no fast derivative.
     num_guessing_layers: int, layers past the last one that a checkpoint may hold, to
         guess more than one token; they are not read.
     stop_tokens: ids after which a generation ends; empty when none is named.
@@ -175,6 +177,7 @@ class DecoderConfig:
     convolution: Convolution | None = None
     state: LayerState | None = None
     scan_layers: bool = False
+    loop_layers: bool = False
     num_guessing_layers: int = 0
     stop_tokens: tuple[int, ...] = ()
     dtype_name: str = "float32"

@@ -1,6 +1,7 @@
 """What every part of the model is made of: products, norms and the gated perceptron."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,72 @@ import jax.numpy as jnp
 from .config import DecoderConfig
 
 Weights = Mapping[str, jax.Array]  # parameters of one layer
+
+# Elements of an array that is copied when a loop asks for a layer's: norms and biases.
+MOST_COPIED = 2**16
+
+
+class Layers:
+    """The parameters of layers alike, each with arrays of its own, for a loop.
+
+    A loop over a stack would copy each layer's matrices out of it. Here each matrix has
+    a branch of its own, which reads it where it lies.
+    """
+
+    def __init__(self, layers: Sequence[Weights]) -> None:
+        """Stack what is small."""
+        self.each = layers
+        self.stacks = {
+            name: jnp.stack([layer[name] for layer in layers])
+            for name, array in layers[0].items()
+            if array.size <= MOST_COPIED
+        }
+
+    def at(self, index: jax.Array) -> "LayerAt":
+        """Return the layer of a number that only the loop knows, i32[]."""
+        return LayerAt(self, index)
+
+
+class LayerAt(Mapping[str, jax.Array]):
+    """One of several layers. An array that is not small is copied when it is read."""
+
+    def __init__(self, layers: Layers, index: jax.Array) -> None:
+        """Remember which of them."""
+        self._layers, self._index = layers, index
+
+    def __getitem__(self, name: str) -> jax.Array:
+        """Return an array of the layer."""
+        if name in self._layers.stacks:
+            return self._layers.stacks[name][self._index]
+        if name not in self._layers.each[0]:
+            raise KeyError(name)
+        branches = [lambda each=each: each[name] for each in self._layers.each]
+        return jax.lax.switch(self._index, branches)
+
+    def __contains__(self, name: object) -> bool:
+        """Whether the layers have an array of this name."""
+        return name in self._layers.each[0]
+
+    def __iter__(self) -> Iterator[str]:
+        """Go through the names."""
+        return iter(self._layers.each[0])
+
+    def __len__(self) -> int:
+        """Count the arrays."""
+        return len(self._layers.each[0])
+
+    def multiply(self, x: jax.Array, name: str) -> jax.Array:
+        """Multiply rows [R, in] by a matrix [out, in] where it lies."""
+        if name in self._layers.stacks:
+            return _multiply(self[name], x)
+        branches = [
+            functools.partial(_multiply, each[name]) for each in self._layers.each
+        ]
+        return jax.lax.switch(self._index, branches, x)
+
+
+def _multiply(matrix: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.einsum("ri,oi->ro", x, matrix)
 
 
 def embed(embedding: jax.Array, tokens: jax.Array, valid: jax.Array) -> jax.Array:
@@ -21,7 +88,10 @@ def embed(embedding: jax.Array, tokens: jax.Array, valid: jax.Array) -> jax.Arra
 
 def linear(x: jax.Array, weights: Weights, name: str) -> jax.Array:
     """Multiply rows [R, in] by a matrix [out, in] and add its bias if it has one."""
-    product = jnp.einsum("ri,oi->ro", x, weights[name])
+    if isinstance(weights, LayerAt):
+        product = weights.multiply(x, name)
+    else:
+        product = _multiply(weights[name], x)
     bias = weights.get(f"{name}_bias")
     return product if bias is None else product + bias[None, :]
 

@@ -4,15 +4,18 @@ Symbols: `R` token rows in the batch, `E` hidden size, `H` query heads, `K` key-
 heads, `D` head dim, `V` vocabulary, `L` layers, `B` requests.
 
 Each layer has arrays of its own, for a step of few rows takes as long as reading them
-does. With ``DecoderConfig.scan_layers`` those alike run in one ``lax.scan`` instead: it
-compiles as fast for many layers as for one, but copies each layer's weights out of a
-stack, which doubles the time of such a step. The carry of the scan holds the cache: as
-a carry its arrays are written in index, while as scanned inputs and outputs the whole
-pool would be copied on every call.
+does. Programs of many layers are fast to compile with one of two fields of
+``DecoderConfig``, by which layers alike share one loop. With ``scan_layers`` it reads
+them out of a stack: a copy of each, which doubles the time of such a step, but with a
+derivative. With ``loop_layers`` each matrix is read where it lies, by a branch of its
+own (`layers.Layers`): as fast as one by one on a CPU. On a GPU a branch waits for the
+host. The carry of the loop holds the cache: as a carry its arrays are written in index,
+while as scanned inputs and outputs the whole pool would be copied on every call.
 """
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,10 +27,10 @@ import jkv
 from .attention import Turns, attend
 from .caches import attention_fields, choose_config
 from .checkpoint import Params
-from .config import DecoderConfig, Run
+from .config import ATTENTION, DecoderConfig, Run
 from .experts import mix_experts
 from .layer_inputs import take_told, tell_layers
-from .layers import Weights, cap, embed, norm, perceptron
+from .layers import Layers, Weights, cap, embed, norm, perceptron
 from .mixers import MIXERS
 from .rope import turns
 
@@ -93,7 +96,7 @@ class Decoder:
         if config.layer_inputs is not None:
             told = tell_layers(config, params, tokens, batch.valid, hidden)
         all_turns = _stack_turns(config, batch)
-        for run, weights in zip(config.runs, params["layers"], strict=True):
+        for run, weights in _join_runs(config, params["layers"]):
             hidden, cache = _run_layers(
                 config, run, weights, hidden, told, all_turns, cache, batch
             )
@@ -112,10 +115,42 @@ class Decoder:
         return cap(logits * config.logit_scale, config.logit_cap), cache
 
 
+def _join_runs(
+    config: DecoderConfig, layers: Sequence[Weights]
+) -> list[tuple[Run, Weights | Layers]]:
+    """Return the runs with their arrays; those alike joined where a loop goes through.
+
+    Layers that attend to others' keys must know their numbers, and experts are read out
+    of a stack.
+    """
+    pairs = list(zip(config.runs, layers, strict=True))
+    is_told = config.key_layers or config.layer_heads
+    if config.scan_layers or not config.loop_layers or is_told:
+        return pairs
+
+    def kind(pair: tuple[Run, Weights]) -> Any:
+        run, weights = pair
+        if run.feeds == "experts" or run.mixers != (ATTENTION,):
+            return run.start
+        shapes = tuple((n, a.shape, a.dtype) for n, a in sorted(weights.items()))
+        return run.mixers, run.feeds, shapes
+
+    joined: list[tuple[Run, Weights | Layers]] = []
+    for _, alike in itertools.groupby(pairs, kind):
+        runs, each = zip(*alike, strict=True)
+        if len(runs) == 1:
+            joined.append((runs[0], each[0]))
+            continue
+        alone = [{name: array[0] for name, array in layer.items()} for layer in each]
+        run = runs[0]._replace(stop=runs[-1].stop)
+        joined.append((run, Layers(alone)))
+    return joined
+
+
 def _run_layers(
     config: DecoderConfig,
     run: Run,
-    weights: Weights,
+    weights: Weights | Layers,
     hidden: jax.Array,
     told: jax.Array | None,
     all_turns: Turns,
@@ -123,9 +158,12 @@ def _run_layers(
     batch: jkv.Batch,
 ) -> tuple[jax.Array, jkv.Cache]:
     """Send rows through neighbouring layers with the same parameters."""
-    # A scan hands each layer a copy of its weights. Experts are many and few are used.
-    experts = {n: w for n, w in weights.items() if n.startswith("expert_")}
-    others = {n: w for n, w in weights.items() if n not in experts}
+    experts: Weights = {}
+    others = weights
+    if not isinstance(weights, Layers):
+        # A scan hands each layer a copy of its weights. Experts are many, few are used.
+        experts = {n: w for n, w in weights.items() if n.startswith("expert_")}
+        others = {n: w for n, w in weights.items() if n not in experts}
 
     def run_layer(carry, index, number, weights, window, kind):
         hidden, cache = carry
@@ -180,29 +218,38 @@ def _mix(config, run, weights, x, turns, cache, number, batch, window):
 
 def _run_alone(config, run, index, run_layer, carry, weights):
     """Run one layer of a run, outside of any scan."""
-    number, layer = run.start + index, {n: array[index] for n, array in weights.items()}
+    number, layer = run.start + index, _pick(weights, index)
     window, kind = config.windows[number], config.turn_kinds[number]
     return run_layer(carry, index, number, layer, window, kind)
+
+
+def _pick(weights: Weights | Layers, index: Any) -> Weights:
+    """Return the arrays of one layer of a run, whose number may be traced."""
+    if isinstance(weights, Layers):
+        return weights.each[index] if isinstance(index, int) else weights.at(index)
+    return {name: array[index] for name, array in weights.items()}
 
 
 def _scan_layers(config, run, run_layer, carry, weights):
     """Run layers one by one; windows and turns are scanned over where they differ."""
 
     def step(counted, layer):
-        (index, carry), (weights, window, kind) = counted, layer
+        (index, carry), (stacked, window, kind) = counted, layer
+        of_layer = _pick(weights, index) if stacked is None else stacked
         window = config.windows[run.start] if window is None else window
         kind = config.turn_kinds[run.start] if kind is None else kind
-        carry = run_layer(carry, index, index + run.start, weights, window, kind)
+        carry = run_layer(carry, index, index + run.start, of_layer, window, kind)
         return (index + 1, carry), None
 
     windows = [NO_WINDOW if window is None else window for window in config.windows]
     layers = (
-        weights,
+        None if isinstance(weights, Layers) else weights,
         _differing(windows[run.start : run.stop]),
         _differing(config.turn_kinds[run.start : run.stop]),
     )
     # Counted in the carry: a number out of an array is one launch more on a GPU.
-    (_, carry), _ = jax.lax.scan(step, (jnp.int32(0), carry), layers)
+    first, length = jnp.int32(0), run.stop - run.start
+    (_, carry), _ = jax.lax.scan(step, (first, carry), layers, length)
     return carry
 
 
@@ -225,7 +272,7 @@ def _scan_periods(config, run, run_layer, carry, weights):
     def step(carry, step_number):
         for i in range(period):
             index, window = step_number * period + i, windows[run.start + i]
-            layer = {name: array[index] for name, array in weights.items()}
+            layer = _pick(weights, index)
             periods = run.start // period + step_number
             number = carry[1].find_periodic(i, period, periods)
             kind = kinds[run.start + index]

@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 from ray.exceptions import RayActorError
 from ray.serve.handle import DeploymentHandle
-from served.answers import wait_until_gone, write_event
-from served.connections import Bounds
-from served.gate import ask_for_key, read_bytes, respond
+from served.endpoints.connections import Bounds
+from served.endpoints.gate import ask_for_key, read_bytes, respond
 from served.mistakes import Refused
+from served.replying.answers import wait_until_gone
+from served.replying.replies import write_event
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request

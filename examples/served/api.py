@@ -1,37 +1,42 @@
 """The endpoints of OpenAI's API around an engine: completions, chats, and its numbers.
 
-A body is read within limits (`gate.py`), understood in another thread, since tokenizers
-take their time (`showing.py`), and answered (`answers.py`).
+A body is read within limits, understood in another thread, since tokenizers take their
+time, and answered (`endpoints`).
 """
 
 import asyncio
 import contextlib
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Sequence
 
 from starlette.applications import Starlette
-from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 
-from jkv.serving.prometheus import render
-
-from .answers import cancel_all, reply_whole, stream, submit_all
-from .connections import Bounds
-from .gate import ask_for_key, read_bytes, respond, tell_of_end
+from .endpoints.connections import Bounds
+from .endpoints.continuing import make_completions, make_responses
+from .endpoints.describing import describe
+from .endpoints.gate import (
+    ask_for_key,
+    name_request,
+    refuse_two_lengths,
+    respond,
+    tell_of_end,
+)
+from .endpoints.tokens import list_token_routes
 from .loading import Served
 from .mistakes import Refused
-from .replies import Reply
-from .showing import check_model, read_request
-
-Answer = Callable[[Request], Awaitable[Response]]
 
 
 def make_app(
-    served: Served, *, api_key: str | None = None, bounds: Bounds | None = None
+    served: Served,
+    *,
+    api_key: str | None = None,
+    bounds: Bounds | None = None,
+    allowed_origins: Sequence[str] = (),
 ) -> Starlette:
     """Make an application; the engine has its thread while it runs.
 
@@ -39,103 +44,54 @@ def make_app(
         served: the model.
         api_key: what clients have to send; None lets everyone in.
         bounds: what a client may take.
+        allowed_origins: pages that may ask from a browser; "*" is all.
     """
     bounds = bounds or Bounds()
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         served.engine.start()
+        served.begin()
         yield
         await asyncio.to_thread(served.engine.close)
+        await asyncio.to_thread(served.end)
 
-    texts = answer(served, bounds, is_chat=False)
-    chats = answer(served, bounds, is_chat=True)
-    keys = [Middleware(ask_for_key, key=api_key)] if api_key else []
-    return Starlette(
+    texts = make_completions(served, bounds, is_chat=False)
+    chats = make_completions(served, bounds, is_chat=True)
+    app = Starlette(
         routes=[
             Route("/v1/completions", texts, methods=["POST"]),
             Route("/v1/chat/completions", chats, methods=["POST"]),
+            Route("/v1/responses", make_responses(served, bounds), methods=["POST"]),
+            *list_token_routes(served, bounds),
             *describe(served),
         ],
-        middleware=[Middleware(tell_of_end), *keys],
+        middleware=_list_middleware(api_key, allowed_origins),
         exception_handlers={HTTPException: tell_status, Exception: tell_crash},
         lifespan=lifespan,
     )
+    # Where to would be taken from the Host header, which anybody may send.
+    app.router.redirect_slashes = False
+    return app
 
 
-def answer(served: Served, bounds: Bounds, *, is_chat: bool) -> Answer:
-    """Make the endpoint for texts, or for chats."""
-
-    async def endpoint(request: Request) -> Response:
-        try:
-            body = await read_bytes(request, bounds)
-            asked, shown = await asyncio.to_thread(
-                read_request, served, body, is_chat=is_chat
-            )
-            held = await asyncio.to_thread(served.hold, asked.language, asked.rules)
-            with contextlib.ExitStack() as at_end:
-                at_end.callback(held.release)
-                numbers = submit_all(served, asked, held.variant)
-                at_end.callback(cancel_all, served, numbers)
-                reply = Reply(served, asked, shown, is_chat=is_chat)
-                if shown.is_streamed:
-                    num, has_usage = shown.num_choices, shown.has_usage
-                    # A client may leave before the first piece is asked for.
-                    return StreamingResponse(
-                        stream(served, numbers, num, reply, has_usage=has_usage),
-                        media_type="text/event-stream",
-                        background=BackgroundTask(at_end.pop_all().close),
-                    )
-                whole = await reply_whole(served, request, numbers, reply, asked, shown)
-                if whole is not None:
-                    return JSONResponse(whole)
-        except Refused as error:
-            if error.code == "engine_failed":
-                request.app.state.failure = error
-            return respond(error)
-        except (ValueError, RecursionError) as error:
-            return respond(Refused(str(error)))
-        except ClientDisconnect:
-            pass
-        return Response(status_code=400)  # the client has left
-
-    return endpoint
-
-
-def describe(served: Served) -> list[Route]:
-    """Make the endpoints that tell of the server."""
-    model = {
-        "id": served.name,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "jkv",
-        "max_model_len": served.context,
-    }
-
-    async def list_models(_: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [model]})
-
-    async def show_model(request: Request) -> Response:
-        try:
-            check_model(served, request.path_params["name"])
-        except Refused as error:
-            return respond(error)
-        return JSONResponse(model)
-
-    async def show_health(request: Request) -> Response:
-        failure = getattr(request.app.state, "failure", None)
-        return JSONResponse({"status": "ok"}) if failure is None else respond(failure)
-
-    async def show_numbers(_: Request) -> Response:
-        text = await asyncio.to_thread(render, served.engine)
-        return Response(text, media_type="text/plain; version=0.0.4")
-
-    return [
-        Route("/health", show_health),
-        Route("/v1/models", list_models),
-        Route("/v1/models/{name:path}", show_model),
-        Route("/metrics", show_numbers),
-    ]
+def _list_middleware(
+    api_key: str | None, allowed_origins: Sequence[str]
+) -> list[Middleware]:
+    """Return what stands before the endpoints; the first is the outermost."""
+    found = [Middleware(tell_of_end), Middleware(name_request)]
+    if allowed_origins:
+        origins = Middleware(
+            CORSMiddleware,
+            allow_origins=allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "Retry-After"],
+        )
+        found.append(origins)
+    if api_key:
+        found.append(Middleware(ask_for_key, key=api_key))
+    return [*found, Middleware(refuse_two_lengths)]
 
 
 async def tell_status(request: Request, error: Exception) -> Response:

@@ -1,7 +1,9 @@
 """A checkpoint becomes an engine that takes and gives texts."""
 
 import argparse
+import json
 import math
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,12 +15,16 @@ from jkv.grammar import vocabulary_of
 from jkv.serving import Engine, StopSizes
 
 from . import processes
-from .grammars import Held, Languages
-from .languages import Language
-from .rule_table import Rules
-from .steering import Steered
+from .asking.languages import Language
+from .replying.scoring import Scorer, make_scorer
+from .replying.spelling import Spelling
+from .steering.grammars import Languages
+from .steering.rule_table import Rules, RuleTable
+from .steering.variants import Held, Steered
 
 MOST_STOP_TOKENS = 8  # of a request, beside the model's own
+ROOM_SECONDS = 60.0  # in which a request's grammar is compiled, and has room
+MOST_CONTEXT = 4096  # where nobody says: the pool has room for it
 
 # Of Hermes, Qwen and others.
 TOOL_TAGS = ("<tool_call>", "</tool_call>")
@@ -33,7 +39,11 @@ class Served(NamedTuple):
     tokenizer: Tokenizer
     folder: Path
     context: int  # most tokens of a prompt and its answer
-    max_new_tokens: int
+    max_new_tokens: int | None = None  # of a text that does not say; None: as it may
+    known_as: str | None = None  # the model's name; None is its folder's
+    begin_tokens: tuple[int, ...] = ()  # of a prompt that has none
+    scorer: Scorer | None = None  # tells log-probabilities of texts that are there
+    spelling: Spelling | None = None  # of single tokens
     stop_tokens: tuple[int, ...] = ()  # the model's own
     max_waiting: int | None = None  # most sequences that wait; None is any number
     longest_token: int = 1  # characters
@@ -45,22 +55,39 @@ class Served(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The model's name: its folder's."""
-        return self.folder.resolve().name
+        """The model's name."""
+        return self.known_as or self.folder.resolve().name
 
-    def hold(self, language: Language | None, rules: Rules | None = None) -> Held:
+    def hold(
+        self,
+        language: Language | None,
+        rules: Rules | None = None,
+        seconds: float = ROOM_SECONDS,
+    ) -> Held:
         """Return what steers the texts of a request, kept until it is released.
 
         Args:
             language: of the texts.
             rules: of the request.
+            seconds: in which a grammar is compiled, and there is room.
 
         Raises:
-            Refused: if there is no such language, or no room.
+            Refused: if there is no such language, or no room in time.
         """
         if self.steered is None:
             return Held()
-        return self.steered.hold(self.engine, language, rules)
+        deadline = time.monotonic() + seconds
+        return self.steered.hold(self.engine, language, rules, deadline)
+
+    def begin(self) -> None:
+        """Begin to start what grammars are compiled by."""
+        if self.steered is not None and self.steered.compilers is not None:
+            self.steered.compilers.start()
+
+    def end(self) -> None:
+        """End it."""
+        if self.steered is not None and self.steered.compilers is not None:
+            self.steered.compilers.close()
 
     @property
     def most_characters(self) -> int:
@@ -82,8 +109,11 @@ def add_options(parser: argparse.ArgumentParser, *, may_share: bool = True) -> N
         help="a Hugging Face folder or GGUF file",
     )
     add("--max-running", type=int, default=16, help="texts at one time; %(default)s")
-    add("--context", type=int, default=512, help="tokens of a text; %(default)s")
-    add("--max-new-tokens", type=int, default=256, help="of a text; %(default)s")
+    said = f"tokens of a text; the model's own, at most {MOST_CONTEXT}"
+    add("--context", type=int, help=said)
+    said = "of a text that does not say; the checkpoint's, else what the context leaves"
+    add("--max-new-tokens", type=int, help=said)
+    add("--served-model-name", help="what clients call the model; its folder's name")
     add("--blocks", type=int, help="of the pool; else what all running can need")
     add("--rows", type=int, help="of every step: less to compile; else few and many")
     add("--scan-layers", action="store_true", help="compile faster, compute slower")
@@ -119,7 +149,10 @@ def read_model(options: argparse.Namespace) -> tuple[Any, Any, Any]:
     """
     mesh = processes.find_mesh(options)
     model, params = pretrained.load(
-        options.model, mesh=mesh, scan_layers=options.scan_layers
+        options.model,
+        mesh=mesh,
+        scan_layers=options.scan_layers,
+        loop_layers=pretrained.prefers_loops(mesh),
     )
     return model, params, mesh
 
@@ -149,7 +182,8 @@ def load(
     """
     model, params, mesh = read_model(options)
     tokenizer = pretrained.load_tokenizer(options.model)
-    context = min(options.context, model.config.max_context_length)
+    longest = model.config.max_context_length
+    context = min(options.context or MOST_CONTEXT, longest)
     config = model.cache_config(
         context,
         max_sequences=options.max_running,
@@ -163,10 +197,11 @@ def load(
         vocabulary = vocabulary_of(tokenizer, stop_tokens)
         languages = Languages(vocabulary, max_grammars)
     most_stop_tokens = len(stop_tokens) + MOST_STOP_TOKENS
-    steered = Steered(languages, max_rules, most_stop_tokens)
+    table = RuleTable(max_rules, most_stop_tokens, model.config.vocab_size)
+    steered = Steered(languages, table)
     fields = dict(
         max_running=options.max_running,
-        max_new_tokens=min(options.max_new_tokens, context),
+        max_new_tokens=context,
         row_counts=(options.rows,) if options.rows else None,
         stop_tokens=stop_tokens,
         stop_sizes=StopSizes(most_stop_tokens, 0, 0),
@@ -183,7 +218,11 @@ def load(
         tokenizer,
         Path(options.model),
         context,
-        max_new_tokens=min(options.max_new_tokens, context),
+        max_new_tokens=options.max_new_tokens or read_max_new_tokens(options.model),
+        known_as=options.served_model_name,
+        begin_tokens=_find_begin_tokens(tokenizer, stop_tokens),
+        scorer=make_scorer(model, params, config) if mesh is None else None,
+        spelling=Spelling(tokenizer),
         stop_tokens=stop_tokens,
         max_waiting=max_waiting,
         longest_token=max(map(len, tokenizer.get_vocab())),
@@ -193,3 +232,22 @@ def load(
         vocabulary_size=model.config.vocab_size,
         tool_tags=tool_tags,
     )
+
+
+def read_max_new_tokens(folder: str | Path) -> int | None:
+    """Return how long the checkpoint's texts are; None where it does not say."""
+    path = pretrained.find_folder(folder) / "generation_config.json"
+    settings = json.loads(path.read_text()) if path.is_file() else {}
+    most = settings.get("max_new_tokens")
+    return most if isinstance(most, int) and most > 0 else None
+
+
+def _find_begin_tokens(
+    tokenizer: Tokenizer, stop_tokens: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Return what a text begins with that has nothing before it.
+
+    It is what the tokenizer puts before texts; else what ends them, as GPT-2 has it.
+    """
+    before = tokenizer.encode("").ids
+    return tuple(before) or stop_tokens[:1]

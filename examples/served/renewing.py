@@ -22,7 +22,10 @@ def renew_when_asked(served: Served, options: argparse.Namespace) -> None:
     def renew() -> None:
         try:
             with one_at_a_time:
-                version = served.engine.update_params(read_weights(options))
+                params = read_weights(options)
+                version = served.engine.update_params(params)
+                if served.scorer is not None:
+                    served.scorer.params = params
         except (OSError, ValueError, EngineError) as error:
             said = f"error: {error}; the weights are what they were"
             print(said, file=sys.stderr, flush=True)

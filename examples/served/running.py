@@ -10,7 +10,7 @@ from generating.ending import FAILED, end_now
 from jkv.serving import Engine
 
 from .api import make_app
-from .connections import make_config
+from .endpoints.connections import make_config
 from .loading import Served
 
 BACKLOG = 2048  # connections that wait to be accepted; the system may allow fewer
@@ -36,6 +36,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     kept = os.environ.get("JKV_API_KEY")
     said = "that clients need; JKV_API_KEY, which `ps` does not show"
     add("--api-key", default=kept, help=said)
+    said = "of pages that may ask from a browser, such as https://a.org; *: all"
+    add("--allowed-origins", nargs="+", default=[], metavar="ORIGIN", help=said)
     add("--listener", type=int, help=argparse.SUPPRESS)  # given by the launcher
 
 
@@ -47,7 +49,9 @@ def run(served: Served, options: argparse.Namespace) -> None:
         options: of the command line: `host`, `port`, `api_key`, and `listener`, the
             file descriptor of a socket that a launcher listens on.
     """
-    app = make_app(served, api_key=options.api_key)
+    app = make_app(
+        served, api_key=options.api_key, allowed_origins=options.allowed_origins
+    )
     config = make_config(app, host=options.host, port=options.port)
     server = Server(config, served.engine)
     if options.listener is None:

@@ -6,7 +6,7 @@ arrays with block ids in tables.
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jkv.arguments import explains_arguments
 from jkv.attention.call import Call, Requests, empty_results, make_requests
 from jkv.attention.choice import choose
-from jkv.attention.elements import Integer
 from jkv.attention.pools import make_pools
 from jkv.attention.validation import (
+    Integer,
     require_options,
     require_part,
     require_queries,
@@ -24,6 +24,24 @@ from jkv.attention.validation import (
 )
 
 __all__ = ["paged_attention"]
+
+
+class _Options(TypedDict, total=False):
+    """The arguments by name on which no type depends."""
+
+    scale: jax.typing.ArrayLike | None
+    window: Integer | None
+    soft_cap: float | None
+    sinks: jax.Array | None
+    key_scales: jax.Array | None
+    value_scales: jax.Array | None
+    kv_dtype: jax.typing.DTypeLike | None
+    value_head_dim: int | None
+    max_query_length: int | None
+    block_part: tuple[Integer, int] | None
+    work_lists: Mapping[str, Any] | None
+    by_position: bool
+    implementation: str | None
 
 
 @overload
@@ -38,20 +56,8 @@ def paged_attention(
     query_lengths: jax.Array,
     context_lengths: jax.Array,
     *,
-    scale: jax.typing.ArrayLike | None = ...,
-    window: Integer | None = ...,
-    soft_cap: float | None = ...,
-    sinks: jax.Array | None = ...,
     return_lse: Literal[False] = ...,
-    key_scales: jax.Array | None = ...,
-    value_scales: jax.Array | None = ...,
-    kv_dtype: jax.typing.DTypeLike | None = ...,
-    value_head_dim: int | None = ...,
-    max_query_length: int | None = ...,
-    block_part: tuple[Integer, int] | None = ...,
-    work_lists: Mapping[str, Any] | None = ...,
-    by_position: bool = ...,
-    implementation: str | None = ...,
+    **options: Unpack[_Options],
 ) -> jax.Array: ...
 
 
@@ -67,20 +73,8 @@ def paged_attention(
     query_lengths: jax.Array,
     context_lengths: jax.Array,
     *,
-    scale: jax.typing.ArrayLike | None = ...,
-    window: Integer | None = ...,
-    soft_cap: float | None = ...,
-    sinks: jax.Array | None = ...,
     return_lse: Literal[True],
-    key_scales: jax.Array | None = ...,
-    value_scales: jax.Array | None = ...,
-    kv_dtype: jax.typing.DTypeLike | None = ...,
-    value_head_dim: int | None = ...,
-    max_query_length: int | None = ...,
-    block_part: tuple[Integer, int] | None = ...,
-    work_lists: Mapping[str, Any] | None = ...,
-    by_position: bool = ...,
-    implementation: str | None = ...,
+    **options: Unpack[_Options],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -96,20 +90,8 @@ def paged_attention(
     query_lengths: jax.Array,
     context_lengths: jax.Array,
     *,
-    scale: jax.typing.ArrayLike | None = ...,
-    window: Integer | None = ...,
-    soft_cap: float | None = ...,
-    sinks: jax.Array | None = ...,
     return_lse: bool,
-    key_scales: jax.Array | None = ...,
-    value_scales: jax.Array | None = ...,
-    kv_dtype: jax.typing.DTypeLike | None = ...,
-    value_head_dim: int | None = ...,
-    max_query_length: int | None = ...,
-    block_part: tuple[Integer, int] | None = ...,
-    work_lists: Mapping[str, Any] | None = ...,
-    by_position: bool = ...,
-    implementation: str | None = ...,
+    **options: Unpack[_Options],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
@@ -226,7 +208,7 @@ def paged_attention(
         kv_dtype=kv_dtype,
         value_head_dim=value_head_dim,
     )
-    require_queries(queries, pools.keys, pools.values, sinks)
+    require_queries(queries, pools.keys, pools.values, sinks, key_dim=pools.head_dim)
     lengths = query_starts, query_lengths, context_lengths
     require_requests(block_tables, seq_ids, *lengths)
     if seq_ids is None:

@@ -81,9 +81,9 @@ class Backend:
         """Return the gradients, whatever computed the result."""
         raise NotImplementedError
 
-    def why_not_stored(self, arrays: dict[str, jax.Array], card: Card) -> str | None:
-        """Say why it does not store rows in arrays there, None if it does."""
-        del arrays, card
+    def why_not_stored(self, write: SlotWrite, card: Card) -> str | None:
+        """Say why it does not store such rows there, None if it does."""
+        del write, card
         return f"{self.name} stores no rows"
 
     def store(self, write: SlotWrite, card: Card) -> dict[str, jax.Array]:

@@ -11,7 +11,7 @@ from jax import lax
 from jkv.attention.backend import Backend, StepShape
 from jkv.attention.call import Call, Requests, call_of
 from jkv.attention.cards import DEFAULT, Card, find_card
-from jkv.attention.contiguous.face import Cudnn
+from jkv.attention.contiguous.cudnn import Cudnn
 from jkv.attention.derivative import (
     Cotangents,
     Gradients,
@@ -62,8 +62,9 @@ class Choice:
 
     def differentiate(self, call: Call, cotangents: Cotangents) -> Gradients:
         """Differentiate likewise, whatever computed the result."""
-        found = self._find(
-            self._named_with_lse, lambda one, card: one.why_not_derived(call, card)
+        named, backends = self._named_with_lse, self.backends
+        found = _find(
+            named, backends, lambda one, card: one.why_not_derived(call, card)
         )
         functions = {
             platform: functools.partial(one.differentiate, card=find_card(platform))
@@ -72,21 +73,15 @@ class Choice:
         return choose_platform(call, cotangents, **functions)
 
     def _attend(self, named: Backend | None, call: Call) -> tuple[jax.Array, jax.Array]:
-        choice = self
+        backends = self.backends
         if call.by_position:
-            others = tuple(one for one in self.backends if one.is_by_position)
-            choice = dataclasses.replace(self, backends=others)
-        found = choice._find(named, lambda one, card: one.why_not(call, card))
+            backends = tuple(one for one in backends if one.is_by_position)
+        found = _find(named, backends, lambda one, card: one.why_not(call, card))
         functions = {
             platform: functools.partial(one.attend, card=find_card(platform))
             for platform, one in found.items()
         }
         return choose_platform(call, **functions)
-
-    def _find(self, named: Backend | None, why_not: WhyNot) -> dict[str, Backend]:
-        if named is not None:
-            return _insist(named, why_not)
-        return find_first(self.backends, why_not)
 
     @property
     def _named_with_lse(self) -> Backend | None:
@@ -169,13 +164,13 @@ def _join_reasons(reasons: list[str | None]) -> str | None:
     return "; ".join(known) if len(known) == len(reasons) else None
 
 
-def find_stores(arrays: dict[str, jax.Array]) -> dict[str, Store]:
+def find_stores(write: SlotWrite) -> dict[str, Store]:
     """Return what stores rows on the platform of the card at hand, if a kernel does.
 
     Args:
-      arrays: as `SlotWrite` has them; only shapes and dtypes matter.
+      write: of which only formats, shapes and dtypes matter.
     """
-    found = find_first(BACKENDS, lambda one, card: one.why_not_stored(arrays, card))
+    found = find_first(BACKENDS, lambda one, card: one.why_not_stored(write, card))
     return {
         platform: functools.partial(one.store, card=find_card(platform))
         for platform, one in found.items()
@@ -209,6 +204,15 @@ def _scatter_anywhere(write: SlotWrite) -> dict[str, jax.Array]:
 
 
 _SCATTERS = {DEFAULT: scatter, "tpu": scatter_by_head}
+
+
+def _find(
+    named: Backend | None, backends: tuple[Backend, ...], why_not: WhyNot
+) -> dict[str, Backend]:
+    """Return what serves each platform."""
+    if named is not None:
+        return _insist(named, why_not)
+    return find_first(backends, why_not)
 
 
 def find_first(backends: tuple[Backend, ...], why_not: WhyNot) -> dict[str, Backend]:

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 
 from jkv.attention.call import Call
-from jkv.attention.elements import ONE_BYTE_DTYPES
 from jkv.sharding.varying import is_manual, vary_over, varying_axes
 
 
@@ -133,6 +132,6 @@ def _shape_gradient(pool: jax.Array | None) -> jax.ShapeDtypeStruct | None:
     """Return that of a pool of whole floats, None for what has no gradient."""
     if pool is None or not jnp.issubdtype(pool.dtype, jnp.floating):
         return None
-    if pool.dtype in ONE_BYTE_DTYPES:
+    if pool.dtype.itemsize == 1:
         return None
     return jax.ShapeDtypeStruct(pool.shape, pool.dtype)

@@ -2,45 +2,57 @@
 
 A pool is `[L, N, K, T, D]`. Slicing a layer out, or converting the pool to another
 dtype inside jit, would copy it; so whole blocks are gathered by (layer, block) first
-and only the gathered chunk is turned into numbers.
+and only the gathered chunk is turned into numbers, by its format.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jkv.attention.elements import to_float32
 from jkv.attention.validation import (
-    require_elements,
+    require_format,
     require_pools,
     require_rank,
-    require_scales,
+    require_value_dim,
 )
+from jkv.formats.format import Format, Formats, Parts
+
+
+class Stored(NamedTuple):
+    """Keys or values as they are stored."""
+
+    parts: Parts  # [L, N, K, T, ...] each
+    format: Format
+
+    @property
+    def num_blocks(self) -> int:
+        """N."""
+        return self.parts["pool"].shape[1]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Pools:
-    """Stored keys and values, and what their elements mean.
+    """Stored keys and values, and what they mean.
 
     Symbols: `L` layers, `N` blocks, `K` kv heads, `T` tokens per block, `D` (`Dv`) key
     (value) head dim.
     """
 
-    keys: jax.Array  # [L, N, K, T, D]
+    keys: jax.Array  # [L, N, K, T, D], or as their format has it
     values: jax.Array | None  # [L, N, K, T, Dv]; None: the first Dv of each key
-    # [L, N, K, T], what each token's elements are multiplied by; float, or u16 bits of
-    # bfloat16. None: nothing. Without `values` the keys' scales are theirs.
+    # [L, N, K, T], float or bits of one, where the format has scales. Without `values`
+    # the keys' scales are theirs.
     key_scales: jax.Array | None
     value_scales: jax.Array | None
-    # Static: no shape tells them when the values lie in the keys, or bits are raw.
+    # Static: no shape tells them.
     head_dim: int = dataclasses.field(metadata={"static": True})  # D
     value_dim: int = dataclasses.field(metadata={"static": True})  # Dv
-    kv_dtype: np.dtype[Any] | None = dataclasses.field(metadata={"static": True})
+    formats: Formats = dataclasses.field(metadata={"static": True})
 
     @property
     def num_kv_heads(self) -> int:
@@ -53,15 +65,27 @@ class Pools:
         return self.keys.shape[3]
 
     @property
+    def stored_keys(self) -> Stored:
+        """The keys."""
+        parts = {"pool": self.keys, "scales": self.key_scales}
+        return Stored(_those_there(parts), self.formats.key)
+
+    @property
+    def stored_values(self) -> Stored | None:
+        """The values, None where they are the first Dv of each key."""
+        if self.values is None:
+            return None
+        parts = {"pool": self.values, "scales": self.value_scales}
+        return Stored(_those_there(parts), self.formats.value)
+
+    @property
     def dtypes(self) -> set[np.dtype[Any]]:
         """What the elements are, one dtype unless keys and values differ."""
-        arrays = [self.keys] if self.values is None else [self.keys, self.values]
-        return {
-            array.dtype
-            if self.kv_dtype is None or jnp.issubdtype(array.dtype, jnp.floating)
-            else self.kv_dtype
-            for array in arrays
-        }
+        return {each.dtype for each in self.formats}
+
+
+def _those_there(parts: dict[str, jax.Array | None]) -> Parts:
+    return {name: array for name, array in parts.items() if array is not None}
 
 
 def make_pools(
@@ -87,37 +111,88 @@ def make_pools(
         keys, values, key_scales, value_scales = jax.tree.map(
             lambda array: array[None], (keys, values, key_scales, value_scales)
         )
-    value_dim = require_pools(keys, values, value_head_dim)
-    require_elements(keys, values, kv_dtype)
-    require_scales(keys, values, key_scales, value_scales)
+    require_pools(keys, values)
+    of_keys = of_values = require_format("key", keys, key_scales, kv_dtype)
+    head_dim, value_dim = of_keys.width_of(keys.shape[4]), None
+    if values is not None:
+        of_values = require_format("value", values, value_scales, kv_dtype)
+        value_dim = of_values.width_of(values.shape[4])
+    elif value_scales is not None:
+        raise ValueError(
+            "with value_pool=None the keys' scales are the values': leave value_scales "
+            "out"
+        )
     return Pools(
         keys=keys,
         values=values,
         key_scales=key_scales,
         value_scales=value_scales,
-        head_dim=keys.shape[4],
-        value_dim=value_dim,
-        kv_dtype=None if kv_dtype is None else jnp.dtype(kv_dtype),
+        head_dim=head_dim,
+        value_dim=require_value_dim(value_dim, head_dim, value_head_dim),
+        formats=Formats(of_keys, of_values),
     )
 
 
 def gather_blocks(
-    pool: jax.Array,  # [L, N, K, T, D]
+    stored: Stored,
     layer: jax.Array,  # i32[]
     blocks: jax.Array,  # i32[C], clamped into the pool
-    kv_dtype: jax.typing.DTypeLike | None = None,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array | None]:
     """Return the blocks as `f32[C, K * T * D]`, each as flat as it lies in memory.
 
-    Rubbish ids are clamped, never dropped or filled: the caller masks what they bring.
+    And their factors, f32[C, K, T], None for none. Rubbish ids are clamped, never
+    dropped or filled: the caller masks what they bring.
     """
-    chunk = lax.platform_dependent(
-        pool,
+    parts = {n: _gather_part(a, layer, blocks) for n, a in stored.parts.items()}
+    return stored.format.get(parts)
+
+
+def gather_pieces(
+    stored: Stored,
+    layer: jax.Array,  # i32[]
+    blocks: jax.Array,  # i32[P, W], clamped into the pool
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return pieces of W blocks by head, as `f32[P * K * W, T * D]`.
+
+    What one head has of a piece comes out side by side, as one product wants it. And
+    the pieces' factors, f32[P, K, W * T], None for none.
+    """
+    num_heads = stored.parts["pool"].shape[2]
+    heads = jnp.clip(blocks, 0, stored.num_blocks - 1)[:, None] * num_heads
+    heads += jnp.arange(num_heads, dtype=jnp.int32)[None, :, None]
+    parts = {
+        # The view is free: a head of a block is a block of one head.
+        name: _gather_part(
+            array.reshape(array.shape[0], -1, 1, *array.shape[3:]),
+            layer,
+            heads.reshape(-1),
+        )
+        if array.ndim > 4
+        else _gather_part(array, layer, blocks)
+        for name, array in stored.parts.items()
+    }
+    numbers, factor = stored.format.get(parts)
+    if factor is not None:
+        factor = jnp.swapaxes(factor, 1, 2)
+        factor = factor.reshape(*factor.shape[:2], -1)
+    return numbers, factor
+
+
+def _gather_part(
+    array: jax.Array,  # [L, N, K, T, ...]
+    layer: jax.Array,  # i32[]
+    blocks: jax.Array,  # i32[...]
+) -> jax.Array:
+    """Return [..., K, T] of what has a number for each row, else [C, K * T * D]."""
+    if array.ndim == 4:
+        found: jax.Array = array.at[layer, blocks].get(mode="clip")
+        return found
+    return lax.platform_dependent(
+        array,
         jnp.stack([jnp.full_like(blocks, layer), blocks], axis=-1),
         tpu=_gather_tiled,
         default=_gather_flat,
     )
-    return to_float32(chunk, kv_dtype)
 
 
 def _gather_flat(
@@ -157,34 +232,6 @@ def _gather(array: jax.Array, starts: jax.Array) -> jax.Array:
         slice_sizes=(1, 1, *array.shape[2:]),
         mode=lax.GatherScatterMode.CLIP,
     )
-
-
-def gather_pieces(
-    pool: jax.Array,  # [L, N, K, T, D]
-    layer: jax.Array,  # i32[]
-    blocks: jax.Array,  # i32[P, W], clamped into the pool
-    kv_dtype: jax.typing.DTypeLike | None = None,
-) -> jax.Array:
-    """Return pieces of W blocks by head, as `f32[P * K * W, T * D]`.
-
-    What one head has of a piece comes out side by side, as one product wants it.
-    """
-    num_layers, num_blocks, num_kv_heads, *block_shape = pool.shape
-    # The view is free: a head of a block is a block of one head.
-    by_head = pool.reshape(num_layers, num_blocks * num_kv_heads, 1, *block_shape)
-    blocks = jnp.clip(blocks, 0, num_blocks - 1)[:, None] * num_kv_heads
-    blocks += jnp.arange(num_kv_heads, dtype=jnp.int32)[None, :, None]
-    return gather_blocks(by_head, layer, blocks.reshape(-1), kv_dtype)
-
-
-def gather_scales(
-    scales: jax.Array,  # [L, N, K, T]
-    layer: jax.Array,  # i32[]
-    blocks: jax.Array,  # i32[...], clamped into the pool
-) -> jax.Array:
-    """Return the scales of the blocks' tokens, f32[..., K, T]."""
-    found = scales.at[layer, blocks].get(mode="clip")
-    return to_float32(found, jnp.bfloat16)
 
 
 def read_twice(chunk: jax.Array, never: jax.Array, otherwise: float) -> jax.Array:

@@ -14,8 +14,8 @@ from jax import lax
 from jkv.attention.backend import Backend
 from jkv.attention.call import Call, check_call
 from jkv.attention.cards import Card
-from jkv.attention.elements import to_float32
-from jkv.attention.pools import Pools
+from jkv.attention.pools import Pools, Stored
+from jkv.formats.format import multiply_out
 
 
 @jax.jit
@@ -102,27 +102,22 @@ def gather_sequence(
     table: jax.Array,  # i32[M]
 ) -> tuple[jax.Array, jax.Array]:
     """Return keys and values of a sequence, f32[K, M * T, D] and f32[K, M * T, Dv]."""
-    keys = gather_tokens(pools.keys, pools.key_scales, layer, table, pools.kv_dtype)
-    if pools.values is None:
+    keys = gather_tokens(pools.stored_keys, layer, table)
+    if pools.stored_values is None:
         return keys, keys[..., : pools.value_dim]
-    return keys, gather_tokens(
-        pools.values, pools.value_scales, layer, table, pools.kv_dtype
-    )
+    return keys, gather_tokens(pools.stored_values, layer, table)
 
 
 def gather_tokens(
-    pool: jax.Array,  # [L, N, K, T, D]
-    scales: jax.Array | None,  # [L, N, K, T]
+    stored: Stored,
     layer: jax.Array,  # i32[]
     table: jax.Array,  # i32[M]
-    kv_dtype: jax.typing.DTypeLike | None,
 ) -> jax.Array:
     """Return all tokens that a block table names, in order, `f32[K, M * T, D]`."""
-    table = jnp.clip(table, 0, pool.shape[1] - 1)
-    blocks = to_float32(pool[layer, table], kv_dtype)  # f32[M, K, T, D]
-    if scales is not None:
-        blocks *= to_float32(scales[layer, table], jnp.bfloat16)[..., None]
-    num_kv_heads, head_dim = pool.shape[2], pool.shape[4]
+    table = jnp.clip(table, 0, stored.num_blocks - 1)
+    parts = {name: array[layer, table] for name, array in stored.parts.items()}
+    blocks = multiply_out(*stored.format.get(parts))  # f32[M, K, T, D]
+    _, num_kv_heads, _, head_dim = blocks.shape
     return jnp.moveaxis(blocks, 1, 0).reshape(num_kv_heads, -1, head_dim)
 
 

@@ -22,18 +22,20 @@ class Refusal(Backend):
     def attend(self, call: Call, card: Card) -> tuple[jax.Array, jax.Array]:
         """Stand for a result."""
         del card
-        output, lse = _refuse.bind(reason=self.reason, results=call.results)
-        return output, lse
+        return _bind(self.reason, call.results)
 
     def differentiate(
         self, call: Call, cotangents: Cotangents, card: Card
     ) -> Gradients:
         """Stand for gradients."""
         del cotangents, card
-        leaves, structure = jax.tree.flatten(shape_gradients(call))
-        refused = _refuse.bind(reason=self.reason, results=tuple(leaves))
-        gradients: Gradients = jax.tree.unflatten(structure, refused)
-        return gradients
+        return _bind(self.reason, shape_gradients(call))
+
+
+def _bind(reason: str, shapes: Any) -> Any:
+    leaves, structure = jax.tree.flatten(shapes)
+    refused = _refuse.bind(reason=reason, results=tuple(leaves))
+    return jax.tree.unflatten(structure, refused)
 
 
 def _find_types(*, results: Any, **_params: Any) -> Any:

@@ -8,11 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jkv.attention import lazy_chex as chex
-from jkv.attention.elements import SCALE_NAMES
-from jkv.attention.rounding import round_rows
+from jkv.formats.format import Formats, name_parts
 
 
 @jax.tree_util.register_dataclass
@@ -26,8 +24,7 @@ class SlotWrite:
     """
 
     arrays: dict[str, jax.Array]  # [L, N, K, T, ...]
-    # [R, K, D], what goes to those of keys and values: numbers whose bits the arrays
-    # keep or, where they have scales, any of up to 32 bits, to be rounded.
+    # [R, K, D], what goes to the pools of keys and values, as their formats prepare it.
     rows: dict[str, jax.Array]
     layer: jax.Array  # i32[], negative for none
     block_ids: jax.Array  # i32[R], N for none
@@ -35,10 +32,7 @@ class SlotWrite:
     valid: jax.Array  # bool[R]
     # i32[], which part of each block the arrays have; None: the whole.
     part: jax.Array | None = None
-    # What rows are rounded to, where the arrays have scales.
-    elements: np.dtype[Any] | None = dataclasses.field(
-        default=None, metadata=dict(static=True)
-    )
+    formats: Formats = dataclasses.field(metadata=dict(static=True))
 
     @property
     def num_rows(self) -> int:
@@ -52,16 +46,11 @@ class SlotWrite:
 
     def rows_as_bits(self) -> dict[str, jax.Array]:
         """Return the rows as the arrays keep them, which have the same names."""
-        rows = dict(self.rows)
-        if self.elements is not None:
-            for name, each in self.rows.items():
-                rows[name], rows[SCALE_NAMES[name]] = round_rows(each, self.elements)
-        return {
-            name: each
-            if each.dtype == self.arrays[name].dtype
-            else jax.lax.bitcast_convert_type(each, self.arrays[name].dtype)
-            for name, each in rows.items()
-        }
+        bits: dict[str, jax.Array] = {}
+        for name, rows in self.rows.items():
+            parts = self.formats.of(name)[0].put(rows)
+            bits |= name_parts(name.removesuffix("_pool"), parts)
+        return bits
 
 
 def scatter(write: SlotWrite) -> dict[str, jax.Array]:

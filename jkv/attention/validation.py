@@ -1,10 +1,19 @@
 """What a call of `paged_attention` must look like; mistakes are explained."""
 
+from typing import Any, TypeAlias
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.attention.elements import MEANINGS, Integer
+from jkv.formats.format import Format
+from jkv.formats.numbers import Numbers
+from jkv.formats.table import FORMATS
+
+# One number of any integer type. No `jax.typing.ArrayLike`, which takes floats.
+Integer: TypeAlias = (
+    jax.Array | np.ndarray[Any, np.dtype[np.integer[Any]]] | np.integer[Any] | int
+)
 
 
 def require_rank(name: str, array: jax.Array, rank: int, meaning: str) -> None:
@@ -15,112 +24,102 @@ def require_rank(name: str, array: jax.Array, rank: int, meaning: str) -> None:
         )
 
 
-def require_pools(
-    key_pool: jax.Array, value_pool: jax.Array | None, value_head_dim: int | None
-) -> int:
-    """Check ranks and sizes of the pools; return the value head dim."""
+def require_pools(key_pool: jax.Array, value_pool: jax.Array | None) -> None:
+    """Check ranks and sizes of the pools."""
     require_rank("key_pool", key_pool, 5, "[L, N, K, T, D]; layer=None drops the L")
     if value_pool is None:
-        return _require_latent(key_pool, value_head_dim)
+        return
     require_rank("value_pool", value_pool, 5, "[L, N, K, T, Dv]")
     if key_pool.shape[:4] != value_pool.shape[:4]:
         raise ValueError(
             "key_pool and value_pool must agree in layers, blocks, kv heads and "
             f"block size, got {key_pool.shape} and {value_pool.shape}"
         )
-    value_dim = value_pool.shape[4]
-    if value_head_dim not in (None, value_dim):
+
+
+def require_value_dim(value_dim: int | None, head_dim: int, asked: int | None) -> int:
+    """Return the value head dim; check what was asked against the pools.
+
+    Args:
+      value_dim: of the value pool; None where values lie in the keys.
+      head_dim: of the keys.
+      asked: with a value pool None, or the same.
+    """
+    if value_dim is None:
+        if asked is None or not 0 < asked <= head_dim:
+            raise ValueError(
+                "with value_pool=None the values are the first value_head_dim elements "
+                f"of the keys: pass 1 to {head_dim}, got {asked}"
+            )
+        return asked
+    if asked not in (None, value_dim):
         raise ValueError(
-            f"value_pool has head dim {value_dim}, value_head_dim is "
-            f"{value_head_dim}; it is for value_pool=None, leave it out"
+            f"value_pool has head dim {value_dim}, value_head_dim is {asked}; it is "
+            f"for value_pool=None, leave it out"
         )
     return value_dim
 
 
-def _require_latent(key_pool: jax.Array, value_head_dim: int | None) -> int:
-    """Check that values can lie in the keys, return their head dim."""
-    if value_head_dim is None or not 0 < value_head_dim <= key_pool.shape[4]:
-        raise ValueError(
-            "with value_pool=None the values are the first value_head_dim elements of "
-            f"the keys: pass 1 to {key_pool.shape[4]}, got {value_head_dim}"
-        )
-    return value_head_dim
-
-
-def require_elements(
-    key_pool: jax.Array,
-    value_pool: jax.Array | None,
+def require_format(
+    name: str,
+    pool: jax.Array,
+    scales: jax.Array | None,
     kv_dtype: jax.typing.DTypeLike | None,
-) -> None:
-    """Check that the pools hold numbers, or bits that have a meaning."""
+) -> Format:
+    """Return how "key" or "value" rows are stored, by what an array holds.
+
+    Check that it holds numbers, or bits that have a meaning, and that scales stand
+    beside those that have them, one for each token.
+    """
     try:
-        kv_dtype = None if kv_dtype is None else jnp.dtype(kv_dtype)
+        asked = None if kv_dtype is None else jnp.dtype(kv_dtype)
     except TypeError:
         raise ValueError(
             f"kv_dtype must be a dtype or None, got {kv_dtype!r}"
         ) from None
-    for name, pool in (("key_pool", key_pool), ("value_pool", value_pool)):
-        if pool is None:
-            continue
-        meanings = MEANINGS.get(pool.dtype)
-        if meanings is not None:
-            if kv_dtype not in meanings:
-                names = " or ".join(str(dtype) for dtype in meanings)
-                raise ValueError(
-                    f"{name} holds raw {pool.dtype} bits: pass kv_dtype={names}, "
-                    f"got {kv_dtype}"
-                )
-        elif pool.dtype != jnp.int8 and not jnp.issubdtype(pool.dtype, jnp.floating):
+    dtype = pool.dtype
+    known = FORMATS.values()
+    meanings = [kept.dtype for kept in known if kept.stored_as == dtype != kept.dtype]
+    if meanings:
+        if asked not in meanings:
+            names = " or ".join(str(dtype) for dtype in meanings)
             raise ValueError(
-                f"{name} must be floating point or int8, uint16 with "
-                f"kv_dtype=bfloat16, or uint8 with an fp8 kv_dtype, got {pool.dtype}"
+                f"{name}_pool holds raw {dtype} bits: pass kv_dtype={names}, "
+                f"got {asked}"
             )
-        elif kv_dtype is not None and pool.dtype != kv_dtype:
-            raise ValueError(
-                f"{name} holds {pool.dtype} but kv_dtype is {kv_dtype}; "
-                "kv_dtype is for pools of raw bits, leave it out"
-            )
-
-
-def require_scales(
-    key_pool: jax.Array,
-    value_pool: jax.Array | None,
-    key_scales: jax.Array | None,
-    value_scales: jax.Array | None,
-) -> None:
-    """Check that scales stand beside pools that have them, one for each token."""
-    if value_pool is None and value_scales is not None:
+        dtype = asked
+    elif dtype != jnp.int8 and not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
-            "with value_pool=None the keys' scales are the values': leave value_scales "
-            "out"
+            f"{name}_pool must be floating point or int8, uint16 with "
+            f"kv_dtype=bfloat16, or uint8 with an fp8 kv_dtype, got {dtype}"
         )
-    for name, pool, scales in (
-        ("key", key_pool, key_scales),
-        ("value", value_pool, value_scales),
-    ):
-        if pool is None:
-            continue
-        if scales is None:
-            if pool.dtype == jnp.int8:
-                raise ValueError(f"{name}_pool holds int8: pass {name}_scales")
-            continue
-        if pool.dtype.itemsize != 1:
-            raise ValueError(
-                f"{name}_scales are for pools of int8 or fp8, {name}_pool holds "
-                f"{pool.dtype}; leave them out"
-            )
-        if scales.shape != pool.shape[:4]:
-            raise ValueError(
-                f"{name}_scales must have one number per token and kv head, "
-                f"{list(pool.shape[:4])}, got {list(scales.shape)}"
-            )
-        if scales.dtype != jnp.uint16 and not jnp.issubdtype(
-            scales.dtype, jnp.floating
-        ):
-            raise ValueError(
-                f"{name}_scales must be floating point, or uint16 as the bits of "
-                f"bfloat16, got {scales.dtype}"
-            )
+    elif asked is not None and dtype != asked:
+        raise ValueError(
+            f"{name}_pool holds {dtype} but kv_dtype is {asked}; "
+            "kv_dtype is for pools of raw bits, leave it out"
+        )
+    if scales is None:
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise ValueError(f"{name}_pool holds {dtype}: pass {name}_scales")
+        return Numbers(dtype)
+    kept = FORMATS.get(dtype, Numbers(dtype))
+    if not kept.is_quantized:
+        raise ValueError(
+            f"{name}_scales are for pools of int8 or fp8, {name}_pool holds "
+            f"{pool.dtype}; leave them out"
+        )
+    of_row = kept.arrays(kept.width_of(pool.shape[4]))["scales"].shape
+    if scales.shape != (*pool.shape[:4], *of_row):
+        raise ValueError(
+            f"{name}_scales must have one number per token and kv head, "
+            f"{[*pool.shape[:4], *of_row]}, got {list(scales.shape)}"
+        )
+    if scales.dtype != jnp.uint16 and not jnp.issubdtype(scales.dtype, jnp.floating):
+        raise ValueError(
+            f"{name}_scales must be floating point, or uint16 as the bits of "
+            f"bfloat16, got {scales.dtype}"
+        )
+    return kept
 
 
 def require_queries(
@@ -128,6 +127,8 @@ def require_queries(
     key_pool: jax.Array,
     value_pool: jax.Array | None,
     sinks: jax.Array | None,
+    *,
+    key_dim: int,
 ) -> None:
     """Check queries and sinks against pools that are as they should be."""
     require_rank("queries", queries, 3, "[R, H, D]")
@@ -139,10 +140,9 @@ def require_queries(
         )
     num_heads, head_dim = queries.shape[1:]
     num_kv_heads = key_pool.shape[2]
-    if head_dim != key_pool.shape[4]:
+    if head_dim != key_dim:
         raise ValueError(
-            f"queries have head dim {head_dim}, key_pool {key_pool.shape[4]}; "
-            "they must be equal"
+            f"queries have head dim {head_dim}, key_pool {key_dim}; they must be equal"
         )
     if num_heads % num_kv_heads:
         raise ValueError(

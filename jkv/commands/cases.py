@@ -6,9 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.attention.elements import STORED_AS
-from jkv.config.dtypes import needs_scales
-from jkv.storage import quantization
+from jkv.formats.table import FORMATS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +47,8 @@ CASES = (
     Case("sinks", **DECODE, has_sinks=True),
     *(
         Case(dtype.name, (1, 7, 1), (50, 7, 33), kv_dtype=dtype.name)
-        for dtype in STORED_AS
-        if needs_scales(dtype)
+        for dtype, kept in FORMATS.items()
+        if kept.is_quantized
     ),
 )
 
@@ -68,9 +66,10 @@ def make_operands(case: Case, dtype: str) -> tuple[tuple[Any, ...], dict[str, An
         options["sinks"] = jnp.asarray(sinks, jnp.float32)
     arrays = [jnp.asarray(queries, dtype)]
     for name, pool in zip(("key", "value"), contents, strict=True):
-        elements, scales = quantization.quantize(jnp.asarray(pool), kv_dtype)
-        arrays.append(elements)
-        options[f"{name}_scales"] = scales
+        kept = FORMATS[kv_dtype]
+        parts = kept.put(kept.prepare(jnp.asarray(pool)))
+        arrays.append(parts["pool"])
+        options[f"{name}_scales"] = parts.get("scales")
     starts = np.cumsum((0, *case.query_lengths[:-1]))
     lengths = (starts, case.query_lengths, case.context_lengths)
     integers = [jnp.asarray(each, jnp.int32) for each in lengths]

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.attention import paged_attention
-from jkv.attention.elements import STORED_AS
 from jkv.commands.cases import CASES, Case, make_operands
 from jkv.commands.report import Report
+from jkv.formats.table import FORMATS
 
 IMPLEMENTATIONS = ("xla", "pallas")
 
@@ -113,7 +113,7 @@ def check_derivative(report: Report, *, implementation: str) -> None:
 
 
 def _is_kept_as_it_is(dtype: str) -> bool:
-    return STORED_AS[jnp.dtype(dtype)] == jnp.dtype(dtype)
+    return FORMATS[jnp.dtype(dtype)].stored_as == jnp.dtype(dtype)
 
 
 def find_gradient_error(case: Case, dtype: str, implementation: str) -> float:

@@ -15,11 +15,10 @@ import jax.numpy as jnp
 
 from jkv.attention.cards import Card, find_card
 from jkv.attention.choice import PlainReasons, explain_choice
-from jkv.attention.elements import STORED_AS
 from jkv.attention.kernel.table import TABLE
 from jkv.config.cache_config import CacheConfig
-from jkv.config.dtypes import needs_scales
 from jkv.config.huggingface import read_sizes
+from jkv.formats.table import FORMATS
 from jkv.making.initialization import init
 from jkv.verbs.attention_plan import pools_of
 
@@ -136,7 +135,7 @@ def find_cards(card: str | None) -> list[Card]:
 
 def list_ways(layers: Layers, block_size: int, card: Card) -> Iterator[Way]:
     """Yield how calls of each kind go, by what keys and values are stored as."""
-    quantized = [dtype for dtype in STORED_AS if needs_scales(dtype)]
+    quantized = [dtype for dtype, kept in FORMATS.items() if kept.is_quantized]
     alike: dict[PlainReasons, list[str]] = {}
     for stored in dict.fromkeys([jnp.dtype(layers.dtype), *quantized]):
         reasons = ask(layers, stored, block_size, card)

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.attention.choice import find_stores
-from jkv.attention.elements import SCALE_DTYPE, SCALE_NAMES, STORED_AS
 from jkv.attention.slots import SlotWrite, scatter
 from jkv.commands.correctness import on_cpu
 from jkv.commands.report import Report
-from jkv.config.dtypes import needs_scales
+from jkv.formats.format import Formats, name_parts
+from jkv.formats.table import FORMATS
 from jkv.verbs.writing import WRITE_SWITCH, may_use_kernel
 
 NUM_LAYERS, NUM_BLOCKS, NUM_KV_HEADS, NUM_ROWS, NUM_STEPS = 3, 16, 2, 24, 4
@@ -62,7 +62,7 @@ def check_stores(
     agreed, scattered = 0, []
     for case in cases:
         write = draw_write(case)
-        stores = [*find_stores(write.arrays).values()] if store is None else [store]
+        stores = [*find_stores(write).values()] if store is None else [store]
         if not stores:
             scattered.append(case.name)
             continue
@@ -127,16 +127,18 @@ def draw_write(case: Case) -> SlotWrite:
         drawn = random.bytes(math.prod(shape) * dtype.itemsize)
         return jnp.asarray(np.frombuffer(drawn, dtype).reshape(shape))
 
-    arrays, rows = {}, {}
-    given = np.dtype(jnp.bfloat16) if needs_scales(dtype) else dtype
-    for name, head_dim in zip(SCALE_NAMES, case.head_dims, strict=True):
-        arrays[name] = draw((*common, head_dim), STORED_AS[dtype])
+    arrays: dict[str, jax.Array] = {}
+    rows = {}
+    kept = FORMATS[dtype]
+    given = np.dtype(jnp.bfloat16) if kept.is_quantized else dtype
+    for row, head_dim in zip(("key", "value"), case.head_dims, strict=True):
+        name, elements = f"{row}_pool", name_parts(row, kept.arrays(head_dim))
+        arrays |= {n: draw((*common, *e.shape), e.dtype) for n, e in elements.items()}
         rows[name] = draw((NUM_ROWS, NUM_KV_HEADS, head_dim), given)
-        if needs_scales(dtype):
+        if kept.is_quantized:
             # Half of the rows have no NaN, and small numbers beside large ones.
             numbers = random.standard_normal(rows[name].shape) ** 5
             rows[name] = rows[name].at[::2].set(jnp.asarray(numbers[::2], given))
-            arrays[SCALE_NAMES[name]] = draw(common, STORED_AS[SCALE_DTYPE])
     num_tokens = case.block_size * (2 if case.has_parts else 1)
     slots = random.permutation(NUM_BLOCKS * num_tokens)[:NUM_ROWS]
     return SlotWrite(
@@ -147,5 +149,5 @@ def draw_write(case: Case) -> SlotWrite:
         offsets=jnp.asarray(slots % num_tokens, jnp.int32),
         valid=jnp.asarray(np.arange(NUM_ROWS) % 5 != 1),
         part=jnp.int32(1) if case.has_parts else None,
-        elements=dtype if needs_scales(dtype) else None,
+        formats=Formats(kept, kept),
     )

@@ -16,8 +16,8 @@ from jkv.config.counts import (
     checked_num_blocks,
 )
 from jkv.config.description import describe
-from jkv.config.dtypes import checked_dtype, needs_scales
 from jkv.config.layout import Sizes, lay_out, lay_out_storage
+from jkv.formats.table import FORMATS, checked_dtype
 
 # The fields that are checked as counts.
 COUNTS = (
@@ -111,8 +111,8 @@ class CacheConfig:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether elements have one byte, and scales beside them."""
-        return needs_scales(self.dtype)
+        """Whether rows are rounded to steps of their own, and read as float32."""
+        return FORMATS[self.dtype].is_quantized
 
     @property
     def max_blocks_per_sequence(self) -> int:

@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.attention.elements import SCALE_DTYPE, SCALE_NAMES, STORED_AS
 from jkv.config.arrays import ArrayLayout, Arrays, within
-from jkv.config.dtypes import needs_scales
 from jkv.config.layer_windows import find_leader
 from jkv.config.state_layout import (
     StateSizes,
     lay_out_snapshots,
     lay_out_state_storage,
 )
+from jkv.formats.format import Formats, name_parts
+from jkv.formats.table import FORMATS
 from jkv.status import NUM_COUNTERS
 
 # Entries in a row of the prefix index's hash tables.
@@ -51,6 +51,11 @@ class Sizes(NamedTuple):
     record_tokens: bool
     sliding_window: int | None
     num_sink_tokens: int
+
+    @property
+    def formats(self) -> Formats:
+        """How rows of keys and of values are stored."""
+        return Formats(FORMATS[self.dtype], FORMATS[self.dtype])
 
     @property
     def max_blocks_per_sequence(self) -> int:
@@ -101,18 +106,14 @@ def lay_out(
 def lay_out_storage(sizes: Sizes) -> Arrays:
     """Return the arrays of a `BlockStorage` by name: [L, N, K, T, D], [L, N, K, T]."""
     rows = (sizes.num_layers, sizes.num_blocks, sizes.num_kv_heads, sizes.block_size)
-    widths = {"key_pool": sizes.head_dim}
+    elements = name_parts("key", sizes.formats.key.arrays(sizes.head_dim))
     if not sizes.values_in_keys:
-        widths["value_pool"] = sizes.value_head_dim
-    stored = STORED_AS[sizes.dtype]
-    arrays = {
-        name: ArrayLayout((*rows, width), stored, fill=0)
-        for name, width in widths.items()
+        of_values = sizes.formats.value.arrays(sizes.value_head_dim)
+        elements |= name_parts("value", of_values)
+    return {
+        name: ArrayLayout((*rows, *element.shape), element.dtype, fill=0)
+        for name, element in elements.items()
     }
-    if needs_scales(sizes.dtype):
-        scale = ArrayLayout(rows, STORED_AS[SCALE_DTYPE], fill=0)
-        arrays |= {SCALE_NAMES[name]: scale for name in widths}
-    return arrays
 
 
 def _lay_out_sequences(max_sequences: int, has_pending: bool) -> Arrays:

@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.attention.elements import STORED_AS
 from jkv.config.arrays import count_bytes
 from jkv.config.counts import checked_count
 from jkv.config.state_layout import StateSizes, lay_out_state_storage
+from jkv.formats.bits import STORED_AS
 
 # Shape and dtype of an array of one sequence, or of one token, in one layer.
 ArrayOf: TypeAlias = tuple[tuple[int, ...], Any]

@@ -9,8 +9,8 @@ from typing import NamedTuple, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.attention.elements import STORED_AS
 from jkv.config.arrays import ArrayLayout, Arrays, within
+from jkv.formats.bits import STORED_AS
 
 # An array of one sequence, or of one token: its name, its shape and its dtype.
 ArrayOf: TypeAlias = tuple[str, tuple[int, ...], np.dtype]

@@ -44,6 +44,7 @@ def from_tools(
     recursion: int = RECURSION,
     strict: bool = False,
     free_arguments: Collection[str] = (),
+    answer: Mapping[str, Any] | bool | None = None,
     max_bytes: int = MAX_BYTES,
     timeout: float | None = None,
     folder: Folder = None,
@@ -70,6 +71,8 @@ def from_tools(
       strict: as `from_json_schema` has it.
       free_arguments: names of tools whose arguments are any JSON object, whatever their
         schemas say: those that `find_refused_tools` has found.
+      answer: a JSON schema, for "auto": a text is then JSON that it describes, or calls
+        and nothing else.
       max_bytes: as `from_json_schema` has it.
       timeout: as `from_json_schema` has it.
       folder: as `from_json_schema` has it.
@@ -104,15 +107,17 @@ def from_tools(
         calls = [_call(one, reading, bounds, one["name"] in free) for one in functions]
         line = Repeat(Literal(b"\n"), 0, 1)
         inner = concat(begin.encode(), line, Choice(calls), line, end.encode())
-        texts = _with_text(inner, begin, is_single, bounds)
-        if choice != "auto":
-            texts = concat(
-                inner, Repeat(concat(line, inner), 0, 0 if is_single else None)
-            )
+        more = Repeat(concat(line, inner), 0, 0 if is_single else None)
+        texts: Expression = concat(inner, more)
+        if choice == "auto" and answer is None:
+            texts = _with_text(inner, begin, is_single, bounds)
+        elif choice == "auto":
+            compiler = SchemaCompiler(answer, reading, bounds)
+            texts = Choice([texts, compiler.compile_root()])
         return compile_expression(texts, vocabulary, bounds)
 
     reading = Reading(whitespace, depth, recursion, strict)
-    asked = ["tools", functions, choice, is_single, begin, end, free, *reading]
+    asked = ["tools", functions, choice, is_single, begin, end, free, answer, *reading]
     return keep(folder, vocabulary, asked, make)
 
 

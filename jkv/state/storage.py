@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, Self
 import jax
 import numpy as np
 
-from jkv.config.dtypes import STORAGE_NAMES
+from jkv.formats.format import STORAGE_NAMES, Formats
+from jkv.formats.table import FORMATS
 from jkv.sharding.heads import copies_of
 from jkv.sharding.storage_sharding import StorageSharding
 
@@ -47,6 +48,11 @@ class BlockStorage:
     sharding: StorageSharding | None = dataclasses.field(
         default=None, metadata={"static": True}
     )
+
+    @property
+    def formats(self) -> Formats:
+        """How rows of keys and of values are stored."""
+        return Formats(FORMATS[self.dtype], FORMATS[self.dtype])
 
     @property
     def arrays(self) -> dict[str, jax.Array]:

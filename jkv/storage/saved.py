@@ -16,8 +16,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jkv.attention.elements import SCALE_DTYPE, SCALE_NAMES, STORED_AS
-from jkv.config.dtypes import STORAGE_NAMES
+from jkv.formats.bits import STORED_AS
+from jkv.formats.format import STORAGE_NAMES
+from jkv.formats.table import FORMATS
 from jkv.sharding.heads import copies_of, without_copies_of_heads
 from jkv.sharding.processes import agree, bring_whole, is_shared, is_writer
 from jkv.sharding.resharding import as_auto
@@ -158,8 +159,8 @@ def _describe_stored(value: Cache | Swapped, name: str, leaf: Any) -> Tensor:
     """Describe K/V or scales, whose bits mean something, of a group."""
     number = int(name.split(".")[1])
     part = value.storage[number] if isinstance(value, Cache) else value.groups[number]
-    is_scale = name.rsplit(".", maxsplit=1)[-1] in SCALE_NAMES.values()
-    meant = SCALE_DTYPE if is_scale else part.dtype
+    element = name.rsplit("_", maxsplit=1)[-1]
+    meant = FORMATS[part.dtype].arrays(1)[element].meaning
     if isinstance(value, Cache):
         return _by_layers(leaf, meant, value, number)
     return _by_pieces(leaf, meant)

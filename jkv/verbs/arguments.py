@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.attention.elements import SCALE_DTYPE, SCALE_NAMES, STORED_AS
 from jkv.attention.validation import require_window
 from jkv.metadata import requests
 from jkv.metadata.requests import Integer
@@ -112,12 +111,12 @@ def _has_layers(sizes: StepSizes) -> bool:
 
 def check_dtypes(storage: BlockStorage) -> None:
     """Reject keys and values that are not stored as their dtype is, as after a cast."""
-    for name, pool in storage.arrays.items():
-        is_scale = name in SCALE_NAMES.values()
-        expected = STORED_AS[SCALE_DTYPE if is_scale else storage.dtype]
-        if pool.dtype != expected:
+    for name, array in storage.arrays.items():
+        kept, part = storage.formats.of(name)
+        expected = kept.arrays(storage.head_dim)[part].dtype
+        if array.dtype != expected:
             raise UsageError(
-                f"{name} has dtype {pool.dtype}, and {storage.dtype.name} is stored as "
+                f"{name} has dtype {array.dtype}, and {kept.dtype.name} is stored as "
                 f"{expected}: a cache cannot be cast array by array; make one of "
                 f"another dtype with CacheConfig(dtype=...)"
             )

@@ -56,7 +56,7 @@ def pools_of(storage: BlockStorage) -> Pools:
         value_scales=storage.value_scales,
         head_dim=storage.head_dim,
         value_dim=storage.value_head_dim,
-        kv_dtype=storage.dtype,
+        formats=storage.formats,
     )
 
 

@@ -7,14 +7,13 @@ from typing import Literal, overload
 import jax
 import jax.numpy as jnp
 
-from jkv.attention.elements import SCALE_NAMES
+from jkv.formats.format import parts_of
 from jkv.metadata import requests
 from jkv.metadata.requests import Integer
 from jkv.sharding.heads import without_copies_of_heads
 from jkv.sharding.mapping import with_whole_blocks
 from jkv.state import BlockStorage, Cache, GroupLayer, Metadata
 from jkv.state.entry import takes_cache
-from jkv.storage import quantization
 from jkv.verbs.arguments import locate_layer
 from jkv.verbs.lookups import length_of, table_of
 
@@ -193,13 +192,7 @@ def _restored(
         name: without_copies_of_heads(storage.sharding, gather(pool), head_axis)
         for name, pool in storage.arrays.items()
     }
-    keys, values = (
-        quantization.restore(found[name], found.get(scales), storage.dtype)
-        if name in found
-        else None
-        for name, scales in SCALE_NAMES.items()
-    )
-    assert keys is not None
-    if values is None:
-        values = keys[..., : storage.value_head_dim]
-    return keys, values
+    keys = storage.formats.key.read(parts_of("key", found))
+    if storage.values_in_keys:
+        return keys, keys[..., : storage.value_head_dim]
+    return keys, storage.formats.value.read(parts_of("value", found))

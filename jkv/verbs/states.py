@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.arguments import as_array
-from jkv.attention.elements import STORED_AS
+from jkv.formats.bits import as_bits
 from jkv.metadata.requests import Integer
 from jkv.sharding.loops import when
 from jkv.state import Batch, Cache, StateLayer, StateStorage
@@ -216,7 +216,7 @@ def _read(
     base = bases.at[layer, row].get(mode="fill", fill_value=0)
     found = read_rows(rows, layer, row, base == 0)
     return {
-        name: _as_meant(state, dtype)
+        name: as_bits(state, dtype)
         for (name, state), dtype in zip(sorted(found.items()), dtypes, strict=True)
     }
 
@@ -232,7 +232,7 @@ def _read_inputs(
 ) -> Arrays:
     found = {}
     for (name, array), dtype in zip(sorted(inputs.items()), dtypes, strict=True):
-        pending = _as_meant(array.at[layer, row].get(mode="fill", fill_value=0), dtype)
+        pending = as_bits(array.at[layer, row].get(mode="fill", fill_value=0), dtype)
         place = jnp.arange(pending.shape[1], dtype=jnp.int32)[None]
         is_pending = _along(place < count[:, None], pending)
         found[name] = jnp.where(is_pending, pending, jnp.zeros_like(pending))
@@ -254,7 +254,7 @@ def _write(
     row = jnp.where(grows, row, no_row + request)
 
     def put(array: jax.Array, rows: jax.Array, row: jax.Array) -> jax.Array:
-        rows = _as_stored(rows, array.dtype)
+        rows = as_bits(rows, array.dtype)
         return array.at[layer, row].set(rows, mode="drop", unique_indices=True)
 
     base = batch.context_lengths - batch.pending_after
@@ -281,7 +281,7 @@ def _write(
         def choose(array: jax.Array, given: jax.Array) -> jax.Array:
             new = given.at[source].get(mode="fill", fill_value=0)
             before = array.at[layer, row[:, None], earlier].get(mode="clip")
-            new = _as_stored(new, array.dtype)
+            new = as_bits(new, array.dtype)
             return jnp.where(_along(is_new, new), new, before)
 
         return {
@@ -297,16 +297,3 @@ def _write(
 def _along(mask: jax.Array, array: jax.Array) -> jax.Array:
     """Return a mask of the leading axes with the axes of an array."""
     return mask.reshape(mask.shape + (1,) * (array.ndim - mask.ndim))
-
-
-def _as_meant(stored: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
-    if stored.dtype == dtype:
-        return stored
-    return jax.lax.bitcast_convert_type(stored, dtype)
-
-
-def _as_stored(given: jax.Array, stored: np.dtype[Any]) -> jax.Array:
-    if np.dtype(given.dtype) == np.dtype(stored):
-        return given
-    assert STORED_AS[np.dtype(given.dtype)] == stored
-    return jax.lax.bitcast_convert_type(given, stored)

@@ -3,15 +3,13 @@
 import dataclasses
 import functools
 import os
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jkv.attention.choice import find_stores, store
 from jkv.attention.slots import SlotWrite
-from jkv.config.dtypes import needs_scales
+from jkv.formats.format import Formats
 from jkv.metadata.requests import Integer
 from jkv.sharding.heads import with_copies_of_heads
 from jkv.sharding.mapping import divided, over_devices
@@ -19,7 +17,6 @@ from jkv.sharding.storage_sharding import POOL, ROW_HEADS, ROWS
 from jkv.state import Batch, Cache, Slots
 from jkv.state.cache import Role
 from jkv.state.entry import takes_cache
-from jkv.storage import quantization
 from jkv.verbs.arguments import (
     any_layer,
     check_batch,
@@ -100,7 +97,7 @@ def write(
         _write,
         _Operands,
         POOL,
-        dtype=storage.dtype,
+        formats=storage.formats,
         context=context,
         may_use_kernel=may_use_kernel(),
     )
@@ -159,11 +156,11 @@ class _Operands:
     valid: jax.Array  # bool[R]
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "context", "may_use_kernel"))
+@functools.partial(jax.jit, static_argnames=("formats", "context", "may_use_kernel"))
 def _write(
     operands: _Operands,
     *,
-    dtype: np.dtype[Any],
+    formats: Formats,
     context: str | None,
     may_use_kernel: bool,
 ) -> dict[str, jax.Array]:
@@ -176,14 +173,14 @@ def _write(
     slot_write = SlotWrite(
         arrays=arrays,
         rows={
-            name: quantization.as_numbers(each, dtype)
+            name: formats.of(name)[0].prepare(each)
             for name, each in operands.rows.items()
         },
-        elements=dtype if needs_scales(dtype) else None,
+        formats=formats,
         layer=operands.layer,
         block_ids=slots.block_ids,
         offsets=slots.offsets,
         valid=operands.valid,
         part=None if context is None else jax.lax.axis_index(context),
     )
-    return store(slot_write, find_stores(arrays) if may_use_kernel else {})
+    return store(slot_write, find_stores(slot_write) if may_use_kernel else {})

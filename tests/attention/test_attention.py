@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import formats
 from support.attention_workloads import (
     WORKLOADS,
     Workload,
@@ -24,7 +25,6 @@ from support.tolerances import assert_close, is_close
 from jkv.attention import paged_attention
 from jkv.attention.call import Requests, make_requests
 from jkv.attention.xla.pieces import list_work
-from jkv.storage import quantization
 
 NUM_ROWS, NUM_BLOCKS, MAX_BLOCKS = 17, 30, 9
 LAYER = 1
@@ -296,8 +296,8 @@ def test_half_precision(storage):
         np.testing.assert_array_equal(bits, expected)
 
 
-quantize = jax.jit(quantization.quantize, static_argnums=1)
-restore = jax.jit(quantization.restore, static_argnums=2)
+quantize = jax.jit(formats.quantize, static_argnums=1)
+restore = jax.jit(formats.restore, static_argnums=2)
 ONE_BYTE = ["int8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"]
 
 

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import formats
 from support.attention_workloads import Workload, make_operands
 from support.jax_versions import further
 from support.tolerances import assert_close
 
 from jkv.attention import paged_attention
-from jkv.storage import quantization
 
 NUM_ROWS, NUM_BLOCKS, MAX_BLOCKS, BLOCK_SIZE, KV_HEADS, HEADS = 17, 40, 9, 4, 2, 4
 # (query length, context length) of each request; all share one trace.
@@ -93,7 +93,7 @@ def make_call(this: Case, batch: str, seed: int = 0):
         if this.dtype in ("int8", "float8_e4m3fn"):
             # Rubbish is what is in slots without a token.
             pool = np.nan_to_num(pool, nan=7.0)
-            pool, scales = quantization.quantize(pool, jnp.dtype(this.dtype))
+            pool, scales = formats.quantize(pool, jnp.dtype(this.dtype))
             arrays[f"{name.removesuffix('s')}_scales"] = np.array(
                 scales.view(jnp.bfloat16), np.float32
             )

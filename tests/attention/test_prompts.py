@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from support import formats
 from support.attention_workloads import Workload, make_operands
 from support.jax_versions import few, further
 from support.kernel_lowering import (
@@ -31,7 +32,7 @@ from support.tolerances import TOLERANCE, assert_close, is_close
 import jkv
 from jkv.attention import choice, paged_attention
 from jkv.attention.cards import DEFAULT, Card
-from jkv.attention.contiguous.face import Cudnn
+from jkv.attention.contiguous.cudnn import Cudnn
 from jkv.attention.contiguous.prompts import (
     attend_prompts,
     find_prompt,
@@ -39,7 +40,6 @@ from jkv.attention.contiguous.prompts import (
 )
 from jkv.attention.kernel.face import Triton
 from jkv.attention.xla.plain_path import attend_xla
-from jkv.storage import quantization
 
 NUM_ROWS, MIN_ROWS, MAX_BLOCKS, NUM_BLOCKS = 32, 30, 12, 40
 LAYER = 1
@@ -135,7 +135,7 @@ def operands_of(batch, seed=0, dtype="float32", kv_dtype=None, group=2):
     options = {"kv_dtype": kv_dtype}
     pools = []
     for name, pool in (("key", made.key_pool), ("value", made.value_pool)):
-        elements, scales = quantization.quantize(jnp.asarray(pool), kv_dtype)
+        elements, scales = formats.quantize(jnp.asarray(pool), kv_dtype)
         pools.append(elements)
         options[f"{name}_scales"] = scales
     seq_ids = np.arange(len(query_lengths), dtype=np.int32)
@@ -294,7 +294,9 @@ def lower_cudnn(rows=ROWS, platform="cuda", *, wrap=None, options=None, **shapes
     """Lower a call for shapes of Llama 3 8B."""
     queries, pools = make_shapes(rows=rows, **shapes)
     arrays = queries, pools.keys, pools.values, shape(4, 512)
-    options = {"kv_dtype": pools.kv_dtype, "implementation": "cudnn"} | (options or {})
+    options = {"kv_dtype": pools.formats.key.dtype, "implementation": "cudnn"} | (
+        options or {}
+    )
 
     def attend(queries, keys, values, tables, *lengths):
         return paged_attention(

@@ -69,8 +69,8 @@ def test_each_device_stores_what_it_has(dtype, monkeypatch):
     rows = jnp.asarray(random.standard_normal((6, 4, 16)), jnp.bfloat16)
     launched = []
 
-    def find_stores(arrays):
-        launched.append(arrays["key_pool"].shape)
+    def find_stores(write):
+        launched.append(write.pool.shape)
         return {"cpu": functools.partial(store_rows, interpret=True)}
 
     def store(cache):

@@ -13,9 +13,10 @@ import types
 
 import pretrained
 import pytest
+from batching import answering, lines
 from batching import command as batch
-from batching import lines
 from served import display, loading
+from support.http_server import load_served
 from support.paths import EXAMPLES
 
 import jkv
@@ -31,7 +32,7 @@ NUM_LINES = 24
 
 def write_prompts(path):
     asked = [{"prompt": f"The {i} import", "id": f"name {i}"} for i in range(NUM_LINES)]
-    asked[3] = {"prompt": "", "id": "name 3"}
+    asked[3] = {"prompt": 3, "id": "name 3"}
     asked[5] = {"prompt": "Every class", "n": 3, "temperature": 0.7}
     asked[7] = {"prompt": "For a list", "stop": ["e", "zz"]}
     path.write_text("\n".join(map(json.dumps, asked)) + "\n\nnonsense\n")
@@ -70,9 +71,7 @@ def test_a_killed_process_is_gone_on_with(tmp_path, capsys):
     assert said in capsys.readouterr().err
     expected = read_results(whole)
     assert sorted(expected) == list(range(NUM_LINES + 1))
-    assert (
-        "none of them empty" in expected[3]["error"] and "error" in expected[NUM_LINES]
-    )
+    assert "prompt must be" in expected[3]["error"] and "error" in expected[NUM_LINES]
     assert len({c["text"] for c in expected[5]["choices"]}) > 1
     stopped = expected[7]["choices"][0]
     assert stopped["finish_reason"] == "length" or "e" not in stopped["text"]
@@ -199,8 +198,11 @@ class Echo:
 def echo(monkeypatch):
     """Let `serve` have an engine that computes nothing."""
     tokenizer = pretrained.load_tokenizer(loading.BUNDLED)
-    served = loading.Served(Echo(), tokenizer, pathlib.Path(loading.BUNDLED), 64, 24)
-    monkeypatch.setattr(batch, "load", lambda _: served)
+    folder = pathlib.Path(loading.BUNDLED)
+    served = loading.Served(
+        Echo(), tokenizer, folder, 64, 24, vocabulary_size=tokenizer.get_vocab_size()
+    )
+    monkeypatch.setattr(batch, "load", lambda _, **__: served)
     monkeypatch.setattr(batch, "warm_up", lambda _: 0)
     still = types.SimpleNamespace(update=lambda _: None)
     monkeypatch.setattr(batch, "Display", lambda *_: contextlib.nullcontext(still))
@@ -214,9 +216,17 @@ HOSTILE = [
     ('{"id": "a", "prompt": "\\ud800"}', "a"),
     ('{"id": "b", "prompt": "x", "stop": ["\\udfff"]}', "b"),
     ('{"id": {"c": [1]}, "messages": [{"role": "user", "content": "\\ud83d"}]}', ...),
-    ('{"id": "\\ud800", "prompt": ""}', "\ud800"),
+    ('{"id": "\\ud800", "prompt": {}}', "\ud800"),
     ('{"id": null, "prompt": 7}', None),
     ('{"id": "d", "prompt": ["two", "prompts"]}', "d"),
+    ('{"prompt": "a", "temprature": 1}', None),
+    ('{"prompt": "a", "model": "gpt"}', None),
+    ('{"prompt": "a", "stream": true}', None),
+    ('{"prompt": "a", "logprobs": 1}', None),
+    ('{"prompt": "a", "response_format": {"type": "json_object"}}', None),
+    ('{"prompt": "a", "presence_penalty": 1}', None),
+    # The bundled model has no template.
+    ('{"id": "e", "messages": [{"role": "user", "content": "a"}]}', "e"),
     ("7", None),
     ('"\\udc00"', None),
 ]
@@ -241,6 +251,40 @@ def test_no_line_stops_the_others(tmp_path, capsys, echo):
         assert found[len(HOSTILE)]["id"] == "\udc00"
         assert found[len(HOSTILE)]["choices"][0]["text"] == "x"
     assert len(echo.asked) == 1  # nothing was computed again
+
+
+def test_lines_are_steered_as_clients_are(tmp_path):
+    """More languages than there is room for, rules, and a template that fails."""
+    served = load_served(tmp_path / "pydoc")
+    schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}}
+    schema["required"] = ["a"]
+    chat = [{"role": "user", "content": "The with"}]
+    asked = [
+        *({"prompt": "The", "guided_choice": [text]} for text in "abcdef"),
+        {"prompt": "The", "logit_bias": {"5": 100}, "temperature": 0},
+        {"messages": chat, "response_format": {"type": "json_schema"}},
+        {"messages": [{"role": "alien", "content": "a"}]},
+        {"prompt": "The", "guided_regex": "("},
+        {"prompt": "The", "temperature": 0},
+        {"prompt": "The", "n": 2, "best_of": 3},
+    ]
+    asked[7]["response_format"]["json_schema"] = {"schema": schema}
+    lines_asked = [json.dumps({"max_tokens": 24, **each}) for each in asked]
+    still = types.SimpleNamespace(update=lambda _: None)
+    path = tmp_path / "results.jsonl"
+    with lines.ResultLines(path, lines_asked) as results:
+        answering.answer_all(served, lines_asked, results, still, 4)
+    served.end()
+    found = read_results(path)
+    texts = {
+        i: each["choices"][0]["text"] for i, each in found.items() if i not in (8, 9)
+    }
+    assert [texts[i] for i in range(6)] == list("abcdef")
+    assert texts[6] == served.tokenizer.decode([5]) * 24 != texts[10]
+    assert json.loads(texts[7])["a"] in ("x", "y")
+    assert "unknown role" in found[8]["error"] and "guided_regex" in found[9]["error"]
+    assert [each["index"] for each in found[11]["choices"]] == [0, 1]
+    assert int(jkv.num_free_blocks(served.engine.cache)) == 12
 
 
 def test_lines_that_are_all_answered_end_well(tmp_path, capsys, echo):

@@ -12,9 +12,10 @@ from types import SimpleNamespace
 
 import openai
 import pytest
-from served import prompts, running
+from served import running
 from served.api import make_app
-from served.connections import Bounds, make_config
+from served.asking import prompts
+from served.endpoints.connections import Bounds, make_config
 from support.http_server import start_server
 
 from jkv.serving import EngineError
@@ -159,7 +160,7 @@ def test_a_reply_that_takes_too_long_is_told_of_the_end(serving, monkeypatch):
     async def wait_for_ever(*_):
         await asyncio.sleep(1000)
 
-    monkeypatch.setattr("served.api.reply_whole", wait_for_ever)
+    monkeypatch.setattr("served.endpoints.continuing.reply_whole", wait_for_ever)
     server, thread, address = serving(bounds=QUICK._replace(closing_seconds=1))
     body = b'{"prompt": "The", "max_tokens": 2}'
     sent = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body

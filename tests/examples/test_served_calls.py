@@ -8,9 +8,9 @@ import typing
 import openai
 import pydantic
 import pytest
-from served.calls import CallReader
-from served.prompts import read_chat
-from served.tools import read_tools
+from served.asking.prompts import read_chat
+from served.asking.tools import read_tools
+from served.replying.calls import CallReader
 
 pytestmark = [
     pytest.mark.one_end,
@@ -38,9 +38,9 @@ def ask(client, **options):
     return client.chat.completions.create(**fields | options)
 
 
-def read(pieces, begin="<t>", end="</t>"):
+def read(pieces, begin="<t>", end="</t>", **options):
     """What is told of a text that comes in pieces: free text, and calls."""
-    reader, content, calls = CallReader(begin, end), "", []
+    reader, content, calls = CallReader(begin, end, **options), "", []
     for place, piece in enumerate(pieces):
         told = reader.advance(piece, is_last=place == len(pieces) - 1)
         content += told.content
@@ -87,6 +87,17 @@ def test_calls_are_told_alike_in_any_pieces(text, expected):
         cuts = sorted(rng.randrange(len(text) + 1) for _ in range(num_cuts))
         bounds = zip([0, *cuts], [*cuts, len(text)], strict=True)
         assert read([text[start:stop] for start, stop in bounds]) == expected
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+def test_an_answer_may_have_a_tag_in_it(size):
+    for text, expected in (
+        ('{"a": "<t>"}', ('{"a": "<t>"}', [])),
+        ("<", ("<", [])),
+        ('<t>{"name": "f", "arguments": {}}</t>', ("", [["f", "{}"]])),
+    ):
+        pieces = [text[i : i + size] for i in range(0, len(text), size)]
+        assert read(pieces, has_answer=True)[:2] == expected
 
 
 def test_a_tag_behind_a_call_may_lack():
@@ -159,6 +170,31 @@ def test_streams_tell_what_whole_answers_tell(client, served):
     assert "tool_calls" in {reason for reason, *_ in kinds}
 
 
+@pytest.mark.parametrize("form", ["schema", "object"])
+def test_a_text_is_the_answer_or_calls(client, form):
+    """Both come, of several seeds, and nothing else does."""
+    format = {"type": "json_object"}
+    if form == "schema":
+        schema = Clock.model_json_schema()
+        format = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    # So hot that any token comes that is allowed; one call ends a text.
+    asked = dict(temperature=90, parallel_tool_calls=False, response_format=format)
+    kinds = set()
+    for choice in ask(client, n=16, **asked).choices:
+        kinds.add(choice.finish_reason)
+        if choice.finish_reason == "stop":
+            assert isinstance(json.loads(choice.message.content), dict)
+            assert not choice.message.tool_calls
+        if choice.finish_reason == "tool_calls":
+            assert not choice.message.content
+    # Any object may be long.
+    assert kinds >= {"tool_calls", "stop" if form == "schema" else "length"}
+    required = ask(
+        client, max_tokens=60, tool_choice="required", response_format=format
+    ).choices[0]
+    assert required.message.tool_calls and not required.message.content
+
+
 def test_no_call_is_a_plain_text(client):
     plain = ask(client, tools=[], max_tokens=8).choices[0]
     for changes in ({"tool_choice": "none"}, {"tools": None}):
@@ -192,6 +228,9 @@ def test_templates_know_tools_calls_and_what_came_of_them(served, tmp_path):
 
 PATH = "/v1/chat/completions"
 BARE = {"type": "function", "function": {"name": "f"}}
+# As Go writes a list that is not there.
+WRONG = {"name": "w", "parameters": {"type": "object", "required": None}}
+WRONG = {"type": "function", "function": WRONG}
 
 
 @pytest.mark.parametrize(
@@ -207,10 +246,11 @@ BARE = {"type": "function", "function": {"name": "f"}}
         ({"tool_choice": "auto"}, "tool_choice", "goes with tools"),
         ({"tools": [BARE], "parallel_tool_calls": 1}, "parallel_tool_calls", "true or"),
         (
-            {"tools": [BARE], "response_format": {"type": "json_object"}},
-            "response_format",
-            "one of tools and response_format",
+            {"tools": [BARE], "guided_regex": "a"},
+            "guided_regex",
+            "one of tools and guided_regex",
         ),
+        ({"tools": [WRONG]}, "tools", "tool 'w': 'required' at # must be a list"),
         (
             {
                 "tools": [BARE],
@@ -220,7 +260,7 @@ BARE = {"type": "function", "function": {"name": "f"}}
             "no tool is called 'g'",
         ),
         ({"messages": [{**CHAT[0], "tool_calls": {}}]}, "messages", "must be a list"),
-        ({"messages": [{**CHAT[0], "tool_calls": [1]}]}, "messages", "a call in"),
+        ({"messages": [{**CHAT[0], "tool_calls": [1]}]}, "messages", "list of calls"),
         ({"messages": [{**CHAT[0], "tool_call_id": 1}]}, "messages", "tool_call_id"),
         ({"functions": [{"name": "f"}]}, "functions", "the old name of tools"),
     ],
@@ -239,8 +279,11 @@ def test_what_is_no_tool_is_refused_by_name(post, fields, param, words):
         ({"parameters": []}, "of type object"),
         ({"description": 1}, "description of the tool f"),
         ({"strict": 1}, "true or false"),
-        ({"name": "f g"}, "1 to 64 letters"),
-        ({"parameters": {"type": "object", "not": {}}}, "not"),
+        ({"name": "f g"}, "1 to 128 letters"),
+        (
+            {"parameters": {"$ref": "https://a.org/b"}},
+            "tool 'f': .*only places of this",
+        ),
     ],
 )
 def test_a_mistake_in_a_tool_is_told(post, function, words):

@@ -8,11 +8,13 @@ import openai
 import pytest
 from openai.types import completion_create_params as of_texts
 from openai.types.chat import completion_create_params as of_chats
-from served import fields
+from served.asking import fields
+from served.asking.showing import check_model, read_request
 from served.mistakes import Refused
-from served.showing import read_request
 from support.http_server import POISON
 from support.paths import ROOT
+
+import jkv
 
 pytestmark = [
     pytest.mark.one_end,
@@ -26,6 +28,7 @@ CHAT = [{"role": "user", "content": "The with"}]
 
 # Served of texts alone, or of chats.
 IN_ONE = {"echo", "best_of", "tools", "tool_choice", "parallel_tool_calls"}
+IN_ONE |= {"top_logprobs", "reasoning_effort", "chat_template_kwargs"}
 
 
 @pytest.mark.parametrize(
@@ -50,8 +53,7 @@ def test_the_page_has_every_field_that_is_served():
 def test_what_is_not_served_is_refused_by_name(post, served):
     given = {
         "tools": [{"type": "function"}],
-        "presence_penalty": 0.5,
-        "frequency_penalty": -1,
+        "top_logprobs": 2,
         "prompt_logprobs": 1,
         "skip_special_tokens": False,
         "suffix": "end",
@@ -71,6 +73,7 @@ def test_what_is_not_served_is_refused_by_name(post, served):
         ("min_tokens", 2, "--rules"),
         ("bad_words", ["a"], "--rules"),
         ("allowed_token_ids", [5], "--rules"),
+        ("presence_penalty", 0.5, "--rules"),
         ("guided_regex", "a", "--grammars"),
         ("tools", [{"type": "function", "function": {"name": "f"}}], "--grammars"),
     ):
@@ -87,8 +90,11 @@ def test_what_is_not_served_is_refused_by_name(post, served):
 @pytest.mark.parametrize(
     "body, param, words",
     [
-        ({"prompt": "a", "logprobs": 3}, "logprobs", "give 0"),
-        ({"prompt": "a", "logprobs": 0, "echo": True}, "echo", "those of a prompt"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs", "from 0 to 20"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens", "from 1 to"),
+        ({"prompt": "a", "max_tokens": 97}, "max_tokens", "which leaves 96"),
+        ({"prompt": "a", "metadata": []}, "metadata", "an object"),
+        ({"prompt": "a", "store": 1}, "store", "true or false"),
         ({"prompt": "a", "echo": 1}, "echo", "true or false"),
         ({"prompt": "a", "n": 2, "best_of": 1}, "best_of", "n, 2, or more"),
         ({"prompt": "a", "best_of": 2, "stream": True}, "best_of", "without stream"),
@@ -112,7 +118,7 @@ def test_what_is_not_served_is_refused_by_name(post, served):
             "max_tokens or",
         ),
         ({"prompt": [1.5]}, "prompt", "lists of token ids"),
-        ({"prompt": ["a", ""]}, "prompt", "none of them empty"),
+        ({"prompt": ["a", [5]]}, "prompt", "texts, or lists of token ids"),
         ({"prompt": "a \ud800"}, "prompt", "surrogate"),
         ({"prompt": "a", "stop": "\udfff"}, "stop", "surrogate"),
         ({"prompt": "a", "\ud800": 1}, "?", "surrogate"),
@@ -127,7 +133,12 @@ def test_what_is_not_served_is_refused_by_name(post, served):
             "messages",
             "of type text",
         ),
-        ({"messages": CHAT, "top_logprobs": 2}, "top_logprobs", "not those of others"),
+        ({"messages": CHAT, "top_logprobs": 2}, "top_logprobs", "goes with logprobs"),
+        (
+            {"messages": CHAT, "chat_template_kwargs": {"tools": []}},
+            "chat_template_kwargs",
+            "may not set tools",
+        ),
     ],
 )
 def test_a_mistake_names_its_field(post, body, param, words):
@@ -155,6 +166,7 @@ def test_logprobs_are_those_of_the_engine(client, continued):
     parts = [part for p in pieces for part in p.choices[0].logprobs.content]
     assert [part.logprob for part in parts] == expected.logprobs
     assert bytes(b for p in parts for b in p.bytes).decode() == expected.text
+    assert "".join(p.token for p in parts) == expected.text
     plain = client.completions.create(prompt="The", max_tokens=1, **GREEDY)
     assert plain.choices[0].logprobs is None
 
@@ -221,6 +233,8 @@ def test_options_reach_the_engine(post, served, monkeypatch):
         assert post(json.dumps(body | changes).encode())[0] == 200
     asked = {**told[0]}
     sampling = asked.pop("sampling")
+    # What the server has taken of it counts.
+    assert 249.0 < asked.pop("timeout") < 250.0
     assert asked == dict(
         tokens=[5, 6],
         n=1,
@@ -232,7 +246,6 @@ def test_options_reach_the_engine(post, served, monkeypatch):
         client="me",
         salt=0,
         variant=-1,
-        timeout=250.0,
     )
     assert told[1]["stop_tokens"] == [9]
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 0)
@@ -258,7 +271,7 @@ def test_logits_without_numbers_are_an_error_of_their_own(client):
     assert found.choices[0].finish_reason == "length"
 
 
-def test_what_the_server_tells_of_itself(client, post):
+def test_what_the_server_tells_of_itself(client, post, served):
     assert post(None, "/health", "GET") == (200, {"status": "ok"})
     (model,) = client.models.list().data
     assert model.created > 1_700_000_000
@@ -269,7 +282,8 @@ def test_what_the_server_tells_of_itself(client, post):
     with pytest.raises(openai.NotFoundError, match="'gpt' is not served here"):
         client.completions.create(model="gpt", prompt="a")
     for status, method, path in [
-        (404, "POST", "/v1/embeddings"),
+        (404, "POST", "/v1/completions/"),  # no redirect
+        (404, "GET", "/v1/nothing"),
         (405, "GET", "/v1/completions"),
         (405, "POST", "/health"),
     ]:
@@ -279,3 +293,133 @@ def test_what_the_server_tells_of_itself(client, post):
     asked = dict(prompt="a", max_tokens=1, **GREEDY)
     names = [client.completions.create(**asked).id for _ in range(3)]
     assert len(set(names)) == 3 and all(len(name) > 30 for name in names)
+    with pytest.raises(openai.NotFoundError, match="continues texts"):
+        client.embeddings.create(model="pydoc", input="a")
+    assert post(None, "/version", "GET") == (200, {"version": jkv.__version__})
+    named = served._replace(known_as="mine")
+    check_model(named, "mine")
+    with pytest.raises(Refused, match="'mine' is"):
+        check_model(named, "pydoc")
+
+
+def test_tokens_and_their_texts(post, served):
+    ids = served.tokenizer.encode("The with é").ids
+    status, said = post(json.dumps({"prompt": "The with é"}).encode(), "/tokenize")
+    told = {"count": len(ids), "max_model_len": 96, "tokens": ids, "token_strs": None}
+    assert (status, said) == (200, told)
+    body = {"messages": CHAT, "return_token_strs": True}
+    status, said = post(json.dumps(body).encode(), "/tokenize")
+    assert said["tokens"] == served.tokenizer.encode("The with").ids
+    assert said["token_strs"] == served.tokenizer.encode("The with").tokens
+    for tokens, text in ((ids, "The with é"), ([], "")):
+        body = json.dumps({"model": "pydoc", "tokens": tokens}).encode()
+        assert post(body, "/detokenize") == (200, {"prompt": text})
+    for path, body, words in [
+        ("/tokenize", {}, "prompt must be a text"),
+        ("/tokenize", {"prompt": "a", "x": 1}, "'x' is no field"),
+        ("/tokenize", {"messages": []}, "a list of messages"),
+        ("/detokenize", {"tokens": [99999]}, "no token id"),
+        ("/detokenize", {"tokens": "a"}, "a list of token ids"),
+    ]:
+        status, said = post(json.dumps(body).encode(), path)
+        assert status == 400 and words in said["error"]["message"]
+
+
+def test_a_text_may_use_the_whole_context(client):
+    """The default of a text is not a bound; the context is, and is named."""
+    asked = dict(prompt=[5] * 20, extra_body={"ignore_eos": True}, **GREEDY)
+    found = client.completions.create(max_tokens=77, **asked)
+    assert found.usage.completion_tokens == 77
+    assert found.choices[0].finish_reason == "length"
+    with pytest.raises(openai.BadRequestError, match="max_tokens is 78.*leaves 77"):
+        client.completions.create(max_tokens=78, **asked)
+    # --max-new-tokens of the tests' server.
+    assert client.completions.create(**asked).usage.completion_tokens == 64
+
+
+def test_an_empty_prompt_begins_a_text(client, served, continued):
+    begin = served.engine.results(
+        served.engine.submit([*served.begin_tokens], max_new_tokens=4)
+    )[0]
+    for prompt in ("", [], [""], [[]]):
+        found = client.completions.create(prompt=prompt, max_tokens=4, **GREEDY)
+        assert found.choices[0].text == begin.text
+    two = client.completions.create(prompt=["", "The with"], max_tokens=4, **GREEDY)
+    expected = [begin.text, continued("The with", max_new_tokens=4).text]
+    assert [each.text for each in two.choices] == expected
+
+
+def test_what_asks_for_nothing_here_is_taken(client):
+    stops = [f"never {i}" for i in range(20)]
+    found = client.chat.completions.create(
+        messages=CHAT,
+        max_tokens=2,
+        metadata={"run": "1"},
+        store=True,
+        service_tier="auto",
+        user="me",
+        stop=stops,
+        reasoning_effort="low",
+        extra_body={"chat_template_kwargs": {"enable_thinking": False}},
+        **GREEDY,
+    )
+    assert found.usage.completion_tokens == 2
+
+
+def test_streams_count_as_they_are_asked_to(client):
+    def ask(**options):
+        pieces = client.completions.create(
+            prompt="The with",
+            max_tokens=12,
+            stream=True,
+            stream_options=options,
+            **GREEDY,
+        )
+        return [piece.model_dump() for piece in pieces]
+
+    *pieces, last = ask(include_usage=True)
+    assert all(piece["usage"] is None and "usage" in piece for piece in pieces)
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 12
+    counts = [
+        piece["usage"]["completion_tokens"]
+        for piece in ask(continuous_usage_stats=True)
+    ]
+    assert counts == sorted(counts) and counts[-1] == 12
+
+
+def test_the_role_stands_in_the_first_piece(client):
+    pieces = client.chat.completions.create(
+        messages=CHAT, max_tokens=24, n=2, stream=True, **GREEDY
+    )
+    roles = {0: [], 1: []}
+    for piece in pieces:
+        for choice in piece.choices:
+            roles[choice.index].append(choice.delta.role)
+    for each in roles.values():
+        assert each[0] == "assistant" and len(each) > 1 and not any(each[1:])
+    said = {"guided_choice": ["yes and " * 8]}
+    with client.chat.completions.stream(
+        messages=CHAT, max_tokens=60, extra_body=said, **GREEDY
+    ) as stream:
+        message = stream.get_final_completion().choices[0].message
+    assert (message.role, message.content) == ("assistant", *said["guided_choice"])
+
+
+def test_calls_of_a_history_are_taken_as_they_come(post):
+    function = {"name": "f", "arguments": ""}
+    call = {"id": "1", "type": "function", "function": function}
+    for message in (
+        {"content": None, "tool_calls": [call]},
+        {"content": "a", "tool_calls": [{**call, "index": 0}], "refusal": None},
+        {"tool_calls": [{**call, "function": {**function, "arguments": "{"}}]},
+        {"content": "", "tool_calls": [], "reasoning_content": "hm"},
+        {"content": None, "refusal": "no", "annotations": []},
+        {"content": [{"type": "refusal", "refusal": "no"}]},
+        {"content": None, "reasoning": "hm", "function_call": None, "audio": None},
+    ):
+        answered = {"role": "assistant", **message}
+        asked = {"role": "user", "content": [{"type": "text", "text": "So?"}]}
+        asked["content"][0]["cache_control"] = {"type": "ephemeral"}
+        body = {"messages": [*CHAT, answered, asked], "max_tokens": 1}
+        status, said = post(json.dumps(body).encode(), "/v1/chat/completions")
+        assert status == 200, said

@@ -2,12 +2,16 @@
 
 import json
 import re
+import time
 import typing
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pydantic
 import pytest
-from served.languages import Language
+from served.asking.languages import Language
+from served.endpoints import continuing
+from served.steering import compiling
 
 pytestmark = [
     pytest.mark.one_end,
@@ -15,6 +19,8 @@ pytestmark = [
     pytest.mark.usefixtures("nothing_is_left"),
 ]
 
+# Two to the power of thirteen states: seconds.
+SLOW = "(a|b)*a(a|b){12}"
 CHAT = [{"role": "user", "content": "The with"}]
 
 
@@ -84,24 +90,73 @@ def test_json_objects_and_streams(client):
     assert 7 <= int("".join(piece.choices[0].text for piece in pieces)) <= 12
 
 
-def test_languages_come_and_go(client, served):
+def hold(served, *texts):
+    """Hold a grammar of each text, as requests that go on do."""
+    return [
+        served.hold(Language("choice", json.dumps([text]), "guided_choice"))
+        for text in texts
+    ]
+
+
+def test_languages_come_and_go(client, served, monkeypatch):
     """The server of the tests has room for three."""
     for turn in range(2):
         for number in range(5):
             fields = {"guided_choice": [f"{number}", f"{number}{number}"]}
             ((text, _),) = ask(client, seed=turn, extra_body=fields)
             assert set(text) == {str(number)}
-    held = [
-        served.hold(Language("choice", json.dumps([text]), "guided_choice"))
-        for text in "abc"
-    ]
-    with pytest.raises(openai.RateLimitError, match="all room for grammars"):
-        ask(client, extra_body={"guided_choice": ["d"]})
+    held = hold(served, *"abc")
+    with monkeypatch.context() as patch:
+        patch.setattr(continuing, "ROOM_SECONDS", 0.2)
+        with pytest.raises(openai.RateLimitError, match="all room for grammars"):
+            ask(client, extra_body={"guided_choice": ["d"]})
     # Those that are there are served all the same.
     assert ask(client, extra_body={"guided_choice": ["a"]}) == [("a", "stop")]
     for each in held:
         each.release()
     assert ask(client, extra_body={"guided_choice": ["d"]}) == [("d", "stop")]
+
+
+def test_a_request_waits_for_room(client, served):
+    """More languages than there is room for are served, one after the other."""
+    held = hold(served, *"abc")
+    with ThreadPoolExecutor(4) as threads:
+        told = [
+            threads.submit(ask, client, extra_body={"guided_choice": [text]})
+            for text in "defg"
+        ]
+        time.sleep(0.3)
+        assert not any(each.done() for each in told)
+        for each in held:
+            each.release()
+        assert [each.result() for each in told] == [[(t, "stop")] for t in "defg"]
+
+
+def test_nobody_waits_for_a_grammar_of_another(client, monkeypatch):
+    """While one is compiled until its time is over, all else is served."""
+    monkeypatch.setattr(compiling, "MOST_SECONDS", 1.0)
+    asked = {"extra_body": {"guided_choice": ["h"]}}
+    assert ask(client, **asked) == [("h", "stop")]
+    with ThreadPoolExecutor(2) as threads:
+        # Both ask for the same.
+        slow = {"guided_regex": SLOW}
+        told = [threads.submit(ask, client, extra_body=slow) for _ in range(2)]
+        assert ask(client, **asked) == [("h", "stop")]
+        assert ask(client)[0][1] in ("stop", "length")
+        assert not any(each.done() for each in told)
+        for each in told:
+            with pytest.raises(openai.BadRequestError, match="1 seconds to compile"):
+                each.result()
+    # Another process is there instead of the one that was ended.
+    assert ask(client, extra_body={"guided_choice": ["i"]}) == [("i", "stop")]
+
+
+def test_what_is_waited_for_counts_to_the_timeout(client):
+    fields = {"guided_regex": SLOW, "timeout": 0.3}
+    before = time.monotonic()
+    with pytest.raises(openai.APIStatusError, match="timeout"):
+        ask(client, extra_body=fields)
+    assert time.monotonic() - before < compiling.MOST_SECONDS
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,12 @@
 
 import json
 
+import numpy as np
 import openai
 import pytest
-from served.rule_table import Rules
+from served.endpoints import continuing
+from served.steering.penalties import CountPenalties
+from served.steering.rule_table import Rules
 
 pytestmark = [
     pytest.mark.one_end,
@@ -88,7 +91,29 @@ def test_rules_go_with_languages(ask, served):
     assert told.value.code == "nothing_allowed"
 
 
-def test_rows_are_used_again_and_full_ones_refused(ask, served):
+def test_tokens_that_came_are_less_likely(ask, continued):
+    """As OpenAI counts: once for each token that is there, or each time that it is."""
+    plain = continued(PROMPT, max_new_tokens=MOST)
+    assert len(set(plain.tokens)) < len(plain.tokens), "this text repeats itself"
+    for fields in ({"presence_penalty": 2}, {"frequency_penalty": 2}):
+        assert ask(**fields)[0] != plain.text
+    for fields in ({"presence_penalty": 0}, {"frequency_penalty": 0.0}):
+        assert ask(**fields)[0] == plain.text
+    # What a text may not have comes again and again where that is rewarded.
+    found, _ = ask(frequency_penalty=-2, presence_penalty=-2)
+    assert found != plain.text
+
+
+def test_penalties_are_those_that_openai_writes_down():
+    penalties = CountPenalties(np.float32([0.5, 0.0]), np.float32([0.25, 1.0]), 4)
+    state = penalties.begin(np.int32([0, 1]), np.zeros((2, 1), np.int32))
+    for tokens in ([1, 1], [1, 2], [3, -1]):
+        state = penalties.advance(state, np.int32(tokens))
+    found = penalties.steer(state, np.zeros((2, 4), np.float32))
+    assert found.tolist() == [[0.0, -1.0, 0.0, -0.75], [0.0, -1.0, -1.0, 0.0]]
+
+
+def test_rows_are_used_again_and_full_ones_refused(ask, served, monkeypatch):
     """The server of the tests has three rows."""
     (first,) = tokens_of(served, "!")
     for _ in range(5):
@@ -96,8 +121,10 @@ def test_rows_are_used_again_and_full_ones_refused(ask, served):
     rules = Rules({}, 1, [], [], None)
     held = [served.hold(None, rules) for _ in range(3)]
     assert len({each.variant for each in held}) == 3
-    with pytest.raises(openai.RateLimitError, match="all room for rules"):
-        ask(min_tokens=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(continuing, "ROOM_SECONDS", 0.2)
+        with pytest.raises(openai.RateLimitError, match="all room for rules"):
+            ask(min_tokens=1)
     # A language alone needs none.
     assert ask(guided_choice=["yes"]) == ("yes", "stop")
     held.pop().release()
@@ -118,6 +145,8 @@ def test_rows_are_used_again_and_full_ones_refused(ask, served):
         ({"logit_bias": {"1": "x"}}, "a number of type float"),
         ({"min_tokens": -1}, "from 0 to 16"),
         ({"min_tokens": 17}, "from 0 to 16"),
+        ({"presence_penalty": 2.5}, "from -2 to 2"),
+        ({"frequency_penalty": "a"}, "a number of type float"),
         ({"min_tokens": True}, "a number of type int"),
         ({"bad_words": "word"}, "a list of 32"),
         ({"bad_words": [" "]}, "more than spaces"),

@@ -128,6 +128,36 @@ def test_masks_are_those_of_a_judge(choice, is_parallel, asked):
     assert not any(end.endswith(b"\xc3") for end in ends)
 
 
+@pytest.mark.parametrize("is_parallel", [True, False])
+def test_a_text_is_an_answer_or_calls(is_parallel):
+    """Its schema's JSON, or calls and nothing else; never both."""
+    grammar = from_tools(
+        TOOLS,
+        VOCABULARY,
+        is_parallel=is_parallel,
+        begin="<t>",
+        end="</t>",
+        whitespace="",
+        answer={"enum": ["a", "e"]},
+    )
+    host = HostGrammar(grammar)
+    call = b"<t>" + CALLS["f"][0] + b"</t>"
+
+    def is_in(text):
+        state = host.start()
+        for byte in text:
+            token = PIECES.index(bytes([byte]))
+            if token not in host.allowed(state):
+                return False
+            state = host.advance(state, token)
+        return END in host.allowed(state)
+
+    assert all(map(is_in, (b'"a"', b'"e"', call)))
+    assert is_in(call + b"\n" + call) == is_parallel
+    for wrong in (b"", b"a", b'"f"', b'"a"' + call, call + b'"a"', call[:-1]):
+        assert not is_in(wrong), wrong
+
+
 def test_a_tool_that_is_not_there_and_tags_that_overlap_are_refused():
     with pytest.raises(NoText, match="no tool to call"):
         from_tools(TOOLS, VOCABULARY, choice="h")

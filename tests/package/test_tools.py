@@ -48,7 +48,7 @@ def is_given(file: str, arguments: tuple[str, ...]) -> bool:
         path.removeprefix("--ignore=") for path in arguments if path not in given
     ]
     given, ignored = given or ["tests"], ignored + ["tests/devices"] * (not given)
-    alone = ("tests/integrations", "tests/models", "tests/replicated")
+    alone = ("tests/integrations", "tests/harness", "tests/models", "tests/replicated")
     ignored += [folder for folder in alone if folder not in given]
     ignored = [path for path in ignored if path not in given]
     return file.startswith((*given,)) and not file.startswith((*ignored,))

@@ -292,20 +292,30 @@ def test_each_who_is_refused_is_told_a_time_of_its_own():
                 refused.append(full.seconds)
 
     submit(10)
-    # None has begun yet: one in ten seconds is as good a guess as any.
-    assert refused == pytest.approx([10, 20])
-    submit(10)
-    assert refused[-1] == MOST_WAIT_SECONDS
+    # None has begun yet: nothing was measured.
+    assert refused == [1.0, 1.0]
     run_all(engine)
     assert engine.stats().finished == 8
 
 
 def test_waits_follow_how_fast_requests_begin():
     begun, room = Rate(), NextRoom()
+    assert room.find_wait(begun, 0.0) == 1.0
     for now in range(6):
         begun.add(4, float(now))
     assert [room.find_wait(begun, 5.0) for _ in range(3)] == [0.25, 0.5, 0.75]
     # What was promised has gone by, and the rate is of the last ten seconds.
     assert room.find_wait(begun, 10.0) == pytest.approx(10 / 20)
-    assert room.find_wait(begun, 30.0) == 10.0
+    assert room.find_wait(begun, 30.0) == 1.0
     assert begun.read(30.0) == 0.0
+
+
+def test_waits_fall_when_requests_begin_faster():
+    """Places that were promised while it was slow are taken by what is measured now."""
+    begun, room = Rate(), NextRoom()
+    begun.add(1, 0.0)
+    begun.add(1, 8.0)
+    waits = [room.find_wait(begun, 8.0) for _ in range(20)]
+    assert waits[:3] == [8.0, 16.0, 24.0] and waits[-1] == MOST_WAIT_SECONDS
+    begun.add(100, 9.0)
+    assert room.find_wait(begun, 9.0) < 1.0

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import formats
 from support.jax_versions import dealt, few
 from support.small_caches import (
     allocate,
@@ -15,8 +16,7 @@ from support.small_caches import (
 )
 
 import jkv
-from jkv.attention.elements import largest_number
-from jkv.storage import quantization
+from jkv.formats.scaled import largest_number
 
 DTYPES = ["int8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"]
 # Half a step of the dtype where steps are widest: of the largest number for int8, of
@@ -28,8 +28,8 @@ HALF_STEP = {
     "float8_e5m2": 2.0**-3,
 }
 HEADS, HEAD_DIM, VALUE_DIM = 2, 16, 8
-quantize = jax.jit(quantization.quantize, static_argnums=1)
-restore = jax.jit(quantization.restore, static_argnums=2)
+quantize = jax.jit(formats.quantize, static_argnums=1)
+restore = jax.jit(formats.restore, static_argnums=2)
 
 
 def meaning(rows, dtype):

@@ -12,7 +12,7 @@ import pretrained
 import pytest
 import uvicorn
 from served import loading
-from served.connections import make_config
+from served.endpoints.connections import make_config
 
 from support.paths import EXAMPLES
 
@@ -33,8 +33,10 @@ class Poisonable(pretrained.Decoder):
 
     def __call__(self, params, tokens, cache, batch):
         logits, cache = super().__call__(params, tokens, cache, batch)
-        last = jnp.take(tokens, batch.last_rows, mode="fill", fill_value=0)
-        is_poison = (last == POISON) & (batch.context_lengths == 1)
+        rows = batch.last_rows
+        last = jnp.take(tokens, rows, mode="fill", fill_value=0)
+        place = jnp.take(batch.positions, rows, mode="fill", fill_value=-1)
+        is_poison = (last == POISON) & (place == 0)
         return jnp.where(is_poison[:, None], jnp.nan, logits), cache
 
 

@@ -11,12 +11,13 @@ from jaxlib.triton import dialect
 
 from jkv.attention.call import Call, Requests
 from jkv.attention.derivative import Cotangents
-from jkv.attention.elements import STORED_AS
 from jkv.attention.kernel.by_position import attend_kernel_by_position
 from jkv.attention.kernel.derivative import differentiate_kernel
 from jkv.attention.kernel.launches import attend_kernel
 from jkv.attention.pools import Pools
-from jkv.config.dtypes import needs_scales
+from jkv.formats.bits import STORED_AS
+from jkv.formats.format import Formats
+from jkv.formats.table import FORMATS
 
 # JAX wants a card to be named. These are cut like the ones that are not known.
 _ANY_DEVICE = {"rocm": "gfx1100", "cuda": "NVIDIA H200"}
@@ -83,10 +84,10 @@ def make_shapes(
     is_latent = head_dim > 256
     kv_heads = 1 if is_latent else kv_heads
     kv_dtype = jnp.dtype(kv_dtype or dtype)
-    stored = STORED_AS[kv_dtype] if has_bits else kv_dtype
+    stored, kept = STORED_AS[kv_dtype] if has_bits else kv_dtype, FORMATS[kv_dtype]
     value_dim = value_dim or (head_dim - 64 if is_latent else head_dim)
     common = (num_layers, blocks, kv_heads, block_size)
-    scales = shape(*common, dtype=jnp.uint16) if needs_scales(kv_dtype) else None
+    scales = shape(*common, dtype=jnp.uint16) if kept.is_quantized else None
     pools = Pools(
         keys=shape(*common, head_dim, dtype=stored),
         values=None if is_latent else shape(*common, value_dim, dtype=stored),
@@ -94,7 +95,7 @@ def make_shapes(
         value_scales=None if is_latent else scales,
         head_dim=head_dim,
         value_dim=value_dim,
-        kv_dtype=kv_dtype,
+        formats=Formats(kept, kept),
     )
     return shape(rows, kv_heads * group, head_dim, dtype=dtype), pools
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.storage import quantization
+from support import formats
 from support.oracle.cache import BATCH_FULL, OK, PADDING
 from support.oracle.groups import held
 from support.oracle.moving import Oracle
@@ -218,7 +218,7 @@ def make_verbs(mode, changing=CHANGING, looking=LOOKING):
 @functools.partial(jax.jit, static_argnums=1)
 def stored(rows, dtype):
     """What is read back of rows, quantized or not."""
-    return quantization.restore(*quantization.quantize(rows, dtype), dtype)
+    return formats.restore(*formats.quantize(rows, dtype), dtype)
 
 
 class Game:

@@ -4,9 +4,9 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from jkv.attention.elements import STORED_AS
 from jkv.attention.slots import SlotWrite
-from jkv.config.dtypes import needs_scales
+from jkv.formats.format import Formats, name_parts
+from jkv.formats.table import FORMATS
 from support.kernel_lowering import shape
 
 
@@ -29,16 +29,14 @@ class Sizes:
 def make_write(sizes, draw):
     """A write of whatever `draw` makes of a shape and a dtype, nothing shared."""
     dtype, head_dims = jnp.dtype(sizes.dtype), sizes.head_dims
-    bits = STORED_AS[dtype]
-    has_scales = needs_scales(dtype)
+    kept = FORMATS[dtype]
     common = sizes.layers, sizes.blocks, sizes.heads, sizes.block_size
     arrays, rows = {}, {}
     for name, head_dim in zip(("key", "value"), head_dims, strict=False):
-        arrays[f"{name}_pool"] = draw((*common, head_dim), bits)
-        given = jnp.dtype(sizes.given) if has_scales else dtype
+        for part, element in name_parts(name, kept.arrays(head_dim)).items():
+            arrays[part] = draw((*common, *element.shape), element.dtype)
+        given = jnp.dtype(sizes.given) if kept.is_quantized else dtype
         rows[f"{name}_pool"] = draw((sizes.rows, sizes.heads, head_dim), given)
-        if has_scales:
-            arrays[f"{name}_scales"] = draw(common, jnp.uint16)
     return SlotWrite(
         arrays=arrays,
         rows=rows,
@@ -47,7 +45,7 @@ def make_write(sizes, draw):
         offsets=draw((sizes.rows,), jnp.int32),
         valid=draw((sizes.rows,), jnp.bool_),
         part=None if sizes.part is None else draw((), jnp.int32),
-        elements=dtype if has_scales else None,
+        formats=Formats(kept, kept),
     )
 
 

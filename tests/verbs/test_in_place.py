@@ -18,7 +18,7 @@ from support.jax_versions import dealt, few, with_further
 from support.small_caches import small_cache, small_config, with_metadata
 
 import jkv
-from jkv.config.dtypes import needs_scales
+from jkv.formats.table import FORMATS
 
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 2, 2, 16, 8, 4099
 BATCH_SIZE, NUM_HEADS = 4, 4
@@ -134,7 +134,7 @@ CASES = with_further(CASES, (step_scanned, jnp.float16), (step_unrolled, jnp.bfl
     ids=lambda value: value.__name__,
 )
 def test_a_donated_step_updates_in_place(step, dtype):
-    computed = jnp.bfloat16 if needs_scales(jnp.dtype(dtype)) else dtype
+    computed = jnp.bfloat16 if FORMATS[jnp.dtype(dtype)].is_quantized else dtype
     hidden = jax.ShapeDtypeStruct((BATCH_SIZE, NUM_HEADS, HEAD_DIM), computed)
     assert_in_place(step, make_cache(dtype), IDS, hidden)
 

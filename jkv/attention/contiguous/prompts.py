@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jkv.attention.call import Call, check_call
-from jkv.attention.elements import to_float32
+from jkv.attention.pools import Stored
+from jkv.formats.format import multiply_out
 from jkv.sharding.varying import vary_over, varying_axes
 
 # Rows of a step for which it pays, and parts of them all but one of which it has.
@@ -114,16 +115,12 @@ def _attend_prompt(call: Call, prompt: Prompt, attend: AttendContiguous) -> jax.
     blocks, offsets = jnp.maximum(blocks, 0), lax.rem(token, block_size)
     place = call.layer, blocks, slice(None), offsets
 
-    def gather(pool: jax.Array, scales: jax.Array | None) -> jax.Array:
-        found = to_float32(pool.at[place].get(mode="clip"), pools.kv_dtype)
-        if scales is not None:
-            scale = to_float32(scales.at[place].get(mode="clip"), jnp.bfloat16)
-            found *= scale[..., None]
-        return found
+    def gather(stored: Stored) -> jax.Array:
+        parts = {n: a.at[place].get(mode="clip") for n, a in stored.parts.items()}
+        return multiply_out(*stored.format.get(parts))
 
-    assert pools.values is not None
-    keys = gather(pools.keys, pools.key_scales)
-    values = gather(pools.values, pools.value_scales)
+    assert pools.stored_values is not None
+    keys, values = gather(pools.stored_keys), gather(pools.stored_values)
     # What lies behind the prompt's end may be anything.
     is_broken = ~jnp.all(jnp.isfinite(keys) & jnp.isfinite(values), axis=2)  # [R, K]
     left_out = is_broken | (token >= prompt.length)[:, None]

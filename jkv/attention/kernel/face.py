@@ -12,6 +12,7 @@ from jkv.attention.derivative import Cotangents, Gradients
 from jkv.attention.kernel import backend, lists
 from jkv.attention.kernel.by_position import attend_kernel_by_position
 from jkv.attention.kernel.derivative import differentiate_kernel
+from jkv.attention.kernel.formats import KERNEL_FORMATS
 from jkv.attention.kernel.launches import attend_kernel
 from jkv.attention.kernel.planning import plan_work
 from jkv.attention.kernel.slots import store_rows, why_scattered
@@ -93,11 +94,13 @@ class Triton(Backend):
             call, cotangents, tuning=tuning, interpret=is_interpreted
         )
 
-    def why_not_stored(self, arrays: dict[str, jax.Array], card: Card) -> str | None:
+    def why_not_stored(self, write: SlotWrite, card: Card) -> str | None:
         """Say why scatters store rows; they do where no card of the platform is."""
         if card.target is None or find_family(*card) is None:
             return f"there are no kernels for {card.target or card.platform}"
-        return backend.why_missing() or why_scattered(arrays)
+        if not {*write.formats} <= KERNEL_FORMATS.keys():
+            return "there is no kernel for the format"
+        return backend.why_missing() or why_scattered(write.arrays)
 
     def store(self, write: SlotWrite, card: Card) -> dict[str, jax.Array]:
         """Store by one launch for all arrays."""

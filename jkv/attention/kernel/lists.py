@@ -109,10 +109,8 @@ class WorkLists:
 
     def find_decode(self, sizes: DecodeSizes, has_window: bool) -> DecodeWork | None:
         """Return the decode list that suits a call, None if there is none."""
-        for listed in self.decode:
-            if listed.sizes == sizes and (has_window or not listed.is_windowed):
-                return listed
-        return None
+        suit = [each for each in self.decode if has_window or not each.is_windowed]
+        return next((one for one in suit if one.sizes == sizes), None)
 
     def find_prefill(self, sizes: PrefillSizes) -> PrefillWork | None:
         """Return the prefill list that suits a call, None if there is none."""

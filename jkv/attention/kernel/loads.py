@@ -12,13 +12,8 @@ import numpy as np
 from jax import lax
 
 from jkv.attention.kernel import backend
-from jkv.attention.kernel.conversion import (
-    BFLOAT16,
-    FLOAT32,
-    WORD,
-    to_operand,
-    words_to_operand,
-)
+from jkv.attention.kernel.conversion import BFLOAT16, FLOAT32, WORD, bitcast
+from jkv.attention.kernel.formats import KernelFormat
 from jkv.attention.kernel.lists import Work
 from jkv.attention.kernel.sections import Section, cut
 from jkv.attention.kernel.variant import Variant
@@ -177,7 +172,10 @@ def load_tokens(
     is_stored = variant.tile.is_carried
 
     def load(
-        pool: jax.Array, sections: list[Section], dtype: np.dtype[Any]
+        pool: jax.Array,
+        sections: list[Section],
+        dtype: np.dtype[Any],
+        kept: KernelFormat,
     ) -> list[jax.Array]:
         where = (tokens.layer, row, tokens.kv_head, slot[:, None])
         has_words = pool.dtype == WORD
@@ -185,23 +183,24 @@ def load_tokens(
             pool[*where, section.words if has_words else section.columns]
             for section in sections
         ]
-        return stored if is_stored else _convert(stored, dtype, variant)
+        return stored if is_stored else _convert(stored, dtype, kept, variant)
 
     def load_scales(scales: jax.Array | None) -> jax.Array | None:
         if scales is None:
             return None
         stored = scales[tokens.layer, block, tokens.kv_head, slot]
-        return stored if is_stored else _convert_scales(stored, variant)
+        return stored if is_stored else _convert_scales(stored)
 
     key_scales = load_scales(o.key_scales)
-    keys = load(o.keys, key_sections, variant.operand_dtype)
+    of_keys, of_values = variant.key_format, variant.value_format
+    keys = load(o.keys, key_sections, variant.operand_dtype, of_keys)
     if o.values is not None:
         value_scales = load_scales(o.value_scales)
-        values = load(o.values, value_sections, variant.weight_dtype)
+        values = load(o.values, value_sections, variant.weight_dtype, of_values)
         return TokenTile(keys, values, key_scales, value_scales)
     values = [] if is_stored else keys[: len(value_sections)]
     if not is_stored and variant.weight_dtype != variant.operand_dtype:
-        values = load(o.keys, value_sections, variant.weight_dtype)
+        values = load(o.keys, value_sections, variant.weight_dtype, of_keys)
     return TokenTile(keys, values, key_scales, key_scales)
 
 
@@ -219,16 +218,17 @@ def to_operands(stored: TokenTile, num_sections: int, variant: Variant) -> Token
       num_sections: of the value head dim.
       variant: says in which dtypes they are multiplied.
     """
-    keys = _convert(stored.keys, variant.operand_dtype, variant)
-    key_scales = _convert_scales(stored.key_scales, variant)
+    of_keys, of_values = variant.key_format, variant.value_format
+    keys = _convert(stored.keys, variant.operand_dtype, of_keys, variant)
+    key_scales = _convert_scales(stored.key_scales)
     if stored.values:
-        values = _convert(stored.values, variant.weight_dtype, variant)
-        value_scales = _convert_scales(stored.value_scales, variant)
+        values = _convert(stored.values, variant.weight_dtype, of_values, variant)
+        value_scales = _convert_scales(stored.value_scales)
         return TokenTile(keys, values, key_scales, value_scales)
     values = keys[:num_sections]
     if variant.weight_dtype != variant.operand_dtype:
         shared = stored.keys[:num_sections]
-        values = _convert(shared, variant.weight_dtype, variant)
+        values = _convert(shared, variant.weight_dtype, of_keys, variant)
     return TokenTile(keys, values, key_scales, key_scales)
 
 
@@ -249,23 +249,22 @@ def _mark(numbers: jax.Array) -> jax.Array:
 
 
 def _convert(
-    tiles: list[jax.Array], dtype: np.dtype[Any], variant: Variant
+    tiles: list[jax.Array], dtype: np.dtype[Any], kept: KernelFormat, variant: Variant
 ) -> list[jax.Array]:
     return [
-        (words_to_operand if tile.dtype == WORD else to_operand)(
-            tile,
-            variant.kv_dtype,
-            dtype,
-            interpret=variant.interpret,
+        (kept.words_to_operand if tile.dtype == WORD else kept.to_operand)(
+            tile, dtype, interpret=variant.interpret
         )
         for tile in tiles
     ]
 
 
-def _convert_scales(scales: jax.Array | None, variant: Variant) -> jax.Array | None:
+def _convert_scales(scales: jax.Array | None) -> jax.Array | None:
     if scales is None:
         return None
-    return to_operand(scales, BFLOAT16, FLOAT32, interpret=variant.interpret)
+    if scales.dtype == jnp.uint16:
+        scales = bitcast(scales, BFLOAT16)
+    return scales.astype(FLOAT32)
 
 
 def split_token(token: jax.Array, block_size: int) -> tuple[jax.Array, jax.Array]:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jkv.attention.backend import StepShape
 from jkv.attention.call import Requests, make_requests
 from jkv.attention.cards import find_card
-from jkv.attention.elements import ONE_BYTE_DTYPES
+from jkv.attention.kernel.formats import KERNEL_FORMATS
 from jkv.attention.kernel.lists import (
     DecodeSizes,
     PositionSizes,
@@ -131,8 +131,10 @@ def find_card_tuning(pools: Pools) -> Tuning | None:
 
     Queries are taken to be what the pools hold, or bfloat16 where these are bytes.
     """
-    (dtype,) = pools.dtypes
-    dtype = jnp.dtype(jnp.bfloat16) if dtype in ONE_BYTE_DTYPES else dtype
+    if not {*pools.formats} <= KERNEL_FORMATS.keys():
+        return None
+    dtypes = {dtype for dtype in pools.dtypes if dtype.itemsize > 1}
+    dtype = dtypes.pop() if len(dtypes) == 1 else jnp.dtype(jnp.bfloat16)
     queries: Any = jax.ShapeDtypeStruct((1, 1, pools.head_dim), dtype)
     for card in map(find_card, ("rocm", "cuda")):
         if card.target is not None:

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jkv.attention.elements import largest_number
-from jkv.attention.rounding import SMALLEST_SCALE, over_largest
+from jkv.formats.scaled import SMALLEST_SCALE, largest_number, over_largest
 
 # Of float32.
 _DIGITS, _BIAS = 23, 127
@@ -28,7 +27,7 @@ class RoundedRow(NamedTuple):
 
 
 def round_row(sections: list[jax.Array], dtype: np.dtype[Any]) -> RoundedRow:
-    """Return the elements and the scale of a row, as `rounding.round_rows` does.
+    """Return the elements and the scale of a row, as `scaled.round_rows` does.
 
     Args:
       sections: float[D], the row's columns; some of them may be there twice.

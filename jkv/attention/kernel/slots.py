@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jkv.attention.elements import SCALE_NAMES
 from jkv.attention.kernel import backend
-from jkv.attention.kernel.rounding import round_row
+from jkv.attention.kernel.conversion import bitcast
+from jkv.attention.kernel.formats import KERNEL_FORMATS, KernelFormat
 from jkv.attention.kernel.sections import MIN_SIZE, cut
 from jkv.attention.slots import SlotWrite
 
@@ -68,16 +67,13 @@ def _launch(write: SlotWrite, *, interpret: bool) -> dict[str, jax.Array]:
     if not num_rows:
         return write.arrays
     # Where it is compiled nothing is done to make bits of numbers, as in `view_as`.
-    if interpret:
-        rows, valid = write.rows_as_bits(), write.valid.astype(jnp.int8)
-    else:
-        rows = {
-            name: backend.view_as(each, write.arrays[name].dtype)
-            for name, each in write.rows.items()
-        }
-        valid = backend.view_as(write.valid, jnp.int8)
-    if write.elements is not None:
-        rows = write.rows
+    view = bitcast if interpret else backend.view_as
+    formats = {n: KERNEL_FORMATS[write.formats.of(n)[0]] for n in write.rows}
+    rows = {
+        name: each if formats[name].has_bytes else view(each, write.arrays[name].dtype)
+        for name, each in write.rows.items()
+    }
+    valid = write.valid.astype(jnp.int8) if interpret else view(write.valid, jnp.int8)
     operands = _Operands(
         layer=write.layer[None],
         part=None if write.part is None else write.part[None],
@@ -88,7 +84,7 @@ def _launch(write: SlotWrite, *, interpret: bool) -> dict[str, jax.Array]:
     )
     (arrays,) = backend.launch(
         "jkv_store",
-        functools.partial(_store_row, elements=write.elements),
+        functools.partial(_store_row, formats=formats),
         (operands, write.arrays),
         (
             {
@@ -109,7 +105,7 @@ def _store_row(
     before: Any,
     arrays: dict[str, jax.Array],
     *,
-    elements: np.dtype[Any] | None,
+    formats: dict[str, KernelFormat],
 ) -> None:
     """Bring one row of one kv head to its slot in each array.
 
@@ -134,9 +130,10 @@ def _store_row(
     for name, rows in o.rows.items():
         sections = cut(rows.shape[2])
         bits = [rows[row, head, section.columns[0]] for section in sections]
-        if elements is not None:
-            scale, bits = round_row(bits, elements)
-            backend.store_masked(arrays[SCALE_NAMES[name]], slot, scale, is_stored)
+        bits, scale = formats[name].put(bits)
+        if scale is not None:
+            scales = arrays[name.replace("_pool", "_scales")]
+            backend.store_masked(scales, slot, scale, is_stored)
         for section, each in zip(sections, bits, strict=True):
             where = *slot, section.columns[0]
             mask = section.over(is_stored[None])[0]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.attention.elements import ONE_BYTE_DTYPES
+from jkv.attention.kernel.formats import KERNEL_FORMATS
 from jkv.attention.kernel.sections import MIN_SIZE, fill_head_dim
 from jkv.attention.kernel.table import TABLE, Backward, Tuning
 from jkv.attention.pools import Pools
@@ -21,9 +21,6 @@ _RDNA4 = ("gfx120",)
 
 
 _OPERANDS = (jnp.dtype("float32"), jnp.dtype("float16"), jnp.dtype("bfloat16"))
-
-
-_ELEMENTS = (*_OPERANDS, *ONE_BYTE_DTYPES)
 
 
 def find_family(platform: str, target: str | None) -> str | None:
@@ -85,7 +82,7 @@ def find_kind(queries: jax.Array, pools: Pools) -> str:
     Returns:
       "float32", "half" or "byte"; "mixed" for float32 queries on bytes.
     """
-    has_bytes = bool(pools.dtypes & set(ONE_BYTE_DTYPES))
+    has_bytes = any(dtype.itemsize == 1 for dtype in pools.dtypes)
     if find_operand_dtype(queries, pools) == jnp.float32:
         return "mixed" if has_bytes else "float32"
     return "byte" if has_bytes else "half"
@@ -96,7 +93,7 @@ def find_operand_dtype(queries: jax.Array, pools: Pools) -> np.dtype[Any]:
 
     Elements of one byte fit whatever the queries are.
     """
-    dtypes = {queries.dtype, *(pools.dtypes - set(ONE_BYTE_DTYPES))}
+    dtypes = {queries.dtype, *(dt for dt in pools.dtypes if dt.itemsize > 1)}
     return dtypes.pop() if len(dtypes) == 1 else jnp.dtype(jnp.float32)
 
 
@@ -184,7 +181,8 @@ def why_never(queries: jax.Array, pools: Pools) -> str | None:
             )
     if queries.dtype not in _OPERANDS:
         return f"it multiplies float32, float16 and bfloat16, not {queries.dtype}"
-    for dtype in pools.dtypes:
-        if dtype not in _ELEMENTS:
-            return f"it reads {', '.join(map(str, _ELEMENTS))}, not {dtype}"
+    for each in pools.formats:
+        if each not in KERNEL_FORMATS:
+            names = dict.fromkeys(known.dtype.name for known in KERNEL_FORMATS)
+            return f"it reads {', '.join(names)}, not {each.dtype.name}"
     return None

@@ -3,11 +3,10 @@
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from jkv.attention.call import Call
-from jkv.attention.elements import ONE_BYTE_DTYPES
+from jkv.attention.kernel.formats import KERNEL_FORMATS, KernelFormat
 from jkv.attention.kernel.table import Backward, Tile, Tuning
 from jkv.attention.kernel.tuning import find_operand_dtype, find_weight_dtype
 
@@ -27,7 +26,8 @@ class Variant:
     value_dim: int
     operand_dtype: np.dtype[Any]  # what queries and keys are multiplied in
     weight_dtype: np.dtype[Any]  # what weights and values are multiplied in
-    kv_dtype: np.dtype[Any] | None  # what raw bits in the pool mean
+    key_format: KernelFormat
+    value_format: KernelFormat
     soft_cap: float | None
     num_parts: int  # of a block, of which the pools have one
     interpret: bool
@@ -41,10 +41,11 @@ class Variant:
 
         e4m3 takes fewer registers so, which prefill has not, and more instructions.
         """
-        if not self.tile.has_words or self.kv_dtype not in ONE_BYTE_DTYPES:
+        formats = self.key_format, self.value_format
+        if not self.tile.has_words or not any(each.has_bytes for each in formats):
             return False
-        is_e4m3 = self.kv_dtype in (jnp.float8_e4m3fn, jnp.float8_e4m3fnuz)
-        return self.tile.has_full_loop or not is_e4m3
+        is_costly = any(each.has_costly_words for each in formats)
+        return self.tile.has_full_loop or not is_costly
 
     @property
     def is_partial(self) -> bool:
@@ -141,7 +142,8 @@ def _make_variant(
         value_dim=call.pools.value_dim,
         operand_dtype=find_operand_dtype(call.queries, call.pools),
         weight_dtype=find_weight_dtype(call.queries, call.pools),
-        kv_dtype=call.pools.kv_dtype,
+        key_format=KERNEL_FORMATS[call.pools.formats.key],
+        value_format=KERNEL_FORMATS[call.pools.formats.value],
         soft_cap=call.soft_cap,
         num_parts=call.num_parts,
         interpret=interpret,

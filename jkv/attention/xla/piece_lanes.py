@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jkv.attention.call import Call
-from jkv.attention.pools import Pools, gather_pieces, gather_scales, read_twice
+from jkv.attention.pools import gather_pieces, read_twice
 from jkv.attention.softmax import HIDDEN, Sums
 from jkv.attention.xla.operations import cap_scores, gather, multiply, set_broken_apart
 
@@ -36,8 +36,8 @@ class Gathered(NamedTuple):
     flat_values: jax.Array  # f32[P * K * W, T * Dv]
     keys: jax.Array  # f32[P, K, S, D]
     values: jax.Array  # f32[P, K, S, Dv]
-    key_scales: jax.Array | None  # f32[P, K, S]
-    value_scales: jax.Array | None  # f32[P, K, S]
+    key_factor: jax.Array | None  # f32[P, K, S], what a token's key is multiplied by
+    value_factor: jax.Array | None  # f32[P, K, S]
 
 
 def attend_lanes(
@@ -75,32 +75,14 @@ def _gather_lanes(call: Call, lanes: Lanes) -> Gathered:
     def by_head(flat: jax.Array, head_dim: int) -> jax.Array:
         return flat.reshape(blocks.shape[0], pools.num_kv_heads, -1, head_dim)
 
-    flat_keys = gather_pieces(pools.keys, call.layer, blocks, pools.kv_dtype)
+    flat_keys, key_factor = gather_pieces(pools.stored_keys, call.layer, blocks)
     keys = by_head(flat_keys, pools.head_dim)
-    if pools.values is None:
-        flat_values, values = flat_keys, keys[..., : pools.value_dim]
-    else:
-        flat_values = gather_pieces(pools.values, call.layer, blocks, pools.kv_dtype)
-        values = by_head(flat_values, pools.value_dim)
-    scales = _gather_scales(pools, call.layer, blocks)
-    return Gathered(flat_keys, flat_values, keys, values, *scales)
-
-
-def _gather_scales(
-    pools: Pools,
-    layer: jax.Array,  # i32[]
-    blocks: jax.Array,  # i32[P, W]
-) -> tuple[jax.Array | None, jax.Array | None]:
-    """Return the scales of the pieces' keys and values, f32[P, K, S] if any."""
-
-    def of_pieces(scales: jax.Array | None) -> jax.Array | None:
-        if scales is None:
-            return None
-        found = jnp.swapaxes(gather_scales(scales, layer, blocks), 1, 2)
-        return found.reshape(*found.shape[:2], -1)
-
-    keys = of_pieces(pools.key_scales)
-    return keys, keys if pools.values is None else of_pieces(pools.value_scales)
+    if pools.stored_values is None:
+        values = keys[..., : pools.value_dim]
+        return Gathered(flat_keys, flat_keys, keys, values, key_factor, key_factor)
+    flat_values, factor = gather_pieces(pools.stored_values, call.layer, blocks)
+    values = by_head(flat_values, pools.value_dim)
+    return Gathered(flat_keys, flat_values, keys, values, key_factor, factor)
 
 
 def _hide_values(
@@ -109,10 +91,10 @@ def _hide_values(
 ) -> Gathered:
     """Clear values that no row sees: they may be NaN, and 0 * NaN is NaN."""
     values = jnp.where(seen[:, None, :, None], gathered.values, 0.0)
-    value_scales = gathered.value_scales
-    if value_scales is not None:
-        value_scales = jnp.where(seen[:, None], value_scales, 0.0)
-    return gathered._replace(values=values, value_scales=value_scales)
+    factor = gathered.value_factor
+    if factor is not None:
+        factor = jnp.where(seen[:, None], factor, 0.0)
+    return gathered._replace(values=values, value_factor=factor)
 
 
 def _score_pieces(
@@ -122,9 +104,8 @@ def _score_pieces(
 ) -> jax.Array:
     """Return the scores of each piece's tokens, f32[P, K, Q * G, S]."""
     scores = multiply("pkgd,pksd->pkgs", rows, gathered.keys)
-    # A scale per token is a factor on its scores and weights: fewer than elements.
-    if gathered.key_scales is not None:
-        scores *= gathered.key_scales[:, :, None]
+    if gathered.key_factor is not None:
+        scores *= gathered.key_factor[:, :, None]
     return cap_scores(scores, call.soft_cap)
 
 
@@ -153,8 +134,8 @@ def _sum_pieces(
     seen = None
     if num_rows > 1:  # which do not see the same tokens
         seen = jnp.repeat(visible, scores.shape[2] // num_rows, axis=1)[:, None]
-    if gathered.value_scales is not None:
-        weights *= gathered.value_scales[:, :, None]
+    if gathered.value_factor is not None:
+        weights *= gathered.value_factor[:, :, None]
         weights = weights if seen is None else jnp.where(seen, weights, 0.0)
     summed = multiply(_WEIGH, weights, values)
     if seen is not None:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.attention.call import Call
-from jkv.attention.pools import Pools, gather_blocks, gather_scales
+from jkv.attention.pools import Pools, Stored, gather_blocks
 from jkv.attention.softmax import HIDDEN
 from jkv.attention.xla.operations import (
     cap_scores,
@@ -15,6 +15,7 @@ from jkv.attention.xla.operations import (
     multiply,
     quotient,
 )
+from jkv.formats.format import multiply_out
 
 _MAX_TILE_ROWS = 128
 
@@ -145,15 +146,14 @@ def gather_heads(
 ) -> tuple[jax.Array, jax.Array]:
     """Return keys and values of the blocks by head, `f32[K, C * T, D]` and `Dv`."""
 
-    def gather(pool: jax.Array, scales: jax.Array | None) -> jax.Array:
-        num_kv_heads, block_size, head_dim = pool.shape[2:]
-        chunk = gather_blocks(pool, layer, blocks, pools.kv_dtype)
-        chunk = chunk.reshape(-1, num_kv_heads, block_size, head_dim)
-        if scales is not None:
-            chunk = chunk * gather_scales(scales, layer, blocks)[..., None]
+    def gather_rows(stored: Stored, head_dim: int) -> jax.Array:
+        num_kv_heads, block_size = pools.num_kv_heads, pools.block_size
+        flat, factor = gather_blocks(stored, layer, blocks)
+        chunk = flat.reshape(-1, num_kv_heads, block_size, head_dim)
+        chunk = multiply_out(chunk, factor)
         return jnp.swapaxes(chunk, 0, 1).reshape(num_kv_heads, -1, head_dim)
 
-    keys = gather(pools.keys, pools.key_scales)
-    if pools.values is None:
+    keys = gather_rows(pools.stored_keys, pools.head_dim)
+    if pools.stored_values is None:
         return keys, keys[..., : pools.value_dim]
-    return keys, gather(pools.values, pools.value_scales)
+    return keys, gather_rows(pools.stored_values, pools.value_dim)

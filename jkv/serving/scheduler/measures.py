@@ -1,6 +1,7 @@
 """What an engine has done: counts, rates and times, each a plain number."""
 
 import bisect
+import heapq
 import itertools
 from collections import deque
 from typing import NamedTuple
@@ -20,6 +21,8 @@ _READING_SECONDS = 0.1
 
 # Most that one who is refused is told to wait: clients such as OpenAI's wait no longer.
 MOST_WAIT_SECONDS = 60.0
+# What is told where nothing was measured.
+UNKNOWN_WAIT_SECONDS = 1.0
 
 
 class Times(NamedTuple):
@@ -145,22 +148,25 @@ class NextRoom:
     """When there is room for one more that waits."""
 
     def __init__(self) -> None:
-        self._promised = 0.0  # the time that the last one refused was told
+        self._promised: list[float] = []  # a heap of the times that others were told
 
     def find_wait(self, begun: Rate, now: float) -> float:
-        """Return the seconds until a place is free that was promised to no other.
+        """Return the seconds until a place is free that is promised to no other.
 
-        At most `MOST_WAIT_SECONDS`. Where none has begun lately, one in ten seconds is
-        taken to.
+        By the rate of now, also for those that were promised another before; at most
+        `MOST_WAIT_SECONDS`. A second where none has begun lately.
 
         Args:
           begun: of requests that leave the queue.
           now: the time.
         """
-        rate = max(begun.read(now), 1 / RATE_SECONDS)
-        latest = now + MOST_WAIT_SECONDS
-        self._promised = min(max(self._promised, now) + 1 / rate, latest)
-        return self._promised - now
+        while self._promised and self._promised[0] <= now:
+            heapq.heappop(self._promised)
+        rate = begun.read(now)
+        seconds = (len(self._promised) + 1) / rate if rate else UNKNOWN_WAIT_SECONDS
+        if seconds < MOST_WAIT_SECONDS:
+            heapq.heappush(self._promised, now + seconds)
+        return min(seconds, MOST_WAIT_SECONDS)
 
 
 class Measures:

@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 
 from jkv.attention import paged_attention
-from jkv.attention.kernel.conversion import (
-    round_by_bits,
-    to_operand,
-    words_to_operand,
-)
+from jkv.attention.kernel.conversion import round_by_bits
+from jkv.attention.kernel.formats import KERNEL_FORMATS
 from jkv.attention.kernel.scores import exp2_in_pairs
+from jkv.formats.scaled import Scaled
 
 pytestmark = pytest.mark.one_end
 
@@ -37,12 +35,14 @@ def test_operands_are_what_the_codes_mean(kv_dtype):
     small = np.abs(expected) < float(jnp.finfo(kv_dtype).smallest_normal)
     by_bits = ~small | (expected == 0) | is_e5m2
     by_bits &= ~np.isnan(expected) | is_e5m2
+    kept = KERNEL_FORMATS[Scaled(jnp.dtype(kv_dtype))]
+    functions = (kept.to_operand, CODES), (kept.words_to_operand, WORDS)
     for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
         for interpret, mask in ((True, np.full(256, True)), (False, by_bits)):
-            for function, stored in ((to_operand, CODES), (words_to_operand, WORDS)):
+            for function, stored in functions:
                 convert = jax.jit(
                     lambda codes, f=function, d=dtype, i=interpret: f(
-                        codes, jnp.dtype(kv_dtype), d, interpret=i
+                        codes, d, interpret=i
                     )
                 )
                 found = np.asarray(convert(stored).astype(jnp.float32))
@@ -54,7 +54,8 @@ def test_operands_are_what_the_codes_mean(kv_dtype):
 def test_integers_in_words_are_operands(interpret):
     """In the order of their columns, all of them exact."""
     for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
-        found = words_to_operand(WORDS, jnp.dtype("int8"), dtype, interpret=interpret)
+        convert = KERNEL_FORMATS[Scaled(jnp.dtype("int8"))].words_to_operand
+        found = convert(WORDS, dtype, interpret=interpret)
         np.testing.assert_array_equal(found.astype(jnp.float32), CODES.view(np.int8))
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import formats
 from support.jax_versions import with_further
 from support.kernel_lowering import find_kernels, lower, shape
 from support.tolerances import assert_close, is_close
@@ -20,7 +21,6 @@ from jkv.attention import cards, paged_attention
 from jkv.attention.call import Call, Requests, make_requests
 from jkv.attention.kernel.readers import list_readers
 from jkv.attention.pools import make_pools
-from jkv.storage import quantization
 
 # Rows of each request, and its context in whole blocks and tokens. The first block is
 # everyone's; the last request of rows has the sequence of the second one.
@@ -191,7 +191,7 @@ def test_bits_have_gradients_of_queries_alone(dtype):
     this = case(options={**EVERYTHING, "kv_dtype": dtype})
     variables, requests = this.arguments()
     pools, scales = zip(
-        *(quantization.quantize(pool, jnp.dtype(dtype)) for pool in variables[1:3]),
+        *(formats.quantize(pool, jnp.dtype(dtype)) for pool in variables[1:3]),
         strict=True,
     )
     options = dict(this.options)

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import formats
 from support.jax_versions import with_further
 from support.tolerances import is_close
 
 from jkv.attention import paged_attention
 from jkv.attention.kernel import face, join, walk
-from jkv.storage import quantization
 
 pytestmark = pytest.mark.one_end
 
@@ -31,7 +31,7 @@ NUMBERS = {"nan": np.nan, "-nan": -np.nan, "inf": np.inf, "-inf": -np.inf}
 # the newest one, and a whole context.
 PLACES = [(0, 3), (0, 15), (0, 20), (1, 2), (1, 39), (2, 0), (3, 18)]
 
-quantize = jax.jit(quantization.quantize, static_argnums=1)
+quantize = jax.jit(formats.quantize, static_argnums=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

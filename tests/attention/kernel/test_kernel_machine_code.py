@@ -241,7 +241,7 @@ def test_nothing_spills(platform, target, known, shapes):
             "group": queries.shape[1] // pools.num_kv_heads,
             "block size": pools.block_size,
             "queries": str(queries.dtype),
-            "elements": str(pools.kv_dtype),
+            "elements": str(pools.formats.key.dtype),
             "options": fields.get("options", "none"),
         }
         tuning = find_tuning(queries, pools, platform, known)
@@ -302,7 +302,7 @@ def test_no_derivative_spills(platform, target, known, shapes):
             "group": queries.shape[1] // pools.num_kv_heads,
             "block size": pools.block_size,
             "queries": str(queries.dtype),
-            "elements": str(pools.kv_dtype),
+            "elements": str(pools.formats.key.dtype),
             "options": fields.get("options", "none"),
         }
         as_text = json.dumps(fields, sort_keys=True)

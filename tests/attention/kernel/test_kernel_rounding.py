@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from support.jax_versions import few
 
-from jkv.attention.elements import STORED_AS
 from jkv.attention.kernel.rounding import invert, round_row
-from jkv.attention.rounding import round_rows
+from jkv.formats.bits import STORED_AS
+from jkv.formats.scaled import round_rows
 
 
 def draw_quotients(dtype, random):

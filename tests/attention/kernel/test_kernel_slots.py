@@ -52,7 +52,7 @@ def draw_write(sizes, seed=0):
         offsets=jnp.asarray(slots % tokens, jnp.int32),
         valid=jnp.asarray(valid),
         part=None if sizes.part is None else jnp.int32(sizes.part),
-        elements=write.elements,
+        formats=write.formats,
     )
 
 
@@ -169,9 +169,9 @@ def test_what_scatters_store():
 
 @pytest.mark.one_end
 def test_which_cards_have_it(monkeypatch):
-    arrays = make_write(Sizes(), jnp.zeros).arrays
+    write = make_write(Sizes(), jnp.zeros)
     monkeypatch.setattr(cards, "find_target", lambda _: None)
-    assert choice.find_stores(arrays) == {}
+    assert choice.find_stores(write) == {}
 
     def pretend(card):
         found = {"rocm" if card.startswith("gfx") else "cuda": card}
@@ -185,9 +185,9 @@ def test_which_cards_have_it(monkeypatch):
         ("sm_70", []),
     ):
         pretend(card)
-        assert list(choice.find_stores(arrays)) == found, card
+        assert list(choice.find_stores(write)) == found, card
     pretend("gfx942")
-    floats = make_write(Sizes(head_dims=(8, 8)), jnp.zeros).arrays
+    floats = make_write(Sizes(head_dims=(8, 8)), jnp.zeros)
     assert choice.find_stores(floats) == {}
 
 
@@ -232,8 +232,8 @@ def test_a_loop_over_layers_stores_the_same(dtype, monkeypatch):
     ]
     launched = []
 
-    def find_stores(arrays):
-        assert why_scattered(arrays) is None
+    def find_stores(write):
+        assert why_scattered(write.arrays) is None
         launched.append(1)
         return dict.fromkeys(("cpu", "rocm", "cuda"), here)
 

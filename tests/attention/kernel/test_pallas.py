@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import formats
 from support.attention_workloads import Workload, make_operands
 from support.jax_versions import dealt, with_further
 from support.plain_attention import attend_loop
@@ -24,14 +25,13 @@ from jkv.attention.cards import find_target
 from jkv.attention.kernel import conversion, face, loads, scores, walk
 from jkv.attention.kernel.tuning import find_family, why_not
 from jkv.attention.pools import make_pools
-from jkv.storage import quantization
 
 PLATFORM = "rocm" if find_target("rocm") else "cuda" if find_target("cuda") else "cpu"
 # Where the table has float32; elsewhere it is the plain path's.
 FAMILY = None if PLATFORM == "cpu" else find_family(PLATFORM, find_target(PLATFORM))
 DTYPE = "float16" if FAMILY == "other" else "float32"
 
-quantize = jax.jit(quantization.quantize, static_argnums=1)
+quantize = jax.jit(formats.quantize, static_argnums=1)
 
 LAYER = 1
 NUM_ROWS = 12

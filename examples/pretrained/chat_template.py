@@ -1,0 +1,267 @@
+"""The template by which a checkpoint was taught to chat, as `transformers` plays it.
+
+Templates are programs of jinja2, written for the environment that `transformers` gives
+them: a sandbox with blocks trimmed, `break` and `continue`, the tag `generation`, a
+`tojson` that escapes nothing, `raise_exception` and `strftime_now`. They differ in what
+they take for a call's arguments (an object or a text) and for a message without a text
+(null or an empty one), so arguments are both at once, and both messages are tried.
+"""
+
+import datetime
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .gguf_reading import find_folder
+from .settings import read_json
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+# Names of a message's thoughts; templates read the first, and gpt-oss the last.
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+
+# Variables of every template, which nobody else may set.
+OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
+
+
+class Arguments(dict[str, Any]):
+    """The arguments of a call: an object, which reads as its JSON where that is wanted.
+
+    Some templates go through the arguments, some write `... + arguments`.
+    """
+
+    def __init__(self, values: Mapping[str, Any], text: str):
+        super().__init__(values)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: Any) -> str:
+        return str(self) + other
+
+    def __radd__(self, other: Any) -> str:
+        return other + str(self)
+
+
+def render_chat(
+    folder: str | Path,
+    messages: str | Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+    variables: Mapping[str, Any] | None = None,
+) -> str:
+    """Write a chat as the checkpoint's own template has it, up to the answer.
+
+    Encode the text with ``add_special_tokens=False``: the template brings its own.
+
+    Args:
+        folder: a checkpoint with a chat_template.jinja, or with a ``chat_template`` in
+            its tokenizer_config.json.
+        messages: a question, or what was said so far, as the API of OpenAI has it:
+            each with "role" and "content".
+        tools: that the model may call, as the API of OpenAI has them.
+        variables: further ones that the template knows, such as "enable_thinking".
+
+    Raises:
+        ValueError: when there is no template, or it fails, as it does for messages
+            that it refuses.
+    """
+    settings = _read_settings(folder)
+    source = _find_template(folder, settings, has_tools=bool(tools))
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    values = {
+        **_special_tokens(settings),
+        **(variables or {}),
+        "add_generation_prompt": True,
+        "tools": list(tools) or None,
+        "documents": None,
+    }
+    read = [_read_message(message, source) for message in messages]
+    try:
+        return _render(source, read, values)
+    except Exception as error:  # as many kinds as programs have
+        words = str(error) or type(error).__name__
+        raise ValueError(f"the chat template of {folder}: {words}") from error
+
+
+def has_chat_template(folder: str | Path) -> bool:
+    """Whether the checkpoint was taught to chat."""
+    try:
+        return bool(_find_template(folder, _read_settings(folder)))
+    except ValueError:
+        return False
+
+
+def _render(
+    source: str, messages: list[dict[str, Any]], values: Mapping[str, Any]
+) -> str:
+    """Play a template with the first form of the messages that it takes.
+
+    A message without a text has null, as the API says and templates ask; not where the
+    template writes its name. Those of models that see may want a text in parts.
+    """
+    template = _compile(source)
+
+    def play(form: Sequence[Mapping[str, Any]]) -> str | Exception:
+        try:
+            return template.render(messages=form, **values)
+        except Exception as error:  # as many kinds as programs have
+            return error
+
+    plain = [_fill(message, "") for message in messages]
+    first = play(messages)
+    found = [first]
+    if plain != messages and (not isinstance(first, str) or "None" in first):
+        found.append(play(plain))
+    texts = [text for text in found if isinstance(text, str)]
+    if not texts:
+        parted = play([_part(message) for message in plain])
+        texts = [parted] if isinstance(parted, str) else []
+    if not texts:
+        assert isinstance(first, Exception)
+        raise first
+    return min(texts, key=lambda text: text.count("None"))
+
+
+def _fill(message: Mapping[str, Any], content: str) -> dict[str, Any]:
+    """Return a message with a text in the place of null."""
+    is_null = message.get("content") is None
+    return {**message, "content": content} if is_null else dict(message)
+
+
+def _part(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message with its text in parts."""
+    text = message["content"]
+    parts = [{"type": "text", "text": text}] if text else []
+    return {**message, "content": parts}
+
+
+@functools.lru_cache(maxsize=16)
+def _compile(source: str) -> Any:
+    """Return a template in the environment of `transformers`."""
+    # Imported here: plain prompts need no jinja2.
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}`: what the model said, which trainers mark."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[Generation, "jinja2.ext.loopcontrols"],
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": refuse, "strftime_now": _now}
+    return environment.from_string(source)
+
+
+def _read_message(message: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return a message as templates want it: no field is null but the text."""
+    read = {k: v for k, v in message.items() if v is not None or k == "content"}
+    thoughts = [read[name] for name in THOUGHTS if name in read]
+    if thoughts:
+        read |= {"reasoning_content": thoughts[0], "thinking": thoughts[0]}
+    if read.get("role") == "developer" and "developer" not in source:
+        read["role"] = "system"
+    if not read.get("tool_calls"):
+        read.pop("tool_calls", None)
+        return read
+    read["tool_calls"] = [_read_call(call) for call in read["tool_calls"]]
+    return read
+
+
+def _read_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call["function"])
+    function["arguments"] = _read_arguments(function.get("arguments"))
+    return {**call, "function": function}
+
+
+def _read_arguments(given: Any) -> Any:
+    """Return arguments, which come as JSON or as its text.
+
+    A text that is no object stays one: what a model wrote may have been cut.
+    """
+    if given is None or given == "":
+        given = {}
+    if isinstance(given, Mapping):
+        return Arguments(given, json.dumps(given, ensure_ascii=False))
+    try:
+        values = json.loads(given)
+    except (TypeError, ValueError, RecursionError):
+        return given
+    return Arguments(values, given) if isinstance(values, Mapping) else given
+
+
+def _read_settings(folder: str | Path) -> dict[str, Any]:
+    """Read tokenizer_config.json, if there is one."""
+    path = find_folder(folder) / "tokenizer_config.json"
+    return read_json(path) if path.is_file() else {}
+
+
+def _find_template(
+    folder: str | Path, settings: Mapping[str, Any], *, has_tools: bool = False
+) -> str:
+    """Return the template, from a file of its own or from the tokenizer's settings."""
+    path = find_folder(folder) / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        # Several by name: one for tools, one for retrieval, and the one for chats.
+        named = {each.get("name"): each.get("template") for each in template}
+        template = named.get("default")
+        if has_tools:
+            template = named.get("tool_use", template)
+    if not isinstance(template, str):
+        raise ValueError(
+            f"{folder} has no chat template (chat_template.jinja, or chat_template in "
+            "tokenizer_config.json): the model was not taught to chat"
+        )
+    return template
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the special tokens by name; each is a text, or has one as content."""
+    found = {}
+    for name in SPECIAL_TOKENS:
+        token = settings.get(name)
+        token = token.get("content") if isinstance(token, Mapping) else token
+        if isinstance(token, str):
+            found[name] = token
+    return found
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Write JSON as it stands: jinja2's own filter escapes for HTML."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)

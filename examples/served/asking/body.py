@@ -1,0 +1,208 @@
+"""What a line of a batch or a client of the API asks for, in the API's words.
+
+Both give an `Ask` of the engine; what only a reply has is in `showing.py`.
+"""
+
+import functools
+import itertools
+import random
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jkv
+from jkv.serving import Ask
+
+from ..loading import MOST_STOP_TOKENS, Served
+from ..mistakes import Refused
+from ..steering.rule_table import Rules
+from ..values import is_tokens, read_flag, read_number
+from .languages import Language
+from .prompts import read_chat, read_prompts
+from .tools import Tools, read_tools
+
+MOST_SAMPLES = 16
+MOST_STOPS = 32
+TOKENS_OF_TEXTS = 256  # of one that does not say; a chat may use the context
+MOST_SALT = MOST_NAME = 256  # characters
+MOST_SECONDS = 24 * 3600
+I32 = 2**31
+
+
+class Asked(NamedTuple):
+    """Requests that one body makes, one for each prompt."""
+
+    prompts: list[list[int]]  # token ids
+    ask: Ask  # for each of them, but for the prompt and how it is steered
+    n: int
+    tools: Tools | None = None  # that a chat may call
+    language: Language | None = None  # of all texts
+    rules: Rules | None = None  # likewise
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether a text may call tools."""
+        return self.tools is not None and self.tools.language is not None
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether a text that calls none is an answer after a schema."""
+        return self.has_calls and self.language != self.tools.language
+
+
+def read_body(served: Served, body: Any, *, is_chat: bool) -> Asked:
+    """Understand what the engine is asked for.
+
+    Args:
+        served: the model.
+        body: the JSON.
+        is_chat: whether "messages" are continued, not a "prompt".
+
+    Raises:
+        ValueError: for what cannot be, in words for the client.
+    """
+    if not isinstance(body, Mapping):
+        raise Refused("the body must be an object")
+    tools = read_tools(body, served.tool_tags) if is_chat else None
+    if is_chat:
+        prompts = read_chat(served, body, [] if tools is None else tools.listed)
+    else:
+        prompts = read_prompts(served, body)
+    n = read_number(body, "n", 1, int, 1, MOST_SAMPLES)
+    longest = max(map(len, prompts))
+    if longest > served.context:
+        raise Refused(
+            f"the prompt has {longest} tokens, the context is {served.context}",
+            "messages" if is_chat else "prompt",
+            code="context_length_exceeded",
+        )
+    ask = Ask(
+        (),
+        n=n,
+        max_new_tokens=_read_most_tokens(served, body, longest, is_chat=is_chat),
+        sampling=_read_sampling(body),
+        stop_strings=_read_stops(body),
+        stop_tokens=_read_stop_tokens(served, body),
+        priority=read_number(body, "priority", 0, int, 1 - I32, I32 - 2),
+        client=_read_client(body),
+        salt=_read_salt(body),
+        timeout=_read_timeout(body),
+    )
+    return Asked(prompts, ask, n, tools)
+
+
+def _read_most_tokens(
+    served: Served, body: Mapping[str, Any], longest: int, *, is_chat: bool
+) -> int:
+    """Return how many tokens a text may have: all that the context leaves, if asked."""
+    names = [
+        name
+        for name in ("max_completion_tokens", "max_tokens")
+        if body.get(name) is not None
+    ]
+    if len(names) > 1:
+        raise Refused("give max_tokens or max_completion_tokens", names[0])
+    # The last token needs no room.
+    room = served.context - longest + 1
+    if not names:
+        usual = served.max_new_tokens or (room if is_chat else TOKENS_OF_TEXTS)
+        return min(usual, room)
+    # A text that is shown again need not go on.
+    least = 0 if not is_chat and body.get("echo") is True else 1
+    most: int = read_number(body, names[0], room, int, least, I32 - 1)
+    if most > room:
+        raise Refused(
+            f"the prompt has {longest} tokens and {names[0]} is {most}; the context "
+            f"is {served.context} tokens, which leaves {room}",
+            names[0],
+            code="context_length_exceeded",
+        )
+    return most
+
+
+def _read_sampling(body: Mapping[str, Any]) -> jkv.Sampling:
+    seed = body.get("seed")
+    if seed is None:
+        seed = random.getrandbits(31)
+    # The API's numbers are 64 bits wide, a seed of ours 32.
+    seed = read_number({"seed": seed}, "seed", 0, int, -(2**63), 2**64)
+    number = read_number
+    return jkv.Sampling(
+        temperature=number(body, "temperature", 1.0, float, 0, 100),
+        top_p=number(body, "top_p", 1.0, float, 0, 1),
+        # Both numbers keep all: 0 in Hugging Face's words, -1 in vLLM's.
+        top_k=max(0, number(body, "top_k", 0, int, -1, I32 - 1)),
+        min_p=number(body, "min_p", 0.0, float, 0, 1),
+        repetition_penalty=number(body, "repetition_penalty", 1.0, float, 1e-6, 100),
+        seeds=(seed + I32) % 2**32 - I32,
+    )
+
+
+def _read_stops(body: Mapping[str, Any]) -> list[str]:
+    stops = body.get("stop")
+    if stops is None or stops == "":
+        return []
+    stops = [stops] if isinstance(stops, str) else stops
+    if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
+        raise Refused("stop must be a text or a list of texts", "stop")
+    if len(stops) > MOST_STOPS:
+        raise Refused(f"stop takes {MOST_STOPS} texts, got {len(stops)}", "stop")
+    return stops
+
+
+def _read_stop_tokens(served: Served, body: Mapping[str, Any]) -> list[int]:
+    """Return the tokens that end a text: the model's own, and those that are given."""
+    given = body.get("stop_token_ids")
+    given = [] if given is None else given
+    if given != [] and not is_tokens(given):
+        raise Refused("stop_token_ids must be a list of token ids", "stop_token_ids")
+    if len(given) > MOST_STOP_TOKENS or not all(0 <= token < I32 for token in given):
+        raise Refused(
+            f"stop_token_ids takes {MOST_STOP_TOKENS} ids of 0 or more",
+            "stop_token_ids",
+        )
+    own = () if read_flag(body, "ignore_eos", False) else served.stop_tokens
+    return [*own, *given]
+
+
+def _read_client(body: Mapping[str, Any]) -> str | None:
+    """Return who asks: the field's older name, or its newer one."""
+    names = []
+    for field in ("user", "safety_identifier"):
+        name = body.get(field)
+        if not isinstance(name, str | None) or len(name or "") > MOST_NAME:
+            raise Refused(
+                f"{field} must be a text of up to {MOST_NAME} characters", field
+            )
+        names.append(name)
+    return names[0] or names[1] or None
+
+
+def _read_salt(body: Mapping[str, Any]) -> int:
+    salt = body.get("cache_salt")
+    if salt is None:
+        return 0
+    if not isinstance(salt, str) or not 0 < len(salt) <= MOST_SALT:
+        raise Refused(
+            f"cache_salt must be a text of 1 to {MOST_SALT} characters", "cache_salt"
+        )
+    return _number_salt(salt)
+
+
+def _read_timeout(body: Mapping[str, Any]) -> float | None:
+    """Return the seconds that a text may take; None for as long as it wants."""
+    if body.get("timeout") is None:
+        return None
+    seconds: float = read_number(body, "timeout", 0.0, float, 0.001, MOST_SECONDS)
+    return seconds
+
+
+_numbers = itertools.count(1)
+
+
+@functools.lru_cache(maxsize=4096)
+def _number_salt(_: str) -> int:
+    """Return a salt's own number: a hash of 32 bits could be another's.
+
+    A salt that was not seen for long gets a new one, and finds nothing.
+    """
+    return next(_numbers)

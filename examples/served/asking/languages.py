@@ -1,0 +1,197 @@
+"""What the texts of a request must be: JSON, JSON of a schema, a pattern, a choice."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from jkv.grammar import (
+    Grammar,
+    Vocabulary,
+    from_choices,
+    from_json_object,
+    from_json_schema,
+    from_regex,
+    from_tools,
+)
+
+from ..mistakes import Refused
+
+# The fields that ask for one.
+FIELDS = {"response_format", "structured_outputs", "tools"}
+FIELDS |= {"guided_json", "guided_regex", "guided_choice"}
+
+MOST_CHARACTERS = 2**16  # of what describes a language
+MOST_BYTES = 2**25  # that its tables and its compiling take
+
+
+class Language(NamedTuple):
+    """A language that texts can be asked to be of."""
+
+    kind: str  # a key of `_COMPILERS`
+    text: str  # JSON of what describes it
+    param: str  # the field that asks for it
+
+    def compile(self, vocabulary: Vocabulary) -> Grammar:
+        """Make its grammar.
+
+        Raises:
+            Refused: if there is none, or it takes too much.
+        """
+        make = _COMPILERS[self.kind]
+        try:
+            return make(json.loads(self.text), vocabulary, max_bytes=MOST_BYTES)
+        except Exception as error:  # a schema may be wrong in any way
+            words = str(error)
+            if not isinstance(error, ValueError):
+                words = f"it cannot be read ({type(error).__name__}: {words})"
+            raise Refused(f"{self.param}: {words}", self.param) from error
+
+
+def _compile_tools(
+    described: Mapping[str, Any], vocabulary: Vocabulary, *, max_bytes: int
+) -> Grammar:
+    return from_tools(vocabulary=vocabulary, max_bytes=max_bytes, **described)
+
+
+_ASKED: dict[str, Any] = {  # by clients, in these words
+    "regex": from_regex,
+    "choice": from_choices,
+    "json": from_json_schema,
+    "json_object": lambda _, *given, **bounds: from_json_object(*given, **bounds),
+}
+_COMPILERS = _ASKED | {"tools": _compile_tools}
+
+
+def read_language(
+    body: Mapping[str, Any], calls: Language | None = None
+) -> Language | None:
+    """Return the language that a body asks for; None for any text.
+
+    Args:
+        body: the fields.
+        calls: the language of texts that call tools, if some may be called.
+
+    Raises:
+        Refused: for what describes none, and for two.
+    """
+    answer = _read_response_format(body.get("response_format"))
+    if calls is not None and answer is not None:
+        calls, answer = _join(calls, answer), None
+    found = [
+        language
+        for language in (
+            calls,
+            answer,
+            _read_structured_outputs(body.get("structured_outputs")),
+            *(_read_guided(body, kind) for kind in ("json", "regex", "choice")),
+        )
+        if language is not None
+    ]
+    if len(found) > 1:
+        names = " and ".join(language.param for language in found)
+        raise Refused(f"give one of {names}", found[1].param)
+    return found[0] if found else None
+
+
+def _join(calls: Language, answer: Language) -> Language:
+    """Return the language of texts that call tools, or are the answer.
+
+    Where tools must be called there is no answer yet.
+    """
+    described = json.loads(calls.text)
+    is_schema = answer.kind == "json"
+    schema = json.loads(answer.text) if is_schema else {"type": "object"}
+    if described["choice"] != "auto":
+        return calls
+    return describe(calls.kind, {**described, "answer": schema}, calls.param)
+
+
+def _read_response_format(given: Any) -> Language | None:
+    name = "response_format"
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise Refused(f"{name} must be an object with a type", name)
+    kind = given.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Language("json_object", "{}", name)
+    if kind != "json_schema":
+        raise Refused(
+            f"{name}.type must be text, json_object or json_schema, got "
+            f"{str(kind)[:60]!r}",
+            name,
+        )
+    described = given.get("json_schema")
+    if not isinstance(described, Mapping) or "schema" not in described:
+        raise Refused(f"{name}.json_schema must be an object with a schema", name)
+    return describe("json", described["schema"], name)
+
+
+def _read_structured_outputs(given: Any) -> Language | None:
+    name = "structured_outputs"
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise Refused(f"{name} must be an object", name)
+    asked = {key: value for key, value in given.items() if value not in (None, False)}
+    if len(asked) != 1:
+        raise Refused(f"{name} takes one of json, regex, choice, json_object", name)
+    ((kind, value),) = asked.items()
+    if kind not in _ASKED:
+        raise Refused(
+            f"{name}.{str(kind)[:60]} is not served; json, regex, choice and "
+            f"json_object are",
+            name,
+            code="unsupported_parameter",
+        )
+    return describe(kind, value, name)
+
+
+def _read_guided(body: Mapping[str, Any], kind: str) -> Language | None:
+    name = f"guided_{kind}"
+    given = body.get(name)
+    return None if given is None else describe(kind, given, name)
+
+
+def describe(kind: str, value: Any, param: str) -> Language:
+    """Return a language.
+
+    Args:
+        kind: of what describes it.
+        value: what describes it.
+        param: the field that asks for it.
+
+    Raises:
+        Refused: for a value of the wrong type, or one that is too long.
+    """
+    if kind == "json" and isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise Refused(f"{param} is not JSON: {error}", param) from error
+    is_texts = isinstance(value, list) and all(isinstance(each, str) for each in value)
+    is_right = {
+        "regex": isinstance(value, str),
+        "choice": is_texts and bool(value),
+        "json": isinstance(value, Mapping | bool),
+        "json_object": value is True,
+        "tools": isinstance(value, Mapping),
+    }
+    if not is_right[kind]:
+        words = {
+            "regex": "a text",
+            "choice": "a list of texts, one at least",
+            "json": "a JSON schema, an object",
+            "json_object": "true",
+            "tools": "an object",
+        }
+        raise Refused(f"{param}: {kind} must be {words[kind]}", param)
+    # The order of keys is that of the texts.
+    text = json.dumps(value)
+    if len(text) > MOST_CHARACTERS:
+        raise Refused(
+            f"{param} has {len(text)} characters, {MOST_CHARACTERS} are taken", param
+        )
+    return Language(kind, text, param)

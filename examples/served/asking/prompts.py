@@ -1,0 +1,194 @@
+"""The prompts of a body as token ids: a text, tokens, several of them, or a chat.
+
+Tokenizers take their time, and only `encode_batch` lets other threads run meanwhile. A
+text that cannot fit is refused by its length before.
+"""
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pretrained
+
+from ..loading import Served
+from ..mistakes import Refused
+from ..values import is_tokens, read_flag
+
+MOST_PROMPTS = 2048
+
+# What of a message no template of texts can tell. Whatever else a message has, such as
+# thoughts, is told if the template knows it.
+NOT_OF_TEXTS = ("audio", "images", "videos", "function_call")
+
+# Parts of a message that are texts, and where each has its text.
+PARTS = {"text": "text", "input_text": "text", "output_text": "text"}
+PARTS |= {"refusal": "refusal"}
+
+
+def read_prompts(served: Served, body: Mapping[str, Any]) -> list[list[int]]:
+    """Return the prompts: a text, tokens, or several of one kind; none is empty.
+
+    Raises:
+        Refused: for anything else, and for what is too long.
+    """
+    prompt = _list_prompts(body)
+    if all(isinstance(text, str) for text in prompt):
+        has_special = read_flag(body, "add_special_tokens", True)
+        prompt = _encode(served, "prompt", prompt, add_special_tokens=has_special)
+    for token in itertools.chain.from_iterable(prompt):
+        if not 0 <= token < served.vocabulary_size:
+            raise Refused(
+                f"the prompt has token {str(token)[:60]}; the model knows "
+                f"{served.vocabulary_size} token ids, integers of 0 or more",
+                "prompt",
+            )
+    if served.begin_tokens:
+        prompt = [tokens or list(served.begin_tokens) for tokens in prompt]
+    return prompt
+
+
+def read_prompt_texts(served: Served, body: Mapping[str, Any]) -> list[str]:
+    """Return the prompts as texts: as they came, or as their tokens read."""
+    prompt = _list_prompts(body)
+    return [p if isinstance(p, str) else served.tokenizer.decode(p) for p in prompt]
+
+
+def read_chat(
+    served: Served, body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] = ()
+) -> list[list[int]]:
+    """Return what was said as the checkpoint's own template has it.
+
+    Args:
+        served: the model.
+        body: the fields.
+        tools: that the template tells the model of.
+
+    Raises:
+        Refused: for what are no messages of texts, for what is too long, and when the
+            template refuses them.
+    """
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise Refused("messages must be a list of messages", "messages")
+    read = list(map(_read_message, messages))
+    others = [tools, *(each.get("tool_calls", ()) for each in read)]
+    written = sum(len(json.dumps(each)) for each in others if each)
+    length = written + sum(len(each["content"] or "") for each in read)
+    _check_length(served, "messages", length)
+    variables = _read_variables(body)
+    try:
+        text = pretrained.render_chat(served.folder, read, tools, variables)
+    except ValueError as error:
+        # Where the model lies is not for clients.
+        words = str(error).replace(str(served.folder), "the model")
+        raise Refused(words, "messages") from error
+    has_special = read_flag(body, "add_special_tokens", False)
+    return _encode(served, "messages", [text], add_special_tokens=has_special)
+
+
+def _list_prompts(body: Mapping[str, Any]) -> list[Any]:
+    """Return a list of texts, or one of lists of tokens."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, str) or is_tokens(prompt) or prompt == []:
+        prompt = [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        raise Refused(
+            "prompt must be a text, a list of token ids, or several", "prompt"
+        )
+    if len(prompt) > MOST_PROMPTS:
+        raise Refused(f"a request takes {MOST_PROMPTS} prompts at most", "prompt")
+    is_text = [isinstance(text, str) for text in prompt]
+    if not all(is_text) and not all(each == [] or is_tokens(each) for each in prompt):
+        raise Refused("prompts must be texts, or lists of token ids", "prompt")
+    return prompt
+
+
+def _read_variables(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return further variables of the template, such as enable_thinking."""
+    name = "chat_template_kwargs"
+    given = body.get(name)
+    given = {} if given is None else given
+    if not isinstance(given, Mapping):
+        raise Refused(f"{name} must be an object", name)
+    for variable in pretrained.OWN_VARIABLES:
+        if variable in given:
+            raise Refused(f"{name} may not set {variable}, a template's own", name)
+    effort = body.get("reasoning_effort")
+    if not isinstance(effort, str | None):
+        raise Refused("reasoning_effort must be a text", "reasoning_effort")
+    return {**({} if effort is None else {"reasoning_effort": effort}), **given}
+
+
+def _read_message(message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise Refused("a message is an object with role and content", "messages")
+    for name in NOT_OF_TEXTS:
+        if message.get(name):
+            raise Refused(
+                f"{name!r} of a message is not served; leave it out", "messages"
+            )
+    for name in ("name", "tool_call_id"):
+        if not isinstance(message.get(name), str | None):
+            raise Refused(f"the {name} of a message must be a text", "messages")
+    calls, content = message.get("tool_calls"), message.get("content")
+    if not isinstance(calls, list | None) or not all(map(_is_call, calls or [])):
+        raise Refused(
+            "the tool_calls of a message must be a list of calls, each with a function "
+            "that has a name, and arguments as a text",
+            "messages",
+        )
+    # Null is what an assistant says that only called tools, thought or refused.
+    if content is not None or message["role"] != "assistant":
+        content = _read_content(content)
+    return {**message, "content": content}
+
+
+def _is_call(call: Any) -> bool:
+    """Whether this is a call of a tool; its arguments may be cut, or none."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    return (
+        isinstance(function, Mapping)
+        and isinstance(function.get("name"), str)
+        and isinstance(function.get("arguments"), str | Mapping | None)
+    )
+
+
+def _read_content(content: Any) -> str:
+    """Return the text of a message, which may come in parts."""
+    if isinstance(content, list) and all(map(_is_part, content)):
+        return "".join(part[PARTS[part.get("type", "text")]] for part in content)
+    if not isinstance(content, str):
+        raise Refused("content must be a text, or parts of type text", "messages")
+    return content
+
+
+def _is_part(part: Any) -> bool:
+    """Whether this is a part of a message that is a text."""
+    if not isinstance(part, dict):
+        return False
+    name = PARTS.get(str(part.get("type", "text")))
+    return name is not None and isinstance(part.get(name), str)
+
+
+def _encode(
+    served: Served, name: str, texts: list[str], *, add_special_tokens: bool
+) -> list[list[int]]:
+    """Return the tokens of texts."""
+    for text in texts:
+        _check_length(served, name, len(text))
+    encoded = served.tokenizer.encode_batch(
+        texts, add_special_tokens=add_special_tokens
+    )
+    return [encoding.ids for encoding in encoded]
+
+
+def _check_length(served: Served, name: str, count: int) -> None:
+    """Refuse a text that has more characters than a context of tokens can have."""
+    if count > served.most_characters:
+        raise Refused(
+            f"{name} has a text of {count} characters; the context is "
+            f"{served.context} tokens, and a text has {served.most_characters} "
+            f"characters at most",
+            name,
+        )

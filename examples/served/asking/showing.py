@@ -1,0 +1,167 @@
+"""What a client of the API asks for: checked field by field, and how it is shown."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ..loading import Served
+from ..mistakes import Refused
+from ..replying.scoring import MOST_TOP
+from ..values import read_flag, read_number
+from .body import MOST_SAMPLES, Asked, read_body
+from .fields import check_fields, check_texts
+from .languages import read_language
+from .prompts import read_prompt_texts
+from .rules import read_rules
+
+
+class Shown(NamedTuple):
+    """What a reply shows of what comes."""
+
+    num_choices: int  # of each prompt
+    echoes: list[str] | None  # what each prompt's choices begin with
+    num_top: int | None  # tokens whose logprobs are told beside each one; None for none
+    is_streamed: bool
+    has_usage: bool = False  # at the end of a stream
+    has_running_usage: bool = False  # with every piece of it
+
+    @property
+    def has_prompt_logprobs(self) -> bool:
+        """Whether the tokens of the prompts are shown with their logprobs."""
+        return self.echoes is not None and self.num_top is not None
+
+
+def read_request(served: Served, body: bytes, *, is_chat: bool) -> tuple[Asked, Shown]:
+    """Understand a client's body; see `read_fields`.
+
+    Args:
+        served: the model.
+        body: JSON.
+        is_chat: whether "messages" are continued, not a "prompt".
+    """
+    return read_fields(served, read_json(body), is_chat=is_chat)
+
+
+def read_json(body: bytes) -> Mapping[str, Any]:
+    """Return the object that a body is.
+
+    Raises:
+        Refused: where it is none.
+    """
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"the body is not JSON: {error}") from error
+    if not isinstance(fields, Mapping):
+        raise Refused("the body must be an object")
+    check_texts(fields)
+    return fields
+
+
+def read_fields(
+    served: Served, fields: Mapping[str, Any], *, is_chat: bool
+) -> tuple[Asked, Shown]:
+    """Understand the fields of a body.
+
+    Raises:
+        Refused: for what cannot be or is not served, in words for the client.
+        ValueError: likewise.
+    """
+    check_fields(fields, is_chat=is_chat)
+    check_model(served, fields.get("model"))
+    asked = read_body(served, fields, is_chat=is_chat)
+    shown = _read_shown(served, fields, asked, is_chat=is_chat)
+    best_of = _read_best_of(fields, asked.n, shown)
+    calls = None if asked.tools is None else asked.tools.language
+    language = read_language(fields, calls)
+    if language is not None and not served.has_languages:
+        raise Refused(
+            f"{language.param} is not served here: start the server with --grammars",
+            language.param,
+            code="unsupported_parameter",
+        )
+    rules = read_rules(
+        served,
+        fields,
+        stop_tokens=asked.ask.stop_tokens,
+        max_new_tokens=asked.ask.max_new_tokens,
+        has_language=language is not None,
+    )
+    ask = dataclasses.replace(asked.ask, n=best_of)
+    return asked._replace(ask=ask, language=language, rules=rules), shown
+
+
+def check_model(served: Served, model: Any) -> None:
+    """Refuse the name of another model; none is the one that is served."""
+    if model is not None and model != served.name:
+        raise Refused(
+            f"the model {str(model)[:60]!r} is not served here; {served.name!r} is",
+            "model",
+            status=404,
+            code="model_not_found",
+        )
+
+
+def _read_shown(
+    served: Served, body: Mapping[str, Any], asked: Asked, *, is_chat: bool
+) -> Shown:
+    is_streamed = read_flag(body, "stream", False)
+    num_top = _read_num_top(body, is_chat=is_chat)
+    echoes = None
+    if not is_chat and read_flag(body, "echo", False):
+        echoes = read_prompt_texts(served, body)
+    if served.scorer is None and (num_top or (echoes and num_top is not None)):
+        raise Refused(
+            "logprobs of other tokens, and of a prompt, are not served here: the model "
+            "keeps states, or runs on several processes",
+            "logprobs",
+            code="unsupported_parameter",
+        )
+    has_usage, is_running = _read_stream_options(body, is_streamed=is_streamed)
+    return Shown(asked.n, echoes, num_top, is_streamed, has_usage, is_running)
+
+
+def _read_num_top(body: Mapping[str, Any], *, is_chat: bool) -> int | None:
+    """Return how many tokens are told at each place; None for no logprobs at all."""
+    if is_chat:
+        num_top: int = read_number(body, "top_logprobs", 0, int, 0, MOST_TOP)
+        if read_flag(body, "logprobs", False):
+            return num_top
+        if num_top:
+            raise Refused("top_logprobs goes with logprobs", "top_logprobs")
+        return None
+    given = body.get("logprobs")
+    if given is None or given is False:
+        return None
+    return int(read_number(body, "logprobs", 0, int, 0, MOST_TOP))
+
+
+def _read_stream_options(
+    body: Mapping[str, Any], *, is_streamed: bool
+) -> tuple[bool, bool]:
+    """Return whether tokens are counted at the end of a stream, and in every piece."""
+    options = body.get("stream_options")
+    if options is None:
+        return False, False
+    if not isinstance(options, Mapping) or not is_streamed:
+        raise Refused(
+            "stream_options is an object, and goes with stream", "stream_options"
+        )
+    for name, value in options.items():
+        is_served = name in ("include_usage", "continuous_usage_stats")
+        is_nothing = value is None or value is False
+        if not is_served and not is_nothing:
+            name = f"stream_options.{name[:60]}"
+            raise Refused(f"{name} is not served; leave it out", name)
+    is_running = read_flag(options, "continuous_usage_stats", False)
+    return read_flag(options, "include_usage", False), is_running
+
+
+def _read_best_of(body: Mapping[str, Any], n: int, shown: Shown) -> int:
+    best_of = read_number(body, "best_of", n, int, 1, MOST_SAMPLES)
+    if best_of < n:
+        raise Refused(f"best_of must be n, {n}, or more, got {best_of}", "best_of")
+    if best_of > n and shown.is_streamed:
+        raise Refused("best_of above n is known at the end: without stream", "best_of")
+    return best_of

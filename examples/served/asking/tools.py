@@ -1,0 +1,116 @@
+"""The tools of a chat: what a client offers, and when the model calls them.
+
+Calls are steered: a grammar lets the model write free text and calls between tags, or
+calls alone, whose arguments follow each tool's schema (`jkv.grammar.from_tools`).
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ..mistakes import Refused
+from ..values import read_flag
+from .languages import Language, describe
+
+MOST_TOOLS = 128  # as in the API
+NAME = re.compile("[a-zA-Z0-9_.-]{1,128}")
+OF_A_FUNCTION = {"name", "description", "parameters", "strict"}
+
+
+class Tools(NamedTuple):
+    """Tools that a chat may call."""
+
+    listed: list[dict[str, Any]]  # as the client gave them, for the template
+    language: Language | None  # of the texts; None where no call is asked for
+
+
+def read_tools(body: Mapping[str, Any], tags: tuple[str, str]) -> Tools | None:
+    """Return the tools of a body; None where there are none.
+
+    Args:
+        body: the fields.
+        tags: what stands before and behind a call.
+
+    Raises:
+        Refused: for what are no tools, and for a choice that cannot be.
+    """
+    is_parallel = read_flag(body, "parallel_tool_calls", True)
+    listed = body.get("tools")
+    choice = body.get("tool_choice")
+    if listed is None or listed == []:
+        if choice not in (None, "none"):
+            raise Refused("tool_choice goes with tools", "tool_choice")
+        return None
+    if not isinstance(listed, list) or len(listed) > MOST_TOOLS:
+        raise Refused(f"tools must be a list of {MOST_TOOLS} tools at most", "tools")
+    functions = {each["name"]: each for each in map(_read_tool, listed)}
+    if len(functions) < len(listed):
+        raise Refused("tools must have different names", "tools")
+    choice = "auto" if choice is None else choice
+    if choice == "none":
+        return Tools(listed, None)
+    if choice not in ("auto", "required"):
+        name = _read_name(choice)
+        if name not in functions:
+            raise Refused(f"tool_choice: no tool is called {name!r}", "tool_choice")
+        functions, choice, is_parallel = {name: functions[name]}, "required", False
+    described = {
+        "tools": list(functions.values()),
+        "choice": choice,
+        "is_parallel": is_parallel,
+        "begin": tags[0],
+        "end": tags[1],
+    }
+    return Tools(listed, describe("tools", described, "tools"))
+
+
+def _read_tool(tool: Any) -> dict[str, Any]:
+    """Return the name and the parameters of a tool."""
+    if not isinstance(tool, Mapping) or tool.get("type") != "function":
+        raise Refused("a tool is an object of type function", "tools")
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise Refused(
+            "a tool has a function with a name of 1 to 128 letters, digits, _, . and -",
+            "tools",
+        )
+    unknown = [
+        *(tool.keys() - {"type", "function"}),
+        *(function.keys() - OF_A_FUNCTION),
+    ]
+    if unknown:
+        raise Refused(
+            f"{str(unknown[0])[:60]!r} of the tool {name} is not served; leave it out",
+            "tools",
+        )
+    read_flag(function, "strict", False)  # calls follow the schema in any case
+    if not isinstance(function.get("description"), str | None):
+        raise Refused(f"the description of the tool {name} must be a text", "tools")
+    return {"name": name, "parameters": _read_parameters(name, function)}
+
+
+def _read_parameters(name: str, function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a tool's arguments, which are an object."""
+    schema = function.get("parameters")
+    if schema is None:
+        return {"type": "object", "properties": {}}
+    if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
+        raise Refused(
+            f"the parameters of the tool {name} must be a schema of type object",
+            "tools",
+        )
+    return {"type": "object", **schema}
+
+
+def _read_name(choice: Any) -> str:
+    """Return the name of the tool that is to be called."""
+    function = choice.get("function") if isinstance(choice, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or choice.get("type") != "function":
+        raise Refused(
+            "tool_choice must be none, auto, required, or an object of type function "
+            "with a function that has a name",
+            "tool_choice",
+        )
+    return name

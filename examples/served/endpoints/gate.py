@@ -1,0 +1,129 @@
+"""What stands before the endpoints: the key, a body's limits, the end of the server."""
+
+import asyncio
+import hmac
+import re
+import uuid
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..mistakes import Refused
+from .connections import Bounds
+
+OPEN_TO_ALL = ("/health",)
+NAME = re.compile(rb"[!-~]{1,128}")  # of a request, as a client may give it
+
+
+def respond(error: Refused) -> JSONResponse:
+    """Return the response that tells of a mistake."""
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+def ask_for_key(app: ASGIApp, key: str) -> ASGIApp:
+    """Let through who has the key, as `Authorization: Bearer KEY`."""
+    expected = f"Bearer {key}".encode()
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_TO_ALL:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, expected):
+                await respond(
+                    Refused(
+                        "the API key is missing or wrong: send it as a Bearer token",
+                        status=401,
+                        code="invalid_api_key",
+                        headers={"WWW-Authenticate": "Bearer"},
+                    )
+                )(scope, receive, send)
+                return
+        await app(scope, receive, send)
+
+    return answer
+
+
+def tell_of_end(app: ASGIApp) -> ASGIApp:
+    """Answer those whose request the server's end has cancelled."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def note(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await app(scope, receive, note)
+        except asyncio.CancelledError:
+            if scope["type"] != "http":
+                raise
+            if not has_begun:
+                going = Refused("the server is going down", status=503)
+                await respond(going)(scope, receive, send)
+
+    return answer
+
+
+def name_request(app: ASGIApp) -> ASGIApp:
+    """Tell each answer's name in `x-request-id`: the client's own, or a new one."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await app(scope, receive, send)
+        given = dict(scope["headers"]).get(b"x-request-id", b"")
+        name = given if NAME.fullmatch(given) else uuid.uuid4().hex.encode()
+
+        async def note(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", name)]
+            await send(message)
+
+        return await app(scope, receive, note)
+
+    return answer
+
+
+def refuse_two_lengths(app: ASGIApp) -> ASGIApp:
+    """Refuse a body of two lengths, which others may take for two requests.
+
+    RFC 9112, section 6.3: it "ought to be handled as an error".
+    """
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        names = {name for name, _ in scope.get("headers", ())}
+        if {b"content-length", b"transfer-encoding"} <= names:
+            error = Refused(
+                "a body has Content-Length or Transfer-Encoding, not both",
+                headers={"Connection": "close"},
+            )
+            return await respond(error)(scope, receive, send)
+        return await app(scope, receive, send)
+
+    return answer
+
+
+async def read_bytes(request: Request, bounds: Bounds) -> bytes:
+    """Read a body, as far and as long as it may go.
+
+    Raises:
+        Refused: beyond that; what still comes is the connection's affair.
+        ClientDisconnect: when the client has left.
+    """
+    body = bytearray()
+    try:
+        async with asyncio.timeout(bounds.body_seconds):
+            async for part in request.stream():
+                body += part
+                if len(body) > bounds.body_bytes:
+                    raise Refused(
+                        f"the body has more than {bounds.body_bytes} bytes", status=413
+                    )
+    except TimeoutError as error:
+        raise Refused(
+            f"the body was not there after {bounds.body_seconds} seconds",
+            status=408,
+            headers={"Connection": "close"},
+        ) from error
+    return bytes(body)

@@ -1,0 +1,6 @@
+"""From what the engine is asked to a reply, whole or streamed.
+
+``answers.py`` waits for the engine, ``replies.py`` writes: ``calls.py`` are calls of
+tools in a text, ``logprobs.py`` log-probabilities (``scoring.py`` of texts that are
+there, ``spelling.py`` the bytes of tokens).
+"""

@@ -1,0 +1,169 @@
+"""Calls of tools in a text that comes in pieces, as `jkv.grammar.from_tools` has it.
+
+A call is `{"name": ..., "arguments": {...}}` between two tags. What is told of a text
+does not depend on the pieces in which it came.
+"""
+
+import json
+import re
+import uuid
+from typing import NamedTuple
+
+# A call up to its arguments, and the first character of these.
+_HEAD = re.compile(
+    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\S)'
+)
+
+
+class CallPart(NamedTuple):
+    """A piece of a call."""
+
+    index: int  # of the call in its text
+    arguments: str  # that are new
+    name: str | None = None  # in a call's first part
+    id: str | None = None  # likewise
+
+
+class Told(NamedTuple):
+    """What a piece of a text adds."""
+
+    content: str
+    calls: list[CallPart]
+
+
+class CallReader:
+    """Reads one text; each state is a method that takes what it can of what is left."""
+
+    def __init__(self, begin: str, end: str, *, has_answer: bool = False) -> None:
+        """Begin with free text.
+
+        Args:
+            begin: the tag before a call.
+            end: the tag behind one; white space behind it is not told, nor that
+                before a call.
+            has_answer: whether a text that does not begin with a call has none, as an
+                answer after a schema, which may have the tag in it.
+        """
+        self._begin = begin
+        self._tail = re.compile(rf"\s*\}}\n?{re.escape(end)}")
+        self._left = ""  # what is not understood yet
+        self._read = self._read_first if has_answer else self._read_free
+        self._is_behind_call = False
+        self._content = ""
+        self._parts: list[CallPart] = []
+        self._num_begun = self._num_done = 0
+
+    @property
+    def has_called(self) -> bool:
+        """Whether the text has calls, and none that is cut."""
+        return 0 < self._num_begun == self._num_done
+
+    def advance(self, text: str, *, is_last: bool) -> Told:
+        """Read a piece of the text; the last one leaves nothing to be told."""
+        self._left += text
+        while self._read():
+            pass
+        if is_last and self._read in (self._read_free, self._read_first):
+            self._tell(self._left.lstrip() if self._is_behind_call else self._left)
+            self._left = ""
+        told = Told(self._content, self._parts)
+        self._content, self._parts = "", []
+        return told
+
+    def _read_first(self) -> bool:
+        if self._left.startswith(self._begin):
+            self._read = self._read_free
+        elif not self._begin.startswith(self._left):
+            self._read = self._read_answer
+        return self._read != self._read_first
+
+    def _read_answer(self) -> bool:
+        self._tell(self._left)
+        self._left = ""
+        return False
+
+    def _read_free(self) -> bool:
+        free, tag, rest = self._left.partition(self._begin)
+        if not tag:
+            # The rest may be the beginning of a tag, and white space before one.
+            free, rest = _hold_back(self._left, self._begin)
+        if self._is_behind_call:
+            free = free.lstrip()
+            if not free and not tag:
+                self._left = rest.lstrip()
+                return False
+        self._tell(free.rstrip() if tag else free)
+        self._left = rest
+        if tag:
+            self._read = self._read_head
+        return bool(tag)
+
+    def _read_head(self) -> bool:
+        found = _HEAD.match(self._left)
+        if found is None:
+            return False
+        self._left = self._left[found.end() :]
+        name = json.loads(found[1])
+        call_id = f"call_{uuid.uuid4().hex[:24]}"
+        self._parts.append(CallPart(self._num_begun, "", name, call_id))
+        self._num_begun += 1
+        self._value = _ObjectEnd()
+        self._read = self._read_arguments
+        return True
+
+    def _read_arguments(self) -> bool:
+        length = self._value.find(self._left)
+        new, self._left = self._left[:length], self._left[length:]
+        if new:
+            self._parts.append(CallPart(self._num_begun - 1, new))
+        if self._value.depth:
+            return False
+        self._read = self._read_tail
+        return True
+
+    def _read_tail(self) -> bool:
+        found = self._tail.match(self._left)
+        if found is None:
+            return False
+        self._left, self._is_behind_call = self._left[found.end() :], True
+        self._num_done += 1
+        self._read = self._read_free
+        return True
+
+    def _tell(self, content: str) -> None:
+        self._content += content
+        self._is_behind_call &= not content
+
+
+class _ObjectEnd:
+    """Where an object of JSON ends that comes in pieces."""
+
+    def __init__(self) -> None:
+        self.depth = 0  # brackets that are open; none at the end
+        self._is_text = self._is_escaped = False
+
+    def find(self, piece: str) -> int:
+        """Return how many characters of a piece belong to the object."""
+        for place, character in enumerate(piece):
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._is_text:
+                self._is_escaped = character == "\\"
+                self._is_text = character != '"'
+            elif character == '"':
+                self._is_text = True
+            elif character in "{[":
+                self.depth += 1
+            elif character in "}]":
+                self.depth -= 1
+                if not self.depth:
+                    return place + 1
+        return len(piece)
+
+
+def _hold_back(text: str, tag: str) -> tuple[str, str]:
+    """Split off the white space, and the part of a tag, that a text ends with."""
+    most = min(len(text), len(tag) - 1)
+    length = next((n for n in range(most, 0, -1) if text.endswith(tag[:n])), 0)
+    free = text[: len(text) - length].rstrip()
+    return free, text[len(free) :]

@@ -1,0 +1,122 @@
+"""Log-probabilities of tokens in the API's words, of texts and of chats."""
+
+import codecs
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jkv.serving.request.texts import TextStream
+
+from ..loading import Served
+from .scoring import Scored
+
+LEAST_LOGPROB = -9999.0  # as the API writes what is less likely
+
+
+class Told(NamedTuple):
+    """What is told of a token."""
+
+    token: int
+    text: str  # those of all tokens join to the text
+    start: int  # characters before it
+    logprob: float | None  # None for the first token of a prompt
+    top: list[tuple[int, float]]  # the most likely tokens in its place
+
+
+class TokenTeller:
+    """Tells of one text's tokens, in the order in which they come."""
+
+    def __init__(self, served: Served, prompt: Sequence[int], num_top: int) -> None:
+        """Begin behind a prompt.
+
+        Args:
+            served: the model.
+            prompt: token ids.
+            num_top: tokens that are told beside each one.
+        """
+        self._served, self._prompt, self._num_top = served, list(prompt), num_top
+        self._stream = TextStream(served.tokenizer.decode, prompt, ())
+        self._offset = 0  # characters of the prompt, where it is shown
+        self._num_new = 0
+
+    def tell_prompt(self, scored: Scored) -> list[Told]:
+        """Return what is told of the prompt, which then stands before the text."""
+        read = codecs.getincrementaldecoder("utf-8")("replace").decode
+        told, start = list[Told](), 0
+        for place, token in enumerate(self._prompt):
+            is_last = place == len(self._prompt) - 1
+            text = read(self._served.spelling.find_bytes(token), is_last)
+            top = scored.list_top(place, self._num_top) if place else []
+            logprob = scored.logprobs[place] if place else None
+            told.append(Told(token, text, start, logprob, top))
+            start += len(text)
+        self._offset = start
+        return told
+
+    def tell(
+        self, tokens: Sequence[int], logprobs: Sequence[float], scored: Scored | None
+    ) -> list[Told]:
+        """Return what is told of new tokens.
+
+        Args:
+            tokens: that follow.
+            logprobs: theirs.
+            scored: of the prompt and all tokens but the last; None for no others.
+        """
+        told = []
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            start = len(self._stream.text)
+            self._stream.advance([token])
+            place, top = len(self._prompt) + self._num_new, []
+            if scored is not None:
+                top = scored.list_top(place, self._num_top)
+            text = self._stream.text[start:]
+            told.append(Told(token, text, self._offset + start, logprob, top))
+            self._num_new += 1
+        return told
+
+
+def write_of_text(served: Served, told: Sequence[Told]) -> dict[str, Any]:
+    """Return logprobs as completions have them."""
+    has_top = any(each.top for each in told)
+    return {
+        "tokens": [each.text for each in told],
+        "token_logprobs": [_bound(each.logprob) for each in told],
+        "top_logprobs": [_name_top(served, each) for each in told] if has_top else None,
+        "text_offset": [each.start for each in told],
+    }
+
+
+def write_of_chat(served: Served, told: Sequence[Told]) -> dict[str, Any]:
+    """Return logprobs as chats have them."""
+    content = [
+        {
+            "token": each.text,
+            "logprob": _bound(each.logprob),
+            "bytes": list(served.spelling.find_bytes(each.token)),
+            "top_logprobs": [
+                {
+                    "token": served.spelling.find_text(token),
+                    "logprob": _bound(logprob),
+                    "bytes": list(served.spelling.find_bytes(token)),
+                }
+                for token, logprob in each.top
+            ],
+        }
+        for each in told
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _name_top(served: Served, told: Told) -> dict[str, float | None] | None:
+    """Return the most likely tokens by their texts, with the one that is there."""
+    if not told.top:
+        return None
+    named = {
+        served.spelling.find_text(token): _bound(logprob) for token, logprob in told.top
+    }
+    named.setdefault(served.spelling.find_text(told.token), _bound(told.logprob))
+    return named
+
+
+def _bound(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, LEAST_LOGPROB)

@@ -1,0 +1,305 @@
+"""Replies in the words of OpenAI's API: texts and chats, and pieces of both."""
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from jkv import FinishReason
+from jkv.serving import Completion, Event
+
+from ..asking.showing import Asked, Shown
+from ..loading import Served
+from ..mistakes import Refused
+from .calls import CallPart, CallReader
+from .logprobs import TokenTeller, write_of_chat, write_of_text
+from .scoring import Scored
+
+# The API has few words for why a text ended.
+REASONS = {
+    FinishReason.RUNNING: None,
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.CONTEXT_FULL: "length",
+    FinishReason.OUT_OF_BLOCKS: "length",
+}
+
+
+class Reply:
+    """One reply: what all of its parts have in common, and its choices."""
+
+    def __init__(
+        self,
+        served: Served,
+        asked: Asked,
+        shown: Shown,
+        scored: Sequence[Scored] = (),
+        *,
+        is_chat: bool,
+    ):
+        """Begin.
+
+        Args:
+            served: the model.
+            asked: what the engine was asked for.
+            shown: what is told of it.
+            scored: of each prompt, if they are shown with their logprobs.
+            is_chat: whether it is of a chat.
+        """
+        kind = "chatcmpl" if is_chat else "cmpl"
+        self.name = f"{kind}-{uuid.uuid4().hex}"
+        self.created = int(time.time())  # seconds
+        self._served, self._shown, self._is_chat = served, shown, is_chat
+        self._num_prompt = sum(map(len, asked.prompts))
+        self._num_new = 0
+        echoes = shown.echoes or [""] * len(asked.prompts)
+        self._choices = [
+            Choice(
+                served,
+                prompt,
+                echo,
+                shown.num_top,
+                scored[i] if scored else None,
+                is_chat=is_chat,
+                has_calls=asked.has_calls,
+                has_answer=asked.has_answer,
+            )
+            for i, (prompt, echo) in enumerate(zip(asked.prompts, echoes, strict=True))
+            for _ in range(shown.num_choices)
+        ]
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the model is asked again for the tokens beside each one."""
+        return bool(self._shown.num_top)
+
+    def whole(self, found: Sequence[Completion], num_new: int) -> dict[str, Any]:
+        """Return the whole reply.
+
+        Args:
+            found: what came of each choice.
+            num_new: tokens, those of texts that are not shown, too.
+        """
+        pairs = list(zip(self._choices, found, strict=True))
+        scored = self._score([choice.text_before(each) for choice, each in pairs])
+        choices = [
+            {"index": i, **choice.write(each, "message", scores)}
+            for i, ((choice, each), scores) in enumerate(
+                zip(pairs, scored, strict=True)
+            )
+        ]
+        kind = "chat.completion" if self._is_chat else "text_completion"
+        return self._frame(kind, choices) | {"usage": self._count(num_new)}
+
+    def write_opening(self) -> str:
+        """Return the first events of a stream: none."""
+        return ""
+
+    def write_piece(self, index: int, event: Event) -> str:
+        """Return the event of a part of choice `index`."""
+        return write_event(self._piece(index, event))
+
+    def write_closing(self) -> str:
+        """Return the last events of a stream, what it took if that is asked for."""
+        closing = ""
+        if self._shown.has_usage:
+            usage = {"usage": self._count(self._num_new)}
+            closing = write_event(self._frame(self._piece_kind, []) | usage)
+        return closing + "data: [DONE]\n\n"
+
+    def write_failure(self, error: dict[str, Any]) -> str:
+        """Return the last event of a stream that failed."""
+        return write_event(error)
+
+    def _piece(self, index: int, event: Event) -> dict[str, Any]:
+        choice = self._choices[index]
+        (scores,) = self._score([choice.text_before(event)])
+        self._num_new += len(event.tokens)
+        written = {"index": index, **choice.write(event, "delta", scores)}
+        found = self._frame(self._piece_kind, [written])
+        if self._shown.has_running_usage:
+            return found | {"usage": self._count(self._num_new)}
+        return found | ({"usage": None} if self._shown.has_usage else {})
+
+    def _score(self, texts: list[list[int]]) -> list[Scored | None]:
+        """Return what the model says of texts, where others' logprobs are told."""
+        if not self.is_scored or self._served.scorer is None:
+            return [None] * len(texts)
+        return [*self._served.scorer.score(texts)]
+
+    @property
+    def _piece_kind(self) -> str:
+        return "chat.completion.chunk" if self._is_chat else "text_completion"
+
+    def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.name,
+            "object": kind,
+            "created": self.created,
+            "model": self._served.name,
+            "choices": choices,
+        }
+
+    def _count(self, num_new: int) -> dict[str, int]:
+        """Return the tokens that the reply took."""
+        return {
+            "prompt_tokens": self._num_prompt,
+            "completion_tokens": num_new,
+            "total_tokens": self._num_prompt + num_new,
+        }
+
+
+class Choice:
+    """One text of a reply, written at once or in pieces."""
+
+    def __init__(
+        self,
+        served: Served,
+        prompt: Sequence[int],
+        echo: str,
+        num_top: int | None,
+        scored: Scored | None,
+        *,
+        is_chat: bool,
+        has_calls: bool,
+        has_answer: bool,
+    ):
+        self._calls: CallReader | None = None
+        if has_calls:
+            self._calls = CallReader(*served.tool_tags, has_answer=has_answer)
+        self._served, self._prompt, self._is_chat = served, list(prompt), is_chat
+        self._echo, self._scored, self._new = echo, scored, list[int]()
+        self._is_begun = False
+        self._teller: TokenTeller | None = None
+        if num_top is not None:
+            self._teller = TokenTeller(served, prompt, num_top)
+
+    def text_before(self, new: Completion | Event) -> list[int]:
+        """Return the tokens of a text before its last one."""
+        return [*self._prompt, *self._new, *new.tokens[:-1]]
+
+    def write(
+        self, new: Completion | Event, part: str, scored: Scored | None = None
+    ) -> dict[str, Any]:
+        """Return what is new, or all, in the API's words.
+
+        Args:
+            new: what has come.
+            part: "message" for a whole one, "delta" for a piece.
+            scored: of `text_before`.
+        """
+        text, self._echo = self._echo + (new.text or ""), ""
+        reason = REASONS[new.reason]
+        if self._calls is not None:
+            written = {part: self._write_calls(self._calls, new, part)}
+            if reason == "stop" and self._calls.has_called:
+                reason = "tool_calls"
+        elif self._is_chat:
+            written = {part: {"content": text}}
+        else:
+            written = {"text": text}
+        if self._is_chat and not self._is_begun:
+            # Only the first piece says who speaks: clients join what pieces have.
+            written[part] = {"role": "assistant", **written[part]}
+        logprobs = self._write_logprobs(new, scored)
+        self._is_begun = True
+        self._new += new.tokens
+        return {**written, "logprobs": logprobs, "finish_reason": reason}
+
+    def _write_calls(
+        self, calls: CallReader, new: Completion | Event, part: str
+    ) -> dict[str, Any]:
+        """Return the message, or what is new of it: free text, and calls of tools."""
+        is_last = new.reason != FinishReason.RUNNING
+        told = calls.advance(new.text or "", is_last=is_last)
+        written: dict[str, Any] = {"content": told.content}
+        if told.calls:
+            whole = join_parts(told.calls)
+            if part == "message":
+                whole = [
+                    {k: v for k, v in one.items() if k != "index"} for one in whole
+                ]
+            written |= {"content": told.content or None, "tool_calls": whole}
+        return written
+
+    def _write_logprobs(
+        self, new: Completion | Event, scored: Scored | None
+    ) -> dict[str, Any] | None:
+        """Return the logprobs of new tokens, behind the prompt's if it is shown."""
+        if self._teller is None:
+            return None
+        told = []
+        if self._scored is not None and not self._is_begun:
+            told += self._teller.tell_prompt(self._scored)
+        told += self._teller.tell(new.tokens, new.logprobs, scored)
+        write = write_of_chat if self._is_chat else write_of_text
+        return write(self._served, told)
+
+
+def join_parts(parts: Sequence[CallPart]) -> list[dict[str, Any]]:
+    """Return what parts say of each call, in the API's words."""
+    calls: dict[int, dict[str, Any]] = {}
+    for part in parts:
+        call = calls.setdefault(part.index, {"index": part.index, "function": {}})
+        function = call["function"]
+        if part.name is not None:
+            call |= {"id": part.id, "type": "function"}
+            function["name"] = part.name
+        function["arguments"] = function.get("arguments", "") + part.arguments
+    return list(calls.values())
+
+
+def select_likely(texts: list[Completion], count: int) -> list[Completion]:
+    """Return so many, by the mean logprob of their tokens; all as they are."""
+    if count == len(texts):
+        return texts
+
+    def measure(text: Completion) -> float:
+        return sum(text.logprobs) / len(text.tokens) if text.tokens else -float("inf")
+
+    return sorted(texts, key=measure, reverse=True)[:count]
+
+
+def check_reason(reason: FinishReason) -> None:
+    """Refuse to tell of a text that was not ended by its model or its limit.
+
+    Raises:
+        Refused: with what ended it.
+    """
+    if reason in REASONS:
+        return
+    if reason == FinishReason.NAN_LOGITS:
+        raise Refused(
+            "the model's logits were not numbers (NaN): the text cannot go on",
+            status=500,
+            code="nan_logits",
+        )
+    if reason == FinishReason.CANCELLED:
+        raise Refused("the server is going down", status=503)
+    if reason == FinishReason.DEADLINE:
+        raise tell_deadline()
+    if reason == FinishReason.NOTHING_ALLOWED:
+        raise Refused(
+            "what the request asks for left its text no token: a language, min_tokens, "
+            "bad_words and allowed_token_ids together allow nothing",
+            code="nothing_allowed",
+        )
+    name = reason.name.lower()
+    raise Refused(f"the text ended: {name}", status=500, code=name)
+
+
+def tell_deadline() -> Refused:
+    """Return what is told of a request whose time is over."""
+    return Refused(
+        "the text was not done within its timeout",
+        status=504,
+        code="deadline",
+        # Else OpenAI's client would ask again.
+        headers={"x-should-retry": "false"},
+    )
+
+
+def write_event(found: dict[str, Any]) -> str:
+    """Return a server-sent event."""
+    return f"data: {json.dumps(found)}\n\n"

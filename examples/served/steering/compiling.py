@@ -1,0 +1,168 @@
+"""Grammars are compiled in processes of their own, so that nobody waits for another's.
+
+A schema can take many seconds of Python. Here it takes those of another process, which
+is ended when its time is over; the server's own threads only wait.
+"""
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection
+
+from jkv.grammar import Grammar, Vocabulary
+
+from ..asking.languages import Language
+from ..mistakes import Refused
+
+MOST_SECONDS = 20.0  # for a grammar
+MOST_PROCESSES = 4  # at one time; further grammars wait for one of them
+
+
+class Compilers:
+    """Processes that compile. Any thread may call the methods."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        """Keep the vocabulary; no process is there yet."""
+        self._vocabulary = vocabulary
+        self._threads = ThreadPoolExecutor(MOST_PROCESSES, "jkv-grammars")
+        self._idle: list[_Worker] = []
+        self._workers: set[_Worker] = set()
+        self._under_way: dict[Language, Future[Grammar]] = {}
+        self._lock = threading.RLock()
+
+    def start(self) -> None:
+        """Begin to start a process: the first grammar need not wait for it."""
+        self._give_back(self._take_worker())
+
+    def close(self) -> None:
+        """End all processes; what they compile fails."""
+        with self._lock:
+            workers = list(self._workers)
+            self._workers, self._idle = set(), []
+        for worker in workers:
+            worker.end()
+
+    def compile(self, language: Language, deadline: float) -> Grammar:
+        """Return a language's grammar; who asks for it meanwhile gets the same.
+
+        Args:
+            language: it.
+            deadline: of the monotonic clock.
+
+        Raises:
+            Refused: if there is no such language, or its time is over.
+        """
+        with self._lock:
+            future = self._under_way.get(language)
+            if future is None:
+                future = self._threads.submit(self._compile, language)
+                self._under_way[language] = future
+                future.add_done_callback(lambda _: self._under_way.pop(language, None))
+        try:
+            return future.result(max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            raise _tell_time(language) from None
+
+    def _compile(self, language: Language) -> Grammar:
+        worker = self._take_worker()
+        try:
+            grammar = worker.compile(language)
+        except Refused:
+            self._give_back(worker)
+            raise
+        except (TimeoutError, EOFError, OSError) as error:
+            with self._lock:
+                self._workers.discard(worker)
+            worker.end()
+            if isinstance(error, TimeoutError):
+                raise _tell_time(language) from None
+            text = f"{language.param} cannot be compiled: its process has died"
+            raise Refused(text, language.param) from error
+        self._give_back(worker)
+        return grammar
+
+    def _take_worker(self) -> "_Worker":
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+            worker = _Worker(self._vocabulary)
+            self._workers.add(worker)
+            return worker
+
+    def _give_back(self, worker: "_Worker") -> None:
+        with self._lock:
+            if worker in self._workers:
+                self._idle.append(worker)
+
+
+class _Worker:
+    """A process that compiles one grammar after the other."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        # Not forked: JAX has threads.
+        context = multiprocessing.get_context("spawn")
+        self._pipe, there = context.Pipe()
+        self._process = context.Process(
+            target=_work, args=(there, vocabulary), daemon=True
+        )
+        self._process.start()
+        self._is_ready = False
+        there.close()
+
+    def compile(self, language: Language) -> Grammar:
+        """Return a grammar.
+
+        Raises:
+            Refused: if there is none.
+            TimeoutError: if it is not there in time; the process goes on with it.
+            EOFError: if the process has died.
+        """
+        if not self._is_ready:
+            # To begin is not the language's affair.
+            self._is_ready = self._pipe.recv()
+        self._pipe.send(language)
+        if not self._pipe.poll(MOST_SECONDS):
+            raise TimeoutError
+        found = self._pipe.recv()
+        if isinstance(found, str):
+            raise Refused(found, language.param)
+        assert isinstance(found, Grammar)
+        return found
+
+    def end(self) -> None:
+        """End the process, whatever it does."""
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
+
+def _work(pipe: Connection, vocabulary: Vocabulary) -> None:
+    """Compile what comes until the server has ended."""
+    import jax
+    import numpy as np
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server ends it
+    os.nice(5)
+    jax.config.update("jax_platforms", "cpu")  # the server has the device
+    pipe.send(True)
+    while True:
+        try:
+            language: Language = pipe.recv()
+        except EOFError:
+            return
+        try:
+            found = jax.tree.map(np.asarray, language.compile(vocabulary))
+        except Refused as error:
+            found = str(error)
+        pipe.send(found)
+
+
+def _tell_time(language: Language) -> Refused:
+    return Refused(
+        f"{language.param} takes more than {MOST_SECONDS:.0f} seconds to compile, or "
+        f"than the request's timeout: ask for a smaller one",
+        language.param,
+    )

@@ -1,0 +1,208 @@
+"""What steers the texts of an engine: languages, and rules of single requests.
+
+A variant is a grammar alone, or a row of rules, perhaps with a grammar. Both come and
+go while the engine runs. A request for which there is no room waits until another ends.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from jkv.grammar import Grammar
+from jkv.serving import Engine
+from jkv.serving.request.ask import NOT_STEERED
+from jkv.steering import Steering, chain, renumber
+
+from ..asking.languages import Language
+from ..mistakes import Refused
+from .compiling import Compilers
+from .grammars import Entry, Languages
+from .rule_table import Rules, RuleTable
+
+
+class Held:
+    """What steers a request, until it is released; nothing at first."""
+
+    def __init__(
+        self,
+        variant: int = NOT_STEERED,
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Keep a variant, and what gives it back."""
+        self.variant, self._releases = variant, [release]
+
+    def release(self) -> None:
+        """Give it back; a second time does nothing."""
+        while self._releases:
+            self._releases.pop()()
+
+
+class Steered:
+    """What steers the texts of an engine. Any thread may call the methods."""
+
+    def __init__(self, languages: Languages | None, table: RuleTable) -> None:
+        """Make room.
+
+        Args:
+            languages: that texts may be of; None for no room.
+            table: of the rules that requests have at one time.
+        """
+        self._languages, self._table = languages, table
+        self.compilers = None if languages is None else Compilers(languages.vocabulary)
+        self._num_grammars = 0 if languages is None else languages.most
+        self._free = list(range(table.num_rows))
+        grammars, rows = range(self._num_grammars), range(table.num_rows)
+        # Variants are the grammars, each alone, and the rows behind them.
+        self._grammar_of = np.array([*grammars, *(-1 for _ in rows)], np.int32)
+        self._row_of = np.array([*(-1 for _ in grammars), *rows], np.int32)
+        # Held while the engine is given something else, which takes a window.
+        self._changing = threading.Lock()
+        # Held for a moment, to look at what is held, or to change it.
+        self._room = threading.Condition()
+        self._num_released = 0
+
+    @property
+    def steering(self) -> Steering | None:
+        """It as it is now, for `Engine(steering=)`; None if there is no room at all."""
+        if not len(self._row_of):
+            return None
+        if self._languages is None:
+            return self._table.steering
+        if not self._table.num_rows:
+            return self._languages.grammar
+        return chain(
+            renumber(self._languages.grammar, self._grammar_of.copy()),
+            renumber(self._table.steering, self._row_of),
+        )
+
+    def hold(
+        self,
+        engine: Engine,
+        language: Language | None,
+        rules: Rules | None,
+        deadline: float,
+    ) -> Held:
+        """Return what steers a request, kept until it is released.
+
+        Args:
+            engine: which is steered.
+            language: of the texts.
+            rules: of the request.
+            deadline: of the monotonic clock.
+
+        Raises:
+            Refused: if there is no such language, or no room in time.
+        """
+        if language is None and rules is None:
+            return Held()
+        while True:
+            grammar = self._compile(language, deadline)
+            held = self._wait_for_room(engine, language, grammar, rules, deadline)
+            if held is not None:
+                return held
+
+    def _compile(self, language: Language | None, deadline: float) -> Grammar | None:
+        """Return the grammar of a language that is not there."""
+        if language is None or self._find(language) is not None:
+            return None
+        assert self.compilers is not None, "refused before"
+        return self.compilers.compile(language, deadline)
+
+    def _find(self, language: Language) -> Entry | None:
+        assert self._languages is not None, "refused before"
+        with self._room:
+            return self._languages.find(language)
+
+    def _wait_for_room(
+        self,
+        engine: Engine,
+        language: Language | None,
+        grammar: Grammar | None,
+        rules: Rules | None,
+        deadline: float,
+    ) -> Held | None:
+        """Hold what steers a request; None if its grammar was given up meanwhile."""
+        while True:
+            with self._changing:
+                seen = self._num_released
+                is_lost = language is not None and grammar is None
+                if is_lost and self._find(language) is None:
+                    return None
+                held = self._try_to_hold(engine, language, grammar, rules)
+            if held is not None:
+                return held
+            self._wait_for_release(seen, deadline, rules)
+
+    def _wait_for_release(
+        self, seen: int, deadline: float, rules: Rules | None
+    ) -> None:
+        """Wait until a request has given back what it held since so many had."""
+        with self._room:
+            left = max(0.0, deadline - time.monotonic())
+            if not self._room.wait_for(lambda: self._num_released != seen, left):
+                what = "grammars" if rules is None else "rules"
+                raise Refused(
+                    f"running requests have all room for {what}; try later",
+                    status=429,
+                    headers={"Retry-After": "1"},
+                )
+
+    def _try_to_hold(
+        self,
+        engine: Engine,
+        language: Language | None,
+        grammar: Grammar | None,
+        rules: Rules | None,
+    ) -> Held | None:
+        """Hold what steers a request; None where there is no room."""
+        with self._room:
+            if rules is not None and not self._free:
+                return None
+            entry, is_new = None, False
+            if language is not None:
+                assert self._languages is not None, "refused before"
+                entry = self._languages.find(language)
+                if entry is None:
+                    assert grammar is not None, "it was looked for"
+                    entry, is_new = self._languages.add(language, grammar), True
+                if entry is None:
+                    return None
+                entry.num_held += 1
+            row = None if rules is None else self._free.pop()
+        held = self._note(entry, row)
+        try:
+            if row is not None and rules is not None:
+                self._table.put(row, rules)
+                self._grammar_of[held.variant] = (
+                    NOT_STEERED if entry is None else (entry.variant)
+                )
+            if is_new or row is not None:
+                steering = self.steering
+                assert steering is not None, "there is room"
+                engine.replace_steering(steering)
+        except BaseException:
+            held.release()
+            if is_new and language is not None and self._languages is not None:
+                with self._room:
+                    self._languages.remove(language)
+            raise
+        return held
+
+    def _note(self, entry: Entry | None, row: int | None) -> Held:
+        """Return what gives a grammar and a row back."""
+
+        def release() -> None:
+            with self._room:
+                if entry is not None:
+                    entry.num_held -= 1
+                if row is not None:
+                    self._free.append(row)
+                self._num_released += 1
+                self._room.notify_all()
+
+        if row is not None:
+            return Held(self._num_grammars + row, release)
+        assert entry is not None, "something is held"
+        return Held(entry.variant, release)

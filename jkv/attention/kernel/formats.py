@@ -1,0 +1,169 @@
+"""What the kernels know of formats: how tiles become operands, how rows are rounded.
+
+fp8 is taken apart by its bits: what Triton offers depends on the card (none of e4m3fn
+before sm_89) and JAX does not let e4m3fnuz through at all. The bits of e5m2 are the
+upper half of float16's. Those of e4m3 are float32's, shifted, up to a power of two:
+three integer instructions and one factor, whatever the card. How many there are
+matters: at the bandwidth of an MI300X or H200 there is time for about five per element.
+
+Interpreted, the numbers are converted as XLA does it: a processor may take the small
+ones for zero, which are subnormal numbers of float32 until they are multiplied.
+"""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jkv.attention.kernel.conversion import bitcast, narrow
+from jkv.attention.kernel.rounding import round_row
+from jkv.formats.format import Format
+from jkv.formats.numbers import Numbers
+from jkv.formats.scaled import Scaled
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelFormat:
+    """Elements of 16 or 32 bits, which are numbers as they are loaded, or int8."""
+
+    dtype: np.dtype[Any]
+
+    # Whether words take fewer registers than single elements, and more instructions.
+    has_costly_words: ClassVar[bool] = False
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether elements have one byte, to which the kernel rounds rows."""
+        return self.dtype.itemsize == 1
+
+    def to_operand(
+        self, tile: jax.Array, dtype: np.dtype[Any], *, interpret: bool
+    ) -> jax.Array:
+        """Return the numbers that elements mean, in a dtype that holds them exactly.
+
+        Args:
+          tile: elements as loaded; NaN of e4m3 comes out as some number.
+          dtype: float32, bfloat16 or float16; at least as precise as the elements.
+          interpret: whether the kernel is interpreted.
+        """
+        if interpret or not self.has_bytes:
+            return bitcast(tile, self.dtype).astype(dtype)
+        return self._convert(tile, dtype)
+
+    def words_to_operand(
+        self, words: jax.Array, dtype: np.dtype[Any], *, interpret: bool
+    ) -> jax.Array:
+        """Return the numbers that four bytes of each word mean, [..., D].
+
+        Args:
+          words: i32[..., D / 4], the first element in the lowest byte.
+          dtype: as above.
+          interpret: likewise.
+        """
+
+        def convert(byte: int) -> jax.Array:
+            # The byte in front, with its sign.
+            high = words << (24 - 8 * byte)
+            if not interpret:
+                return self._take_byte(words, high, byte, dtype)
+            tile = (high >> 24).astype(jnp.int8)
+            return self.to_operand(tile, dtype, interpret=True)
+
+        # In the order of the columns: the words, which half, which byte of the half.
+        pairs = _join(convert(0), convert(2)), _join(convert(1), convert(3))
+        return _join(*pairs).reshape(*words.shape[:-1], 4 * words.shape[-1])
+
+    def put(self, sections: list[jax.Array]) -> tuple[list[jax.Array], Any]:
+        """Return the elements of a row, by section, and the bits of its scale.
+
+        Args:
+          sections: the row's columns, bits or, of bytes, numbers to be rounded.
+        """
+        if not self.has_bytes:
+            return sections, None
+        scale, elements = round_row(sections, self.dtype)
+        return elements, scale
+
+    def _convert(self, tile: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+        return narrow(tile.astype(jnp.float32), dtype)
+
+    def _take_byte(
+        self, words: jax.Array, high: jax.Array, byte: int, dtype: np.dtype[Any]
+    ) -> jax.Array:
+        """Convert one byte of all words, which `high` has in front."""
+        del words, byte
+        return narrow((high >> 24).astype(jnp.float32), dtype)
+
+
+class E5m2(KernelFormat):
+    """Five bits of exponent."""
+
+    def _convert(self, tile: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+        half = bitcast(tile, jnp.uint8).astype(jnp.uint16) << 8
+        return _widen(half, dtype)
+
+    def _take_byte(
+        self, words: jax.Array, high: jax.Array, byte: int, dtype: np.dtype[Any]
+    ) -> jax.Array:
+        """Take two numbers of float16: of the upper bytes of both halves of a word."""
+        del high
+        pair = (words if byte % 2 else words << 8) & jnp.int32(0xFF00FF00 - 2**32)
+        half = (pair >> 16 if byte > 1 else pair).astype(jnp.uint16)
+        return _widen(half, dtype)
+
+
+# Where sign, exponent and digits of e4m3 are among the bits of float32, when the byte,
+# sign-extended, is shifted left.
+_SHIFT, _MASK = 20, 0x87F00000 - 2**32
+
+
+@dataclasses.dataclass(frozen=True)
+class E4m3(KernelFormat):
+    """Four bits of exponent."""
+
+    factor: float  # what is missing, 2 to the difference of the exponents' biases
+    has_costly_words: ClassVar[bool] = True
+
+    def _convert(self, tile: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+        bits = bitcast(tile, jnp.int8).astype(jnp.int32) << _SHIFT
+        return self._scale(bits, dtype)
+
+    def _take_byte(
+        self, words: jax.Array, high: jax.Array, byte: int, dtype: np.dtype[Any]
+    ) -> jax.Array:
+        """Shift by what the byte lacks."""
+        del words, byte
+        return self._scale(high >> (24 - _SHIFT), dtype)
+
+    def _scale(self, bits: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+        bits &= jnp.int32(_MASK)
+        numbers = lax.bitcast_convert_type(bits, jnp.float32) * self.factor
+        return narrow(numbers, dtype)
+
+
+def _widen(half: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+    """Convert the bits of float16."""
+    numbers = lax.bitcast_convert_type(half, jnp.float16)
+    return narrow(numbers.astype(jnp.float32), dtype)
+
+
+def _join(one: jax.Array, other: jax.Array) -> jax.Array:
+    """Return [..., 2]."""
+    return lax.concatenate([one[..., None], other[..., None]], one.ndim)
+
+
+_NUMBERS = [KernelFormat(jnp.dtype(n)) for n in ("float32", "float16", "bfloat16")]
+_BYTES = [
+    KernelFormat(jnp.dtype(jnp.int8)),
+    E4m3(jnp.dtype(jnp.float8_e4m3fn), 2.0**120),
+    E4m3(jnp.dtype(jnp.float8_e4m3fnuz), 2.0**119),
+    E5m2(jnp.dtype(jnp.float8_e5m2)),
+]
+# What the kernels read; in plain arrays fp8 may have no scales.
+KERNEL_FORMATS: dict[Format, KernelFormat] = {
+    **{Numbers(each.dtype): each for each in (*_NUMBERS, *_BYTES)},
+    **{Scaled(each.dtype): each for each in _BYTES},
+}

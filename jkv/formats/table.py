@@ -1,0 +1,38 @@
+"""The formats that a cache may have, by what configurations call them."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.formats.format import Format
+from jkv.formats.numbers import Numbers
+from jkv.formats.scaled import Scaled
+
+FORMATS: dict[np.dtype[Any], Format] = {
+    each.dtype: each
+    for each in (
+        *map(Numbers, map(np.dtype, (jnp.float32, jnp.float16, jnp.bfloat16))),
+        Scaled(np.dtype(jnp.int8)),
+        Scaled(np.dtype(jnp.float8_e4m3fn)),
+        Scaled(np.dtype(jnp.float8_e4m3fnuz)),
+        Scaled(np.dtype(jnp.float8_e5m2)),
+    )
+}
+
+# What every card can read, whichever encoding it prefers, so that files travel.
+OTHER_NAMES = {"fp8": np.dtype(jnp.float8_e4m3fn)}
+
+
+def checked_dtype(dtype: Any) -> np.dtype[Any]:
+    """Return the numpy dtype of keys and values, or say which ones there are."""
+    if isinstance(dtype, str):
+        dtype = OTHER_NAMES.get(dtype, dtype)
+    for known in FORMATS:
+        try:
+            if np.dtype(dtype) == known:
+                return known
+        except TypeError:
+            break
+    names = ", ".join([*(known.name for known in FORMATS), *OTHER_NAMES])
+    raise ValueError(f"dtype must be one of {names}; got {dtype!r}")

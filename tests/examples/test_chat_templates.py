@@ -1,0 +1,228 @@
+"""Chat templates: what published ones are written in, and as `transformers` has it.
+
+The templates here are small and our own; each has constructs of published ones.
+"""
+
+import json
+
+import pretrained
+import pytest
+
+pytestmark = pytest.mark.one_end
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Tells it.",
+            "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
+        },
+    }
+]
+ARGUMENTS = '{"at": "Zürich <b>", "days": 3}'
+CALLED = {"id": "call_1", "type": "function"}
+CALLED["function"] = {"name": "weather", "arguments": ARGUMENTS}
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Why <é>?\n"},
+]
+WITH_CALL = [
+    *CHAT,
+    {"role": "assistant", "content": None, "tool_calls": [CALLED]},
+    {"role": "tool", "tool_call_id": "call_1", "content": "sun"},
+]
+WITH_THOUGHTS = [
+    *CHAT,
+    {"role": "assistant", "content": "So.", "reasoning_content": "Hm."},
+    {"role": "user", "content": "And?"},
+]
+
+EACH = "{% for m in messages %}"
+CALLS = "{% for c in m.tool_calls or [] %}{% set f = c.function %}"
+END = "{% endfor %}"
+
+# Constructs of published templates, by those that are known for them.
+TEMPLATES = {
+    "marked for training": EACH
+    + "{%- if m.role == 'assistant' -%}{%- generation -%}<{{ m.content or 'called' }}>"
+    + "{%- endgeneration -%}{%- else -%}[{{ m.role }}]{{ m.content | trim }}"
+    + "{%- endif -%}"
+    + END,
+    "a scope of its own in a mark": "{% set ns = namespace(n=0) %}{% set x = 1 %}"
+    + EACH
+    + "{% generation %}{% set x = 2 %}{% set ns.n = ns.n + x %}{% endgeneration %}"
+    + "{{ x }}"
+    + END
+    + "{{ ns.n }}",
+    "JSON in every form": EACH
+    + "{{ m.content | tojson(ensure_ascii=True) }}{{ tools | tojson(indent=2) }}"
+    + "{{ m.tool_calls | default([]) | tojson(ensure_ascii=False) }}"
+    + "{{ m.role | tojson(separators=(',', ':'), sort_keys=True) }}"
+    + END,
+    "arguments as an object": EACH
+    + CALLS
+    + "{% for k, v in f.arguments.items() %}{{ k }}"
+    + "={{ v if v is string else v | tojson }}"
+    + "{% endfor %}{{ f.arguments | tojson }}{{ f.arguments is mapping }}"
+    + END * 2,
+    "arguments by a filter": EACH
+    + CALLS
+    + "{% for k, v in f.arguments | items %}{{ k ~ v }}{% endfor %}"
+    + "{% for k, v in f.arguments | dictsort %}{{ k }}{% endfor %}"
+    + END * 2,
+    "macros and loops that end": "{% macro say(text) %}({{ text | upper }})"
+    + "{% endmacro %}"
+    + EACH
+    + "{% if loop.index0 > 2 %}{% break %}{% endif %}"
+    + "{% if m.role == 'system' %}{% continue %}{% endif %}"
+    + "{{ say(m.role) }}{{ loop.last }}{{ messages[loop.index0 - 1].role }}"
+    + END,
+    "roles that are picked": "{% set users = messages | selectattr('role', 'equalto',"
+    + " 'user') | list %}{{ users | length }}{{ users[-1].content.split('\\n')[0] }}"
+    + "{{ messages[::-1] | map(attribute='role') | join(',') }}"
+    + "{{ messages[1:] | rejectattr('role', 'in', ['user']) | list | length }}",
+    "thoughts": EACH
+    + "{% if m.reasoning_content is defined and m.reasoning_content is not none %}"
+    + "<think>{{ m.reasoning_content.strip() }}</think>{% endif %}"
+    + "{% if m.thinking %}{{ m.thinking }}{% endif %}"
+    + END,
+    "tokens and undefined names": "{{ bos_token }}{% if documents %}no{% endif %}"
+    + "{% if enable_thinking is defined and not enable_thinking %}quiet{% endif %}"
+    + "{{ builtin_tools | default('none') }}{% if tools is none %}no tools{% endif %}"
+    + "{% if add_generation_prompt %}<{{ eos_token }}>{% endif %}",
+}
+
+
+def render(tmp_path, template, messages, tools=(), variables=None):
+    (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
+    settings = {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return pretrained.render_chat(tmp_path, messages, tools, variables)
+
+
+def with_objects(messages):
+    """The messages as `transformers` takes them: arguments are objects."""
+    read = json.loads(json.dumps(messages))
+    for message in read:
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            function["arguments"] = json.loads(function["arguments"])
+    return read
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_templates_say_what_transformers_says(tmp_path, name):
+    chat_templates = pytest.importorskip("transformers.utils.chat_template_utils")
+    template = TEMPLATES[name]
+    for messages in (CHAT, WITH_CALL, WITH_THOUGHTS):
+        for tools in ([], TOOLS):
+            for variables in ({}, {"enable_thinking": False}):
+                (expected,), _ = chat_templates.render_jinja_template(
+                    [with_objects(messages)],
+                    tools=tools or None,
+                    chat_template=template,
+                    add_generation_prompt=True,
+                    bos_token="<s>",
+                    eos_token="</s>",
+                    **variables,
+                )
+                found = render(tmp_path, template, messages, tools, variables)
+                assert found == expected
+
+
+@pytest.mark.parametrize(
+    "call, expected",
+    [
+        ("{{ f.name + ':' + f.arguments }}", f"weather:{ARGUMENTS}"),
+        ("{{ f.name ~ f.arguments }}", f"weather{ARGUMENTS}"),
+        ("{{ f.arguments + '.' }}", f"{ARGUMENTS}."),
+        ("{{ f.arguments }}", ARGUMENTS),
+        ("{{ f.arguments | string }}", ARGUMENTS),
+        ("{{ f.arguments | tojson }}", ARGUMENTS),
+        ("{{ f.arguments.at }}{{ f.arguments['days'] }}", "Zürich <b>3"),
+    ],
+)
+def test_arguments_are_a_text_where_templates_want_one(tmp_path, call, expected):
+    template = EACH + CALLS + call + END * 2
+    assert render(tmp_path, template, WITH_CALL) == expected
+
+
+@pytest.mark.parametrize("given", ["", None, "null", "{}", {}])
+def test_a_call_may_have_no_arguments(tmp_path, given):
+    template = EACH + CALLS + "{{ f.arguments | tojson }}" + END * 2
+    called = {"function": {"name": "f", "arguments": given}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [called]}]
+    assert render(tmp_path, template, messages) in ("{}", '"null"')
+
+
+def test_arguments_that_were_cut_stay_a_text(tmp_path):
+    called = {"function": {"name": "f", "arguments": '{"at": "Zü'}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [called]}]
+    template = EACH + CALLS + "{{ f.name + f.arguments }}" + END * 2
+    assert render(tmp_path, template, messages) == 'f{"at": "Zü'
+
+
+@pytest.mark.parametrize(
+    "content, expected",
+    [
+        (
+            "{% if m.content is none %}nothing{% else %}{{ m.content }}{% endif %}",
+            "nothing",
+        ),
+        ("{% if m.content is not none %}{{ m.content + '.' }}{% endif %}", ""),
+        ("{{ m.content }}", ""),  # null would be its name
+        ("{{ m.content | trim }}|", "|"),
+        ("{{ '<' + m.content + '>' }}", "<>"),  # null would fail
+        ("{% if 'x' in m.content %}x{% endif %}", ""),
+        ("{{ m.content.split('x')[-1] }}", ""),
+    ],
+)
+def test_a_message_without_a_text_is_null_or_empty(tmp_path, content, expected):
+    template = EACH + "{% if m.role == 'assistant' %}" + content + "{% endif %}" + END
+    assert render(tmp_path, template, WITH_CALL) == expected
+
+
+def test_null_is_not_taken_for_a_word_that_was_said(tmp_path):
+    template = EACH + "{% if m.content is none %}-{% else %}{{ m.content }}{% endif %}"
+    messages = [{"role": "user", "content": "None of it."}, WITH_CALL[2]]
+    assert render(tmp_path, template + END, messages) == "None of it.-"
+
+
+def test_texts_come_in_parts_where_nothing_else_is_taken(tmp_path):
+    template = EACH + "{{ m.content[0].text + '|' }}" + END
+    assert render(tmp_path, template, CHAT) == "Be brief.|Why <é>?\n|"
+
+
+def test_roles_and_fields_that_templates_do_not_know(tmp_path):
+    developer = [
+        {"role": "developer", "content": "a", "refusal": None, "tool_calls": []}
+    ]
+    template = EACH + "{{ m.role }} {{ m.refusal is defined }} {{ m.keys() | length }}"
+    assert render(tmp_path, template + END, developer) == "system False 2"
+    template += "{% if m.role == 'developer' %}!{% endif %}"
+    assert render(tmp_path, template + END, developer) == "developer False 2!"
+
+
+@pytest.mark.parametrize(
+    "template, words",
+    [
+        ("{{ raise_exception('no aliens') }}", "no aliens"),
+        ("{% for m in %}", "Expected"),
+        ("{{ messages[9].content }}", "no element 9"),
+        ("{{ 1 + messages }}", "unsupported operand"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ messages | nothing }}", "nothing"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ strftime_now(1) }}", "must be str"),
+    ],
+)
+def test_whatever_fails_in_a_template_is_told(tmp_path, template, words):
+    with pytest.raises(ValueError, match=words):
+        render(tmp_path, template, CHAT)
+
+
+def test_the_time_of_day_is_there(tmp_path):
+    assert render(tmp_path, "{{ strftime_now('%Y')[:2] }}", CHAT) == "20"

@@ -1,0 +1,87 @@
+"""Layers alike in one loop, whose matrices are read where they lie."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pretrained
+import pytest
+from pretrained import layers
+from support import checkpoint_fixtures as fixtures
+
+import jkv
+
+pytestmark = pytest.mark.one_end
+
+# With windows in groups and turns of two kinds, with biases and windows in one pool;
+# with latent vectors, and experts that go one by one.
+NAMES = ("gemma3", "qwen2", "deepseek_v3")
+PROMPTS = np.arange(12, dtype=np.int32) % 7 + 3  # of five tokens and of seven
+
+
+@functools.cache
+def load(name):
+    return pretrained.load(fixtures.checkpoint_folder(name), jnp.float32)
+
+
+def looped(model):
+    config = dataclasses.replace(model.config, loop_layers=True)
+    return pretrained.Decoder(config)
+
+
+def run(model, params):
+    """Two prompts, and then a token of each."""
+    sizes = dict(max_sequences=2, num_blocks=8, block_size=16, dtype=jnp.float32)
+    config = model.cache_config(32, **sizes, step_tokens=12)
+    cache, opened = jkv.allocate(jkv.init(config), [0, 0])
+    cache, batch = jkv.append(cache, opened.seq_ids, [5, 7], capacity=12)
+    prompts, cache = model(params, PROMPTS, cache, batch, all_rows=True)
+    cache, batch = jkv.append(jkv.commit(cache, batch), opened.seq_ids)
+    return prompts, model(params, jnp.array([4, 5]), cache, batch)[0]
+
+
+@pytest.fixture
+def no_copies(monkeypatch):
+    """As if the tiny matrices were too large to be copied."""
+    monkeypatch.setattr(layers, "MOST_COPIED", 64)
+
+
+@pytest.mark.usefixtures("no_copies")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_loop_gives_what_layers_give_one_by_one(name):
+    model, params = load(name)
+    expected = jax.jit(functools.partial(run, model))(params)
+    found = jax.jit(functools.partial(run, looped(model)))(params)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5, rtol=1e-5)
+
+
+def count_switches(jaxpr, num_branches):
+    """Count conditionals of so many branches, in all that a program calls."""
+    found = 0
+    for equation in jaxpr.eqns:
+        branches = equation.params.get("branches", ())
+        found += len(branches) == num_branches
+        for inner in jax.tree.leaves(
+            equation.params, is_leaf=lambda leaf: hasattr(leaf, "eqns")
+        ):
+            if hasattr(inner, "eqns"):
+                found += count_switches(inner, num_branches)
+    return found
+
+
+@pytest.mark.usefixtures("no_copies")
+def test_each_matrix_has_a_branch():
+    """Of as many as there are layers, in one body for all of them."""
+    model, params = load("llama3")
+    num_layers = model.config.num_layers
+    matrices = [each for each in params["layers"][0].values() if each.size > 64]
+
+    def count(model):
+        trace = jax.make_jaxpr(functools.partial(run, model))(params)
+        return count_switches(trace.jaxpr, num_layers)
+
+    # Two steps, of prompts and of single tokens.
+    assert count(looped(model)) - count(model) == 2 * len(matrices)

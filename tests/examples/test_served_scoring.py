@@ -1,0 +1,180 @@
+"""Log-probabilities of texts that are there, as clients ask for them."""
+
+import json
+
+import numpy as np
+import pytest
+from served.replying.scoring import grow
+from support.paths import EXAMPLES
+
+pytestmark = [
+    pytest.mark.one_end,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("nothing_is_left"),
+]
+
+GREEDY = {"model": "pydoc", "temperature": 0}
+CHAT = [{"role": "user", "content": "The with"}]
+TEXTS = ["The with statement is", "The with statement was", "Every class", "The with"]
+
+
+@pytest.fixture(scope="module")
+def judged():
+    """Return the log-softmax of `transformers`' logits, f32[P, V]."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        EXAMPLES / "models" / "pydoc", dtype=torch.float32
+    )
+
+    def judge(ids):
+        with torch.no_grad():
+            return torch.log_softmax(model(torch.tensor([ids])).logits[0], -1).numpy()
+
+    return judge
+
+
+def check(found, ids, judged, num_top, text_of):
+    """Check what is told of a prompt and the token behind it."""
+    expected = judged(ids)
+    assert len(found.tokens) == len(ids) + 1
+    assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+    own = [expected[i - 1, ids[i]] for i in range(1, len(ids))]
+    np.testing.assert_allclose(found.token_logprobs[1:-1], own, atol=2e-5)
+    for i in range(len(ids)):
+        likely = np.argsort(-expected[i], kind="stable")[:num_top]
+        told = found.top_logprobs[i + 1]
+        for token in likely:
+            assert told[text_of(token)] == pytest.approx(expected[i, token], abs=2e-5)
+        # A token that is the most likely one has the same number in both places.
+        if i + 1 < len(ids) and ids[i + 1] == likely[0]:
+            assert found.token_logprobs[i + 1] == max(told.values())
+    assert found.token_logprobs[-1] == max(found.top_logprobs[-1].values())
+
+
+@pytest.mark.parametrize("num_top", [1, 3])
+def test_prompts_are_scored_as_transformers_scores_them(
+    client, served, judged, num_top
+):
+    prompts = [served.tokenizer.encode(text).ids for text in TEXTS]
+    before = served.engine.stats().num_windows
+    found = client.completions.create(
+        prompt=prompts, max_tokens=1, logprobs=num_top, echo=True, seed=1, **GREEDY
+    )
+    # The token behind each is the likeliest: the engine is not asked.
+    assert served.engine.stats().num_windows == before
+    for choice, ids, text in zip(found.choices, prompts, TEXTS, strict=True):
+        check(choice.logprobs, ids, judged, num_top, served.spelling.find_text)
+        assert choice.text.startswith(text)
+        assert "".join(choice.logprobs.tokens) == choice.text
+        starts = choice.logprobs.text_offset
+        for start, token in zip(starts, choice.logprobs.tokens, strict=True):
+            assert choice.text[start:].startswith(token)
+    assert found.usage.completion_tokens == len(prompts)
+
+
+def test_no_token_and_many_tokens(client, served):
+    ids = served.tokenizer.encode("The with").ids
+    asked = dict(prompt=ids, echo=True, logprobs=1, model="pydoc")
+    none = client.completions.create(max_tokens=0, **asked).choices[0]
+    assert none.text == "The with" and none.finish_reason == "length"
+    assert len(none.logprobs.tokens) == len(ids)
+    plain = client.completions.create(
+        prompt=ids, max_tokens=6, logprobs=0, **GREEDY
+    ).choices[0]
+    for options in ({"temperature": 0}, {"temperature": 1.0, "seed": 3}):
+        whole = client.completions.create(max_tokens=6, **asked, **options).choices[0]
+        pieces = client.completions.create(
+            max_tokens=6, stream=True, **asked, **options
+        )
+        tokens, logprobs, tops = [], [], []
+        for piece in pieces:
+            told = piece.choices[0].logprobs
+            tokens += told.tokens
+            logprobs += told.token_logprobs
+            tops += told.top_logprobs
+        assert tokens == whole.logprobs.tokens
+        assert logprobs[1:] == pytest.approx(whole.logprobs.token_logprobs[1:])
+        assert [list(top or ()) for top in tops] == [
+            list(top or ()) for top in whole.logprobs.top_logprobs
+        ]
+    greedy = client.completions.create(max_tokens=6, **asked, temperature=0)
+    assert greedy.choices[0].text == "The with" + plain.text
+    told = greedy.choices[0].logprobs
+    assert told.token_logprobs[len(ids) :] == pytest.approx(
+        plain.logprobs.token_logprobs, abs=1e-4
+    )
+    # Without echo nothing is told of the prompt.
+    bare = client.completions.create(prompt=ids, max_tokens=6, logprobs=2, **GREEDY)
+    assert bare.choices[0].text == plain.text
+    assert all(len(top) == 2 for top in bare.choices[0].logprobs.top_logprobs)
+
+
+def test_chats_tell_the_tokens_beside_each_one(client, served, judged):
+    ids = served.tokenizer.encode("The with").ids
+    asked = dict(messages=CHAT, logprobs=True, top_logprobs=3, max_tokens=5, **GREEDY)
+    whole = client.chat.completions.create(n=2, **asked)
+    first, second = (choice.logprobs.content for choice in whole.choices)
+    assert first == second and len(first) == 5
+    tokens = []
+    for told in first:
+        expected = judged([*ids, *tokens])[-1]
+        likely = np.argsort(-expected, kind="stable")[:3]
+        assert [t.token for t in told.top_logprobs] == [
+            served.spelling.find_text(token) for token in likely
+        ]
+        found = [top.logprob for top in told.top_logprobs]
+        np.testing.assert_allclose(found, expected[likely], atol=1e-4)
+        assert told.bytes == told.top_logprobs[0].bytes
+        tokens.append(int(likely[0]))
+    pieces = client.chat.completions.create(stream=True, **asked)
+    streamed = [part for p in pieces for part in p.choices[0].logprobs.content]
+    assert [[t.token for t in part.top_logprobs] for part in streamed] == [
+        [t.token for t in part.top_logprobs] for part in first
+    ]
+
+
+def test_many_prompts_and_wrong_ones(client, post):
+    found = client.completions.create(
+        prompt=[[5, i] for i in range(150)],
+        max_tokens=1,
+        logprobs=1,
+        echo=True,
+        **GREEDY,
+    )
+    assert len(found.choices) == 150
+    for prompt in ([5, 3072], [5, -1]):
+        body = {"prompt": prompt, "max_tokens": 1, "logprobs": 1, "echo": True}
+        status, said = post(json.dumps(body).encode())
+        assert status == 400 and "model knows 3072" in said["error"]["message"]
+
+
+def test_a_server_without_a_scorer_says_so(served):
+    from served.asking.showing import read_request
+    from served.mistakes import Refused
+
+    bare = served._replace(scorer=None)
+    for fields in ({"logprobs": 1}, {"logprobs": 0, "echo": True}):
+        body = json.dumps({"prompt": "a", **fields}).encode()
+        with pytest.raises(Refused, match="keeps states, or runs on several"):
+            read_request(bare, body, is_chat=False)
+    read_request(bare, b'{"prompt": "a", "logprobs": 0}', is_chat=False)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_texts_share_what_they_begin_with(seed):
+    """Every text is its path of segments, and no two segments begin alike."""
+    chance = np.random.default_rng(seed)
+    texts = [
+        tuple(chance.integers(0, 3, chance.integers(1, 8)).tolist()) for _ in range(30)
+    ]
+    segments, parents, paths = grow(texts)
+    for text in texts:
+        path = paths[text]
+        assert sum((tuple(segments[s]) for s in path), ()) == text
+        assert [parents[s] for s in path] == [-1, *path[:-1]]
+    begun = [(parents[s], segments[s][0]) for s in range(len(segments))]
+    assert len(set(begun)) == len(begun)
+    assert sum(map(len, segments)) == len(
+        {text[:end] for text in texts for end in range(1, len(text) + 1)}
+    )

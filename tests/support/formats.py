@@ -1,0 +1,20 @@
+"""Rows as a cache of a dtype stores them, and back."""
+
+import jax.numpy as jnp
+
+from jkv.formats.numbers import Numbers
+from jkv.formats.table import FORMATS
+
+
+def quantize(rows, dtype):
+    """The bits of rows, [..., D], and of their scales, None for none."""
+    kept = FORMATS[jnp.dtype(dtype)]
+    parts = kept.put(kept.prepare(jnp.asarray(rows)))
+    return parts["pool"], parts.get("scales")
+
+
+def restore(elements, scales, dtype):
+    """What `jkv.read` makes of them; of elements alone, what these are."""
+    if scales is None:
+        return Numbers(jnp.dtype(dtype)).read({"pool": elements})
+    return FORMATS[jnp.dtype(dtype)].read({"pool": elements, "scales": scales})
