@@ -112,8 +112,7 @@ def from_tools(
         if choice == "auto" and answer is None:
             texts = _with_text(inner, begin, is_single, bounds)
         elif choice == "auto":
-            compiler = SchemaCompiler(answer, reading, bounds)
-            texts = Choice([texts, compiler.compile_root()])
+            texts = Choice([texts, compile_schema(answer, reading, bounds)])
         return compile_expression(texts, vocabulary, bounds)
 
     reading = Reading(whitespace, depth, recursion, strict)

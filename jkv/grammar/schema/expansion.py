@@ -200,10 +200,10 @@ class Expander:
             branches = [self._expand(part.of(branch)) for branch in words["anyOf"]]
             ways = self._both(ways, sum(branches, []), schema)
         if "oneOf" in words:
-            is_wide, branches = route.is_wide, words["oneOf"]
-            single = sum((self._expand(part.of(one)) for one in branches), list[Way]())
-            if is_wide:
-                ways = self._both(ways, single, schema)
+            branches = words["oneOf"]
+            if route.is_wide:
+                each = [self._expand(part.of(branch)) for branch in branches]
+                ways = self._both(ways, sum(each, []), schema)
             else:
                 ways = self._one_of(part, branches, ways)
         if "not" in words:
