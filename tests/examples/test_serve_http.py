@@ -44,9 +44,8 @@ def test_completions_as_the_client_reads_them(client, continued):
     )
     pieces = list(pieces)
     assert "".join(p.choices[0].text for p in pieces[:-1]) == expected[0].text
-    assert (
-        pieces[-2].choices[0].finish_reason and not pieces[0].choices[0].finish_reason
-    )
+    reasons = [piece.choices[0].finish_reason for piece in pieces[:-1]]
+    assert reasons[-1] and not any(reasons[:-1])
     assert pieces[-1].usage.completion_tokens == len(expected[0].tokens)
 
     stop = expected[0].text[3:6]

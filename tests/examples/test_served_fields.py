@@ -9,6 +9,7 @@ import pytest
 from openai.types import completion_create_params as of_texts
 from openai.types.chat import completion_create_params as of_chats
 from served.asking import fields
+from served.asking.body import read_sampling
 from served.asking.showing import check_model, read_request
 from served.mistakes import Refused
 from support.http_server import POISON
@@ -206,6 +207,15 @@ def test_stop_tokens_of_a_request(client, continued):
     assert found.usage.completion_tokens == first
 
 
+def test_what_nobody_says_is_as_the_checkpoint_says(served):
+    said = dict(temperature=0.6, top_k=20, top_p=1.0)
+    served = served._replace(sampling=said)
+    found = read_sampling(served, {"top_k": None, "top_p": 0.5})
+    assert (found.temperature, found.top_k, found.top_p) == (0.6, 20, 0.5)
+    found = read_sampling(served._replace(sampling={}), {"seed": 3})
+    assert (found.temperature, found.top_k, found.seeds) == (1.0, 0, 3)
+
+
 def test_options_reach_the_engine(post, served, monkeypatch):
     told, submit = [], served.engine.submit
 
@@ -389,7 +399,7 @@ def test_streams_count_as_they_are_asked_to(client):
 
 def test_the_role_stands_in_the_first_piece(client):
     pieces = client.chat.completions.create(
-        messages=CHAT, max_tokens=24, n=2, stream=True, **GREEDY
+        messages=CHAT, max_tokens=80, n=2, stream=True, **GREEDY
     )
     roles = {0: [], 1: []}
     for piece in pieces:

@@ -1,7 +1,9 @@
 """Texts that a client asks to be JSON, of a schema, a pattern or a choice."""
 
 import json
+import os
 import re
+import signal
 import time
 import typing
 from concurrent.futures import ThreadPoolExecutor
@@ -19,8 +21,6 @@ pytestmark = [
     pytest.mark.usefixtures("nothing_is_left"),
 ]
 
-# Two to the power of thirteen states: seconds.
-SLOW = "(a|b)*a(a|b){12}"
 CHAT = [{"role": "user", "content": "The with"}]
 
 
@@ -132,27 +132,50 @@ def test_a_request_waits_for_room(client, served):
         assert [each.result() for each in told] == [[(t, "stop")] for t in "defg"]
 
 
+@pytest.fixture
+def compiling_stands_still(client, served):
+    """Stop the processes that compile, as if a grammar took them for ever."""
+    assert ask(client, extra_body={"guided_choice": ["h"]}) == [("h", "stop")]
+    workers = list(served.steered._compilers._workers)
+    for worker in workers:
+        os.kill(worker._process.pid, signal.SIGSTOP)
+    yield
+    for worker in workers:
+        if worker._process.is_alive():
+            os.kill(worker._process.pid, signal.SIGCONT)
+
+
+@pytest.mark.usefixtures("compiling_stands_still")
 def test_nobody_waits_for_a_grammar_of_another(client, monkeypatch):
     """While one is compiled until its time is over, all else is served."""
-    monkeypatch.setattr(compiling, "MOST_SECONDS", 1.0)
-    asked = {"extra_body": {"guided_choice": ["h"]}}
-    assert ask(client, **asked) == [("h", "stop")]
+    monkeypatch.setattr(compiling, "MOST_SECONDS", 2.0)
     with ThreadPoolExecutor(2) as threads:
         # Both ask for the same.
-        slow = {"guided_regex": SLOW}
+        slow = {"guided_regex": "slow+"}
         told = [threads.submit(ask, client, extra_body=slow) for _ in range(2)]
-        assert ask(client, **asked) == [("h", "stop")]
+        there = {"guided_choice": ["h"]}
+        assert ask(client, extra_body=there) == [("h", "stop")]
         assert ask(client)[0][1] in ("stop", "length")
         assert not any(each.done() for each in told)
         for each in told:
-            with pytest.raises(openai.BadRequestError, match="1 seconds to compile"):
+            with pytest.raises(openai.BadRequestError, match="2 seconds to compile"):
                 each.result()
-    # Another process is there instead of the one that was ended.
-    assert ask(client, extra_body={"guided_choice": ["i"]}) == [("i", "stop")]
 
 
+def test_another_process_compiles_instead_of_one_that_was_ended(client, served):
+    assert ask(client, extra_body={"guided_choice": ["h"]}) == [("h", "stop")]
+    (worker,) = served.steered._compilers._idle[-1:]
+    worker._process.kill()
+    with pytest.raises(openai.BadRequestError, match="its process has died"):
+        ask(client, extra_body={"guided_choice": ["new", "h"]})
+    for number in range(2):
+        text = f"new {number}"
+        assert ask(client, extra_body={"guided_choice": [text]}) == [(text, "stop")]
+
+
+@pytest.mark.usefixtures("compiling_stands_still")
 def test_what_is_waited_for_counts_to_the_timeout(client):
-    fields = {"guided_regex": SLOW, "timeout": 0.3}
+    fields = {"guided_regex": "slower+", "timeout": 0.3}
     before = time.monotonic()
     with pytest.raises(openai.APIStatusError, match="timeout"):
         ask(client, extra_body=fields)

@@ -62,7 +62,7 @@ def test_texts_are_those_of_a_chat(client, continued):
 
 
 def test_streams_tell_what_whole_responses_tell(client):
-    asked = dict(input="The with", max_output_tokens=20, **GREEDY)
+    asked = dict(input="The with", max_output_tokens=80, **GREEDY)
     whole = client.responses.create(**asked)
     kinds, text = [], ""
     with client.responses.stream(**asked) as stream:

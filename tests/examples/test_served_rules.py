@@ -1,13 +1,18 @@
 """Rules of requests: biases, a least length, bans, tokens that alone are allowed."""
 
 import json
+import time
+import types
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import openai
 import pytest
 from served.endpoints import continuing
+from served.mistakes import Refused
 from served.steering.penalties import CountPenalties
-from served.steering.rule_table import Rules
+from served.steering.rule_table import Rules, RuleTable
+from served.steering.variants import Steered
 
 pytestmark = [
     pytest.mark.one_end,
@@ -131,6 +136,31 @@ def test_rows_are_used_again_and_full_ones_refused(ask, served, monkeypatch):
     assert ask(min_tokens=1)[1] in ("stop", "length")
     for each in held * 2:  # a second time does nothing
         each.release()
+
+
+def test_who_waits_for_a_row_is_told_of_the_end():
+    """Else the process would wait for them when it ends."""
+    steered = Steered(None, RuleTable(1, 4, 16))
+    engine = types.SimpleNamespace(replace_steering=lambda _: None)
+    rules = Rules({}, 1, [], [], None)
+
+    def hold(seconds):
+        return steered.hold(engine, None, rules, time.monotonic() + seconds)
+
+    held = hold(0)
+    with pytest.raises(Refused, match="all room for rules") as told:
+        hold(0.05)
+    assert told.value.status == 429
+    with ThreadPoolExecutor(2) as threads:
+        second = threads.submit(hold, 60)
+        held.release()
+        assert second.result().variant == held.variant
+        third = threads.submit(hold, 60)
+        time.sleep(0.05)
+        steered.close()
+        with pytest.raises(Refused, match="going down") as told:
+            third.result()
+        assert told.value.status == 503
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ class Steered:
             table: of the rules that requests have at one time.
         """
         self._languages, self._table = languages, table
-        self.compilers = None if languages is None else Compilers(languages.vocabulary)
+        self._compilers = None if languages is None else Compilers(languages.vocabulary)
         self._num_grammars = 0 if languages is None else languages.most
         self._free = list(range(table.num_rows))
         grammars, rows = range(self._num_grammars), range(table.num_rows)
@@ -62,6 +62,20 @@ class Steered:
         # Held for a moment, to look at what is held, or to change it.
         self._room = threading.Condition()
         self._num_released = 0
+        self._num_closed = 0
+
+    def start(self) -> None:
+        """Begin to start what grammars are compiled by."""
+        if self._compilers is not None:
+            self._compilers.start()
+
+    def close(self) -> None:
+        """End it, and refuse those that wait for room."""
+        if self._compilers is not None:
+            self._compilers.close()
+        with self._room:
+            self._num_closed += 1
+            self._room.notify_all()
 
     @property
     def steering(self) -> Steering | None:
@@ -107,8 +121,8 @@ class Steered:
         """Return the grammar of a language that is not there."""
         if language is None or self._find(language) is not None:
             return None
-        assert self.compilers is not None, "refused before"
-        return self.compilers.compile(language, deadline)
+        assert self._compilers is not None, "refused before"
+        return self._compilers.compile(language, deadline)
 
     def _find(self, language: Language) -> Entry | None:
         assert self._languages is not None, "refused before"
@@ -139,9 +153,19 @@ class Steered:
         self, seen: int, deadline: float, rules: Rules | None
     ) -> None:
         """Wait until a request has given back what it held since so many had."""
+
+        closed = self._num_closed
+
+        def has_changed() -> bool:
+            return (self._num_released, self._num_closed) != (seen, closed)
+
         with self._room:
-            left = max(0.0, deadline - time.monotonic())
-            if not self._room.wait_for(lambda: self._num_released != seen, left):
+            is_time = not self._room.wait_for(
+                has_changed, max(0.0, deadline - time.monotonic())
+            )
+            if self._num_closed != closed:
+                raise Refused("the server is going down", status=503)
+            if is_time:
                 what = "grammars" if rules is None else "rules"
                 raise Refused(
                     f"running requests have all room for {what}; try later",
