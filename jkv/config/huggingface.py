@@ -101,8 +101,8 @@ def read_sizes(
     path = Path(folder)
     if path.suffix == ".gguf":
         raise ValueError(
-            f"{path} is a GGUF file: pretrained.find_folder of the examples unpacks its "
-            f"settings; give the folder that it returns"
+            f"{path} is a GGUF file: pretrained.find_folder of the examples unpacks "
+            f"its settings; give the folder that it returns"
         )
     path = path if path.is_file() else path / "config.json"
     if not path.is_file():
