@@ -17,8 +17,12 @@ import pytest
 import jkv
 from jkv.attention import pools
 from jkv.attention.slots import SlotWrite, scatter, scatter_by_head
+from jkv.formats.format import Formats
+from jkv.formats.table import FORMATS
 
 pytestmark = pytest.mark.one_end
+
+INT8 = FORMATS[jnp.dtype("int8")]
 
 CONFIG = jkv.CacheConfig(
     num_layers=3,
@@ -101,7 +105,7 @@ def test_rows_are_stored_alike(part):
         offsets=jnp.array([5, 7, 0, 4, 6, 3], jnp.int32) % (4 if part is None else 8),
         valid=jnp.array([True, True, True, True, False, True]),
         part=None if part is None else jnp.int32(part),
-        elements=np.dtype("int8"),
+        formats=Formats(INT8, INT8),
     )
     stored = scatter(write)
     chex.assert_trees_all_equal(scatter_by_head(write), stored)
