@@ -12,12 +12,10 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any, NamedTuple
-
-# Of what a child says on stderr, the end is kept.
-MOST_LINES = 30
 
 
 class Answer(NamedTuple):
@@ -26,7 +24,7 @@ class Answer(NamedTuple):
     name: str
     verdict: str
     detail: str
-    facts: dict[str, Any]
+    facts: dict[str, Any] = {}
 
 
 def ask(
@@ -44,123 +42,102 @@ def ask(
       environment: what differs from this process's variables.
     """
     left = list(names)
-    while left:
-        if find_limit() <= 0:
-            yield Answer(left.pop(0), *_say_late(0), {})
-            continue
-        with _started([*command, *left], environment or {}) as (lines, errors, end):
-            while left:
-                limit = find_limit()
-                try:
-                    line = lines.get(timeout=max(limit, 0.0))
-                except queue.Empty:
-                    yield Answer(left.pop(0), *_say_late(limit), {})
-                    break
-                if not line:
-                    yield Answer(left.pop(0), "FAILED", _say_end(end(), errors), {})
-                    break
-                if line.startswith("{"):
-                    yield Answer(left.pop(0), **json.loads(line))
+    preallocate = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    while left and find_limit() > 0:
+        with tempfile.TemporaryFile("w+", errors="replace") as said:
+            child = subprocess.Popen(
+                [*command, *left],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=said,
+                text=True,
+                start_new_session=True,
+                env=os.environ | preallocate | dict(environment or {}),
+            )
+            try:
+                for found in _listen(child, left, find_limit, said):
+                    left.pop(0)
+                    yield found
+            finally:
+                _kill(child)
+    for name in left:
+        yield Answer(name, "not checked", "the time is over")
 
 
 def answer(tries: Mapping[str, Callable[[], Any]], names: Sequence[str]) -> None:
     """Try names in turn, as a child: print whether each raised, and what it gave."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     for name in names:
-        verdict, detail = "ok", ""
-        facts: dict[str, Any] = {}
+        line: dict[str, Any] = {"verdict": "ok", "detail": ""}
         try:
             found = tries[name]()
-            if isinstance(found, dict):
-                facts = found
-            else:
-                detail = found or ""
+            line["facts" if isinstance(found, dict) else "detail"] = found or ""
         except NotImplementedError as reason:
-            verdict, detail = "not checked", str(reason)
+            line = {"verdict": "not checked", "detail": str(reason)}
         except Exception as error:
-            verdict, detail = "FAILED", f"{type(error).__name__}: {error}"
-        line = {"verdict": verdict, "detail": detail, "facts": facts}
+            line = {"verdict": "FAILED", "detail": f"{type(error).__name__}: {error}"}
         print(json.dumps(line), flush=True)
 
 
-def kill(child: "subprocess.Popen[str]") -> None:
-    """End a child and all that it started."""
+def _listen(
+    child: "subprocess.Popen[str]",
+    names: Sequence[str],
+    find_limit: Callable[[], float],
+    said: IO[str],
+) -> Iterator[Answer]:
+    """Yield a child's answers, the last of them for a name at which it ended."""
+    lines: queue.Queue[str] = queue.Queue()
+    threading.Thread(target=_read, args=(child.stdout, lines), daemon=True).start()
+    for name in list(names):
+        limit, line = find_limit(), " "
+        while line and not line.startswith("{"):
+            try:
+                line = lines.get(timeout=max(limit, 0.0))
+            except queue.Empty:
+                detail = f"no answer in {limit:.0f} s: it hangs"
+                yield Answer(name, "FAILED", detail)
+                return
+        if not line:
+            yield Answer(name, "FAILED", _say_end(child, said))
+            return
+        yield Answer(name, **json.loads(line))
+
+
+def _say_end(child: "subprocess.Popen[str]", said: IO[str]) -> str:
+    """Say how a child ended that did not answer."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(timeout=1.0)
+    said.seek(0)
+    lines = [line.strip() for line in said if line.strip()][-3:]
+    status = child.returncode
+    if status is not None and status < 0:
+        return " | ".join([f"crashed: {signal.Signals(-status).name}", *lines])
+    return lines[-1] if lines else f"its process ended with status {status}"
+
+
+def _read(stream: IO[str], lines: "queue.Queue[str]") -> None:
+    """Pass on each line as it comes, and an empty one at the end."""
+    with contextlib.suppress(ValueError), stream:
+        for line in stream:
+            lines.put(line)
+    lines.put("")
+
+
+def _kill(child: "subprocess.Popen[str]") -> None:
+    """End a child and all that it started; one that hangs in a driver may stay."""
     with contextlib.suppress(OSError):
         if hasattr(os, "killpg"):
             os.killpg(child.pid, signal.SIGKILL)
         else:
             child.kill()
-    # One that hangs in a driver may stay; it is not waited for.
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(timeout=2.0)
-
-
-@contextlib.contextmanager
-def _started(
-    command: list[str], environment: Mapping[str, str]
-) -> Iterator[tuple["queue.Queue[str]", list[str], Callable[[], int | None]]]:
-    """Start a child; give what it prints, what it says, and how it ended."""
-    child = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-        env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | dict(environment),
-    )
-    lines: queue.Queue[str] = queue.Queue()
-    errors: list[str] = []
-    readers = [
-        threading.Thread(target=_read, args=each, daemon=True)
-        for each in ((child.stdout, lines.put), (child.stderr, errors.append))
-    ]
-    for reader in readers:
-        reader.start()
-
-    def end() -> int | None:
-        readers[1].join(timeout=1.0)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(timeout=1.0)
-        return child.returncode
-
-    try:
-        yield lines, errors, end
-    finally:
-        kill(child)
-        for reader in readers:
-            reader.join(timeout=1.0)
-        if child.stdin is not None:
-            child.stdin.close()
-
-
-def _say_late(limit: float) -> tuple[str, str]:
-    if limit <= 0:
-        return "not checked", "the time is over"
-    return "FAILED", f"no answer in {limit:.0f} s: it hangs"
-
-
-def _say_end(status: int | None, errors: Sequence[str]) -> str:
-    """Say how a child ended that did not answer."""
-    said = [line.strip() for line in errors[-MOST_LINES:] if line.strip()]
-    if status is not None and status < 0:
-        name = signal.Signals(-status).name
-        return " | ".join([f"crashed: {name}", *said[-3:]])
-    return said[-1] if said else f"its process ended with status {status}"
-
-
-def _read(stream: IO[str], take: Callable[[str], object]) -> None:
-    """Pass on each line as it comes, and an empty one at the end."""
-    with contextlib.suppress(ValueError), stream:
-        for line in stream:
-            take(line)
-    take("")
+    if child.stdin is not None:
+        child.stdin.close()
 
 
 def _end_with_parent() -> None:
     """Wait until the process that asks is gone."""
     with contextlib.suppress(OSError, ValueError):
-        while sys.stdin.readline():
-            pass
+        sys.stdin.read()
     os._exit(1)

@@ -76,9 +76,7 @@ def shed_light(path: pathlib.Path | None) -> int:
         needed = try_in_order(light)
     except KeyboardInterrupt:
         report.was_interrupted, needed = True, None
-    print()
-    for line in lay_out(report):
-        print(line)
+    print("", *lay_out(report), sep="\n")
     if needed:
         print(f"\nset in the environment: XLA_FLAGS={' '.join([*flags, *needed])!r}")
     report.write(path or REPORT)
@@ -101,18 +99,14 @@ def try_in_order(light: FirstLight) -> list[str] | None:
     (packed,) = light.try_all([LOOPS])
     light.flags = f"{flags} {NO_COMMAND_BUFFERS}".strip()
     (single,) = light.try_all([LOOPS], WITHOUT_BUFFERS)
-    needed = find_needed(packed, single)
-    keep(needed)
+    is_cured = packed.verdict == "FAILED" and single.verdict == "ok"
+    needed = [NO_COMMAND_BUFFERS] if is_cured else []
+    if is_cured or packed.verdict == "ok":
+        keep(needed)
     light.flags = " ".join([flags, *needed]).strip()
     tries = list_tries(is_on_cpu=machine.facts["platform"] == "cpu")
     light.try_all([name for name in tries if name not in (MACHINE, DRAWS, LOOPS)])
     return needed
-
-
-def find_needed(packed: Answer, single: Answer) -> list[str]:
-    """Return the flags without which loops go wrong."""
-    is_cured = packed.verdict == "FAILED" and single.verdict == "ok"
-    return [NO_COMMAND_BUFFERS] if is_cured else []
 
 
 def keep(flags: Sequence[str]) -> None:
@@ -131,11 +125,10 @@ def lay_out(report: Report) -> Iterator[str]:
     for finding in report.findings:
         if finding["verdict"] == "warning":
             continue
-        cure = find_cure(finding, verdicts) if finding["verdict"] == "FAILED" else ""
-        if cure:
-            finding["cure"] = cure
-        answer = say_answer(finding)
-        yield f"{finding['what']:<{width}}  {answer:<11}  {cure}".rstrip()
+        if finding["verdict"] == "FAILED":
+            finding["cure"] = find_cure(finding, verdicts)
+        cells = f"{say_answer(finding):<11}  {finding.get('cure', '')}"
+        yield f"{finding['what']:<{width}}  {cells}".rstrip()
 
 
 def say_answer(finding: Mapping[str, str]) -> str:
@@ -154,10 +147,8 @@ def find_cure(finding: Mapping[str, str], verdicts: Mapping[str, str]) -> str:
             f"XLA_FLAGS={NO_COMMAND_BUFFERS} : kernels launched one by one are right, "
             f"graphs of them are not"
         )
-    what, detail = finding["what"], finding["detail"]
-    fits = (
+    return next(
         advice
         for name, sign, advice in CURES
-        if what.startswith(name) and sign in detail
+        if finding["what"].startswith(name) and sign in finding["detail"]
     )
-    return next(fits)

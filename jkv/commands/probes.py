@@ -4,6 +4,7 @@ A try returns what it found, raises `NotImplementedError` where it does not appl
 another error for an answer that is wrong.
 """
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -24,7 +25,6 @@ from jkv.commands.cases import CASES, Case
 from jkv.commands.children import answer
 from jkv.commands.facts import collect_facts
 from jkv.commands.report import Report
-from jkv.config.cache_config import CacheConfig
 from jkv.inspection.invariants import check
 from jkv.making.initialization import init
 from jkv.state import Cache
@@ -40,14 +40,12 @@ MACHINE, DRAWS, LOOPS = "machine", "drawn numbers", "loops of small kernels"
 NUM_REPLAYS, NUM_TRIPS = 200, 4
 
 # A step of many sequences over a pool with many blocks, and little in each.
-MANY = CacheConfig(
+MANY = dataclasses.replace(
+    bookkeeping.SIZES,
     num_layers=1,
-    num_kv_heads=1,
-    head_dim=8,
-    num_blocks=16_384,
-    block_size=16,
-    max_sequences=1024,
-    max_context_length=1024,
+    num_blocks=2**15,
+    max_sequences=2**10,
+    max_context_length=2**10,
 )
 NUM_APPENDED = 8  # tokens of each sequence
 
@@ -65,7 +63,7 @@ PROMPT = (
 
 def list_tries(*, is_on_cpu: bool) -> dict[str, Try]:
     """Return what to try, in order; on a CPU the kernel is interpreted, and slow."""
-    tries: dict[str, Try] = {
+    return {
         MACHINE: collect_facts,
         DRAWS: draw_numbers,
         LOOPS: replay_loops,
@@ -75,19 +73,16 @@ def list_tries(*, is_on_cpu: bool) -> dict[str, Try]:
         **{f"kernel: {name}": each for name, each in _list_kernels(is_on_cpu)},
         "generate": compare_texts,
     }
-    return tries
 
 
 def _list_kernels(is_on_cpu: bool) -> Iterator[tuple[str, Try]]:
     """Yield calls of the kernels to compare with references."""
+    check_kernel = functools.partial(
+        correctness.check_implementation, implementation="pallas"
+    )
 
     def compare(case: Case, dtype: str) -> tuple[str, Try]:
-        check = functools.partial(
-            correctness.check_implementation,
-            implementation="pallas",
-            dtype=dtype,
-            cases=(case,),
-        )
+        check = functools.partial(check_kernel, dtype=dtype, cases=(case,))
         return f"{case.name}, {dtype}", judged(check)
 
     if is_on_cpu:
@@ -159,8 +154,8 @@ def scatter_many() -> None:
         cache, batch = append(cache, opened.seq_ids, count, capacity=capacity)
         return write(cache, 0, batch, seq_rows, seq_rows)
 
-    num_rows = MANY.max_sequences * NUM_APPENDED
-    rows = jnp.arange(num_rows * 8, dtype=jnp.float32).reshape(num_rows, 1, 8)
+    shape = MANY.max_sequences * NUM_APPENDED, MANY.num_kv_heads, MANY.head_dim
+    rows = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     check(compare_bits(step, rows))
 
 
