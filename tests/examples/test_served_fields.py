@@ -194,6 +194,20 @@ def test_best_of_shows_the_most_likely(client):
     assert best.usage.completion_tokens == each.usage.completion_tokens
 
 
+def test_cached_tokens_of_a_request(client):
+    """Whole and in pieces, of all prompts together; a block has 16."""
+    asked = dict(prompt=[[7] * 20, [8] * 20], max_tokens=2, **GREEDY)
+    salt = {"cache_salt": "a salt of this test"}
+    counts = []
+    for _ in range(2):
+        found = client.completions.create(extra_body=salt, **asked)
+        counts.append(found.usage.prompt_tokens_details.cached_tokens)
+    stream = dict(stream=True, stream_options={"include_usage": True})
+    *_, last = client.completions.create(extra_body=salt, **stream, **asked)
+    counts.append(last.usage.prompt_tokens_details.cached_tokens)
+    assert counts[0] == 0 and counts[1] == counts[2] >= 2 * 16
+
+
 def test_stop_tokens_of_a_request(client, continued):
     expected = continued("The with", max_new_tokens=8)
     third = expected.tokens[2]
