@@ -66,10 +66,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.model is None and (options.card or options.block_size):
         parser.error("--card and --block-size go with --model")
-    if options.model is not None and (
-        options.report or options.quick or options.first_light
-    ):
-        parser.error("--model checks nothing; leave the other options out")
+    if options.model is not None and (options.report or options.quick):
+        parser.error("--model checks nothing; leave --report and --quick out")
+    if options.first_light and (options.quick or options.model is not None):
+        parser.error("--first-light stands alone; leave --quick and --model out")
     if options.model is not None:
         try:
             block_size = 16 if options.block_size is None else options.block_size
@@ -77,8 +77,6 @@ def main(arguments: list[str] | None = None) -> int:
         except (ValueError, TypeError, OSError) as error:
             parser.error(f"--model: {error}")
         return 0
-    if options.first_light and options.quick:
-        parser.error("--first-light is quick; leave --quick out")
     if options.report and not options.report.parent.is_dir():
         parser.error(f"--report: there is no folder {options.report.parent}")
     if options.report and options.report.is_dir():
