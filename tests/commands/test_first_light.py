@@ -128,6 +128,16 @@ def test_what_was_found_is_set_or_said_the_next_time(monkeypatch):
     assert xla_flags.read_missing_flags() == []
 
 
+@pytest.mark.usefixtures("broken_machine")
+def test_no_flag_is_said_to_help_where_none_does(monkeypatch, capsys):
+    worse = MACHINE.replace('"buffer" not in', '"nothing" not in')
+    monkeypatch.setattr(first_light, "COMMAND", (sys.executable, "-c", worse))
+    main(["--first-light"])
+    said = capsys.readouterr().out
+    assert said.count("no flag known here helps") == 2 and "set in the" not in said
+    assert xla_flags.read_missing_flags() == []
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"flags": 3, "versions": 1}'])
 def test_a_broken_file_says_nothing(monkeypatch, tmp_path, text):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
