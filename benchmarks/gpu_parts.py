@@ -36,11 +36,15 @@ class Part(NamedTuple):
 def list_parts() -> list[Part]:
     """Return the parts: first what must be right, then what users feel."""
     tests = HERE.parent / "tests" / "attention" / "kernel"
-    report = HERE / "out" / "doctor.json"
+    report, light = (HERE / "out" / f"{name}.json" for name in ("doctor", "light"))
     timed = HERE / "out" / "tiles_float32.json"
     tiles = str(HERE / "tiles.py"), "--json", str(timed)
     parts = [
+        Part(
+            "first light", ("-m", "jkv.doctor", "--first-light", "--report", str(light))
+        ),
         Part("doctor", ("-m", "jkv.doctor", "--report", str(report))),
+        Part("launches", (str(HERE / "launches.py"),)),
         *(
             Part(name, ("-m", "pytest", "-q", str(tests / name)))
             for name in KERNEL_TESTS

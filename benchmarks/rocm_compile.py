@@ -30,9 +30,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import rocm_stand_in
+from launches import find_launches
 
 import jkv
-from jkv.commands.launches import find_launches
 
 HERE = pathlib.Path(__file__).parent
 # What a step may do with something as large as a layer of the pool.

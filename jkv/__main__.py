@@ -4,7 +4,7 @@ import argparse
 
 COMMANDS = {
     "python -m jkv.plan": "what cache fits beside a model",
-    "python -m jkv.doctor": "what works on this machine, and how fast",
+    "python -m jkv.doctor": "what works on this machine",
 }
 
 

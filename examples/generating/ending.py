@@ -8,7 +8,9 @@ processes then died in LLVM, whose own tables go when `exit` runs.
 """
 
 import contextlib
+import importlib.util
 import os
+import runpy
 import signal
 import sys
 from collections.abc import Iterator
@@ -32,6 +34,7 @@ def ending_in_one_line() -> Iterator[None]:
     That is Ctrl-C, a closed pipe, and a package that is not installed: import what is
     not Python's own within.
     """
+    set_known_flags()
     # A job in the background ignores Ctrl-C, and goes on to do so.
     is_asked = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_asked:
@@ -53,6 +56,13 @@ def ending_in_one_line() -> Iterator[None]:
     finally:
         if is_asked:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def set_known_flags() -> None:
+    """Set XLA's flags that `jkv.doctor --first-light` found, before JAX is imported."""
+    found = importlib.util.find_spec("jkv")
+    for folder in (found and found.submodule_search_locations) or ():
+        runpy.run_path(f"{folder}/xla_flags.py")["set_known_flags"]()
 
 
 @contextlib.contextmanager

@@ -7,9 +7,10 @@ a command may choose.
 
 import os
 import pathlib
-import sys
 
 import jax
+
+from jkv.xla_flags import find_user_cache
 
 # The oldest programs are removed beyond this.
 MOST_BYTES = 2**29
@@ -43,17 +44,6 @@ def keep_compiled_programs(folder: pathlib.Path | None = None) -> pathlib.Path |
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return folder
-
-
-def find_user_cache() -> pathlib.Path:
-    """Return the folder in which this system's programs cache for a user."""
-    if sys.platform == "win32" and os.environ.get("LOCALAPPDATA"):
-        return pathlib.Path(os.environ["LOCALAPPDATA"])
-    if sys.platform == "darwin":
-        return pathlib.Path.home() / "Library" / "Caches"
-    # An empty or relative XDG_CACHE_HOME is to be ignored, says its specification.
-    named = pathlib.Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return named if named.is_absolute() else pathlib.Path.home() / ".cache"
 
 
 def remove_oldest(folder: pathlib.Path, most_bytes: int = MOST_BYTES) -> None:

@@ -1,14 +1,16 @@
-"""python -m jkv.doctor: what works on this machine, and how fast.
+"""python -m jkv.doctor: what works on this machine.
 
 For users of cards that jkv's developers do not have: it prints what is installed,
 names combinations known to be bad, runs the bookkeeping and the attention on the
-device against their specifications, tries each collective between several devices,
-and measures how much of the memory's bandwidth a copy and a decode step reach. With
-`--report FILE` all of it is written to a file, too, to attach to a report. On a CPU it
-checks what can be checked there and says what could not be.
+device against their specifications, and tries each collective between several
+devices. With `--report FILE` all of it is written to a file, too, to attach to a
+report. On a CPU it checks what can be checked there and says what could not be.
 
-`--quick` compares a few features in one dtype and measures nothing: it takes less than
-half a minute on two cores. Ctrl-C ends the examination with a report of what was found.
+`--first-light` comes first on a new card: nothing that it tries can take it down, and
+it ends with what to set (`jkv.commands.first_light`).
+
+`--quick` compares a few features in one dtype: it takes less than half a minute on two
+cores. Ctrl-C ends the examination with a report of what was found.
 
 `--model FOLDER` checks nothing: it says which calls of the model's attention a kernel
 serves on the card, which the plain path, and why (`jkv.commands.paths`).
@@ -22,9 +24,7 @@ import itertools
 import pathlib
 
 from jkv.commands import correctness
-from jkv.commands.bandwidth import measure_bandwidth
 from jkv.commands.bookkeeping import check_cycles, check_in_place
-from jkv.commands.claims import judge_claims
 from jkv.commands.collectives import check_collectives
 from jkv.commands.compiled_programs import keep_compiled_programs
 from jkv.commands.correctness import (
@@ -34,7 +34,7 @@ from jkv.commands.correctness import (
 )
 from jkv.commands.ending import FAILED, INTERRUPTED, Parser, run_process
 from jkv.commands.facts import collect_facts, list_known_faults
-from jkv.commands.launches import check_launches
+from jkv.commands.first_light import shed_light
 from jkv.commands.paths import print_paths
 from jkv.commands.report import Report, Step, run_checks
 from jkv.commands.stores import check_stores
@@ -46,8 +46,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--report", type=pathlib.Path, metavar="FILE", help="write a file as well"
     )
+    parser.add_argument("--quick", action="store_true", help="a few features")
     parser.add_argument(
-        "--quick", action="store_true", help="a few features, no measurements"
+        "--first-light",
+        action="store_true",
+        help="a new card, in processes that may crash: what to set, in five minutes",
     )
     parser.add_argument(
         "--model",
@@ -65,6 +68,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--card and --block-size go with --model")
     if options.model is not None and (options.report or options.quick):
         parser.error("--model checks nothing; leave --report and --quick out")
+    if options.first_light and (options.quick or options.model is not None):
+        parser.error("--first-light stands alone; leave --quick and --model out")
     if options.model is not None:
         try:
             block_size = 16 if options.block_size is None else options.block_size
@@ -76,6 +81,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--report: there is no folder {options.report.parent}")
     if options.report and options.report.is_dir():
         parser.error(f"--report: {options.report} is a folder")
+    if options.first_light:
+        return shed_light(options.report)
     keep_compiled_programs()
     report = Report()
     run_checks(report, plan_steps(is_quick=options.quick))
@@ -95,7 +102,6 @@ def plan_steps(*, is_quick: bool) -> list[Step]:
         Step("bookkeeping on the device", 8, check_cycles),
         Step("memory of a donated write", 4, check_in_place),
         Step("rows stored by the kernel", 2, check_stores),
-        Step("a compiled decode step", 2, check_launches),
         Step("collectives between the devices", 5, check_collectives),
     ]
     for name, dtype in itertools.product(
@@ -113,17 +119,7 @@ def plan_steps(*, is_quick: bool) -> list[Step]:
             check = functools.partial(check_derivative, implementation=name)
             steps.append(Step(f"derivative: {name}", 40, check))
     steps.append(Step("the compiled kernel", 0, note_missing_kernel))
-    if is_quick:
-        steps.append(Step("bandwidth", 0, skip_bandwidth))
-    else:
-        steps.append(Step("bandwidth", 20, measure_bandwidth))
-    steps.append(Step("what docs/rocm.md says of cards", 0, judge_claims))
     return steps
-
-
-def skip_bandwidth(report: Report) -> None:
-    """Note that bandwidth was not asked for."""
-    report.add("not checked", "bandwidth", "--quick")
 
 
 def describe_machine(report: Report) -> None:

@@ -5,6 +5,7 @@ import importlib.metadata
 import os
 import pathlib
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -89,8 +90,7 @@ def read_driver_versions() -> dict[str, str]:
 def list_known_faults(facts: dict[str, Any]) -> Iterator[str]:
     """Name what is known to go wrong with these versions and settings."""
     versions, environment = facts["versions"], facts["environment"]
-    number = tuple(int(part) for part in jax.__version__.split(".")[:3])
-    if number < (0, 10, 2):
+    if _read_release(jax.__version__) < (0, 10, 2):
         yield f"JAX {jax.__version__} is older than 0.10.2, the oldest that is tested"
     for name, version in versions.items():
         if name.startswith(PLUGIN_PREFIXES[:4]) and (
@@ -98,9 +98,19 @@ def list_known_faults(facts: dict[str, Any]) -> Iterator[str]:
         ):
             yield (
                 f"{name} {version} is not of the same release as jaxlib "
-                f"{versions['jaxlib']}; install both by an extra of jax "
-                f"(jax[rocm7-local] or jax[cuda13])"
+                f"{versions['jaxlib']}; install both by an extra of jkv's "
+                f"(rocm7, rocm10 or cuda)"
             )
+    found = (re.fullmatch(r"jax[-_]rocm(\d+)[-_]plugin", name) for name in versions)
+    majors = sorted(int(each[1]) for each in found if each)
+    if majors and majors[-1] > 7 and _read_release(versions["jaxlib"]) < (0, 11, 1):
+        yield (
+            f"jaxlib {versions['jaxlib']} looks for jax-rocm7-plugin, not for "
+            f"jax-rocm{majors[-1]}-plugin: No FFI handler is registered (jax 39634); "
+            f"install the extra rocm7, or jaxlib 0.11.1 or newer"
+        )
+    if len(majors) > 1:
+        yield "plugins of two ROCm are installed; keep that of the one on the machine"
     if "HSA_OVERRIDE_GFX_VERSION" in environment:
         yield (
             "HSA_OVERRIDE_GFX_VERSION makes the card pass for another: kernels are "
@@ -114,3 +124,7 @@ def list_known_faults(facts: dict[str, Any]) -> Iterator[str]:
             f"there is a GPU driver, but JAX runs on {facts['platform']}: its plugin "
             f"is not installed (the extras rocm and cuda), or JAX_PLATFORMS hides it"
         )
+
+
+def _read_release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])

@@ -1,12 +1,24 @@
 """What the doctor found, printed as it comes, and how much is still to be done."""
 
+import contextlib
 import dataclasses
+import functools
+import getpass
 import json
 import pathlib
+import platform
+import re
 import sys
 import time
 from collections.abc import Callable
 from typing import Any, TextIO
+
+# Of a text in a written report, what is longer is cut.
+MOST_LETTERS = 2000
+
+_PATH = re.compile(
+    r"(?<![\w/.-])(?:[A-Za-z]:[\\/]|~?/|\.\.?/)[\w.+@~-]+(?:[\\/][\w.+@~-]*)+"
+)
 
 
 @dataclasses.dataclass
@@ -38,7 +50,9 @@ class Report:
     def write(self, path: pathlib.Path) -> None:
         """Write all of it to a file, or say why that is not possible."""
         try:
-            path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+            path.write_text(
+                json.dumps(clean(dataclasses.asdict(self)), indent=1) + "\n"
+            )
             print(f"written to {path}")
         except OSError as error:
             print(f"not written: {error}", file=sys.stderr)
@@ -79,6 +93,28 @@ def run_checks(report: Report, steps: list[Step], out: TextIO | None = None) -> 
             for finding in report.findings[before:]:
                 finding["step"] = step.title
         done += step.cost
+
+
+def clean(value: Any) -> Any:
+    """Return what is reported without paths, the user's name and the machine's."""
+    if isinstance(value, dict):
+        return {name: clean(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [clean(each) for each in value]
+    if not isinstance(value, str):
+        return value
+    value = _PATH.sub("<path>", value)
+    for name in _find_names():
+        value = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "<name>", value)
+    return value if len(value) <= MOST_LETTERS else f"{value[:MOST_LETTERS]} ..."
+
+
+@functools.cache
+def _find_names() -> tuple[str, ...]:
+    """Return names of the machine and of its user, if they say anything."""
+    with contextlib.suppress(OSError, KeyError):  # where no user is known
+        return tuple(n for n in (getpass.getuser(), platform.node()) if len(n) > 1)
+    return ()
 
 
 def say_duration(seconds: float) -> str:

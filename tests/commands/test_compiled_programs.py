@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from jkv import xla_flags
 from jkv.commands import compiled_programs
 from jkv.commands.compiled_programs import keep_compiled_programs
 
@@ -70,10 +71,10 @@ def test_nothing_is_kept_where_nothing_can_be_written(tmp_path):
 def test_each_system_has_its_folder(
     monkeypatch, tmp_path, system, environment, expected
 ):
-    monkeypatch.setattr(compiled_programs.sys, "platform", system)
+    monkeypatch.setattr(xla_flags.sys, "platform", system)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    found = compiled_programs.find_user_cache()
+    found = xla_flags.find_user_cache()
     assert found == pathlib.Path(expected.replace("HOME", str(tmp_path)))
 
 

@@ -12,22 +12,12 @@ import pytest
 
 import jkv
 from jkv.attention.kernel.slots import store_rows
-from jkv.commands import (
-    bandwidth,
-    bookkeeping,
-    claims,
-    collectives,
-    correctness,
-    diagnosis,
-    launches,
-    stores,
-)
+from jkv.commands import bookkeeping, collectives, correctness, diagnosis, stores
 from jkv.commands.cases import CASES
-from jkv.commands.claims import CLAIMS
 from jkv.commands.diagnosis import main
 from jkv.commands.ending import run_process
 from jkv.commands.facts import list_known_faults
-from jkv.commands.report import Report, Step, run_checks, say_duration
+from jkv.commands.report import Report, say_duration
 
 
 @pytest.fixture
@@ -40,7 +30,6 @@ def few_cases(monkeypatch):
     monkeypatch.setattr(correctness, "TOLERANCES", {"float32": 2e-5})
     monkeypatch.setattr(correctness, "QUICK_CASES", wanted)
     monkeypatch.setattr(correctness, "DERIVED_CASES", ("sinks",))
-    monkeypatch.setattr(bandwidth, "ON_CPU", bandwidth.Load(2**20, 8, 64))
     monkeypatch.setattr(diagnosis, "keep_compiled_programs", lambda: None)
 
 
@@ -57,19 +46,18 @@ def test_a_machine_that_works(tmp_path, capsys):
     what = [each["what"] for each in findings(path, "ok")]
     assert any(name.startswith("500 cycles") for name in what)
     assert {"xla, float32: 2 cases", "gradient of xla: 1 cases"} <= {*what}
-    assert any(name.startswith("decode, 8 contexts") for name in what)
     unchecked = [each["what"] for each in findings(path, "not checked")]
     assert {"the compiled kernel", "collectives"} <= {*unchecked}
-    # What a card would be asked.
-    assert {claim.what for claim in CLAIMS} <= {*unchecked}
     facts = json.loads(path.read_text())["facts"]
     assert facts["versions"]["jax"] and facts["devices"]
     assert facts["versions"]["jkv"] == jkv.__version__
     said = capsys.readouterr().out
     assert "nothing failed" in said
-    titles = re.findall(r"^(\w.*) \((\d+) of 12.*\)$", said, re.MULTILINE)
-    assert [int(number) for _, number in titles] == [*range(1, 13)]
-    assert re.search(r"^bandwidth \(11 of 12, about \d+ (s|min) left\)$", said, re.M)
+    titles = re.findall(r"^(\w.*) \((\d+) of 9.*\)$", said, re.MULTILINE)
+    assert [int(number) for _, number in titles] == [*range(1, 10)]
+    assert re.search(
+        r"^derivative: xla \(8 of 9, about \d+ (s|min) left\)$", said, re.M
+    )
 
 
 @pytest.mark.one_end
@@ -110,42 +98,6 @@ def test_a_wrong_gradient_is_reported(monkeypatch):
 
 
 @pytest.mark.one_end
-def test_claims_follow_from_what_was_found_on_the_card(monkeypatch):
-    """Each by its own steps: one that fails, one in part, one not at all."""
-    monkeypatch.setattr(claims, "on_cpu", lambda: False)
-    report = Report()
-
-    def add(*verdicts):
-        return lambda report: [report.add(each, "a part") for each in verdicts]
-
-    steps = {
-        "bookkeeping on the device": ("ok", "ok"),
-        "attention: pallas, float32": ("ok", "FAILED"),
-        "derivative: pallas": ("not checked",),
-        "attention: xla, float32": ("ok",),
-        "derivative: xla": ("not checked",),
-        "a compiled decode step": ("ok", "warning"),
-        "bandwidth": ("FAILED",),  # of no claim
-    }
-    run_checks(report, [Step(title, 1, add(*each)) for title, each in steps.items()])
-    count = len(report.findings)
-    claims.judge_claims(report)
-    found = [(each["verdict"], each["detail"]) for each in report.findings[count:]]
-    assert [verdict for verdict, _ in found] == [
-        *("ok", "FAILED", "not checked", "ok"),
-        *("not checked", "not checked", "warning", "not checked"),
-    ]
-    assert found[0][1] == "on this card" and "but for 1 of it" in found[3][1]
-
-
-@pytest.mark.one_end
-def test_each_claim_is_of_steps_that_there_are():
-    titles = [step.title for step in diagnosis.plan_steps(is_quick=False)]
-    for claim in CLAIMS:
-        assert any(title.startswith(claim.steps) for title in titles), claim
-
-
-@pytest.mark.one_end
 @pytest.mark.usefixtures("few_cases")
 def test_lost_blocks_are_reported(tmp_path, monkeypatch):
     free = bookkeeping.free
@@ -174,66 +126,21 @@ def test_what_the_store_gets_wrong_is_reported():
     assert "JKV_WRITE_KERNEL=0" in finding["detail"]
 
 
-# A loop as XLA for GPUs prints it, cut short: kernels in a computation of their own, as
-# where they become one graph, and a loop without any.
-MODULE = """HloModule jit_decode, is_scheduled=true
-
-%fused_add (p: s32[]) -> s32[] {
-  ROOT %add = s32[] add(%p, %p)
-}
-
-%command_buffer (p: s32[]) -> (u16[4,8]) {
-  %store = (u16[4,8]{1,0}) custom-call(%p), custom_call_target="__gpu$xla.gpu.triton"
-  ROOT %pieces = (f32[4]{0}) custom-call(%store), custom_call_target="triton"
-}
-
-%layers.clone (arg.1: (s32[], u16[4,8])) -> (s32[], u16[4,8]) {
-  %arg.1 = (s32[], u16[4,8]{1,0}) parameter(0)
-  %count = s32[] get-tuple-element(%arg.1), index=0
-  %loop_add_fusion = s32[] fusion(%count), kind=kLoop, calls=%fused_add
-  %call = (u16[4,8]{1,0}) call(%count), to_apply=%command_buffer
-  ROOT %tuple = (s32[], u16[4,8]{1,0}) tuple(%loop_add_fusion, %call)
-}
-
-%other (arg.2: (s32[])) -> (s32[]) {
-  %one = s32[] fusion(%arg.2), kind=kLoop, calls=%fused_add
-  %two = s32[] fusion(%one), kind=kLoop, calls=%fused_add
-}
-
-ENTRY %main (cache: u16[4,8]) -> u16[4,8] {
-  %while.1 = (s32[]) while(%start), condition=%less, body=%other
-  %while.2 = (s32[], u16[4,8]{1,0}) while(%init), condition=%less, body=%layers.clone
-}
-"""
-
-
-@pytest.mark.one_end
-def test_launches_of_a_decode_step_are_counted(monkeypatch):
-    """More than there should be are a warning; what a loop does not have is not."""
-    compiled = launches.compile_step()
-    report = Report()
-    launches.check_launches(report, compiled)
-    assert [each["verdict"] for each in report.findings] == ["ok", "not checked"]
-
-    monkeypatch.setattr(launches, "on_cpu", lambda: False)
-    more = "".join(f"  %copy.{i} = s32[] copy(%count)\n" for i in range(2))
-    at = "  %call = (u16"
-    for text, verdict, detail in (
-        (MODULE, "ok", "3, "),
-        (MODULE.replace(at, more + at), "warning", "5, "),
-        (MODULE.replace("custom-call", "fusion"), "not checked", "no loop"),
-    ):
-        monkeypatch.setattr(compiled, "as_text", lambda text=text: text, raising=False)
-        report = Report()
-        launches.check_launches(report, compiled)
-        (_, finding) = report.findings
-        assert finding["verdict"] == verdict and detail in finding["detail"]
-
-
 @pytest.mark.parametrize(
     "changes, words",
     [
         ({"versions": {"jaxlib": "0.12.0", "jax-rocm7-plugin": "0.11.0"}}, "release"),
+        ({"versions": {"jaxlib": "0.11.0", "jax-rocm10-plugin": "0.11.0"}}, "39634"),
+        (
+            {
+                "versions": {
+                    "jaxlib": "0.12.0",
+                    "jax-rocm7-plugin": "0.12.0",
+                    "jax_rocm10_plugin": "0.12.0",
+                }
+            },
+            "plugins of two ROCm",
+        ),
         ({"environment": {"HSA_OVERRIDE_GFX_VERSION": "11.0.0"}}, "another"),
         ({"drivers": {"rocm-smi": "6.4"}}, "is not installed"),
     ],
@@ -286,7 +193,7 @@ def test_ctrl_c_leaves_a_report_of_what_was_found(tmp_path, monkeypatch, capsys)
     assert "the first half" in [each["what"] for each in findings(path, "ok")]
     missed = [each["what"] for each in findings(path, "not checked")]
     assert missed[0] == "bookkeeping on the device"
-    assert missed[-2:] == ["bandwidth", "what docs/rocm.md says of cards"]
+    assert missed[-1] == "the compiled kernel"
     said = capsys.readouterr().out
     last = said.splitlines()[-1]
     assert last == "INTERRUPTED: not all was checked; nothing had failed until then"
@@ -355,7 +262,7 @@ for name in sys.argv[1:]:
         time.sleep(60)
     if name == "all-to-all":
         sys.exit("no such card")
-    print(name, flush=True)
+    print('{"verdict": "ok", "detail": "", "facts": {}}', flush=True)
 """
 
 
@@ -363,9 +270,7 @@ for name in sys.argv[1:]:
 def test_a_hanging_collective_is_named_others_tried(monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 4)
     monkeypatch.setattr(collectives, "SECONDS", 2.0)
-    monkeypatch.setattr(
-        collectives, "make_command", lambda names: [sys.executable, "-c", CHILD, *names]
-    )
+    monkeypatch.setattr(collectives, "COMMAND", (sys.executable, "-c", CHILD))
     report = Report()
     collectives.check_collectives(report)
     found = [(each["verdict"], each["what"].split()[0]) for each in report.findings]

@@ -140,6 +140,8 @@ def test_the_card_at_hand_is_asked_for_first(capsys, monkeypatch):
         (["--model", "num_kv_heads=1,head_dim=64", "--card", "H100"], "is no card"),
         (["--card", "sm_90"], "go with --model"),
         (["--model", "a", "--quick"], "leave --report and --quick out"),
+        (["--first-light", "--quick"], "stands alone"),
+        (["--first-light", "--model", "a"], "stands alone"),
     ],
 )
 def test_mistakes_are_told_in_one_line(capsys, arguments, words):

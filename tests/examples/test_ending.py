@@ -10,6 +10,8 @@ import pytest
 from generating import ending
 from support.paths import EXAMPLES
 
+from jkv import xla_flags
+
 pytestmark = pytest.mark.one_end
 
 # A program that takes about a second to compile.
@@ -113,3 +115,25 @@ def test_faults_of_the_program_keep_their_traceback():
         ending.answering_errors(),
     ):
         raise KeyError("a bug")
+
+
+def test_flags_that_the_doctor_kept_are_set_before_jax_is_imported(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("XLA_FLAGS", "")
+    xla_flags.keep_flags([xla_flags.NO_COMMAND_BUFFERS])
+    script = """
+import os, sys
+from generating.ending import ending_in_one_line
+with ending_in_one_line():
+    print(os.environ["XLA_FLAGS"], "jax" in sys.modules, "jkv" in sys.modules)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONPATH": f"{EXAMPLES}:{EXAMPLES.parent}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ran.stdout.split() == [xla_flags.NO_COMMAND_BUFFERS, "False", "False"]

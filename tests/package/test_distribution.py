@@ -57,7 +57,11 @@ def test_one_place_says_the_name_and_one_the_version() -> None:
     extras = PROJECT["optional-dependencies"]
     own = [each for group in extras.values() for each in group if "jkv" in each]
     assert own and all(each.startswith(f"{PROJECT['name']}[") for each in own)
-    named = {n for each in own for n in re.findall(r"[\w-]+", each.partition("[")[2])}
+    named = {
+        n
+        for each in own
+        for n in re.findall(r"[\w-]+", each.split("[")[1].split("]")[0])
+    }
     assert named <= {*extras}
 
 

@@ -11,6 +11,7 @@ import pytest
 from support.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))  # benchmarks are no package
+import launches  # noqa: E402
 from gpu_calls import Operands, Workload, find_workloads, make_program  # noqa: E402
 from gpu_parts import BATCHES, Part, list_parts, run_parts  # noqa: E402
 from llama import Llama, count_step_bytes  # noqa: E402
@@ -95,3 +96,49 @@ def test_a_tiny_model_is_timed(tmp_path):
     rows = {row["who"]: row for row in run["rows"]}
     assert rows["generate"]["tokens/s"] and rows["engine"]["tokens/s"]
     assert "torch" in rows["torch, CUDA graph"].get("refused", "torch")
+
+
+# A loop as XLA for GPUs prints it, cut short: kernels in a computation of their own, as
+# where they become one graph, and a loop without any.
+MODULE = """HloModule jit_decode, is_scheduled=true
+
+%fused_add (p: s32[]) -> s32[] {
+  ROOT %add = s32[] add(%p, %p)
+}
+
+%command_buffer (p: s32[]) -> (u16[4,8]) {
+  %store = (u16[4,8]{1,0}) custom-call(%p), custom_call_target="__gpu$xla.gpu.triton"
+  ROOT %pieces = (f32[4]{0}) custom-call(%store), custom_call_target="triton"
+}
+
+%layers.clone (arg.1: (s32[], u16[4,8])) -> (s32[], u16[4,8]) {
+  %arg.1 = (s32[], u16[4,8]{1,0}) parameter(0)
+  %count = s32[] get-tuple-element(%arg.1), index=0
+  %loop_add_fusion = s32[] fusion(%count), kind=kLoop, calls=%fused_add
+  %call = (u16[4,8]{1,0}) call(%count), to_apply=%command_buffer
+  ROOT %tuple = (s32[], u16[4,8]{1,0}) tuple(%loop_add_fusion, %call)
+}
+
+%other (arg.2: (s32[])) -> (s32[]) {
+  %one = s32[] fusion(%arg.2), kind=kLoop, calls=%fused_add
+  %two = s32[] fusion(%one), kind=kLoop, calls=%fused_add
+}
+
+ENTRY %main (cache: u16[4,8]) -> u16[4,8] {
+  %while.1 = (s32[]) while(%start), condition=%less, body=%other
+  %while.2 = (s32[], u16[4,8]{1,0}) while(%init), condition=%less, body=%layers.clone
+}
+"""
+
+
+def test_launches_of_a_decode_step_are_counted(monkeypatch):
+    compiled = launches.compile_step()
+    assert [*launches.find_faults(compiled)] == ["no loop over layers has kernels"]
+    more = "".join(f"  %copy.{i} = s32[] copy(%count)\n" for i in range(2))
+    at = "  %call = (u16"
+    for text, faults in (
+        (MODULE, []),
+        (MODULE.replace(at, more + at), ["5 launches for each layer, 4 for MI300X"]),
+    ):
+        monkeypatch.setattr(compiled, "as_text", lambda text=text: text, raising=False)
+        assert [*launches.find_faults(compiled)] == faults

@@ -20,11 +20,12 @@ ALLOWED: dict[str, set[str]] = {
     "status": set(),
     "arguments": {"status"},
     "lazy": set(),
+    "xla_flags": set(),
     "steering": {"status"},
     "grammar": {"status", "steering"},
     "sharding": set(),
     "formats": set(),
-    "attention": {"arguments", "formats", "sharding"},
+    "attention": {"arguments", "formats", "sharding", "xla_flags"},
     "recurrence": {"sharding"},
     "config": {"formats", "status"},
     "state": {"arguments", "config", "formats", "sharding", "status"},
@@ -97,6 +98,7 @@ ALLOWED: dict[str, set[str]] = {
         "status",
         "storage",
         "verbs",
+        "xla_flags",
     },
     "serving": {
         "commands",
@@ -121,7 +123,7 @@ ALLOWED: dict[str, set[str]] = {
 # What a user of the cache reads: it knows kinds of things by their faces alone.
 CORE = {
     *("status", "arguments", "sharding", "formats", "attention", "recurrence"),
-    *("config", "state", "metadata", "storage", "verbs"),
+    *("config", "state", "metadata", "storage", "verbs", "xla_flags"),
 }
 # The doors of rooms that have many, from the ground up: each may use those before it.
 DOORS: dict[str, tuple[str, ...]] = {

@@ -42,6 +42,18 @@ def test_every_test_in_the_table_of_features_exists() -> None:
             assert not test or re.search(rf"(def|class) {test}\b", files[file]), test
 
 
+def test_what_breaks_elsewhere_has_a_number_and_a_test_that_exists() -> None:
+    tests = {
+        path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")
+    }
+    page = (ROOT / "docs" / "elsewhere.md").read_text()
+    rows = re.findall(r"^\| (.*) \| (.*) \| `(.*)::(.*)` \|$", page, re.MULTILINE)
+    assert len(rows) == page.count("\n| ") - 1 >= 20 and len(page) < 8000
+    for what, where, file, test in rows:
+        assert re.search(r"\w \d+", where), what
+        assert f"def {test}(" in tests[file], what
+
+
 def test_the_design_page_has_a_row_for_every_room() -> None:
     """And a row, or a word, for each module beside the rooms."""
     rows = {*re.findall(r"^\| `([\w/]+)` \| .+ \|$", DESIGN, re.MULTILINE)}

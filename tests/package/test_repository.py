@@ -88,7 +88,8 @@ def test_the_form_asks_for_the_report_of_the_doctor() -> None:
     form = read(GITHUB / "ISSUE_TEMPLATE" / "fault.yml")
     fields = {field["id"]: field for field in form["body"] if "id" in field}
     doctor = fields["doctor"]
-    assert "python -m jkv.doctor" in doctor["attributes"]["description"]
+    assert "python -m jkv.doctor --first-light" in doctor["attributes"]["description"]
+    assert "python -m jkv.doctor --quick" in doctor["attributes"]["description"]
     assert doctor["validations"]["required"]
 
 

@@ -721,6 +721,20 @@ MUTATIONS = (
         'if facts["drivers"] and on_gpu:',
     ),
     Mutation(
+        "first-light-names-a-flag-that-does-not-help",
+        "commands",
+        "Loops that are wrong with and without command buffers are said to need none.",
+        'packed.verdict == "FAILED" and single.verdict == "ok"',
+        'packed.verdict == "FAILED"',
+    ),
+    Mutation(
+        "flags-of-another-plugin-are-set",
+        "commands",
+        "What was found with one plugin is said of another.",
+        'if not flags or kept["versions"] != find_plugins():',
+        "if not flags:",
+    ),
+    Mutation(
         "plan-takes-all-weights-off-each-device",
         "commands",
         "Several devices that share a model each keep all of its weights.",

@@ -3,7 +3,7 @@
 import hashlib
 from pathlib import Path
 
-from jkv.commands.compiled_programs import find_user_cache
+from jkv.xla_flags import find_user_cache
 
 # In front of the weights of such a folder, and written last.
 INDEX = "gguf.index.json"

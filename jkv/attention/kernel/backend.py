@@ -39,6 +39,9 @@ def _pallas() -> tuple[ModuleType, ModuleType]:
     from jax.experimental import pallas
     from jax.experimental.pallas import triton
 
+    from jkv.xla_flags import warn_of_missing_flags
+
+    warn_of_missing_flags()
     return pallas, triton
 
 

@@ -1,16 +1,18 @@
 """What a decode step of a model launches on the card at hand, by the compiled program.
 
 The step is compiled and never run, so that its shapes may be a real model's.
+
+    python benchmarks/launches.py    # on a GPU
 """
 
 import functools
 import re
+import sys
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 
-from jkv.commands.correctness import on_cpu
-from jkv.commands.report import Report
 from jkv.config.cache_config import CacheConfig
 from jkv.making.initialization import init
 from jkv.state import Cache
@@ -39,34 +41,29 @@ _LAUNCH = re.compile(r" (?:fusion|custom-call|copy)\(")
 _CALLED = re.compile(r" call\(.*to_apply=%?([\w.-]+)")
 
 
-def check_launches(report: Report, step: jax.stages.Compiled | None = None) -> None:
-    """Count what a trip of a decode step's loop over layers launches, by its module.
+def main() -> int:
+    """Say what the step launches; return 1 where that is more, or not in place."""
+    compiled = compile_step()
+    faults = list(find_faults(compiled))
+    for line in find_launches(compiled.as_text() or "") or ():
+        print(line.strip()[:120])
+    print("\n".join(faults) or "in place, with few launches")
+    return 1 if faults else 0
 
-    Args:
-      report: gets a finding for its memory, and one for the launches.
-      step: in place of the one that is compiled here.
-    """
-    compiled = step or compile_step()
-    temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", None)
-    what = "a decode step in place"
+
+def find_faults(compiled: jax.stages.Compiled) -> Iterator[str]:
+    """Say what a compiled step has that it should not."""
+    temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
     cache = jax.eval_shape(functools.partial(init, SIZES))
     pool = cache.storage[0].key_pool
     layer_bytes = pool.size * pool.dtype.itemsize // SIZES.num_layers
-    if temporary is None:
-        report.add("not checked", what, "no memory analysis here")
-    else:
-        detail = f"{temporary:,} bytes beside {layer_bytes:,} of a layer's keys"
-        report.add("ok" if temporary < layer_bytes else "FAILED", what, detail)
-    what = "launches of a decode step for each layer"
-    if on_cpu():
-        report.add("not checked", what, "of cards; there is none here")
-        return
+    if temporary >= layer_bytes:
+        yield f"{temporary:,} bytes beside {layer_bytes:,} of a layer's keys"
     lines = find_launches(compiled.as_text() or "")
     if lines is None:
-        report.add("not checked", what, "the program has no loop over layers")
-        return
-    verdict = "ok" if len(lines) <= MOST_LAUNCHES else "warning"
-    report.add(verdict, what, f"{len(lines)}, {MOST_LAUNCHES} for MI300X")
+        yield "no loop over layers has kernels"
+    elif len(lines) > MOST_LAUNCHES:
+        yield f"{len(lines)} launches for each layer, {MOST_LAUNCHES} for MI300X"
 
 
 def compile_step() -> jax.stages.Compiled:
@@ -139,3 +136,7 @@ def _split_computations(text: str) -> dict[str, list[str]]:
         if name is not None:
             computations[name[1]] = lines
     return computations
+
+
+if __name__ == "__main__":
+    sys.exit(main())

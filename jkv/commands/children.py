@@ -1,0 +1,143 @@
+"""What may crash or hang is tried in child processes, each with a limit to its time.
+
+A child (`answer`) tries what its command line names, in turn, and prints an answer to
+each. After a crash or a hang a new child tries the rest. Children are killed with all
+that they started, and end by themselves where this process is killed.
+"""
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO, Any, NamedTuple
+
+
+class Answer(NamedTuple):
+    """What came of one name; verdicts are those of `Report.add`."""
+
+    name: str
+    verdict: str
+    detail: str
+    facts: dict[str, Any] = {}
+
+
+def ask(
+    command: Sequence[str],
+    names: Sequence[str],
+    find_limit: Callable[[], float],
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Answer]:
+    """Yield an answer to each name, in order.
+
+    Args:
+      command: of a child, before the names.
+      names: what to try.
+      find_limit: gives the seconds that the next answer may take.
+      environment: what differs from this process's variables.
+    """
+    left = list(names)
+    preallocate = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    while left and find_limit() > 0:
+        with tempfile.TemporaryFile("w+", errors="replace") as said:
+            child = subprocess.Popen(
+                [*command, *left],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=said,
+                text=True,
+                start_new_session=True,
+                env=os.environ | preallocate | dict(environment or {}),
+            )
+            try:
+                for found in _listen(child, left, find_limit, said):
+                    left.pop(0)
+                    yield found
+            finally:
+                _kill(child)
+    for name in left:
+        yield Answer(name, "not checked", "the time is over")
+
+
+def answer(tries: Mapping[str, Callable[[], Any]], names: Sequence[str]) -> None:
+    """Try names in turn, as a child: print whether each raised, and what it gave."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    for name in names:
+        line: dict[str, Any] = {"verdict": "ok", "detail": ""}
+        try:
+            found = tries[name]()
+            line["facts" if isinstance(found, dict) else "detail"] = found or ""
+        except NotImplementedError as reason:
+            line = {"verdict": "not checked", "detail": str(reason)}
+        except Exception as error:
+            line = {"verdict": "FAILED", "detail": f"{type(error).__name__}: {error}"}
+        print(json.dumps(line), flush=True)
+
+
+def _listen(
+    child: "subprocess.Popen[str]",
+    names: Sequence[str],
+    find_limit: Callable[[], float],
+    said: IO[str],
+) -> Iterator[Answer]:
+    """Yield a child's answers, the last of them for a name at which it ended."""
+    lines: queue.Queue[str] = queue.Queue()
+    threading.Thread(target=_read, args=(child.stdout, lines), daemon=True).start()
+    for name in list(names):
+        limit, line = find_limit(), " "
+        while line and not line.startswith("{"):
+            try:
+                line = lines.get(timeout=max(limit, 0.0))
+            except queue.Empty:
+                detail = f"no answer in {limit:.0f} s: it hangs"
+                yield Answer(name, "FAILED", detail)
+                return
+        if not line:
+            yield Answer(name, "FAILED", _say_end(child, said))
+            return
+        yield Answer(name, **json.loads(line))
+
+
+def _say_end(child: "subprocess.Popen[str]", said: IO[str]) -> str:
+    """Say how a child ended that did not answer."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(timeout=1.0)
+    said.seek(0)
+    lines = [line.strip() for line in said if line.strip()][-3:]
+    status = child.returncode
+    if status is not None and status < 0:
+        return " | ".join([f"crashed: {signal.Signals(-status).name}", *lines])
+    return lines[-1] if lines else f"its process ended with status {status}"
+
+
+def _read(stream: IO[str], lines: "queue.Queue[str]") -> None:
+    """Pass on each line as it comes, and an empty one at the end."""
+    with contextlib.suppress(ValueError), stream:
+        for line in stream:
+            lines.put(line)
+    lines.put("")
+
+
+def _kill(child: "subprocess.Popen[str]") -> None:
+    """End a child and all that it started; one that hangs in a driver may stay."""
+    with contextlib.suppress(OSError):
+        if hasattr(os, "killpg"):
+            os.killpg(child.pid, signal.SIGKILL)
+        else:
+            child.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(timeout=2.0)
+    if child.stdin is not None:
+        child.stdin.close()
+
+
+def _end_with_parent() -> None:
+    """Wait until the process that asks is gone."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdin.read()
+    os._exit(1)

@@ -1,0 +1,154 @@
+"""`python -m jkv.doctor --first-light`: a new card's first minutes.
+
+Nothing that is tried runs in this process, which does not start JAX: a crash, a hang
+and a wrong number are answers. They end in a table with what to set and why.
+"""
+
+import dataclasses
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+from jkv.commands.children import Answer, ask
+from jkv.commands.ending import FAILED, INTERRUPTED
+from jkv.commands.facts import list_known_faults
+from jkv.commands.probes import DRAWS, LOOPS, MACHINE, list_tries
+from jkv.commands.report import Report
+from jkv.xla_flags import NO_COMMAND_BUFFERS, keep_flags
+
+COMMAND = (sys.executable, "-m", "jkv.commands.probes")
+
+# Seconds for all, and for one answer.
+TOTAL, EACH = 285.0, 75.0
+
+REPORT = pathlib.Path("jkv-first-light.json")
+
+WITHOUT_BUFFERS = f"{LOOPS}, without command buffers"
+
+
+# What to set where an answer is wrong: by how its name begins, and what it says.
+CURES = (
+    (
+        "",
+        "No FFI handler registered",
+        "a plugin that jaxlib finds: before 0.11.1 that of ROCm 7 alone (extra rocm7)",
+    ),
+    (MACHINE, "", "driver, plugin, pjrt and jaxlib that go together (docs/rocm.md)"),
+    (LOOPS, "", "no flag known here helps: the report in an issue of jkv's"),
+    ("scatters", "", "a newer plugin: large fused scatters failed in JAX 0.9"),
+    ("a tall product", "", "at most 2^19 rows of float32 at once, or bfloat16"),
+    ("kernel: rows stored", "", "JKV_WRITE_KERNEL=0: scatters store keys and values"),
+    ("kernel:", "", "implementation='xla' for such calls: no kernel serves them"),
+    ("", "", "the report in an issue of jkv's"),
+)
+
+
+@dataclasses.dataclass
+class FirstLight:
+    """What is asked, and until when."""
+
+    report: Report
+    ends: float  # by time.monotonic
+    flags: str  # XLA's, for children
+
+    def try_all(self, names: Sequence[str], shown: str | None = None) -> list[Answer]:
+        """Ask children, and note each answer, under another name if one is given."""
+        answers = []
+        for found in ask(COMMAND, names, self.find_limit, {"XLA_FLAGS": self.flags}):
+            self.report.add(found.verdict, shown or found.name, found.detail)
+            answers.append(found)
+        return answers
+
+    def find_limit(self) -> float:
+        """Return the seconds that the next answer may take."""
+        return min(EACH, self.ends - time.monotonic())
+
+
+def shed_light(path: pathlib.Path | None) -> int:
+    """Try all, print the table, write the report; return the exit status."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    flags = [each for each in flags if not each.startswith(NO_COMMAND_BUFFERS)]
+    report = Report()
+    light = FirstLight(report, time.monotonic() + TOTAL, " ".join(flags))
+    try:
+        needed = try_in_order(light)
+    except KeyboardInterrupt:
+        report.was_interrupted, needed = True, None
+    print("", *lay_out(report), sep="\n")
+    if needed:
+        print(f"\nset in the environment: XLA_FLAGS={' '.join([*flags, *needed])!r}")
+    report.write(path or REPORT)
+    print(report.summary)
+    if report.was_interrupted:
+        return INTERRUPTED
+    return FAILED if report.has_failed else 0
+
+
+def try_in_order(light: FirstLight) -> list[str] | None:
+    """Try all; return the flags that are needed, None where nothing can be tried."""
+    (machine,) = light.try_all([MACHINE])
+    if machine.verdict != "ok":
+        return None
+    light.report.facts = machine.facts
+    for warning in list_known_faults(machine.facts):
+        light.report.add("warning", warning)
+    light.try_all([DRAWS])
+    flags = light.flags
+    (packed,) = light.try_all([LOOPS])
+    light.flags = f"{flags} {NO_COMMAND_BUFFERS}".strip()
+    (single,) = light.try_all([LOOPS], WITHOUT_BUFFERS)
+    is_cured = packed.verdict == "FAILED" and single.verdict == "ok"
+    needed = [NO_COMMAND_BUFFERS] if is_cured else []
+    if is_cured or packed.verdict == "ok":
+        keep(needed)
+    light.flags = " ".join([flags, *needed]).strip()
+    tries = list_tries(is_on_cpu=machine.facts["platform"] == "cpu")
+    light.try_all([name for name in tries if name not in (MACHINE, DRAWS, LOOPS)])
+    return needed
+
+
+def keep(flags: Sequence[str]) -> None:
+    """Keep what is needed for other processes, if a file can be written."""
+    try:
+        keep_flags(flags)
+    except (OSError, RuntimeError) as error:  # no home, either
+        print(f"not kept: {error}", file=sys.stderr)
+
+
+def lay_out(report: Report) -> Iterator[str]:
+    """Yield the lines of the table, and note each cure with its finding."""
+    verdicts = {each["what"]: each["verdict"] for each in report.findings}
+    width = max(map(len, verdicts), default=0)
+    yield f"{'what was tried':<{width}}  answer       what to set, and why"
+    for finding in report.findings:
+        if finding["verdict"] == "warning":
+            continue
+        if finding["verdict"] == "FAILED":
+            finding["cure"] = find_cure(finding, verdicts)
+        cells = f"{say_answer(finding):<11}  {finding.get('cure', '')}"
+        yield f"{finding['what']:<{width}}  {cells}".rstrip()
+
+
+def say_answer(finding: Mapping[str, str]) -> str:
+    """Name the kind of an answer."""
+    if finding["verdict"] != "FAILED":
+        return finding["verdict"]
+    kinds = {"crash": "crashed: ", "hang": "it hangs", "no handler": "No FFI handler"}
+    found = (kind for kind, sign in kinds.items() if sign in finding["detail"])
+    return next(found, "wrong")
+
+
+def find_cure(finding: Mapping[str, str], verdicts: Mapping[str, str]) -> str:
+    """Return what to set where an answer is wrong, and why."""
+    if finding["what"] == LOOPS and verdicts.get(WITHOUT_BUFFERS) == "ok":
+        return (
+            f"XLA_FLAGS={NO_COMMAND_BUFFERS} : kernels launched one by one are right, "
+            f"graphs of them are not"
+        )
+    return next(
+        advice
+        for name, sign, advice in CURES
+        if finding["what"].startswith(name) and sign in finding["detail"]
+    )

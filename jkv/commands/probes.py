@@ -1,0 +1,239 @@
+"""What `jkv.doctor --first-light` tries on a card, by names, in child processes.
+
+A try returns what it found, raises `NotImplementedError` where it does not apply, and
+another error for an answer that is wrong.
+"""
+
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jkv
+from jkv.commands import bookkeeping, correctness, stores
+from jkv.commands.cases import CASES, Case
+from jkv.commands.children import answer
+from jkv.commands.facts import collect_facts
+from jkv.commands.report import Report
+from jkv.inspection.invariants import check
+from jkv.making.initialization import init
+from jkv.state import Cache
+from jkv.verbs.allocation import allocate
+from jkv.verbs.appending import append
+from jkv.verbs.writing import write
+
+Try = Callable[[], Any]
+
+# Names that the command knows.
+MACHINE, DRAWS, LOOPS = "machine", "drawn numbers", "loops of small kernels"
+
+NUM_REPLAYS, NUM_TRIPS = 200, 4
+
+# A step of many sequences over a pool with many blocks, and little in each.
+MANY = dataclasses.replace(
+    bookkeeping.SIZES,
+    num_layers=1,
+    num_blocks=2**15,
+    max_sequences=2**10,
+    max_context_length=2**10,
+)
+NUM_APPENDED = 8  # tokens of each sequence
+
+# More rows than 2^19, from which on some products are wrong.
+TALL = 600_000, 64, 16
+
+# Calls in other dtypes beside all calls in bfloat16.
+OTHER_CASES = "decode", "prefill", "mixed, with padding"
+
+PROMPT = (
+    *("The with statement", "--max-new-tokens", "24"),
+    *("--temperature", "0", "--json"),
+)
+
+
+def list_tries(*, is_on_cpu: bool) -> dict[str, Try]:
+    """Return what to try, in order; on a CPU the kernel is interpreted, and slow."""
+    return {
+        MACHINE: collect_facts,
+        DRAWS: draw_numbers,
+        LOOPS: replay_loops,
+        "scatters of a step": scatter_many,
+        "a tall product": multiply_tall,
+        "a donated step in place": judged(bookkeeping.check_in_place),
+        **{f"kernel: {name}": each for name, each in _list_kernels(is_on_cpu)},
+        "generate": compare_texts,
+    }
+
+
+def _list_kernels(is_on_cpu: bool) -> Iterator[tuple[str, Try]]:
+    """Yield calls of the kernels to compare with references."""
+    check_kernel = functools.partial(
+        correctness.check_implementation, implementation="pallas"
+    )
+
+    def compare(case: Case, dtype: str) -> tuple[str, Try]:
+        check = functools.partial(check_kernel, dtype=dtype, cases=(case,))
+        return f"{case.name}, {dtype}", judged(check)
+
+    if is_on_cpu:
+        named = correctness.QUICK_INTERPRETED
+        yield from (compare(each, "float32") for each in CASES if each.name in named)
+        return
+    for case, dtype in itertools.product(CASES, correctness.TOLERANCES):
+        if dtype == "bfloat16" or case.name in OTHER_CASES:
+            yield compare(case, dtype)
+    for stored in stores.CASES:
+        check = functools.partial(stores.check_stores, cases=(stored,))
+        yield f"rows stored, {stored.name}", judged(check)
+    check = functools.partial(correctness.check_derivative, implementation="pallas")
+    yield "derivative", judged(check)
+
+
+def judged(check: Callable[[Report], None]) -> Try:
+    """Return a try that raises what a check of the doctor finds wrong."""
+
+    def judge() -> str:
+        report = Report()
+        check(report)
+        found: dict[str, list[str]] = {}
+        for each in report.findings:
+            said = f"{each['what']}: {each['detail']}"
+            found.setdefault(each["verdict"], []).append(said)
+        if "FAILED" in found:
+            raise ValueError("; ".join(found["FAILED"]))
+        if "ok" not in found:
+            raise NotImplementedError("; ".join(found.get("not checked", ())))
+        return "; ".join(found["ok"])
+
+    return judge
+
+
+def draw_numbers() -> None:
+    """Draw as sampling does: what a plugin registers, and its bits."""
+    compare_bits(lambda key: jax.random.bits(key, (4096,)), jax.random.key(0))
+
+
+def replay_loops() -> str:
+    """Run loops of the verbs again and again, from where the host says each time."""
+
+    @jax.jit
+    def play(start: jax.Array, cache: Cache) -> Cache:
+        return jax.lax.fori_loop(
+            start, start + NUM_TRIPS, bookkeeping.play_cycle, cache
+        )
+
+    here, cpu = find_devices()
+    caches = [jax.device_put(init(bookkeeping.SIZES), each) for each in (here, cpu)]
+    for start in range(NUM_REPLAYS):
+        found, wanted = (
+            play(jax.device_put(np.int32(start), device), cache)
+            for device, cache in zip((here, cpu), caches, strict=True)
+        )
+        require_equal(found, wanted, f"in replay {start} ")
+    return f"{NUM_REPLAYS} replays"
+
+
+def scatter_many() -> None:
+    """Append to and write for a thousand sequences at once."""
+
+    def step(seq_rows: jax.Array) -> Cache:
+        num = MANY.max_sequences
+        cache, opened = allocate(init(MANY), jnp.arange(num, dtype=jnp.int32) % 200)
+        capacity = num * NUM_APPENDED
+        count = jnp.full((num,), NUM_APPENDED, jnp.int32)
+        cache, batch = append(cache, opened.seq_ids, count, capacity=capacity)
+        return write(cache, 0, batch, seq_rows, seq_rows)
+
+    shape = MANY.max_sequences * NUM_APPENDED, MANY.num_kv_heads, MANY.head_dim
+    rows = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    check(compare_bits(step, rows))
+
+
+def multiply_tall() -> None:
+    """Multiply more rows than some libraries reach, in numbers without rounding."""
+    rows, inner, columns = TALL
+    random = np.random.default_rng(0)
+    left, right = (
+        random.integers(-4, 5, shape).astype(np.float32)
+        for shape in ((rows, inner), (inner, columns))
+    )
+    found = np.asarray(jax.jit(jnp.matmul)(left, right))
+    wrong = np.flatnonzero((found != left @ right).any(axis=1))
+    if wrong.size:
+        raise ValueError(f"{wrong.size} of {rows} rows differ, from {wrong[0]} on")
+
+
+def compare_texts() -> str:
+    """Continue a prompt with the bundled model, here and on the CPU."""
+    program = pathlib.Path(jkv.__file__).parents[1] / "examples" / "generate.py"
+    if not program.exists():
+        raise NotImplementedError("the bundled model is in a checkout alone")
+    precise = os.environ | {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
+    texts = []
+    for environment in (precise, precise | {"JAX_PLATFORMS": "cpu"}):
+        ran = subprocess.run(
+            [sys.executable, str(program), *PROMPT],
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        if ran.returncode:
+            said = ran.stderr.strip().splitlines() or [""]
+            raise ValueError(f"ended with status {ran.returncode}: {said[-1]}")
+        texts.append(json.loads(ran.stdout.splitlines()[-1])["text"])
+    if texts[0] != texts[1]:
+        raise ValueError(f"{texts[0]!r} instead of {texts[1]!r}")
+    return f"{texts[0]!r}"
+
+
+def compare_bits(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a function gives on the device at hand, and on the CPU alike."""
+    here, cpu = (
+        jax.jit(function)(*jax.device_put(arguments, device))
+        for device in find_devices()
+    )
+    require_equal(here, cpu)
+    return here
+
+
+def require_equal(found: Any, wanted: Any, when: str = "") -> None:
+    """Compare all bits.
+
+    Raises:
+      ValueError: with the array that differs.
+    """
+    for (path, leaf), other in zip(
+        jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True
+    ):
+        if np.asarray(leaf).tobytes() != np.asarray(other).tobytes():
+            name = jax.tree_util.keystr(path) or "the result"
+            raise ValueError(f"wrong numbers: {when}{name} is not the CPU's")
+
+
+def find_devices() -> tuple[jax.Device, jax.Device]:
+    """Return the device at hand and the CPU.
+
+    Raises:
+      NotImplementedError: where JAX_PLATFORMS leaves the CPU out.
+    """
+    try:
+        return jax.devices()[0], jax.devices("cpu")[0]
+    except RuntimeError as error:
+        if jax.devices():
+            raise NotImplementedError(f"JAX offers no CPU here: {error}") from error
+        raise
+
+
+if __name__ == "__main__":
+    every = list_tries(is_on_cpu=True) | list_tries(is_on_cpu=False)
+    answer(every, sys.argv[1:])
