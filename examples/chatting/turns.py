@@ -36,18 +36,22 @@ class Chat:
         model, self._params = pretrained.load(options.model, loop_layers=loops)
         self._tokenizer = pretrained.load_tokenizer(options.model)
         self._has_template = pretrained.has_chat_template(options.model)
+        self._sampling = {"temperature": 0.0} | pretrained.read_sampling(options.model)
+        if options.temperature is not None:
+            self._sampling["temperature"] = options.temperature
         self._stop_tokens = np.array(model.config.stop_tokens, np.int32)
         config = model.cache_config(
             min(options.context, model.config.max_context_length),
             max_sequences=options.branches,
-            dtype=self._params["embedding"].dtype,
+            dtype=options.kv_dtype or self._params["embedding"].dtype,
             prefix_caching=model.config.has_states,
         )
         extend = partial(jkv.extend, model, max_new_tokens=PIECE, chunk_size=WIDTH // 4)
         self._extend = jax.jit(extend, donate_argnames="cache")
         self.cache, opened = jkv.allocate(jkv.init(config), [0])
         self.branches: list[Branch] = []
-        self.add(Branch(int(opened.seq_ids[0])))
+        told = [{"role": "system", "content": options.system}] if options.system else []
+        self.add(Branch(int(opened.seq_ids[0]), messages=told))
 
     def add(self, branch: Branch) -> None:
         """Go on in a branch that was not there; it shares no list with another."""
@@ -119,9 +123,7 @@ class Chat:
                 tokens=_padded(given),
                 limits=np.minimum(self.options.max_new_tokens - len(answer), [PIECE]),
                 stop_tokens=self._stop_tokens,
-                sampling=jkv.Sampling(
-                    temperature=self.options.temperature, seeds=len(ids) + len(answer)
-                ),
+                sampling=jkv.Sampling(**self._sampling, seeds=len(ids) + len(answer)),
             )
             reason = jkv.FinishReason(piece.reasons[0])
             answer += piece.tokens[0, : piece.lengths[0]].tolist()

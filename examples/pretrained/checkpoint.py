@@ -52,6 +52,8 @@ def read_params(
     """
     dtype = jnp.dtype(dtype if dtype is not None else default_dtype(config))
     tensors = Tensors(find_tensors(find_folder(folder)), config.quantization)
+    if config.tied:
+        tensors.let_stand_for("lm_head.weight", model_tensors(config)["embedding"].name)
     _refuse_unexpected(tensors.paths, config)
     params: Params = {
         name: put(name, _read_stack(tensors, source, (source.name,), dtype)[0])

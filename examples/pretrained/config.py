@@ -274,10 +274,29 @@ def read_config(folder: str | Path) -> DecoderConfig:
 
     # Chat models name further stop tokens beside their config.
     generation = path.with_name("generation_config.json")
+    stop: tuple[int, ...] = ()
     if generation.is_file():
         stop = Settings(read_json(generation)).token_ids("eos_token_id")
-        config = dataclasses.replace(config, stop_tokens=stop or config.stop_tokens)
-    return config
+    stop = dict.fromkeys((*(stop or config.stop_tokens), *_find_end(path.parent)))
+    return dataclasses.replace(config, stop_tokens=tuple(stop))
+
+
+def _find_end(folder: Path) -> tuple[int, ...]:
+    """Return the id of the token that tokenizer_config.json ends texts with, if any."""
+    path = folder / "tokenizer_config.json"
+    settings = read_json(path) if path.is_file() else {}
+    token = settings.get("eos_token")
+    token = token.get("content") if isinstance(token, Mapping) else token
+    added = settings.get("added_tokens_decoder")
+    if not isinstance(token, str) or not isinstance(added, Mapping):
+        return ()
+    return tuple(
+        int(number)
+        for number, each in added.items()
+        if str(number).isdecimal()
+        and isinstance(each, Mapping)
+        and each.get("content") == token
+    )
 
 
 def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:

@@ -72,6 +72,12 @@ class Tensors:
         self._files: dict[Path, Any] = {}
         self._headers: dict[Path, tuple[dict[str, Any], int]] = {}
 
+    def let_stand_for(self, name: str, other: str) -> None:
+        """Have a tensor that is there read as another one, if that is missing."""
+        if other not in self.paths and name in self.paths:
+            self.paths[other] = self.paths[name]
+            self._stored[other] = self._stored[name]
+
     def read(
         self, name: str, shape: tuple[int, ...], index: int | None = None
     ) -> np.ndarray:

@@ -73,9 +73,13 @@ def find_text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 def name_tensors(stored: Iterable[str]) -> dict[str, str]:
     """Return the names that tensors are stored by, by those that a plain model has.
 
-    Tensors of the parts that see are left out. A plain model keeps all of its names.
+    Tensors of the parts that see are left out. A plain model keeps all of its names;
+    those of one that was saved without its head do not begin with "model.".
     """
     names = list(stored)
+    if "embed_tokens.weight" in names:
+        own = {name: name for name in names if name.startswith("lm_head.")}
+        return own | {f"model.{name}": name for name in names if name not in own}
     if not any(name.startswith(tuple(PREFIXES)) for name in names):
         return {name: name for name in names}
     return {

@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +41,7 @@ class Served(NamedTuple):
     folder: Path
     context: int  # most tokens of a prompt and its answer
     max_new_tokens: int | None = None  # of a text that does not say; None: as it may
+    sampling: Mapping[str, float] = {}  # fields of `jkv.Sampling` that nobody says
     known_as: str | None = None  # the model's name; None is its folder's
     begin_tokens: tuple[int, ...] = ()  # of a prompt that has none
     scorer: Scorer | None = None  # tells log-probabilities of texts that are there
@@ -114,6 +116,7 @@ def add_options(parser: argparse.ArgumentParser, *, may_share: bool = True) -> N
     said = "of a text that does not say; the checkpoint's, else what the context leaves"
     add("--max-new-tokens", type=int, help=said)
     add("--served-model-name", help="what clients call the model; its folder's name")
+    add("--kv-dtype", help="of the cache, such as int8 or fp8; the model's")
     add("--blocks", type=int, help="of the pool; else what all running can need")
     add("--rows", type=int, help="of every step: less to compile; else few and many")
     add("--scan-layers", action="store_true", help="compile faster, compute slower")
@@ -187,7 +190,7 @@ def load(
     config = model.cache_config(
         context,
         max_sequences=options.max_running,
-        dtype=params["embedding"].dtype,
+        dtype=options.kv_dtype or params["embedding"].dtype,
         prefix_caching=True,
         num_blocks=options.blocks,
     )
@@ -219,6 +222,7 @@ def load(
         Path(options.model),
         context,
         max_new_tokens=options.max_new_tokens or read_max_new_tokens(options.model),
+        sampling=pretrained.read_sampling(options.model),
         known_as=options.served_model_name,
         begin_tokens=_find_begin_tokens(tokenizer, stop_tokens),
         scorer=make_scorer(model, params, config) if mesh is None else None,

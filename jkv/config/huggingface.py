@@ -99,6 +99,11 @@ def read_sizes(
       ValueError: for a model whose cache has no such sizes, saying what to give.
     """
     path = Path(folder)
+    if path.suffix == ".gguf":
+        raise ValueError(
+            f"{path} is a GGUF file: pretrained.find_folder of the examples unpacks "
+            f"its settings; give the folder that it returns"
+        )
     path = path if path.is_file() else path / "config.json"
     if not path.is_file():
         raise FileNotFoundError(

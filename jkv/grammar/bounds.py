@@ -39,6 +39,12 @@ class Bounds:
         """Agree with equality."""
         return hash(self.max_bytes)
 
+    def share(self, parts: int) -> "Bounds":
+        """Return a part of these bounds, until the same time."""
+        found = Bounds(self.max_bytes // parts)
+        found._deadline, found._timeout = self._deadline, self._timeout
+        return found
+
     def hold(self, num_bytes: int, what: str) -> None:
         """Check what is held at one time.
 

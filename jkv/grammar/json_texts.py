@@ -7,7 +7,7 @@ from jkv.grammar.bounds import Bounds
 from jkv.grammar.grammar import Grammar
 from jkv.grammar.kept_files import Folder, keep
 from jkv.grammar.languages import MAX_BYTES, compile_expression
-from jkv.grammar.schema.compilation import Reading, SchemaCompiler
+from jkv.grammar.schema.compilation import Reading, compile_schema
 from jkv.grammar.vocabulary import Vocabulary
 
 WHITESPACE = "[ ]?"
@@ -39,7 +39,8 @@ def from_json_schema(
       whitespace: pattern of what may stand around brackets, commas and colons; once at
         each place. None stands before the value or behind it.
       depth: levels of arrays and objects in a value of which the schema says nothing.
-      recursion: how often a schema that refers to itself may stand in itself.
+      recursion: how often a schema that refers to itself may stand in itself; less
+        often where that takes more than some 16,000 states.
       strict: whether keywords and formats that JSON Schema does not define are errors;
         they are ignored otherwise, as the standard says.
       max_bytes: of the tables, and of the memory that compiling takes beside the
@@ -65,7 +66,7 @@ def from_json_schema(
 
     def make() -> Grammar:
         bounds = Bounds(max_bytes, timeout)
-        texts = SchemaCompiler(schema, reading, bounds).compile_root()
+        texts = compile_schema(schema, reading, bounds)
         return compile_expression(texts, vocabulary, bounds)
 
     reading = Reading(whitespace, depth, recursion, strict)

@@ -25,7 +25,8 @@ from jkv.grammar.kept_files import Folder, keep
 from jkv.grammar.languages import MAX_BYTES, compile_expression
 from jkv.grammar.products import is_empty, subtract
 from jkv.grammar.regexes import compile_regex
-from jkv.grammar.schema.compilation import Reading, SchemaCompiler
+from jkv.grammar.schema.compilation import Reading, compile_schema
+from jkv.grammar.schema.punctuation import Punctuation
 from jkv.grammar.schema.strings import ANYTHING, literal_string
 from jkv.grammar.vocabulary import Vocabulary
 
@@ -111,8 +112,7 @@ def from_tools(
         if choice == "auto" and answer is None:
             texts = _with_text(inner, begin, is_single, bounds)
         elif choice == "auto":
-            compiler = SchemaCompiler(answer, reading, bounds)
-            texts = Choice([texts, compiler.compile_root()])
+            texts = Choice([texts, compile_schema(answer, reading, bounds)])
         return compile_expression(texts, vocabulary, bounds)
 
     reading = Reading(whitespace, depth, recursion, strict)
@@ -153,8 +153,8 @@ def find_refused_tools(
     for function in _functions(tools):
         bounds = Bounds(max_bytes, timeout)
         try:
-            arguments = SchemaCompiler(_schema_of(function), reading, bounds)
-            if is_empty(determinize(arguments.compile_root(), bounds)):
+            texts = compile_schema(_schema_of(function), reading, bounds)
+            if is_empty(determinize(texts, bounds)):
                 raise NoText("no value is valid for its schema")
         except ValueError as error:
             found[function["name"]] = error
@@ -178,11 +178,11 @@ def _call(
     """Return the calls of one tool, objects of its name and its arguments."""
     schema = {"type": "object"} if is_free else _schema_of(function)
     try:
-        compiler = SchemaCompiler(schema, reading, bounds)
-        texts, marks = compiler.compile_root(), compiler.marks
+        texts = compile_schema(schema, reading, bounds)
     except (Unsupported, TooLarge) as error:
         message = f"tool {function['name']!r}: {error}"
         raise type(error)(message) from error
+    marks = Punctuation(Leaf(compile_regex(reading.whitespace, bounds)))
     name = marks.property("name", literal_string(function["name"]))
     arguments = marks.property("arguments", texts)
     return marks.object(marks.separated([(name, True), (arguments, True)]))

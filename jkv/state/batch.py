@@ -82,9 +82,6 @@ class Batch:
     plan: Any = None
     # i32[...], rows whose logits are asked for, where that is not each request's last.
     asked_rows: jax.Array | None = None
-    # i32[N, T], of a step that fills a pool of one layer at a time: the row that each
-    # slot holds, R for none.
-    slot_rows: jax.Array | None = None
     # Static: whether it is known from the call that each request has one row at most.
     is_decoding: bool = dataclasses.field(metadata={"static": True})
     # Static: whether what a row gets is to depend on nothing but its own sequence.

@@ -19,29 +19,24 @@ from jkv.state.batch import StepSizes
 from jkv.status import UsageError
 
 
-def locate_layer(
-    cache: Cache, layer: Integer | GroupLayer, batch: Batch | None = None
-) -> GroupLayer:
+def locate_layer(cache: Cache, layer: Integer | GroupLayer) -> GroupLayer:
     """Return where a layer's keys and values are.
 
-    Reject a layer that is known not to exist; a traced one cannot be checked. A step
-    that fills a pool of one layer at a time stores all layers as the first.
+    Reject a layer that is known not to exist; a traced one cannot be checked.
 
     Args:
       cache: the cache.
       layer: of the model; or its number in a group.
-      batch: the step, if there is one.
     """
     if cache.num_layers == 0:
         raise ValueError(
             "this cache has no storage (init(..., storage=False)); make one with "
             "storage to write, read or attend"
         )
-    stores_one_layer = isinstance(batch, Batch) and batch.slot_rows is not None
     number = layer.layer if isinstance(layer, GroupLayer) else layer
     if isinstance(number, int | np.integer):
         known = len(cache.layer_groups)
-        if isinstance(layer, GroupLayer) and not stores_one_layer:
+        if isinstance(layer, GroupLayer):
             known = cache.storage[layer.group].num_layers
         if not 0 <= number < known:
             raise UsageError(f"layer must be in 0..{known - 1}, got {int(number)}")
@@ -49,8 +44,7 @@ def locate_layer(
         kind = _array_kind(number)
         if kind is None or kind[1] or not jnp.issubdtype(kind[0], jnp.integer):
             raise UsageError(f"layer must be an int or i32[], got {name_kind(number)}")
-    found = cache.find_layer(layer)
-    return GroupLayer(found.group, 0) if stores_one_layer else found
+    return cache.find_layer(layer)
 
 
 def check_batch(cache: Cache, batch: Batch, *, resized: bool = False) -> None:

@@ -129,7 +129,7 @@ def attend(
       >>> jkv.attend(cache, 0, batch, jnp.ones((1, 2, 8))).shape
       (1, 2, 8)
     """
-    found = locate_layer(cache, layer, batch)
+    found = locate_layer(cache, layer)
     check_batch(cache, batch)
     group, storage = cache.metadata.groups[found.group], cache.storage[found.group]
     check_queries(storage, batch, queries)

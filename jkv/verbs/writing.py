@@ -5,7 +5,6 @@ import functools
 import os
 
 import jax
-import jax.numpy as jnp
 
 from jkv.attention.choice import find_stores, store
 from jkv.attention.slots import SlotWrite
@@ -14,7 +13,7 @@ from jkv.metadata.requests import Integer
 from jkv.sharding.heads import with_copies_of_heads
 from jkv.sharding.mapping import divided, over_devices
 from jkv.sharding.storage_sharding import POOL, ROW_HEADS, ROWS
-from jkv.state import Batch, Cache, Slots
+from jkv.state import Batch, Cache, GroupLayer, Slots
 from jkv.state.cache import Role
 from jkv.state.entry import takes_cache
 from jkv.verbs.arguments import (
@@ -67,30 +66,8 @@ def write(
       >>> float(keys[:length].sum()), int(length)
       (8.0, 1)
     """
-    found = locate_layer(cache, layer, batch)
-    check_batch(cache, batch)
+    found, rows = read_rows(cache, layer, batch, keys, values)
     storage = cache.storage[found.group]
-    check_dtypes(storage)
-    if (values is None) != (storage.value_pool is None):
-        raise ValueError(
-            "this cache's values lie in its keys (values_in_keys): leave values out"
-            if storage.value_pool is None
-            else "write needs values too; only with values_in_keys they lie in the keys"
-        )
-    rows = (
-        {"key_pool": keys}
-        if values is None
-        else {"key_pool": keys, "value_pool": values}
-    )
-    for name, array in rows.items():
-        check_rows(storage, batch, name, array)
-        rows[name] = with_copies_of_heads(storage.sharding, array, ROW_HEADS)
-    if batch.slot_rows is not None:
-        for name, array in rows.items():
-            rows[name] = array.astype(storage.arrays[name].dtype)
-        gather = over_devices(storage.sharding, _gather, _Gathered, POOL)
-        arrays = gather(_Gathered(rows=rows, slot_rows=batch.slot_rows))
-        return cache.with_group_storage(found.group, storage.with_arrays(arrays))
     context = None if storage.sharding is None else storage.sharding.context
     write_rows = over_devices(
         storage.sharding,
@@ -112,33 +89,39 @@ def write(
     return cache.with_group_storage(found.group, storage.with_arrays(arrays))
 
 
+def read_rows(
+    cache: Cache,
+    layer: Integer | GroupLayer,
+    batch: Batch,
+    keys: jax.Array,
+    values: jax.Array | None,
+) -> tuple[GroupLayer, dict[str, jax.Array]]:
+    """Check what is to be written.
+
+    Returns:
+      Where the layer's keys and values are, and the rows [R, K, D] by the names of the
+      group's arrays, with a copy of each head for each that the pool holds.
+    """
+    found = locate_layer(cache, layer)
+    check_batch(cache, batch)
+    storage = cache.storage[found.group]
+    check_dtypes(storage)
+    if (values is None) != (storage.value_pool is None):
+        raise ValueError(
+            "this cache's values lie in its keys (values_in_keys): leave values out"
+            if storage.value_pool is None
+            else "write needs values too; only with values_in_keys they lie in the keys"
+        )
+    rows = {"key_pool": keys} | ({} if values is None else {"value_pool": values})
+    for name, array in rows.items():
+        check_rows(storage, batch, name, array)
+        rows[name] = with_copies_of_heads(storage.sharding, array, ROW_HEADS)
+    return found, rows
+
+
 def may_use_kernel() -> bool:
     """Return whether the environment lets a kernel store rows."""
     return os.environ.get(WRITE_SWITCH) != "0"
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class _Gathered:
-    """The arrays of a pool that is gathered, and how devices divide them."""
-
-    # What the slots hold, by the names of the group's arrays, [R, K, D].
-    rows: dict[str, jax.Array] = dataclasses.field(metadata=divided(ROWS))
-    slot_rows: jax.Array  # i32[N, T], the row in each slot
-
-
-def _gather(operands: _Gathered) -> dict[str, jax.Array]:
-    """Fill a pool of one layer with the rows that its slots hold, [1, N, K, T, D].
-
-    Every slot is named, so nothing of what the pool held is kept: derivatives flow from
-    the pool to the rows alone.
-    """
-
-    def gather(given: jax.Array) -> jax.Array:
-        slots = jnp.take(given, operands.slot_rows, axis=0, mode="fill", fill_value=0)
-        return jnp.moveaxis(slots, 2, 1)[None]
-
-    return {name: gather(each) for name, each in operands.rows.items()}
 
 
 @jax.tree_util.register_dataclass

@@ -13,6 +13,7 @@ from support.jax_versions import few
 
 from jkv import decoding
 from jkv.decoding import Sampling, spread_seeds
+from jkv.decoding.sampling import filters
 from jkv.decoding.sampling.draws import find_best
 
 # Compiled once for each shape, whatever the parameters.
@@ -405,3 +406,26 @@ def test_what_jax_puts_into_the_tree_is_not_checked():
     assert axes.repetition_penalty == 0
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(sampling)]
     assert jax.tree_util.keystr(paths[0]) == ".temperature"
+
+
+def test_many_logits_are_searched_row_by_row_on_a_cpu(monkeypatch):
+    """With the bits of all rows at once; a program without filters has no search."""
+    rng = np.random.default_rng(5)
+    logits = rng.standard_normal((5, 64), np.float32) * 3
+    sampling = Sampling(
+        temperature=np.array([0.0, 0.5, 1.0, 1.0, 2.0]),
+        top_k=np.array([0, 5, 0, 9, 0]),
+        top_p=np.array([0.9, 1.0, 0.5, 0.7, 1.0]),
+        min_p=np.array([0.0, 0.0, 0.0, 0.1, 0.2]),
+    )
+    rows = filters.by_row(sampling, 5)
+    at_once = jax.jit(filters.filter_rows.__wrapped__)(logits, rows, None)
+    monkeypatch.setattr(filters, "_MOST_AT_ONCE", 64)
+
+    def remove(logits):
+        of_these = jax.tree.map(lambda field: field[: len(logits)], rows)
+        return filters.filter_rows.__wrapped__(logits, of_these, None)
+
+    np.testing.assert_array_equal(jax.jit(remove)(logits), at_once)
+    loops = [str(jax.make_jaxpr(remove)(logits[:n])).count("scan[") for n in (1, 5)]
+    assert loops == [0, 1]

@@ -127,6 +127,8 @@ def test_a_conversation_goes_back(tmp_path, capsys):
         branches=2,
         max_new_tokens=6,
         temperature=0.0,
+        system=None,
+        kv_dtype=None,
     )
     chat = turns.Chat(options)
     chat.take_turn("w1 w2 w3")

@@ -148,6 +148,12 @@ def test_stop_tokens_come_from_generation_config(folder):
     path = folder / "generation_config.json"
     path.write_text(json.dumps({"eos_token_id": [7, 8]}))
     assert pretrained.read_config(folder).stop_tokens == (7, 8)
+    # And the end that the tokenizer alone names, as chats end with.
+    ends = {"8": {"content": "</s>"}, "9": {"content": "<|im_end|>"}}
+    for token in ("<|im_end|>", {"content": "<|im_end|>"}):
+        settings = {"eos_token": token, "added_tokens_decoder": ends}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        assert pretrained.read_config(folder).stop_tokens == (7, 8, 9)
 
 
 @pytest.mark.parametrize(
@@ -447,6 +453,27 @@ def test_tied_head_must_repeat_the_embedding(folder):
     rewrite_tensors(folder, lambda tensors: tensors.pop("lm_head.weight"))
     with pytest.raises(ValueError, match="is tie_word_embeddings missing"):
         pretrained.load(folder)
+
+
+def test_other_names_of_the_same_tensors(folder):
+    """Saved without its head, or with the head alone of a tied pair."""
+    expected = pretrained.load(folder)[1]
+
+    def shorten(tensors):
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    rewrite_tensors(folder, shorten)
+    jax.tree.map(np.testing.assert_array_equal, pretrained.load(folder)[1], expected)
+
+    def keep_head(tensors):
+        tensors["lm_head.weight"] = tensors.pop("embed_tokens.weight")
+        for name in [*tensors]:
+            if name != "lm_head.weight":
+                tensors[f"model.{name}"] = tensors.pop(name)
+
+    rewrite_tensors(folder, keep_head)
+    jax.tree.map(np.testing.assert_array_equal, pretrained.load(folder)[1], expected)
 
 
 # tokenizer.json

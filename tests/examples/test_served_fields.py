@@ -9,6 +9,7 @@ import pytest
 from openai.types import completion_create_params as of_texts
 from openai.types.chat import completion_create_params as of_chats
 from served.asking import fields
+from served.asking.body import read_sampling
 from served.asking.showing import check_model, read_request
 from served.mistakes import Refused
 from support.http_server import POISON
@@ -193,6 +194,20 @@ def test_best_of_shows_the_most_likely(client):
     assert best.usage.completion_tokens == each.usage.completion_tokens
 
 
+def test_cached_tokens_of_a_request(client):
+    """Whole and in pieces, of all prompts together; a block has 16."""
+    asked = dict(prompt=[[7] * 20, [8] * 20], max_tokens=2, **GREEDY)
+    salt = {"cache_salt": "a salt of this test"}
+    counts = []
+    for _ in range(2):
+        found = client.completions.create(extra_body=salt, **asked)
+        counts.append(found.usage.prompt_tokens_details.cached_tokens)
+    stream = dict(stream=True, stream_options={"include_usage": True})
+    *_, last = client.completions.create(extra_body=salt, **stream, **asked)
+    counts.append(last.usage.prompt_tokens_details.cached_tokens)
+    assert counts[0] == 0 and counts[1] == counts[2] >= 2 * 16
+
+
 def test_stop_tokens_of_a_request(client, continued):
     expected = continued("The with", max_new_tokens=8)
     third = expected.tokens[2]
@@ -204,6 +219,15 @@ def test_stop_tokens_of_a_request(client, continued):
     both = {"stop_token_ids": [third], "ignore_eos": True}
     found = client.completions.create(extra_body=both, **asked)
     assert found.usage.completion_tokens == first
+
+
+def test_what_nobody_says_is_as_the_checkpoint_says(served):
+    said = dict(temperature=0.6, top_k=20, top_p=1.0)
+    served = served._replace(sampling=said)
+    found = read_sampling(served, {"top_k": None, "top_p": 0.5})
+    assert (found.temperature, found.top_k, found.top_p) == (0.6, 20, 0.5)
+    found = read_sampling(served._replace(sampling={}), {"seed": 3})
+    assert (found.temperature, found.top_k, found.seeds) == (1.0, 0, 3)
 
 
 def test_options_reach_the_engine(post, served, monkeypatch):

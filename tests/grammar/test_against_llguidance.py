@@ -28,6 +28,10 @@ HUNDRED = 100
 # A reference or `allOf` beside properties: jkv puts the schemas together and then takes
 # it that nothing else is there; here each of them says so before, and no text is left.
 BY_DESIGN = {
+    "https://json.schemastore.org/babelrc.json",
+    "https://json.schemastore.org/stale.json",
+    # A day of February by its year.
+    "https://json.schemastore.org/chart-lock.json",
     "https://json.schemastore.org/jsbeautifyrc.json",
     "https://json.schemastore.org/label-commenter-config.json",
     "https://json.schemastore.org/nswag.json",

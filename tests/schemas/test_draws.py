@@ -14,7 +14,8 @@ from support.random_schemas import draw_text, make_schema, make_wrong_schema
 from jkv.grammar import TooLarge, Unsupported, Vocabulary, from_json_schema
 from jkv.grammar.bounds import Bounds
 from jkv.grammar.determinization import determinize
-from jkv.grammar.schema.compilation import Reading, SchemaCompiler
+from jkv.grammar.schema.compilation import Reading
+from jkv.grammar.schema.compilation import compile_schema as texts_of
 
 jsonschema = pytest.importorskip("jsonschema")
 LETTERS = Vocabulary([*(bytes([byte]) for byte in range(256)), None], [256])
@@ -28,8 +29,8 @@ def exact(text):
 
 def compile_schema(schema):
     bounds = Bounds(2**26)
-    compiler = SchemaCompiler(schema, Reading("[ ]?", 1, 1, False), bounds)
-    return determinize(compiler.compile_root(), bounds)
+    texts = texts_of(schema, Reading("[ ]?", 1, 1, False), bounds)
+    return determinize(texts, bounds)
 
 
 @pytest.mark.parametrize("first", range(0, 1500, 100))

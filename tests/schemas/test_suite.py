@@ -15,7 +15,8 @@ from support.paths import ROOT
 from jkv.grammar import NoText, TooLarge, Unsupported
 from jkv.grammar.bounds import Bounds
 from jkv.grammar.determinization import determinize
-from jkv.grammar.schema.compilation import Reading, SchemaCompiler
+from jkv.grammar.schema.compilation import Reading
+from jkv.grammar.schema.compilation import compile_schema as texts_of
 
 VERSION = "4.26.0"
 FOLDER = ROOT / "build" / "schemas"
@@ -59,8 +60,8 @@ def compile_case(case, dialect):
     if isinstance(schema, dict):
         schema = {"$schema": DIALECTS[dialect], **schema}
     try:
-        compiler = SchemaCompiler(schema, Reading("[ ]?", 3, 2, False), bounds)
-        return determinize(compiler.compile_root(), bounds)
+        texts = texts_of(schema, Reading("[ ]?", 3, 2, False), bounds)
+        return determinize(texts, bounds)
     except NoText:
         return None
     except (Unsupported, TooLarge) as error:

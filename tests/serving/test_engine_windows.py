@@ -55,6 +55,7 @@ def test_all_pools_are_made_anew_when_a_step_failed():
     for num_found in (0, 11, 11 + 11):
         (found,) = engine.generate(PROMPTS[:1], max_new_tokens=4)
         assert found.tokens == expect(MIXED)[0][:4]
+        assert found.cached_tokens == min(num_found, 11)
         assert engine.stats().cached_tokens == num_found
     loop.start_again()
     assert count_free(loop.cache) == [44, 20]

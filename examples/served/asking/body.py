@@ -79,7 +79,7 @@ def read_body(served: Served, body: Any, *, is_chat: bool) -> Asked:
         (),
         n=n,
         max_new_tokens=_read_most_tokens(served, body, longest, is_chat=is_chat),
-        sampling=_read_sampling(body),
+        sampling=read_sampling(served, body),
         stop_strings=_read_stops(body),
         stop_tokens=_read_stop_tokens(served, body),
         priority=read_number(body, "priority", 0, int, 1 - I32, I32 - 2),
@@ -119,12 +119,14 @@ def _read_most_tokens(
     return most
 
 
-def _read_sampling(body: Mapping[str, Any]) -> jkv.Sampling:
+def read_sampling(served: Served, body: Mapping[str, Any]) -> jkv.Sampling:
+    """Read how tokens are drawn; what is not said is as the checkpoint says."""
     seed = body.get("seed")
     if seed is None:
         seed = random.getrandbits(31)
     # The API's numbers are 64 bits wide, a seed of ours 32.
     seed = read_number({"seed": seed}, "seed", 0, int, -(2**63), 2**64)
+    body = {**served.sampling} | {n: v for n, v in body.items() if v is not None}
     number = read_number
     return jkv.Sampling(
         temperature=number(body, "temperature", 1.0, float, 0, 100),

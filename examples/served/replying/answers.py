@@ -173,6 +173,7 @@ async def gather(
                 logprobs=old.logprobs + event.logprobs,
                 text=(old.text or "") + event.text,
                 reason=event.reason,
+                cached_tokens=event.cached_tokens,
             )
     chosen = []
     for i in range(0, len(texts), n):

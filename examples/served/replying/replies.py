@@ -53,6 +53,7 @@ class Reply:
         self._served, self._shown, self._is_chat = served, shown, is_chat
         self._num_prompt = sum(map(len, asked.prompts))
         self._num_new = 0
+        self._num_cached = [0] * len(asked.prompts)  # of each prompt
         echoes = shown.echoes or [""] * len(asked.prompts)
         self._choices = [
             Choice(
@@ -82,6 +83,8 @@ class Reply:
             num_new: tokens, those of texts that are not shown, too.
         """
         pairs = list(zip(self._choices, found, strict=True))
+        for index, each in enumerate(found):
+            self._note_cached(index, each)
         scored = self._score([choice.text_before(each) for choice, each in pairs])
         choices = [
             {"index": i, **choice.write(each, "message", scores)}
@@ -116,11 +119,18 @@ class Reply:
         choice = self._choices[index]
         (scores,) = self._score([choice.text_before(event)])
         self._num_new += len(event.tokens)
+        self._note_cached(index, event)
         written = {"index": index, **choice.write(event, "delta", scores)}
         found = self._frame(self._piece_kind, [written])
         if self._shown.has_running_usage:
             return found | {"usage": self._count(self._num_new)}
         return found | ({"usage": None} if self._shown.has_usage else {})
+
+    def _note_cached(self, index: int, new: Completion | Event) -> None:
+        """Note what of a choice's prompt was cached; samples may share their prompt."""
+        prompt = index // self._shown.num_choices
+        known = self._num_cached[prompt]
+        self._num_cached[prompt] = max(known, new.cached_tokens)
 
     def _score(self, texts: list[list[int]]) -> list[Scored | None]:
         """Return what the model says of texts, where others' logprobs are told."""
@@ -141,12 +151,13 @@ class Reply:
             "choices": choices,
         }
 
-    def _count(self, num_new: int) -> dict[str, int]:
+    def _count(self, num_new: int) -> dict[str, Any]:
         """Return the tokens that the reply took."""
         return {
             "prompt_tokens": self._num_prompt,
             "completion_tokens": num_new,
             "total_tokens": self._num_prompt + num_new,
+            "prompt_tokens_details": {"cached_tokens": sum(self._num_cached)},
         }
 
 

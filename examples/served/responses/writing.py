@@ -94,7 +94,7 @@ class ResponseReply:
             has_calls=asked.has_calls,
             has_answer=asked.has_answer,
         )
-        self._num_prompt, self._num_new = len(prompt), 0
+        self._num_prompt, self._num_new, self._num_cached = len(prompt), 0, 0
         self.is_scored = bool(shown.num_top)
         self._items: list[Item] = []
         self._message: Item | None = None
@@ -140,6 +140,7 @@ class ResponseReply:
             (scored,) = self._served.scorer.score([self._choice.text_before(new)])
         written = self._choice.write(new, "delta", scored)
         self._num_new += len(new.tokens)
+        self._num_cached = new.cached_tokens
         self._reason = new.reason
         delta = written["delta"]
         logprobs = (written["logprobs"] or {}).get("content", [])
@@ -241,8 +242,7 @@ class ResponseReply:
     def _count(self) -> dict[str, Any]:
         return {
             "input_tokens": self._num_prompt,
-            # Which of them were found in the cache is not counted by request.
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": {"cached_tokens": self._num_cached},
             "output_tokens": self._num_new,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": self._num_prompt + self._num_new,

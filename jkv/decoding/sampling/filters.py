@@ -23,6 +23,9 @@ from jkv.decoding.sampling.options import (
 )
 from jkv.sharding.loops import while_loop
 
+# Logits that are searched in one go on a CPU too, 1 MiB of them.
+_MOST_AT_ONCE = 2**18
+
 # The limit of a top-p of 0, which keeps the most likely token alone.
 _LEAST_MASS = float(jnp.finfo(jnp.float32).tiny)
 
@@ -105,7 +108,11 @@ def filter_rows(logits: jax.Array, rows: PerRow, seen: jax.Array | None) -> jax.
     """Penalise, divide by the temperature, remove what the filters remove."""
     scaled = _scale(logits, rows, seen)
     is_on = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
-    return lax.cond(jnp.any(is_on), lambda: _remove(scaled, rows), lambda: scaled)
+    if scaled.shape[0] == 1 or scaled.size <= _MOST_AT_ONCE:
+        remove = _remove
+    else:
+        remove = _remove_by_platform
+    return lax.cond(jnp.any(is_on), lambda: remove(scaled, rows), lambda: scaled)
 
 
 def _scale(logits: jax.Array, rows: PerRow, seen: jax.Array | None) -> jax.Array:
@@ -117,6 +124,22 @@ def _scale(logits: jax.Array, rows: PerRow, seen: jax.Array | None) -> jax.Array
     divisor = jnp.where(is_greedy, jnp.float32(1), rows.temperature)[:, None]
     cold = jnp.where(shifted == 0, jnp.float32(0), jnp.float32(-jnp.inf))
     return jnp.where(is_greedy[:, None], cold, shifted / divisor)
+
+
+def _remove_by_platform(scaled: jax.Array, rows: PerRow) -> jax.Array:
+    """Go through one row after the other on a CPU, where its caches hold one row."""
+
+    def one_by_one(scaled: jax.Array, rows: PerRow) -> jax.Array:
+        def remove(row: tuple[jax.Array, PerRow]) -> jax.Array:
+            return _remove(*jax.tree.map(lambda leaf: leaf[None], row))[0]
+
+        removed: jax.Array = lax.map(remove, (scaled, rows))
+        return removed
+
+    chosen: jax.Array = lax.platform_dependent(
+        scaled, rows, cpu=one_by_one, default=_remove
+    )
+    return chosen
 
 
 def _remove(scaled: jax.Array, rows: PerRow) -> jax.Array:

@@ -187,7 +187,7 @@ def _put(
     served = new.find_served(num_sequences)
     # They all ran until now, and mostly go on.
     ended = jnp.where(reasons == FinishReason.RUNNING, num_sequences, new.sequences)
-    return Generation(
+    return result._replace(
         tokens=written,
         lengths=result.lengths.at[served].add(1, mode="drop"),
         reasons=when(
@@ -198,7 +198,6 @@ def _put(
         logprobs=result.logprobs.at[served, new.positions].set(
             new.logprobs, mode="drop"
         ),
-        statistics=result.statistics,
         steering_state=_keep_state(result.steering_state, new.steered, newest),
     )
 

@@ -165,14 +165,18 @@ def _note_opened(
     if partings is not None and state.partings is not None:
         noted = state.partings.at[place].set(partings, mode="drop")
         state = dataclasses.replace(state, partings=noted)
+    result = state.result.add_counts(cached_tokens=jnp.sum(num_cached, dtype=jnp.int32))
+    # Of its prompt: one that was preempted has its own tokens in the cache, too.
+    begins = (seq_ids >= 0) & (result.lengths.at[lanes.sequences].get(mode="clip") == 0)
+    begun = jnp.where(begins, lanes.sequences, result.lengths.shape[0])
     state = dataclasses.replace(
         state,
         places=dataclasses.replace(
             state.places,
             seq_ids=state.places.seq_ids.at[place].set(seq_ids, mode="drop"),
         ),
-        result=state.result.add_counts(
-            cached_tokens=jnp.sum(num_cached, dtype=jnp.int32)
+        result=result._replace(
+            cached_tokens=result.cached_tokens.at[begun].set(num_cached, mode="drop")
         ),
     )
     return note_texts(state, place)

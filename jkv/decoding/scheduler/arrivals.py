@@ -166,6 +166,7 @@ def _queue_up(
             steering_state=jax.tree.map(
                 begin, old.steering_state, fresh.steering_state
             ),
+            cached_tokens=begin(old.cached_tokens, fresh.cached_tokens),
         ),
         seating_needs=jax.tree.map(jnp.zeros_like, state.seating_needs),
         speculation=state.speculation and state.speculation.forget(sequences),

@@ -119,4 +119,5 @@ def _collect(result: Generation, is_mine: jax.Array, axis: str) -> Generation:
         logprobs=choose(result.logprobs),
         statistics=counts,
         steering_state=jax.tree.map(choose, result.steering_state),
+        cached_tokens=choose(result.cached_tokens),
     )

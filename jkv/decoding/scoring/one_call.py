@@ -7,7 +7,6 @@ nothing the size of a whole cache is kept for them.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,11 +16,11 @@ from jkv.config.grouped_config import GroupedConfig
 from jkv.decoding.model.protocol import Model, call_model
 from jkv.decoding.scoring.devices import Devices
 from jkv.decoding.scoring.layout import Layout, count_blocks, lay_out
+from jkv.decoding.scoring.one_layer import OneLayerAtATime
 from jkv.decoding.scoring.sizes import size_blocks
 from jkv.decoding.texts.text_tree import TextTree
 from jkv.state import Batch, Cache
-from jkv.state.cache import Role
-from jkv.status import Status, UsageError
+from jkv.status import Status
 from jkv.verbs.attention_plan import plan_attention
 
 
@@ -74,7 +73,7 @@ def _make_pools(
         cache,
         metadata=metadata,
         storage=tuple(pool.storage[0] for pool in pools),
-        watcher=_WritesAndAttends(),
+        watcher=OneLayerAtATime(slot_rows=layout.slot_rows),
     )
 
 
@@ -95,28 +94,6 @@ def _plan(cache: Cache, tree: TextTree, layout: Layout, asked_rows: jax.Array) -
         blocks_of_groups=(layout.blocks,) * len(cache.metadata.groups),
         epochs=None,
         asked_rows=asked_rows,
-        slot_rows=layout.slot_rows,
         is_decoding=False,
         sizes=cache.sizes,
     )
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class _WritesAndAttends:
-    """Refuses what a model may not do with a cache that has one layer at a time."""
-
-    def call(
-        self,
-        function: Callable[..., Any],
-        _cache: Cache,
-        given: tuple[tuple[Any, ...], dict[str, Any]],
-        role: Role | None,
-    ) -> Any:
-        """Call `write` and `attend`."""
-        if role not in (Role.WRITES, Role.READS):
-            raise UsageError(
-                f"{function.__name__}: a model that is scored may write and attend only"
-            )
-        args, kwargs = given
-        return function(*args, **kwargs)

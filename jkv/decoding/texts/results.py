@@ -78,6 +78,9 @@ class Generation(NamedTuple):
     statistics: Statistics  # what it took to make them
     # Of what steers them, a pytree of arrays [N, ...]: after each one's last token.
     steering_state: Any = None
+    # i32[N], tokens of each one's prompt that the prefix index had; 0 if it shares the
+    # prompt of another sequence.
+    cached_tokens: Any = None
 
     @property
     def status(self) -> NoReturn:
@@ -106,4 +109,5 @@ class Generation(NamedTuple):
             logprobs=jnp.zeros(shape, jnp.float32),
             statistics=Statistics.zeros(),
             steering_state=steering_state,
+            cached_tokens=jnp.zeros(reasons.shape, jnp.int32),
         )

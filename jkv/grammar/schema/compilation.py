@@ -38,6 +38,7 @@ _LEVELS_TO_DETERMINIZE = 6  # so that expressions do not stand in each other too
 # States of a grammar, as far as they come from numbers of characters and items, and
 # those that each such number may take in any case.
 _MAX_STATES, _LEAST_COUNTED = 2**14, 2**8
+_PARTS = 8  # of the bounds, one of which is for trying one more level of recursion
 _SMALL = 32  # states up to which an expression is repeated as it is
 
 
@@ -55,6 +56,38 @@ class Reading(NamedTuple):
     depth: int
     recursion: int
     strict: bool
+
+
+def compile_schema(root: Any, reading: Reading, bounds: Bounds) -> Expression:
+    """Return the texts of a schema.
+
+    Schemas stand in themselves less often than `reading` allows where that takes too
+    many states.
+
+    Raises:
+      Unsupported: a keyword that is not served.
+      TooLarge: a schema that takes more than the bounds, or is nested too deeply.
+    """
+    found, sizes = list[Expression](), list[int]()
+    for recursion in range(reading.recursion + 1):
+        less = reading._replace(recursion=recursion)
+        within = bounds.share(_PARTS) if recursion else bounds
+        compiler = SchemaCompiler(root, less, within)
+        try:
+            texts = compiler.compile_root()
+        except TooLarge:
+            if recursion:
+                break
+            raise
+        if recursion and size(texts) > _MAX_STATES:
+            break
+        found.append(texts)
+        sizes.append(size(texts))
+        # The next level grows about as much as this one did.
+        is_too_large = recursion and sizes[-1] ** 2 > _MAX_STATES * max(1, sizes[-2])
+        if is_too_large or not compiler.is_cut:
+            break
+    return found[-1]
 
 
 class SchemaCompiler:
@@ -83,6 +116,11 @@ class SchemaCompiler:
         self._free: dict[int, Expression] = {}
         self._known: dict[Any, tuple[Sequence[Part], Expression]] = {}
         self._level = 0
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether recursion has ended somewhere."""
+        return self._expander.is_cut
 
     def compile_root(self) -> Expression:
         """Return the texts of the whole schema.

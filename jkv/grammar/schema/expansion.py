@@ -107,6 +107,7 @@ class Expander:
         """
         self.document, self._recursion, self._bounds = document, recursion, bounds
         self._known: dict[tuple[int, Route, bool], tuple[Any, Ways]] = {}
+        self.is_cut = False  # whether recursion has ended somewhere
         # Whether atoms can hold at once, as far as it is told cheaply (or at length).
         self.is_possible: Callable[[Way, bool], bool] = lambda _, __: True
         self.finds: Callable[[str, str], bool] = lambda _, __: False
@@ -199,10 +200,10 @@ class Expander:
             branches = [self._expand(part.of(branch)) for branch in words["anyOf"]]
             ways = self._both(ways, sum(branches, []), schema)
         if "oneOf" in words:
-            is_wide, branches = route.is_wide, words["oneOf"]
-            single = sum((self._expand(part.of(one)) for one in branches), list[Way]())
-            if is_wide:
-                ways = self._both(ways, single, schema)
+            branches = words["oneOf"]
+            if route.is_wide:
+                each = [self._expand(part.of(branch)) for branch in branches]
+                ways = self._both(ways, sum(each, []), schema)
             else:
                 ways = self._one_of(part, branches, ways)
         if "not" in words:
@@ -230,6 +231,7 @@ class Expander:
         if isinstance(target, dict) and self.document.is_recursive(target):
             repeats = route.repeats + (id(target) in route.opened)
             if repeats > self._recursion:  # nothing holds, or anything
+                self.is_cut = True
                 return part.of(part.route.is_wide)
             route = route._replace(opened=route.opened | {id(target)}, repeats=repeats)
         return Part(target, route, part.is_negated)

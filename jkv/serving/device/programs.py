@@ -155,6 +155,7 @@ def run_window(
             logprobs=result.logprobs.at[sequence, column].get(mode="clip"),
             counts=result.lengths - starts,
             reasons=result.reasons,
+            cached_tokens=result.cached_tokens,
             stages=jnp.zeros_like(starts).at[at].set(stage, mode="drop"),
             statistics=result.statistics,
             num_free_blocks=sum_groups(count_free_blocks(cache)),

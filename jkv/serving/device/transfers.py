@@ -112,6 +112,7 @@ class SequenceNews(NamedTuple):
     logprobs: list[float]  # theirs
     reason: FinishReason  # why it ended, RUNNING if it did not
     stage: RequestState
+    cached_tokens: int  # of its prompt
 
 
 class WindowReport(NamedTuple):
@@ -121,6 +122,7 @@ class WindowReport(NamedTuple):
     logprobs: jax.Array  # f32[N, U], theirs
     counts: jax.Array  # i32[N], how many
     reasons: jax.Array  # i32[N], `FinishReason`
+    cached_tokens: jax.Array  # i32[N], of prompts
     stages: jax.Array  # i32[N], index in STAGES
     statistics: Statistics  # of the window
     num_free_blocks: jax.Array  # i32[], of all groups of layers together
@@ -134,8 +136,8 @@ class WindowReport(NamedTuple):
         is_new = (self.counts > 0) | (self.reasons != FinishReason.RUNNING)
         rows = np.flatnonzero(is_new | (self.stages != _WAITING))
         arrays = self.tokens, self.logprobs, self.counts, self.reasons, self.stages
-        tokens, logprobs, counts, reasons, stages = (
-            np.asarray(array)[rows].tolist() for array in arrays
+        tokens, logprobs, counts, reasons, stages, cached = (
+            np.asarray(array)[rows].tolist() for array in (*arrays, self.cached_tokens)
         )
         return map(
             SequenceNews,
@@ -144,4 +146,5 @@ class WindowReport(NamedTuple):
             [row[:count] for row, count in zip(logprobs, counts, strict=True)],
             [_REASONS[reason] for reason in reasons],
             [STAGES[stage] for stage in stages],
+            cached,
         )

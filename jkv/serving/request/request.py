@@ -56,6 +56,7 @@ class Sample:
     reason: FinishReason = FinishReason.RUNNING
     stage: RequestState = RequestState.WAITING  # one of the first three
     newest: float | None = None  # when its newest tokens were read
+    cached_tokens: int = 0  # of its prompt, that the prefix index had
 
     @property
     def has_ended(self) -> bool:

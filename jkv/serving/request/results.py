@@ -20,6 +20,8 @@ class Completion(NamedTuple):
     versions: Sequence[int] = ()
     # No key or value that each token attended to is of older weights than these.
     context_versions: Sequence[int] = ()
+    # Of the prompt, those that were not computed for it: the prefix index had them.
+    cached_tokens: int = 0
 
 
 class Event(NamedTuple):
@@ -31,6 +33,7 @@ class Event(NamedTuple):
     logprobs: list[float]  # theirs
     text: str  # what can be shown by now; empty without detokenize
     reason: FinishReason  # RUNNING unless this is the last event
+    cached_tokens: int = 0  # as of a `Completion`
 
 
 def read_completions(request: Request) -> list[Completion]:
@@ -45,6 +48,7 @@ def read_completions(request: Request) -> list[Completion]:
             sample.text,
             list(sample.versions),
             list(sample.context_versions),
+            sample.cached_tokens,
         )
         for sample in request.samples
     ]
@@ -88,6 +92,7 @@ class Cursor:
                     sample.logprobs[start:],
                     fresh,
                     sample.reason,
+                    sample.cached_tokens,
                 )
             )
         return events

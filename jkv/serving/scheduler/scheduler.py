@@ -368,6 +368,7 @@ class Scheduler:
                 if sample.has_ended:
                     continue
                 sample.stage = part.stage
+                sample.cached_tokens = part.cached_tokens
                 if not part.tokens and part.reason == FinishReason.RUNNING:
                     continue
                 request = self.queue.requests[sample.request_id]
