@@ -116,9 +116,9 @@ def _warn_of_short_keys(cache: Cache) -> None:
         is_traced = isinstance(each.key_pool, jax.core.Tracer)
         if each.dtype == jnp.int4 and each.num_layers and not is_traced:
             warnings.warn(
-                "keys in int4 cost 4% of perplexity on SmolLM2 135M and more on "
-                "others; CacheConfig(dtype='int8', value_dtype='int4') costs less than "
-                "1%. Measure your model with jkv.measure_formats",
+                "keys in int4 cost 4% of perplexity on SmolLM2 135M and 12% on Gemma 3 "
+                "270M, CacheConfig(dtype='int8', value_dtype='int4') less than 1%: "
+                "measure your model with jkv.measure_formats",
                 stacklevel=4,
             )
 

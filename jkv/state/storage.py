@@ -38,9 +38,10 @@ class BlockStorage:
     # multiplied by.
     key_scales: jax.Array | None
     value_scales: jax.Array | None  # u16[L, N, K, T], likewise
-    # The dtype that the stored bits of keys mean, and that of values; static, as the
-    # arrays' own may be another.
+    # The dtype that the stored bits of keys mean; static, as the arrays' own may be
+    # another.
     dtype: np.dtype[Any] = dataclasses.field(metadata={"static": True})
+    # Likewise that of values.
     value_dtype: np.dtype[Any] = dataclasses.field(metadata={"static": True})
     # Static, as no shape tells how many numbers a format packs into a row.
     head_dim: int = dataclasses.field(metadata={"static": True})  # D
