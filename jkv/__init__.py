@@ -82,6 +82,7 @@ if TYPE_CHECKING:  # imported when they are first asked for
         ExactDifference,
         ExactReport,
         FinishReason,
+        FormatAccuracy,
         Generation,
         Model,
         PromptLookup,
@@ -90,6 +91,7 @@ if TYPE_CHECKING:  # imported when they are first asked for
         check_exact,
         extend,
         generate,
+        measure_formats,
         score,
     )
     from jkv.inspection.debugging import debug
@@ -124,8 +126,8 @@ __getattr__ = imports_later(
     {
         "jkv.decoding": (
             "BeamSearch DraftModel ExactDifference ExactReport FinishReason "
-            "Generation Model PromptLookup Sampling beam_search check_exact extend "
-            "generate score"
+            "FormatAccuracy Generation Model PromptLookup Sampling beam_search "
+            "check_exact extend generate measure_formats score"
         ),
         "jkv.inspection.debugging": "debug",
         "jkv.inspection.findings": "DebugError",
@@ -181,6 +183,7 @@ __all__ = [
     "ExactReport",
     "FinishReason",
     "Fork",
+    "FormatAccuracy",
     "Fragmentation",
     "Generation",
     "GroupLayer",
@@ -243,6 +246,7 @@ __all__ = [
     "least_recently_used",
     "load",
     "match",
+    "measure_formats",
     "num_free_blocks",
     "over_pools",
     "paged_attention",

@@ -119,6 +119,12 @@ TABLES: dict[str, tuple[Row, ...]] = {
             (timed("64 x 8,192, fp8"), code("float8_e4m3fn")),
         ),
         Row(
+            "the same, with scales, two elements in a byte",
+            "int4",
+            ("tested", "refused", "plain", "plain"),
+            ("test_packed.py::test_attention_is_that_of_what_is_read",),
+        ),
+        Row(
             "keys that hold the values (latent)",
             "bfloat16, int8, fp8",
             RUN,

@@ -4,6 +4,7 @@ Nothing here knows the cache: `paged_attention` takes any blocks in `[L, N, K, T
 arrays with block ids in tables.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any, Literal, TypedDict, Unpack, overload
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jkv.arguments import explains_arguments
 from jkv.attention.call import Call, Requests, empty_results, make_requests
 from jkv.attention.choice import choose
-from jkv.attention.pools import make_pools
+from jkv.attention.pools import Pools, make_pools
 from jkv.attention.validation import (
     Integer,
     require_options,
@@ -36,6 +37,7 @@ class _Options(TypedDict, total=False):
     key_scales: jax.Array | None
     value_scales: jax.Array | None
     kv_dtype: jax.typing.DTypeLike | None
+    value_dtype: jax.typing.DTypeLike | None
     value_head_dim: int | None
     max_query_length: int | None
     block_part: tuple[Integer, int] | None
@@ -115,6 +117,7 @@ def paged_attention(
     key_scales: jax.Array | None = None,
     value_scales: jax.Array | None = None,
     kv_dtype: jax.typing.DTypeLike | None = None,
+    value_dtype: jax.typing.DTypeLike | None = None,
     value_head_dim: int | None = None,
     max_query_length: int | None = None,
     block_part: tuple[Integer, int] | None = None,
@@ -138,7 +141,7 @@ def paged_attention(
     Args:
       queries: float[R, H, D].
       key_pool: [L, N, K, T, D], float, int8 with scales, or raw bits: uint16 of
-        bfloat16, uint8 of an fp8 dtype.
+        bfloat16, uint8 of an fp8 dtype or, two elements in each, of int4.
       value_pool: [L, N, K, T, Dv], as `key_pool`; `Dv` may differ from `D`. None where
         a token's values are the first `value_head_dim` elements of its keys, as in a
         latent cache (one kv head, `D` 576, `Dv` 512): each slot is read once for both.
@@ -155,10 +158,11 @@ def paged_attention(
       sinks: f32[H], one more logit per head in the softmax denominator.
       return_lse: also return the log-sum-exp of the scores.
       key_scales: [L, N, K, T], what each token's elements are multiplied by: float, or
-        the uint16 bits of bfloat16. Only for int8, which needs it, and fp8.
+        the uint16 bits of bfloat16. Only for fp8, and int8 and int4, which need it.
       value_scales: likewise; the keys' are also the values' with `value_pool=None`.
       kv_dtype: what the elements of a pool of raw bits mean: bfloat16, float8_e4m3fn,
-        float8_e4m3fnuz or float8_e5m2.
+        float8_e4m3fnuz, float8_e5m2 or int4.
+      value_dtype: of the values, `kv_dtype` unless given.
       value_head_dim: `Dv`, needed only with `value_pool=None`.
       max_query_length: static; no request has more rows than this. With 1, for steps
         that only decode, what requests of several rows take is left out.
@@ -206,6 +210,7 @@ def paged_attention(
         value_scales,
         has_layers=layer is not None,
         kv_dtype=kv_dtype,
+        value_dtype=kv_dtype if value_dtype is None else value_dtype,
         value_head_dim=value_head_dim,
     )
     require_queries(queries, pools.keys, pools.values, sinks, key_dim=pools.head_dim)
@@ -221,8 +226,8 @@ def paged_attention(
         implementation, by_position=by_position, return_lse=return_lse, scale=scale
     )
     call = Call(
-        queries=queries,
-        pools=pools,
+        queries=pools.formats.key.turn(queries),
+        pools=_with_whole_values(pools),
         layer=jnp.asarray(layer, jnp.int32),
         requests=make_requests(
             Requests(block_tables, seq_ids, *lengths),
@@ -242,4 +247,12 @@ def paged_attention(
     )
     is_empty = call.num_rows == 0 or call.num_requests == 0
     output, lse = empty_results(call) if is_empty else choice.serve(call)
+    output = pools.formats.value.turn_back(output)[..., : pools.value_dim]
     return (output, lse) if return_lse else output
+
+
+def _with_whole_values(pools: Pools) -> Pools:
+    """Return the pools; of values in turned keys, attention sums up whole rows."""
+    if pools.values is None and pools.formats.value.is_turned:
+        return dataclasses.replace(pools, value_dim=pools.head_dim)
+    return pools

@@ -96,6 +96,7 @@ def make_pools(
     *,
     has_layers: bool,
     kv_dtype: jax.typing.DTypeLike | None,
+    value_dtype: jax.typing.DTypeLike | None,
     value_head_dim: int | None,
 ) -> Pools:
     """Check the arrays and bring them to five axes, with one layer if they have none.
@@ -115,7 +116,7 @@ def make_pools(
     of_keys = of_values = require_format("key", keys, key_scales, kv_dtype)
     head_dim, value_dim = of_keys.width_of(keys.shape[4]), None
     if values is not None:
-        of_values = require_format("value", values, value_scales, kv_dtype)
+        of_values = require_format("value", values, value_scales, value_dtype)
         value_dim = of_values.width_of(values.shape[4])
     elif value_scales is not None:
         raise ValueError(

@@ -91,7 +91,7 @@ def require_format(
     elif dtype != jnp.int8 and not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
             f"{name}_pool must be floating point or int8, uint16 with "
-            f"kv_dtype=bfloat16, or uint8 with an fp8 kv_dtype, got {dtype}"
+            f"kv_dtype=bfloat16, or uint8 with kv_dtype int4 or an fp8 one, got {dtype}"
         )
     elif asked is not None and dtype != asked:
         raise ValueError(
@@ -105,7 +105,7 @@ def require_format(
     kept = FORMATS.get(dtype, Numbers(dtype))
     if not kept.is_quantized:
         raise ValueError(
-            f"{name}_scales are for pools of int8 or fp8, {name}_pool holds "
+            f"{name}_scales are for pools of int8, fp8 or int4, {name}_pool holds "
             f"{pool.dtype}; leave them out"
         )
     of_row = kept.arrays(kept.width_of(pool.shape[4]))["scales"].shape

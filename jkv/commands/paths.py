@@ -135,7 +135,12 @@ def find_cards(card: str | None) -> list[Card]:
 
 def list_ways(layers: Layers, block_size: int, card: Card) -> Iterator[Way]:
     """Yield how calls of each kind go, by what keys and values are stored as."""
-    quantized = [dtype for dtype, kept in FORMATS.items() if kept.is_quantized]
+    widths = layers.heads["head_dim"], layers.heads.get("value_head_dim") or 0
+    quantized = [
+        dtype
+        for dtype, kept in FORMATS.items()
+        if kept.is_quantized and not any(width % kept.width_of(1) for width in widths)
+    ]
     alike: dict[PlainReasons, list[str]] = {}
     for stored in dict.fromkeys([jnp.dtype(layers.dtype), *quantized]):
         reasons = ask(layers, stored, block_size, card)

@@ -17,7 +17,7 @@ from jkv.config.counts import (
 )
 from jkv.config.description import describe
 from jkv.config.layout import Sizes, lay_out, lay_out_storage
-from jkv.formats.table import FORMATS, checked_dtype
+from jkv.formats.table import checked_dtype
 
 # The fields that are checked as counts.
 COUNTS = (
@@ -44,7 +44,9 @@ class CacheConfig:
         are not stored again: a latent cache (DeepSeek: one kv head, D 576, Dv 512).
       dtype: of keys and values: float32, float16, bfloat16; or one byte an element and
         a bfloat16 scale per token and kv head: int8, float8_e4m3fn, float8_e4m3fnuz,
-        float8_e5m2. "fp8" means float8_e4m3fn, on every card.
+        float8_e5m2. "fp8" means float8_e4m3fn, on every card. Or half a byte and such a
+        scale, "int4", for even head dims.
+      value_dtype: of values, where they are stored otherwise than keys.
       record_tokens: also keep the token ids given to `append(..., tokens=)`, 4 bytes a
         token, for `tokens(cache, seq_id)`.
       prefix_caching: index full blocks by their tokens, so that a prompt that begins
@@ -80,6 +82,7 @@ class CacheConfig:
     value_head_dim: int | None = None
     values_in_keys: bool = False
     dtype: Any = jnp.bfloat16
+    value_dtype: Any = None
     record_tokens: bool = False
     prefix_caching: bool = False
     sliding_window: int | None = None
@@ -90,6 +93,8 @@ class CacheConfig:
         if self.value_head_dim is None:
             object.__setattr__(self, "value_head_dim", self.head_dim)
         object.__setattr__(self, "dtype", checked_dtype(self.dtype))
+        if self.value_dtype is not None:
+            object.__setattr__(self, "value_dtype", checked_dtype(self.value_dtype))
         for name in COUNTS:
             object.__setattr__(self, name, checked_count(name, getattr(self, name)))
         checked_num_blocks(self.num_blocks, self.prefix_caching)
@@ -107,12 +112,18 @@ class CacheConfig:
                 f"with values_in_keys the values are part of the keys: value_head_dim "
                 f"{self.value_head_dim} must be at most head_dim {self.head_dim}"
             )
+        if self.values_in_keys and self.value_dtype not in (None, self.dtype):
+            raise ValueError(
+                f"with values_in_keys the values are part of the keys, of dtype "
+                f"{self.dtype.name}: leave value_dtype out, got {self.value_dtype.name}"
+            )
+        lay_out_storage(self.sizes)
         check_tables(self.max_sequences, self.max_blocks_per_sequence)
 
     @property
     def is_quantized(self) -> bool:
-        """Whether rows are rounded to steps of their own, and read as float32."""
-        return FORMATS[self.dtype].is_quantized
+        """Whether keys or values are rounded to steps of their own, read as float32."""
+        return any(each.is_quantized for each in self.sizes.formats)
 
     @property
     def max_blocks_per_sequence(self) -> int:
@@ -127,7 +138,9 @@ class CacheConfig:
     @property
     def sizes(self) -> Sizes:
         """The fields as `jkv.config.layout` takes them."""
-        return Sizes(**{name: getattr(self, name) for name in Sizes._fields})
+        fields = {name: getattr(self, name) for name in Sizes._fields}
+        value_dtype = self.dtype if self.value_dtype is None else self.value_dtype
+        return Sizes(**fields | {"value_dtype": value_dtype})
 
     @property
     def arrays(self) -> dict[str, jax.ShapeDtypeStruct]:

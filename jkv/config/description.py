@@ -66,7 +66,7 @@ def _describe_group(sizes: Sizes, prefix_caching: bool) -> tuple[str, str]:
     if sizes.value_head_dim != sizes.head_dim:
         where = " in the keys" if sizes.values_in_keys else ""
         heads += f" (values of {sizes.value_head_dim}{where})"
-    what = [f"{sizes.num_layers} layers", heads, sizes.dtype.name]
+    what = [f"{sizes.num_layers} layers", heads, str(sizes.formats)]
     what += ["tokens recorded"] * sizes.record_tokens
     what += ["prefix caching"] * prefix_caching
     if sizes.sliding_window is not None:

@@ -22,7 +22,7 @@ from jkv.config.state_layout import (
     lay_out_state_storage,
 )
 from jkv.formats.format import Formats, name_parts
-from jkv.formats.table import FORMATS
+from jkv.formats.table import formats_of
 from jkv.status import NUM_COUNTERS
 
 # Entries in a row of the prefix index's hash tables.
@@ -47,7 +47,8 @@ class Sizes(NamedTuple):
     block_size: int  # T
     value_head_dim: int  # Dv
     values_in_keys: bool
-    dtype: np.dtype[Any]  # that the stored bits mean
+    dtype: np.dtype[Any]  # of keys, that the stored bits mean
+    value_dtype: np.dtype[Any]  # of values, likewise
     record_tokens: bool
     sliding_window: int | None
     num_sink_tokens: int
@@ -55,7 +56,7 @@ class Sizes(NamedTuple):
     @property
     def formats(self) -> Formats:
         """How rows of keys and of values are stored."""
-        return Formats(FORMATS[self.dtype], FORMATS[self.dtype])
+        return formats_of(self.dtype, self.value_dtype)
 
     @property
     def max_blocks_per_sequence(self) -> int:

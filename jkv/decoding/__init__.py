@@ -10,6 +10,7 @@ if TYPE_CHECKING:  # imported when they are first asked for
     from jkv.decoding.beams.state import BeamSearch, BeamStatistics
     from jkv.decoding.exactness import ExactDifference, ExactReport, check_exact
     from jkv.decoding.extension import extend
+    from jkv.decoding.format_accuracy import FormatAccuracy, measure_formats
     from jkv.decoding.generation import generate
     from jkv.decoding.model.protocol import Model
     from jkv.decoding.model.rows import spread_row_counts
@@ -37,6 +38,7 @@ __getattr__ = imports_later(
         "jkv.decoding.beams.state": "BeamSearch BeamStatistics",
         "jkv.decoding.exactness": "ExactDifference ExactReport check_exact",
         "jkv.decoding.extension": "extend",
+        "jkv.decoding.format_accuracy": "FormatAccuracy measure_formats",
         "jkv.decoding.generation": "generate",
         "jkv.decoding.model.protocol": "Model",
         "jkv.decoding.model.rows": "spread_row_counts",
@@ -65,6 +67,7 @@ __all__ = [
     "ExactDifference",
     "ExactReport",
     "FinishReason",
+    "FormatAccuracy",
     "Generation",
     "GenerationState",
     "How",
@@ -84,6 +87,7 @@ __all__ = [
     "extend",
     "filter_logits",
     "generate",
+    "measure_formats",
     "preempt",
     "prefill",
     "sample",

@@ -37,6 +37,8 @@ class Format:
     dtype: np.dtype[Any]  # what a configuration calls it by
     # Whether it rounds to steps that depend on the row, whatever its numbers were.
     is_quantized: ClassVar[bool] = False
+    # Whether numbers of `get` are turned, so that elements have no place of their own.
+    is_turned: ClassVar[bool] = False
 
     @property
     def stored_as(self) -> np.dtype[Any]:
@@ -77,6 +79,14 @@ class Format:
         """
         raise NotImplementedError
 
+    def turn(self, rows: jax.Array) -> jax.Array:
+        """Return rows such as queries, float[..., D], turned as what `get` gives."""
+        return rows
+
+    def turn_back(self, rows: jax.Array) -> jax.Array:
+        """Return sums of numbers of `get`, float[..., D], as sums of rows."""
+        return rows
+
     def read(self, stored: Parts) -> jax.Array:
         """Return rows for people, [..., D], in their own dtype or in float32."""
         return multiply_out(*self.get(stored))
@@ -92,6 +102,11 @@ class Formats(NamedTuple):
 
     key: Format
     value: Format
+
+    def __str__(self) -> str:
+        """Say what configurations call them."""
+        key, value = (each.dtype.name for each in self)
+        return key if key == value else f"{key} keys, {value} values"
 
     def of(self, name: str) -> tuple[Format, str]:
         """Return the format of an array by its name, and what it holds of rows."""

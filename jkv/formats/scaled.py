@@ -74,20 +74,31 @@ def round_rows(rows: jax.Array, dtype: np.dtype[Any]) -> tuple[jax.Array, jax.Ar
       The elements, [..., D], and their scales, bfloat16[...], NaN for a row with NaN or
       infinity in it, whose elements are zeros.
     """
-    rows = rows.astype(jnp.float32)
+    rows, scales = scale_rows(rows.astype(jnp.float32), over_largest(dtype))
+    if dtype == jnp.int8:
+        rows = jnp.round(rows)
+    return rows.astype(dtype), scales
+
+
+def scale_rows(
+    rows: jax.Array, over_largest: np.float32
+) -> tuple[jax.Array, jax.Array]:
+    """Return rows, f32[..., D], over their scales, and these, bfloat16[...].
+
+    Args:
+      rows: f32[..., D].
+      over_largest: the scale of a row whose largest magnitude is 1.
+    """
     # Of numbers without a sign the larger one has the larger bits, NaN above infinity.
     # XLA's largest float on a CPU passes over NaN from 4,096 numbers on (0.10 to 0.12).
     magnitudes = lax.bitcast_convert_type(rows, jnp.int32) & jnp.int32(0x7FFFFFFF)
     largest = lax.bitcast_convert_type(jnp.max(magnitudes, axis=-1), jnp.float32)
-    scales = round_up(jnp.maximum(largest * over_largest(dtype), SMALLEST_SCALE))
+    scales = round_up(jnp.maximum(largest * over_largest, SMALLEST_SCALE))
     # Infinity over infinity is NaN, for which int8 has no number.
     scales = jnp.where(jnp.isfinite(largest), scales, jnp.asarray(jnp.nan, SCALE_DTYPE))
     # XLA for CPUs makes this of a division, XLA for GPUs does not.
     rows = rows * (1.0 / scales.astype(jnp.float32))[..., None]
-    rows = jnp.where(jnp.isnan(rows), 0.0, rows)
-    if dtype == jnp.int8:
-        rows = jnp.round(rows)
-    return rows.astype(dtype), scales
+    return jnp.where(jnp.isnan(rows), 0.0, rows), scales
 
 
 def largest_number(dtype: np.dtype[Any]) -> float:

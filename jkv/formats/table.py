@@ -5,8 +5,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.formats.format import Format
+from jkv.formats.format import Format, Formats
 from jkv.formats.numbers import Numbers
+from jkv.formats.packed import Packed
 from jkv.formats.scaled import Scaled
 
 FORMATS: dict[np.dtype[Any], Format] = {
@@ -17,11 +18,17 @@ FORMATS: dict[np.dtype[Any], Format] = {
         Scaled(np.dtype(jnp.float8_e4m3fn)),
         Scaled(np.dtype(jnp.float8_e4m3fnuz)),
         Scaled(np.dtype(jnp.float8_e5m2)),
+        Packed(np.dtype(jnp.int4)),
     )
 }
 
 # What every card can read, whichever encoding it prefers, so that files travel.
 OTHER_NAMES = {"fp8": np.dtype(jnp.float8_e4m3fn)}
+
+
+def formats_of(dtype: np.dtype[Any], value_dtype: np.dtype[Any]) -> Formats:
+    """Return the formats of keys and values by what a configuration calls them."""
+    return Formats(FORMATS[dtype], FORMATS[value_dtype])
 
 
 def checked_dtype(dtype: Any) -> np.dtype[Any]:

@@ -143,6 +143,7 @@ def _implied_sizes(cache: Cache, number: int) -> Sizes:
         value_head_dim=storage.value_head_dim,
         values_in_keys=storage.values_in_keys,
         dtype=storage.dtype,
+        value_dtype=storage.value_dtype,
         record_tokens=cache.metadata.tokens is not None,
         sliding_window=group.window.length,
         num_sink_tokens=group.window.num_sink_tokens,

@@ -402,7 +402,7 @@ class Cache:
         """Say how large the cache is and, if its counts can be had, how full."""
         layers = f"{self.num_layers} layers" if self.num_layers else "no storage"
         kinds = [
-            f"{each.num_kv_heads} kv heads, head dim {each.head_dim}, {each.dtype.name}"
+            f"{each.num_kv_heads} kv heads, head dim {each.head_dim}, {each.formats}"
             for each in self.storage
         ]
         kinds += ["states"] * bool(self.states)

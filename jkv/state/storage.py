@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jkv.formats.format import STORAGE_NAMES, Formats
-from jkv.formats.table import FORMATS
+from jkv.formats.table import formats_of
 from jkv.sharding.heads import copies_of
 from jkv.sharding.storage_sharding import StorageSharding
 
@@ -30,14 +30,19 @@ class GroupSizes(NamedTuple):
 class BlockStorage:
     """The keys and values in the blocks of one group of layers."""
 
-    key_pool: jax.Array  # [L, N, K, T, D], bfloat16 and fp8 as their bits
+    # [L, N, K, T, D], bfloat16 and fp8 as their bits, int4 in pairs, [..., D / 2]
+    key_pool: jax.Array
     # [L, N, K, T, Dv], likewise; None: they are the first Dv elements of the keys
     value_pool: jax.Array | None
-    # u16[L, N, K, T], bits of bfloat16: what int8 and fp8 elements are multiplied by.
+    # u16[L, N, K, T], bits of bfloat16: what elements of int8, fp8 and int4 are
+    # multiplied by.
     key_scales: jax.Array | None
     value_scales: jax.Array | None  # u16[L, N, K, T], likewise
-    # The dtype that the stored bits mean; static, as the arrays' own may be another.
+    # The dtype that the stored bits of keys mean; static, as the arrays' own may be
+    # another.
     dtype: np.dtype[Any] = dataclasses.field(metadata={"static": True})
+    # Likewise that of values.
+    value_dtype: np.dtype[Any] = dataclasses.field(metadata={"static": True})
     # Static, as no shape tells how many numbers a format packs into a row.
     head_dim: int = dataclasses.field(metadata={"static": True})  # D
     value_head_dim: int = dataclasses.field(metadata={"static": True})  # Dv
@@ -52,7 +57,7 @@ class BlockStorage:
     @property
     def formats(self) -> Formats:
         """How rows of keys and of values are stored."""
-        return Formats(FORMATS[self.dtype], FORMATS[self.dtype])
+        return formats_of(self.dtype, self.value_dtype)
 
     @property
     def arrays(self) -> dict[str, jax.Array]:

@@ -18,7 +18,6 @@ import numpy as np
 
 from jkv.formats.bits import STORED_AS
 from jkv.formats.format import STORAGE_NAMES
-from jkv.formats.table import FORMATS
 from jkv.sharding.heads import copies_of, without_copies_of_heads
 from jkv.sharding.processes import agree, bring_whole, is_shared, is_writer
 from jkv.sharding.resharding import as_auto
@@ -98,6 +97,7 @@ def read_value(path: Path, kinds: fields.Kinds) -> Cache | Swapped:
         kind = _KINDS[metadata["holds"]]
         leaves = {_present_name(name): leaf for name, leaf in leaves.items()}
         _add_head_dims(leaves)
+        _add_value_dtypes(leaves)
         if kind is Swapped:
             stored = filter(_is_stored, leaves)
             leaves |= {name: contents.cut_array(leaves[name]) for name in stored}
@@ -131,6 +131,12 @@ def _add_head_dims(leaves: dict[str, Any]) -> None:
         }
 
 
+def _add_value_dtypes(leaves: dict[str, Any]) -> None:
+    """Add what earlier files left out, as values were stored as the keys are."""
+    for name in [each for each in leaves if each.endswith(".dtype")]:
+        leaves.setdefault(name.replace(".dtype", ".value_dtype"), leaves[name])
+
+
 def _kept(value: Cache | Swapped) -> Cache | Swapped:
     """Return what a file keeps: it holds the model's heads and knows nothing of a mesh.
 
@@ -159,8 +165,8 @@ def _describe_stored(value: Cache | Swapped, name: str, leaf: Any) -> Tensor:
     """Describe K/V or scales, whose bits mean something, of a group."""
     number = int(name.split(".")[1])
     part = value.storage[number] if isinstance(value, Cache) else value.groups[number]
-    element = name.rsplit("_", maxsplit=1)[-1]
-    meant = FORMATS[part.dtype].arrays(1)[element].meaning
+    kept, element = part.formats.of(name.rsplit(".", maxsplit=1)[-1])
+    meant = kept.arrays(2)[element].meaning
     if isinstance(value, Cache):
         return _by_layers(leaf, meant, value, number)
     return _by_pieces(leaf, meant)

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.formats.format import Formats
+from jkv.formats.table import formats_of
 from jkv.metadata import requests
 from jkv.metadata.requests import Integers
 from jkv.state import NO_SEQUENCE, Cache, Metadata
@@ -38,6 +40,12 @@ class SwappedGroup:
     num_blocks: int = dataclasses.field(metadata={"static": True})
     # That the stored bits mean; static, as in `BlockStorage`.
     dtype: np.dtype[Any] = dataclasses.field(metadata={"static": True})
+    value_dtype: np.dtype[Any] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def formats(self) -> Formats:
+        """How rows of keys and of values are stored."""
+        return formats_of(self.dtype, self.value_dtype)
 
     @property
     def num_filled_blocks(self) -> int:
@@ -151,6 +159,7 @@ def _copy_group(cache: Cache, number: int, rows: "_Found") -> SwappedGroup:
         contents=contents.fetch(cache, number, blocks),
         num_blocks=num_blocks,
         dtype=cache.storage[number].dtype,
+        value_dtype=cache.storage[number].value_dtype,
     )
 
 
@@ -307,7 +316,7 @@ def _compare_storage(
     group, storage = swapped.groups[number], cache.storage[number]
     pieces_of, arrays = group.contents.storage, storage.arrays
     kinds: dict[str, tuple[Any, Any]] = {
-        "dtype": (group.dtype.name, storage.dtype.name),
+        "dtype": (str(group.formats), str(storage.formats)),
         "arrays": (sorted(pieces_of), sorted(arrays)),
     }
     for name in sorted(pieces_of.keys() & arrays.keys()):

@@ -107,7 +107,7 @@ def check_dtypes(storage: BlockStorage) -> None:
     """Reject keys and values that are not stored as their dtype is, as after a cast."""
     for name, array in storage.arrays.items():
         kept, part = storage.formats.of(name)
-        expected = kept.arrays(storage.head_dim)[part].dtype
+        expected = kept.arrays(2)[part].dtype
         if array.dtype != expected:
             raise UsageError(
                 f"{name} has dtype {array.dtype}, and {kept.dtype.name} is stored as "

@@ -144,6 +144,7 @@ def attend(
         soft_cap=soft_cap,
         return_lse=return_lse,
         kv_dtype=storage.dtype,
+        value_dtype=storage.value_dtype,
         value_head_dim=storage.value_head_dim,
         max_query_length=1 if batch.is_decoding else None,
         by_position=batch.by_position,

@@ -40,16 +40,39 @@ def test_sizes_that_cannot_work_are_rejected(field, value):
 
 
 @pytest.mark.parametrize(
-    "dtype", [jnp.int32, jnp.float64, jnp.bool_, "complex64", "int4"]
+    "dtype", [jnp.int32, jnp.float64, jnp.bool_, "complex64", "uint4"]
 )
 def test_other_dtypes_are_told_what_there_is(dtype):
-    with pytest.raises(ValueError, match="bfloat16.*float8_e5m2, fp8; got"):
+    with pytest.raises(ValueError, match="bfloat16.*float8_e5m2, int4, fp8; got"):
         small_config(dtype=dtype)
+    with pytest.raises(ValueError, match="one of .*; got"):
+        small_config(value_dtype=dtype)
 
 
 def test_fp8_is_the_encoding_that_travels():
     assert small_config(dtype="fp8").dtype == jnp.float8_e4m3fn
     assert small_config(dtype=jnp.float8_e4m3fnuz).dtype == jnp.float8_e4m3fnuz
+
+
+def test_values_may_have_a_dtype_of_their_own():
+    sizes = dict(num_layers=1, num_kv_heads=2, head_dim=16, value_head_dim=8)
+    config = small_config(**sizes, dtype="int8", value_dtype="int4")
+    # A byte an element and half a byte, each with a scale of two.
+    assert config.bytes_per_token == 2 * ((16 + 2) + (4 + 2))
+    assert "int8 keys, int4 values" in str(config)
+    assert config.is_quantized and not small_config(dtype="bfloat16").is_quantized
+    assert small_config(dtype="float32", value_dtype=jnp.int4).is_quantized
+    # Another dtype of keys takes the values along, unless they have their own.
+    alike = dataclasses.replace(small_config(dtype="int8"), dtype="float32")
+    assert alike == small_config(dtype="float32")
+
+
+def test_four_bits_go_in_pairs():
+    for sizes in (dict(head_dim=7, value_head_dim=8), dict(value_head_dim=3)):
+        with pytest.raises(ValueError, match="even head dim"):
+            small_config(**sizes, dtype="int4")
+    with pytest.raises(ValueError, match="leave value_dtype out, got int4"):
+        small_config(values_in_keys=True, dtype="int8", value_dtype="int4")
 
 
 def test_values_in_keys_must_fit_into_them():

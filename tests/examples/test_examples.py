@@ -29,6 +29,7 @@ TESTED_ELSEWHERE = {
     "train_pydoc.py": "test_bundled_model",
     "train_draft.py": "test_bundled_model",
     "flax_model.py": "test_framework_models",
+    "formats.py": "test_real_models",
     "equinox_model.py": "test_framework_models",
     "serve_batch.py": "test_serve_batch",
     "serve_http.py": "test_serve_http",

@@ -1,7 +1,8 @@
 """A format that nothing knows but one table: packed, with several scales in a row.
 
-Two numbers in a byte, and a scale for eight of them; the numbers are multiplied by it
-before attention has them, as there is no factor for a whole token.
+It takes the place of int4: two numbers in a byte, and a scale for eight of them; the
+numbers are multiplied by it before attention has them, as there is no factor for a
+whole token.
 """
 
 import dataclasses

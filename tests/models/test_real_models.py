@@ -100,6 +100,20 @@ def test_a_chat_of_smollm2():
     assert "Paris" in json.dumps(answer)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_formats_cost_what_the_page_says(name):
+    """By the command that a user types; int8 keys with int4 values cost nothing."""
+    command = [sys.executable, ROOT / "examples" / "formats.py", "--max-tokens", "1000"]
+    command += ["--model", models.fetch(name), "--text", ROOT / "docs" / "design.md"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    rows = [line.rsplit(maxsplit=5) for line in done.stdout.splitlines()[3:]]
+    ratios = {name: float(ratio) for name, _, ratio, *_ in rows}
+    assert [*ratios][0] == "float32" and ratios["float32"] == 1
+    assert abs(ratios["bfloat16"] - 1) < 0.005 and abs(ratios["int8"] - 1) < 0.01
+    assert abs(ratios["int8 keys, int4 values"] - 1) < 0.015
+    assert ratios["int4"] > 1.015
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_tensors(kind, tmp_path):
     """Of matrices whose rows are long enough for blocks of 32."""

@@ -141,6 +141,7 @@ DOORS: dict[str, tuple[str, ...]] = {
         "stepping",
         "generation",
         "exactness",
+        "format_accuracy",
     ),
     "serving": ("request", "device", "scheduler", "prometheus", "threads", "engine"),
 }

@@ -34,7 +34,7 @@ PUBLIC = """
     partition_specs BeamSearch beam_search
     StateConfig StateLayer StateStorage States fold_state read_pending read_state
     snapshots write_state Steering TextTree
-    ExactDifference ExactReport check_exact
+    ExactDifference ExactReport check_exact FormatAccuracy measure_formats
     DraftModel PromptLookup UsageError jitted
 """.split()
 

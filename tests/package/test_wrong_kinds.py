@@ -80,6 +80,7 @@ def calls():
         "swap_in": (cache, jkv.swap_out(cache, [0])[1]),
         "extend": (count_on, None, cache, [0], [[1, 2]]),
         "score": (count_on, None, [[1]], [[2]]),
+        "measure_formats": (count_on, None, [1, 2, 3], small_config(), ["int8"]),
         "paged_attention": (jnp.ones((2, 1, 8)), pool, pool, 0, *of_requests),
         "raise_for_status": (jnp.int32(0),),
         "over_pools": (jkv.free,),

@@ -1,4 +1,4 @@
-"""int8 and fp8: what a row becomes, and that its scale goes where it goes."""
+"""int8, fp8 and int4: what a row becomes, and that its scale goes where it goes."""
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,10 @@ KINDS = {
     "int8": dict(dtype="int8"),
     "fp8": dict(dtype="fp8"),
     "float8_e5m2": dict(dtype="float8_e5m2"),
+    "int4": dict(dtype="int4"),
+    "int8 and int4": dict(dtype="int8", value_dtype="int4"),
     "int8 latent": dict(dtype="int8", **LATENT),
+    "int4 latent": dict(dtype="int4", **LATENT),
     "bfloat16 latent": dict(dtype="bfloat16", **LATENT),
 }
 
@@ -155,7 +158,7 @@ class TestRows:
 
 
 class TestContents:
-    @pytest.mark.parametrize("kind", few(KINDS, "fp8"))
+    @pytest.mark.parametrize("kind", few(KINDS, "fp8", "int8 and int4"))
     def test_read_is_what_was_written(self, kind):
         cache = filled(kind)
         for layer in range(cache.num_layers):
@@ -168,9 +171,8 @@ class TestContents:
             if wrote[1] is None:
                 np.testing.assert_array_equal(values, keys[..., :VALUE_DIM])
             else:
-                expected = np.asarray(
-                    restore(*quantize(wrote[1], cache.dtype), cache.dtype)
-                )
+                dtype = cache.storage[0].value_dtype
+                expected = np.asarray(restore(*quantize(wrote[1], dtype), dtype))
                 np.testing.assert_array_equal(values[:6], expected[9:15])
             assert not keys[6:].any() and not values[6:].any() and length == 6
             block, offset = jax.device_get(jkv.slots(cache, 1, 5))
@@ -206,6 +208,7 @@ class TestContents:
         ):
             np.testing.assert_array_equal(one, same)
         assert (loaded.dtype, loaded.value_head_dim) == (cache.dtype, VALUE_DIM)
+        assert loaded.storage[0].value_dtype == cache.storage[0].value_dtype
         jkv.save(path, cache, children)
         loaded, back = jkv.load(
             path, jkv.init(make_config(**KINDS[kind], record_tokens=True))
@@ -222,6 +225,7 @@ class TestContents:
             "fp8": "F8_E4M3",
             "float8_e4m3fnuz": "F8_E4M3FNUZ",
             "float8_e5m2": "F8_E5M2",
+            "int4": "U8",
         }
         for dtype, name in names.items():
             path = tmp_path / dtype
@@ -244,7 +248,7 @@ class TestContents:
     @pytest.mark.one_end
     def test_another_kind_of_cache_is_refused(self):
         swapped = jkv.swap_out(filled("int8"), 0)[1]
-        for kind in ("fp8", "int8 latent"):
+        for kind in ("fp8", "int8 latent", "int8 and int4"):
             with pytest.raises(ValueError, match="can be swapped into a cache of"):
                 jkv.swap_in(jkv.init(make_config(**KINDS[kind])), swapped)
 

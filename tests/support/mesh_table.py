@@ -45,6 +45,7 @@ CHANGES = {
     "int8": {"dtype": "int8"},
     "float8_e4m3fn": {"dtype": "float8_e4m3fn"},
     "float8_e5m2": {"dtype": "float8_e5m2"},
+    "int8 and int4": {"dtype": "int8", "value_dtype": "int4"},
     "window and index": {"sliding_window": WINDOW, "prefix_caching": True},
 }
 # Of the table: which mesh axes a cache is told.
@@ -175,6 +176,7 @@ PLAYS = {
     "int8": generate,
     "float8_e4m3fn": generate,
     "float8_e5m2": generate,
+    "int8 and int4": generate,
     "window and index": generate_again,
     "Engine": serve,
 }

@@ -37,7 +37,7 @@ FAR_IDS = [-2, -7, -(2**31), 2**31 - 1]
 FAR_COUNTS = [-1, -2, -(2**31), 2**31 - 1, 2**31 - 2, 2**30]
 
 # What the contents of a game are stored as; all else is float32.
-DTYPES = {"few blocks": "int8", "blocks of one": "fp8"}
+DTYPES = {"few blocks": ("int8", "int4"), "blocks of one": "fp8"}
 # (num_blocks, block_size, max_sequences, max_context_length)
 SHAPES = {
     "one cell": (1, 1, 1, 1),
@@ -245,6 +245,8 @@ class Game:
         if groups is None:
             num_blocks, *shape = shape
             groups = (Pool(num_blocks, *window),)
+        # Of keys and values alike, or of each.
+        dtype, value_dtype = dtype if isinstance(dtype, tuple) else (dtype, None)
         self.pools, (block_size, max_sequences, max_context) = groups, shape
         self.sizes = shape
         # The group of each layer: two layers of the first, one of each other.
@@ -260,6 +262,7 @@ class Game:
                 max_sequences=max_sequences,
                 max_context_length=max_context,
                 dtype=dtype,
+                value_dtype=value_dtype,
                 record_tokens=record_tokens,
                 prefix_caching=self.prefix_caching and len(groups) == 1 and not states,
                 sliding_window=pool.window,
@@ -301,10 +304,13 @@ class Game:
             )
         )
         # And what is read back, quantized or not.
-        kept = np.dtype(dtype) if not groups else self.cache.storage[0].dtype
+        storage = self.cache.storage[0] if groups else None
+        kept = (
+            (storage.dtype, storage.value_dtype) if groups else (np.dtype(dtype),) * 2
+        )
         self.stored_keys, self.stored_values = (
-            [np.asarray(stored(rows, kept)) for rows in tables]
-            for tables in (self.keys, self.values)
+            [np.asarray(stored(rows, each)) for rows in tables]
+            for tables, each in zip((self.keys, self.values), kept, strict=True)
         )
         self.num_contents_used = 0
         self.num_requests = Counter()  # by status

@@ -121,6 +121,7 @@ def step_in_a_loop(cache, seq_ids, hidden):
 # Layers one after the other: of the dtypes whose rows are written in different ways.
 CASES = [(step_scanned, dtype) for dtype in DTYPES]
 CASES += [(step_unrolled, dtype) for dtype in (jnp.float32, jnp.bfloat16, jnp.int8)]
+CASES += [(step_scanned, jnp.int4)]
 CASES = with_further(CASES, (step_scanned, jnp.float16), (step_unrolled, jnp.bfloat16))
 
 
@@ -129,6 +130,7 @@ CASES = with_further(CASES, (step_scanned, jnp.float16), (step_unrolled, jnp.bfl
     few(
         [*CASES, (step_in_a_loop, jnp.bfloat16)],
         *[(step_unrolled, jnp.float32), (step_scanned, jnp.int8)],
+        (step_scanned, jnp.int4),
         (step_in_a_loop, jnp.bfloat16),
     ),
     ids=lambda value: value.__name__,
@@ -171,9 +173,10 @@ VERBS = {
 }
 
 
-COPYING = [*itertools.product(["fork", "truncate", "reorder"], DTYPES)]
-# Float16 lies as float32 does, and fp8 beside its scales as int8 does.
-SAME = [case for case in COPYING if case[1] in (jnp.float16, jnp.float8_e4m3fn)]
+COPYING = [*itertools.product(["fork", "truncate", "reorder"], [*DTYPES, jnp.int4])]
+# Float16 lies as float32 does, fp8 and int4 beside their scales as int8 does.
+ALIKE = jnp.float16, jnp.float8_e4m3fn, jnp.int4
+SAME = [case for case in COPYING if case[1] in ALIKE]
 
 
 @pytest.mark.parametrize(

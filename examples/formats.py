@@ -1,0 +1,54 @@
+"""What keys and values in fewer bits cost a model, and how many more tokens they give.
+
+    python examples/formats.py
+    python examples/formats.py --model FOLDER_OR_GGUF --text FILE --max-tokens 3000
+
+The model reads a text once for each format of its cache. Weights and arithmetic are
+float32, so the cache alone makes the difference. The bundled model is a toy, which
+nothing hurts: judge on the model that you serve, with texts of the kind that it gets.
+"""
+
+import pathlib
+
+import jax.numpy as jnp
+import pretrained
+from generating.arguments import Parser, at_least
+from generating.ending import answering_errors, ending_in_one_line
+from generating.options import BUNDLED
+
+import jkv
+from jkv.commands.compiled_programs import keep_compiled_programs
+
+README = pathlib.Path(__file__).parents[1] / "README.md"
+
+
+def main() -> None:
+    """Measure, and print a table."""
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("--model", type=pathlib.Path, default=BUNDLED, help="a folder or a GGUF file")
+    add("--text", type=pathlib.Path, default=README, help="a file of text")
+    add("--max-tokens", type=at_least(2), default=2000, help="%(default)s")
+    add("--max-sequences", type=at_least(1), default=64, help="%(default)s")
+    options = parser.parse_args()
+    keep_compiled_programs()
+    with answering_errors():
+        model, params = pretrained.load(options.model, jnp.float32)
+        tokenizer = pretrained.load_tokenizer(options.model)
+        tokens = tokenizer.encode(options.text.read_text()).ids[: options.max_tokens]
+        length = min(len(tokens), model.config.max_context_length)
+        sizes = dict(max_sequences=options.max_sequences, dtype=jnp.bfloat16)
+        config = model.cache_config(length, **sizes)
+        found = jkv.measure_formats(model, params, tokens, config)
+    print(f"{len(tokens)} tokens; {config.storage_bytes:,} bytes of keys and values\n")
+    print(f"{'keys and values':24} perplexity   ratio   same token  bytes   tokens")
+    for each in found:
+        print(
+            f"{each.name:24} {each.perplexity:10.3f} {each.ratio:7.4f} "
+            f"{each.equal_tokens:11.2%} {each.bytes_per_token:7,} {each.num_tokens:,}"
+        )
+
+
+if __name__ == "__main__":
+    with ending_in_one_line():
+        main()

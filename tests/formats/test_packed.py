@@ -1,0 +1,199 @@
+"""int4: rows are turned and rounded; attention is that of what is read."""
+
+import dataclasses
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.jax_versions import few
+from support.small_caches import small_config
+from support.tolerances import assert_close, is_close
+
+import jkv
+from jkv.formats.packed import LEVELS
+from jkv.formats.table import FORMATS
+
+INT4 = FORMATS[np.dtype(jnp.int4)]
+store = jax.jit(lambda rows: INT4.put(INT4.prepare(rows)))
+restore = jax.jit(INT4.read)
+WIDTHS = [2, 6, 16, 64, 96, 576]
+
+
+def draw(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def error_of(found, rows):
+    """Mean square error, by the mean square."""
+    return float(np.mean((np.asarray(found) - rows) ** 2) / np.mean(rows**2))
+
+
+@pytest.mark.one_end
+@pytest.mark.parametrize("width", few(WIDTHS, 6, 64))
+def test_turning_keeps_products_and_is_undone(width):
+    rows, others = draw(2, 5, width)
+    turned, again = (np.asarray(jax.jit(INT4.turn)(each)) for each in (rows, others))
+    np.testing.assert_allclose((turned * again).sum(-1), (rows * others).sum(-1), 1e-4)
+    np.testing.assert_allclose(jax.jit(INT4.turn_back)(turned), rows, atol=1e-5)
+    assert np.abs(turned - rows).max() > 0.5
+    # What all elements have in common is spread over a block, as one element is.
+    for one in (np.ones(width), np.eye(width)[0]):
+        alike = np.asarray(jax.jit(INT4.turn)(np.float32(one)[None]))
+        block = width & -width
+        assert np.square(alike).max() <= 2 * np.square(one).sum() / min(block, width)
+
+
+@pytest.mark.one_end
+def test_what_is_stored_by_hand():
+    """Files depend on it: levels, the order in a byte, signs and transform."""
+    wanted = [0.0979, 0.2996, 0.5188, 0.7673, 1.0569, 1.3992, 1.8059, 2.2888]
+    np.testing.assert_allclose(LEVELS[8:], wanted, atol=1e-4)
+    np.testing.assert_array_equal(LEVELS[:8], -LEVELS[8:][::-1])
+    # Of a row (8, 0, 0, 0): each of four elements 4, the largest, 15.
+    stored = store(np.float32([[8, 0, 0, 0]]))
+    np.testing.assert_array_equal(stored["pool"], [[0xFF, 0xFF]])
+    # Of (4, 0, 4, 0): 4, 4, 0, 0; zero is between two levels and takes the lower one.
+    stored = store(np.float32([[4, 0, 4, 0]]))
+    np.testing.assert_array_equal(stored["pool"], [[0xFF, 0x77]])
+    # The fourth sign is the other one: its column of the transform, negative.
+    stored = store(np.float32([[0, 0, 0, 8]]))
+    np.testing.assert_array_equal(stored["pool"], [[0xF0, 0x0F]])
+
+
+@pytest.mark.one_end
+def test_errors_are_those_of_16_levels_of_a_normal():
+    """Also of rows with large channels, which plain steps of four bits spoil."""
+    rows = draw(2000, 2, 64)
+    large = rows * np.where(np.arange(64) % 16, 1, 20).astype(np.float32)
+    for each, most in ((rows, 0.0085), (large, 0.0085)):
+        error = error_of(restore(store(each)), each)
+        assert 0.005 < error < most
+    steps = np.abs(large).max(-1, keepdims=True) / 7
+    plain = np.round(large / steps) * steps
+    small = np.arange(64) % 16 != 0
+    found = np.asarray(restore(store(large)))
+    assert error_of(plain[..., small], large[..., small]) > 0.7
+    assert error_of(found[..., small], large[..., small]) < 0.5
+
+
+@pytest.mark.one_end
+def test_a_row_has_its_bits_alone():
+    rows = draw(7, 2, 96)
+    together = store(rows)
+    for i in range(7):
+        alone = store(rows[i : i + 1])
+        for name, array in together.items():
+            np.testing.assert_array_equal(array[i : i + 1], alone[name])
+
+
+@pytest.mark.one_end
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+def test_rows_that_are_not_finite_are_seen_to_be(poison):
+    rows = np.ones((600, 1, 8), np.float32)
+    rows[1, 0, 4] = poison
+    found = np.asarray(restore(store(rows)))
+    assert np.isnan(found[1]).all() and np.isfinite(np.delete(found, 1, 0)).all()
+    assert not np.asarray(restore(store(0 * rows[2:]))).any()
+
+
+KINDS = {
+    "int8 and int4": dict(dtype="int8", value_dtype="int4"),
+    "int4 and float32": dict(dtype="int4", value_dtype="float32"),
+    "int4": dict(dtype="int4"),
+    "latent": dict(dtype="int4", values_in_keys=True),
+}
+SIZES = dict(num_kv_heads=2, head_dim=32, value_head_dim=24)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def play(config, queries, keys, values):
+    """Write seven and two tokens; what is read, and attention by each way."""
+    cache, opened = jkv.allocate(jkv.init(config), [0, 0])
+    cache, batch = jkv.append(cache, opened.seq_ids, [7, 2], capacity=9)
+    cache = jkv.write(cache, 0, batch, keys, values)
+
+    def attend(queries, implementation=None):
+        options = dict(return_lse=True, implementation=implementation)
+        return jkv.attend(cache, 0, batch, queries, **options)
+
+    def loss(queries, implementation):
+        output, lse = attend(queries, implementation)
+        return jnp.sum(jnp.sin(output)) + jnp.sum(lse)
+
+    ways = None, "xla", "reference"
+    found = [(*attend(queries, way), jax.grad(loss)(queries, way)) for way in ways]
+    read = [jkv.read(cache, 0, i) for i in (0, 1)]
+    return read, found, cache, batch
+
+
+@pytest.mark.parametrize("kind", few(KINDS, "int8 and int4", "latent"))
+def test_attention_is_that_of_what_is_read(kind):
+    """And its derivative, as a cache in float32 has it of the numbers that are read."""
+    config = small_config(**SIZES, **KINDS[kind])
+    queries, keys, values = draw(9, 4, 32), draw(9, 2, 32), draw(9, 2, 24, seed=1)
+    given = keys, None if config.values_in_keys else values
+    read, found, cache, batch = play(config, queries, *given)
+    kept = [jnp.concatenate([read[0][i][:7], read[1][i][:2]]) for i in (0, 1)]
+    plain = dataclasses.replace(
+        config, dtype="float32", value_dtype=None, values_in_keys=False
+    )
+    _, wanted, *_ = play(plain, queries, *kept)
+    _, given, *_ = play(plain, queries, keys, values)
+    for one, other in zip(found, wanted, strict=True):
+        for mine, theirs in zip(one, other, strict=True):
+            assert_close(mine, theirs)
+    assert not is_close(given[0][0], wanted[0][0])
+    assert config.bytes == cache.nbytes
+    jkv.check(cache)
+    with pytest.raises(NotImplementedError, match="it reads .*, not int4"):
+        jkv.attend(cache, 0, batch, queries, implementation="pallas")
+
+
+@pytest.mark.one_end
+def test_a_cache_warns_of_keys_in_int4():
+    sizes = dict(num_kv_heads=1, head_dim=16)
+    config = small_config(**sizes, dtype="int4")
+    with pytest.warns(UserWarning, match="dtype='int8', value_dtype='int4'"):
+        jkv.init(config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jkv.init(config, storage=False)
+        jkv.init(small_config(**sizes, dtype="int8", value_dtype="int4"))
+        jax.eval_shape(lambda: jkv.init(config))
+
+
+@pytest.mark.one_end
+def test_plain_arrays_say_what_their_bits_mean():
+    parts = store(draw(4, 2, 4, 32)), store(draw(4, 2, 4, 24, seed=1))
+    one = jnp.ones(1, jnp.int32)
+    pools = parts[0]["pool"], parts[1]["pool"]
+    requests = None, jnp.array([[2, 1]]), None, 0 * one, one, 5 * one
+    scales = {"key_scales": parts[0]["scales"], "value_scales": parts[1]["scales"]}
+    attend = functools.partial(
+        jkv.paged_attention, jnp.asarray(draw(1, 4, 32)), *pools, *requests
+    )
+    wanted = attend(kv_dtype="int4", **scales)
+    assert wanted.shape == (1, 4, 24)
+    floats = functools.partial(
+        jkv.paged_attention,
+        jnp.asarray(draw(1, 4, 32)),
+        *map(restore, parts),
+        *requests,
+    )
+    assert_close(wanted, floats())
+    mixed = jkv.paged_attention(
+        jnp.asarray(draw(1, 4, 32)),
+        restore(parts[0]),
+        pools[1],
+        *requests,
+        value_dtype="int4",
+        value_scales=scales["value_scales"],
+    )
+    assert_close(mixed, wanted)
+    with pytest.raises(ValueError, match="pass kv_dtype=.*int4"):
+        attend(**scales)
+    with pytest.raises(ValueError, match="holds int4: pass key_scales"):
+        attend(kv_dtype="int4")
