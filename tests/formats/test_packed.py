@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.jax_versions import few
+from support.small_attention_model import attention_model, attention_params
 from support.small_caches import small_config
 from support.tolerances import assert_close, is_close
 
@@ -197,3 +198,17 @@ def test_plain_arrays_say_what_their_bits_mean():
         attend(**scales)
     with pytest.raises(ValueError, match="holds int4: pass key_scales"):
         attend(kv_dtype="int4")
+
+
+@pytest.mark.one_end
+def test_scores_keep_float32_whatever_values_are_stored_as():
+    sizes = dict(num_layers=2, num_kv_heads=2, head_dim=4)
+    params = attention_params()
+    found = [
+        jkv.score(attention_model, params, [[1, 2]], [[3, 4]], config=config)
+        for config in (
+            small_config(**sizes, dtype="int8", value_dtype="int4"),
+            small_config(**sizes, dtype="float32"),
+        )
+    ]
+    np.testing.assert_array_equal(*found)

@@ -24,6 +24,7 @@ def size_blocks(tree: TextTree, num_blocks: int) -> dict[str, Any]:
     return size_sequences(tree) | dict(
         num_blocks=num_blocks,
         dtype=jnp.float32,
+        value_dtype=None,
         prefix_caching=False,
         record_tokens=False,
         # The rows of a segment see what a window would have given back.
