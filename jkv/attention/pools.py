@@ -96,7 +96,7 @@ def make_pools(
     *,
     has_layers: bool,
     kv_dtype: jax.typing.DTypeLike | None,
-    value_dtype: jax.typing.DTypeLike | None,
+    value_dtype: jax.typing.DTypeLike | None = None,
     value_head_dim: int | None,
 ) -> Pools:
     """Check the arrays and bring them to five axes, with one layer if they have none.
