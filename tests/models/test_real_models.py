@@ -82,10 +82,12 @@ def test_tokens_tensors_and_logits_are_those_of_transformers(name):
     cache, batch = jkv.append(cache, opened.seq_ids, [640], capacity=640)
     run = jax.jit(functools.partial(model, all_rows=True))
     found = np.asarray(run(params, tokens, cache, batch)[0])
-    # In float64: float32 of `transformers` alone is 2e-3 off it on some processors.
+    # In float64: how far float32 is off depends on the processor, for the worst of 168
+    # million logits (0.0008 to 0.004) more than for all of them.
     with torch.no_grad():
         expected = reference.double()(torch.tensor(tokens[None])).logits[0].numpy()
-    np.testing.assert_allclose(found, expected, atol=3e-3)
+    assert np.sqrt(np.mean((found - expected) ** 2)) < 3e-4
+    np.testing.assert_allclose(found, expected, atol=1e-2)
     np.testing.assert_array_equal(found.argmax(-1), expected.argmax(-1))
 
 
