@@ -25,6 +25,8 @@ ENDING, LAYOUT_NAME = ".safetensors", "layout.json"
 MOST_WAITING_BYTES = 2**28
 # A process that was killed leaves files of another name, which nobody writes any more.
 ABANDONED_SECONDS = 3600.0
+# After so long a process looks again at what others have written.
+SCAN_SECONDS = 1.0
 
 
 def first_digest(salt: int, version: str, layout: Layout) -> bytes:
@@ -213,8 +215,9 @@ class Folder:
 
     def _make_room(self, nbytes: int) -> None:
         """Remove the files that were unused for longest, so that one more fits."""
+        is_near = time.monotonic() - self._scanned < SCAN_SECONDS
         with self._lock:
-            if sum(self._sizes.values()) + nbytes <= self.max_bytes:
+            if is_near and sum(self._sizes.values()) + nbytes <= self.max_bytes:
                 return
         sizes = self._scan()
         total = sum(sizes.values()) + nbytes
@@ -229,6 +232,7 @@ class Folder:
 
     def _scan(self) -> dict[str, int]:
         """Return the sizes of all files, the longest unused first."""
+        self._scanned = time.monotonic()
         found = []
         for entry in os.scandir(self.path):
             with contextlib.suppress(FileNotFoundError):

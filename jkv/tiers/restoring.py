@@ -44,7 +44,17 @@ def restore(
       ValueError: for a cache of other groups, or another shape or dtype, without an
         index, or whose layers all have windows.
 
-    Example: see `spill`.
+    Example:
+      >>> import jax.numpy as jnp, jkv
+      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=4, block_size=4, max_sequences=2, max_context_length=16,
+      ...     prefix_caching=True)
+      >>> cache, opened = jkv.allocate(jkv.init(config), 0)
+      >>> cache, batch = jkv.append(cache, 0, 9, capacity=9, tokens=jnp.arange(9))
+      >>> cache, _ = jkv.free(jkv.commit(cache, batch), 0)
+      >>> cache, spilled = jkv.spill(cache, 4)
+      >>> jkv.restore(cache, spilled)[1], jkv.restore(jkv.init(config), spilled)[1]
+      (2, 2)
     """
     check_has_texts(cache)
     check_fits(cache, spilled)

@@ -54,6 +54,15 @@ ALLOWED: dict[str, set[str]] = {
     # What a cache may have besides.
     "prefixes": {"metadata", "sharding", "state", "status", "verbs"},
     "inspection": {"config", "metadata", "prefixes", "state", "status"},
+    "tiers": {
+        "config",
+        "metadata",
+        "prefixes",
+        "sharding",
+        "state",
+        "status",
+        "storage",
+    },
     "making": {
         "arguments",
         "config",
@@ -111,6 +120,7 @@ ALLOWED: dict[str, set[str]] = {
         "status",
         "steering",
         "storage",
+        "tiers",
         "verbs",
     },
     # Each folder imports one trainer or engine, and nothing else imports the folder.
