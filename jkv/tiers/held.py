@@ -20,6 +20,7 @@ class Held:
     blocks: dict[int, Arrays]  # by group, [L, ...] by the names of `BlockStorage`
     snapshot: Arrays | None = None  # [L, ...] by "part.group.name"
     num_pending: int = 0
+    is_saved: bool = False  # whether a file holds all of it
 
     @property
     def nbytes(self) -> int:
@@ -34,9 +35,11 @@ class Held:
 
     def add(self, other: "Held") -> None:
         """Take over what the other holds and this does not."""
+        before = {*self.arrays()}
         self.blocks = other.blocks | self.blocks
         if self.snapshot is None:
             self.snapshot, self.num_pending = other.snapshot, other.num_pending
+        self.is_saved &= {*self.arrays()} == before
 
     def arrays(self) -> Arrays:
         """Return all arrays by path, as a file names them."""
@@ -51,7 +54,7 @@ class Held:
     @classmethod
     def of_arrays(cls, arrays: Arrays, num_pending: int) -> "Held":
         """Return what the arrays of a file hold."""
-        held = cls({}, None, num_pending)
+        held = cls({}, None, num_pending, is_saved=True)
         for path, array in arrays.items():
             kind, _, rest = path.partition(".")
             if kind == "block":
@@ -74,8 +77,7 @@ def take_apart(spilled: Spilled) -> dict[int, Held]:
             for i, node in enumerate(group.nodes[start : start + num].tolist()):
                 each = held.setdefault(node, Held({}))
                 each.blocks[number] = {
-                    name: np.ascontiguousarray(array[:, i])
-                    for name, array in arrays.items()
+                    name: array[:, i].copy() for name, array in arrays.items()
                 }
             start += num
     snapshots = spilled.snapshots
@@ -84,7 +86,7 @@ def take_apart(spilled: Spilled) -> dict[int, Held]:
             each = held.setdefault(node, Held({}))
             each.num_pending = int(snapshots.num_pending[i])
             each.snapshot = {
-                f"{part}.{number}.{name}": np.ascontiguousarray(array[:, i])
+                f"{part}.{number}.{name}": array[:, i].copy()
                 for number, states in enumerate(snapshots.states)
                 for part in ("rows", "inputs")
                 for name, array in getattr(states, part).items()

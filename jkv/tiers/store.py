@@ -318,9 +318,10 @@ class BlockStore:
             self._prune(node)
 
     def _write(self, node: _Node) -> None:
-        if self._folder is not None and node.held is not None:
-            said = self._said(node)
-            self._folder.write(node.digest, node.text(), node.held, said)
+        held = node.held
+        if self._folder is None or held is None or held.is_saved:
+            return
+        self._folder.write(node.digest, node.text(), held, self._said(node))
 
     def _said(self, node: _Node) -> dict[str, Any]:
         """Return what a file says of its column beside the tokens."""
