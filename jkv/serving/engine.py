@@ -615,6 +615,7 @@ class Engine:
     def close(self) -> None:
         """End the thread, cancel what has not ended, give up what is parked.
 
+        What is cached goes to the store, for the next engine.
         All blocks are free then. What ended can still be asked for, and the engine be
         used without a thread. On several processes `follow` returns on the others.
         """
@@ -627,6 +628,8 @@ class Engine:
             self._turns.take()
         if self._shared is not None:
             self._turns.with_turn(self._shared.dismiss)
+        if (storing := self._scheduler.storing) is not None:
+            self._turns.with_turn(storing.leave)
 
     def __enter__(self) -> "Engine":
         self.start()

@@ -74,7 +74,7 @@ class Folder:
         Raises:
           ValueError: if what lies here is of another version or layout.
         """
-        path = os.path.join(self.path, LAYOUT_NAME)
+        path = self._layout_path
         try:
             with open(path, encoding="utf-8") as file:
                 said = json.load(file)
@@ -248,15 +248,19 @@ class Folder:
     def clear(self) -> None:
         """Remove all files."""
         self.flush()
-        for name in self._scan():
+        for path in (*map(self._file, self._scan()), self._layout_path):
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._file(name))
+                os.unlink(path)
         with self._lock:
             self._sizes = {}
 
     def flush(self) -> None:
         """Wait until all that waits is written."""
         self._writer.submit(lambda: None).result()
+
+    @property
+    def _layout_path(self) -> str:
+        return os.path.join(self.path, LAYOUT_NAME)
 
     def _file(self, name: str) -> str:
         return os.path.join(self.path, name + ENDING)

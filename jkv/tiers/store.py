@@ -242,14 +242,26 @@ class BlockStore:
             return True
         return self._folder is not None and self._folder.has(node.digest)
 
-    def clear(self) -> None:
-        """Forget everything, in memory and in the folder, as when weights change."""
+    @property
+    def has_folder(self) -> bool:
+        """Whether there is a folder."""
+        return self._folder is not None
+
+    def clear(self, version: str | None = None) -> None:
+        """Forget everything, in memory and in the folder, as when weights change.
+
+        Args:
+          version: what blocks are computed with from now on; None: as before.
+        """
         with self._lock:
+            if version is not None:
+                self.version = version
             self._roots.clear()
             self._used.clear()
             self._nbytes = 0
             if self._folder is not None:
                 self._folder.clear()
+                self._folder.agree(self.version, self._layout)
 
     def flush(self) -> None:
         """Wait until what goes to the folder is written."""

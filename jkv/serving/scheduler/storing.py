@@ -125,6 +125,11 @@ class Storing:
                 size *= 2
         self._loop.cache = cache
 
+    def leave(self) -> None:
+        """Let all that is cached leave for the store."""
+        while self._spill(BLOCKS_PER_SPILL):
+            pass
+
     def forget(self) -> None:
         """Forget everything: it is of older weights."""
         self._store.clear()
@@ -160,12 +165,16 @@ class Storing:
             lacking = max(lacking, min(reserve - blank, cached - awaited))
         return min(lacking, BLOCKS_PER_SPILL)
 
-    def _spill(self, num_blocks: int) -> None:
+    def _spill(self, num_blocks: int) -> int:
+        """Let cached blocks leave, and snapshots; return how many were there."""
+        num_left = 0
         for start in range(0, max(num_blocks, 1), BLOCKS_PER_SPILL):
             num = min(num_blocks - start, BLOCKS_PER_SPILL)
             self._loop.cache, spilled = take(self._loop.cache, num, BLOCKS_PER_SPILL)
             self.num_spilled += spilled.num_blocks
             self._store.put(spilled)
+            num_left += spilled.num_blocks + spilled.num_snapshots
+        return num_left
 
     def _restore(self, request: Request) -> None:
         """Bring back what the store has of a prompt, and the cache has not."""
