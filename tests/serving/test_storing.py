@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 from support.folding_model import MODELS, VOCABULARY, make_config
-from support.small_engines import WIDTH, make_engine
+from support.small_engines import WIDTH, draw_request, make_engine
 from support.versioned_model import make_engine as make_versioned
 from support.versioned_model import weights
 
 import jkv
+from jkv.decoding import FinishReason
 from jkv.serving import Engine
 
 pytestmark = pytest.mark.one_end
@@ -38,6 +39,38 @@ def test_what_the_pool_loses_is_found_again():
     assert stats.cached_tokens == 2 * len(PROMPTS) * (WIDTH // 4 * 4)
     assert stats.store_bytes == store.nbytes > 0 and stats.store_folder_bytes == 0
     assert stats.copy_seconds_per_token > 0
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_requests_are_answered_as_without_a_store(seed):
+    """Some are cancelled, some are late; whoever is not is answered as ever."""
+    results = []
+    for store in (None, jkv.BlockStore(3000)):
+        rng, ended = np.random.default_rng(seed), {}
+        engine = make_engine(free_blocks=20, store=store, store_share=0.6)
+        numbers = []
+        for trip in range(60):
+            asked = draw_request(rng)
+            if trip % 7 == 3:
+                asked["timeout"] = 1e-9
+            numbers.append(engine.submit(**asked))
+            if trip % 5 == 4:
+                engine.cancel(numbers[int(rng.integers(len(numbers)))])
+            engine.step()
+        while not engine.is_idle:
+            engine.step()
+        for number in numbers:
+            for found in engine.results(number):
+                if found.reason not in (FinishReason.CANCELLED, FinishReason.DEADLINE):
+                    ended[number, found.sample] = found.tokens, found.reason
+        results.append(ended)
+        assert int(jkv.num_free_blocks(engine.cache)) == 20
+    without, beside = results
+    assert len(without) > 30
+    common = without.keys() & beside.keys()
+    assert len(common) > 30
+    assert all(without[key] == beside[key] for key in common)
+    assert engine.stats().restored_tokens > 0
 
 
 def test_a_later_engine_finds_what_an_earlier_one_left_in_a_folder(tmp_path):
