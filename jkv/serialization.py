@@ -22,6 +22,8 @@ from jkv.decoding.beams.state import BeamSearch, BeamStatistics
 from jkv.decoding.sampling.options import Sampling
 from jkv.decoding.speculation.options import PromptLookup
 from jkv.decoding.texts.results import Generation, Statistics
+from jkv.metadata.block_part import Blocks
+from jkv.metadata.state_part import OfStates
 from jkv.prefixes.arrays import Beside, Snapshots
 from jkv.prefixes.face import PrefixIndex
 from jkv.state.batch import StepSizes
@@ -51,7 +53,7 @@ NAMED_TUPLES: tuple[type, ...] = (
 SIZES: dict[str, type] = {
     sizes.__name__: sizes
     for sizes in (
-        *(StepSizes, GroupSizes, StateSizes),
+        *(StepSizes, GroupSizes, StateSizes, Blocks, OfStates),
         *(sizes for backend in BACKENDS for sizes in backend.plan_sizes),
     )
 }

@@ -23,7 +23,17 @@ from jkv.state.index import Found
 class Blocks(NamedTuple):
     """What sequences have in the pool of one group."""
 
-    number: int  # static, of the group among those with blocks
+    number: int  # static, of the group
+
+    @classmethod
+    def of(cls, numbers: tuple[int, ...]) -> tuple["Blocks", ...]:
+        """Return the parts of groups: one each."""
+        return tuple(map(cls, numbers))
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The groups that it answers for."""
+        return (self.number,)
 
     def open(
         self,
@@ -81,10 +91,11 @@ class Blocks(NamedTuple):
         cut_off = group.window.cuts_off(seq_ids, lengths, group.block_size)
         return Cutting(self.number, group, seq_ids, lengths, (cut_off,))
 
-    def enter(self, metadata: Metadata, brought: Brought) -> Entering:
+    def enter(self, metadata: Metadata, brought: dict[int, Brought]) -> Entering:
         """Take a block for each that is brought."""
-        lack = Lack.of(metadata.groups[self.number], brought.num_blocks[None])
-        return Entering(self.number, brought, (lack,))
+        own = brought[self.number]
+        lack = Lack.of(metadata.groups[self.number], own.num_blocks[None])
+        return Entering(self.number, own, (lack,))
 
     def exchange(
         self,

@@ -179,7 +179,12 @@ class Exchanging(Protocol):
 
 
 class Part(Protocol):
-    """One part of a model."""
+    """One part of a model; a static value."""
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The groups that it answers for."""
+        ...
 
     def open(
         self,
@@ -209,8 +214,8 @@ class Part(Protocol):
         """Cut sequences back to lengths, i32[B] as asked."""
         ...
 
-    def enter(self, metadata: Metadata, brought: Any) -> Entering:
-        """Let new sequences have what they bring to the part from elsewhere."""
+    def enter(self, metadata: Metadata, brought: dict[int, Any]) -> Entering:
+        """Let new sequences have what they bring to the groups from elsewhere."""
         ...
 
     def exchange(

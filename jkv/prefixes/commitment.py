@@ -27,7 +27,7 @@ from jkv.state import Batch, Metadata
 @jax.jit
 def commit_step(
     metadata: Metadata, batch: Batch
-) -> tuple[Metadata, tuple[SnapshotCopies, ...]]:
+) -> tuple[Metadata, tuple[SnapshotCopies | None, ...]]:
     """Make the blocks that a step filled visible, and find places for its states.
 
     Args:
@@ -35,13 +35,16 @@ def commit_step(
       batch: the step.
 
     Returns:
-      The metadata, and the snapshots that are to be made, if there are any ever.
+      The metadata, and of each part the snapshots that are to be made; of none where
+      there are never any.
     """
     metadata, continues = _commit_blocks(metadata, batch)
     if snapshots.snapshots_of(metadata) is None:
         return metadata, ()
     metadata, places = snapshots.make(metadata, batch, continues)
-    return metadata, (SnapshotCopies(batch.seq_ids, places),)
+    copies = SnapshotCopies(batch.seq_ids, places)
+    has_states = (not metadata.groups[p.numbers[0]].has_blocks for p in metadata.parts)
+    return metadata, tuple(copies if each else None for each in has_states)
 
 
 def _commit_blocks(metadata: Metadata, batch: Batch) -> tuple[Metadata, jax.Array]:
@@ -52,7 +55,7 @@ def _commit_blocks(metadata: Metadata, batch: Batch) -> tuple[Metadata, jax.Arra
     """
     chains = find_chains(metadata, batch)
     start = metadata, jnp.zeros_like(chains.first)
-    if not metadata.groups:  # there are no blocks, and what is told is visible
+    if not metadata.block_numbers:  # there are no blocks, and what is told is visible
         lengths = chains.num_columns
     elif batch.is_decoding and len(batch.seq_ids) <= LANES_PER_TRIP:
         metadata, lengths = _commit_one_each(start, chains)

@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "formats": set(),
     "attention": {"arguments", "formats", "sharding", "xla_flags"},
     "recurrence": {"sharding"},
-    "config": {"formats", "status"},
+    "config": {"formats", "sharding", "status"},
     "state": {"arguments", "config", "formats", "sharding", "status"},
     "metadata": {"sharding", "state", "status"},
     "storage": {
@@ -83,6 +83,7 @@ ALLOWED: dict[str, set[str]] = {
     "serialization": {
         "attention",
         "decoding",
+        "metadata",
         "prefixes",
         "state",
         "status",
