@@ -18,17 +18,17 @@ from jax import export
 
 from jkv import state
 from jkv.attention.choice import BACKENDS
+from jkv.blocks.part import Blocks
 from jkv.decoding.beams.state import BeamSearch, BeamStatistics
 from jkv.decoding.sampling.options import Sampling
 from jkv.decoding.speculation.options import PromptLookup
 from jkv.decoding.texts.results import Generation, Statistics
-from jkv.metadata.block_part import Blocks
-from jkv.metadata.state_part import OfStates
 from jkv.prefixes.arrays import Beside, Snapshots
 from jkv.prefixes.face import PrefixIndex
 from jkv.state.batch import StepSizes
 from jkv.state.states import StateSizes
 from jkv.state.storage import GroupSizes
+from jkv.states.part import OfStates
 from jkv.status import UsageError
 from jkv.verbs.allocation import Allocation
 from jkv.verbs.forking import Fork

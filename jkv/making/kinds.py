@@ -3,8 +3,7 @@
 import dataclasses
 from typing import Any
 
-from jkv.metadata.block_part import Blocks
-from jkv.metadata.state_part import OfStates
+from jkv.blocks.part import Blocks
 from jkv.prefixes.face import PrefixIndex
 from jkv.state import (
     BlockGroup,
@@ -14,6 +13,7 @@ from jkv.state import (
     States,
     StateStorage,
 )
+from jkv.states.part import OfStates
 
 # What may stand where a field has a face, by path (`jkv.storage.fields`).
 KINDS: dict[str, tuple[type, ...]] = {

@@ -20,13 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.metadata.states import SnapshotCopies, StateMoves
-from jkv.metadata.tails import BlockCopies
 from jkv.state import BlockGroup, Metadata
 from jkv.state.index import Found
 
 # What a call does to the storage of a part; None where it does nothing.
-Moves: TypeAlias = BlockCopies | StateMoves | SnapshotCopies | None
+Moves: TypeAlias = Any
 Masks: TypeAlias = tuple[jax.Array | np.ndarray, ...]  # bool[B] each
 
 

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata.entries import for_each_entry
-from jkv.metadata.states import SnapshotCopies
 from jkv.prefixes import hash_tables, partners, proofs, snapshots
 from jkv.prefixes.arrays import IndexArrays
 from jkv.prefixes.columns import (
@@ -22,6 +21,7 @@ from jkv.prefixes.equal_lanes import LANES_PER_TRIP, find_equals
 from jkv.prefixes.prefix_index import index_of, put_index, with_index
 from jkv.sharding.loops import fori_loop, while_loop
 from jkv.state import Batch, Metadata
+from jkv.states.moves import SnapshotCopies
 
 
 @jax.jit

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+from jkv.blocks.copies import copy_blocks
+from jkv.blocks.tails import BlockCopies
 from jkv.metadata.part import Moves
-from jkv.metadata.states import SnapshotCopies, StateMoves
-from jkv.metadata.tails import BlockCopies
 from jkv.state import Cache, Metadata
-from jkv.storage.copies import copy_blocks
-from jkv.storage.state_copies import copy_to_snapshots, move_states
+from jkv.states.copies import copy_to_snapshots, move_states
+from jkv.states.moves import SnapshotCopies, StateMoves
 
 _FOLLOW: dict[type, Callable[[Any, Any], Any]] = {
     BlockCopies: copy_blocks,

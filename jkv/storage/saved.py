@@ -16,6 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jkv.blocks import contents
+from jkv.blocks.contents import HostArray
 from jkv.formats.bits import STORED_AS
 from jkv.formats.format import STORAGE_NAMES
 from jkv.sharding.heads import copies_of, without_copies_of_heads
@@ -23,8 +25,7 @@ from jkv.sharding.processes import agree, bring_whole, is_shared, is_writer
 from jkv.sharding.resharding import as_auto
 from jkv.sharding.storage_sharding import POOL_HEADS
 from jkv.state import Cache
-from jkv.storage import contents, fields, files
-from jkv.storage.contents import HostArray
+from jkv.storage import fields, files
 from jkv.storage.files import FileError, Path, Tensor
 from jkv.storage.swapped import Swapped
 

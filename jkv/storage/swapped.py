@@ -7,21 +7,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.blocks import contents
+from jkv.blocks.contents import Contents
+from jkv.blocks.plans import Brought
 from jkv.formats.format import Formats
 from jkv.formats.table import formats_of
 from jkv.metadata import requests
-from jkv.metadata.block_plans import Brought
 from jkv.metadata.requests import Integers
 from jkv.state import NO_SEQUENCE, BlockStorage, Cache, Metadata
-from jkv.status import Status, UsageError, raise_for_status
-from jkv.storage import contents
-from jkv.storage.contents import Contents
-from jkv.storage.swapped_states import (
+from jkv.states.swapped import (
     SwappedStates,
     compare_states,
     fetch_states,
     put_states,
 )
+from jkv.status import Status, UsageError, raise_for_status
 
 
 @jax.tree_util.register_dataclass

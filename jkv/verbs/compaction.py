@@ -10,7 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata.renumbering import FreeBlocks, count_compaction, in_order, renumber
+from jkv.blocks.renumbering import FreeBlocks, count_compaction, in_order, renumber
 from jkv.sharding.loops import fori_loop
 from jkv.state import BlockGroup, BlockStorage, Cache, Metadata
 from jkv.state.entry import takes_cache

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.blocks.renumbering import FreeBlocks, count_compaction, in_order, renumber
 from jkv.config.counts import checked_num_blocks
 from jkv.config.units import human_bytes
-from jkv.metadata.renumbering import FreeBlocks, count_compaction, in_order, renumber
 from jkv.state import Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.status import UsageError

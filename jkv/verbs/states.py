@@ -19,8 +19,8 @@ from jkv.sharding.loops import when
 from jkv.state import Batch, Cache, GroupLayer, StateStorage
 from jkv.state.cache import Role
 from jkv.state.entry import takes_cache
+from jkv.states.copies import read_rows
 from jkv.status import Status, UsageError
-from jkv.storage.state_copies import read_rows
 from jkv.verbs.arguments import any_layer, check_batch, name_kind
 
 Layer = Integer | GroupLayer | tuple[GroupLayer, ...]

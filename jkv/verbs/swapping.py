@@ -1,7 +1,7 @@
 """Out and back: sequences leave for host memory and return, to this cache or another.
 
 What crosses is the blocks that hold tokens, each once however many of the sequences
-share it (`jkv.storage.contents`).
+share it (`jkv.blocks.contents`).
 """
 
 import dataclasses
@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.blocks.plans import Brought
 from jkv.metadata import counters, requests, tables
-from jkv.metadata.block_plans import Brought
 from jkv.metadata.parts import parts_of
 from jkv.metadata.requests import Integers
 from jkv.state import Cache, Metadata

@@ -30,38 +30,47 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"formats", "sharding", "status"},
     "state": {"arguments", "config", "formats", "sharding", "status"},
     "metadata": {"sharding", "state", "status"},
+    # The two kinds of parts of a model.
+    "blocks": {"attention", "metadata", "sharding", "state", "status"},
+    "states": {"metadata", "sharding", "state"},
     "storage": {
         "attention",
+        "blocks",
         "config",
         "formats",
         "metadata",
         "sharding",
         "state",
+        "states",
         "status",
     },
     "verbs": {
         "arguments",
         "attention",
+        "blocks",
         "config",
         "formats",
         "metadata",
         "recurrence",
         "sharding",
         "state",
+        "states",
         "status",
         "storage",
     },
     # What a cache may have besides.
-    "prefixes": {"metadata", "sharding", "state", "status", "verbs"},
+    "prefixes": {"metadata", "sharding", "state", "states", "status", "verbs"},
     "inspection": {"config", "metadata", "prefixes", "state", "status"},
     "making": {
         "arguments",
+        "blocks",
         "config",
         "inspection",
         "metadata",
         "prefixes",
         "sharding",
         "state",
+        "states",
         "status",
         "storage",
         "verbs",
@@ -82,10 +91,11 @@ ALLOWED: dict[str, set[str]] = {
     "trees": {"decoding", "metadata", "status", "verbs"},
     "serialization": {
         "attention",
+        "blocks",
         "decoding",
-        "metadata",
         "prefixes",
         "state",
+        "states",
         "status",
         "verbs",
     },
@@ -124,7 +134,8 @@ ALLOWED: dict[str, set[str]] = {
 # What a user of the cache reads: it knows kinds of things by their faces alone.
 CORE = {
     *("status", "arguments", "sharding", "formats", "attention", "recurrence"),
-    *("config", "state", "metadata", "storage", "verbs", "xla_flags"),
+    *("config", "state", "metadata", "blocks", "states", "storage", "verbs"),
+    "xla_flags",
 }
 # The doors of rooms that have many, from the ground up: each may use those before it.
 DOORS: dict[str, tuple[str, ...]] = {

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.metadata.states import SnapshotCopies, StateMoves, for_each_of
+from jkv.metadata.entries import for_each_of
 from jkv.sharding.loops import fori_loop
 from jkv.state import StateStorage
+from jkv.states.moves import SnapshotCopies, StateMoves
 
 Arrays = dict[str, jax.Array]
 

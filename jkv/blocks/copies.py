@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.attention import lazy_chex as chex
-from jkv.metadata.tails import BlockCopies
+from jkv.blocks.tails import BlockCopies
 from jkv.sharding.loops import fori_loop
 from jkv.state import BlockStorage
 

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata.part import Done, Granted, Lack, Lengths, Masks, Step
-from jkv.metadata.states import Cut, StateMoves, find_cut
 from jkv.state import Metadata
 from jkv.state.index import Found
+from jkv.states.moves import Cut, StateMoves, find_cut
 
 
 class OfStates(NamedTuple):

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import allocator, sharing, tables
-from jkv.metadata.block_plans import (
+from jkv.blocks import sharing
+from jkv.blocks.plans import (
     Brought,
     Cutting,
     Entering,
@@ -15,6 +15,7 @@ from jkv.metadata.block_plans import (
     Opening,
     Sharing,
 )
+from jkv.metadata import allocator, tables
 from jkv.metadata.part import Lack, Lengths
 from jkv.state import Metadata
 from jkv.state.index import Found
