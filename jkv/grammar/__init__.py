@@ -6,7 +6,7 @@ one `Grammar`, which is a `jkv.Steering`.
 """
 
 from jkv.grammar.catalog import Catalog, CatalogFull
-from jkv.grammar.errors import NoText, TooLarge, Unsupported
+from jkv.grammar.errors import Malformed, NoText, TooLarge, Unsupported
 from jkv.grammar.grammar import Grammar
 from jkv.grammar.languages import (
     concatenate,
@@ -29,6 +29,7 @@ __all__ = [
     "Choices",
     "Either",
     "Grammar",
+    "Malformed",
     "NoText",
     "Pattern",
     "Rules",

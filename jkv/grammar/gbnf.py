@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from jkv.grammar.characters import Ranges, complement, one_of, unite
-from jkv.grammar.errors import Unsupported
+from jkv.grammar.errors import Malformed, Unsupported
 from jkv.grammar.expressions import (
     Choice,
     Concatenation,
@@ -89,11 +89,11 @@ def compile_gbnf(text: str, recursion: int) -> Expression:
     """
     rules = _Reader(text).read()
     if ROOT not in rules:
-        raise Unsupported(f"the grammar has no rule {ROOT!r}")
+        raise Malformed(f"the grammar has no rule {ROOT!r}")
     for name, item in rules.items():
         for other in _names(item):
             if other not in rules:
-                raise Unsupported(f"rule {name!r} names {other!r}, which is no rule")
+                raise Malformed(f"rule {name!r} names {other!r}, which is no rule")
     return _Expander(rules, recursion).expand(ROOT, recursion)
 
 
@@ -149,7 +149,7 @@ class _Reader:
             return self._group()
         if sign in "<!":
             if sign:
-                raise self._wrong("tokens in a grammar are not served: spell the text")
+                raise Unsupported("tokens in a grammar are not served: spell the text")
             return None
         found = _NAME.match(self._text, self._at)
         if found is None:
@@ -254,9 +254,9 @@ class _Reader:
             raise self._wrong(f"here should be {text}")
         self._at += len(text)
 
-    def _wrong(self, what: str) -> Unsupported:
+    def _wrong(self, what: str) -> Malformed:
         line = self._text.count("\n", 0, self._at) + 1
-        return Unsupported(f"line {line} of the grammar: {what}")
+        return Malformed(f"line {line} of the grammar: {what}")
 
 
 def _names(item: _Item) -> Iterator[str]:
