@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.state import BlockGroup, Metadata
+from jkv.state import BlockGroup, Cache, Metadata
 from jkv.state.index import Found
 
 # What a call does to the storage of a part; None where it does nothing.
@@ -176,6 +176,60 @@ class Exchanging(Protocol):
         ...
 
 
+class Luggage(Protocol):
+    """What sequences have in one group, on the host; a pytree."""
+
+    has_blocks: bool  # static
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that the sequences have."""
+        ...
+
+    @property
+    def num_filled_blocks(self) -> int:
+        """Those of them whose contents are held."""
+        ...
+
+    def meaning(self, path: str) -> np.dtype[Any] | None:
+        """Return what the bits of an array mean, where they mean another dtype."""
+        ...
+
+    def fits(self, columns: int) -> bool:
+        """Return whether block tables of so many columns are wide enough."""
+        ...
+
+    def brought(self, columns: int) -> Any:
+        """Return what `Part.enter` has to know, of a cache with so many columns."""
+        ...
+
+    def compare(
+        self, cache: Cache, number: int, lengths: np.ndarray
+    ) -> dict[str, tuple[Any, Any]]:
+        """Return what must be equal, here and in a group of a cache, by name."""
+        ...
+
+    def put(
+        self,
+        cache: Cache,
+        number: int,
+        seq_ids: np.ndarray,
+        tables: jax.Array | None,
+        *,
+        donate: bool,
+    ) -> Cache:
+        """Write all of it to a group of the cache that the sequences have entered.
+
+        Args:
+          cache: the cache.
+          number: of the group.
+          seq_ids: i32[B], their new ids.
+          tables: i32[B, M], their new block tables, if there are any.
+          donate: write in place of the old arrays, which are then gone.
+        """
+        ...
+
+
 class Part(Protocol):
     """One part of a model; a static value."""
 
@@ -230,6 +284,24 @@ class Part(Protocol):
         self, metadata: Metadata, seq_ids: jax.Array, closable: jax.Array
     ) -> Metadata:
         """Give back what sequences have, i32[B], distinct where bool[B]."""
+        ...
+
+    def follow(self, storage: Any, moves: Moves) -> Any:
+        """Return the storage of one of its groups, moved as a call says."""
+        ...
+
+    def keep(self, rows: jax.Array, places: jax.Array) -> Moves:
+        """Copy what rows have, i32[B], to places of snapshots, if it can be copied."""
+        ...
+
+    def leave(self, metadata: Metadata, seq_ids: jax.Array) -> Any:
+        """Return what `fetch` has to know of sequences, i32[B], [B, ...] each."""
+        ...
+
+    def fetch(
+        self, cache: Cache, seq_ids: np.ndarray, lengths: np.ndarray, left: Any
+    ) -> dict[int, Luggage]:
+        """Copy what sequences have in each of its groups to the host, by group."""
         ...
 
     def num_free(self, metadata: Metadata) -> tuple[jax.Array, ...]:

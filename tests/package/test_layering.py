@@ -31,17 +31,15 @@ ALLOWED: dict[str, set[str]] = {
     "state": {"arguments", "config", "formats", "sharding", "status"},
     "metadata": {"sharding", "state", "status"},
     # The two kinds of parts of a model.
-    "blocks": {"attention", "metadata", "sharding", "state", "status"},
+    "blocks": {"attention", "formats", "metadata", "sharding", "state", "status"},
     "states": {"metadata", "sharding", "state"},
     "storage": {
-        "attention",
         "blocks",
         "config",
         "formats",
         "metadata",
         "sharding",
         "state",
-        "states",
         "status",
     },
     "verbs": {
@@ -59,8 +57,8 @@ ALLOWED: dict[str, set[str]] = {
         "storage",
     },
     # What a cache may have besides.
-    "prefixes": {"metadata", "sharding", "state", "states", "status", "verbs"},
-    "inspection": {"config", "metadata", "prefixes", "state", "status"},
+    "prefixes": {"metadata", "sharding", "state", "status", "verbs"},
+    "inspection": {"config", "prefixes", "state", "status"},
     "making": {
         "arguments",
         "blocks",
@@ -91,11 +89,9 @@ ALLOWED: dict[str, set[str]] = {
     "trees": {"decoding", "metadata", "status", "verbs"},
     "serialization": {
         "attention",
-        "blocks",
         "decoding",
         "prefixes",
         "state",
-        "states",
         "status",
         "verbs",
     },
