@@ -136,7 +136,6 @@ def fetch_group(
 
     Args:
       cache: on a device, or of numpy arrays, as a file gives it.
-      number: of the group.
       lengths: i32[B], of the sequences.
       left: i32[B, M], their block tables, and i32[B], columns given back.
     """

@@ -82,7 +82,6 @@ def _divide(
     """Return a group's storage with the partition of each array instead of the array.
 
     Args:
-      storage: of the group.
       axes: of heads and context.
       ranks: the axis of pools, if there is one.
     """

@@ -31,7 +31,6 @@ def commit_step(metadata: Metadata, batch: Batch) -> tuple[Metadata, tuple[Moves
 
     Args:
       metadata: the state; the step's keys and values are written.
-      batch: the step.
 
     Returns:
       The metadata, and of each part the snapshots that are to be made; of none where
@@ -121,7 +120,6 @@ def _commit_lanes(
     """Make one full block per lane visible.
 
     Args:
-      metadata: the state.
       lengths: i32[B], columns of each request that earlier trips made visible.
       chains: the requests.
       lanes: the blocks.

@@ -10,7 +10,6 @@ def follow(cache: Cache, metadata: Metadata, moves: tuple[Moves, ...]) -> Cache:
     Outside jit there is no pass over storage of which nothing is to be moved.
 
     Args:
-      cache: the cache.
       metadata: what it is to have.
       moves: of each part; of none where nothing is to be moved.
     """

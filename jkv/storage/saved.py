@@ -75,7 +75,6 @@ def read_value(path: Path, kinds: fields.Kinds) -> Cache | Swapped:
     """Return what a file holds, its arrays mapped from the file.
 
     Args:
-      path: the file.
       kinds: what may stand where a field of a cache has a face.
 
     Raises:
