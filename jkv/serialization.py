@@ -8,6 +8,7 @@ it runs no code of the file's.
 
 import contextlib
 import dataclasses
+import importlib
 import json
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,6 @@ from jax import export
 
 from jkv import state
 from jkv.attention.choice import BACKENDS
-from jkv.blocks.part import Blocks
 from jkv.decoding.beams.state import BeamSearch, BeamStatistics
 from jkv.decoding.sampling.options import Sampling
 from jkv.decoding.speculation.options import PromptLookup
@@ -28,7 +28,6 @@ from jkv.prefixes.face import PrefixIndex
 from jkv.state.batch import StepSizes
 from jkv.state.states import StateSizes
 from jkv.state.storage import GroupSizes
-from jkv.states.part import OfStates
 from jkv.status import UsageError
 from jkv.verbs.allocation import Allocation
 from jkv.verbs.forking import Fork
@@ -53,10 +52,12 @@ NAMED_TUPLES: tuple[type, ...] = (
 SIZES: dict[str, type] = {
     sizes.__name__: sizes
     for sizes in (
-        *(StepSizes, GroupSizes, StateSizes, Blocks, OfStates),
+        *(StepSizes, GroupSizes, StateSizes),
         *(sizes for backend in BACKENDS for sizes in backend.plan_sizes),
     )
 }
+# The same of the parts of a cache, by where they are: they come with their first use.
+PARTS = {"Blocks": "jkv.blocks.part", "OfStates": "jkv.states.part"}
 
 
 def register() -> None:
@@ -121,8 +122,9 @@ def _as_json(name: str, value: Any) -> Any:
         return int(value)
     if isinstance(value, np.dtype):
         return {"dtype": value.name}
-    if type(value) in SIZES.values():
-        return {type(value).__name__: [_as_json(name, each) for each in value]}
+    kind = type(value)
+    if kind in SIZES.values() or PARTS.get(kind.__name__) == kind.__module__:
+        return {kind.__name__: [_as_json(name, each) for each in value]}
     if isinstance(value, tuple):
         return [_as_json(name, each) for each in value]
     raise UsageError(
@@ -140,4 +142,8 @@ def _from_json(value: Any) -> Any:
     ((kind, inner),) = value.items()
     if kind == "dtype":
         return jnp.dtype(inner)
-    return SIZES[kind](*map(_from_json, inner))
+    if kind in PARTS:
+        made = getattr(importlib.import_module(PARTS[kind]), kind)
+    else:
+        made = SIZES[kind]
+    return made(*map(_from_json, inner))

@@ -4,8 +4,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jkv.blocks import sharing
+from jkv.blocks.copies import copy_blocks
 from jkv.blocks.plans import (
     Brought,
     Cutting,
@@ -15,9 +17,11 @@ from jkv.blocks.plans import (
     Opening,
     Sharing,
 )
+from jkv.blocks.swapped import SwappedGroup, fetch_group
+from jkv.blocks.tails import BlockCopies
 from jkv.metadata import allocator, tables
 from jkv.metadata.part import Lack, Lengths
-from jkv.state import Metadata
+from jkv.state import BlockStorage, Cache, Metadata
 from jkv.state.index import Found
 
 
@@ -116,6 +120,32 @@ class Blocks(NamedTuple):
         group = metadata.groups[self.number]
         group = tables.empty_rows(group, seq_ids, closable)
         return metadata.with_group(self.number, group)
+
+    def follow(self, storage: BlockStorage, moves: BlockCopies) -> BlockStorage:
+        """Copy blocks."""
+        return copy_blocks(storage, moves)
+
+    def keep(self, _rows: jax.Array, _places: jax.Array) -> None:
+        """Copy nothing: blocks are found where they are."""
+
+    def leave(
+        self, metadata: Metadata, seq_ids: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return the block tables, i32[B, M], and columns given back, i32[B]."""
+        group = metadata.groups[self.number]
+        gap = jnp.asarray(group.window.gaps_of(seq_ids), jnp.int32)
+        tables = group.block_tables.at[seq_ids].get(mode="clip")
+        return tables, jnp.broadcast_to(gap, seq_ids.shape)
+
+    def fetch(
+        self,
+        cache: Cache,
+        _seq_ids: np.ndarray,
+        lengths: np.ndarray,
+        left: tuple[np.ndarray, np.ndarray],
+    ) -> dict[int, SwappedGroup]:
+        """Copy blocks to the host, each once however many of the sequences share it."""
+        return {self.number: fetch_group(cache, self.number, lengths, left)}
 
     def num_free(self, metadata: Metadata) -> tuple[jax.Array, ...]:
         """Return the free blocks of the pool."""

@@ -47,8 +47,6 @@ def _reserve(
     """Map fresh blocks of a group behind those that rows have already.
 
     Args:
-      metadata: the state.
-      number: of the group.
       row: i32[B], of the tables; one of S or above is dropped.
       first: i32[B], columns that each row has.
       num_fresh: i32[B], blocks that each row takes.

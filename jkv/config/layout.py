@@ -10,8 +10,9 @@ Symbols: L layers, N blocks in the pool, K kv heads, T tokens per block, D (Dv) 
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -21,7 +22,7 @@ from jkv.config.state_layout import StateSizes, lay_out_snapshots
 from jkv.config.units import human_bytes
 from jkv.formats.format import Formats, name_parts
 from jkv.formats.table import formats_of
-from jkv.sharding.storage_sharding import POOL, DividedAxes
+from jkv.sharding.storage_sharding import Divided, divide_pools
 from jkv.status import NUM_COUNTERS
 
 # Entries in a row of the prefix index's hash tables.
@@ -67,6 +68,19 @@ class Sizes(NamedTuple):
         """Columns of the block tables, M: enough for `max_context_length` tokens."""
         return -(-self.max_context_length // self.block_size)
 
+    def with_copies(self, copies: int) -> Self:
+        """Return the sizes of a pool that holds each head so often."""
+        return self._replace(num_kv_heads=self.num_kv_heads * copies)
+
+    def divide(
+        self, mesh: jax.sharding.Mesh, heads: str | None, context: str | None
+    ) -> Divided:
+        """Return how the arrays lie on a mesh; `StorageSharding.of` says what fits."""
+        paths = self.lay_out_storage()
+        return divide_pools(
+            self.num_kv_heads, self.block_size, paths, mesh, heads, context
+        )
+
     def lay_out_group(self, prefix_caching: bool, has_tokens: bool) -> Arrays:
         """Return the arrays of a `BlockGroup`."""
         blocks, sequences = self.num_blocks, self.max_sequences
@@ -94,11 +108,6 @@ class Sizes(NamedTuple):
             name: ArrayLayout((*rows, *element.shape), element.dtype, fill=0)
             for name, element in elements.items()
         }
-
-    @property
-    def divided(self) -> dict[str, DividedAxes]:
-        """Which axes of each array a mesh may divide."""
-        return dict.fromkeys(self.lay_out_storage(), POOL)
 
     @property
     def constants(self) -> dict[str, dict[str, Any]]:

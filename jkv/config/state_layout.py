@@ -4,15 +4,16 @@ Symbols: L layers, S sequences, P places of snapshots, Q tokens that may be pend
 tokens that a sequence may have.
 """
 
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jkv.config.arrays import ArrayLayout, Arrays, count_bytes, within
 from jkv.config.units import human_bytes
 from jkv.formats.bits import STORED_AS
-from jkv.sharding.storage_sharding import DividedAxes
+from jkv.sharding.storage_sharding import Divided, DividedAxes, find_spec
 
 # An array of one sequence, or of one token: its name, its shape and its dtype.
 ArrayOf: TypeAlias = tuple[str, tuple[int, ...], np.dtype]
@@ -46,6 +47,22 @@ class StateSizes(NamedTuple):
     def max_blocks_per_sequence(self) -> int:
         """Columns of the block tables, of groups that have some."""
         return -(-self.max_context_length // self.block_size)
+
+    def with_copies(self, _copies: int) -> Self:
+        """Return the same: states have no heads of keys."""
+        return self
+
+    def divide(
+        self, mesh: jax.sharding.Mesh, heads: str | None, _context: str | None
+    ) -> Divided:
+        """Return how the arrays lie on a mesh.
+
+        Raises:
+          ValueError: for arrays that the devices of an axis cannot share evenly.
+        """
+        arrays = self.lay_out_storage(True)
+        shapes = {path: array.shape for path, array in arrays.items()}
+        return divide_arrays(self.divided, shapes, mesh, heads)
 
     def lay_out_group(self, _prefix_caching: bool, _has_tokens: bool) -> Arrays:
         """Return no arrays: what is pending is noted of sequences."""
@@ -124,6 +141,30 @@ def divide_states(
         if axis >= 0
         for before in ("", "snapshot_")
     }
+
+
+def divide_arrays(
+    divided: dict[str, DividedAxes],
+    shapes: dict[str, tuple[int, ...]],
+    mesh: jax.sharding.Mesh,
+    heads: str | None,
+) -> Divided:
+    """Return how arrays of states lie on a mesh: nothing is remembered of it."""
+    specs: dict[str, jax.sharding.PartitionSpec] = {}
+    if heads is None:
+        return None, specs
+    num_devices = mesh.shape[heads]
+    for path, axes in divided.items():
+        axis = axes.heads
+        size = shapes[path][axis] if path in shapes and axis is not None else 0
+        specs[path] = find_spec(axes, heads, None)
+        if size % num_devices:
+            raise ValueError(
+                f"axis {axis} of {path} has {size} elements, which the {num_devices} "
+                f"devices of mesh axis {heads!r} cannot share evenly; leave its name "
+                f"out of heads_axes to have it on every device"
+            )
+    return None, specs
 
 
 def lay_out_snapshots(sizes: StateSizes) -> Arrays:

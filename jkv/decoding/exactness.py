@@ -27,11 +27,11 @@ from jkv.decoding.texts.results import Generation
 from jkv.metadata.requests import Texts, as_prompts
 from jkv.state import Cache
 from jkv.state.entry import takes_cache
+from jkv.states.verbs import read_state
 from jkv.status import CacheError, raise_for_status
 from jkv.verbs.allocation import allocate, free
 from jkv.verbs.appending import append
 from jkv.verbs.reading import read
-from jkv.verbs.states import read_state
 
 Tokens = np.ndarray[Any, Any]
 

@@ -175,7 +175,6 @@ def _judge(
     Which tokens find room is judged before any is fed, in order, as `append` would.
 
     Args:
-      cache: the cache.
       seq_ids: i32[B].
       lengths: i32[B], tokens of each text with those given.
       reasons: i32[B], why what was given is not fed.

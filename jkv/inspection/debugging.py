@@ -153,7 +153,6 @@ class StepWatcher:
 
         Args:
           cache: the cache after `append`.
-          batch: the step.
           row: i32[B], its sequences, past the end where it has no rows.
           created: u32[B], when they were opened.
           where: the line that appends.

@@ -11,10 +11,9 @@ import jax
 import numpy as np
 
 from jkv.config.arrays import ArrayLayout
-from jkv.config.layout import Sizes, lay_out
+from jkv.config.layout import lay_out
 from jkv.inspection import block_invariants as blocks
 from jkv.inspection import index_invariants as prefixes
-from jkv.inspection import state_invariants as states
 from jkv.inspection.arrays import named_arrays
 from jkv.inspection.recount import Recount, recount
 from jkv.prefixes.arrays import IndexArrays
@@ -65,7 +64,7 @@ _OF_SEQUENCES: tuple[tuple[str, Callable[[Metadata], Iterator[str]]], ...] = (
     ("mapped_blocks", blocks.check_lengths),
     ("closed_rows", blocks.check_closed_lengths),
     ("free_sequences", blocks.check_free_rows),
-    ("pending_rows", states.check_pending),
+    ("pending_rows", blocks.check_pending),
 )
 
 
@@ -115,10 +114,8 @@ def _name(metadata: Metadata, found: Recount) -> str:
 def _shapes(cache: Cache) -> Iterator[str]:
     try:
         sizes = tuple(
-            _implied_sizes(cache, number)
-            if storage.has_blocks
-            else states.implied_sizes(cache, storage)
-            for number, storage in enumerate(cache.storage)
+            storage.implied_sizes(cache.metadata, group)
+            for storage, group in zip(cache.storage, cache.metadata.groups, strict=True)
         )
         expected = lay_out(sizes, cache.metadata.index.is_there)
     except IndexError:
@@ -132,27 +129,6 @@ def _shapes(cache: Cache) -> Iterator[str]:
             yield f"{name} does not belong to this cache"
         elif (kind := _kind(found[name])) != (wanted := _kind(expected[name])):
             yield f"{name} is {kind}, expected {wanted}"
-
-
-def _implied_sizes(cache: Cache, number: int) -> Sizes:
-    """Return the sizes of a group that a few of the arrays tell of all the others."""
-    storage, group = cache.storage[number], cache.metadata.groups[number]
-    return Sizes(
-        num_layers=storage.num_layers,
-        num_kv_heads=storage.key_pool.shape[2],  # with copies on a mesh
-        head_dim=storage.head_dim,
-        num_blocks=storage.num_blocks,
-        max_sequences=cache.max_sequences,
-        max_context_length=cache.max_context_length,
-        block_size=cache.block_size,
-        value_head_dim=storage.value_head_dim,
-        values_in_keys=storage.values_in_keys,
-        dtype=storage.dtype,
-        value_dtype=storage.value_dtype,
-        record_tokens=cache.metadata.tokens is not None,
-        sliding_window=group.window.length,
-        num_sink_tokens=group.window.num_sink_tokens,
-    )
 
 
 def _kind(array: jax.Array | ArrayLayout) -> str:

@@ -12,7 +12,7 @@ from jkv.arguments import explains_arguments
 from jkv.config.arrays import ArrayLayout
 from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig, as_grouped
-from jkv.config.layout import AnySizes, Sizes, lay_out
+from jkv.config.layout import AnySizes, lay_out
 from jkv.config.state_config import StateConfig
 from jkv.making.kinds import KINDS, with_parts
 from jkv.sharding.heads import copies_of
@@ -96,15 +96,15 @@ def init(
         "metadata.sequences.block_size": groups.block_size,
         "metadata.parts": (),
     }
-    for i, (each, sharding) in enumerate(zip(sizes, where.shardings, strict=True)):
+    for i, each in enumerate(sizes):
         for part, named in each.constants.items():
             constants |= {f"{part}.{i}.{name}": value for name, value in named.items()}
-        if each.has_blocks:
-            constants[f"storage.{i}.sharding"] = sharding
     if groups.prefix_caching and groups.state_groups:
         every = groups.state_groups[0].snapshot_every
         constants["metadata.index.snapshots.every"] = every
     cache = with_parts(fields.build(Cache, arrays | constants, KINDS))
+    pairs = zip(cache.storage, where.shardings, strict=True)
+    cache = cache.with_storage(tuple(each.with_sharding(of) for each, of in pairs))
     _warn_of_short_keys(cache)
     return cache
 
@@ -128,9 +128,7 @@ def _make_arrays(
     """Make all arrays of a cache where they belong, by path."""
     # A pool holds each head as often as the devices of its mesh want it.
     stored = tuple(
-        each._replace(num_kv_heads=each.num_kv_heads * copies_of(sharding))
-        if isinstance(each, Sizes)
-        else each
+        each.with_copies(copies_of(sharding))
         for each, sharding in zip(sizes, where.shardings, strict=True)
     )
     ranks = () if where.pools is None else (where.pools.num_ranks,)

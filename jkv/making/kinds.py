@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from jkv.blocks.part import Blocks
+from jkv.blocks.swapped import SwappedGroup
 from jkv.prefixes.face import PrefixIndex
 from jkv.state import (
     BlockGroup,
@@ -14,12 +15,14 @@ from jkv.state import (
     StateStorage,
 )
 from jkv.states.part import OfStates
+from jkv.states.swapped import SwappedStates
 
 # What may stand where a field has a face, by path (`jkv.storage.fields`).
 KINDS: dict[str, tuple[type, ...]] = {
     "metadata.index": (NoIndex, PrefixIndex),
     "metadata.groups": (BlockGroup, States),
     "storage": (BlockStorage, StateStorage),
+    "groups": (SwappedGroup, SwappedStates),
 }
 _PARTS: dict[type, Any] = {BlockGroup: Blocks, States: OfStates}
 

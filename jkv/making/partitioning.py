@@ -58,7 +58,7 @@ def partition_specs(
         where = choose_placements(cache, None, mesh, **named)
         shapes = jax.eval_shape(lambda: init(cache))
         storage = tuple(
-            dataclasses.replace(each, sharding=sharding) if each.has_blocks else each
+            each.with_sharding(sharding)
             for each, sharding in zip(shapes.storage, where.shardings, strict=True)
         )
         shapes = dataclasses.replace(shapes, storage=storage, pools=where.pools)
@@ -66,14 +66,14 @@ def partition_specs(
     ranks = () if shapes.pools is None else (shapes.pools.axis,)
     whole = jax.sharding.PartitionSpec(*ranks)
     specs: Any = jax.tree.map(lambda _: whole, shapes)
-    shardings = [each.sharding for each in shapes.block_storage if each.sharding]
-    over = heads or next((each.heads for each in shardings), None)
-    return specs.with_storage(
-        tuple(
-            _divide(each, axes if each.has_blocks else (over, None), ranks)
-            for each in shapes.storage
-        )
-    )
+    # All groups that remember some axes remember the same.
+    known = next((each.sharding for each in shapes.storage if each.sharding), None)
+    if known is not None:
+        axes = axes[0] or known.heads, axes[1] or known.context
+    else:
+        axes = heads, context
+    storage = tuple(_divide(each, axes, ranks) for each in shapes.storage)
+    return specs.with_storage(storage)
 
 
 def _divide(
@@ -82,17 +82,12 @@ def _divide(
     """Return a group's storage with the partition of each array instead of the array.
 
     Args:
-      storage: of the group.
-      axes: of heads and context; None: those that the storage remembers.
+      axes: of heads and context.
       ranks: the axis of pools, if there is one.
     """
-    heads, context = axes
-    if storage.has_blocks and storage.sharding is not None:
-        heads = heads or storage.sharding.heads
-        context = context or storage.sharding.context
     divided = {path: DividedAxes() for path in storage.arrays} | storage.divided
     specs = {
-        path: jax.sharding.PartitionSpec(*ranks, *find_spec(of, heads, context))
+        path: jax.sharding.PartitionSpec(*ranks, *find_spec(of, *axes))
         for path, of in divided.items()
         if path in storage.arrays
     }

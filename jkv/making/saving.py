@@ -179,10 +179,7 @@ def _put_storage(storage: Any, where: Placements, number: int) -> Any:
         path: put_by_layers(np.asarray(array), where, number, path)
         for path, array in storage.arrays.items()
     }
-    storage = storage.with_arrays(arrays)
-    if not storage.has_blocks:
-        return storage
-    return dataclasses.replace(storage, sharding=where.shardings[number])
+    return storage.with_arrays(arrays).with_sharding(where.shardings[number])
 
 
 def _first_pool(cache: Cache) -> Cache:

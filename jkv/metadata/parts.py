@@ -31,7 +31,6 @@ def close_sequences(
     """Give back the rows of sequences, and all that they have.
 
     Args:
-      metadata: the state.
       seq_ids: i32[B], distinct where they are closed.
       closable: bool[B].
     """

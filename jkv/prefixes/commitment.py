@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata.entries import for_each_entry
+from jkv.metadata.part import Moves
+from jkv.metadata.parts import parts_of
 from jkv.prefixes import hash_tables, partners, proofs, snapshots
 from jkv.prefixes.arrays import IndexArrays
 from jkv.prefixes.columns import (
@@ -21,18 +23,14 @@ from jkv.prefixes.equal_lanes import LANES_PER_TRIP, find_equals
 from jkv.prefixes.prefix_index import index_of, put_index, with_index
 from jkv.sharding.loops import fori_loop, while_loop
 from jkv.state import Batch, Metadata
-from jkv.states.moves import SnapshotCopies
 
 
 @jax.jit
-def commit_step(
-    metadata: Metadata, batch: Batch
-) -> tuple[Metadata, tuple[SnapshotCopies | None, ...]]:
+def commit_step(metadata: Metadata, batch: Batch) -> tuple[Metadata, tuple[Moves, ...]]:
     """Make the blocks that a step filled visible, and find places for its states.
 
     Args:
       metadata: the state; the step's keys and values are written.
-      batch: the step.
 
     Returns:
       The metadata, and of each part the snapshots that are to be made; of none where
@@ -42,9 +40,8 @@ def commit_step(
     if snapshots.snapshots_of(metadata) is None:
         return metadata, ()
     metadata, places = snapshots.make(metadata, batch, continues)
-    copies = SnapshotCopies(batch.seq_ids, places)
-    has_states = (not metadata.groups[p.numbers[0]].has_blocks for p in metadata.parts)
-    return metadata, tuple(copies if each else None for each in has_states)
+    parts = parts_of(metadata)
+    return metadata, tuple(part.keep(batch.seq_ids, places) for part in parts)
 
 
 def _commit_blocks(metadata: Metadata, batch: Batch) -> tuple[Metadata, jax.Array]:
@@ -123,7 +120,6 @@ def _commit_lanes(
     """Make one full block per lane visible.
 
     Args:
-      metadata: the state.
       lengths: i32[B], columns of each request that earlier trips made visible.
       chains: the requests.
       lanes: the blocks.

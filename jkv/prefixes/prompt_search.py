@@ -50,7 +50,6 @@ def find(metadata: Metadata, tokens: jax.Array | None, salts: jax.Array) -> Foun
     """Look up prompts; the last token of each is never found.
 
     Args:
-      metadata: the state.
       tokens: i32[B, P], negative from each prompt's end on.
       salts: i32[B].
     """
@@ -85,7 +84,6 @@ def find_partings(
     """Return up to where prompts are like a text that is known, i32[B].
 
     Args:
-      metadata: the state.
       tokens: i32[B, P], negative from each prompt's end on.
       salts: i32[B].
     """
@@ -100,7 +98,6 @@ def find_partings_behind(
     """Return the same of sequences' first tokens, i32[B], and of those behind them.
 
     Args:
-      metadata: the state.
       seq_ids: i32[B].
       lengths: i32[B], tokens of each that count.
       tokens: i32[B, P], what comes behind them, negative from its end on.
@@ -229,7 +226,6 @@ def _is_needed(
     """Return which columns a group needs of what was found, bool[B, C].
 
     Args:
-      group: the group.
       num: i32[B], leading columns that are found.
       num_tokens: i32[B], tokens that are.
       num_columns: C.

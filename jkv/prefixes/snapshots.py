@@ -47,7 +47,6 @@ def find_longest(
     """Find the longest snapshot of each prompt from which all groups can go on.
 
     Args:
-      metadata: the state.
       snapshots: its snapshots.
       tokens: i32[B, P], the prompts.
       salts: i32[B].
@@ -139,7 +138,6 @@ def find_at(
     """Return the snapshot of each sequence's own text at a length; None without.
 
     Args:
-      metadata: the state.
       seq_ids: i32[B].
       lengths: i32[B]; 0 where none is looked for.
     """
@@ -201,7 +199,6 @@ def make(
 
     Args:
       metadata: the state; `committed` is noted already.
-      batch: the step.
       continues: bool[B], requests whose step was made visible.
 
     Returns:

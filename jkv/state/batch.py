@@ -10,15 +10,13 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
-from jkv.state.states import StateSizes
-from jkv.state.storage import GroupSizes
 from jkv.status import UsageError
 
 
 class StepSizes(NamedTuple):
     """What a batch and the cache that it is used with agree in; letters as ever."""
 
-    groups: tuple[GroupSizes | StateSizes, ...]
+    groups: tuple[Any, ...]  # of each what its storage says
     block_size: int  # T
     max_sequences: int  # S
     max_context_length: int

@@ -29,16 +29,13 @@ class Device(Protocol):
     @property
     def id(self) -> int:
         """Number among the devices of its platform."""
-        ...
 
     @property
     def platform(self) -> str:
         """Such as "cpu" or "gpu"."""
-        ...
 
     def memory_stats(self) -> dict[str, int] | None:
         """Return the device's account of its memory, if it keeps one."""
-        ...
 
 
 class GroupLayer(NamedTuple):
@@ -79,7 +76,6 @@ class Watcher(Protocol):
           given: all its arguments, by position and by name.
           role: what the function is to debug mode, if anything of its own.
         """
-        ...
 
 
 @jax.tree_util.register_dataclass

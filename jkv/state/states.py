@@ -14,8 +14,10 @@ from typing import Any, NamedTuple, Self
 import jax
 import numpy as np
 
+from jkv.config import state_layout as layout
 from jkv.config.state_layout import divide_states
-from jkv.sharding.storage_sharding import DividedAxes
+from jkv.sharding.storage_sharding import Divided, DividedAxes
+from jkv.state.metadata import Metadata
 
 
 @jax.tree_util.register_dataclass
@@ -48,6 +50,7 @@ class StateStorage:
     """
 
     has_blocks = False
+    sharding = None
 
     bases: jax.Array  # i32[L, S], at how many tokens the state of a row stands
     rows: dict[str, jax.Array]  # by name [L, S, ...], the states
@@ -85,6 +88,35 @@ class StateStorage:
                 parts[part][name] = array
         return dataclasses.replace(self, bases=arrays["bases"], **parts)
 
+    def meaning(self, _path: str) -> None:
+        """Return that bits are written to files as they are."""
+
+    def with_sharding(self, _sharding: None) -> Self:
+        """Return the same: the arrays alone say where they are."""
+        return self
+
+    def implied_sizes(self, metadata: Metadata, _group: States) -> layout.StateSizes:
+        """Return the sizes that a few of the arrays tell of all others."""
+        return layout.StateSizes(
+            num_layers=self.num_layers,
+            arrays=_list_arrays(self.rows, self.row_dtypes, 2),
+            inputs=_list_arrays(self.inputs, self.input_dtypes, 3),
+            max_sequences=metadata.max_sequences,
+            max_context_length=metadata.max_context_length,
+            block_size=metadata.block_size,
+            num_snapshots=metadata.index.num_places,
+            snapshot_every=metadata.index.snapshot_every,
+            max_pending=metadata.max_pending,
+            heads_axes=(),
+        )
+
+    def divide(
+        self, mesh: jax.sharding.Mesh, heads: str | None, _context: str | None
+    ) -> Divided:
+        """Return how the arrays would lie on a mesh."""
+        shapes = {path: array.shape for path, array in self.arrays.items()}
+        return layout.divide_arrays(self.divided, shapes, mesh, heads)
+
     @property
     def divided(self) -> dict[str, DividedAxes]:
         """Which axis of an array a mesh may divide, by path; of others none."""
@@ -104,3 +136,11 @@ class StateStorage:
         """The sizes in which the group and the batches planned on it agree."""
         pending = [array.shape[2] for array in self.inputs.values()]
         return StateSizes(self.num_layers, max(pending, default=0))
+
+
+def _list_arrays(
+    arrays: dict[str, jax.Array], dtypes: tuple[np.dtype[Any], ...], skipped: int
+) -> tuple[layout.ArrayOf, ...]:
+    """Return name, shape and dtype of what a sequence, or a token, has in a layer."""
+    named = zip(sorted(arrays.items()), dtypes, strict=True)
+    return tuple((name, a.shape[skipped:], dtype) for (name, a), dtype in named)

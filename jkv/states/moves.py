@@ -51,7 +51,6 @@ def find_cut(metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array) -> Cut:
     The length may be the present one, 0, any from the base on, or a snapshot's.
 
     Args:
-      metadata: the state.
       seq_ids: i32[B].
       lengths: i32[B].
     """

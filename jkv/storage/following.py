@@ -1,20 +1,7 @@
 """What storage follows after a call has changed the metadata."""
 
-from collections.abc import Callable
-from typing import Any
-
-from jkv.blocks.copies import copy_blocks
-from jkv.blocks.tails import BlockCopies
 from jkv.metadata.part import Moves
 from jkv.state import Cache, Metadata
-from jkv.states.copies import copy_to_snapshots, move_states
-from jkv.states.moves import SnapshotCopies, StateMoves
-
-_FOLLOW: dict[type, Callable[[Any, Any], Any]] = {
-    BlockCopies: copy_blocks,
-    StateMoves: move_states,
-    SnapshotCopies: copy_to_snapshots,
-}
 
 
 def follow(cache: Cache, metadata: Metadata, moves: tuple[Moves, ...]) -> Cache:
@@ -23,12 +10,11 @@ def follow(cache: Cache, metadata: Metadata, moves: tuple[Moves, ...]) -> Cache:
     Outside jit there is no pass over storage of which nothing is to be moved.
 
     Args:
-      cache: the cache.
       metadata: what it is to have.
       moves: of each part; of none where nothing is to be moved.
     """
     storage = list(cache.storage)
     for part, of_part in zip(metadata.parts, moves, strict=bool(moves)):
         for number in () if of_part is None else part.numbers:
-            storage[number] = _FOLLOW[type(of_part)](storage[number], of_part)
+            storage[number] = part.follow(storage[number], of_part)
     return cache.with_metadata(metadata).with_storage(tuple(storage))

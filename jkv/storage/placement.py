@@ -17,13 +17,11 @@ import numpy as np
 from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig, as_grouped
 from jkv.config.state_config import StateConfig
-from jkv.config.state_layout import StateSizes
 from jkv.sharding.heads import copies_of, with_copies_of_heads
 from jkv.sharding.processes import is_shared
 from jkv.sharding.ranks import PoolSharding
 from jkv.sharding.resharding import is_explicit
-from jkv.sharding.storage_sharding import POOL_HEADS, StorageSharding, find_spec
-from jkv.state import StateStorage
+from jkv.sharding.storage_sharding import POOL_HEADS, StorageSharding
 from jkv.state.cache import Cache, Device
 
 Placement: TypeAlias = Device | jax.sharding.Sharding | None  # None: JAX's choice
@@ -84,18 +82,7 @@ def choose_placements(
         given = ", ".join(f"{name}={axis!r}" for name, axis in axes.items())
         raise ValueError(f"{given}: {' and '.join(axes)} need an axis each")
     # Groups may differ in kv heads, and so in the copies of each.
-    shardings = tuple(
-        StorageSharding.of(
-            mesh,
-            heads=heads,
-            context=context,
-            num_kv_heads=each.num_kv_heads,
-            block_size=cache.block_size,
-        )
-        if each.has_blocks
-        else None
-        for each in groups
-    )
+    found = [each.divide(mesh, heads, context) for each in groups]
     is_typed = any(is_explicit(mesh, axis) for axis in (heads, context) if axis)
     if pools and is_typed and jax.__version_info__ < (0, 12):
         raise ValueError(
@@ -110,16 +97,12 @@ def choose_placements(
             return jax.sharding.NamedSharding(mesh, spec)
         return ranks.within(spec)
 
+    storage = tuple(
+        {path: placement_of(spec) for path, spec in specs.items()} for _, specs in found
+    )
+    shardings = tuple(sharding for sharding, _ in found)
     whole = placement_of(jax.sharding.PartitionSpec())
-    storage: list[dict[str, Placement]] = []
-    for each, sharding in zip(groups, shardings, strict=True):
-        specs: dict[str, jax.sharding.PartitionSpec] = {}
-        if sharding is not None:
-            specs = {path: sharding.spec(axes) for path, axes in each.divided.items()}
-        elif heads is not None and not each.has_blocks:
-            specs = _divide_states(each, mesh, heads)
-        storage.append({path: placement_of(spec) for path, spec in specs.items()})
-    return Placements(shardings, ranks, whole, tuple(storage))
+    return Placements(shardings, ranks, whole, storage)
 
 
 def put(arrays: Arrays, device: Placement) -> Arrays:
@@ -176,28 +159,6 @@ def put_by_layers(
             _set_layer(pool, np.int32(number), layer, axis, sharding)
         )
     return pool
-
-
-def _divide_states(
-    group: StateStorage | StateSizes, mesh: jax.sharding.Mesh, heads: str
-) -> dict[str, jax.sharding.PartitionSpec]:
-    """Return the partition of arrays of states over the axis of heads, by path."""
-    if isinstance(group, StateSizes):
-        shapes = {n: each.shape for n, each in group.lay_out_storage(True).items()}
-    else:
-        shapes = {name: array.shape for name, array in group.arrays.items()}
-    num_devices, specs = mesh.shape[heads], {}
-    for path, axes in group.divided.items():
-        axis = axes.heads
-        size = shapes[path][axis] if path in shapes and axis is not None else 0
-        specs[path] = find_spec(axes, heads, None)
-        if size % num_devices:
-            raise ValueError(
-                f"axis {axis} of {path} has {size} elements, which the {num_devices} "
-                f"devices of mesh axis {heads!r} cannot share evenly; leave its name "
-                f"out of heads_axes to have it on every device"
-            )
-    return specs
 
 
 def _find_layer_placement(

@@ -25,7 +25,6 @@ def locate_layer(cache: Cache, layer: Integer | GroupLayer) -> GroupLayer:
     Reject a layer that is known not to exist; a traced one cannot be checked.
 
     Args:
-      cache: the cache.
       layer: of the model; or its number in a group.
     """
     if cache.num_layers == 0:
@@ -54,7 +53,6 @@ def check_batch(cache: Cache, batch: Batch, *, resized: bool = False) -> None:
 
     Args:
       cache: the cache that the batch is used with.
-      batch: the step.
       resized: whether the pools may have had other numbers of blocks.
     """
     if not isinstance(batch, Batch):
@@ -122,8 +120,6 @@ def check_rows(storage: BlockStorage, batch: Batch, name: str, rows: jax.Array) 
     """Reject rows of keys or values that are not one for each row of the batch.
 
     Args:
-      storage: of the layer's group.
-      batch: the step.
       name: of the array that they go to.
       rows: the rows.
     """

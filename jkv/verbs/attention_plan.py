@@ -18,7 +18,6 @@ def plan_attention(cache: Cache, batch: Batch) -> Batch:
 
     Args:
       cache: after the step was planned.
-      batch: the step.
     """
     pairs = zip(cache.metadata.groups, cache.storage, strict=True)
     plans = tuple(

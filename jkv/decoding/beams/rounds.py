@@ -174,8 +174,6 @@ def _run_step(
 
     Args:
       searcher: what does not change.
-      cache: the cache.
-      state: the searches.
       logits: f32[Q * K, V], after each beam's last token.
     """
     before = state

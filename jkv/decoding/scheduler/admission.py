@@ -34,8 +34,6 @@ def admit(
     """Admit sequences that wait, as long as they fit.
 
     Args:
-      cache: the cache.
-      state: the generation.
       slack: i32[], free blocks that were promised to no sequence.
     """
     num_lanes = min(LANES, state.places.num_places)

@@ -27,11 +27,9 @@ class Companion(Protocol):
     @property
     def draft_cache(self) -> Cache | None:
         """The cache of a draft model, None without one."""
-        ...
 
     def forget(self, sequences: jax.Array) -> Self:
         """Forget sequences whose numbers pass to other texts, i32[K]."""
-        ...
 
 
 @jax.tree_util.register_dataclass

@@ -62,9 +62,6 @@ def run_step(
     """Do one step.
 
     Args:
-      runner: the model.
-      cache: the cache.
-      state: the generation.
       choice: of N sequences.
       logits: f32[W, V], the last step's, whose memory is used again.
 
@@ -128,9 +125,6 @@ def _compute_rows(
     """Compute rows of the texts in the smallest step that holds them.
 
     Args:
-      runner: the model.
-      cache: the cache.
-      state: the generation.
       loads: what each place has.
       counts: i32[W], rows of each.
       logits: f32[W, V], memory for the new ones.

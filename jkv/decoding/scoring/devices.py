@@ -39,7 +39,6 @@ class Devices(NamedTuple):
         which the weights or the texts do.
 
         Args:
-          config: the sizes.
           given: a pytree with the weights and the texts.
           storage: as for `jkv.init`.
         """

@@ -104,7 +104,6 @@ def draft(
     Args:
       options: the draft model.
       drafts: what it has.
-      state: the generation.
       lengths: tokens of the text in each place.
       is_ready: which texts are drafted for.
       choice: of N sequences.

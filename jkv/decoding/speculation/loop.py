@@ -90,8 +90,6 @@ def run_steps(
     """Do steps for as long as `goes_on(state, steps so far)` is true.
 
     Args:
-      runner: the model.
-      cache: the cache.
       state: of `begin_speculation` with options of this kind.
       choice: of N sequences.
       goes_on: when to do a further step.

@@ -19,8 +19,8 @@ from jkv.recurrence import (
 )
 from jkv.sharding.loops import when
 from jkv.state import Batch, Cache, StateStorage
+from jkv.states.verbs import Layer, read_pending, read_state, write_state
 from jkv.status import UsageError
-from jkv.verbs.states import Layer, read_pending, read_state, write_state
 
 
 @explains_arguments
