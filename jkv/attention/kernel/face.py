@@ -108,9 +108,14 @@ class Triton(Backend):
         return store_rows(write, interpret=False)
 
     def plan(
-        self, pools: Pools, requests: Requests, step: StepShape
+        self,
+        pools: Pools,
+        requests: Requests,
+        reference_counts: jax.Array,
+        step: StepShape,
     ) -> lists.WorkLists | None:
         """List what the programs of a step read, where there is a card."""
+        del reference_counts
         return plan_work(pools, requests, step)
 
 
