@@ -30,7 +30,12 @@ import jax.numpy as jnp
 
 from .architecture import Architecture
 from .architectures import ARCHITECTURES
-from .chat_template import OWN_VARIABLES, has_chat_template, render_chat
+from .chat_template import (
+    OWN_VARIABLES,
+    can_show_tools,
+    has_chat_template,
+    render_chat,
+)
 from .checkpoint import Params, random_params, read_params
 from .config import DecoderConfig, fix_context, parse_config, read_config
 from .gguf_reading import find_folder
@@ -49,6 +54,7 @@ __all__ = [
     "OWN_VARIABLES",
     "Params",
     "Rope",
+    "can_show_tools",
     "find_divided_axis",
     "find_folder",
     "has_chat_template",

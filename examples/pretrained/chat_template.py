@@ -95,6 +95,30 @@ def has_chat_template(folder: str | Path) -> bool:
         return False
 
 
+def can_show_tools(folder: str | Path) -> bool:
+    """Whether the checkpoint's template tells the model of tools that it may call."""
+    settings = _read_settings(folder)
+    source = _find_template(folder, settings, has_tools=True)
+    return _shows_tools(source, tuple(_special_tokens(settings).items()))
+
+
+@functools.lru_cache(maxsize=16)
+def _shows_tools(source: str, special: tuple[tuple[str, str], ...]) -> bool:
+    """Whether a template writes the name of a tool; one that fails is not judged."""
+    name = "a_tool_to_be_shown"
+    parameters = {"type": "object", "properties": {}, "required": []}
+    function = {"name": name, "description": "A tool.", "parameters": parameters}
+    values = dict(special) | {
+        "add_generation_prompt": True,
+        "tools": [{"type": "function", "function": function}],
+        "documents": None,
+    }
+    try:
+        return name in _render(source, [{"role": "user", "content": "?"}], values)
+    except Exception:  # as many kinds as programs have
+        return True
+
+
 def _render(
     source: str, messages: list[dict[str, Any]], values: Mapping[str, Any]
 ) -> str:

@@ -1,7 +1,8 @@
 """What fits: `python -m jkv.plan --model FOLDER --memory 192GiB`.
 
-Reads the sizes of a model from its config.json, takes its weights and a reserve off the
-memory of each device, and says what the rest holds as a cache. Nothing is allocated.
+Reads the sizes of a model from its config.json or GGUF file, takes its weights and a
+reserve off the memory of each device, and says what the rest holds as a cache. Nothing
+is allocated.
 """
 
 import dataclasses
@@ -14,6 +15,7 @@ from jkv.commands.ending import BAD_VALUE, Parser
 from jkv.commands.model_layers import Layers, StateBytes, count_state_bytes
 from jkv.config.cache_config import CacheConfig
 from jkv.config.description import describe
+from jkv.config.gguf_file import find_file, read_file
 from jkv.config.grouped_config import GroupedConfig
 from jkv.config.huggingface import read_sizes
 from jkv.config.layer_heads import refuse_different
@@ -25,6 +27,7 @@ from jkv.config.units import human_bytes, parse_bytes
 CONTEXT_LENGTHS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+BYTES_OF_WHOLE = 2  # of a weight of a GGUF file in bfloat16, which computes with it
 
 # Fields that a plan chooses for each length.
 TABLES = {"max_context_length", "max_sequences"}
@@ -183,7 +186,7 @@ def make_plan(
 
     Args:
       folder: a Hugging Face checkpoint, a folder with its config.json alone, or the
-        path of that file.
+        path of that file; or a GGUF file, or a folder that holds one.
       memory: of each device, bytes or text such as "192GiB".
       tensor_parallel: devices that share the kv heads of each layer. If there are more
         devices than heads, each head is kept by several.
@@ -191,7 +194,8 @@ def make_plan(
         spreads them. Each has the weights and the tables that it would have alone.
       data_parallel: replicas of the model, each on devices of its own, with a pool as
         `init(pools=)` makes one for each rank. Numbers are of one replica.
-      weights: of the whole model; default the size of the weight files in the folder.
+      weights: of the whole model; default the size of the weight files in the folder,
+        and of a GGUF file that of its weights in bfloat16.
       reserve: share of the memory kept for activations and the rest.
       step_tokens: the most tokens of a sequence in one step, which layers with a window
         keep beside it.
@@ -206,6 +210,7 @@ def make_plan(
 
     Raises:
       FileNotFoundError: without a config.json.
+      ModuleNotFoundError: for a GGUF file without the package gguf.
       ValueError: if nothing fits, the heads cannot be divided, or a number cannot be.
     """
     if step_tokens < 1:
@@ -221,9 +226,7 @@ def make_plan(
     own = _share_heads(whole, tensor_parallel, notes)
     _refuse_no_devices(data_parallel)
     _check_parts(whole, context_parallel)
-    weighed = _weights(folder, weights)
-    if weights is None and not weighed:
-        notes.append("no weight files found, none taken off; give --weights")
+    weighed = _weights(folder, weights, notes)
     budget = _find_budget(total, kept_back, weighed, tensor_parallel)
     notes += _note_windows(windows, fields["num_layers"], step_tokens)
     layers = Layers(
@@ -271,7 +274,7 @@ def main(arguments: list[str] | None = None) -> None:
         prog="python -m jkv.plan", description="Say what cache fits beside a model."
     )
     parser.add_argument(
-        "--model", required=True, help="a checkpoint's folder, or its config.json"
+        "--model", required=True, help="a checkpoint's folder, or a GGUF file"
     )
     parser.add_argument("--memory", required=True, help="of each device: 192GiB, 80GB")
     for name, help_text in OF_MESHES.items():
@@ -302,7 +305,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(make_plan(folder, memory, **given).report())
     except ValueError as error:
         parser.exit(BAD_VALUE, f"error: {error}\n")
-    except OSError as error:
+    except (OSError, ModuleNotFoundError) as error:
         sys.exit(f"error: {error}")
 
 
@@ -412,16 +415,24 @@ def _refuse_no_devices(num_devices: int) -> None:
         raise ValueError(f"there must be at least 1 device, got {num_devices}")
 
 
-def _weights(folder: str | Path, given: int | str | None) -> int:
+def _weights(folder: str | Path, given: int | str | None, notes: list[str]) -> int:
     """Return the bytes of a model's weights, 0 if the folder has none."""
     if given is not None:
         return parse_bytes(given)
+    if file := find_file(folder):
+        count = BYTES_OF_WHOLE * read_file(file).num_weights
+        notes.append(
+            f"weights of {file.name} made whole, as bfloat16: {human_bytes(count)}; "
+            f"give --weights for another dtype"
+        )
+        return count
     path = Path(folder)
     path = path.parent if path.is_file() else path
     for pattern in WEIGHT_FILES:
-        sizes = [file.stat().st_size for file in path.glob(pattern)]
+        sizes = [each.stat().st_size for each in path.glob(pattern)]
         if sizes:
             return sum(sizes)
+    notes.append("no weight files found, none taken off; give --weights")
     return 0
 
 

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jkv.config.gguf_file import find_file, read_file
+from jkv.config.gguf_settings import make_config
 from jkv.config.layer_heads import GLOBAL_HEAD_DIM, Heads, list_heads, may_differ
 from jkv.config.layer_kinds import ATTENDING, FEEDING, WITH_STATE, name_layers
 from jkv.config.layer_states import Kept
@@ -82,7 +84,8 @@ def read_sizes(
     """Read the sizes of a model's cache from its config.json.
 
     Args:
-      folder: a checkpoint's folder, or the file itself.
+      folder: a checkpoint's folder, or the file itself; or a GGUF file, or a folder
+        that holds one.
       given: fields of `CacheConfig` that are known already; what they stand for is not
         looked at. With `num_layers` these are the layers with keys and values, and
         nothing is said of states.
@@ -96,19 +99,24 @@ def read_sizes(
 
     Raises:
       FileNotFoundError: without a config.json.
+      ModuleNotFoundError: for a GGUF file without the package gguf.
       ValueError: for a model whose cache has no such sizes, saying what to give.
     """
-    path = Path(folder)
-    if path.suffix == ".gguf":
-        raise ValueError(
-            f"{path} is a GGUF file: pretrained.find_folder of the examples unpacks "
-            f"its settings; give the folder that it returns"
-        )
+    path = find_file(folder)
+    raw = make_config(read_file(path)) if path else _read_json(path := Path(folder))
+    try:
+        return _sizes(raw, given, with_states)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Read a checkpoint's config.json."""
     path = path if path.is_file() else path / "config.json"
     if not path.is_file():
         raise FileNotFoundError(
             f"{path} is missing; give the folder of a checkpoint in the format of "
-            f"Hugging Face"
+            f"Hugging Face, or a GGUF file"
         )
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -116,10 +124,7 @@ def read_sizes(
         raise ValueError(f"{path} is no JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{path} holds no object of settings")
-    try:
-        return _sizes(raw, given, with_states)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    return raw
 
 
 def _sizes(

@@ -6,7 +6,15 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata import allocator, sharing, tables
-from jkv.metadata.block_plans import Cutting, Exchanging, Growing, Opening, Sharing
+from jkv.metadata.block_plans import (
+    Brought,
+    Cutting,
+    Entering,
+    Exchanging,
+    Growing,
+    Opening,
+    Sharing,
+)
 from jkv.metadata.part import Lack, Lengths
 from jkv.state import Metadata
 from jkv.state.index import Found
@@ -72,6 +80,11 @@ class Blocks(NamedTuple):
         group = metadata.groups[self.number]
         cut_off = group.window.cuts_off(seq_ids, lengths, group.block_size)
         return Cutting(self.number, group, seq_ids, lengths, (cut_off,))
+
+    def enter(self, metadata: Metadata, brought: Brought) -> Entering:
+        """Take a block for each that is brought."""
+        lack = Lack.of(metadata.groups[self.number], brought.num_blocks[None])
+        return Entering(self.number, brought, (lack,))
 
     def exchange(
         self,

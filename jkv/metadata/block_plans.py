@@ -1,7 +1,7 @@
 """What calls do with the blocks of one pool: the plans of `jkv.metadata.block_part`."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -235,3 +235,45 @@ class CutBlocks(NamedTuple):
             window=group.window.with_gaps(emptied, 0),
         )
         return metadata.with_group(number, group), copies
+
+
+class Brought(NamedTuple):
+    """What B sequences bring to a group from elsewhere; arrays of the host."""
+
+    block_tables: Any  # i32[B, M] in numbers of their own, M of the cache they enter
+    is_first: Any  # bool[B, M], entries that name a block for the first time
+    num_given_back: Any  # i32[B], columns without a block between those with one
+    num_blocks: Any  # i32[], blocks to be taken; the tables' "not mapped"
+
+
+class Entering(NamedTuple):
+    """Blocks for what sequences bring."""
+
+    number: int
+    brought: Brought
+    lacks: tuple[Lack, ...]
+
+    def apply(self, metadata: Metadata, row: jax.Array) -> tuple[Metadata, jax.Array]:
+        """Map fresh blocks, shared as those brought are among each other."""
+        number, brought = self.number, self.brought
+        group = metadata.groups[number]
+        served, nothing = row < group.max_sequences, group.num_blocks
+        mapped = served[:, None] & (brought.block_tables < brought.num_blocks)
+        num_taken = jnp.where(jnp.any(served), brought.num_blocks, 0)
+        # The blocks are numbered in the order in which they leave the pool.
+        metadata, taken = allocator.take(metadata, number, num_taken)
+        block = jnp.where(mapped, taken.block(brought.block_tables), nothing)
+        first = jnp.where(brought.is_first, block, nothing)
+        metadata = allocator.forget_taken(metadata, number, first.reshape(-1))
+
+        # No table names these blocks yet: each entry is a reference.
+        group = metadata.groups[number]
+        mapped = jnp.sum(mapped, axis=1, dtype=jnp.int32) + brought.num_given_back
+        group = dataclasses.replace(
+            group,
+            block_tables=group.block_tables.at[row].set(block, mode="drop"),
+            num_mapped_blocks=group.num_mapped_blocks.at[row].set(mapped, mode="drop"),
+            reference_counts=group.reference_counts.at[block].add(1, mode="drop"),
+            window=group.window.with_gaps(row, brought.num_given_back),
+        )
+        return metadata.with_group(number, group), block

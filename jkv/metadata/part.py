@@ -14,7 +14,7 @@ nothing wrong, nothing lacking, no pool. Symbols as in `jkv.state.metadata`.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -147,6 +147,25 @@ class Growing(Protocol):
         ...
 
 
+class Entering(Protocol):
+    """What `swap_in` does in a part; sequences enter together or not at all."""
+
+    @property
+    def lacks(self) -> tuple[Lack, ...]:
+        """What all of them together lack of each pool of the part, as one request."""
+        ...
+
+    def apply(
+        self, metadata: Metadata, row: jax.Array
+    ) -> tuple[Metadata, jax.Array | None]:
+        """Let rows, i32[B], have what they bring: all of them, or all are S.
+
+        Returns:
+          The metadata, and the rows' block tables, i32[B, M]; None without blocks.
+        """
+        ...
+
+
 class Exchanging(Protocol):
     """What `reorder` does in a part; sequences may take what others give up."""
 
@@ -188,6 +207,10 @@ class Part(Protocol):
 
     def cut(self, metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array) -> Look:
         """Cut sequences back to lengths, i32[B] as asked."""
+        ...
+
+    def enter(self, metadata: Metadata, brought: Any) -> Entering:
+        """Let new sequences have what they bring to the part from elsewhere."""
         ...
 
     def exchange(

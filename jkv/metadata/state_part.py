@@ -52,6 +52,10 @@ class OfStates(NamedTuple):
         cut = find_cut(metadata, seq_ids, lengths)
         return _Cutting(lengths, cut, (cut.is_wrong,))
 
+    def enter(self, _metadata: Metadata, _brought: None) -> "_Entering":
+        """Do nothing: what is pending is noted of the sequences."""
+        return _Entering()
+
     def exchange(
         self,
         metadata: Metadata,
@@ -98,6 +102,13 @@ class _Growing(NamedTuple):
     def apply(
         self, metadata: Metadata, _step: Step, _granted: tuple[Granted, ...]
     ) -> tuple[Metadata, None]:
+        return metadata, None
+
+
+class _Entering(NamedTuple):
+    lacks: tuple[Lack, ...] = ()
+
+    def apply(self, metadata: Metadata, _row: jax.Array) -> tuple[Metadata, None]:
         return metadata, None
 
 

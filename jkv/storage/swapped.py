@@ -10,6 +10,7 @@ import numpy as np
 from jkv.formats.format import Formats
 from jkv.formats.table import formats_of
 from jkv.metadata import requests
+from jkv.metadata.block_plans import Brought
 from jkv.metadata.requests import Integers
 from jkv.state import NO_SEQUENCE, Cache, Metadata
 from jkv.status import Status, UsageError, raise_for_status
@@ -51,6 +52,20 @@ class SwappedGroup:
     def num_filled_blocks(self) -> int:
         """Blocks whose contents are held, P."""
         return sum(a.shape[1] for a in next(iter(self.contents.storage.values())))
+
+    def brought(self, columns: int) -> Brought:
+        """Fit the tables to those of a cache with so many columns."""
+        tables = self.block_tables[:, :columns]
+        padding = ((0, 0), (0, columns - tables.shape[1]))
+        tables = np.pad(tables, padding, constant_values=self.num_blocks)
+        is_first = np.zeros(tables.size, bool)
+        is_first[np.unique(tables, return_index=True)[1]] = True
+        return Brought(
+            block_tables=tables,
+            is_first=is_first.reshape(tables.shape),
+            num_given_back=self.num_given_back,
+            num_blocks=np.int32(self.num_blocks),
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)

@@ -5,22 +5,21 @@ share it (`jkv.storage.contents`).
 """
 
 import dataclasses
-import functools
-import operator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.metadata import allocator, counters, requests, tables
+from jkv.metadata import counters, requests, tables
+from jkv.metadata.block_plans import Brought
+from jkv.metadata.parts import parts_of
 from jkv.metadata.requests import Integers
 from jkv.state import Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.status import Status
 from jkv.storage.swapped import (
     Swapped,
-    SwappedGroup,
     check_same_kind,
     copy_in,
     copy_out,
@@ -132,30 +131,6 @@ def swap_in(
     return copy_in(cache, swapped, seq_ids, tables, donate=donate), result
 
 
-class _EnteringGroup(NamedTuple):
-    """What sequences on their way in bring to a group."""
-
-    block_tables: Any  # i32[B, M] in swapped numbers, M of the cache they enter
-    is_first: Any  # bool[B, M], entries that name a block for the first time
-    num_given_back: Any  # i32[B], columns without a block between those with one
-    num_blocks: Any  # i32[], blocks to be taken; the tables' "not mapped"
-
-    @classmethod
-    def of(cls, group: SwappedGroup, columns: int) -> "_EnteringGroup":
-        """Fit the tables to those of a cache."""
-        tables = group.block_tables[:, :columns]
-        padding = ((0, 0), (0, columns - tables.shape[1]))
-        tables = np.pad(tables, padding, constant_values=group.num_blocks)
-        is_first = np.zeros(tables.size, bool)
-        is_first[np.unique(tables, return_index=True)[1]] = True
-        return cls(
-            block_tables=tables,
-            is_first=is_first.reshape(tables.shape),
-            num_given_back=group.num_given_back,
-            num_blocks=np.int32(group.num_blocks),
-        )
-
-
 class _Entering(NamedTuple):
     """Sequences on their way in, as `_open` needs them; all arrays on the host."""
 
@@ -165,7 +140,7 @@ class _Entering(NamedTuple):
     salts: Any  # i32[B]
     num_pending: Any  # i32[B]
     too_long: Any  # bool[], whether one does not fit the block tables
-    groups: tuple[_EnteringGroup, ...]
+    of_parts: tuple[Brought | None, ...]
 
     @classmethod
     def of(cls, swapped: Swapped, cache: Cache) -> "_Entering":
@@ -187,7 +162,10 @@ class _Entering(NamedTuple):
                 else swapped.num_pending
             ),
             too_long=any(cut_off) | np.any(lengths > cache.max_context_length),
-            groups=tuple(_EnteringGroup.of(each, columns) for each in swapped.groups),
+            of_parts=(
+                *(each.brought(columns) for each in swapped.groups),
+                *(None,) * bool(swapped.states),
+            ),
         )
 
 
@@ -216,24 +194,23 @@ def _open(
       tables.
     """
     num_rows = entering.context_lengths.shape[0]
-    lacks = [
-        group.free_blocks.count < of_group.num_blocks
-        for group, of_group in zip(metadata.groups, entering.groups, strict=True)
-    ]
+    parts = zip(parts_of(metadata), entering.of_parts, strict=True)
+    plans = [part.enter(metadata, brought) for part, brought in parts]
+    no_block = requests.agree([plan.lacks for plan in plans]).no_block
     causes = [
         (Status.CONTEXT_FULL, entering.too_long),
         (Status.OUT_OF_SEQUENCES, metadata.sequences.free_rows.count < num_rows),
-        (Status.OUT_OF_BLOCKS, functools.reduce(operator.or_, lacks, jnp.bool_(False))),
+        (Status.OUT_OF_BLOCKS, no_block),
     ]
-    cause = requests.find_status(jnp.bool_(False), causes)
+    cause = requests.find_status(jnp.zeros((1,), bool), causes)
     status = jnp.full((num_rows,), cause)
     served = status == Status.OK
     metadata, seq_ids = tables.open_rows(metadata, served)
     row = jnp.where(served, seq_ids, metadata.max_sequences)
     rows = []
-    for number, of_group in enumerate(entering.groups):
-        metadata, block = _fill_rows(metadata, number, row, of_group)
-        rows.append(block)
+    for plan in plans:
+        metadata, of_part = plan.apply(metadata, row)
+        rows += [] if of_part is None else [of_part]
 
     def enter(array: jax.Array, values: jax.Array) -> jax.Array:
         return array.at[row].set(values, mode="drop")
@@ -250,40 +227,3 @@ def _open(
     settled = counters.settle(metadata.sequences, status, served)
     metadata = dataclasses.replace(metadata, sequences=settled)
     return metadata, SwapIn(seq_ids, status), tuple(rows)
-
-
-def _fill_rows(
-    metadata: Metadata, number: int, row: jax.Array, entering: _EnteringGroup
-) -> tuple[Metadata, jax.Array]:
-    """Give rows, i32[B], the blocks of a group that the sequences bring contents for.
-
-    Args:
-      metadata: the state, with enough free blocks.
-      number: of the group.
-      row: i32[B], all of them empty rows, or all S: then nothing happens.
-      entering: what the sequences bring.
-
-    Returns:
-      The metadata, and i32[B, M]: the rows' new block tables.
-    """
-    group = metadata.groups[number]
-    served, nothing = row < group.max_sequences, group.num_blocks
-    mapped = served[:, None] & (entering.block_tables < entering.num_blocks)
-    num_taken = jnp.where(jnp.any(served), entering.num_blocks, 0)
-    # The blocks are numbered in the order in which they leave the pool.
-    metadata, taken = allocator.take(metadata, number, num_taken)
-    block = jnp.where(mapped, taken.block(entering.block_tables), nothing)
-    first = jnp.where(entering.is_first, block, nothing)
-    metadata = allocator.forget_taken(metadata, number, first.reshape(-1))
-
-    # No table names these blocks yet: each entry is a reference.
-    group = metadata.groups[number]
-    num_mapped = jnp.sum(mapped, axis=1, dtype=jnp.int32) + entering.num_given_back
-    group = dataclasses.replace(
-        group,
-        block_tables=group.block_tables.at[row].set(block, mode="drop"),
-        num_mapped_blocks=group.num_mapped_blocks.at[row].set(num_mapped, mode="drop"),
-        reference_counts=group.reference_counts.at[block].add(1, mode="drop"),
-        window=group.window.with_gaps(row, entering.num_given_back),
-    )
-    return metadata.with_group(number, group), block

@@ -308,7 +308,7 @@ def test_given_sizes_are_not_looked_for(tmp_path):
 def test_files_that_are_none(tmp_path):
     with pytest.raises(FileNotFoundError, match="config.json is missing"):
         jkv.CacheConfig.from_model(tmp_path, budget_bytes="1GB")
-    with pytest.raises(ValueError, match="GGUF file: pretrained.find_folder"):
+    with pytest.raises(FileNotFoundError, match="m.gguf is not there"):
         jkv.CacheConfig.from_model(tmp_path / "m.gguf", budget_bytes="1GB")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="no JSON"):

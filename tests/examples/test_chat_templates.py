@@ -226,3 +226,26 @@ def test_whatever_fails_in_a_template_is_told(tmp_path, template, words):
 
 def test_the_time_of_day_is_there(tmp_path):
     assert render(tmp_path, "{{ strftime_now('%Y')[:2] }}", CHAT) == "20"
+
+
+NAMES = "{% for t in tools %}{{ t.function.name }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "template, expected",
+    [
+        (EACH + "{{ m.content }}" + END, False),
+        ("{% if tools %}You may call tools.{% endif %}", False),
+        (NAMES, True),
+        ("{% for t in tools or [] %}{{ t | tojson }}{% endfor %}", True),
+        ("{{ raise_exception('one role is too few') }}", True),
+        ([{"name": "default", "template": ""}], False),
+        ([{"name": "default", "template": ""}, {"name": "tool_use"}], True),
+    ],
+)
+def test_a_template_that_cannot_show_tools_is_known(tmp_path, template, expected):
+    if isinstance(template, list) and expected:
+        template[1]["template"] = NAMES
+    settings = {"chat_template": template}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert pretrained.can_show_tools(tmp_path) == expected

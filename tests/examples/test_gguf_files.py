@@ -9,10 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pretrained
 import pytest
-from pretrained.gguf_reading import files
+import safetensors.numpy
 from pretrained.rope import frequencies
 from support import checkpoint_fixtures as fixtures
 from support import gguf_writing as writing
+
+from jkv.commands.capacity import make_plan
+from jkv.config import gguf_file as files
 
 pytestmark = pytest.mark.one_end
 FULL = dict(use_sliding_window=False, layer_types=None)
@@ -24,6 +27,16 @@ CASES = {
     "qwen3": FULL,
     "gemma2": dict(query_pre_attn_scalar=16, tie_word_embeddings=True),
     "gemma3": dict(query_pre_attn_scalar=16, layer_types=["sliding_attention"] * 3),
+    "mixtral": dict(sliding_window=None, tie_word_embeddings=True),
+    "qwen2_moe": FULL | dict(mlp_only_layers=[]),
+    "qwen3_moe": FULL | dict(mlp_only_layers=[], norm_topk_prob=True),
+    "phi3": {},
+    "olmo2": {},
+    "smollm3": FULL | dict(no_rope_layers=None, no_rope_layer_interval=4),
+    "granite": {},
+    "ernie4_5": {},
+    "ernie4_5_moe": {},
+    "glm4_moe": {},
 }
 TEXTS = (
     "def area(radius):\r\n\treturn 3.14159 * radius ** 2\n\n\n  # done",
@@ -45,19 +58,72 @@ def comparable(config):
     return dataclasses.replace(config, dtype_name="float32", stop_tokens=())
 
 
+def read_what_a_file_can_say(name):
+    """A checkpoint's settings and tensors; all layers have experts if one has."""
+    raw, tensors = writing.read_checkpoint(fixtures.FIXTURES / name)
+    raw |= CASES[name]
+    if raw["tie_word_embeddings"]:
+        tensors.pop("lm_head.weight", None)
+    if name in ("qwen2_moe", "qwen3_moe"):
+        layers = [f"model.layers.{i}.mlp." for i in range(raw["num_hidden_layers"])]
+        with_experts = next(each for each in layers if f"{each}gate.weight" in tensors)
+        for layer in layers:
+            if f"{layer}gate.weight" not in tensors:
+                dense = [each for each in tensors if each.startswith(layer)]
+                for each in dense:
+                    del tensors[each]
+                tensors |= {
+                    each.replace(with_experts, layer): 1 - array
+                    for each, array in tensors.items()
+                    if each.startswith(with_experts)
+                }
+    return raw, tensors
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_file_gives_the_settings_and_the_weights_of_its_checkpoint(name, tmp_path):
-    folder = fixtures.FIXTURES / name
-    raw, tensors = writing.read_checkpoint(folder)
-    if name == "gemma2":
-        del tensors["lm_head.weight"]
+    raw, tensors = read_what_a_file_can_say(name)
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(raw))
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
     path = writing.write(tmp_path / "model.gguf", raw, tensors)
-    expected = pretrained.parse_config(raw | CASES[name])
+    expected = pretrained.read_config(folder)
     assert comparable(pretrained.read_config(path)) == comparable(expected)
     params = pretrained.read_params(path, expected, jnp.dtype("float32"))
-    untied = dataclasses.replace(expected, tied=raw["tie_word_embeddings"])
-    wanted = pretrained.read_params(folder, untied, jnp.dtype("float32"))
-    wanted = {each: wanted[each] for each in params}
+    wanted = pretrained.read_params(folder, expected, jnp.dtype("float32"))
+    jax.tree.map(np.testing.assert_array_equal, params, wanted)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_plan_for_a_file_is_that_for_its_checkpoint(name, tmp_path):
+    raw, tensors = read_what_a_file_can_say(name)
+    path = writing.write(tmp_path / "model.gguf", raw, tensors)
+    settings = tmp_path / "config.json"
+    settings.write_text(json.dumps(raw | dict(dtype="bfloat16")))
+    found, weights = make_plan(path, "16MB"), sum(a.size for a in tensors.values())
+    assert 0 <= found.weights - 2 * weights <= 2 * 12  # factors of phi3 beside them
+    expected = make_plan(settings, "16MB", weights=found.weights)
+    assert dataclasses.replace(found, notes=[]) == dataclasses.replace(
+        expected, notes=[]
+    )
+    (note,) = (each for each in found.notes if each not in expected.notes)
+    assert note.startswith("weights of model.gguf made whole, as bfloat16: ")
+    settings.unlink()
+    assert make_plan(tmp_path, "16MB") == found
+
+
+def test_a_matrix_of_one_row_may_be_a_vector(tmp_path):
+    """As older converters have written it."""
+    raw, tensors = read_what_a_file_can_say("qwen2_moe")
+    path = writing.write(tmp_path / "model.gguf", raw, tensors)
+    config = pretrained.read_config(path)
+    wanted = pretrained.read_params(path, config, jnp.dtype("float32"))
+    for name in tensors:
+        if name.endswith("shared_expert_gate.weight"):
+            tensors[name] = tensors[name].ravel()
+    path = writing.write(tmp_path / "older.gguf", raw, tensors)
+    params = pretrained.read_params(path, config, jnp.dtype("float32"))
     jax.tree.map(np.testing.assert_array_equal, params, wanted)
 
 
@@ -113,6 +179,19 @@ class TestRefused:
     def test_an_architecture(self, tmp_path):
         path = writing.write(tmp_path / "a.gguf", *self.model(), architecture="rwkv7")
         with pytest.raises(ValueError, match="'rwkv7'.*llama, qwen2.*safetensors"):
+            pretrained.load(path)
+
+    def test_windows_of_olmo_3_and_a_way_to_cut_texts(self, tmp_path):
+        raw, tensors = writing.read_checkpoint(fixtures.FIXTURES / "olmo2")
+        path = tmp_path / "a.gguf"
+        writing.write(path, raw | dict(sliding_window=8), tensors)
+        for read in (pretrained.load, lambda path: make_plan(path, "1GB")):
+            with pytest.raises(ValueError, match="windows, as Olmo 3.*safetensors"):
+                read(path)
+        vocabulary = writing.VOCABULARY | dict(pre="tekken")
+        writing.write(path, raw, tensors, vocabulary=vocabulary)
+        assert make_plan(path, "1GB")
+        with pytest.raises(ValueError, match="'tekken'.*tokenizer.json"):
             pretrained.load(path)
 
     def test_a_kind_of_tensor(self, tmp_path, monkeypatch):

@@ -226,6 +226,24 @@ def test_templates_know_tools_calls_and_what_came_of_them(served, tmp_path):
     assert served.tokenizer.decode(tokens) == "f The withx81"
 
 
+def test_an_answer_warns_of_tools_that_its_template_does_not_show(client, post):
+    def warnings(found):
+        return (found.model_extra or {}).get("warnings")
+
+    options = dict(tool_choice="auto", max_tokens=8)
+    (told,) = warnings(ask(client, **options))
+    assert "template of pydoc does not show tools" in told
+    first, *others = ask(client, stream=True, **options)
+    assert warnings(first) == [told]
+    assert not any(map(warnings, others))
+    assert not warnings(ask(client, tool_choice="none", max_tokens=2))
+    assert not warnings(ask(client, tools=None, max_tokens=2))
+    tool = {"type": "function", **TOOLS[0]["function"]}
+    body = dict(input="The with", tools=[tool], max_output_tokens=16)
+    status, said = post(json.dumps(body).encode(), "/v1/responses")
+    assert status == 200 and said["warnings"] == [told]
+
+
 PATH = "/v1/chat/completions"
 BARE = {"type": "function", "function": {"name": "f"}}
 # As Go writes a list that is not there.

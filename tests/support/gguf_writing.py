@@ -1,6 +1,7 @@
 """GGUF files written from tiny checkpoints, as llama.cpp's converter would."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,22 @@ import safetensors.numpy
 from gguf.quants import quantize
 
 # What transformers calls an architecture, and GGUF.
-NAMES = {"gemma3_text": "gemma3"}
+NAMES = {
+    "gemma3_text": "gemma3",
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "glm4_moe": "glm4moe",
+}
+HAVE_WINDOWS = ("gemma2", "gemma3_text", "phi3", "olmo2")
+PERMUTED = ("llama", "smollm3", "granite")
+EXPERT = re.compile(r"(model\.layers\.\d+)\.(.*)\.experts\.\d+\.(\w+)\.weight")
+# How the converter calls all of Mixtral's experts in one tensor.
+MERGED = {
+    "block_sparse_moe": ("layers", "feed_forward"),
+    "mlp": ("model.layers", "mlp"),
+}
 TOKENS = ["t", "0", *(f"t{number}" for number in range(126))]
 VOCABULARY = {"model": "gpt2", "tokens": TOKENS, "merges": ["t 0"]}
 
@@ -51,10 +67,12 @@ def write(
         given = [value] if isinstance(value, list) else [value, _type_of(value)]
         add(f"tokenizer.ggml.{key}", *given)
     numbers = {each: number for number, each in gguf.MODEL_ARCH_NAMES.items()}
-    layers = config["num_hidden_layers"]
+    past = config.get("num_nextn_predict_layers") or 0
+    layers = config["num_hidden_layers"] + past
     names = gguf.get_tensor_name_map(numbers[name], layers)
-    for stored, array in tensors.items():
-        target = names.get_name(stored, try_suffixes=(".weight", ".bias")) or stored
+    for stored, array in _merge_experts(tensors).items():
+        known = stored.replace("e_score_correction_bias", "e_score_correction.bias")
+        target = names.get_name(known, try_suffixes=(".weight", ".bias")) or stored
         array = _as_stored(name, stored, array, config)
         quantized = gguf.GGMLQuantizationType[kind if array.ndim > 1 else "F32"]
         data = quantize(array, quantized)
@@ -70,24 +88,86 @@ def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     heads = config["num_attention_heads"]
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
+    past = config.get("num_nextn_predict_layers") or 0
+    writer.add_block_count(config["num_hidden_layers"] + past)
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config.get("head_dim", config["hidden_size"] // heads))
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    writer.add_key_length(head_dim)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     writer.add_rope_freq_base(rope.get("rope_theta", config.get("rope_theta")))
     if rope.get("rope_type", rope.get("type")) == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
-    if config["model_type"].startswith("gemma"):
+    part = rope.get("partial_rotary_factor")
+    if part:
+        writer.add_rope_dimension_count(int(head_dim * part))
+    if rope.get("rope_type") == "longrope":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
+        length = rope["original_max_position_embeddings"]
+        writer.add_rope_scaling_orig_ctx_len(length)
+        for end in ("short", "long"):
+            factors = np.float32(rope[f"{end}_factor"])
+            writer.add_tensor(f"rope_factors_{end}.weight", factors)
+    if config["model_type"] in HAVE_WINDOWS and config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
+    _write_experts(writer, config)
+    if config["model_type"] == "granite":
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if config.get(key):
             getattr(writer, f"add_{key}")(config[key])
     if config.get("eos_token_id") is not None:
         writer.add_eos_token_id(config["eos_token_id"])
+
+
+def _write_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    names = {
+        "add_expert_count": ("num_local_experts", "num_experts", "n_routed_experts"),
+        "add_expert_used_count": ("num_experts_per_tok", "moe_k"),
+        "add_expert_feed_forward_length": ("moe_intermediate_size",),
+        "add_expert_shared_count": ("n_shared_experts", "moe_num_shared_experts"),
+        "add_expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
+        "add_expert_group_count": ("n_group",),
+        "add_expert_group_used_count": ("topk_group",),
+        "add_expert_weights_scale": ("routed_scaling_factor",),
+        "add_leading_dense_block_count": (
+            *("first_k_dense_replace", "moe_layer_start_index"),
+        ),
+        "add_interleave_moe_layer_step": ("moe_layer_interval",),
+        "add_nextn_predict_layers": ("num_nextn_predict_layers",),
+    }
+    names["add_expert_count"] += ("moe_num_experts",)
+    for add, keys in names.items():
+        for key in keys:
+            if config.get(key) is not None:
+                getattr(writer, add)(config[key])
+    if config["model_type"] == "glm4_moe":
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+
+
+def _merge_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Experts in one tensor of each layer, by the names that the converter gives."""
+    merged: dict[str, np.ndarray] = {}
+    stacks: dict[str, list[np.ndarray]] = {}
+    for name, array in sorted(tensors.items(), key=lambda each: _numbers(each[0])):
+        if expert := EXPERT.fullmatch(name):
+            prefix, part = MERGED[expert[2]]
+            number = expert[1].removeprefix("model.layers.")
+            whole = f"{prefix}.{number}.{part}.experts.{expert[3]}.weight"
+            stacks.setdefault(whole, []).append(array)
+        else:
+            merged[name] = array
+    return merged | {name: np.stack(arrays) for name, arrays in stacks.items()}
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\.(\d+)\.", name)]
 
 
 def _as_stored(
@@ -98,7 +178,7 @@ def _as_stored(
         return array + 1
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     for part, key in heads.items():
-        if name == "llama" and f".{part}." in stored:
+        if name in PERMUTED and f".{part}." in stored:
             halves = array.reshape(config[key], 2, -1, *array.shape[1:])
             return halves.swapaxes(1, 2).reshape(array.shape)
     return array

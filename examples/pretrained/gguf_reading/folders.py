@@ -3,6 +3,7 @@
 import hashlib
 from pathlib import Path
 
+from jkv.config.gguf_file import SUFFIX, find_file
 from jkv.xla_flags import find_user_cache
 
 # In front of the weights of such a folder, and written last.
@@ -22,15 +23,13 @@ def find_folder(model: str | Path) -> Path:
         FileNotFoundError: for a file that is not there.
         ValueError: for a file that is damaged or holds what is not served.
     """
-    path = Path(model)
-    if path.is_dir() and not (path / "config.json").is_file():
-        path = _choose(path)
+    path = find_file(model) or Path(model)
     if path.suffix.lower() in PICKLED:
         raise ValueError(
             f"{path} is a pickle, which may run code: take the model's safetensors or "
             "a GGUF file"
         )
-    if path.suffix.lower() != ".gguf":
+    if path.suffix.lower() != SUFFIX:
         return path
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not there")
@@ -41,19 +40,6 @@ def find_folder(model: str | Path) -> Path:
 
         unpack(path, folder)
     return folder
-
-
-def _choose(folder: Path) -> Path:
-    """Return the one GGUF model in a folder, or the folder if there is none."""
-    found = [
-        path
-        for path in sorted(folder.glob("*.gguf"))
-        if "-of-" not in path.stem or "-00001-of-" in path.stem
-    ]
-    if len(found) > 1:
-        names = ", ".join(path.name for path in found)
-        raise ValueError(f"{folder} holds several GGUF models: name one of {names}")
-    return found[0] if found else folder
 
 
 def _name_folder(path: Path) -> Path:

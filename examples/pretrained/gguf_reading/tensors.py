@@ -2,35 +2,52 @@
 
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .configs import find_kind
-from .files import GGUFile, dequantize, read_file
+from jkv.config.gguf_file import GGUFile, dequantize, read_file
+from jkv.config.gguf_settings import count_layers, find_kind
 
 # Worked out of what the config says.
-DERIVED = ("rope_freqs.weight",)
+ROPES = ("freqs", "factors_short", "factors_long")
+DERIVED = {f"rope_{name}.weight" for name in ROPES}
+# An expert of a layer, by a checkpoint's name; files have one tensor of all experts.
+EXPERT = re.compile(r"model\.layers\.(\d+)\..*\.experts\.(\d+)\.(\w+)\.weight")
+STACKED = dict(gate_proj="gate", up_proj="up", down_proj="down")
+STACKED |= dict(w1="gate", w3="up", w2="down")
+# Matrices of one row, which files may hold as vectors.
+ROWS = ("mlp.shared_expert_gate.weight", "moe_statics.e_score_correction_bias")
 
 
 def name_tensors(file: GGUFile, known: set[str]) -> dict[str, str]:
     """Return the names in the file by those of a checkpoint.
 
     Args:
-        file: all of its tensors are named, those that nobody knows as they are.
+        file: all of its tensors are named, those that nobody knows as they are, but for
+            those of layers that guess further tokens.
         known: the checkpoint's names.
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     numbers = {name: number for number, name in MODEL_ARCH_NAMES.items()}
-    names = get_tensor_name_map(numbers[file.architecture], file.need("block_count"))
-    stored = {
-        name: names.get_name(name, try_suffixes=(".weight", ".bias")) for name in known
-    }
+    layers = count_layers(file)
+    names = get_tensor_name_map(numbers[file.architecture], layers)
+
+    def find(name: str) -> str | None:
+        if expert := EXPERT.fullmatch(name):
+            return f"blk.{expert[1]}.ffn_{STACKED[expert[3]]}_exps.weight"
+        # Biases that are no layer's, such as e_score_correction_bias.
+        name = re.sub("_bias$", ".bias", name)
+        return names.get_name(name, try_suffixes=(".weight", ".bias"))
+
+    stored = {name: find(name) for name in known}
     found = {name: other for name, other in stored.items() if other in file.tensors}
-    strange = file.tensors.keys() - {*found.values()} - {*DERIVED}
-    return found | {name: name for name in strange}
+    strange = file.tensors.keys() - {*found.values()} - DERIVED
+    past = tuple(f"blk.{i}." for i in range(layers, file.need("block_count")))
+    return found | {name: name for name in strange if not name.startswith(past)}
 
 
 class GGUFTensors:
@@ -49,9 +66,13 @@ class GGUFTensors:
 
     def get_tensor(self, name: str) -> np.ndarray:
         """Return a tensor as the checkpoint had it."""
-        tensor = dequantize(self._file.tensors[self._names[name]])
+        expert = EXPERT.fullmatch(name)
+        stored = self._file.tensors[self._names[name]]
+        tensor = dequantize(stored, int(expert[2]) if expert else None)
         if self._kind.norm_offset and name.endswith("norm.weight"):
             tensor = tensor - np.float32(self._kind.norm_offset)
+        if name.endswith(ROWS):
+            tensor = tensor.reshape(1, -1)
         if self._kind.is_permuted:
             for part, key in (("q_proj", "head_count"), ("k_proj", "head_count_kv")):
                 if f".{part}." in name:

@@ -7,10 +7,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from jkv.config.gguf_file import read_file
+from jkv.config.gguf_settings import make_config
+
 from ..checkpoint import list_names
 from ..config import parse_config
-from .configs import make_config
-from .files import read_file
 from .folders import INDEX
 from .tensors import name_tensors
 from .vocabularies import find_ends, make_settings, make_tokenizer

@@ -18,7 +18,7 @@ from tokenizers import (
     processors,
 )
 
-from .files import GGUFile
+from jkv.config.gguf_file import GGUFile
 
 # Of `tokenizer.ggml.token_type`.
 CONTROL, USER_DEFINED = 3, 4
@@ -31,18 +31,20 @@ SPECIAL_TOKENS = {
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
-# How text is cut before pieces of bytes are merged, by `tokenizer.ggml.pre`; where that
-# is not named, as by GPT-2. The patterns are those of the models' own tokenizer.json.
+# How text is cut before pieces of bytes are merged, by `tokenizer.ggml.pre`. The
+# patterns are those of the models' own tokenizer.json.
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _LLAMA3 = rf"{_ENDINGS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
 _QWEN = rf"{_ENDINGS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
 SPLITS = {
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "smaug-bpe"), _LLAMA3),
+    **dict.fromkeys(("dbrx", "glm4", "chatglm-bpe"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN),
 }
 # These cut off every digit, then as GPT-2 does.
 DIGITS_APART = ("smollm", "starcoder", "refact", "command-r")
+AS_GPT2 = (None, "default", "gpt-2", "phi-2", "mpt", "olmo", *DIGITS_APART)
 
 
 def make_tokenizer(file: GGUFile) -> Tokenizer:
@@ -53,6 +55,11 @@ def make_tokenizer(file: GGUFile) -> Tokenizer:
     """
     said = _said(file)
     family = said.get("model")
+    if family == "gpt2" and said.get("pre") not in (*SPLITS, *AS_GPT2):
+        raise ValueError(
+            f"{file.paths[0]} cuts texts as {said['pre']!r} (tokenizer.ggml.pre), "
+            "which is not served: take the model's safetensors and tokenizer.json"
+        )
     if family == "gpt2":
         tokenizer = _make_of_bytes(said)
     elif family == "llama" and file.architecture.startswith("gemma"):

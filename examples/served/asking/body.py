@@ -9,6 +9,8 @@ import random
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import pretrained
+
 import jkv
 from jkv.serving import Ask
 
@@ -47,6 +49,16 @@ class Asked(NamedTuple):
     def has_answer(self) -> bool:
         """Whether a text that calls none is an answer after a schema."""
         return self.has_calls and self.language != self.tools.language
+
+    def warn(self, served: Served) -> dict[str, list[str]]:
+        """Return what a client should know of its answer; nothing where all is well."""
+        if not self.has_calls or pretrained.can_show_tools(served.folder):
+            return {}
+        told = (
+            f"the chat template of {served.name} does not show tools: the model knows "
+            "of them only what messages say, though its calls follow their schemas"
+        )
+        return {"warnings": [told]}
 
 
 def read_body(served: Served, body: Any, *, is_chat: bool) -> Asked:

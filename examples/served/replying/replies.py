@@ -53,6 +53,7 @@ class Reply:
         self._served, self._shown, self._is_chat = served, shown, is_chat
         self._num_prompt = sum(map(len, asked.prompts))
         self._num_new = 0
+        self._warnings = asked.warn(served)
         self._num_cached = [0] * len(asked.prompts)  # of each prompt
         echoes = shown.echoes or [""] * len(asked.prompts)
         self._choices = [
@@ -143,13 +144,15 @@ class Reply:
         return "chat.completion.chunk" if self._is_chat else "text_completion"
 
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        # Of a stream only the first piece warns.
+        warnings, self._warnings = self._warnings, {}
         return {
             "id": self.name,
             "object": kind,
             "created": self.created,
             "model": self._served.name,
             "choices": choices,
-        }
+        } | warnings
 
     def _count(self, num_new: int) -> dict[str, Any]:
         """Return the tokens that the reply took."""

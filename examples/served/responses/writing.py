@@ -82,6 +82,7 @@ class ResponseReply:
         self, body: Mapping[str, Any], served: Served, asked: Asked, shown: Shown
     ):
         self._body, self._served = body, served
+        self._warnings = asked.warn(served)
         self._name, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
         (prompt,) = asked.prompts
         self._choice = Choice(
@@ -237,6 +238,7 @@ class ResponseReply:
             "store": False,
             "truncation": "disabled",
             **{n: REPEATED[n] if v is None else v for n, v in said.items()},
+            **self._warnings,
         }
 
     def _count(self) -> dict[str, Any]:

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+SUFFIX = ".gguf"
+
 # Kinds of tensors that are served, as `gguf.GGMLQuantizationType` names them.
 KINDS = (
     *("F32", "F16", "BF16"),
@@ -63,16 +65,45 @@ class GGUFile(NamedTuple):
         """As GGUF calls it."""
         return str(self.metadata.get("general.architecture"))
 
+    @property
+    def num_weights(self) -> int:
+        """Numbers of all tensors together."""
+        return sum(int(tensor.n_elements) for tensor in self.tensors.values())
+
+
+def find_file(model: str | Path) -> Path | None:
+    """Return the GGUF file that is named, or the one of a folder without a config.json.
+
+    Raises:
+        ValueError: for a folder that holds several models.
+    """
+    path = Path(model)
+    if path.suffix.lower() == SUFFIX and not path.is_dir():
+        return path
+    if not path.is_dir() or (path / "config.json").is_file():
+        return None
+    found = [
+        each
+        for each in sorted(path.glob(f"*{SUFFIX}"))
+        if "-of-" not in each.stem or "-00001-of-" in each.stem
+    ]
+    if len(found) > 1:
+        names = ", ".join(each.name for each in found)
+        raise ValueError(f"{path} holds several GGUF models: name one of {names}")
+    return found[0] if found else None
+
 
 def read_file(path: Path) -> GGUFile:
     """Map a GGUF file, and the others that it was split into, and read its metadata.
 
     Raises:
         ModuleNotFoundError: without the package gguf.
-        FileNotFoundError: when a part is missing.
+        FileNotFoundError: when the file or a part of it is missing.
         ValueError: for a file that is damaged or cut off, or holds kinds of tensors
             that are not served.
     """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not there")
     paths = _find_parts(path)
     readers = [_open(each) for each in paths]
     metadata = Metadata(readers[0].fields)
@@ -87,13 +118,19 @@ def read_file(path: Path) -> GGUFile:
     return GGUFile(paths, metadata, tensors)
 
 
-def dequantize(tensor: Any) -> np.ndarray:
-    """Return a tensor's numbers, float32 or float16."""
+def dequantize(tensor: Any, index: int | None = None) -> np.ndarray[Any, Any]:
+    """Return a tensor's numbers, float32 or float16, or those of a part of it.
+
+    Args:
+        tensor: a `gguf.ReaderTensor`.
+        index: of the first axis, such as an expert's number; None for all.
+    """
     from gguf.quants import dequantize
 
+    data = tensor.data if index is None else tensor.data[index]
     if tensor.tensor_type.name == "F16":
-        return np.asarray(tensor.data)
-    return dequantize(tensor.data, tensor.tensor_type)
+        return np.asarray(data)
+    return np.asarray(dequantize(data, tensor.tensor_type))
 
 
 def _find_parts(path: Path) -> tuple[Path, ...]:
