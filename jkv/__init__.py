@@ -29,7 +29,6 @@ from jkv.state import (
     Ring,
     Sequences,
     Slots,
-    StateLayer,
     States,
     StateStorage,
 )
@@ -204,7 +203,6 @@ __all__ = [
     "Sequences",
     "Slots",
     "StateConfig",
-    "StateLayer",
     "StateStorage",
     "States",
     "Stats",

@@ -18,6 +18,7 @@ from jax import export
 
 from jkv import state
 from jkv.attention.choice import BACKENDS
+from jkv.blocks.part import Blocks
 from jkv.decoding.beams.state import BeamSearch, BeamStatistics
 from jkv.decoding.sampling.options import Sampling
 from jkv.decoding.speculation.options import PromptLookup
@@ -27,6 +28,7 @@ from jkv.prefixes.face import PrefixIndex
 from jkv.state.batch import StepSizes
 from jkv.state.states import StateSizes
 from jkv.state.storage import GroupSizes
+from jkv.states.part import OfStates
 from jkv.status import UsageError
 from jkv.verbs.allocation import Allocation
 from jkv.verbs.forking import Fork
@@ -51,7 +53,7 @@ NAMED_TUPLES: tuple[type, ...] = (
 SIZES: dict[str, type] = {
     sizes.__name__: sizes
     for sizes in (
-        *(StepSizes, GroupSizes, StateSizes),
+        *(StepSizes, GroupSizes, StateSizes, Blocks, OfStates),
         *(sizes for backend in BACKENDS for sizes in backend.plan_sizes),
     )
 }

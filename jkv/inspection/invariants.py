@@ -74,8 +74,8 @@ def _find_broken(cache: Cache) -> Iterator[_Broken]:
     for text in _shapes(cache):
         yield _Broken("shapes", "", text)
     metadata: Metadata = jax.device_get(cache.metadata)
-    groups = [recount(metadata, i) for i in range(len(metadata.groups))]
-    for found in groups:
+    groups = {i: recount(metadata, i) for i in metadata.block_numbers}
+    for found in groups.values():
         for invariant, find in _OF_A_GROUP:
             for text in find(found):
                 yield _Broken(invariant, _name(metadata, found), text)
@@ -85,7 +85,9 @@ def _find_broken(cache: Cache) -> Iterator[_Broken]:
     yield from _find_broken_index(metadata, groups)
 
 
-def _find_broken_index(metadata: Metadata, groups: list[Recount]) -> Iterator[_Broken]:
+def _find_broken_index(
+    metadata: Metadata, groups: dict[int, Recount]
+) -> Iterator[_Broken]:
     """Yield what is wrong with the prefix index, if there is one."""
     index = metadata.index
     if not isinstance(index, IndexArrays):
@@ -111,11 +113,14 @@ def _name(metadata: Metadata, found: Recount) -> str:
 
 
 def _shapes(cache: Cache) -> Iterator[str]:
-    numbers = range(len(cache.storage))
     try:
-        sizes = tuple(_implied_sizes(cache, number) for number in numbers)
-        has_index = cache.metadata.index.is_there
-        expected = lay_out(sizes, has_index, states.implied_sizes(cache))
+        sizes = tuple(
+            _implied_sizes(cache, number)
+            if storage.has_blocks
+            else states.implied_sizes(cache, storage)
+            for number, storage in enumerate(cache.storage)
+        )
+        expected = lay_out(sizes, cache.metadata.index.is_there)
     except IndexError:
         yield "the block tables, reference counts or pools of a group lack an axis"
         return

@@ -19,23 +19,20 @@ def check_pending(metadata: Metadata) -> Iterator[str]:
         yield f"row {row} has {pending[row]} tokens pending, at most {most[row]} can be"
 
 
-def implied_sizes(cache: Cache) -> tuple[StateSizes, ...]:
+def implied_sizes(cache: Cache, storage: StateStorage) -> StateSizes:
     """Return the sizes that a few of the arrays tell of all others."""
     index = cache.metadata.index
-    return tuple(
-        StateSizes(
-            num_layers=storage.num_layers,
-            arrays=_list_arrays(storage, "rows"),
-            inputs=_list_arrays(storage, "inputs"),
-            max_sequences=cache.max_sequences,
-            max_context_length=cache.max_context_length,
-            block_size=cache.block_size,
-            num_snapshots=index.num_places,
-            snapshot_every=index.snapshot_every,
-            max_pending=cache.metadata.max_pending,
-            heads_axes=(),
-        )
-        for storage in cache.states
+    return StateSizes(
+        num_layers=storage.num_layers,
+        arrays=_list_arrays(storage, "rows"),
+        inputs=_list_arrays(storage, "inputs"),
+        max_sequences=cache.max_sequences,
+        max_context_length=cache.max_context_length,
+        block_size=cache.block_size,
+        num_snapshots=index.num_places,
+        snapshot_every=index.snapshot_every,
+        max_pending=cache.metadata.max_pending,
+        heads_axes=(),
     )
 
 

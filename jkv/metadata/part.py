@@ -20,13 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.metadata.states import SnapshotCopies, StateMoves
-from jkv.metadata.tails import BlockCopies
 from jkv.state import BlockGroup, Metadata
 from jkv.state.index import Found
 
 # What a call does to the storage of a part; None where it does nothing.
-Moves: TypeAlias = BlockCopies | StateMoves | SnapshotCopies | None
+Moves: TypeAlias = Any
 Masks: TypeAlias = tuple[jax.Array | np.ndarray, ...]  # bool[B] each
 
 
@@ -179,7 +177,12 @@ class Exchanging(Protocol):
 
 
 class Part(Protocol):
-    """One part of a model."""
+    """One part of a model; a static value."""
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The groups that it answers for."""
+        ...
 
     def open(
         self,
@@ -209,8 +212,8 @@ class Part(Protocol):
         """Cut sequences back to lengths, i32[B] as asked."""
         ...
 
-    def enter(self, metadata: Metadata, brought: Any) -> Entering:
-        """Let new sequences have what they bring to the part from elsewhere."""
+    def enter(self, metadata: Metadata, brought: dict[int, Any]) -> Entering:
+        """Let new sequences have what they bring to the groups from elsewhere."""
         ...
 
     def exchange(

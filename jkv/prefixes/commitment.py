@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata.entries import for_each_entry
-from jkv.metadata.states import SnapshotCopies
 from jkv.prefixes import hash_tables, partners, proofs, snapshots
 from jkv.prefixes.arrays import IndexArrays
 from jkv.prefixes.columns import (
@@ -22,12 +21,13 @@ from jkv.prefixes.equal_lanes import LANES_PER_TRIP, find_equals
 from jkv.prefixes.prefix_index import index_of, put_index, with_index
 from jkv.sharding.loops import fori_loop, while_loop
 from jkv.state import Batch, Metadata
+from jkv.states.moves import SnapshotCopies
 
 
 @jax.jit
 def commit_step(
     metadata: Metadata, batch: Batch
-) -> tuple[Metadata, tuple[SnapshotCopies, ...]]:
+) -> tuple[Metadata, tuple[SnapshotCopies | None, ...]]:
     """Make the blocks that a step filled visible, and find places for its states.
 
     Args:
@@ -35,13 +35,16 @@ def commit_step(
       batch: the step.
 
     Returns:
-      The metadata, and the snapshots that are to be made, if there are any ever.
+      The metadata, and of each part the snapshots that are to be made; of none where
+      there are never any.
     """
     metadata, continues = _commit_blocks(metadata, batch)
     if snapshots.snapshots_of(metadata) is None:
         return metadata, ()
     metadata, places = snapshots.make(metadata, batch, continues)
-    return metadata, (SnapshotCopies(batch.seq_ids, places),)
+    copies = SnapshotCopies(batch.seq_ids, places)
+    has_states = (not metadata.groups[p.numbers[0]].has_blocks for p in metadata.parts)
+    return metadata, tuple(copies if each else None for each in has_states)
 
 
 def _commit_blocks(metadata: Metadata, batch: Batch) -> tuple[Metadata, jax.Array]:
@@ -52,7 +55,7 @@ def _commit_blocks(metadata: Metadata, batch: Batch) -> tuple[Metadata, jax.Arra
     """
     chains = find_chains(metadata, batch)
     start = metadata, jnp.zeros_like(chains.first)
-    if not metadata.groups:  # there are no blocks, and what is told is visible
+    if not metadata.block_numbers:  # there are no blocks, and what is told is visible
         lengths = chains.num_columns
     elif batch.is_decoding and len(batch.seq_ids) <= LANES_PER_TRIP:
         metadata, lengths = _commit_one_each(start, chains)

@@ -54,7 +54,7 @@ class Found(NamedTuple):
 
     num_blocks: jax.Array  # i32[B], leading columns found
     num_part: jax.Array  # i32[B], tokens in common with the part, below T
-    groups: tuple[FoundBlocks, ...]
+    groups: dict[int, FoundBlocks]  # by the number of the group
     state: FoundState | None = None  # at the columns' end; None without snapshots
 
     def num_tokens(self, block_size: int) -> jax.Array:

@@ -9,17 +9,21 @@ tokens that a sequence may have.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
+
+from jkv.config.state_layout import divide_states
+from jkv.sharding.storage_sharding import DividedAxes
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class States:
-    """That there are groups with a state: they agree in what may be pending."""
+    """What there is to know of a group with a state: all agree in it."""
 
+    has_blocks = False
     # Q, tokens of a sequence that may be pending; static, as arrays do not tell it.
     max_pending: int = dataclasses.field(metadata={"static": True})
 
@@ -43,6 +47,8 @@ class StateStorage:
     bfloat16 is stored as its bits.
     """
 
+    has_blocks = False
+
     bases: jax.Array  # i32[L, S], at how many tokens the state of a row stands
     rows: dict[str, jax.Array]  # by name [L, S, ...], the states
     # By name [L, S, Q, ...], of pending tokens, oldest first; empty without them.
@@ -63,27 +69,30 @@ class StateStorage:
 
     @property
     def arrays(self) -> dict[str, jax.Array]:
-        """The arrays that hold states and inputs, by path."""
-        return {
+        """All arrays, by path."""
+        return {"bases": self.bases} | {
             f"{part}.{name}": array
             for part in PARTS
             for name, array in getattr(self, part).items()
         }
 
+    def with_arrays(self, arrays: dict[str, Any]) -> Self:
+        """Return the storage with other arrays, or with what stands for arrays."""
+        parts: dict[str, Any] = {part: {} for part in PARTS}
+        for path, array in arrays.items():
+            part, _, name = path.partition(".")
+            if name:
+                parts[part][name] = array
+        return dataclasses.replace(self, bases=arrays["bases"], **parts)
+
     @property
-    def divided_axes(self) -> dict[str, int]:
-        """The axis of each of these arrays that a mesh may divide, -1 for none."""
-        # By name: groups without snapshots have none of them, and files another order.
-        of_rows = dict(zip(sorted(self.rows), self.row_axes, strict=True))
-        of_inputs = dict(zip(sorted(self.inputs), self.input_axes, strict=True))
-        axes = {}
-        for path in self.arrays:
-            part, name = path.split(".")
-            is_state = part.endswith("rows")
-            axis = of_rows[name] if is_state else of_inputs[name]
-            before = 2 if is_state else 3  # layers, rows or places, tokens
-            axes[path] = axis + before if axis >= 0 else -1
-        return axes
+    def divided(self) -> dict[str, DividedAxes]:
+        """Which axis of an array a mesh may divide, by path; of others none."""
+        # By name: files have another order.
+        return divide_states(
+            dict(zip(sorted(self.rows), self.row_axes, strict=True)),
+            dict(zip(sorted(self.inputs), self.input_axes, strict=True)),
+        )
 
     @property
     def num_layers(self) -> int:

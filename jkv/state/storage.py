@@ -12,7 +12,7 @@ import numpy as np
 from jkv.formats.format import STORAGE_NAMES, Formats
 from jkv.formats.table import formats_of
 from jkv.sharding.heads import copies_of
-from jkv.sharding.storage_sharding import StorageSharding
+from jkv.sharding.storage_sharding import POOL, DividedAxes, StorageSharding
 
 
 class GroupSizes(NamedTuple):
@@ -29,6 +29,8 @@ class GroupSizes(NamedTuple):
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class BlockStorage:
     """The keys and values in the blocks of one group of layers."""
+
+    has_blocks = True
 
     # [L, N, K, T, D], bfloat16 and fp8 as their bits, int4 in pairs, [..., D / 2]
     key_pool: jax.Array
@@ -71,6 +73,11 @@ class BlockStorage:
     def with_arrays(self, arrays: dict[str, Any]) -> Self:
         """Return the storage with other arrays, or with what stands for arrays."""
         return dataclasses.replace(self, **arrays)
+
+    @property
+    def divided(self) -> dict[str, DividedAxes]:
+        """Which axes of each array a mesh may divide."""
+        return dict.fromkeys(self.arrays, POOL)
 
     @property
     def num_layers(self) -> int:

@@ -1,11 +1,20 @@
 """What storage follows after a call has changed the metadata."""
 
+from collections.abc import Callable
+from typing import Any
+
+from jkv.blocks.copies import copy_blocks
+from jkv.blocks.tails import BlockCopies
 from jkv.metadata.part import Moves
-from jkv.metadata.states import SnapshotCopies, StateMoves
-from jkv.metadata.tails import BlockCopies
 from jkv.state import Cache, Metadata
-from jkv.storage.copies import copy_blocks
-from jkv.storage.state_copies import copy_to_snapshots, move_states
+from jkv.states.copies import copy_to_snapshots, move_states
+from jkv.states.moves import SnapshotCopies, StateMoves
+
+_FOLLOW: dict[type, Callable[[Any, Any], Any]] = {
+    BlockCopies: copy_blocks,
+    StateMoves: move_states,
+    SnapshotCopies: copy_to_snapshots,
+}
 
 
 def follow(cache: Cache, metadata: Metadata, moves: tuple[Moves, ...]) -> Cache:
@@ -16,14 +25,10 @@ def follow(cache: Cache, metadata: Metadata, moves: tuple[Moves, ...]) -> Cache:
     Args:
       cache: the cache.
       metadata: what it is to have.
-      moves: of each part, in the order of `jkv.metadata.parts`; or of the index.
+      moves: of each part; of none where nothing is to be moved.
     """
-    cache = cache.with_metadata(metadata)
-    for number, of_part in enumerate(moves):
-        if isinstance(of_part, BlockCopies):
-            cache = copy_blocks(cache, number, of_part)
-        elif isinstance(of_part, StateMoves):
-            cache = move_states(cache, of_part)
-        elif isinstance(of_part, SnapshotCopies):
-            cache = copy_to_snapshots(cache, of_part)
-    return cache
+    storage = list(cache.storage)
+    for part, of_part in zip(metadata.parts, moves, strict=bool(moves)):
+        for number in () if of_part is None else part.numbers:
+            storage[number] = _FOLLOW[type(of_part)](storage[number], of_part)
+    return cache.with_metadata(metadata).with_storage(tuple(storage))

@@ -16,6 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jkv.blocks import contents
+from jkv.blocks.contents import HostArray
 from jkv.formats.bits import STORED_AS
 from jkv.formats.format import STORAGE_NAMES
 from jkv.sharding.heads import copies_of, without_copies_of_heads
@@ -23,8 +25,7 @@ from jkv.sharding.processes import agree, bring_whole, is_shared, is_writer
 from jkv.sharding.resharding import as_auto
 from jkv.sharding.storage_sharding import POOL_HEADS
 from jkv.state import Cache
-from jkv.storage import contents, fields, files
-from jkv.storage.contents import HostArray
+from jkv.storage import fields, files
 from jkv.storage.files import FileError, Path, Tensor
 from jkv.storage.swapped import Swapped
 
@@ -42,6 +43,12 @@ _RENAMED = {
     "metadata.states.num_pending": "metadata.sequences.num_pending",
     "metadata.states.texts": "metadata.index.snapshots.sequence_texts",
     "metadata.states.snapshots.": "metadata.index.snapshots.",
+}
+# And what it numbered by kind: groups with blocks, and groups with a state.
+_NUMBERED = {
+    "metadata.groups": ("metadata.groups", False),
+    "storage": ("storage", False),
+    "states": ("storage", True),
 }
 
 
@@ -68,9 +75,7 @@ def write_value(path: Path, value: Cache | Swapped) -> None:
     # All groups lie on the same devices.
     where: Any = None
     if isinstance(value, Cache):
-        arrays = [each.key_pool for each in value.storage]
-        arrays += [each.bases for each in value.states]
-        where = arrays[0].sharding
+        where = next(iter(value.storage[0].arrays.values())).sharding
     if is_shared(where):
         _write_together(path, tensors, metadata, where.mesh)
     else:
@@ -95,7 +100,7 @@ def read_value(path: Path, kinds: fields.Kinds) -> Cache | Swapped:
     try:
         leaves |= json.loads(metadata["fields"])
         kind = _KINDS[metadata["holds"]]
-        leaves = {_present_name(name): leaf for name, leaf in leaves.items()}
+        leaves = _renamed(leaves)
         _add_head_dims(leaves)
         _add_value_dtypes(leaves)
         if kind is Swapped:
@@ -109,8 +114,34 @@ def read_value(path: Path, kinds: fields.Kinds) -> Cache | Swapped:
     return value
 
 
+def _renamed(leaves: dict[str, Any]) -> dict[str, Any]:
+    """Return leaves of a file of any version by the names that they have now."""
+    leaves = {_present_name(name): leaf for name, leaf in leaves.items()}
+    if "state_numbers" not in leaves:
+        return leaves
+    with_state: list[int] = leaves.pop("state_numbers")
+    most_pending = leaves.pop("metadata.states.max_pending", None)
+    for empty in "metadata.groups", "storage", "states":
+        leaves.pop(empty, None)
+    stored = {name.split(".")[1] for name in leaves if name.startswith("storage.")}
+    num_groups = len(stored)
+    kinds = {True: with_state, False: [*range(num_groups + len(with_state))]}
+    kinds[False] = [number for number in kinds[False] if number not in with_state]
+
+    def numbered(name: str) -> str:
+        for before, (now, is_state) in _NUMBERED.items():
+            if name.startswith(f"{before}."):
+                number, rest = name.removeprefix(f"{before}.").split(".", 1)
+                return f"{now}.{kinds[is_state][int(number)]}.{rest}"
+        return name
+
+    leaves = {numbered(name): leaf for name, leaf in leaves.items()}
+    pending = {f"metadata.groups.{i}.max_pending": most_pending for i in with_state}
+    return leaves | pending | {"metadata.parts": ()}
+
+
 def _present_name(name: str) -> str:
-    """Return the name that a leaf has now, of a file of any version."""
+    """Return the name that a leaf has now, but for its group."""
     for before, now in _RENAMED.items():
         if name.startswith(before):
             return now + name.removeprefix(before)
@@ -120,6 +151,8 @@ def _present_name(name: str) -> str:
 def _add_head_dims(leaves: dict[str, Any]) -> None:
     """Add what earlier files left to the shapes of keys and values."""
     for name in [each for each in leaves if each.endswith(".key_pool")]:
+        if not _is_stored(name):  # a state may have any name
+            continue
         group = name.removesuffix("key_pool")
         if not group.startswith("storage.") or f"{group}head_dim" in leaves:
             continue
@@ -133,7 +166,7 @@ def _add_head_dims(leaves: dict[str, Any]) -> None:
 
 def _add_value_dtypes(leaves: dict[str, Any]) -> None:
     """Add what earlier files left out, as values were stored as the keys are."""
-    for name in [each for each in leaves if each.endswith(".dtype")]:
+    for name in [n for n in leaves if n.endswith(".dtype") and n.count(".") == 2]:
         leaves.setdefault(name.replace(".dtype", ".value_dtype"), leaves[name])
 
 
@@ -144,8 +177,14 @@ def _kept(value: Cache | Swapped) -> Cache | Swapped:
     """
     if isinstance(value, Swapped):
         return value
-    storage = tuple(dataclasses.replace(each, sharding=None) for each in value.storage)
-    return dataclasses.replace(value, storage=storage, pools=None, watcher=None)
+    storage = tuple(
+        dataclasses.replace(each, sharding=None) if each.has_blocks else each
+        for each in value.storage
+    )
+    metadata = dataclasses.replace(value.metadata, parts=())
+    return dataclasses.replace(
+        value, metadata=metadata, storage=storage, pools=None, watcher=None
+    )
 
 
 def _as_json(leaf: Any) -> Any:
@@ -157,8 +196,8 @@ def _as_json(leaf: Any) -> Any:
 
 def _is_stored(name: str) -> bool:
     """Return whether a leaf of that name is K/V or scales."""
-    last = name.rsplit(".", maxsplit=1)[-1]
-    return last in STORAGE_NAMES and not name.startswith("states.")
+    *within, last = name.split(".")
+    return last in STORAGE_NAMES and len(within) in (2, 4)
 
 
 def _describe_stored(value: Cache | Swapped, name: str, leaf: Any) -> Tensor:

@@ -7,21 +7,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.blocks import contents
+from jkv.blocks.contents import Contents
+from jkv.blocks.plans import Brought
 from jkv.formats.format import Formats
 from jkv.formats.table import formats_of
 from jkv.metadata import requests
-from jkv.metadata.block_plans import Brought
 from jkv.metadata.requests import Integers
-from jkv.state import NO_SEQUENCE, Cache, Metadata
-from jkv.status import Status, UsageError, raise_for_status
-from jkv.storage import contents
-from jkv.storage.contents import Contents
-from jkv.storage.swapped_states import (
+from jkv.state import NO_SEQUENCE, BlockStorage, Cache, Metadata
+from jkv.states.swapped import (
     SwappedStates,
     compare_states,
     fetch_states,
     put_states,
 )
+from jkv.status import Status, UsageError, raise_for_status
 
 
 @jax.tree_util.register_dataclass
@@ -153,10 +153,14 @@ def copy_out(cache: Cache, seq_ids: Integers) -> Swapped:
         committed=rows.committed,
         salts=rows.salts,
         groups=tuple(
-            _copy_group(cache, number, rows) for number in range(len(cache.storage))
+            _copy_group(cache, number, rows) for number in cache.metadata.block_numbers
         ),
         block_size=cache.block_size,
-        states=tuple(fetch_states(each, rows.seq_ids) for each in cache.states),
+        states=tuple(
+            fetch_states(each, rows.seq_ids)
+            for each in cache.storage
+            if not each.has_blocks
+        ),
         num_pending=rows.num_pending,
     )
 
@@ -197,7 +201,8 @@ def copy_in(
     """
     if cache.num_layers:
         cache = put_states(cache, swapped.states, seq_ids, donate=donate)
-    for number, (group, rows) in enumerate(zip(swapped.groups, tables, strict=True)):
+    numbers = cache.metadata.block_numbers
+    for number, group, rows in zip(numbers, swapped.groups, tables, strict=True):
         blocks = _find_blocks(cache, number, group, rows)
         cache = contents.put(cache, number, blocks, group.contents, donate=donate)
     return cache
@@ -229,8 +234,8 @@ class _Found(NamedTuple):
     num_uses: Any  # u32[B]
     committed: Any  # i32[B] or None
     salts: Any  # i32[B] or None
-    # Of each group i32[B, M] of the tables, and i32[B] columns given back.
-    of_groups: tuple[tuple[Any, Any], ...]
+    # By group i32[B, M] of the tables, and i32[B] columns given back.
+    of_groups: dict[int, tuple[Any, Any]]
     seq_ids: Any  # i32[B]
     num_pending: Any  # i32[B] or None
 
@@ -254,12 +259,13 @@ def _look_up(metadata: Metadata, seq_ids: jax.Array) -> _Found:
         rows(sequences.num_uses),
         committed,
         salts,
-        tuple(
-            (rows(group.block_tables), gaps(group.window.gaps_of(seq_ids)))
-            for group in metadata.groups
-        ),
+        {
+            number: (rows(group.block_tables), gaps(group.window.gaps_of(seq_ids)))
+            for number, group in enumerate(metadata.groups)
+            if group.has_blocks
+        },
         seq_ids,
-        None if metadata.states is None else sequences.pending_of(seq_ids),
+        sequences.pending_of(seq_ids) if metadata.has_states else None,
     )
 
 
@@ -295,7 +301,8 @@ def check_same_kind(cache: Cache, swapped: Swapped) -> None:
 
     And those that have given back what this cache's layers see.
     """
-    there, here = len(swapped.groups), len(cache.storage)
+    numbers = cache.metadata.block_numbers
+    there, here = len(swapped.groups), len(numbers)
     if there != here:
         raise UsageError(
             f"these sequences left a cache of {_count_groups(there)}, and this cache "
@@ -303,10 +310,10 @@ def check_same_kind(cache: Cache, swapped: Swapped) -> None:
         )
     kinds = {"block_size": (swapped.block_size, cache.block_size)}
     kinds |= compare_states(swapped.states, cache)
-    for number in range(here):
-        _check_given_back(cache, swapped, number)
+    for number, group in zip(numbers, swapped.groups, strict=True):
+        _check_given_back(cache, number, group, swapped)
         within = f"group {number}: " if here > 1 else ""
-        found = _compare_storage(cache, swapped, number)
+        found = _compare_storage(cache.storage[number], group)
         kinds |= {within + name: both for name, both in found.items()}
     different = [
         f"{name} is {there}, in this cache {here}"
@@ -325,10 +332,9 @@ def _count_groups(number: int) -> str:
 
 
 def _compare_storage(
-    cache: Cache, swapped: Swapped, number: int
+    storage: BlockStorage, group: SwappedGroup
 ) -> dict[str, tuple[Any, Any]]:
     """Return what the storage of a group is, of the sequences and of the cache."""
-    group, storage = swapped.groups[number], cache.storage[number]
     pieces_of, arrays = group.contents.storage, storage.arrays
     kinds: dict[str, tuple[Any, Any]] = {
         "dtype": (str(group.formats), str(storage.formats)),
@@ -346,9 +352,11 @@ def _compare_storage(
     return kinds
 
 
-def _check_given_back(cache: Cache, swapped: Swapped, number: int) -> None:
+def _check_given_back(
+    cache: Cache, number: int, group: SwappedGroup, swapped: Swapped
+) -> None:
     """Reject sequences that have given back what this cache's layers would see."""
-    group, window = swapped.groups[number], cache.metadata.groups[number].window
+    window = cache.metadata.groups[number].window
     gone = np.flatnonzero(group.num_given_back)
     if len(gone) == 0:
         return

@@ -33,6 +33,8 @@ def locate_layer(cache: Cache, layer: Integer | GroupLayer) -> GroupLayer:
             "this cache has no storage (init(..., storage=False)); make one with "
             "storage to write, read or attend"
         )
+    if isinstance(layer, tuple):
+        layer = cache.find_layer(layer)
     number = layer.layer if isinstance(layer, GroupLayer) else layer
     if isinstance(number, int | np.integer):
         known = len(cache.layer_groups)

@@ -21,7 +21,10 @@ def plan_attention(cache: Cache, batch: Batch) -> Batch:
       batch: the step.
     """
     pairs = zip(cache.metadata.groups, cache.storage, strict=True)
-    plans = tuple(_plan_group(*pair, batch) for pair in pairs)
+    plans = tuple(
+        _plan_group(group, storage, batch) if group.has_blocks else {}
+        for group, storage in pairs
+    )
     if not any(plans):
         return dataclasses.replace(batch, plan=None)
     # XLA counts a pool again for each operation that changes it in place, finds the

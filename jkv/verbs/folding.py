@@ -87,7 +87,7 @@ def fold_state(
       [[4.0, 0.0], [4.0, 2.0], [2.0, 5.0], [0.0, 0.0]]
     """
     state = read_state(cache, layer, batch)
-    storage = cache.states[cache.find_state(layer).group]
+    storage = cache.storage[cache.find_state(layer).group]
     inputs = {name: as_array(rows) for name, rows in inputs.items()}
     kept = _pick_inputs(storage, inputs)
     trace_output(rule, state, inputs)

@@ -187,7 +187,9 @@ def split_pools(cache: Cache) -> list[Cache]:
         raise UsageError("split_pools is for a cache with a pool for each rank")
     ranks = range(cache.pools.num_ranks)
     arrays = jax.tree.map(bring_whole, dataclasses.replace(cache, pools=None))
-    arrays = arrays.with_storage(tuple(map(_without_mesh, arrays.storage)))
+    arrays = arrays.with_storage(
+        tuple(_without_mesh(s) if s.has_blocks else s for s in arrays.storage)
+    )
     return [
         put(jax.tree.map(lambda array, rank=rank: array[rank], arrays), None)
         for rank in ranks

@@ -1,7 +1,7 @@
 """Out and back: sequences leave for host memory and return, to this cache or another.
 
 What crosses is the blocks that hold tokens, each once however many of the sequences
-share it (`jkv.storage.contents`).
+share it (`jkv.blocks.contents`).
 """
 
 import dataclasses
@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.blocks.plans import Brought
 from jkv.metadata import counters, requests, tables
-from jkv.metadata.block_plans import Brought
 from jkv.metadata.parts import parts_of
 from jkv.metadata.requests import Integers
 from jkv.state import Cache, Metadata
@@ -140,7 +140,7 @@ class _Entering(NamedTuple):
     salts: Any  # i32[B]
     num_pending: Any  # i32[B]
     too_long: Any  # bool[], whether one does not fit the block tables
-    of_parts: tuple[Brought | None, ...]
+    brought: dict[int, Brought]  # by group
 
     @classmethod
     def of(cls, swapped: Swapped, cache: Cache) -> "_Entering":
@@ -162,9 +162,12 @@ class _Entering(NamedTuple):
                 else swapped.num_pending
             ),
             too_long=any(cut_off) | np.any(lengths > cache.max_context_length),
-            of_parts=(
-                *(each.brought(columns) for each in swapped.groups),
-                *(None,) * bool(swapped.states),
+            brought=dict(
+                zip(
+                    cache.metadata.block_numbers,
+                    (each.brought(columns) for each in swapped.groups),
+                    strict=True,
+                )
             ),
         )
 
@@ -194,8 +197,7 @@ def _open(
       tables.
     """
     num_rows = entering.context_lengths.shape[0]
-    parts = zip(parts_of(metadata), entering.of_parts, strict=True)
-    plans = [part.enter(metadata, brought) for part, brought in parts]
+    plans = [part.enter(metadata, entering.brought) for part in parts_of(metadata)]
     no_block = requests.agree([plan.lacks for plan in plans]).no_block
     causes = [
         (Status.CONTEXT_FULL, entering.too_long),

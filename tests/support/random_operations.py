@@ -158,7 +158,7 @@ def read(cache, seq_id):
 def layers_with_blocks(cache):
     """The layers of a cache that keep keys and values."""
     layers = enumerate(cache.layer_groups) if cache.num_layers else ()
-    return [i for i, groups in layers if {*groups} - {*cache.state_numbers}]
+    return [i for i, of in layers if any(cache.storage[g].has_blocks for g in of)]
 
 
 def read_all(cache, seq_ids):
@@ -308,7 +308,7 @@ class Game:
             )
         )
         # And what is read back, quantized or not.
-        storage = self.cache.storage[0] if groups else None
+        storage = self.cache.block_storage[0] if groups else None
         kept = (
             (storage.dtype, storage.value_dtype) if groups else (np.dtype(dtype),) * 2
         )
@@ -652,7 +652,7 @@ class Game:
             blocks = [
                 row.blocks[g] if row else group.num_blocks for row in expected.rows
             ]
-            same(batch.blocks_of_groups[g], blocks)
+            same(batch.slots_of(self.number_of(g)).block_ids, blocks)
         for i, length in enumerate(expected.query_lengths):
             last_row = expected.query_starts[i] + length - 1
             assert length == 0 or int(batch.last_rows[i]) == last_row
@@ -716,7 +716,7 @@ class Game:
         assert refusal_counts(cache) == refusals
         assert int(jkv.num_free_blocks(cache)) == oracle.num_free_blocks()
         for g in range(len(oracle.groups)):
-            self.compare_group(metadata.groups[g], g)
+            self.compare_group(metadata.block_groups[g], g)
         if self.has_storage:
             self.compare_all_contents()
 
@@ -773,7 +773,8 @@ class Game:
             if pool.window:  # nothing that was given back may be looked at
                 free = set(self.oracle.groups[g].free) - self.oracle.known(g)
                 free = sorted(free)
-                self.cache = with_storage_filled(self.cache, np.nan, free, group=g)
+                number = self.number_of(g)
+                self.cache = with_storage_filled(self.cache, np.nan, free, group=number)
         outputs = self.verbs["attend"](self.cache, batch, queries)
         for layer, found in enumerate(outputs):
             pool = self.pools[self.layer_groups[layer]]

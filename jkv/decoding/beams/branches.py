@@ -69,7 +69,7 @@ def open_prompts(
         _lacking(lacks_rows),
     )
     # Of a prompt longer than a window only a part is reserved.
-    groups, rows = cache.metadata.groups, opened.seq_ids
+    groups, rows = cache.metadata.block_groups, opened.seq_ids
     mapped = [each.num_mapped_blocks.at[rows].get(mode="clip") for each in groups]
     kept = [each.num_kept_blocks.at[rows].get(mode="clip") for each in groups]
     needs = blocks_to_take(prompts.lengths, tuple(mapped), tuple(kept), size)

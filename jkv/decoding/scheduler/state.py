@@ -105,8 +105,8 @@ class GenerationState:
             prompt_lengths=prompt_lengths,
             text_lengths=prompt_lengths + self.result.lengths[sequences],
             done=of_cached(metadata.context_lengths),
-            mapped=tuple(of_cached(g.num_mapped_blocks) for g in metadata.groups),
-            kept=tuple(of_cached(g.num_kept_blocks) for g in metadata.groups),
+            mapped=tuple(of_cached(g.num_mapped_blocks) for g in metadata.block_groups),
+            kept=tuple(of_cached(g.num_kept_blocks) for g in metadata.block_groups),
         )
 
 

@@ -221,7 +221,7 @@ def count_step(
     )
     used = count_used_blocks(cache)
     length = jnp.where(places.is_cached, loads.done + rows, 0)
-    num_groups = len(cache.metadata.groups)
+    num_groups = len(cache.metadata.block_numbers)
     empty = num_groups * jnp.sum(-length % cache.block_size, dtype=jnp.int32)
     is_peak = (used > old.peak_blocks) & (num_served > 0)
     statistics = result.statistics._replace(

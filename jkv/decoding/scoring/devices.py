@@ -44,5 +44,4 @@ class Devices(NamedTuple):
           storage: as for `jkv.init`.
         """
         cache = init(config, storage=storage, mesh=self.mesh, heads=self.heads)
-        cache = cache.with_storage(vary_with(cache.storage, given))
-        return cache.with_states(vary_with(cache.states, given))
+        return cache.with_storage(vary_with(cache.storage, given))

@@ -233,7 +233,7 @@ def _run_ahead(
         jnp.int32(0), batch, logits, nothing, drafts.logits, begun
     )
 
-    has_states = rows.cache.metadata.states is not None
+    has_states = rows.cache.metadata.has_states
 
     def trip(i: jax.Array, carry: Carry) -> Carry:
         cache, guesses, kept, state = carry

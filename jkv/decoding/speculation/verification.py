@@ -136,7 +136,7 @@ def _compute_guesses(
     rows = Rows.of(counts, sizes[-1])
     tokens = _tokens_of_rows(state, loads, guesses, rows)
     seq_ids = jnp.where(is_ready, places.seq_ids, NO_SEQUENCE)
-    has_states = cache.metadata.states is not None
+    has_states = cache.metadata.has_states
     cache, batch = append(
         cache,
         seq_ids,

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jkv.blocks.tails import BlockCopies, copy_tokens
 from jkv.metadata import allocator, tables
 from jkv.metadata.entries import for_each_entry
 from jkv.metadata.part import Done, Lengths
-from jkv.metadata.tails import BlockCopies, copy_tokens
 from jkv.metadata.xla_cpu import divide, running_sum
 from jkv.state import BlockGroup, Metadata
 from jkv.state.index import Found, FoundBlocks

@@ -51,18 +51,24 @@ def put_states(
       donate: write in place of the old arrays, which are then gone, not in copies.
     """
     put = _put_donated if donate else _put
-    pairs = zip(cache.states, states, strict=True)
-    return cache.with_states(tuple(put(storage, of, rows) for storage, of in pairs))
+    given = iter(states)
+    return cache.with_storage(
+        tuple(
+            each if each.has_blocks else put(each, next(given), rows)
+            for each in cache.storage
+        )
+    )
 
 
 def compare_states(
     states: tuple[SwappedStates, ...], cache: Cache
 ) -> dict[str, tuple[Any, Any]]:
     """Return what the states of sequences are, there and in a cache, by name."""
+    of_cache = [each for each in cache.storage if not each.has_blocks]
     kinds: dict[str, tuple[Any, Any]] = {
-        "groups with a state": (len(states), len(cache.states))
+        "groups with a state": (len(states), len(of_cache))
     }
-    for number, (there, here) in enumerate(zip(states, cache.states, strict=False)):
+    for number, (there, here) in enumerate(zip(states, of_cache, strict=False)):
         for part in ("rows", "inputs"):
             kinds |= {
                 f"{part} of state {number}": (

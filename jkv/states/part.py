@@ -10,13 +10,20 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata.part import Done, Granted, Lack, Lengths, Masks, Step
-from jkv.metadata.states import Cut, StateMoves, find_cut
 from jkv.state import Metadata
 from jkv.state.index import Found
+from jkv.states.moves import Cut, StateMoves, find_cut
 
 
 class OfStates(NamedTuple):
     """The states that sequences have in all groups with one."""
+
+    numbers: tuple[int, ...]  # static, of the groups
+
+    @classmethod
+    def of(cls, numbers: tuple[int, ...]) -> tuple["OfStates"]:
+        """Return the part of groups: one for all."""
+        return (cls(numbers),)
 
     def open(
         self,
@@ -52,7 +59,7 @@ class OfStates(NamedTuple):
         cut = find_cut(metadata, seq_ids, lengths)
         return _Cutting(lengths, cut, (cut.is_wrong,))
 
-    def enter(self, _metadata: Metadata, _brought: None) -> "_Entering":
+    def enter(self, _metadata: Metadata, _brought: object) -> "_Entering":
         """Do nothing: what is pending is noted of the sequences."""
         return _Entering()
 

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import allocator, sharing, tables
-from jkv.metadata.block_plans import (
+from jkv.blocks import sharing
+from jkv.blocks.plans import (
     Brought,
     Cutting,
     Entering,
@@ -15,6 +15,7 @@ from jkv.metadata.block_plans import (
     Opening,
     Sharing,
 )
+from jkv.metadata import allocator, tables
 from jkv.metadata.part import Lack, Lengths
 from jkv.state import Metadata
 from jkv.state.index import Found
@@ -23,7 +24,17 @@ from jkv.state.index import Found
 class Blocks(NamedTuple):
     """What sequences have in the pool of one group."""
 
-    number: int  # static, of the group among those with blocks
+    number: int  # static, of the group
+
+    @classmethod
+    def of(cls, numbers: tuple[int, ...]) -> tuple["Blocks", ...]:
+        """Return the parts of groups: one each."""
+        return tuple(map(cls, numbers))
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The groups that it answers for."""
+        return (self.number,)
 
     def open(
         self,
@@ -81,10 +92,11 @@ class Blocks(NamedTuple):
         cut_off = group.window.cuts_off(seq_ids, lengths, group.block_size)
         return Cutting(self.number, group, seq_ids, lengths, (cut_off,))
 
-    def enter(self, metadata: Metadata, brought: Brought) -> Entering:
+    def enter(self, metadata: Metadata, brought: dict[int, Brought]) -> Entering:
         """Take a block for each that is brought."""
-        lack = Lack.of(metadata.groups[self.number], brought.num_blocks[None])
-        return Entering(self.number, brought, (lack,))
+        own = brought[self.number]
+        lack = Lack.of(metadata.groups[self.number], own.num_blocks[None])
+        return Entering(self.number, own, (lack,))
 
     def exchange(
         self,
