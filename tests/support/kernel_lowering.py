@@ -1,6 +1,7 @@
 """Lowering programs for GPUs that are not there, and taking the kernels out of them."""
 
 import contextlib
+import dataclasses
 import re
 from typing import NamedTuple
 

@@ -154,9 +154,12 @@ def _locate_tile(tiles: Tiles, index: jax.Array) -> Tile:
 
 def _attend_tile(call: Call, queries: jax.Array, tile: Tile, sums: Sums) -> Sums:
     """Add what the lanes of a tile read together to their sums, f32[L, K, G, ...]."""
-    lanes = gather(queries, gather(call.requests.query_starts, tile.request))
-    num_lanes, num_kv_heads, heads, _ = lanes.shape
-    rows = jnp.swapaxes(lanes, 0, 1).reshape(1, num_kv_heads, num_lanes * heads, -1)
+    num_lanes, num_kv_heads, heads = sums.total.shape
+    reach = jnp.repeat(tile.reach, heads)
+
+    def as_heads(array: jax.Array) -> jax.Array:
+        array = jnp.swapaxes(array, 0, 1)
+        return array.reshape(1, num_kv_heads, num_lanes * heads, *array.shape[3:])
 
     def by_lane(array: jax.Array) -> jax.Array:
         array = array.reshape(num_kv_heads, num_lanes, heads, *array.shape[3:])
@@ -164,18 +167,18 @@ def _attend_tile(call: Call, queries: jax.Array, tile: Tile, sums: Sums) -> Sums
 
     def take_chunk(carry: tuple[jax.Array, Sums]) -> tuple[jax.Array, Sums]:
         column, old = carry
-        is_along = tile.reach > column
         end, found = _attend_chunk(call, rows, tile, column)
-        joined = join_sums(old, Sums(*map(by_lane, found)))
+        joined, is_along = join_sums(old, found), (reach > column)[None, None]
         return end, Sums(
-            *(
-                jnp.where(is_along.reshape(-1, *[1] * (new.ndim - 1)), new, before)
-                for new, before in zip(joined, old, strict=True)
-            )
+            jnp.where(is_along, joined.maximum, old.maximum),
+            jnp.where(is_along, joined.total, old.total),
+            jnp.where(is_along[..., None], joined.values, old.values),
         )
 
-    end = jnp.max(tile.reach)
-    return while_loop(lambda carry: carry[0] < end, take_chunk, (tile.first, sums))[1]
+    rows = as_heads(gather(queries, gather(call.requests.query_starts, tile.request)))
+    end, start = jnp.max(tile.reach), Sums(*map(as_heads, sums))
+    found = while_loop(lambda carry: carry[0] < end, take_chunk, (tile.first, start))[1]
+    return Sums(*map(by_lane, found))
 
 
 def _attend_chunk(
