@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tools")]
 import models  # noqa: E402  (found through the line above)
 import pretrained  # noqa: E402
 
-PROMPT, NEW, TEXTS, SHORT = 4096, 96, 8, 200
+PROMPT, NEW, TEXTS, SHORT = 4096, 64, 8, 100
 
 
 class Bench:
@@ -104,7 +104,7 @@ class Bench:
 
     def windows(self) -> list[Case]:
         """Steps of texts that grow, while cached blocks leave, and without a store."""
-        blocks = TEXTS * -(-(SHORT + NEW) // 16) * 3
+        blocks = TEXTS * -(-(SHORT + NEW) // 16) * 2
         stores = {
             "without a store": None,
             "beside blocks that leave": jkv.BlockStore(2**31),
@@ -115,24 +115,24 @@ class Bench:
 
             def prepare(engine: Engine = engine) -> Engine:
                 # The pool is full of cached blocks, and eight texts begin to grow.
-                for _ in range(3):
+                for _ in range(2):
                     prompts = [self.prompt(SHORT) for _ in range(TEXTS)]
                     engine.generate(prompts, max_new_tokens=NEW)
                 for _ in range(TEXTS):
                     engine.submit(self.prompt(SHORT), max_new_tokens=NEW)
                 while engine.stats().running < TEXTS:
                     engine.step()
-                for _ in range(3):
+                for _ in range(2):
                     engine.step()
                 return engine
 
             def run(engine: Engine) -> None:
-                for _ in range(6):
+                for _ in range(4):
                     engine.step()
 
             cases.append(
                 Case(
-                    name=name, prepare=prepare, run=run, calls=48, labels={"what": name}
+                    name=name, prepare=prepare, run=run, calls=32, labels={"what": name}
                 )
             )
             self.growing = engine

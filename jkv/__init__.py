@@ -29,7 +29,6 @@ from jkv.state import (
     Ring,
     Sequences,
     Slots,
-    StateLayer,
     States,
     StateStorage,
 )
@@ -70,7 +69,6 @@ from jkv.verbs.lookups import (
 )
 from jkv.verbs.reading import read, read_slot
 from jkv.verbs.reordering import reorder
-from jkv.verbs.states import read_pending, read_state, write_state
 from jkv.verbs.truncation import truncate
 from jkv.verbs.writing import write
 
@@ -110,6 +108,8 @@ if TYPE_CHECKING:  # imported when they are first asked for
         match,
         snapshots,
     )
+    from jkv.states.folding import fold_state
+    from jkv.states.verbs import read_pending, read_state, write_state
     from jkv.steering import Steering
     from jkv.storage.files import FileError
     from jkv.storage.swapped import Swapped
@@ -119,7 +119,6 @@ if TYPE_CHECKING:  # imported when they are first asked for
     from jkv.tiers.store import BlockStore
     from jkv.trees import TextTree
     from jkv.verbs.compaction import compact
-    from jkv.verbs.folding import fold_state
     from jkv.verbs.pooling import over_pools, split_pools
     from jkv.verbs.resizing import resize
     from jkv.verbs.swapping import SwapIn, swap_in, swap_out
@@ -143,6 +142,8 @@ __getattr__ = imports_later(
         "jkv.making.partitioning": "partition_specs",
         "jkv.making.saving": "load save",
         "jkv.prefixes.verbs": "clear_prefixes evict_cached invalidate match snapshots",
+        "jkv.states.folding": "fold_state",
+        "jkv.states.verbs": "read_pending read_state write_state",
         "jkv.steering": "Steering",
         "jkv.storage.files": "FileError",
         "jkv.storage.swapped": "Swapped",
@@ -152,7 +153,6 @@ __getattr__ = imports_later(
         "jkv.tiers.store": "BlockStore",
         "jkv.trees": "TextTree",
         "jkv.verbs.compaction": "compact",
-        "jkv.verbs.folding": "fold_state",
         "jkv.verbs.pooling": "over_pools split_pools",
         "jkv.verbs.resizing": "resize",
         "jkv.verbs.swapping": "SwapIn swap_in swap_out",
@@ -214,7 +214,6 @@ __all__ = [
     "Slots",
     "Spilled",
     "StateConfig",
-    "StateLayer",
     "StateStorage",
     "States",
     "Stats",

@@ -8,6 +8,7 @@ it runs no code of the file's.
 
 import contextlib
 import dataclasses
+import importlib
 import json
 from collections.abc import Callable
 from typing import Any
@@ -55,6 +56,8 @@ SIZES: dict[str, type] = {
         *(sizes for backend in BACKENDS for sizes in backend.plan_sizes),
     )
 }
+# The same of the parts of a cache, by where they are: they come with their first use.
+PARTS = {"Blocks": "jkv.blocks.part", "OfStates": "jkv.states.part"}
 
 
 def register() -> None:
@@ -119,8 +122,9 @@ def _as_json(name: str, value: Any) -> Any:
         return int(value)
     if isinstance(value, np.dtype):
         return {"dtype": value.name}
-    if type(value) in SIZES.values():
-        return {type(value).__name__: [_as_json(name, each) for each in value]}
+    kind = type(value)
+    if kind in SIZES.values() or PARTS.get(kind.__name__) == kind.__module__:
+        return {kind.__name__: [_as_json(name, each) for each in value]}
     if isinstance(value, tuple):
         return [_as_json(name, each) for each in value]
     raise UsageError(
@@ -138,4 +142,8 @@ def _from_json(value: Any) -> Any:
     ((kind, inner),) = value.items()
     if kind == "dtype":
         return jnp.dtype(inner)
-    return SIZES[kind](*map(_from_json, inner))
+    if kind in PARTS:
+        made = getattr(importlib.import_module(PARTS[kind]), kind)
+    else:
+        made = SIZES[kind]
+    return made(*map(_from_json, inner))

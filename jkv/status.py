@@ -149,7 +149,6 @@ class Occupied(Protocol):
 
     def occupancy(self) -> str:
         """Return that line."""
-        ...
 
 
 Answer = TypeVar("Answer")

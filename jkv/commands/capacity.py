@@ -144,24 +144,18 @@ class Plan:
     def _described(self) -> Iterator[str]:
         """Yield the lines of the configuration's own description, with names."""
         if self.groups:
-            lines = describe(
-                self.groups.sizes,
-                self.groups.prefix_caching,
-                self.groups.state_sizes,
-                self.groups.state_numbers,
-            )
-            heads = [f"group {i}" for i in range(len(self.groups.groups))]
-            numbers = self.groups.state_numbers
+            sizes, has_index = self.groups.sizes, self.groups.prefix_caching
+            heads = [f"group {i}" for i in range(len(sizes))]
         else:
             assert self.config is not None  # a plan has one of the two
-            lines = describe((self.config.sizes,), self.config.prefix_caching)
+            sizes, has_index = (self.config.sizes,), self.config.prefix_caching
             many = f"{self.num_parts} devices" if self.num_parts > 1 else "device"
             heads = [many if self.num_devices > 1 else "model"]
-            numbers = ()
+        lines = describe(sizes, has_index)
         names = [
             name
-            for i, head in enumerate(heads)
-            for name in (head, "states" if i in numbers else "blocks")
+            for head, each in zip(heads, sizes, strict=True)
+            for name in (head, "blocks" if each.has_blocks else "states")
         ]
         for name, line in zip([*names, "tables", ""], lines, strict=True):
             yield f"{name:12}{line}"

@@ -11,7 +11,6 @@ from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig, as_grouped
 from jkv.config.grouping import LayerSizes, fit_context_length
 from jkv.config.layer_states import Kept
-from jkv.config.layout import lay_out_storage
 from jkv.config.sizing import find_most, fit_memory
 
 
@@ -69,8 +68,8 @@ class Layers:
 
     def weigh(self, config: CacheConfig | GroupedConfig) -> int:
         """Return the bytes on each device: its part of blocks, and the rest whole."""
-        sizes = as_grouped(config).sizes
-        blocks = sum(count_bytes(lay_out_storage(each).values()) for each in sizes)
+        stored = [g.sizes.lay_out_storage() for g in as_grouped(config).block_groups]
+        blocks = sum(count_bytes(each.values()) for each in stored)
         return config.bytes - blocks + blocks // self.num_parts
 
     def fit_memory(self, fields: dict[str, Any], budget: int) -> CacheConfig:

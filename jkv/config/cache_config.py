@@ -16,7 +16,7 @@ from jkv.config.counts import (
     checked_num_blocks,
 )
 from jkv.config.description import describe
-from jkv.config.layout import Sizes, lay_out, lay_out_storage
+from jkv.config.layout import Sizes, lay_out
 from jkv.formats.table import checked_dtype
 
 # The fields that are checked as counts.
@@ -117,7 +117,7 @@ class CacheConfig:
                 f"with values_in_keys the values are part of the keys, of dtype "
                 f"{self.dtype.name}: leave value_dtype out, got {self.value_dtype.name}"
             )
-        lay_out_storage(self.sizes)
+        self.sizes.lay_out_storage()
         check_tables(self.max_sequences, self.max_blocks_per_sequence)
 
     @property
@@ -156,7 +156,7 @@ class CacheConfig:
     @property
     def storage_bytes(self) -> int:
         """Bytes of keys and values, with their scales."""
-        return count_bytes(lay_out_storage(self.sizes).values())
+        return count_bytes(self.sizes.lay_out_storage().values())
 
     @property
     def metadata_bytes(self) -> int:

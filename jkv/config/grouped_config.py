@@ -19,9 +19,8 @@ from jkv.config.cache_config import CacheConfig
 from jkv.config.counts import check_window, checked_num_blocks
 from jkv.config.description import describe
 from jkv.config.huggingface import read_sizes
-from jkv.config.layout import Sizes, lay_out, lay_out_storage
+from jkv.config.layout import AnySizes, lay_out
 from jkv.config.state_config import StateConfig
-from jkv.config.state_layout import StateSizes, lay_out_state_storage
 
 # The groups of a layer by their numbers: one, or a tuple of none, one, or one with
 # blocks and one with a state.
@@ -172,12 +171,6 @@ class GroupedConfig:
         return tuple(each for each in self.groups if isinstance(each, StateConfig))
 
     @property
-    def state_numbers(self) -> tuple[int, ...]:
-        """The numbers in `groups` of those with a state."""
-        kinds = enumerate(self.groups)
-        return tuple(i for i, group in kinds if isinstance(group, StateConfig))
-
-    @property
     def max_sequences(self) -> int:
         """Sequences open at one time, S."""
         return self.groups[0].max_sequences
@@ -193,25 +186,20 @@ class GroupedConfig:
         return self.groups[0].block_size
 
     @property
-    def sizes(self) -> tuple[Sizes, ...]:
-        """The fields of each group with blocks as `jkv.config.layout` takes them."""
-        return tuple(group.sizes for group in self.block_groups)
-
-    @property
-    def state_sizes(self) -> tuple[StateSizes, ...]:
-        """The fields of each group with a state as `jkv.config.layout` takes them."""
-        return tuple(group.sizes for group in self.state_groups)
+    def sizes(self) -> tuple[AnySizes, ...]:
+        """The fields of each group as `jkv.config.layout` takes them."""
+        return tuple(group.sizes for group in self.groups)
 
     @property
     def arrays(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shape and dtype of every array of the cache, by its path in the cache."""
-        arrays = lay_out(self.sizes, self.prefix_caching, self.state_sizes)
+        arrays = lay_out(self.sizes, self.prefix_caching)
         return {name: array.struct for name, array in arrays.items()}
 
     @property
     def bytes(self) -> int:
         """Bytes of the whole cache, equal to the sum of the arrays' `nbytes`."""
-        arrays = lay_out(self.sizes, self.prefix_caching, self.state_sizes)
+        arrays = lay_out(self.sizes, self.prefix_caching)
         return count_bytes(arrays.values())
 
     @property
@@ -220,12 +208,8 @@ class GroupedConfig:
 
         Snapshots of states are among them.
         """
-        blocks = (lay_out_storage(each) for each in self.sizes)
-        states = (
-            lay_out_state_storage(each, self.prefix_caching)
-            for each in self.state_sizes
-        )
-        return sum(count_bytes(each.values()) for each in [*blocks, *states])
+        stored = (each.lay_out_storage(self.prefix_caching) for each in self.sizes)
+        return sum(count_bytes(each.values()) for each in stored)
 
     @property
     def metadata_bytes(self) -> int:
@@ -234,15 +218,7 @@ class GroupedConfig:
 
     def __str__(self) -> str:
         """Say it in human units: two lines for each group, and two for the whole."""
-        return "\n".join(
-            describe(
-                self.sizes,
-                self.prefix_caching,
-                self.state_sizes,
-                self.state_numbers,
-                numbered=True,
-            )
-        )
+        return "\n".join(describe(self.sizes, self.prefix_caching, numbered=True))
 
     @classmethod
     def for_context_length(

@@ -9,20 +9,20 @@ Symbols: L layers, N blocks in the pool, K kv heads, T tokens per block, D (Dv) 
 (value) head dim, S sequences, M blocks per sequence.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.config.arrays import ArrayLayout, Arrays, within
+from jkv.config.arrays import ArrayLayout, Arrays, count_bytes, within
 from jkv.config.layer_windows import find_leader
-from jkv.config.state_layout import (
-    StateSizes,
-    lay_out_snapshots,
-    lay_out_state_storage,
-)
+from jkv.config.state_layout import StateSizes, lay_out_snapshots
+from jkv.config.units import human_bytes
 from jkv.formats.format import Formats, name_parts
 from jkv.formats.table import formats_of
+from jkv.sharding.storage_sharding import Divided, divide_pools
 from jkv.status import NUM_COUNTERS
 
 # Entries in a row of the prefix index's hash tables.
@@ -54,6 +54,11 @@ class Sizes(NamedTuple):
     num_sink_tokens: int
 
     @property
+    def has_blocks(self) -> bool:
+        """Whether its layers keep keys and values, in blocks."""
+        return True
+
+    @property
     def formats(self) -> Formats:
         """How rows of keys and of values are stored."""
         return formats_of(self.dtype, self.value_dtype)
@@ -63,58 +68,118 @@ class Sizes(NamedTuple):
         """Columns of the block tables, M: enough for `max_context_length` tokens."""
         return -(-self.max_context_length // self.block_size)
 
+    def with_copies(self, copies: int) -> Self:
+        """Return the sizes of a pool that holds each head so often."""
+        return self._replace(num_kv_heads=self.num_kv_heads * copies)
 
-def lay_out(
-    groups: tuple[Sizes, ...],
-    prefix_caching: bool,
-    states: tuple[StateSizes, ...] = (),
-) -> Arrays:
+    def divide(
+        self, mesh: jax.sharding.Mesh, heads: str | None, context: str | None
+    ) -> Divided:
+        """Return how the arrays lie on a mesh; `StorageSharding.of` says what fits."""
+        paths = self.lay_out_storage()
+        return divide_pools(
+            self.num_kv_heads, self.block_size, paths, mesh, heads, context
+        )
+
+    def lay_out_group(self, prefix_caching: bool, has_tokens: bool) -> Arrays:
+        """Return the arrays of a `BlockGroup`."""
+        blocks, sequences = self.num_blocks, self.max_sequences
+        tables = (sequences, self.max_blocks_per_sequence)
+        arrays = {
+            "block_tables": ArrayLayout(tables, _I32, fill=blocks),
+            "num_mapped_blocks": ArrayLayout((sequences,), _I32, fill=0),
+            "reference_counts": ArrayLayout((blocks,), _I32, fill=0),
+            **within("free_blocks", _lay_out_ring(blocks, has_holes=prefix_caching)),
+        }
+        if self.sliding_window is not None:
+            arrays["window.num_given_back"] = ArrayLayout((sequences,), _I32, fill=0)
+        if has_tokens:
+            arrays["tokens"] = ArrayLayout((blocks, self.block_size), _I32, fill=-1)
+        return arrays
+
+    def lay_out_storage(self, _prefix_caching: bool = False) -> Arrays:
+        """Return the arrays of a `BlockStorage` by name."""
+        rows = (self.num_layers, self.num_blocks, self.num_kv_heads, self.block_size)
+        elements = name_parts("key", self.formats.key.arrays(self.head_dim))
+        if not self.values_in_keys:
+            of_values = self.formats.value.arrays(self.value_head_dim)
+            elements |= name_parts("value", of_values)
+        return {
+            name: ArrayLayout((*rows, *element.shape), element.dtype, fill=0)
+            for name, element in elements.items()
+        }
+
+    @property
+    def constants(self) -> dict[str, dict[str, Any]]:
+        """What the group has beside arrays: of its metadata, and of its storage."""
+        metadata: dict[str, Any] = {"block_size": self.block_size}
+        if self.sliding_window is not None:
+            metadata["window.length"] = self.sliding_window
+            metadata["window.num_sink_tokens"] = self.num_sink_tokens
+        names = "dtype", "value_dtype", "head_dim", "value_head_dim", "values_in_keys"
+        storage = {name: getattr(self, name) for name in names}
+        return {"metadata.groups": metadata, "storage": storage}
+
+    def describe(self, prefix_caching: bool) -> tuple[str, str]:
+        """Say what the layers keep, and how many blocks there are for it."""
+        heads = f"{self.num_kv_heads} kv heads of {self.head_dim}"
+        if self.value_head_dim != self.head_dim:
+            where = " in the keys" if self.values_in_keys else ""
+            heads += f" (values of {self.value_head_dim}{where})"
+        what = [f"{self.num_layers} layers", heads, str(self.formats)]
+        what += ["tokens recorded"] * self.record_tokens
+        what += ["prefix caching"] * prefix_caching
+        if self.sliding_window is not None:
+            sinks = f" and {self.num_sink_tokens} sinks" * (self.num_sink_tokens > 0)
+            what.append(f"a window of {self.sliding_window:,} tokens{sinks}")
+        tokens = self.num_blocks * self.block_size
+        each = count_bytes(self.lay_out_storage().values()) // tokens
+        blocks = (
+            f"{self.num_blocks:,} blocks of {self.block_size} = {tokens:,} tokens, "
+            f"{human_bytes(each)} each"
+        )
+        return ", ".join(what), blocks
+
+
+AnySizes: TypeAlias = Sizes | StateSizes
+
+
+def lay_out(groups: Sequence[AnySizes], prefix_caching: bool) -> Arrays:
     """Return all arrays of a cache by path: those of the metadata, then the storage.
 
     Args:
-      groups: the sizes of each group of layers with blocks.
+      groups: the sizes of each group of layers.
       prefix_caching: whether the cache has a prefix index.
-      states: the sizes of each group of layers with a state.
 
     Returns:
       The arrays by the fields and numbers that lead to them in a `Cache`, such as
       `metadata.groups.0.free_blocks.ids` and `storage.0.key_pool`.
     """
-    leader = find_leader([sizes.sliding_window for sizes in groups])
-    has_tokens = prefix_caching or any(sizes.record_tokens for sizes in groups)
-    max_sequences = (groups[0] if groups else states[0]).max_sequences
-    has_pending = bool(states and states[0].max_pending)
+    blocks = [each for each in groups if isinstance(each, Sizes)]
+    states = [each for each in groups if isinstance(each, StateSizes)]
+    leader = (
+        blocks[find_leader([each.sliding_window for each in blocks])]
+        if blocks
+        else None
+    )
+    has_tokens = prefix_caching or any(each.record_tokens for each in blocks)
+    max_sequences = groups[0].max_sequences
+    has_pending = any(each.max_pending for each in states)
     sequences = _lay_out_sequences(max_sequences, has_pending)
     arrays = within("metadata.sequences", sequences)
     for i, sizes in enumerate(groups):
-        of_group = _lay_out_group(sizes, prefix_caching, has_tokens and i == leader)
+        of_group = sizes.lay_out_group(prefix_caching, has_tokens and sizes is leader)
         arrays |= within(f"metadata.groups.{i}", of_group)
     if prefix_caching:
-        followers = [sizes for i, sizes in enumerate(groups) if i != leader]
-        of_leader = groups[leader] if groups else None
-        index = _lay_out_index(max_sequences, of_leader, followers)
+        followers = [each for each in blocks if each is not leader]
+        index = _lay_out_index(max_sequences, leader, followers)
         arrays |= within("metadata.index", index)
         if states:
             snapshots = lay_out_snapshots(states[0])
             arrays |= within("metadata.index.snapshots", snapshots)
-    for i, sizes in enumerate(groups):
-        arrays |= within(f"storage.{i}", lay_out_storage(sizes))
-    for i, each in enumerate(states):
-        arrays |= within(f"states.{i}", lay_out_state_storage(each, prefix_caching))
+    for i, each in enumerate(groups):
+        arrays |= within(f"storage.{i}", each.lay_out_storage(prefix_caching))
     return arrays
-
-
-def lay_out_storage(sizes: Sizes) -> Arrays:
-    """Return the arrays of a `BlockStorage` by name: [L, N, K, T, D], [L, N, K, T]."""
-    rows = (sizes.num_layers, sizes.num_blocks, sizes.num_kv_heads, sizes.block_size)
-    elements = name_parts("key", sizes.formats.key.arrays(sizes.head_dim))
-    if not sizes.values_in_keys:
-        of_values = sizes.formats.value.arrays(sizes.value_head_dim)
-        elements |= name_parts("value", of_values)
-    return {
-        name: ArrayLayout((*rows, *element.shape), element.dtype, fill=0)
-        for name, element in elements.items()
-    }
 
 
 def _lay_out_sequences(max_sequences: int, has_pending: bool) -> Arrays:
@@ -131,23 +196,6 @@ def _lay_out_sequences(max_sequences: int, has_pending: bool) -> Arrays:
     }
     if has_pending:
         arrays["num_pending"] = ArrayLayout(rows, _I32, fill=0)
-    return arrays
-
-
-def _lay_out_group(sizes: Sizes, prefix_caching: bool, has_tokens: bool) -> Arrays:
-    """Return the arrays of a `BlockGroup`."""
-    blocks, sequences = sizes.num_blocks, sizes.max_sequences
-    tables = (sequences, sizes.max_blocks_per_sequence)
-    arrays = {
-        "block_tables": ArrayLayout(tables, _I32, fill=blocks),
-        "num_mapped_blocks": ArrayLayout((sequences,), _I32, fill=0),
-        "reference_counts": ArrayLayout((blocks,), _I32, fill=0),
-        **within("free_blocks", _lay_out_ring(blocks, has_holes=prefix_caching)),
-    }
-    if sizes.sliding_window is not None:
-        arrays["window.num_given_back"] = ArrayLayout((sequences,), _I32, fill=0)
-    if has_tokens:
-        arrays["tokens"] = ArrayLayout((blocks, sizes.block_size), _I32, fill=-1)
     return arrays
 
 

@@ -46,7 +46,6 @@ class Weighed(Protocol):
     @property
     def bytes(self) -> int:
         """Bytes of the whole cache."""
-        ...
 
 
 class Sized(Weighed, Protocol):
@@ -55,12 +54,10 @@ class Sized(Weighed, Protocol):
     @property
     def max_sequences(self) -> int:
         """Rows of the block tables, S."""
-        ...
 
     @property
     def max_blocks_per_sequence(self) -> int:
         """Columns of the block tables, M."""
-        ...
 
 
 Config = TypeVar("Config", bound=Sized)

@@ -10,7 +10,7 @@ import numpy as np
 
 from jkv.config.arrays import count_bytes
 from jkv.config.counts import checked_count
-from jkv.config.state_layout import StateSizes, lay_out_state_storage
+from jkv.config.state_layout import StateSizes
 from jkv.formats.bits import STORED_AS
 
 # Shape and dtype of an array of one sequence, or of one token, in one layer.
@@ -178,7 +178,8 @@ class StateConfig:
     @property
     def storage_bytes(self) -> int:
         """Bytes of the states of all sequences, their pending inputs with them."""
-        return count_bytes(lay_out_state_storage(self.sizes, False).values())
+        stored = self.sizes.lay_out_storage()
+        return count_bytes(stored.values())
 
     @property
     def bytes_per_sequence(self) -> int:

@@ -4,13 +4,16 @@ Symbols: L layers, S sequences, P places of snapshots, Q tokens that may be pend
 tokens that a sequence may have.
 """
 
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.config.arrays import ArrayLayout, Arrays, within
+from jkv.config.arrays import ArrayLayout, Arrays, count_bytes, within
+from jkv.config.units import human_bytes
 from jkv.formats.bits import STORED_AS
+from jkv.sharding.storage_sharding import Divided, DividedAxes, find_spec
 
 # An array of one sequence, or of one token: its name, its shape and its dtype.
 ArrayOf: TypeAlias = tuple[str, tuple[int, ...], np.dtype]
@@ -36,9 +39,132 @@ class StateSizes(NamedTuple):
     heads_axes: tuple[tuple[str, int], ...]
 
     @property
+    def has_blocks(self) -> bool:
+        """Whether its layers keep keys and values, in blocks."""
+        return False
+
+    @property
     def max_blocks_per_sequence(self) -> int:
         """Columns of the block tables, of groups that have some."""
         return -(-self.max_context_length // self.block_size)
+
+    def with_copies(self, _copies: int) -> Self:
+        """Return the same: states have no heads of keys."""
+        return self
+
+    def divide(
+        self, mesh: jax.sharding.Mesh, heads: str | None, _context: str | None
+    ) -> Divided:
+        """Return how the arrays lie on a mesh.
+
+        Raises:
+          ValueError: for arrays that the devices of an axis cannot share evenly.
+        """
+        arrays = self.lay_out_storage(True)
+        shapes = {path: array.shape for path, array in arrays.items()}
+        return divide_arrays(self.divided, shapes, mesh, heads)
+
+    def lay_out_group(self, _prefix_caching: bool, _has_tokens: bool) -> Arrays:
+        """Return no arrays: what is pending is noted of sequences."""
+        return {}
+
+    def lay_out_storage(self, prefix_caching: bool = False) -> Arrays:
+        """Return the arrays of a `StateStorage` by path."""
+        layers, rows = self.num_layers, self.max_sequences
+        pending = [
+            (name, (self.max_pending, *shape), dtype)
+            for name, shape, dtype in (self.inputs if self.max_pending else ())
+        ]
+        arrays = {"bases": ArrayLayout((layers, rows), _I32, fill=0)}
+        arrays |= within("rows", _spread(self.arrays, layers, rows))
+        arrays |= within("inputs", _spread(pending, layers, rows))
+        if prefix_caching:
+            places = self.num_snapshots
+            arrays |= within("snapshot_rows", _spread(self.arrays, layers, places))
+            arrays |= within("snapshot_inputs", _spread(pending, layers, places))
+        return arrays
+
+    @property
+    def divided(self) -> dict[str, DividedAxes]:
+        """Which axis of an array a mesh may divide, by path; of others none."""
+        axes = dict(self.heads_axes)
+        names = [name for name, *_ in self.arrays], [name for name, *_ in self.inputs]
+        return divide_states(*({n: axes.get(n, -1) for n in each} for each in names))
+
+    @property
+    def constants(self) -> dict[str, dict[str, Any]]:
+        """What the group has beside arrays: of its metadata, and of its storage."""
+        axes = dict(self.heads_axes)
+        inputs = self.inputs if self.max_pending else ()
+        storage = {
+            "row_dtypes": tuple(dtype for *_, dtype in self.arrays),
+            "input_dtypes": tuple(dtype for *_, dtype in inputs),
+            "row_axes": tuple(axes.get(name, -1) for name, *_ in self.arrays),
+            "input_axes": tuple(axes.get(name, -1) for name, *_ in inputs),
+        }
+        return {
+            "metadata.groups": {"max_pending": self.max_pending},
+            "storage": storage,
+        }
+
+    def describe(self, prefix_caching: bool) -> tuple[str, str]:
+        """Say what state the layers keep, and how many there is room for."""
+        shapes = (
+            f"{name} {list(shape)} {dtype.name}" for name, shape, dtype in self.arrays
+        )
+        what = [f"{self.num_layers} layers", f"a state of {', '.join(shapes)}"]
+        if self.max_pending:
+            what.append(f"{self.max_pending} tokens can be taken back")
+        of_states = count_bytes(self.lay_out_storage().values())
+        each = human_bytes(of_states // self.max_sequences)
+        places = f"{self.max_sequences:,} states"
+        if prefix_caching:
+            places += f" and {self.num_snapshots:,} snapshots"
+        return ", ".join(what), f"{places}, {each} each"
+
+
+def divide_states(
+    rows: dict[str, int], inputs: dict[str, int]
+) -> dict[str, DividedAxes]:
+    """Return which axis of the arrays of a `StateStorage` a mesh may divide, by path.
+
+    Args:
+      rows: the axis of each state, by name, -1 for none.
+      inputs: likewise that of each token's input.
+    """
+    # Before it are layers and rows or places; of inputs, tokens too.
+    kinds = ("rows", rows, 2), ("inputs", inputs, 3)
+    return {
+        f"{before}{part}.{name}": DividedAxes(axis + skipped)
+        for part, axes, skipped in kinds
+        for name, axis in axes.items()
+        if axis >= 0
+        for before in ("", "snapshot_")
+    }
+
+
+def divide_arrays(
+    divided: dict[str, DividedAxes],
+    shapes: dict[str, tuple[int, ...]],
+    mesh: jax.sharding.Mesh,
+    heads: str | None,
+) -> Divided:
+    """Return how arrays of states lie on a mesh: nothing is remembered of it."""
+    specs: dict[str, jax.sharding.PartitionSpec] = {}
+    if heads is None:
+        return None, specs
+    num_devices = mesh.shape[heads]
+    for path, axes in divided.items():
+        axis = axes.heads
+        size = shapes[path][axis] if path in shapes and axis is not None else 0
+        specs[path] = find_spec(axes, heads, None)
+        if size % num_devices:
+            raise ValueError(
+                f"axis {axis} of {path} has {size} elements, which the {num_devices} "
+                f"devices of mesh axis {heads!r} cannot share evenly; leave its name "
+                f"out of heads_axes to have it on every device"
+            )
+    return None, specs
 
 
 def lay_out_snapshots(sizes: StateSizes) -> Arrays:
@@ -54,23 +180,6 @@ def lay_out_snapshots(sizes: StateSizes) -> Arrays:
         "texts": ArrayLayout((*places, length), _I32, fill=-1),
         "sequence_texts": ArrayLayout((sizes.max_sequences, length), _I32, fill=-1),
     }
-
-
-def lay_out_state_storage(sizes: StateSizes, prefix_caching: bool) -> Arrays:
-    """Return the arrays of a `StateStorage` by path."""
-    layers, rows = sizes.num_layers, sizes.max_sequences
-    pending = [
-        (name, (sizes.max_pending, *shape), dtype)
-        for name, shape, dtype in (sizes.inputs if sizes.max_pending else ())
-    ]
-    arrays = {"bases": ArrayLayout((layers, rows), _I32, fill=0)}
-    arrays |= within("rows", _spread(sizes.arrays, layers, rows))
-    arrays |= within("inputs", _spread(pending, layers, rows))
-    if prefix_caching:
-        places = sizes.num_snapshots
-        arrays |= within("snapshot_rows", _spread(sizes.arrays, layers, places))
-        arrays |= within("snapshot_inputs", _spread(pending, layers, places))
-    return arrays
 
 
 def _spread(arrays: object, layers: int, rows: int) -> Arrays:

@@ -27,11 +27,11 @@ from jkv.decoding.texts.results import Generation
 from jkv.metadata.requests import Texts, as_prompts
 from jkv.state import Cache
 from jkv.state.entry import takes_cache
+from jkv.states.verbs import read_state
 from jkv.status import CacheError, raise_for_status
 from jkv.verbs.allocation import allocate, free
 from jkv.verbs.appending import append
 from jkv.verbs.reading import read
-from jkv.verbs.states import read_state
 
 Tokens = np.ndarray[Any, Any]
 
@@ -304,7 +304,7 @@ def _read_kept(cache: Cache, seq_ids: jax.Array) -> list[list[Kept]]:
     kept: list[list[Kept]] = [[{} for _ in cache.layer_groups] for _ in seq_ids]
     _, nothing_new = append(cache, seq_ids, jnp.zeros_like(seq_ids), capacity=1)
     for layer, groups in enumerate(cache.layer_groups):
-        is_state = [group in cache.state_numbers for group in groups]
+        is_state = [not cache.storage[group].has_blocks for group in groups]
         states = read_state(cache, layer, nothing_new) if any(is_state) else {}
         for i, seq_id in enumerate(seq_ids):
             if not all(is_state):

@@ -144,7 +144,7 @@ def extend(
         shape.check_fits("the number of sequences", num_sequences)
         size = shape.num_rows
     block_size = find_block_size(cache, (size,))
-    groups = cache.metadata.groups
+    groups = cache.metadata.block_groups
     num_blocks = tuple(jnp.int32(group.num_blocks) for group in groups)
     bounds = Bounds(room, block_size, num_blocks)
     runner = Runner(model, params, shape)
@@ -175,13 +175,12 @@ def _judge(
     Which tokens find room is judged before any is fed, in order, as `append` would.
 
     Args:
-      cache: the cache.
       seq_ids: i32[B].
       lengths: i32[B], tokens of each text with those given.
       reasons: i32[B], why what was given is not fed.
       block_size: how many blocks a text takes.
     """
-    groups, running = cache.metadata.groups, jnp.int32(FinishReason.RUNNING)
+    groups, running = cache.metadata.block_groups, jnp.int32(FinishReason.RUNNING)
     reasons = jnp.where(
         requests.is_live_once(cache.metadata, seq_ids),
         reasons,

@@ -113,6 +113,11 @@ class Formats(NamedTuple):
         row, part = name.split("_")
         return (self.key if row == "key" else self.value), part
 
+    def meaning(self, name: str) -> np.dtype[Any]:
+        """Return what the bits of an array mean, by its name."""
+        kept, part = self.of(name)
+        return kept.arrays(2)[part].meaning
+
 
 # Names of arrays: whose rows, and what of them.
 STORAGE_NAMES = "key_pool", "value_pool", "key_scales", "value_scales"

@@ -13,11 +13,9 @@ class Tokenizer(Protocol):
 
     def get_vocab(self, with_added_tokens: bool = True) -> dict[str, int]:
         """Return the id of each token."""
-        ...
 
     def to_str(self) -> str:
         """Return the file that it would be saved as, JSON."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -10,11 +10,7 @@ def named_arrays(cache: Cache) -> dict[str, jax.Array]:
 
     What debug mode keeps beside it is not among them.
     """
-    parts = {
-        "metadata": cache.metadata,
-        "storage": cache.storage,
-        "states": cache.states,
-    }
+    parts = {"metadata": cache.metadata, "storage": cache.storage}
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): array
         for path, array in jax.tree_util.tree_leaves_with_path(parts)

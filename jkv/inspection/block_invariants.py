@@ -31,6 +31,17 @@ def check_free_rows(meta: Metadata) -> Iterator[str]:
     yield from _compare_ring("row", meta.sequences.free_rows, closed)
 
 
+def check_pending(metadata: Metadata) -> Iterator[str]:
+    """Yield the open sequences with more or fewer tokens pending than can be."""
+    if metadata.sequences.num_pending is None:
+        return
+    pending = np.asarray(metadata.sequences.num_pending)
+    most = np.minimum(np.asarray(metadata.context_lengths), metadata.max_pending)
+    is_wrong = np.asarray(metadata.is_open) & ((pending < 0) | (pending > most))
+    for row in np.flatnonzero(is_wrong):
+        yield f"row {row} has {pending[row]} tokens pending, at most {most[row]} can be"
+
+
 def check_tables(found: Recount) -> Iterator[str]:
     """Yield the rows whose entries are no blocks, or are where none should be."""
     num_blocks = found.group.num_blocks

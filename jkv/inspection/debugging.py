@@ -46,8 +46,7 @@ class WatchedBatch(Batch):
 class StepWatcher:
     """What debug mode keeps beside a cache. Stamps are the low word of its clock."""
 
-    # Of each group, those with blocks first, u32[L, S]: stamp of the step last written
-    # to a layer of a sequence.
+    # Of each group u32[L, S]: stamp of the step last written to a layer of a sequence.
     written: tuple[jax.Array, ...]
     uncommitted: jax.Array  # u32[S], stamp of a step not committed yet, or 0
     planned: jax.Array  # u32[S], stamp of the newest step, or 0
@@ -154,7 +153,6 @@ class StepWatcher:
 
         Args:
           cache: the cache after `append`.
-          batch: the step.
           row: i32[B], its sequences, past the end where it has no rows.
           created: u32[B], when they were opened.
           where: the line that appends.
@@ -243,11 +241,7 @@ is written to it (1 times)
     num_sequences, now = cache.max_sequences, cache.metadata.now
     watcher = StepWatcher(
         written=tuple(
-            jnp.full((num_layers, num_sequences), now)
-            for num_layers in (
-                *(each.num_layers for each in cache.storage),
-                *(each.num_layers for each in cache.states),
-            )
+            jnp.full((each.num_layers, num_sequences), now) for each in cache.storage
         ),
         uncommitted=jnp.zeros((num_sequences,), jnp.uint32),
         planned=jnp.zeros((num_sequences,), jnp.uint32),
@@ -295,8 +289,7 @@ class _Step:
 
     def find_state(self, layer: Any) -> tuple[GroupLayer, jax.Array]:
         """Return the same of a layer's state: its group is among `written`."""
-        group, given = self.cache.find_state(layer)
-        return self._look_for(len(self.cache.storage) + group, given)
+        return self._look_for(*self.cache.find_state(layer))
 
     def _look_for(self, group: int, given: Any) -> tuple[GroupLayer, jax.Array]:
         num_layers = self.watcher.written[group].shape[0]
@@ -402,5 +395,4 @@ def _is_before(stamp: jax.Array, other: jax.Array) -> jax.Array:
 
 def _keys_of(cache: Cache) -> list[jax.Array]:
     """Return the keys of each group of layers, and an array of each one's states."""
-    keys = [storage.key_pool for storage in cache.storage]
-    return keys + [next(iter(states.rows.values())) for states in cache.states]
+    return [[*storage.arrays.values()][-1] for storage in cache.storage]

@@ -16,7 +16,6 @@ def check_indexed(index: IndexArrays, found: Recount) -> Iterator[str]:
     """Yield the indexed blocks that could not be found, or found for another text.
 
     Args:
-      index: the index.
       found: the leading group.
     """
     nothing = found.group.num_blocks
@@ -64,7 +63,6 @@ def check_committed(index: IndexArrays, found: Recount) -> Iterator[str]:
     """Yield the rows that committed what is no chain, or map indexed blocks behind it.
 
     Args:
-      index: the index.
       found: the leading group.
     """
     nothing = found.group.num_blocks
@@ -97,7 +95,6 @@ def check_beside(
     of the leading group there, as no two indexed blocks are equal.
 
     Args:
-      index: the index.
       leader: the leading group.
       found: another group.
       beside: the account of its blocks.

@@ -11,10 +11,9 @@ import jax
 import numpy as np
 
 from jkv.config.arrays import ArrayLayout
-from jkv.config.layout import Sizes, lay_out
+from jkv.config.layout import lay_out
 from jkv.inspection import block_invariants as blocks
 from jkv.inspection import index_invariants as prefixes
-from jkv.inspection import state_invariants as states
 from jkv.inspection.arrays import named_arrays
 from jkv.inspection.recount import Recount, recount
 from jkv.prefixes.arrays import IndexArrays
@@ -65,7 +64,7 @@ _OF_SEQUENCES: tuple[tuple[str, Callable[[Metadata], Iterator[str]]], ...] = (
     ("mapped_blocks", blocks.check_lengths),
     ("closed_rows", blocks.check_closed_lengths),
     ("free_sequences", blocks.check_free_rows),
-    ("pending_rows", states.check_pending),
+    ("pending_rows", blocks.check_pending),
 )
 
 
@@ -74,8 +73,8 @@ def _find_broken(cache: Cache) -> Iterator[_Broken]:
     for text in _shapes(cache):
         yield _Broken("shapes", "", text)
     metadata: Metadata = jax.device_get(cache.metadata)
-    groups = [recount(metadata, i) for i in range(len(metadata.groups))]
-    for found in groups:
+    groups = {i: recount(metadata, i) for i in metadata.block_numbers}
+    for found in groups.values():
         for invariant, find in _OF_A_GROUP:
             for text in find(found):
                 yield _Broken(invariant, _name(metadata, found), text)
@@ -85,7 +84,9 @@ def _find_broken(cache: Cache) -> Iterator[_Broken]:
     yield from _find_broken_index(metadata, groups)
 
 
-def _find_broken_index(metadata: Metadata, groups: list[Recount]) -> Iterator[_Broken]:
+def _find_broken_index(
+    metadata: Metadata, groups: dict[int, Recount]
+) -> Iterator[_Broken]:
     """Yield what is wrong with the prefix index, if there is one."""
     index = metadata.index
     if not isinstance(index, IndexArrays):
@@ -111,11 +112,12 @@ def _name(metadata: Metadata, found: Recount) -> str:
 
 
 def _shapes(cache: Cache) -> Iterator[str]:
-    numbers = range(len(cache.storage))
     try:
-        sizes = tuple(_implied_sizes(cache, number) for number in numbers)
-        has_index = cache.metadata.index.is_there
-        expected = lay_out(sizes, has_index, states.implied_sizes(cache))
+        sizes = tuple(
+            storage.implied_sizes(cache.metadata, group)
+            for storage, group in zip(cache.storage, cache.metadata.groups, strict=True)
+        )
+        expected = lay_out(sizes, cache.metadata.index.is_there)
     except IndexError:
         yield "the block tables, reference counts or pools of a group lack an axis"
         return
@@ -127,27 +129,6 @@ def _shapes(cache: Cache) -> Iterator[str]:
             yield f"{name} does not belong to this cache"
         elif (kind := _kind(found[name])) != (wanted := _kind(expected[name])):
             yield f"{name} is {kind}, expected {wanted}"
-
-
-def _implied_sizes(cache: Cache, number: int) -> Sizes:
-    """Return the sizes of a group that a few of the arrays tell of all the others."""
-    storage, group = cache.storage[number], cache.metadata.groups[number]
-    return Sizes(
-        num_layers=storage.num_layers,
-        num_kv_heads=storage.key_pool.shape[2],  # with copies on a mesh
-        head_dim=storage.head_dim,
-        num_blocks=storage.num_blocks,
-        max_sequences=cache.max_sequences,
-        max_context_length=cache.max_context_length,
-        block_size=cache.block_size,
-        value_head_dim=storage.value_head_dim,
-        values_in_keys=storage.values_in_keys,
-        dtype=storage.dtype,
-        value_dtype=storage.value_dtype,
-        record_tokens=cache.metadata.tokens is not None,
-        sliding_window=group.window.length,
-        num_sink_tokens=group.window.num_sink_tokens,
-    )
 
 
 def _kind(array: jax.Array | ArrayLayout) -> str:

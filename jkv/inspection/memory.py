@@ -110,13 +110,14 @@ def memory_profile(cache: Cache) -> MemoryProfile:
     total = sum(arrays.values())
     of_groups = [
         sum(pool.nbytes for pool in storage.arrays.values())
-        for storage in cache.storage
+        for storage in cache.block_storage
     ]
     storage = sum(of_groups)
-    states = sum(n for name, n in arrays.items() if name.startswith("states."))
+    states = sum(n for name, n in arrays.items() if name.startswith("storage."))
+    states -= storage
     per_block = [
         pool // each.num_blocks
-        for pool, each in zip(of_groups, cache.storage, strict=True)
+        for pool, each in zip(of_groups, cache.block_storage, strict=True)
     ]
 
     def storage_of(name: str) -> int:

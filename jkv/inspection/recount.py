@@ -50,7 +50,6 @@ def recount(metadata: Metadata, number: int) -> Recount:
     Args:
       metadata: the state, its arrays on the host; all that is in it may be wrong, but
         for the shapes.
-      number: of the group.
     """
     group = metadata.groups[number]
     tables = np.asarray(group.block_tables)

@@ -181,7 +181,7 @@ def stats(cache: Cache) -> Stats:
     sums = tally(cache)
     count = {counter.name: sums.counters[counter] for counter in Counter}
     compactions = count["COMPACTIONS"]
-    pairs = zip(cache.metadata.groups, sums.groups, strict=True)
+    pairs = zip(cache.metadata.block_groups, sums.groups, strict=True)
     groups = tuple(_describe(group.num_blocks, each) for group, each in pairs)
     names = [field.name for field in dataclasses.fields(GroupStats)]
     return Stats(
@@ -234,7 +234,7 @@ def tally(cache: Cache) -> Tally:
     # The last two sums of a group are of two words each.
     groups = tuple(
         GroupTally(*take(len(GroupTally._fields) - 2), *take_wide(2))
-        for _ in cache.metadata.groups
+        for _ in cache.metadata.block_numbers
     )
     (live_sequences,), (tokens,) = take(1), take_wide(1)
     (snapshots,) = take(1) if cache.metadata.index.num_places else (0,)
@@ -258,7 +258,7 @@ def num_held_tokens(cache: Cache, sums: Tally) -> int:
 @jax.jit
 def _sums(metadata: Metadata) -> jax.Array:
     """Return the words of a `Tally`, u32[...], one array to make it one transfer."""
-    groups = [_sum_group(metadata, i) for i in range(len(metadata.groups))]
+    groups = [_sum_group(metadata, i) for i in metadata.block_numbers]
     return jnp.concatenate(
         [
             *groups,

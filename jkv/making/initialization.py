@@ -12,12 +12,10 @@ from jkv.arguments import explains_arguments
 from jkv.config.arrays import ArrayLayout
 from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig, as_grouped
-from jkv.config.layout import Sizes, lay_out, lay_out_storage
+from jkv.config.layout import AnySizes, lay_out
 from jkv.config.state_config import StateConfig
-from jkv.config.state_layout import StateSizes, lay_out_state_storage
-from jkv.prefixes.face import KINDS
+from jkv.making.kinds import KINDS, with_parts
 from jkv.sharding.heads import copies_of
-from jkv.sharding.storage_sharding import StorageSharding
 from jkv.state import Cache
 from jkv.status import UsageError
 from jkv.storage import fields
@@ -87,32 +85,33 @@ def init(
     groups = as_grouped(config)
     axes = {"heads": heads, "context": context, "pools": pools}
     where = choose_placements(groups, device, mesh, **axes)
-    sizes, states = groups.sizes, groups.state_sizes
+    sizes = groups.sizes
     if not storage:
         sizes = tuple(each._replace(num_layers=0) for each in sizes)
-        states = tuple(each._replace(num_layers=0) for each in states)
-    arrays = _make_arrays(sizes, states, groups.prefix_caching, where)
-    constants = {
+    arrays = _make_arrays(sizes, groups.prefix_caching, where)
+    constants: dict[str, Any] = {
         "layer_groups": groups.groups_of_layers,
-        "state_numbers": groups.state_numbers,
         "pools": where.pools,
         "metadata.sequences.max_context_length": groups.max_context_length,
         "metadata.sequences.block_size": groups.block_size,
+        "metadata.parts": (),
     }
-    for i, (each, sharding) in enumerate(zip(sizes, where.shardings, strict=True)):
-        constants |= _list_constants(i, each, sharding)
-    for i, of_states in enumerate(states):
-        constants |= _list_state_constants(i, of_states, groups.prefix_caching)
-    if not sizes:
-        constants |= {"metadata.groups": (), "storage": ()}
-    cache = fields.build(Cache, arrays | constants, KINDS)
+    for i, each in enumerate(sizes):
+        for part, named in each.constants.items():
+            constants |= {f"{part}.{i}.{name}": value for name, value in named.items()}
+    if groups.prefix_caching and groups.state_groups:
+        every = groups.state_groups[0].snapshot_every
+        constants["metadata.index.snapshots.every"] = every
+    cache = with_parts(fields.build(Cache, arrays | constants, KINDS))
+    pairs = zip(cache.storage, where.shardings, strict=True)
+    cache = cache.with_storage(tuple(each.with_sharding(of) for each, of in pairs))
     _warn_of_short_keys(cache)
     return cache
 
 
 def _warn_of_short_keys(cache: Cache) -> None:
     """Say what keys of four bits cost, where a cache is made to be used."""
-    for each in cache.storage:
+    for each in cache.block_storage:
         is_traced = isinstance(each.key_pool, jax.core.Tracer)
         if each.dtype == jnp.int4 and each.num_layers and not is_traced:
             warnings.warn(
@@ -124,29 +123,21 @@ def _warn_of_short_keys(cache: Cache) -> None:
 
 
 def _make_arrays(
-    sizes: tuple[Sizes, ...],
-    states: tuple[StateSizes, ...],
-    prefix_caching: bool,
-    where: Placements,
+    sizes: tuple[AnySizes, ...], prefix_caching: bool, where: Placements
 ) -> dict[str, jax.Array]:
     """Make all arrays of a cache where they belong, by path."""
     # A pool holds each head as often as the devices of its mesh want it.
     stored = tuple(
-        each._replace(num_kv_heads=each.num_kv_heads * copies_of(sharding))
+        each.with_copies(copies_of(sharding))
         for each, sharding in zip(sizes, where.shardings, strict=True)
     )
     ranks = () if where.pools is None else (where.pools.num_ranks,)
     places = {
-        f"storage.{i}.{name}": device
-        for i, (each, device) in enumerate(zip(stored, where.storage, strict=True))
-        for name in lay_out_storage(each)
+        f"storage.{i}.{path}": where.of(i, path)
+        for i, each in enumerate(stored)
+        for path in each.lay_out_storage(prefix_caching)
     }
-    places |= {
-        f"states.{i}.{name}": of_group.get(name, where.metadata)
-        for i, (each, of_group) in enumerate(zip(states, where.states, strict=True))
-        for name in lay_out_state_storage(each, prefix_caching)
-    }
-    arrays = lay_out(stored, prefix_caching, states)
+    arrays = lay_out(stored, prefix_caching)
     storage = {
         path: jnp.zeros(
             (*ranks, *arrays[path].shape), arrays[path].dtype, device=device
@@ -163,44 +154,6 @@ def _make_arrays(
     }
     put_all = jax.device_put if traced else put
     return put_all(metadata, where.metadata) | storage
-
-
-def _list_state_constants(
-    group: int, sizes: StateSizes, prefix_caching: bool
-) -> dict[str, Any]:
-    """Return what a group with a state has beside its arrays, by path."""
-    axes = dict(sizes.heads_axes)
-    inputs = sizes.inputs if sizes.max_pending else ()
-    constants: dict[str, Any] = {
-        f"states.{group}.row_dtypes": tuple(dtype for *_, dtype in sizes.arrays),
-        f"states.{group}.input_dtypes": tuple(dtype for *_, dtype in inputs),
-        f"states.{group}.row_axes": tuple(axes.get(n, -1) for n, *_ in sizes.arrays),
-        f"states.{group}.input_axes": tuple(axes.get(n, -1) for n, *_ in inputs),
-        "metadata.states.max_pending": sizes.max_pending,
-    }
-    if prefix_caching:
-        constants["metadata.index.snapshots.every"] = sizes.snapshot_every
-    return constants
-
-
-def _list_constants(
-    group: int, sizes: Sizes, sharding: StorageSharding | None
-) -> dict[str, Any]:
-    """Return what a group has beside its arrays, by path."""
-    metadata, storage = f"metadata.groups.{group}", f"storage.{group}"
-    constants: dict[str, Any] = {
-        f"{metadata}.block_size": sizes.block_size,
-        f"{storage}.dtype": sizes.dtype,
-        f"{storage}.value_dtype": sizes.value_dtype,
-        f"{storage}.head_dim": sizes.head_dim,
-        f"{storage}.value_head_dim": sizes.value_head_dim,
-        f"{storage}.values_in_keys": sizes.values_in_keys,
-        f"{storage}.sharding": sharding,
-    }
-    if sizes.sliding_window is not None:
-        constants[f"{metadata}.window.length"] = sizes.sliding_window
-        constants[f"{metadata}.window.num_sink_tokens"] = sizes.num_sink_tokens
-    return constants
 
 
 def _fill(array: ArrayLayout, numpy: ModuleType) -> Any:

@@ -9,9 +9,8 @@ from jkv.arguments import explains_arguments
 from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig
 from jkv.making.initialization import init
-from jkv.sharding.storage_sharding import POOL, find_spec
-from jkv.state import BlockStorage, Cache, StateStorage
-from jkv.state.states import PARTS
+from jkv.sharding.storage_sharding import DividedAxes, find_spec
+from jkv.state import Cache
 from jkv.storage.placement import choose_placements
 
 
@@ -59,7 +58,7 @@ def partition_specs(
         where = choose_placements(cache, None, mesh, **named)
         shapes = jax.eval_shape(lambda: init(cache))
         storage = tuple(
-            dataclasses.replace(each, sharding=sharding)
+            each.with_sharding(sharding)
             for each, sharding in zip(shapes.storage, where.shardings, strict=True)
         )
         shapes = dataclasses.replace(shapes, storage=storage, pools=where.pools)
@@ -67,55 +66,29 @@ def partition_specs(
     ranks = () if shapes.pools is None else (shapes.pools.axis,)
     whole = jax.sharding.PartitionSpec(*ranks)
     specs: Any = jax.tree.map(lambda _: whole, shapes)
-    divided = [_divide(each, axes, ranks) for each in shapes.storage]
-    remembered = [each.sharding.heads for each in shapes.storage if each.sharding]
-    over = heads or next(iter(remembered), None)
-    pairs = zip(specs.states, shapes.states, strict=True)
-    states = [_divide_states(*pair, over, ranks) for pair in pairs]
-    return specs.with_storage(tuple(divided)).with_states(tuple(states))
-
-
-def _divide_states(
-    specs: StateStorage, states: StateStorage, heads: str | None, ranks: tuple[str, ...]
-) -> StateStorage:
-    """Return a group's states with the partition of each array instead of the array.
-
-    Args:
-      specs: with that of what every device has whole.
-      states: of the group.
-      heads: the axis of heads, if there is one.
-      ranks: the axis of pools, likewise.
-    """
-    if heads is None:
-        return specs
-    divided = {
-        path: jax.sharding.PartitionSpec(*ranks, *[None] * axis, heads)
-        for path, axis in states.divided_axes.items()
-        if axis >= 0
-    }
-    parts = {
-        part: {
-            name: divided.get(f"{part}.{name}", spec)
-            for name, spec in getattr(specs, part).items()
-        }
-        for part in PARTS
-    }
-    return dataclasses.replace(specs, **parts)  # type: ignore[arg-type]
+    # All groups that remember some axes remember the same.
+    known = next((each.sharding for each in shapes.storage if each.sharding), None)
+    if known is not None:
+        axes = axes[0] or known.heads, axes[1] or known.context
+    else:
+        axes = heads, context
+    storage = tuple(_divide(each, axes, ranks) for each in shapes.storage)
+    return specs.with_storage(storage)
 
 
 def _divide(
-    storage: BlockStorage, axes: tuple[str | None, str | None], ranks: tuple[str, ...]
-) -> BlockStorage:
+    storage: Any, axes: tuple[str | None, str | None], ranks: tuple[str, ...]
+) -> Any:
     """Return a group's storage with the partition of each array instead of the array.
 
     Args:
-      storage: of the group.
-      axes: of heads and context; None: those that the storage remembers.
+      axes: of heads and context.
       ranks: the axis of pools, if there is one.
     """
-    heads, context = axes
-    if storage.sharding is not None:
-        heads = heads or storage.sharding.heads
-        context = context or storage.sharding.context
-    spec = jax.sharding.PartitionSpec(*ranks, *find_spec(POOL, heads, context))
-    return storage.with_arrays(dict.fromkeys(storage.arrays, spec))
+    divided = {path: DividedAxes() for path in storage.arrays} | storage.divided
+    specs = {
+        path: jax.sharding.PartitionSpec(*ranks, *find_spec(of, *axes))
+        for path, of in divided.items()
+        if path in storage.arrays
+    }
+    return storage.with_arrays(specs)

@@ -6,16 +6,16 @@ the pool. Sequences are gathered on the host first, as `swap_out` does.
 
 import dataclasses
 import os
-from typing import overload
+from typing import Any, overload
 
 import jax
 import numpy as np
 
 from jkv.arguments import explains_arguments
 from jkv.inspection.invariants import check
+from jkv.making.kinds import KINDS, with_parts
 from jkv.metadata.requests import Integers
-from jkv.prefixes.face import KINDS
-from jkv.state import BlockStorage, Cache, StateStorage
+from jkv.state import Cache
 from jkv.state.entry import takes_cache
 from jkv.status import InvariantError, UsageError
 from jkv.storage import saved
@@ -147,6 +147,7 @@ def load(
     """
     value = saved.read_value(path, KINDS)
     if isinstance(value, Cache):
+        value = with_parts(value)
         _check_saved(path, value, mesh, pools)
     if cache is not None:
         if isinstance(value, Cache):
@@ -160,49 +161,25 @@ def load(
         )
     axes = {"heads": heads, "context": context, "pools": pools}
     where = choose_placements(_first_pool(value), device, mesh, **axes)
-    storage = tuple(
-        _put_storage(group, where, number) for number, group in enumerate(value.storage)
-    )
-    states = tuple(
-        _put_states(group, where, number) for number, group in enumerate(value.states)
-    )
     loaded = dataclasses.replace(
-        value.with_storage(storage).with_states(states),
+        value,
+        storage=tuple(
+            _put_storage(group, where, number)
+            for number, group in enumerate(value.storage)
+        ),
         metadata=put(value.metadata, where.metadata),
         pools=where.pools,
     )
     return jax.block_until_ready(loaded)
 
 
-def _put_storage(storage: BlockStorage, where: Placements, number: int) -> BlockStorage:
+def _put_storage(storage: Any, where: Placements, number: int) -> Any:
     """Put the storage of a group, of numpy arrays, on its devices."""
     arrays = {
-        name: put_by_layers(np.asarray(pool), where, number)
-        for name, pool in storage.arrays.items()
+        path: put_by_layers(np.asarray(array), where, number, path)
+        for path, array in storage.arrays.items()
     }
-    return dataclasses.replace(
-        storage.with_arrays(arrays), sharding=where.shardings[number]
-    )
-
-
-def _put_states(storage: StateStorage, where: Placements, number: int) -> StateStorage:
-    """Put the states of a group, of numpy arrays, on their devices."""
-    divided = where.states[number]
-
-    def place(part: str, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        return {
-            name: put(array, divided.get(f"{part}.{name}", where.metadata))
-            for name, array in arrays.items()
-        }
-
-    return dataclasses.replace(
-        storage,
-        bases=put(storage.bases, where.metadata),
-        rows=place("rows", storage.rows),
-        inputs=place("inputs", storage.inputs),
-        snapshot_rows=place("snapshot_rows", storage.snapshot_rows),
-        snapshot_inputs=place("snapshot_inputs", storage.snapshot_inputs),
-    )
+    return storage.with_arrays(arrays).with_sharding(where.shardings[number])
 
 
 def _first_pool(cache: Cache) -> Cache:

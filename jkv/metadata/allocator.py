@@ -52,8 +52,6 @@ def enter(
     """Name blocks that were taken in cells of tables, and forget what they held.
 
     Args:
-      metadata: the state.
-      number: of the group.
       row: i32[P]; one of S or above is dropped.
       column: i32[P].
       block: i32[P], all different where they are not dropped.
@@ -107,8 +105,6 @@ def grant(
     """Take blocks of a group and name them in cells of its tables.
 
     Args:
-      metadata: the state.
-      number: of the group.
       row: i32[P]; one of S or above is dropped.
       column: i32[P].
       rank: i32[P], which of the blocks taken goes to each cell.

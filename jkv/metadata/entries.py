@@ -98,3 +98,22 @@ def for_each_entry(
 
     num_trips = (ends[-1] + width - 1) // width
     return fori_loop(jnp.int32(0), num_trips, trip, carry)
+
+
+def for_each_of(
+    mask: jax.Array, trip: Callable[[jax.Array, Carry], Carry], carry: Carry
+) -> Carry:
+    """Call `trip(request, carry)` for each request of a mask, bool[B], in order.
+
+    Args:
+      mask: which requests; a call without any makes no trip.
+      trip: takes the request's number, i32[1], and the carry.
+      carry: what trips change.
+    """
+    return for_each_entry(
+        mask.astype(jnp.int32),
+        mask.shape[0],
+        lambda carry, _entry, request, _rank, _valid: trip(request, carry),
+        carry,
+        width=1,
+    )

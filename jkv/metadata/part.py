@@ -20,13 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.metadata.states import SnapshotCopies, StateMoves
-from jkv.metadata.tails import BlockCopies
-from jkv.state import BlockGroup, Metadata
+from jkv.state import BlockGroup, Cache, Metadata
 from jkv.state.index import Found
 
 # What a call does to the storage of a part; None where it does nothing.
-Moves: TypeAlias = BlockCopies | StateMoves | SnapshotCopies | None
+Moves: TypeAlias = Any
 Masks: TypeAlias = tuple[jax.Array | np.ndarray, ...]  # bool[B] each
 
 
@@ -45,7 +43,6 @@ class Lack(NamedTuple):
         """Return what requests would take from the pool of a group as it is.
 
         Args:
-          group: the group.
           num: i32[B].
           wants: bool[B]; those that take a block.
         """
@@ -101,11 +98,9 @@ class Judged(Protocol):
     @property
     def lacks(self) -> tuple[Lack, ...]:
         """What they lack of each pool of the part."""
-        ...
 
     def apply(self, metadata: Metadata, done: Done) -> tuple[Metadata, Moves]:
         """Do what is served."""
-        ...
 
 
 class Look(Protocol):
@@ -114,11 +109,9 @@ class Look(Protocol):
     @property
     def wrongs(self) -> Masks:
         """The requests that ask for a length at which the part has nothing."""
-        ...
 
     def judge(self, eligible: jax.Array) -> Judged:
         """Find what eligible requests, bool[B], would take."""
-        ...
 
 
 class Opening(Judged, Protocol):
@@ -126,7 +119,6 @@ class Opening(Judged, Protocol):
 
     def pin(self, metadata: Metadata, row: jax.Array) -> Metadata:
         """Let rows, i32[B], have what was found, before anything is taken."""
-        ...
 
 
 class Growing(Protocol):
@@ -135,7 +127,6 @@ class Growing(Protocol):
     @property
     def lacks(self) -> tuple[Lack, ...]:
         """What the sequences lack of each pool of the part."""
-        ...
 
     def apply(
         self, metadata: Metadata, step: Step, granted: tuple[Granted, ...]
@@ -144,7 +135,6 @@ class Growing(Protocol):
 
         N where a row is invalid; None where a part has no blocks.
         """
-        ...
 
 
 class Entering(Protocol):
@@ -153,7 +143,6 @@ class Entering(Protocol):
     @property
     def lacks(self) -> tuple[Lack, ...]:
         """What all of them together lack of each pool of the part, as one request."""
-        ...
 
     def apply(
         self, metadata: Metadata, row: jax.Array
@@ -163,7 +152,6 @@ class Entering(Protocol):
         Returns:
           The metadata, and the rows' block tables, i32[B, M]; None without blocks.
         """
-        ...
 
 
 class Exchanging(Protocol):
@@ -171,15 +159,62 @@ class Exchanging(Protocol):
 
     def release(self, metadata: Metadata, served: jax.Array) -> Metadata:
         """Count new owners, and give back what served sequences had, bool[B]."""
-        ...
 
     def apply(self, metadata: Metadata, done: Done) -> tuple[Metadata, Moves]:
         """Do what is served: release, and take."""
-        ...
+
+
+class Luggage(Protocol):
+    """What sequences have in one group, on the host; a pytree."""
+
+    has_blocks: bool  # static
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that the sequences have."""
+
+    @property
+    def num_filled_blocks(self) -> int:
+        """Those of them whose contents are held."""
+
+    def meaning(self, path: str) -> np.dtype[Any] | None:
+        """Return what the bits of an array mean, where they mean another dtype."""
+
+    def fits(self, columns: int) -> bool:
+        """Return whether block tables of so many columns are wide enough."""
+
+    def brought(self, columns: int) -> Any:
+        """Return what `Part.enter` has to know, of a cache with so many columns."""
+
+    def compare(
+        self, cache: Cache, number: int, lengths: np.ndarray
+    ) -> dict[str, tuple[Any, Any]]:
+        """Return what must be equal, here and in a group of a cache, by name."""
+
+    def put(
+        self,
+        cache: Cache,
+        number: int,
+        seq_ids: np.ndarray,
+        tables: jax.Array | None,
+        *,
+        donate: bool,
+    ) -> Cache:
+        """Write all of it to a group of the cache that the sequences have entered.
+
+        Args:
+          seq_ids: i32[B], their new ids.
+          tables: i32[B, M], their new block tables, if there are any.
+          donate: write in place of the old arrays, which are then gone.
+        """
 
 
 class Part(Protocol):
-    """One part of a model."""
+    """One part of a model; a static value."""
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The groups that it answers for."""
 
     def open(
         self,
@@ -189,7 +224,6 @@ class Part(Protocol):
         eligible: jax.Array,
     ) -> Opening:
         """Let new sequences begin with what is found, i32[B] tokens reserved."""
-        ...
 
     def grow(
         self,
@@ -199,19 +233,15 @@ class Part(Protocol):
         eligible: jax.Array,
     ) -> Growing:
         """Let sequences have as many tokens, i32[B]."""
-        ...
 
     def share(self, metadata: Metadata, parents: jax.Array, length: Lengths) -> Look:
         """Let rows go on from what their parents have, i32[B], at lengths."""
-        ...
 
     def cut(self, metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array) -> Look:
         """Cut sequences back to lengths, i32[B] as asked."""
-        ...
 
-    def enter(self, metadata: Metadata, brought: Any) -> Entering:
-        """Let new sequences have what they bring to the part from elsewhere."""
-        ...
+    def enter(self, metadata: Metadata, brought: dict[int, Any]) -> Entering:
+        """Let new sequences have what they bring to the groups from elsewhere."""
 
     def exchange(
         self,
@@ -221,14 +251,25 @@ class Part(Protocol):
         length: Lengths,
     ) -> Exchanging:
         """Let sequences go on from what parents, perhaps others of them, had."""
-        ...
 
     def close(
         self, metadata: Metadata, seq_ids: jax.Array, closable: jax.Array
     ) -> Metadata:
         """Give back what sequences have, i32[B], distinct where bool[B]."""
-        ...
+
+    def follow(self, storage: Any, moves: Moves) -> Any:
+        """Return the storage of one of its groups, moved as a call says."""
+
+    def keep(self, rows: jax.Array, places: jax.Array) -> Moves:
+        """Copy what rows have, i32[B], to places of snapshots, if it can be copied."""
+
+    def leave(self, metadata: Metadata, seq_ids: jax.Array) -> Any:
+        """Return what `fetch` has to know of sequences, i32[B], [B, ...] each."""
+
+    def fetch(
+        self, cache: Cache, seq_ids: np.ndarray, lengths: np.ndarray, left: Any
+    ) -> dict[int, Luggage]:
+        """Copy what sequences have in each of its groups to the host, by group."""
 
     def num_free(self, metadata: Metadata) -> tuple[jax.Array, ...]:
         """Return the free blocks of its pools, i32[] each."""
-        ...

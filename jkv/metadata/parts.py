@@ -1,21 +1,17 @@
-"""The parts of a cache, in the order in which storage follows them."""
+"""The parts of a cache together."""
 
 from collections.abc import Sequence
 
 import jax
 
 from jkv.metadata import tables
-from jkv.metadata.block_part import Blocks
 from jkv.metadata.part import Done, Exchanging, Judged, Moves, Part
-from jkv.metadata.state_part import OfStates
 from jkv.state import Metadata
 
 
 def parts_of(metadata: Metadata) -> tuple[Part, ...]:
-    """Return the parts of a cache: each group with blocks, and all with a state."""
-    blocks = (Blocks(number) for number in range(len(metadata.groups)))
-    states = (OfStates(),) if metadata.states is not None else ()
-    return (*blocks, *states)
+    """Return the parts of a cache, as `making` found them."""
+    return metadata.parts
 
 
 def apply_plans(
@@ -35,7 +31,6 @@ def close_sequences(
     """Give back the rows of sequences, and all that they have.
 
     Args:
-      metadata: the state.
       seq_ids: i32[B], distinct where they are closed.
       closable: bool[B].
     """

@@ -33,7 +33,6 @@ def blocks_at(group: BlockGroup, row: jax.Array, column: jax.Array) -> jax.Array
     """Return the block in each cell of the tables, i32[...]; N outside of them.
 
     Args:
-      group: the group.
       row: i32[...], not negative.
       column: i32[...].
     """
@@ -123,7 +122,6 @@ def release_blocks(
     mentions stands. Lengths and the number of mapped blocks are the caller's to set.
 
     Args:
-      group: the group.
       seq_ids: i32[B], distinct where first < last.
       first: i32[B].
       last: i32[B]; no column is released where last <= first.
@@ -137,7 +135,6 @@ def release_kept(
     """Unmap all table columns before `last` of each sequence, as `release_blocks`.
 
     Args:
-      group: the group.
       seq_ids: i32[B], distinct where 0 < last.
       last: i32[B]; nothing is released where it is 0.
       gap: i32[B] or 0, the columns given back, which cost nothing.
@@ -185,7 +182,6 @@ def give_back(
     sequences have one: while any has, some dozens of columns are given back at once.
 
     Args:
-      group: the group.
       seq_ids: i32[B], distinct where they grow.
       lengths: i32[B], positions of their first new rows.
       grows: bool[B].

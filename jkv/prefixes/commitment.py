@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata.entries import for_each_entry
-from jkv.metadata.states import SnapshotCopies
+from jkv.metadata.part import Moves
+from jkv.metadata.parts import parts_of
 from jkv.prefixes import hash_tables, partners, proofs, snapshots
 from jkv.prefixes.arrays import IndexArrays
 from jkv.prefixes.columns import (
@@ -25,23 +26,22 @@ from jkv.state import Batch, Metadata
 
 
 @jax.jit
-def commit_step(
-    metadata: Metadata, batch: Batch
-) -> tuple[Metadata, tuple[SnapshotCopies, ...]]:
+def commit_step(metadata: Metadata, batch: Batch) -> tuple[Metadata, tuple[Moves, ...]]:
     """Make the blocks that a step filled visible, and find places for its states.
 
     Args:
       metadata: the state; the step's keys and values are written.
-      batch: the step.
 
     Returns:
-      The metadata, and the snapshots that are to be made, if there are any ever.
+      The metadata, and of each part the snapshots that are to be made; of none where
+      there are never any.
     """
     metadata, continues = _commit_blocks(metadata, batch)
     if snapshots.snapshots_of(metadata) is None:
         return metadata, ()
     metadata, places = snapshots.make(metadata, batch, continues)
-    return metadata, (SnapshotCopies(batch.seq_ids, places),)
+    parts = parts_of(metadata)
+    return metadata, tuple(part.keep(batch.seq_ids, places) for part in parts)
 
 
 def _commit_blocks(metadata: Metadata, batch: Batch) -> tuple[Metadata, jax.Array]:
@@ -52,7 +52,7 @@ def _commit_blocks(metadata: Metadata, batch: Batch) -> tuple[Metadata, jax.Arra
     """
     chains = find_chains(metadata, batch)
     start = metadata, jnp.zeros_like(chains.first)
-    if not metadata.groups:  # there are no blocks, and what is told is visible
+    if not metadata.block_numbers:  # there are no blocks, and what is told is visible
         lengths = chains.num_columns
     elif batch.is_decoding and len(batch.seq_ids) <= LANES_PER_TRIP:
         metadata, lengths = _commit_one_each(start, chains)
@@ -120,7 +120,6 @@ def _commit_lanes(
     """Make one full block per lane visible.
 
     Args:
-      metadata: the state.
       lengths: i32[B], columns of each request that earlier trips made visible.
       chains: the requests.
       lanes: the blocks.

@@ -15,7 +15,6 @@ from jkv.prefixes import (
     texts,
 )
 from jkv.prefixes.arrays import IndexArrays
-from jkv.state import Index, Metadata, NoIndex
 
 
 @jax.tree_util.register_dataclass
@@ -86,9 +85,3 @@ class PrefixIndex(IndexArrays):
     commit = staticmethod(commitment.commit_step)
     rename = staticmethod(rebuilding.rename_blocks)
     reenter = staticmethod(rebuilding.reenter)
-
-
-# What may stand where a field of a cache has a face, by path (`jkv.storage.fields`).
-KINDS: dict[str, tuple[type[Index[Metadata]], ...]] = {
-    "metadata.index": (NoIndex, PrefixIndex)
-}

@@ -49,7 +49,6 @@ def resolve(
     other tokens.
 
     Args:
-      metadata: with an index.
       block: i32[P], distinct but for those that may not enter; N for none.
       prefixes: [P], what the blocks hold.
       may_enter: bool[P], False for a block that is only looked for.
@@ -84,7 +83,6 @@ def enter(
     """Enter the blocks that have no equal in the index.
 
     Args:
-      index: the index.
       resolved: the blocks, [P].
       prefixes: [P], what they hold.
       parents: i32[P], the blocks before them, N for none.

@@ -35,7 +35,6 @@ def pair_blocks(
     of the leading group do. Of several that were not found before the first is kept.
 
     Args:
-      metadata: the state.
       number: of the group, not the leading one.
       columns: the cells of the tables, [P].
       leaders: i32[P], the leading group's block that stands for each column, N_0 for
@@ -86,7 +85,6 @@ def exchange(
     """Replace blocks by known equal ones; the replaced ones go back to the pool.
 
     Args:
-      group: the group.
       columns: the cells of the tables, [P].
       own: i32[P], the blocks that stand there.
       other: i32[P], the known ones.

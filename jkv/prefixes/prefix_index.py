@@ -76,7 +76,6 @@ def find_partners(metadata: Metadata, number: int, block: jax.Array) -> jax.Arra
     """Return a group's block beside each of the leader's, i32[...]; N where none is.
 
     Args:
-      metadata: with an index.
       number: of a group; the leader's blocks are their own partners.
       block: i32[...], of the leading group, indexed; N_0 for none.
     """
@@ -133,8 +132,6 @@ def forget_taken(
     """Forget what blocks of a group held, now that they are handed out.
 
     Args:
-      metadata: the state.
-      number: of the group.
       block: i32[P]; N is dropped.
 
     Returns:

@@ -39,7 +39,8 @@ class _Prompts(NamedTuple):
 class _Whole(NamedTuple):
     """The leading columns found of B prompts."""
 
-    blocks: tuple[jax.Array, ...]  # i32[B, C] of each group, N where none is known
+    # By group i32[B, C], N where none is known.
+    blocks: dict[int, jax.Array]
     num: jax.Array  # i32[B], columns from which all groups can go on
     tip: Tip | None  # their end, in the leading group; None with states
     state: FoundState | None  # the snapshot there; None without states
@@ -49,7 +50,6 @@ def find(metadata: Metadata, tokens: jax.Array | None, salts: jax.Array) -> Foun
     """Look up prompts; the last token of each is never found.
 
     Args:
-      metadata: the state.
       tokens: i32[B, P], negative from each prompt's end on.
       salts: i32[B].
     """
@@ -59,13 +59,14 @@ def find(metadata: Metadata, tokens: jax.Array | None, salts: jax.Array) -> Foun
     whole = _find_whole(metadata, prompts)
     parts, num_part = _find_part(metadata, prompts, whole)
     num_tokens = whole.num * metadata.block_size + num_part
-    groups = []
-    for group, blocks, part in zip(metadata.groups, whole.blocks, parts, strict=True):
+    groups = {}
+    for number, blocks in whole.blocks.items():
+        group, part = metadata.groups[number], parts[number]
         needed = _is_needed(group, whole.num, num_tokens, blocks.shape[1])
         blocks = jnp.where(needed, blocks, group.num_blocks)
         gap = group.window.unseen_from(num_tokens, group.block_size)
-        groups.append(FoundBlocks(blocks, gap, part))
-    return Found(whole.num, num_part, tuple(groups), whole.state)
+        groups[number] = FoundBlocks(blocks, gap, part)
+    return Found(whole.num, num_part, groups, whole.state)
 
 
 def _measure(metadata: Metadata, tokens: jax.Array, salts: jax.Array) -> _Prompts:
@@ -83,7 +84,6 @@ def find_partings(
     """Return up to where prompts are like a text that is known, i32[B].
 
     Args:
-      metadata: the state.
       tokens: i32[B, P], negative from each prompt's end on.
       salts: i32[B].
     """
@@ -98,7 +98,6 @@ def find_partings_behind(
     """Return the same of sequences' first tokens, i32[B], and of those behind them.
 
     Args:
-      metadata: the state.
       seq_ids: i32[B].
       lengths: i32[B], tokens of each that count.
       tokens: i32[B, P], what comes behind them, negative from its end on.
@@ -122,7 +121,7 @@ def find_partings_behind(
 def _find_partings(
     metadata: Metadata, tokens: jax.Array, salts: jax.Array
 ) -> jax.Array:
-    if not metadata.groups:
+    if not metadata.block_numbers:
         return find_common(metadata, tokens, salts)
     prompts = _measure(metadata, tokens, salts)
     block, _ = _look_up(metadata, prompts, _hash_columns(metadata, prompts))
@@ -155,8 +154,8 @@ def _find_whole(metadata: Metadata, prompts: _Prompts) -> _Whole:
     hashed = _hash_columns(metadata, prompts)
     if snapshots := snapshots_of(metadata):
         goes_on = (hashed.column + 1) * metadata.block_size <= prompts.usable[:, None]
-        blocks: tuple[jax.Array, ...] = ()
-        if metadata.groups:
+        blocks: dict[int, jax.Array] = {}
+        if metadata.block_numbers:
             block, _ = _look_up(metadata, prompts, hashed)
             blocks, reach = _reach(metadata, block)
             goes_on &= reach
@@ -205,17 +204,18 @@ def _look_up(
 
 def _reach(
     metadata: Metadata, block: jax.Array
-) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """Return the blocks of all groups beside the leader's, i32[B, C] each.
+) -> tuple[dict[int, jax.Array], jax.Array]:
+    """Return the blocks of all groups beside the leader's, by number i32[B, C].
 
     And bool[B, C]: from the end of which columns all of these groups can go on.
     """
-    blocks = tuple(
-        find_partners(metadata, number, block) for number in range(len(metadata.groups))
-    )
+    blocks = {
+        number: find_partners(metadata, number, block)
+        for number in metadata.block_numbers
+    }
     reaches = [
         group.window.reaches(theirs < group.num_blocks, metadata.block_size)
-        for group, theirs in zip(metadata.groups, blocks, strict=True)
+        for group, theirs in zip(metadata.block_groups, blocks.values(), strict=True)
     ]
     return blocks, functools.reduce(operator.and_, reaches)
 
@@ -226,7 +226,6 @@ def _is_needed(
     """Return which columns a group needs of what was found, bool[B, C].
 
     Args:
-      group: the group.
       num: i32[B], leading columns that are found.
       num_tokens: i32[B], tokens that are.
       num_columns: C.
@@ -238,18 +237,19 @@ def _is_needed(
 
 def _find_part(
     metadata: Metadata, prompts: _Prompts, whole: _Whole
-) -> tuple[list[jax.Array], jax.Array]:
+) -> tuple[dict[int, jax.Array], jax.Array]:
     """Find the block behind those found that begins most like what follows them.
 
     It is a child of the last one, and all groups have a block beside it. With states
     there is none: they cannot go on from within a block.
 
     Returns:
-      Of each group the block, i32[B], N for none; and i32[B], the tokens in common.
+      By group the block, i32[B], N for none; and i32[B], the tokens in common.
     """
+    groups = {number: metadata.groups[number] for number in metadata.block_numbers}
     if whole.tip is None:
         none = jnp.zeros(whole.num.shape, jnp.int32)
-        return [none + group.num_blocks for group in metadata.groups], none
+        return {i: none + group.num_blocks for i, group in groups.items()}, none
     index, size = index_of(metadata), metadata.block_size
     nothing, num = metadata.leading.num_blocks, whole.num
     offset = jnp.arange(size, dtype=jnp.int32)[None]
@@ -261,9 +261,7 @@ def _find_part(
         & (index.salts.at[child].get(mode="clip") == prompts.salts[:, None])
         & proofs.follows_tip(metadata, child, num, whole.tip)
     )
-    children = [
-        find_partners(metadata, number, child) for number in range(len(metadata.groups))
-    ]
+    children = {number: find_partners(metadata, number, child) for number in groups}
     for number in metadata.followers:
         is_child &= children[number] < metadata.groups[number].num_blocks
     theirs = tokens_of(metadata)[jnp.minimum(child, nothing - 1)]
@@ -273,10 +271,12 @@ def _find_part(
     common = jnp.where(is_child, common, 0)
     best = jnp.argmax(common, axis=1)[:, None].astype(jnp.int32)
     num_part = _at(common, best, 0)
-    parts = [
-        jnp.where(num_part > 0, _at(blocks, best, group.num_blocks), group.num_blocks)
-        for blocks, group in zip(children, metadata.groups, strict=True)
-    ]
+    parts = {
+        i: jnp.where(
+            num_part > 0, _at(children[i], best, group.num_blocks), group.num_blocks
+        )
+        for i, group in groups.items()
+    }
     return parts, num_part
 
 

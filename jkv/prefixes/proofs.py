@@ -101,7 +101,6 @@ def follows_tip(
     """Return which indexed blocks follow prefixes, bool[B, K].
 
     Args:
-      metadata: with an index.
       child: i32[B, K], blocks.
       column: i32[B], their column.
       tip: the prefixes.

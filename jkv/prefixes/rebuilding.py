@@ -34,7 +34,6 @@ def rename_blocks(
 
     Args:
       metadata: the state, everything else renumbered.
-      number: of the group.
       renamed: new ids of old ones, N' where there is none.
       moved: values of the new blocks from those of the old, with a fill for new ones.
     """

@@ -63,7 +63,7 @@ def recommit(cache: Cache, seq_ids: Integers, tokens: Texts) -> Cache:
 
 def _forget_committed(metadata: Metadata, seq_ids: jax.Array) -> Metadata:
     """Let sequences that have all of their blocks commit from their beginning on."""
-    group = metadata.leading if metadata.groups else None
+    group = metadata.leading if metadata.block_numbers else None
     is_whole = requests.is_live_once(metadata, seq_ids)
     if group is not None:
         is_whole &= group.window.gaps_of(jnp.maximum(seq_ids, 0)) == 0
@@ -100,7 +100,9 @@ def _plan_whole(cache: Cache, seq_ids: jax.Array) -> Batch:
         positions=none,
         valid=none > 0,
         offsets=none,
-        blocks_of_groups=tuple(none + g.num_blocks for g in metadata.groups),
+        blocks_of_groups=tuple(
+            none + g.num_blocks if g.has_blocks else None for g in metadata.groups
+        ),
         epochs=index_of(metadata).epochs.at[seq_ids].get(mode="clip"),
         is_decoding=False,
         sizes=cache.sizes,

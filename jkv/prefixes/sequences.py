@@ -26,7 +26,6 @@ def begin(
     """Let rows, i32[B], begin with the tokens found, i32[B], and count the prompts.
 
     Args:
-      metadata: the state.
       row: i32[B]; S where a request is not served.
       salts: i32[B], their domains.
       num_cached: i32[B], tokens found.
@@ -69,7 +68,6 @@ def inherit(
     """Let rows, i32[B], continue from the first tokens of what their parents are.
 
     Args:
-      metadata: the state.
       row: i32[B], of the tables; one of S or above is dropped.
       parents: i32[B].
       lengths: i32[B], tokens that each row takes over.

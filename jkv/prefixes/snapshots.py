@@ -14,7 +14,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import states
+from jkv.metadata.entries import for_each_of
 from jkv.prefixes import hashing
 from jkv.prefixes.arrays import Snapshots
 from jkv.prefixes.prefix_index import index_of, with_index
@@ -47,7 +47,6 @@ def find_longest(
     """Find the longest snapshot of each prompt from which all groups can go on.
 
     Args:
-      metadata: the state.
       snapshots: its snapshots.
       tokens: i32[B, P], the prompts.
       salts: i32[B].
@@ -124,7 +123,7 @@ def find_common(metadata: Metadata, tokens: jax.Array, salts: jax.Array) -> jax.
         return common.at[request].set(jnp.max(end)[None])
 
     common = jnp.zeros(salts.shape, jnp.int32)
-    return states.for_each_of(prompts[:, 0] >= 0, compare, common)
+    return for_each_of(prompts[:, 0] >= 0, compare, common)
 
 
 def state_at(snapshots: Snapshots, place: jax.Array) -> FoundState:
@@ -139,7 +138,6 @@ def find_at(
     """Return the snapshot of each sequence's own text at a length; None without.
 
     Args:
-      metadata: the state.
       seq_ids: i32[B].
       lengths: i32[B]; 0 where none is looked for.
     """
@@ -155,7 +153,7 @@ def find_at(
         return places.at[request].set(place)
 
     places = jnp.full(seq_ids.shape, none, jnp.int32)
-    return state_at(snapshots, states.for_each_of(lengths > 0, look, places))
+    return state_at(snapshots, for_each_of(lengths > 0, look, places))
 
 
 def _find_text(
@@ -201,7 +199,6 @@ def make(
 
     Args:
       metadata: the state; `committed` is noted already.
-      batch: the step.
       continues: bool[B], requests whose step was made visible.
 
     Returns:
@@ -218,7 +215,7 @@ def make(
     )
     none = snapshots.lengths.shape[0]
     places = jnp.full(seq_ids.shape, none, jnp.int32)
-    made = states.for_each_of(
+    made = for_each_of(
         is_due,
         lambda request, carry: _make_one(metadata, batch, request, *carry),
         (snapshots, places),

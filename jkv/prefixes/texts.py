@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import states
+from jkv.metadata.entries import for_each_of
 from jkv.prefixes.snapshots import snapshots_of, with_snapshots
 from jkv.sharding.loops import when
 from jkv.state import Metadata
@@ -57,7 +57,7 @@ def copy_texts(
         return _change(
             metadata, lambda texts: when(jnp.any(is_copied), exchange, texts, source)
         )
-    return _change(metadata, lambda texts: states.for_each_of(is_copied, copy, texts))
+    return _change(metadata, lambda texts: for_each_of(is_copied, copy, texts))
 
 
 def _change(metadata: Metadata, change: Callable[[jax.Array], jax.Array]) -> Metadata:

@@ -207,7 +207,7 @@ def _snapshots(metadata: Metadata, seq_id: jax.Array) -> jax.Array:
 
 @jax.jit
 def _evict_cached(metadata: Metadata, num_blocks: jax.Array) -> Metadata:
-    if not metadata.groups:
+    if not metadata.block_numbers:
         return evict_snapshots(metadata, num_blocks)
     # The leading group comes last: other groups have nothing cached beside what it
     # forgets.

@@ -126,7 +126,6 @@ class Engine:
 
         Args:
           model: as for `jkv.generate`.
-          params: the model's weights.
           cache: given to the engine.
           max_running: most sequences that run at one time, W.
           max_new_tokens: most new tokens of any sequence.

@@ -28,7 +28,6 @@ class HasStats(Protocol):
 
     def stats(self) -> EngineStats:
         """Return a snapshot."""
-        ...
 
 
 _GAUGES = {

@@ -1,7 +1,8 @@
 """How keys and values lie on a mesh: kv heads over one axis, tokens over another."""
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple, TypeAlias
 
 import jax
 
@@ -123,6 +124,34 @@ def find_spec(
     }
     last = max(parts, default=-1)
     return jax.sharding.PartitionSpec(*map(parts.get, range(last + 1)))
+
+
+# What a group's storage remembers, and the partition of those of its arrays that are
+# divided, by path.
+Divided: TypeAlias = tuple[
+    StorageSharding | None, dict[str, jax.sharding.PartitionSpec]
+]
+
+
+def divide_pools(
+    num_kv_heads: int,
+    block_size: int,
+    paths: Iterable[str],
+    mesh: jax.sharding.Mesh,
+    heads: str | None,
+    context: str | None,
+) -> Divided:
+    """Return how the pools of a group lie on a mesh, as `StorageSharding.of`."""
+    sharding = StorageSharding.of(
+        mesh,
+        heads=heads,
+        context=context,
+        num_kv_heads=num_kv_heads,
+        block_size=block_size,
+    )
+    if sharding is None:
+        return None, {}
+    return sharding, dict.fromkeys(paths, sharding.spec(POOL))
 
 
 def _num_devices(mesh: jax.sharding.Mesh, name: str, axis: str) -> int:

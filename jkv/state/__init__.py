@@ -5,7 +5,7 @@ about blocks can be tested, simulated and jitted without touching storage.
 """
 
 from jkv.state.batch import Batch, Slots
-from jkv.state.cache import Cache, GroupLayer, LayerPlaces, StateLayer
+from jkv.state.cache import Cache, GroupLayer
 from jkv.state.index import Index
 from jkv.state.metadata import NO_SEQUENCE, BlockGroup, Metadata, Sequences
 from jkv.state.no_index import NoIndex
@@ -23,14 +23,12 @@ __all__ = [
     "Everything",
     "GroupLayer",
     "Index",
-    "LayerPlaces",
     "Metadata",
     "NoIndex",
     "Ring",
     "Sequences",
     "SlidingWindow",
     "Slots",
-    "StateLayer",
     "StateStorage",
     "States",
 ]

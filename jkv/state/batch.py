@@ -4,46 +4,34 @@ Symbols in shape comments as in `jkv.state.metadata`.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 
-from jkv.state.states import StateSizes
-from jkv.state.storage import GroupSizes
 from jkv.status import UsageError
 
 
 class StepSizes(NamedTuple):
     """What a batch and the cache that it is used with agree in; letters as ever."""
 
-    groups: tuple[GroupSizes, ...]  # those with blocks
-    states: tuple[StateSizes, ...]  # those with a state
-    state_numbers: tuple[int, ...]  # their places among all groups
+    groups: tuple[Any, ...]  # of each what its storage says
     block_size: int  # T
     max_sequences: int  # S
     max_context_length: int
 
 
-def find_block_group(
-    number: int, num_groups: int, state_numbers: tuple[int, ...]
-) -> int:
-    """Return the place of a group among those with blocks.
-
-    Args:
-      number: of the group, in the configuration.
-      num_groups: groups with blocks.
-      state_numbers: places of those with a state among all.
+def check_group(number: int, has_blocks: Sequence[bool]) -> None:
+    """Refuse the number of a group that is not there, or has no blocks.
 
     Raises:
-      UsageError: if there is no such group, or it has a state.
+      UsageError: for one.
     """
-    known = num_groups + len(state_numbers)
-    if not 0 <= number < known:
-        raise UsageError(f"group must be in 0..{known - 1}, got {number}")
-    if number in state_numbers:
+    if not 0 <= number < len(has_blocks):
+        raise UsageError(f"group must be in 0..{len(has_blocks) - 1}, got {number}")
+    if not has_blocks[number]:
         raise UsageError(f"group {number} has a state and no blocks")
-    return number - sum(each < number for each in state_numbers)
 
 
 class Slots(NamedTuple):
@@ -73,8 +61,9 @@ class Batch:
     positions: jax.Array  # i32[R], position of each row in its sequence, 0 if invalid
     valid: jax.Array  # bool[R], whether a served request owns the row
     offsets: jax.Array  # i32[R], offset of the row's slot in its block, 0 if invalid
-    # Of each group i32[R], block of the row's slot, the group's N if invalid.
-    blocks_of_groups: tuple[jax.Array, ...]
+    # Of each group i32[R], block of the row's slot, the group's N if invalid; None of
+    # one without blocks.
+    blocks_of_groups: tuple[jax.Array | None, ...]
     epochs: jax.Array | None  # u32[B], for `commit`: when the sequence last lost tokens
     # i32[B] each, where tokens may be pending: those before the step and after it.
     pending_counts: tuple[jax.Array, jax.Array] | None = None
@@ -127,27 +116,27 @@ class Batch:
         Raises:
           UsageError: with several groups with blocks; take `slots_of`. Or with none.
         """
-        if len(self.blocks_of_groups) != 1:
+        found = [blocks for blocks in self.blocks_of_groups if blocks is not None]
+        if len(found) != 1:
             raise UsageError(
-                f"this batch has slots in {len(self.blocks_of_groups)} groups of "
-                f"layers; take batch.slots_of(group)"
+                f"this batch has slots in {len(found)} groups of layers; take "
+                f"batch.slots_of(group)"
             )
-        return self.blocks_of_groups[0]
+        return found[0]
 
     def slots_of(self, group: int) -> Slots:
         """Return the slot of each row in a group of layers, i32[R] each.
 
         Args:
           group: its number in the configuration; a group with blocks.
-        """
-        number = find_block_group(
-            group, len(self.blocks_of_groups), self.sizes.state_numbers
-        )
-        return self.slots_in(number)
 
-    def slots_in(self, place: int) -> Slots:
-        """Return the same for a group by its place among those with blocks."""
-        return Slots(self.blocks_of_groups[place], self.offsets)
+        Raises:
+          UsageError: if there is no such group, or it has a state.
+        """
+        check_group(group, [blocks is not None for blocks in self.blocks_of_groups])
+        blocks = self.blocks_of_groups[group]
+        assert blocks is not None
+        return Slots(blocks, self.offsets)
 
     def first_requests(self, num_requests: int) -> Self:
         """Return the step without the requests behind the first ones, which own no row.

@@ -16,9 +16,8 @@ import numpy as np
 from jkv.config.units import human_bytes
 from jkv.sharding.ranks import PoolSharding
 from jkv.sharding.storage_sharding import StorageSharding
-from jkv.state.batch import StepSizes, find_block_group
+from jkv.state.batch import StepSizes
 from jkv.state.metadata import Metadata
-from jkv.state.states import StateStorage
 from jkv.state.storage import BlockStorage
 from jkv.status import UsageError
 
@@ -30,37 +29,20 @@ class Device(Protocol):
     @property
     def id(self) -> int:
         """Number among the devices of its platform."""
-        ...
 
     @property
     def platform(self) -> str:
         """Such as "cpu" or "gpu"."""
-        ...
 
     def memory_stats(self) -> dict[str, int] | None:
         """Return the device's account of its memory, if it keeps one."""
-        ...
 
 
 class GroupLayer(NamedTuple):
     """A layer by its group, and its number in it: where verbs take a layer."""
 
-    group: int  # static
+    group: int  # static, in the configuration
     layer: int | jax.Array  # i32[] or int, which may be traced
-
-
-class StateLayer(NamedTuple):
-    """A layer with a state, by the place of its group among those with one."""
-
-    group: int  # static
-    layer: int | jax.Array  # i32[] or int, its number in the group; may be traced
-
-
-class LayerPlaces(NamedTuple):
-    """Where a layer keeps keys and values, and where a state; None: it keeps none."""
-
-    blocks: GroupLayer | None
-    state: StateLayer | None
 
 
 class Role(enum.Enum):
@@ -94,7 +76,6 @@ class Watcher(Protocol):
           given: all its arguments, by position and by name.
           role: what the function is to debug mode, if anything of its own.
         """
-        ...
 
 
 @jax.tree_util.register_dataclass
@@ -113,16 +94,11 @@ class Cache:
     """
 
     metadata: Metadata  # which sequence has which blocks
-    storage: tuple[BlockStorage, ...]  # of each group with blocks
+    storage: tuple[Any, ...]  # of each group: a `BlockStorage` or a `StateStorage`
     # Static: the groups of each layer of the model: none, one, or one with blocks and
     # one with a state. The layers of a group are stored in this order.
     layer_groups: tuple[tuple[int, ...], ...] = dataclasses.field(
         metadata={"static": True}
-    )
-    states: tuple[StateStorage, ...] = ()  # of each group with a state
-    # Static: the places of those among all groups.
-    state_numbers: tuple[int, ...] = dataclasses.field(
-        default=(), metadata={"static": True}
     )
     # Of which mesh axis each rank has a cache; static, as every array then has one axis
     # more, that of ranks. None for one cache.
@@ -137,16 +113,17 @@ class Cache:
             return self
         return dataclasses.replace(self, metadata=metadata)
 
-    def with_storage(self, storage: tuple[BlockStorage, ...]) -> Self:
-        """Return the cache with other keys and values."""
+    @property
+    def block_storage(self) -> tuple[BlockStorage, ...]:
+        """The keys and values of each group with blocks."""
+        return tuple(each for each in self.storage if each.has_blocks)
+
+    def with_storage(self, storage: tuple[Any, ...]) -> Self:
+        """Return the cache with other keys, values and states."""
         return dataclasses.replace(self, storage=storage)
 
-    def with_states(self, states: tuple[StateStorage, ...]) -> Self:
-        """Return the cache with other states."""
-        return dataclasses.replace(self, states=states)
-
-    def with_group_storage(self, group: int, storage: BlockStorage) -> Self:
-        """Return the cache with other keys and values of one group."""
+    def with_group_storage(self, group: int, storage: Any) -> Self:
+        """Return the cache with other keys and values, or states, of one group."""
         before, behind = self.storage[:group], self.storage[group + 1 :]
         return self.with_storage((*before, storage, *behind))
 
@@ -161,61 +138,40 @@ class Cache:
           UsageError: with several groups for a traced number; for one that no layer
             has, or for a layer that keeps no keys and values.
         """
-        found = self._find(layer)
-        if found.blocks is None:
-            state = "; it keeps a state, for read_state and write_state"
-            raise UsageError(
-                f"layer {layer} keeps no keys and values: layer_groups names no group "
-                f"with blocks for it{state * (found.state is not None)}"
-            )
-        return found.blocks
+        places = self._list_places(layer)
+        for place in places:
+            if self.metadata.groups[place.group].has_blocks:
+                return place
+        state = "; it keeps a state, for read_state and write_state"
+        raise UsageError(
+            f"layer {layer} keeps no keys and values: layer_groups names no group "
+            f"with blocks for it{state * bool(places)}"
+        )
 
-    def find_state(self, layer: Any) -> StateLayer:
-        """Return where the state of a layer is.
-
-        Args:
-          layer: int, of the model; or a `StateLayer`, which is returned. Where all
-            layers are in one group it may be traced.
+    def find_state(self, layer: Any) -> GroupLayer:
+        """Return where the state of a layer is; as `find_layer` with keys and values.
 
         Raises:
-          UsageError: with several groups for a traced number; for one that no layer
-            has, or for a layer that keeps no state.
+          UsageError: for a layer that keeps no state, and as `find_layer`.
         """
-        found = self._find(layer)
-        if found.state is None:
-            raise UsageError(
-                f"layer {layer} keeps no state: layer_groups names no group with a "
-                f"state (jkv.StateConfig) for it"
-            )
-        return found.state
+        for place in self._list_places(layer):
+            if not self.metadata.groups[place.group].has_blocks:
+                return place
+        raise UsageError(
+            f"layer {layer} keeps no state: layer_groups names no group with a "
+            f"state (jkv.StateConfig) for it"
+        )
 
-    def _find(self, layer: Any) -> LayerPlaces:
+    def _list_places(self, layer: Any) -> tuple[GroupLayer, ...]:
         """Return where a layer keeps what it keeps: an int, or what says so already."""
-        if isinstance(layer, LayerPlaces):
-            return layer
-        if isinstance(layer, GroupLayer):
-            return LayerPlaces(layer, None)
-        if isinstance(layer, StateLayer):
-            return LayerPlaces(None, layer)
+        if isinstance(layer, tuple):
+            return (layer,) if isinstance(layer, GroupLayer) else layer
         # In the only group of all layers a layer has the model's number, traced or not.
         if set(self.layer_groups) == {(0,)}:
-            return self._place((0,), lambda _: layer)
+            return (GroupLayer(0, layer),)
         number = self._known(layer)
         groups = self.layer_groups[number]
-        return self._place(groups, lambda group: self._count(group, number))
-
-    def _place(
-        self, groups: tuple[int, ...], layer_in: Callable[[int], int | jax.Array]
-    ) -> LayerPlaces:
-        """Return the places of a layer of some groups, by its number in each."""
-        blocks, state = None, None
-        for group in groups:
-            if group in self.state_numbers:
-                place = self.state_numbers.index(group)
-                state = StateLayer(place, layer_in(group))
-            else:
-                blocks = GroupLayer(self.find_group(group), layer_in(group))
-        return LayerPlaces(blocks, state)
+        return tuple(GroupLayer(each, self._count(each, number)) for each in groups)
 
     def _known(self, layer: Any) -> int:
         """Return the number of a layer; refuse one that is traced or not there."""
@@ -236,13 +192,16 @@ class Cache:
 
     def find_periodic(
         self, layer: int, period: int, step: int | jax.Array
-    ) -> "GroupLayer | StateLayer | LayerPlaces":
+    ) -> GroupLayer | tuple[GroupLayer, ...]:
         """Return layer `step * period + layer` in a scan over periods of layers.
 
         Args:
           layer: int, 0 to period-1, of the first period.
           period: int, after how many layers the groups repeat.
           step: i32[] or int, the number of the period; may be traced.
+
+        Returns:
+          Where the layer is in its group; of one in two groups, both.
 
         Raises:
           UsageError: if the groups of the layers do not repeat like that, or the layer
@@ -256,37 +215,27 @@ class Cache:
                 f"the groups of the layers, {groups}, do not repeat after {period}, or "
                 f"layer {layer} is not in 0..{period - 1}"
             )
-        found = self._place(
-            groups[layer],
-            lambda group: self._count(group, layer) + step * self._count(group, period),
+        places = tuple(
+            GroupLayer(
+                each, self._count(each, layer) + step * self._count(each, period)
+            )
+            for each in groups[layer]
         )
-        if found.state is None:
-            return self.find_layer(layer) if found.blocks is None else found.blocks
-        return found.state if found.blocks is None else found
-
-    def find_group(self, number: int) -> int:
-        """Return the place of a group among those with blocks.
-
-        Args:
-          number: of the group, in the configuration.
-
-        Raises:
-          UsageError: if there is no such group, or it has a state and no blocks.
-        """
-        return find_block_group(number, len(self.storage), self.state_numbers)
+        if not places:  # raises
+            return self.find_layer(layer)
+        return places[0] if len(places) == 1 else places
 
     @property
     def num_layers(self) -> int:
         """Layers of the model; 0 for a cache without storage."""
-        stored = [each.num_layers for each in self.storage]
-        stored += [each.num_layers for each in self.states]
-        return len(self.layer_groups) if any(stored) else 0
+        is_stored = any(each.num_layers for each in self.storage)
+        return len(self.layer_groups) if is_stored else 0
 
     @property
     def num_blocks(self) -> int:
         """Blocks in the pool, N, of a cache of one group."""
         self._require_one_group("num_blocks", "cache.metadata.groups[i].num_blocks")
-        return self.metadata.groups[0].num_blocks
+        return self.metadata.block_groups[0].num_blocks
 
     @property
     def num_kv_heads(self) -> int:
@@ -338,8 +287,6 @@ class Cache:
         """The sizes in which the cache and the batches planned on it agree."""
         return StepSizes(
             groups=tuple(each.sizes for each in self.storage),
-            states=tuple(each.sizes for each in self.states),
-            state_numbers=self.state_numbers,
             block_size=self.block_size,
             max_sequences=self.max_sequences,
             max_context_length=self.max_context_length,
@@ -348,14 +295,13 @@ class Cache:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays; `CacheConfig.bytes` when there is storage."""
-        arrays = jax.tree.leaves((self.metadata, self.storage, self.states))
+        arrays = jax.tree.leaves((self.metadata, self.storage))
         return sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
 
     @property
     def devices(self) -> set[Device]:
         """Devices that hold keys, values and states."""
-        arrays = [each.key_pool for each in self.storage]
-        arrays += [each.bases for each in self.states]
+        arrays = [next(iter(each.arrays.values())) for each in self.storage]
         return set().union(*(array.devices() for array in arrays))
 
     def occupancy(self) -> str:
@@ -371,20 +317,21 @@ class Cache:
         """
         with contextlib.suppress(Exception):
             # An axis more, as stacked caches have, would shift the sizes.
-            if all(len(each.key_pool.shape) == 5 for each in self.storage):
+            if all(len(each.key_pool.shape) == 5 for each in self.block_storage):
                 if len(self.metadata.is_open.shape) == 1:
                     return self._describe()
         return self._list_arrays()
 
     def _only_storage(self, name: str) -> BlockStorage:
         self._require_one_group(name, f"cache.storage[i].{name}")
-        return self.storage[0]
+        return self.block_storage[0]
 
     def _require_one_group(self, name: str, instead: str) -> None:
         """Refuse to say of a cache of several groups what each has for itself."""
-        if len(self.storage) != 1:
+        num_groups = len(self.block_storage)
+        if num_groups != 1:
             raise UsageError(
-                f"cache.{name} is one number, and each of the {len(self.storage)} "
+                f"cache.{name} is one number, and each of the {num_groups} "
                 f"groups of layers with blocks has its own: take {instead}"
             )
 
@@ -403,25 +350,31 @@ class Cache:
         layers = f"{self.num_layers} layers" if self.num_layers else "no storage"
         kinds = [
             f"{each.num_kv_heads} kv heads, head dim {each.head_dim}, {each.formats}"
-            for each in self.storage
+            for each in self.block_storage
         ]
-        kinds += ["states"] * bool(self.states)
+        kinds += ["states"] * self.metadata.has_states
         size = human_bytes(self.nbytes)
         head = f"Cache({layers}, {' and '.join(dict.fromkeys(kinds))}, {size})"
         if not all(map(_is_concrete, jax.tree.leaves(self.metadata))):
             return head
         blocks, sequences, num_tokens = self._use()
         each = f"{self.block_size} tokens each"
-        if len(blocks) == 1 and not self.states:
+        if len(self.storage) == 1 and blocks:
             lines = [f"  blocks     {blocks[0].replace(' blocks', '')}, {each}"]
         else:
-            lines = [
-                f"{used.replace(' blocks', '')}, {each}, {of_group.num_layers} layers"
-                for used, of_group in zip(blocks, self.storage, strict=True)
+            used_of = iter(blocks)
+            kept = [
+                f"{next(used_of).replace(' blocks', '')}, {each}"
+                if of_group.has_blocks
+                else "states"
+                for of_group in self.storage
             ]
-            for number, of_states in zip(self.state_numbers, self.states, strict=True):
-                lines.insert(number, f"states, {of_states.num_layers} layers")
-            lines = [f"  group {i}    {line}" for i, line in enumerate(lines)]
+            lines = [
+                f"  group {i}    {what}, {of_group.num_layers} layers"
+                for i, (what, of_group) in enumerate(
+                    zip(kept, self.storage, strict=True)
+                )
+            ]
         used = sequences.replace(" sequences", "")
         most = f"at most {self.max_context_length} each"
         lines.append(f"  sequences  {used}, {num_tokens} tokens, {most}")
@@ -432,14 +385,14 @@ class Cache:
         meta = self.metadata
         counts, is_open, lengths = jax.device_get(
             (
-                [group.free_blocks.count for group in meta.groups],
+                [group.free_blocks.count for group in meta.block_groups],
                 meta.is_open,
                 meta.context_lengths,
             )
         )
         blocks = [
             f"{count} of {group.num_blocks} blocks free"
-            for count, group in zip(counts, meta.groups, strict=True)
+            for count, group in zip(counts, meta.block_groups, strict=True)
         ]
         sequences = f"{is_open.sum()} of {self.max_sequences} sequences open"
         return blocks, sequences, int(lengths.sum(dtype=np.int64))

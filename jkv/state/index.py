@@ -54,7 +54,7 @@ class Found(NamedTuple):
 
     num_blocks: jax.Array  # i32[B], leading columns found
     num_part: jax.Array  # i32[B], tokens in common with the part, below T
-    groups: tuple[FoundBlocks, ...]
+    groups: dict[int, FoundBlocks]  # by the number of the group
     state: FoundState | None = None  # at the columns' end; None without snapshots
 
     def num_tokens(self, block_size: int) -> jax.Array:
@@ -71,21 +71,17 @@ class Index(Protocol[Metadata]):
     @property
     def is_there(self) -> bool:
         """Whether `commit` makes anything found; static."""
-        ...
 
     @property
     def snapshot_every(self) -> int | None:
         """At multiples of which length states are kept, None if never; static."""
-        ...
 
     @property
     def num_places(self) -> int:
         """Places for snapshots of states, P; static."""
-        ...
 
     def count_snapshots(self) -> jax.Array:
         """Return how many places hold one, i32[]."""
-        ...
 
     def find(
         self, metadata: Metadata, tokens: jax.Array | None, salts: jax.Array
@@ -93,11 +89,9 @@ class Index(Protocol[Metadata]):
         """Look up prompts; the last token of each is never found.
 
         Args:
-          metadata: the state.
           tokens: i32[B, P], negative from each prompt's end on; None for no prompts.
           salts: i32[B], their domains.
         """
-        ...
 
     def find_state(
         self, metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array
@@ -106,7 +100,6 @@ class Index(Protocol[Metadata]):
 
         Of length 0 there is none. None without snapshots.
         """
-        ...
 
     def find_partings(
         self, metadata: Metadata, tokens: jax.Array, salts: jax.Array
@@ -116,7 +109,6 @@ class Index(Protocol[Metadata]):
         That may be further than they are found, where states are: a snapshot is worth
         while there. None without snapshots. Arguments as for `find`.
         """
-        ...
 
     def find_partings_behind(
         self,
@@ -126,7 +118,6 @@ class Index(Protocol[Metadata]):
         tokens: jax.Array,
     ) -> jax.Array | None:
         """Return the same of sequences' first tokens, i32[B], and those behind them."""
-        ...
 
     def begin(
         self,
@@ -137,7 +128,6 @@ class Index(Protocol[Metadata]):
         tokens: jax.Array | None,
     ) -> Metadata:
         """Let rows, i32[B], begin with the tokens found of prompts, i32[B]; count."""
-        ...
 
     def enter(
         self, metadata: Metadata, row: jax.Array, salts: jax.Array, known: jax.Array
@@ -146,13 +136,11 @@ class Index(Protocol[Metadata]):
 
         All are i32[B]. Their texts are not told.
         """
-        ...
 
     def record(
         self, metadata: Metadata, row: jax.Array, position: jax.Array, tokens: jax.Array
     ) -> Metadata:
         """Note tokens, i32[...], at positions of rows."""
-        ...
 
     def inherit(
         self,
@@ -167,31 +155,24 @@ class Index(Protocol[Metadata]):
 
         With an exchange a parent may be a row, too.
         """
-        ...
 
     def cut(self, metadata: Metadata, row: jax.Array, lengths: jax.Array) -> Metadata:
         """Note that rows hold no more than these tokens any longer, i32[B] each."""
-        ...
 
     def use(self, metadata: Metadata, found: FoundState | None) -> Metadata:
         """Note that snapshots are gone on from, in the order of the requests."""
-        ...
 
     def epochs_of(self, seq_ids: jax.Array) -> jax.Array | None:
         """Return when sequences were opened or last cut back, u32[B], for `commit`."""
-        ...
 
     def leave(self, seq_ids: jax.Array) -> tuple[jax.Array, jax.Array] | None:
         """Return the tokens visible of sequences, and their domains, i32[B] each."""
-        ...
 
     def texts_of(self, metadata: Metadata, row: jax.Array) -> jax.Array:
         """Return the tokens told of rows, i32[..., max_context_length], -1 for none."""
-        ...
 
     def knows(self, metadata: Metadata, number: int, block: jax.Array) -> jax.Array:
         """Return whether blocks of a group, i32[...], can be found, bool[...]."""
-        ...
 
     def forget(
         self, metadata: Metadata, number: int, block: jax.Array
@@ -200,7 +181,6 @@ class Index(Protocol[Metadata]):
 
         N is dropped.
         """
-        ...
 
     def forget_rewritten(
         self, metadata: Metadata, number: int, block: jax.Array
@@ -209,7 +189,6 @@ class Index(Protocol[Metadata]):
 
         What follows one of them is forgotten, too.
         """
-        ...
 
     def commit(
         self, metadata: Metadata, batch: Batch
@@ -219,7 +198,6 @@ class Index(Protocol[Metadata]):
         Returns:
           The metadata, and what storage is to follow (`jkv.storage.following`).
         """
-        ...
 
     def rename(
         self,
@@ -232,13 +210,10 @@ class Index(Protocol[Metadata]):
 
         Args:
           metadata: the state, everything else renumbered.
-          number: of the group.
           renamed: new ids of old ones, N' where there is none.
           moved: values of the new blocks from those of the old, with a fill for new
             ones.
         """
-        ...
 
     def reenter(self, metadata: Metadata) -> Metadata:
         """Enter all blocks anew, as there is another number of them."""
-        ...

@@ -10,14 +10,13 @@ sequence, B requests in a call, R token rows in a batch.
 """
 
 import dataclasses
-from typing import Self
+from typing import Any, Self
 
 import jax
 
 from jkv.config.layer_windows import find_leader
 from jkv.state.index import Index
 from jkv.state.rings import Ring
-from jkv.state.states import States
 from jkv.state.windows import Window
 from jkv.status import Counter, Status
 
@@ -72,6 +71,9 @@ class BlockGroup:
     A table entry that maps no block holds N: too high to be an index, so scatters drop
     it.
     """
+
+    has_blocks = True
+    max_pending = 0
 
     block_tables: jax.Array  # i32[S, M], block ids of each sequence, N where unmapped
     # i32[S], blocks of each sequence, those reserved and those given back too
@@ -140,11 +142,13 @@ class Metadata:
     """
 
     sequences: Sequences  # which are open, and how long
-    groups: tuple[BlockGroup, ...]  # what they have in each group with blocks
+    # What they have in each group of the configuration: a `BlockGroup`, or `States`.
+    groups: tuple[Any, ...]
     index: "Index[Metadata]"  # what can be found again: with prefix caching, or nothing
-    states: States | None = None  # if there are groups with a state
+    # Static: what verbs ask, a `jkv.metadata.part.Part` for one group or several.
+    parts: tuple[Any, ...] = dataclasses.field(metadata={"static": True})
 
-    def with_group(self, number: int, group: BlockGroup) -> Self:
+    def with_group(self, number: int, group: Any) -> Self:
         """Return the metadata with another group under one number."""
         if group is self.groups[number]:
             return self
@@ -163,7 +167,22 @@ class Metadata:
     @property
     def max_pending(self) -> int:
         """Tokens of a sequence that may be pending, 0 without states."""
-        return 0 if self.states is None else self.states.max_pending
+        return max(group.max_pending for group in self.groups)
+
+    @property
+    def block_numbers(self) -> tuple[int, ...]:
+        """The numbers of the groups with blocks."""
+        return tuple(i for i, group in enumerate(self.groups) if group.has_blocks)
+
+    @property
+    def block_groups(self) -> tuple[BlockGroup, ...]:
+        """The groups with blocks."""
+        return tuple(self.groups[i] for i in self.block_numbers)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether there are groups with a state, which cannot be cut back at will."""
+        return len(self.block_numbers) < len(self.groups)
 
     @property
     def records_tokens(self) -> bool:
@@ -176,22 +195,24 @@ class Metadata:
 
         The first that sees everything, or else the one that sees furthest.
         """
-        return find_leader([group.window.length for group in self.groups])
+        lengths = [group.window.length for group in self.block_groups]
+        return self.block_numbers[find_leader(lengths)]
 
     @property
     def leading(self) -> BlockGroup:
         """The leading group."""
-        return self.groups[self.leader]
+        group: BlockGroup = self.groups[self.leader]
+        return group
 
     @property
     def followers(self) -> tuple[int, ...]:
-        """The numbers of the other groups."""
-        return tuple(i for i in range(len(self.groups)) if i != self.leader)
+        """The numbers of the other groups with blocks."""
+        return tuple(i for i in self.block_numbers if i != self.leader)
 
     @property
     def tokens(self) -> jax.Array | None:
         """Recorded token ids, i32[N, T] of the leading group, if they are recorded."""
-        return self.leading.tokens if self.groups else None
+        return self.leading.tokens if self.block_numbers else None
 
     @property
     def context_lengths(self) -> jax.Array:

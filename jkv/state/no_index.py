@@ -60,5 +60,5 @@ def find_nothing(metadata: Metadata, shape: tuple[int, ...]) -> Found:
     """Return that nothing is found of prompts, nor looked for."""
     none = jnp.zeros(shape, jnp.int32)
     columns = jnp.zeros((*shape, 0), jnp.int32)
-    groups = (FoundBlocks(columns, 0, None) for _ in metadata.groups)
-    return Found(none, none, tuple(groups))
+    nothing = FoundBlocks(columns, 0, None)
+    return Found(none, none, dict.fromkeys(metadata.block_numbers, nothing))

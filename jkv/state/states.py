@@ -9,17 +9,23 @@ tokens that a sequence may have.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
+
+from jkv.config import state_layout as layout
+from jkv.config.state_layout import divide_states
+from jkv.sharding.storage_sharding import Divided, DividedAxes
+from jkv.state.metadata import Metadata
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class States:
-    """That there are groups with a state: they agree in what may be pending."""
+    """What there is to know of a group with a state: all agree in it."""
 
+    has_blocks = False
     # Q, tokens of a sequence that may be pending; static, as arrays do not tell it.
     max_pending: int = dataclasses.field(metadata={"static": True})
 
@@ -43,6 +49,9 @@ class StateStorage:
     bfloat16 is stored as its bits.
     """
 
+    has_blocks = False
+    sharding = None
+
     bases: jax.Array  # i32[L, S], at how many tokens the state of a row stands
     rows: dict[str, jax.Array]  # by name [L, S, ...], the states
     # By name [L, S, Q, ...], of pending tokens, oldest first; empty without them.
@@ -63,27 +72,59 @@ class StateStorage:
 
     @property
     def arrays(self) -> dict[str, jax.Array]:
-        """The arrays that hold states and inputs, by path."""
-        return {
+        """All arrays, by path."""
+        return {"bases": self.bases} | {
             f"{part}.{name}": array
             for part in PARTS
             for name, array in getattr(self, part).items()
         }
 
+    def with_arrays(self, arrays: dict[str, Any]) -> Self:
+        """Return the storage with other arrays, or with what stands for arrays."""
+        parts: dict[str, Any] = {part: {} for part in PARTS}
+        for path, array in arrays.items():
+            part, _, name = path.partition(".")
+            if name:
+                parts[part][name] = array
+        return dataclasses.replace(self, bases=arrays["bases"], **parts)
+
+    def meaning(self, _path: str) -> None:
+        """Return that bits are written to files as they are."""
+
+    def with_sharding(self, _sharding: None) -> Self:
+        """Return the same: the arrays alone say where they are."""
+        return self
+
+    def implied_sizes(self, metadata: Metadata, _group: States) -> layout.StateSizes:
+        """Return the sizes that a few of the arrays tell of all others."""
+        return layout.StateSizes(
+            num_layers=self.num_layers,
+            arrays=_list_arrays(self.rows, self.row_dtypes, 2),
+            inputs=_list_arrays(self.inputs, self.input_dtypes, 3),
+            max_sequences=metadata.max_sequences,
+            max_context_length=metadata.max_context_length,
+            block_size=metadata.block_size,
+            num_snapshots=metadata.index.num_places,
+            snapshot_every=metadata.index.snapshot_every,
+            max_pending=metadata.max_pending,
+            heads_axes=(),
+        )
+
+    def divide(
+        self, mesh: jax.sharding.Mesh, heads: str | None, _context: str | None
+    ) -> Divided:
+        """Return how the arrays would lie on a mesh."""
+        shapes = {path: array.shape for path, array in self.arrays.items()}
+        return layout.divide_arrays(self.divided, shapes, mesh, heads)
+
     @property
-    def divided_axes(self) -> dict[str, int]:
-        """The axis of each of these arrays that a mesh may divide, -1 for none."""
-        # By name: groups without snapshots have none of them, and files another order.
-        of_rows = dict(zip(sorted(self.rows), self.row_axes, strict=True))
-        of_inputs = dict(zip(sorted(self.inputs), self.input_axes, strict=True))
-        axes = {}
-        for path in self.arrays:
-            part, name = path.split(".")
-            is_state = part.endswith("rows")
-            axis = of_rows[name] if is_state else of_inputs[name]
-            before = 2 if is_state else 3  # layers, rows or places, tokens
-            axes[path] = axis + before if axis >= 0 else -1
-        return axes
+    def divided(self) -> dict[str, DividedAxes]:
+        """Which axis of an array a mesh may divide, by path; of others none."""
+        # By name: files have another order.
+        return divide_states(
+            dict(zip(sorted(self.rows), self.row_axes, strict=True)),
+            dict(zip(sorted(self.inputs), self.input_axes, strict=True)),
+        )
 
     @property
     def num_layers(self) -> int:
@@ -95,3 +136,11 @@ class StateStorage:
         """The sizes in which the group and the batches planned on it agree."""
         pending = [array.shape[2] for array in self.inputs.values()]
         return StateSizes(self.num_layers, max(pending, default=0))
+
+
+def _list_arrays(
+    arrays: dict[str, jax.Array], dtypes: tuple[np.dtype[Any], ...], skipped: int
+) -> tuple[layout.ArrayOf, ...]:
+    """Return name, shape and dtype of what a sequence, or a token, has in a layer."""
+    named = zip(sorted(arrays.items()), dtypes, strict=True)
+    return tuple((name, a.shape[skipped:], dtype) for (name, a), dtype in named)

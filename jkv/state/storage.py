@@ -9,10 +9,18 @@ from typing import Any, NamedTuple, Self
 import jax
 import numpy as np
 
+from jkv.config.layout import Sizes
 from jkv.formats.format import STORAGE_NAMES, Formats
 from jkv.formats.table import formats_of
 from jkv.sharding.heads import copies_of
-from jkv.sharding.storage_sharding import StorageSharding
+from jkv.sharding.storage_sharding import (
+    POOL,
+    Divided,
+    DividedAxes,
+    StorageSharding,
+    divide_pools,
+)
+from jkv.state.metadata import BlockGroup, Metadata
 
 
 class GroupSizes(NamedTuple):
@@ -29,6 +37,8 @@ class GroupSizes(NamedTuple):
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class BlockStorage:
     """The keys and values in the blocks of one group of layers."""
+
+    has_blocks = True
 
     # [L, N, K, T, D], bfloat16 and fp8 as their bits, int4 in pairs, [..., D / 2]
     key_pool: jax.Array
@@ -71,6 +81,45 @@ class BlockStorage:
     def with_arrays(self, arrays: dict[str, Any]) -> Self:
         """Return the storage with other arrays, or with what stands for arrays."""
         return dataclasses.replace(self, **arrays)
+
+    def meaning(self, path: str) -> np.dtype[Any] | None:
+        """Return what the bits of an array mean, where they mean another dtype."""
+        return self.formats.meaning(path) if path in STORAGE_NAMES else None
+
+    def with_sharding(self, sharding: StorageSharding | None) -> Self:
+        """Return the storage as it lies on another mesh."""
+        return dataclasses.replace(self, sharding=sharding)
+
+    def implied_sizes(self, metadata: Metadata, group: BlockGroup) -> Sizes:
+        """Return the sizes that a few of the arrays tell of all the others."""
+        return Sizes(
+            num_layers=self.num_layers,
+            num_kv_heads=self.key_pool.shape[2],  # with copies on a mesh
+            head_dim=self.head_dim,
+            num_blocks=self.num_blocks,
+            max_sequences=metadata.max_sequences,
+            max_context_length=metadata.max_context_length,
+            block_size=metadata.block_size,
+            value_head_dim=self.value_head_dim,
+            values_in_keys=self.values_in_keys,
+            dtype=self.dtype,
+            value_dtype=self.value_dtype,
+            record_tokens=metadata.tokens is not None,
+            sliding_window=group.window.length,
+            num_sink_tokens=group.window.num_sink_tokens,
+        )
+
+    def divide(
+        self, mesh: jax.sharding.Mesh, heads: str | None, context: str | None
+    ) -> Divided:
+        """Return how the arrays would lie on a mesh."""
+        size = self.key_pool.shape[3]
+        return divide_pools(self.num_kv_heads, size, self.arrays, mesh, heads, context)
+
+    @property
+    def divided(self) -> dict[str, DividedAxes]:
+        """Which axes of each array a mesh may divide."""
+        return dict.fromkeys(self.arrays, POOL)
 
     @property
     def num_layers(self) -> int:

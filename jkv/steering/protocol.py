@@ -61,7 +61,6 @@ class Steering(Protocol):
           variants: i32[N], which way each is steered; -1 for none, any state will do.
           prompts: i32[N, P], -1 after each one's end.
         """
-        ...
 
     def steer(self, state: Any, logits: jax.Array) -> jax.Array:
         """Return other logits, f32[K, V]; a token at -inf is never chosen.
@@ -73,7 +72,6 @@ class Steering(Protocol):
           state: K rows of it.
           logits: f32[K, V], the model's.
         """
-        ...
 
     def advance(self, state: Any, tokens: jax.Array) -> Any:
         """Return the state after one more token of each text.
@@ -82,7 +80,6 @@ class Steering(Protocol):
           state: K rows of it.
           tokens: i32[K], what was chosen; -1 where nothing was: the row stays.
         """
-        ...
 
     def ended(self, state: Any) -> jax.Array | None:
         """Return which texts have ended (STOP) with their newest token, bool[K].

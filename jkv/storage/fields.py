@@ -50,7 +50,8 @@ def build(
       kind: the dataclass to make.
       leaves: by the names that `list_leaves` gives them, dtypes and tuples as JSON has
         them too. They are taken out: what remains does not belong to the value.
-      kinds: the classes of which one stands where a field's type is a face.
+      kinds: the classes of which one stands where a field's type is a face, or that of
+        the members of a tuple.
       name: of the value itself.
 
     Raises:
@@ -67,23 +68,35 @@ def _build_field(hint: Any, leaves: dict[str, Any], kinds: Kinds, path: str) -> 
     """Make what a field of that type holds; of several, what the leaves belong to."""
     if path in leaves:
         return _of_json(leaves.pop(path))
-    options: tuple[Any, ...] = kinds.get(path, (hint,))
-    if isinstance(hint, types.UnionType):
-        options = typing.get_args(hint)
+    inner, prefix = typing.get_args(hint), f"{path}."
+    options = inner if isinstance(hint, types.UnionType) else (hint,)
+    within = [leaf for leaf in leaves if leaf.startswith(prefix)]
+    if typing.get_origin(hint) is not tuple:
+        return _build_one(kinds.get(path, options), leaves, kinds, path)
+    options = kinds.get(path, inner[:1])
+    numbers = {leaf.removeprefix(prefix).split(".")[0] for leaf in within}
+    paths = [f"{prefix}{number}" for number in range(len(numbers))]
+    return tuple(_build_one(options, leaves, kinds, path) for path in paths)
+
+
+def _build_one(
+    options: tuple[Any, ...], leaves: dict[str, Any], kinds: Kinds, path: str
+) -> Any:
+    """Make one of several things: that whose first field is among the leaves."""
     prefix = f"{path}."
     within = [leaf for leaf in leaves if leaf.startswith(prefix)]
-    for option in options:
-        origin, inner = typing.get_origin(option), typing.get_args(option)
-        if _is_dataclass(option):
-            # One without fields is what stands there where there are no leaves.
-            if bool(dataclasses.fields(option)) == bool(within):
-                return build(option, leaves, kinds, path)
-        elif origin is tuple and _is_dataclass(inner[0]):
-            numbers = {leaf.removeprefix(prefix).split(".")[0] for leaf in within}
-            paths = [f"{prefix}{number}" for number in range(len(numbers))]
-            return tuple(build(inner[0], leaves, kinds, path) for path in paths)
-        elif origin is dict:
-            return {leaf.removeprefix(prefix): leaves.pop(leaf) for leaf in within}
+    # One without fields is what stands there where there are no leaves.
+    fitting = [
+        option
+        for option in filter(_is_dataclass, options)
+        if bool(dataclasses.fields(option)) == bool(within)
+    ]
+    for option in fitting:
+        first = f"{prefix}{dataclasses.fields(option)[0].name}" if within else ""
+        if len(fitting) == 1 or any(leaf.startswith(first) for leaf in within):
+            return build(option, leaves, kinds, path)
+    if any(typing.get_origin(option) is dict for option in options):
+        return {leaf.removeprefix(prefix): leaves.pop(leaf) for leaf in within}
     if type(None) in options:
         return None
     raise ValueError(f"it lacks {path!r}, which this jkv needs")

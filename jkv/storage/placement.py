@@ -7,6 +7,7 @@ without a program to be compiled for its shape.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
@@ -20,7 +21,7 @@ from jkv.sharding.heads import copies_of, with_copies_of_heads
 from jkv.sharding.processes import is_shared
 from jkv.sharding.ranks import PoolSharding
 from jkv.sharding.resharding import is_explicit
-from jkv.sharding.storage_sharding import POOL, POOL_HEADS, StorageSharding
+from jkv.sharding.storage_sharding import POOL_HEADS, StorageSharding
 from jkv.state.cache import Cache, Device
 
 Placement: TypeAlias = Device | jax.sharding.Sharding | None  # None: JAX's choice
@@ -34,11 +35,13 @@ class Placements(NamedTuple):
     """Where the arrays of a cache go."""
 
     shardings: tuple[StorageSharding | None, ...]  # what each group's storage remembers
-    storage: tuple[Placement, ...]  # of each group's keys, values and scales
     pools: PoolSharding | None  # what the cache remembers
-    metadata: Placement
-    # Of each group with a state, where the arrays go that a mesh divides, by path.
-    states: tuple[dict[str, Placement], ...]
+    metadata: Placement  # and of all other arrays
+    storage: tuple[dict[str, Placement], ...]  # of arrays of each group, by path
+
+    def of(self, group: int, path: str) -> Placement:
+        """Return where an array of a group's storage goes."""
+        return self.storage[group].get(path, self.metadata)
 
 
 def choose_placements(
@@ -65,30 +68,21 @@ def choose_placements(
     """
     named = {"heads": heads, "context": context, "pools": pools}
     axes = {name: axis for name, axis in named.items() if axis is not None}
-    num_kv_heads = _list_kv_heads(cache)
+    groups: Sequence[Any] = (
+        cache.storage if isinstance(cache, Cache) else as_grouped(cache).sizes
+    )
     if mesh is None:
         for name, axis in axes.items():
             raise ValueError(f"{name}={axis!r} is an axis of a mesh; give the mesh")
-        nothing = (None,) * len(num_kv_heads)
-        where = (device,) * len(num_kv_heads)
-        states: tuple[dict[str, Placement], ...] = ({},) * len(_list_state_axes(cache))
-        return Placements(nothing, where, None, device, states)
+        nothing = (None,) * len(groups)
+        return Placements(nothing, None, device, ({},) * len(groups))
     if device is not None:
         raise ValueError("give a device or a mesh, not both; a mesh is its devices")
     if len(set(axes.values())) < len(axes):
         given = ", ".join(f"{name}={axis!r}" for name, axis in axes.items())
         raise ValueError(f"{given}: {' and '.join(axes)} need an axis each")
     # Groups may differ in kv heads, and so in the copies of each.
-    shardings = tuple(
-        StorageSharding.of(
-            mesh,
-            heads=heads,
-            context=context,
-            num_kv_heads=of_group,
-            block_size=cache.block_size,
-        )
-        for of_group in num_kv_heads
-    )
+    found = [each.divide(mesh, heads, context) for each in groups]
     is_typed = any(is_explicit(mesh, axis) for axis in (heads, context) if axis)
     if pools and is_typed and jax.__version_info__ < (0, 12):
         raise ValueError(
@@ -103,22 +97,12 @@ def choose_placements(
             return jax.sharding.NamedSharding(mesh, spec)
         return ranks.within(spec)
 
-    whole = jax.sharding.PartitionSpec()
-    specs = [whole if each is None else each.spec(POOL) for each in shardings]
-    states = tuple(
-        {
-            path: placement_of(_divide_state(mesh, heads, path, *divided))
-            for path, divided in of_group.items()
-        }
-        for of_group in (_list_state_axes(cache) if heads else [])
+    storage = tuple(
+        {path: placement_of(spec) for path, spec in specs.items()} for _, specs in found
     )
-    return Placements(
-        shardings,
-        tuple(map(placement_of, specs)),
-        ranks,
-        placement_of(whole),
-        states or ({},) * len(_list_state_axes(cache)),
-    )
+    shardings = tuple(sharding for sharding, _ in found)
+    whole = placement_of(jax.sharding.PartitionSpec())
+    return Placements(shardings, ranks, whole, storage)
 
 
 def put(arrays: Arrays, device: Placement) -> Arrays:
@@ -144,7 +128,9 @@ def put(arrays: Arrays, device: Placement) -> Arrays:
     return jax.tree.map(put_parts, arrays)
 
 
-def put_by_layers(array: np.ndarray, where: Placements, group: int) -> jax.Array:
+def put_by_layers(
+    array: np.ndarray, where: Placements, group: int, path: str
+) -> jax.Array:
     """Put an array of storage, [L, N, K, ...], on its devices a layer at a time.
 
     One mapped from a file is then never in the host's memory as a whole. Of an array
@@ -154,12 +140,14 @@ def put_by_layers(array: np.ndarray, where: Placements, group: int) -> jax.Array
       array: with the model's heads, each once.
       where: of the cache.
       group: whose array it is.
+      path: of the array in the group's storage.
     """
     axis = 0 if where.pools is None else 1  # of the layers
-    sharding, device = where.shardings[group], where.storage[group]
+    sharding, device = where.shardings[group], where.of(group, path)
     copies = copies_of(sharding)
     shape = list(array.shape)
-    shape[axis + POOL_HEADS] *= copies
+    if copies > 1:
+        shape[axis + POOL_HEADS] *= copies
     pool = jnp.zeros(shape, array.dtype, device=device)
     where_layer = _find_layer_placement(device, axis, array.ndim, copies)
     for number in range(shape[axis]):
@@ -171,62 +159,6 @@ def put_by_layers(array: np.ndarray, where: Placements, group: int) -> jax.Array
             _set_layer(pool, np.int32(number), layer, axis, sharding)
         )
     return pool
-
-
-def _list_kv_heads(
-    cache: CacheConfig | StateConfig | GroupedConfig | Cache,
-) -> list[int]:
-    """Return the kv heads of the model in each group."""
-    if isinstance(cache, Cache):
-        return [each.num_kv_heads for each in cache.storage]
-    return [group.num_kv_heads for group in as_grouped(cache).block_groups]
-
-
-def _list_state_axes(
-    cache: CacheConfig | StateConfig | GroupedConfig | Cache,
-) -> list[dict[str, tuple[int, int]]]:
-    """Return, of each group with a state, the axis of arrays that heads are on.
-
-    By path in the group's storage, with the size of that axis.
-    """
-    if isinstance(cache, Cache):
-        return [
-            {
-                path: (axis, each.arrays[path].shape[axis])
-                for path, axis in each.divided_axes.items()
-                if axis >= 0
-            }
-            for each in cache.states
-        ]
-    found = []
-    for sizes in as_grouped(cache).state_sizes:
-        axes = dict(sizes.heads_axes)
-        of_group: dict[str, tuple[int, int]] = {}
-        for parts, arrays, before in (
-            (("rows", "snapshot_rows"), sizes.arrays, 2),
-            (("inputs", "snapshot_inputs"), sizes.inputs, 3),
-        ):
-            for name, shape, _ in arrays:
-                if name in axes:
-                    divided = before + axes[name], shape[axes[name]]
-                    of_group |= {f"{part}.{name}": divided for part in parts}
-        found.append(of_group)
-    return found
-
-
-def _divide_state(
-    mesh: jax.sharding.Mesh, heads: str | None, path: str, axis: int, size: int
-) -> jax.sharding.PartitionSpec:
-    """Return the partition of a state's array over the mesh axis of heads."""
-    assert heads is not None
-    num_devices = mesh.shape[heads]
-    if size % num_devices:
-        raise ValueError(
-            f"axis {axis} of {path} has {size} elements, which the {num_devices} "
-            f"devices of mesh axis {heads!r} cannot share evenly; leave its name out "
-            f"of heads_axes to have it on every device"
-        )
-    return jax.sharding.PartitionSpec(*[None] * axis, heads)
 
 
 def _find_layer_placement(

@@ -16,17 +16,18 @@ from typing import Any
 import jax
 import numpy as np
 
+from jkv.blocks import contents
+from jkv.blocks.contents import HostArray
 from jkv.formats.bits import STORED_AS
-from jkv.formats.format import STORAGE_NAMES
 from jkv.sharding.heads import copies_of, without_copies_of_heads
 from jkv.sharding.processes import agree, bring_whole, is_shared, is_writer
 from jkv.sharding.resharding import as_auto
 from jkv.sharding.storage_sharding import POOL_HEADS
 from jkv.state import Cache
-from jkv.storage import contents, fields, files
-from jkv.storage.contents import HostArray
+from jkv.storage import fields, files
 from jkv.storage.files import FileError, Path, Tensor
 from jkv.storage.swapped import Swapped
+from jkv.storage.version_0_2 import bring_up_to_date
 
 # What a file holds, by the name in its header. Pools are a cache whose arrays have an
 # axis of ranks first.
@@ -34,14 +35,6 @@ _KINDS: dict[str, type[Cache] | type[Swapped]] = {
     "cache": Cache,
     "pools": Cache,
     "sequences": Swapped,
-}
-
-# How version 2 of the format named what has another place now: paths, or beginnings of
-# some.
-_RENAMED = {
-    "metadata.states.num_pending": "metadata.sequences.num_pending",
-    "metadata.states.texts": "metadata.index.snapshots.sequence_texts",
-    "metadata.states.snapshots.": "metadata.index.snapshots.",
 }
 
 
@@ -57,8 +50,11 @@ def write_value(path: Path, value: Cache | Swapped) -> None:
     tensors: dict[str, Tensor] = {}
     constants: dict[str, Any] = {}
     for name, leaf in fields.list_leaves(_kept(value)):
-        if _is_stored(name):
-            tensors[name] = _describe_stored(value, name, leaf)
+        if (meant := _find_meaning(value, name)) is not None:
+            if isinstance(value, Cache):
+                tensors[name] = _by_layers(leaf, meant, value, int(name.split(".")[1]))
+            else:
+                tensors[name] = _by_pieces(leaf, meant)
         elif isinstance(leaf, int | np.dtype | tuple):
             constants[name] = _as_json(leaf)
         else:
@@ -68,9 +64,7 @@ def write_value(path: Path, value: Cache | Swapped) -> None:
     # All groups lie on the same devices.
     where: Any = None
     if isinstance(value, Cache):
-        arrays = [each.key_pool for each in value.storage]
-        arrays += [each.bases for each in value.states]
-        where = arrays[0].sharding
+        where = next(iter(value.storage[0].arrays.values())).sharding
     if is_shared(where):
         _write_together(path, tensors, metadata, where.mesh)
     else:
@@ -81,7 +75,6 @@ def read_value(path: Path, kinds: fields.Kinds) -> Cache | Swapped:
     """Return what a file holds, its arrays mapped from the file.
 
     Args:
-      path: the file.
       kinds: what may stand where a field of a cache has a face.
 
     Raises:
@@ -95,46 +88,15 @@ def read_value(path: Path, kinds: fields.Kinds) -> Cache | Swapped:
     try:
         leaves |= json.loads(metadata["fields"])
         kind = _KINDS[metadata["holds"]]
-        leaves = {_present_name(name): leaf for name, leaf in leaves.items()}
-        _add_head_dims(leaves)
-        _add_value_dtypes(leaves)
-        if kind is Swapped:
-            stored = filter(_is_stored, leaves)
-            leaves |= {name: contents.cut_array(leaves[name]) for name in stored}
+        leaves = bring_up_to_date(leaves, is_cache=kind is Cache)
+        for name in [each for each in leaves if ".contents.storage." in each]:
+            leaves[name] = contents.cut_array(leaves[name])
         value = fields.build(kind, leaves, kinds)
         if leaves:
             raise ValueError(f"it holds {sorted(leaves)}, which this jkv does not know")
     except (LookupError, TypeError, ValueError) as error:
         raise FileError(path, f"is damaged: {error}") from error
     return value
-
-
-def _present_name(name: str) -> str:
-    """Return the name that a leaf has now, of a file of any version."""
-    for before, now in _RENAMED.items():
-        if name.startswith(before):
-            return now + name.removeprefix(before)
-    return name
-
-
-def _add_head_dims(leaves: dict[str, Any]) -> None:
-    """Add what earlier files left to the shapes of keys and values."""
-    for name in [each for each in leaves if each.endswith(".key_pool")]:
-        group = name.removesuffix("key_pool")
-        if not group.startswith("storage.") or f"{group}head_dim" in leaves:
-            continue
-        in_keys = leaves.pop(f"{group}latent_value_dim", None)
-        leaves |= {
-            f"{group}head_dim": leaves[name].shape[-1],
-            f"{group}value_head_dim": in_keys or leaves[f"{group}value_pool"].shape[-1],
-            f"{group}values_in_keys": in_keys is not None,
-        }
-
-
-def _add_value_dtypes(leaves: dict[str, Any]) -> None:
-    """Add what earlier files left out, as values were stored as the keys are."""
-    for name in [each for each in leaves if each.endswith(".dtype")]:
-        leaves.setdefault(name.replace(".dtype", ".value_dtype"), leaves[name])
 
 
 def _kept(value: Cache | Swapped) -> Cache | Swapped:
@@ -144,8 +106,11 @@ def _kept(value: Cache | Swapped) -> Cache | Swapped:
     """
     if isinstance(value, Swapped):
         return value
-    storage = tuple(dataclasses.replace(each, sharding=None) for each in value.storage)
-    return dataclasses.replace(value, storage=storage, pools=None, watcher=None)
+    storage = tuple(each.with_sharding(None) for each in value.storage)
+    metadata = dataclasses.replace(value.metadata, parts=())
+    return dataclasses.replace(
+        value, metadata=metadata, storage=storage, pools=None, watcher=None
+    )
 
 
 def _as_json(leaf: Any) -> Any:
@@ -155,21 +120,14 @@ def _as_json(leaf: Any) -> Any:
     return leaf.name if isinstance(leaf, np.dtype) else leaf
 
 
-def _is_stored(name: str) -> bool:
-    """Return whether a leaf of that name is K/V or scales."""
-    last = name.rsplit(".", maxsplit=1)[-1]
-    return last in STORAGE_NAMES and not name.startswith("states.")
-
-
-def _describe_stored(value: Cache | Swapped, name: str, leaf: Any) -> Tensor:
-    """Describe K/V or scales, whose bits mean something, of a group."""
-    number = int(name.split(".")[1])
-    part = value.storage[number] if isinstance(value, Cache) else value.groups[number]
-    kept, element = part.formats.of(name.rsplit(".", maxsplit=1)[-1])
-    meant = kept.arrays(2)[element].meaning
-    if isinstance(value, Cache):
-        return _by_layers(leaf, meant, value, number)
-    return _by_pieces(leaf, meant)
+def _find_meaning(value: Cache | Swapped, name: str) -> np.dtype[Any] | None:
+    """Return what the bits of a leaf mean that is K/V or scales; None of any other."""
+    within, *numbers = name.split(".", 2)
+    if within not in ("storage", "groups") or len(numbers) < 2:
+        return None
+    groups = value.storage if isinstance(value, Cache) else value.groups
+    meaning: np.dtype[Any] | None = groups[int(numbers[0])].meaning(numbers[1])
+    return meaning
 
 
 def _kind_of(value: Cache | Swapped) -> str:

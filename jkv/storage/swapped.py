@@ -4,68 +4,13 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jkv.formats.format import Formats
-from jkv.formats.table import formats_of
 from jkv.metadata import requests
-from jkv.metadata.block_plans import Brought
+from jkv.metadata.part import Luggage
 from jkv.metadata.requests import Integers
 from jkv.state import NO_SEQUENCE, Cache, Metadata
 from jkv.status import Status, UsageError, raise_for_status
-from jkv.storage import contents
-from jkv.storage.contents import Contents
-from jkv.storage.swapped_states import (
-    SwappedStates,
-    compare_states,
-    fetch_states,
-    put_states,
-)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class SwappedGroup:
-    """What B sequences have in one group of layers: a small pool of their own.
-
-    They share its blocks, which are numbered from 0. The first P blocks hold tokens,
-    and their contents are here. The others are reserved: the sequences may still fill
-    them.
-    """
-
-    block_tables: np.ndarray  # i32[B, M], numbers of blocks, `num_blocks`: not mapped
-    num_given_back: np.ndarray  # i32[B], columns that a sliding window gave back
-    contents: Contents  # of the P blocks with tokens
-    # P and the reserved ones; static, as no shape tells it.
-    num_blocks: int = dataclasses.field(metadata={"static": True})
-    # That the stored bits mean; static, as in `BlockStorage`.
-    dtype: np.dtype[Any] = dataclasses.field(metadata={"static": True})
-    value_dtype: np.dtype[Any] = dataclasses.field(metadata={"static": True})
-
-    @property
-    def formats(self) -> Formats:
-        """How rows of keys and of values are stored."""
-        return formats_of(self.dtype, self.value_dtype)
-
-    @property
-    def num_filled_blocks(self) -> int:
-        """Blocks whose contents are held, P."""
-        return sum(a.shape[1] for a in next(iter(self.contents.storage.values())))
-
-    def brought(self, columns: int) -> Brought:
-        """Fit the tables to those of a cache with so many columns."""
-        tables = self.block_tables[:, :columns]
-        padding = ((0, 0), (0, columns - tables.shape[1]))
-        tables = np.pad(tables, padding, constant_values=self.num_blocks)
-        is_first = np.zeros(tables.size, bool)
-        is_first[np.unique(tables, return_index=True)[1]] = True
-        return Brought(
-            block_tables=tables,
-            is_first=is_first.reshape(tables.shape),
-            num_given_back=self.num_given_back,
-            num_blocks=np.int32(self.num_blocks),
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -89,9 +34,8 @@ class Swapped:
     num_uses: np.ndarray  # u32[B], as in `Sequences`
     committed: np.ndarray | None  # i32[B], as in `PrefixIndex`
     salts: np.ndarray | None  # i32[B], likewise
-    groups: tuple[SwappedGroup, ...]  # what they have in each group with blocks
+    groups: tuple[Luggage, ...]  # what they have in each group
     block_size: int  # tokens per block, T
-    states: tuple[SwappedStates, ...] = ()  # and in each group with a state
     num_pending: np.ndarray | None = None  # i32[B], as in `Sequences`
 
     @property
@@ -116,13 +60,14 @@ class Swapped:
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle plain numpy arrays, wherever the pieces are."""
-        arrays = jax.tree.map(np.asarray, (self.groups, self.states))
-        return {**self.__dict__, "groups": arrays[0], "states": arrays[1]}
+        return {**self.__dict__, "groups": jax.tree.map(np.asarray, self.groups)}
 
     def __repr__(self) -> str:
         """Fit one line."""
         blocks = " and ".join(
-            f"{group.num_filled_blocks} of {group.num_blocks}" for group in self.groups
+            f"{group.num_filled_blocks} of {group.num_blocks}"
+            for group in self.groups
+            if group.has_blocks
         )
         return (
             f"Swapped({self.num_sequences} sequences, "
@@ -146,79 +91,19 @@ def copy_out(cache: Cache, seq_ids: Integers) -> Swapped:
     raise_for_status(rows.status, cache)
     named = np.asarray(seq_ids) != NO_SEQUENCE
     rows = jax.tree.map(lambda array: array[named], rows)
+    groups: dict[int, Luggage] = {}
+    for part, left in zip(cache.metadata.parts, rows.of_parts, strict=True):
+        groups |= part.fetch(cache, rows.seq_ids, rows.context_lengths, left)
     return Swapped(
         seq_ids=np.asarray(seq_ids)[named],
         context_lengths=rows.context_lengths,
         num_uses=rows.num_uses,
         committed=rows.committed,
         salts=rows.salts,
-        groups=tuple(
-            _copy_group(cache, number, rows) for number in range(len(cache.storage))
-        ),
+        groups=tuple(groups[number] for number in sorted(groups)),
         block_size=cache.block_size,
-        states=tuple(fetch_states(each, rows.seq_ids) for each in cache.states),
         num_pending=rows.num_pending,
     )
-
-
-def _copy_group(cache: Cache, number: int, rows: "_Found") -> SwappedGroup:
-    """Return what sequences have in one group."""
-    tables, num_given_back = rows.of_groups[number]
-    mapped = tables < cache.metadata.groups[number].num_blocks
-    num_filled = -(-rows.context_lengths[:, None] // cache.block_size)
-    filled = mapped & (np.arange(mapped.shape[1]) < num_filled)
-    blocks, num_blocks, renumbered = _renumbered(tables, filled, mapped)
-    return SwappedGroup(
-        block_tables=renumbered,
-        num_given_back=num_given_back,
-        contents=contents.fetch(cache, number, blocks),
-        num_blocks=num_blocks,
-        dtype=cache.storage[number].dtype,
-        value_dtype=cache.storage[number].value_dtype,
-    )
-
-
-def copy_in(
-    cache: Cache,
-    swapped: Swapped,
-    seq_ids: np.ndarray,
-    tables: tuple[np.ndarray, ...],
-    *,
-    donate: bool,
-) -> Cache:
-    """Return the cache with what sequences hold, now that they have a place in it.
-
-    Args:
-      cache: that the sequences have entered.
-      swapped: the sequences.
-      seq_ids: i32[B], their ids in the cache.
-      tables: of each group with blocks i32[B, M], their block tables there.
-      donate: write in place of the old arrays, which are then gone, not in copies.
-    """
-    if cache.num_layers:
-        cache = put_states(cache, swapped.states, seq_ids, donate=donate)
-    for number, (group, rows) in enumerate(zip(swapped.groups, tables, strict=True)):
-        blocks = _find_blocks(cache, number, group, rows)
-        cache = contents.put(cache, number, blocks, group.contents, donate=donate)
-    return cache
-
-
-def _find_blocks(
-    cache: Cache, number: int, group: SwappedGroup, tables: np.ndarray
-) -> np.ndarray:
-    """Return where the P blocks with tokens are now, i32[P].
-
-    Args:
-      cache: that the sequences have entered.
-      number: of the group.
-      group: what they brought.
-      tables: i32[B, M], their new block tables.
-    """
-    nothing = cache.metadata.groups[number].num_blocks
-    blocks = np.full(group.num_blocks + 1, nothing, np.int32)
-    columns = min(group.block_tables.shape[1], tables.shape[1])
-    blocks[group.block_tables[:, :columns]] = tables[:, :columns]
-    return blocks[: group.num_filled_blocks]
 
 
 class _Found(NamedTuple):
@@ -229,8 +114,7 @@ class _Found(NamedTuple):
     num_uses: Any  # u32[B]
     committed: Any  # i32[B] or None
     salts: Any  # i32[B] or None
-    # Of each group i32[B, M] of the tables, and i32[B] columns given back.
-    of_groups: tuple[tuple[Any, Any], ...]
+    of_parts: tuple[Any, ...]  # what each needs of the metadata
     seq_ids: Any  # i32[B]
     num_pending: Any  # i32[B] or None
 
@@ -245,69 +129,48 @@ def _look_up(metadata: Metadata, seq_ids: jax.Array) -> _Found:
     def rows(array: jax.Array) -> jax.Array:
         return array.at[seq_ids].get(mode="clip")
 
-    def gaps(gap: jax.Array | int) -> jax.Array:
-        return jnp.broadcast_to(jnp.asarray(gap, jnp.int32), seq_ids.shape)
-
     return _Found(
         requests.find_status(padding, [(Status.INVALID_SEQUENCE, ~closable)]),
         rows(sequences.context_lengths),
         rows(sequences.num_uses),
         committed,
         salts,
-        tuple(
-            (rows(group.block_tables), gaps(group.window.gaps_of(seq_ids)))
-            for group in metadata.groups
-        ),
+        tuple(part.leave(metadata, seq_ids) for part in metadata.parts),
         seq_ids,
-        None if metadata.states is None else sequences.pending_of(seq_ids),
+        sequences.pending_of(seq_ids) if metadata.has_states else None,
     )
 
 
-def _renumbered(
-    tables: np.ndarray, filled: np.ndarray, mapped: np.ndarray
-) -> tuple[np.ndarray, int, np.ndarray]:
-    """Number the blocks of some sequences anew, in order of their first mention.
+def match_groups(cache: Cache, swapped: Swapped) -> tuple[Luggage, ...]:
+    """Return what sequences have for each group of a cache.
 
-    Args:
-      tables: i32[B, M], block ids.
-      filled: bool[B, M], entries whose block holds tokens.
-      mapped: bool[B, M], these and the reserved ones, which are numbered last.
+    Each group takes the next of its kind: files of 0.2 have those with blocks first.
 
-    Returns:
-      i32[P], the old ids of the blocks with tokens; the number of all blocks; and
-      i32[B, M], the tables in new numbers, that number where nothing is mapped.
+    Raises:
+      ValueError: if they left a cache of other groups, or another shape or dtype, or
+        have given back what this cache's layers see.
     """
-    reserved = mapped & ~filled
-    named = np.concatenate([tables[filled], tables[reserved]])
-    ids, first, which = np.unique(named, return_index=True, return_inverse=True)
-    order = np.argsort(first)
-    number = np.empty(len(ids), np.int32)
-    number[order] = np.arange(len(ids), dtype=np.int32)
-    renumbered = np.full(tables.shape, len(ids), np.int32)
-    num_filled = int(filled.sum())
-    renumbered[filled] = number[which[:num_filled]]
-    renumbered[reserved] = number[which[num_filled:]]
-    return ids[order][: len(ids) - int(reserved.sum())], len(ids), renumbered
-
-
-def check_same_kind(cache: Cache, swapped: Swapped) -> None:
-    """Reject sequences from a cache of other groups, or another shape or dtype.
-
-    And those that have given back what this cache's layers see.
-    """
-    there, here = len(swapped.groups), len(cache.storage)
+    blocks, states = (
+        [each for each in swapped.groups if each.has_blocks is has_blocks]
+        for has_blocks in (True, False)
+    )
+    there, here = len(blocks), len(cache.block_storage)
     if there != here:
         raise UsageError(
             f"these sequences left a cache of {_count_groups(there)}, and this cache "
             f"has {_count_groups(here)}: make it with the configuration of that cache"
         )
-    kinds = {"block_size": (swapped.block_size, cache.block_size)}
-    kinds |= compare_states(swapped.states, cache)
-    for number in range(here):
-        _check_given_back(cache, swapped, number)
-        within = f"group {number}: " if here > 1 else ""
-        found = _compare_storage(cache, swapped, number)
-        kinds |= {within + name: both for name, both in found.items()}
+    kinds: dict[str, tuple[Any, Any]] = {
+        "block_size": (swapped.block_size, cache.block_size),
+        "groups with a state": (len(states), len(cache.storage) - here),
+    }
+    if len(states) == len(cache.storage) - here:
+        of_kind = {True: iter(blocks), False: iter(states)}
+        found = tuple(next(of_kind[each.has_blocks]) for each in cache.storage)
+        for number, each in enumerate(found):
+            compared = each.compare(cache, number, swapped.context_lengths)
+            within = f"group {number}: " if len(found) > 1 else ""
+            kinds |= {within + name: both for name, both in compared.items()}
     different = [
         f"{name} is {there}, in this cache {here}"
         for name, (there, here) in kinds.items()
@@ -318,48 +181,8 @@ def check_same_kind(cache: Cache, swapped: Swapped) -> None:
             f"sequences can be swapped into a cache of the same layers, heads, sizes "
             f"and dtype only: {'; '.join(different)}"
         )
+    return found
 
 
 def _count_groups(number: int) -> str:
     return "one group of layers" if number == 1 else f"{number} groups of layers"
-
-
-def _compare_storage(
-    cache: Cache, swapped: Swapped, number: int
-) -> dict[str, tuple[Any, Any]]:
-    """Return what the storage of a group is, of the sequences and of the cache."""
-    group, storage = swapped.groups[number], cache.storage[number]
-    pieces_of, arrays = group.contents.storage, storage.arrays
-    kinds: dict[str, tuple[Any, Any]] = {
-        "dtype": (str(group.formats), str(storage.formats)),
-        "arrays": (sorted(pieces_of), sorted(arrays)),
-    }
-    for name in sorted(pieces_of.keys() & arrays.keys()):
-        pool = arrays[name]
-        of_block = storage.num_kv_heads, *pool.shape[3:]
-        kind = f"{pool.dtype}[{pool.shape[0]}, blocks, {str(of_block)[1:-1]}]"
-        for piece in pieces_of[name]:
-            same = piece.shape[:1] + piece.shape[2:] == pool.shape[:1] + of_block
-            if not same or piece.dtype != pool.dtype:
-                found = f"{piece.dtype}{list(piece.shape)}"
-                kinds[name] = (found, kind)
-    return kinds
-
-
-def _check_given_back(cache: Cache, swapped: Swapped, number: int) -> None:
-    """Reject sequences that have given back what this cache's layers would see."""
-    group, window = swapped.groups[number], cache.metadata.groups[number].window
-    gone = np.flatnonzero(group.num_given_back)
-    if len(gone) == 0:
-        return
-    size = swapped.block_size
-    # The gap begins behind the sinks' blocks: the first column that maps nothing.
-    first = np.argmax(group.block_tables[gone] >= group.num_blocks, axis=1)
-    lengths = jnp.asarray(swapped.context_lengths[gone])
-    unseen = np.asarray(window.unseen_from(lengths, size))
-    is_seen = np.any(group.num_given_back[gone] > unseen)
-    if is_seen or np.any(first != window.sink_columns(size)):
-        raise ValueError(
-            "these sequences have given back tokens that this cache's layers see: make "
-            "it with the sliding_window and num_sink_tokens of the cache they left"
-        )

@@ -30,7 +30,7 @@ from jkv.state import Metadata
 class Chosen(NamedTuple):
     """What is known of blocks that go, and of everything that they follow."""
 
-    # Of each group i32[W], with partners i32[2 W]; N for none.
+    # Of each group with blocks i32[W], with partners i32[2 W]; N for none.
     blocks: tuple[jax.Array, ...]
     # Of each group the leading group's block beside each one, N_0 for none.
     above: tuple[jax.Array, ...]
@@ -41,11 +41,12 @@ class Chosen(NamedTuple):
 @functools.partial(jax.jit, static_argnames="width")
 def choose(metadata: Metadata, count: jax.Array, *, width: int) -> Chosen:
     """Choose so many cached blocks, i32[], of each group; W at most."""
-    leader, nothing = metadata.leader, metadata.leading.num_blocks
+    nothing = metadata.leading.num_blocks
     blocks, above = [], []
-    first = find_free(metadata, leader, count, width=width, known=True)
-    for number, group in enumerate(metadata.groups):
-        if number == leader:
+    first = find_free(metadata, metadata.leader, count, width=width, known=True)
+    for number in metadata.block_numbers:
+        group = metadata.groups[number]
+        if number == metadata.leader:
             blocks.append(first)
             above.append(first)
             continue
@@ -110,7 +111,8 @@ def count(metadata: Metadata) -> jax.Array:
     i32[G, 2]; with states a row more, of the places of snapshots.
     """
     rows = []
-    for number, group in enumerate(metadata.groups):
+    for number in metadata.block_numbers:
+        group = metadata.groups[number]
         block = jnp.arange(group.num_blocks, dtype=jnp.int32)
         is_free = group.reference_counts == 0
         cached = jnp.sum(is_free & is_known(metadata, number, block), dtype=jnp.int32)
@@ -124,10 +126,11 @@ def count(metadata: Metadata) -> jax.Array:
 def _forget(
     metadata: Metadata, blocks: tuple[jax.Array, ...], places: jax.Array
 ) -> Metadata:
-    """Forget blocks of each group, i32[W], and snapshots; N and P are dropped."""
+    """Forget blocks of groups, i32[W] each, and snapshots; N and P are dropped."""
     # The leading group comes last: the others' are known by its blocks.
-    for number in (*metadata.followers, metadata.leader) if metadata.groups else ():
-        block, group = blocks[number], metadata.groups[number]
+    numbers = metadata.block_numbers
+    for number in (*metadata.followers, metadata.leader) if numbers else ():
+        block, group = blocks[numbers.index(number)], metadata.groups[number]
         was_known = is_known(metadata, number, block) & (block < group.num_blocks)
         is_free = group.reference_counts.at[block].get(mode="clip") == 0
         num = jnp.sum(was_known & is_free, dtype=jnp.int32)

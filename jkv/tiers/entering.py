@@ -38,7 +38,7 @@ class Lanes(NamedTuple):
     above: Any  # i32[W], the leading group's block before; N_0: there is none
     is_first: Any  # bool[W], whether no column is before it
     valid: Any  # bool[W], False behind the last
-    # Of each group bool[W], whether the host has what its block shall hold.
+    # Of each group with blocks bool[W], whether the host has what its block shall hold.
     held: tuple[Any, ...]
 
 
@@ -59,15 +59,16 @@ class _Carry(NamedTuple):
 def _enter(metadata: Metadata, lanes: Lanes) -> tuple[Metadata, Entered]:
     """Enter columns in the index, as far as blocks that hold nothing are free."""
     width = lanes.tokens.shape[0]
+    numbers, groups = metadata.block_numbers, metadata.block_groups
     blanks = tuple(
         find_free(metadata, number, jnp.int32(width), width=width, known=False)
-        for number in range(len(metadata.groups))
+        for number in numbers
     )
-    none = [jnp.full((width,), g.num_blocks, jnp.int32) for g in metadata.groups]
+    none = [jnp.full((width,), g.num_blocks, jnp.int32) for g in groups]
     start = _Carry(
         metadata,
-        Entered(none[metadata.leader], tuple(none)),
-        tuple(jnp.zeros((1,), jnp.int32) for _ in metadata.groups),
+        Entered(none[numbers.index(metadata.leader)], tuple(none)),
+        tuple(jnp.zeros((1,), jnp.int32) for _ in groups),
     )
     trips = jnp.sum(lanes.valid, dtype=jnp.int32)
     carry = fori_loop(
@@ -84,7 +85,8 @@ def _enter_one(
 ) -> _Carry:
     """Enter one column, i32[1], and what other groups have beside it."""
     metadata, entered, num_used = carry
-    leader, nothing = metadata.leader, metadata.leading.num_blocks
+    numbers, nothing = metadata.block_numbers, metadata.leading.num_blocks
+    leader = numbers.index(metadata.leader)
     tokens, salts, columns, parents, above, is_first = (
         jnp.asarray(each)[lane] for each in lanes[:6]
     )
@@ -110,19 +112,24 @@ def _enter_one(
         metadata.leading,
         tokens=tokens_of(metadata).at[resolved.enters].set(tokens, mode="drop"),
     )
-    metadata = metadata.with_group(leader, group)
+    metadata = metadata.with_group(metadata.leader, group)
 
     written = list(entered.written)
     used = list(num_used)
     written[leader] = written[leader].at[lane].set(resolved.enters)
     used[leader] += (resolved.enters < nothing).astype(jnp.int32)
     for number in metadata.followers:
-        metadata, partner = _pair(
-            metadata, number, resolved, blanks[number], used[number], lanes, lane
+        at = numbers.index(number)
+        is_held = jnp.asarray(lanes.held[at])[lane]
+        own = (
+            blanks[at]
+            .at[used[at]]
+            .get(mode="fill", fill_value=metadata.groups[number].num_blocks)
         )
-        written[number] = written[number].at[lane].set(partner)
+        metadata, partner = _pair(metadata, number, resolved, own, is_held)
+        written[at] = written[at].at[lane].set(partner)
         is_taken = partner < metadata.groups[number].num_blocks
-        used[number] += is_taken.astype(jnp.int32)
+        used[at] += is_taken.astype(jnp.int32)
     stands = entered.stands.at[lane].set(resolved.stands)
     return _Carry(metadata, Entered(stands, tuple(written)), tuple(used))
 
@@ -131,12 +138,14 @@ def _pair(
     metadata: Metadata,
     number: int,
     resolved: hash_tables.Resolved,
-    blanks: jax.Array,
-    num_used: jax.Array,
-    lanes: Lanes,
-    lane: jax.Array,
+    own: jax.Array,
+    is_held: jax.Array,
 ) -> tuple[Metadata, jax.Array]:
-    """Give a group a block beside a column's, i32[1]; N where none is written."""
+    """Give a group a block beside a column's, i32[1], if its contents are held.
+
+    Returns:
+      The metadata, and the block that is to be written, N for none.
+    """
     nothing, no_leader = metadata.groups[number].num_blocks, metadata.leading.num_blocks
     # A block that has just entered has no partner of an earlier text.
     beside = beside_of(metadata, number)
@@ -144,8 +153,7 @@ def _pair(
     beside = dataclasses.replace(beside, partners=partners)
     metadata = with_follower(metadata, number, beside)
     known = find_partners(metadata, number, resolved.stands)
-    own = blanks.at[num_used].get(mode="fill", fill_value=nothing)
-    is_given = jnp.asarray(lanes.held[number])[lane] & (own < nothing)
+    is_given = is_held & (own < nothing)
     is_given &= (resolved.stands < no_leader) & (known == nothing)
     leader = jnp.where(is_given, resolved.stands, no_leader)
     own = jnp.where(is_given, own, nothing)
@@ -165,7 +173,8 @@ def _renew(metadata: Metadata, blocks: jax.Array) -> Metadata:
       blocks: i32[W], all different, in the order in which they shall go; N_0 for none.
         What is not free stays where it is.
     """
-    for number, group in enumerate(metadata.groups):
+    for number in metadata.block_numbers:
+        group = metadata.groups[number]
         own = find_partners(metadata, number, blocks)
         owners = group.reference_counts.at[own].get(mode="fill", fill_value=1)
         free = ring.renew(group.free_blocks, own, owners == 0)

@@ -4,8 +4,8 @@ import dataclasses
 
 import numpy as np
 
-from jkv.storage.contents import cut_array
-from jkv.storage.swapped_states import SwappedStates
+from jkv.blocks.contents import cut_array
+from jkv.states.swapped import SwappedStates
 from jkv.tiers.layout import ArrayKind, GroupLayout, Layout, StateLayout, empty
 from jkv.tiers.spilled import Spilled, SpilledGroup, SpilledSnapshots
 

@@ -38,7 +38,7 @@ class Layout(NamedTuple):
     def of(cls, cache: Cache) -> Self:
         """Return the layout of a cache."""
         groups = []
-        for storage in cache.storage:
+        for storage in (each for each in cache.storage if each.has_blocks):
             kinds = tuple(
                 (
                     *(name, str(pool.dtype), pool.shape[0]),
@@ -50,7 +50,8 @@ class Layout(NamedTuple):
             groups.append(GroupLayout(*dtypes, kinds))
         states = tuple(
             StateLayout(_kinds(each.snapshot_rows), _kinds(each.snapshot_inputs))
-            for each in cache.states
+            for each in cache.storage
+            if not each.has_blocks
         )
         return cls(cache.block_size, tuple(groups), states)
 

@@ -5,10 +5,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from jkv.blocks import contents
+from jkv.blocks.contents import Contents, HostArray
 from jkv.state import Cache
 from jkv.state.entry import takes_cache
-from jkv.storage import contents
-from jkv.storage.contents import Contents, HostArray
 from jkv.tiers import entering
 from jkv.tiers.entering import Lanes
 from jkv.tiers.layout import Layout
@@ -60,10 +60,10 @@ def restore(
     check_fits(cache, spilled)
     stands: np.ndarray | None = None
     num_restored = 0
-    if cache.metadata.groups and len(spilled.parents):
+    numbers = cache.metadata.block_numbers
+    if numbers and len(spilled.parents):
         cache, stands, written = _enter_all(cache, spilled, donate=donate)
-        for number, blocks in enumerate(written):
-            group = spilled.groups[number]
+        for number, group, blocks in zip(numbers, spilled.groups, written, strict=True):
             block = blocks[group.nodes]
             is_new = block < cache.metadata.groups[number].num_blocks
             which = np.flatnonzero(is_new)
@@ -114,7 +114,9 @@ def _enter_all(
     enter = entering.enter_donated if donate else entering.enter
     renew = entering.renew_donated if donate else entering.renew
     stands = np.full(num_nodes, nothing, np.int32)
-    written = [np.full(num_nodes, g.num_blocks, np.int32) for g in metadata.groups]
+    written = [
+        np.full(num_nodes, g.num_blocks, np.int32) for g in metadata.block_groups
+    ]
     columns, starts = spilled.columns, range(0, num_nodes, width)
     held = []
     for group in spilled.groups:

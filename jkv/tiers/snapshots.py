@@ -10,12 +10,15 @@ import numpy as np
 from jkv.prefixes import hashing
 from jkv.prefixes.snapshots import snapshots_of, with_snapshots
 from jkv.state import Cache, Metadata, StateStorage
-from jkv.storage.swapped_states import SwappedStates, fetch_states, put_states
+from jkv.states.swapped import SwappedStates, fetch_states
 
 
 def fetch_snapshots(cache: Cache, places: np.ndarray) -> tuple[SwappedStates, ...]:
-    """Copy the states at places, i32[P], to the host."""
-    return tuple(fetch_states(_by_place(each), places) for each in cache.states)
+    """Copy the states at places, i32[P], of each group with a state to the host."""
+    return tuple(
+        fetch_states(_by_place(cache.storage[number]), places)
+        for number in _find_numbers(cache)
+    )
 
 
 def put_snapshots(
@@ -33,17 +36,22 @@ def put_snapshots(
       places: i32[P].
       donate: write in place of the old arrays, which are then gone, not in copies.
     """
-    if not cache.num_layers or not len(places):
-        return cache
-    by_place = cache.with_states(tuple(map(_by_place, cache.states)))
-    written = put_states(by_place, states, places, donate=donate).states
-    pairs = zip(cache.states, written, strict=True)
-    return cache.with_states(
-        tuple(
-            dataclasses.replace(old, snapshot_rows=new.rows, snapshot_inputs=new.inputs)
-            for old, new in pairs
+    for number, held in zip(_find_numbers(cache), states, strict=True):
+        old = cache.storage[number]
+        if not old.num_layers or not len(places):
+            continue
+        by_place = cache.with_group_storage(number, _by_place(old))
+        new = held.put(by_place, number, places, None, donate=donate).storage[number]
+        written = dataclasses.replace(
+            old, snapshot_rows=new.rows, snapshot_inputs=new.inputs
         )
-    )
+        cache = cache.with_group_storage(number, written)
+    return cache
+
+
+def _find_numbers(cache: Cache) -> list[int]:
+    """Return the numbers of the groups with a state."""
+    return [i for i, each in enumerate(cache.storage) if not each.has_blocks]
 
 
 def _by_place(storage: StateStorage) -> StateStorage:

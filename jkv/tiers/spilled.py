@@ -5,8 +5,8 @@ import dataclasses
 import jax
 import numpy as np
 
-from jkv.storage.contents import HostArray
-from jkv.storage.swapped_states import SwappedStates
+from jkv.blocks.contents import HostArray
+from jkv.states.swapped import SwappedStates
 from jkv.tiers.layout import Layout
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.blocks import contents
 from jkv.metadata import requests
 from jkv.metadata.requests import Integer
 from jkv.prefixes.prefix_index import index_of
@@ -13,7 +14,6 @@ from jkv.prefixes.snapshots import snapshots_of
 from jkv.state import Cache
 from jkv.state.entry import takes_cache
 from jkv.status import UsageError
-from jkv.storage import contents
 from jkv.tiers.choosing import Chosen, choose, forget
 from jkv.tiers.layout import Layout
 from jkv.tiers.snapshots import fetch_snapshots
@@ -60,7 +60,7 @@ def spill(cache: Cache, num_blocks: Integer) -> tuple[Cache, Spilled]:
       (2, [8])
     """
     check_has_texts(cache)
-    most = max((g.num_blocks for g in cache.metadata.groups), default=0)
+    most = max((g.num_blocks for g in cache.metadata.block_groups), default=0)
     count = int(np.clip(int(requests.as_index(num_blocks)), 0, 2**30))
     return take(cache, count, 1 << (max(min(count, most), 1) - 1).bit_length())
 
@@ -72,17 +72,19 @@ def take(cache: Cache, count: int, width: int) -> tuple[Cache, Spilled]:
     groups: list[SpilledGroup] = []
     blocks: tuple[np.ndarray, ...] = ()
     spilled_nodes: set[int] = set()
-    if metadata.groups:
+    numbers = metadata.block_numbers
+    if numbers:
         chosen = jax.device_get(choose(metadata, jnp.int32(count), width=width))
         nodes = _add_chains(cache, chosen, texts)
         blocks = chosen.blocks
         spilled_nodes = {
             nodes[block]
-            for block in blocks[metadata.leader].tolist()
+            for block in blocks[numbers.index(metadata.leader)].tolist()
             if block < metadata.leading.num_blocks
         }
-        for number in range(len(metadata.groups)):
-            groups.append(_take_group(cache, number, chosen, nodes))
+        for at, number in enumerate(numbers):
+            found = chosen.blocks[at], chosen.above[at]
+            groups.append(_take_group(cache, number, *found, nodes))
     places = _choose_places(cache, count, texts, spilled_nodes)
     snapshots = None if places is None else _take_snapshots(cache, places)
     num_places = metadata.index.num_places
@@ -142,12 +144,23 @@ def _gather(array: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def _take_group(
-    cache: Cache, number: int, chosen: Chosen, nodes: dict[int, int]
+    cache: Cache,
+    number: int,
+    blocks: np.ndarray,
+    over: np.ndarray,
+    nodes: dict[int, int],
 ) -> SpilledGroup:
-    """Copy the chosen blocks of one group, parents before children."""
-    blocks = chosen.blocks[number]
+    """Copy blocks of one group, i32[W], parents before children.
+
+    Args:
+      cache: the cache.
+      number: of the group.
+      blocks: N for none.
+      over: the leading group's block beside each.
+      nodes: of the leading group's blocks.
+    """
     is_there = blocks < cache.metadata.groups[number].num_blocks
-    above = np.array([nodes[b] for b in chosen.above[number][is_there].tolist()], int)
+    above = np.array([nodes[b] for b in over[is_there].tolist()], int)
     order = np.argsort(above)
     held = contents.fetch(cache, number, np.asarray(blocks[is_there])[order])
     return SpilledGroup(nodes=above[order].astype(np.int32), storage=held.storage)
@@ -182,7 +195,7 @@ def _choose_places(
             chosen[place] = node
     num_empty = len(lengths) - len(taken) + len(chosen)
     lacking = min(count, len(lengths) // 2) - num_empty
-    if not cache.metadata.groups:
+    if not cache.metadata.block_numbers:
         lacking = count
     oldest = sorted((int(last_used[p]), p) for p in taken if p not in chosen)
     for _, place in oldest[: max(lacking, 0)]:

@@ -128,10 +128,12 @@ def _append(
     rows = _lay_out(num_tokens, num_rows, max_query_length)
     growth = _judge_growth(metadata, seq_ids, num_tokens, num_pending, rows)
     step = _make_step(metadata, seq_ids, tokens, rows, growth)
-    blocks = []
-    for plan, granted in zip(growth.plans, growth.granted, strict=True):
+    blocks: list[jax.Array | None] = [None] * len(metadata.groups)
+    of_parts = zip(parts_of(metadata), growth.plans, growth.granted, strict=True)
+    for part, plan, granted in of_parts:
         metadata, of_part = plan.apply(metadata, step, granted)
-        blocks += [] if of_part is None else [of_part]
+        for number in part.numbers:
+            blocks[number] = of_part
     if tokens is not None:
         metadata = metadata.index.record(
             metadata, step.table_row, step.position, tokens

@@ -25,7 +25,6 @@ def locate_layer(cache: Cache, layer: Integer | GroupLayer) -> GroupLayer:
     Reject a layer that is known not to exist; a traced one cannot be checked.
 
     Args:
-      cache: the cache.
       layer: of the model; or its number in a group.
     """
     if cache.num_layers == 0:
@@ -33,6 +32,8 @@ def locate_layer(cache: Cache, layer: Integer | GroupLayer) -> GroupLayer:
             "this cache has no storage (init(..., storage=False)); make one with "
             "storage to write, read or attend"
         )
+    if isinstance(layer, tuple):
+        layer = cache.find_layer(layer)
     number = layer.layer if isinstance(layer, GroupLayer) else layer
     if isinstance(number, int | np.integer):
         known = len(cache.layer_groups)
@@ -52,7 +53,6 @@ def check_batch(cache: Cache, batch: Batch, *, resized: bool = False) -> None:
 
     Args:
       cache: the cache that the batch is used with.
-      batch: the step.
       resized: whether the pools may have had other numbers of blocks.
     """
     if not isinstance(batch, Batch):
@@ -120,8 +120,6 @@ def check_rows(storage: BlockStorage, batch: Batch, name: str, rows: jax.Array) 
     """Reject rows of keys or values that are not one for each row of the batch.
 
     Args:
-      storage: of the layer's group.
-      batch: the step.
       name: of the array that they go to.
       rows: the rows.
     """

@@ -10,7 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata.renumbering import FreeBlocks, count_compaction, in_order, renumber
+from jkv.blocks.renumbering import FreeBlocks, count_compaction, in_order, renumber
 from jkv.sharding.loops import fori_loop
 from jkv.state import BlockGroup, BlockStorage, Cache, Metadata
 from jkv.state.entry import takes_cache
@@ -46,22 +46,25 @@ def compact(cache: Cache) -> Cache:
       ([0, 1, 4, 4], 1)
     """
     metadata, sources = _compact(cache.metadata)
-    pairs = zip(cache.storage, sources, strict=True)
-    storage = tuple(_permute_pools(each, source) for each, source in pairs)
+    storage = tuple(
+        _permute_pools(each, sources[number]) if number in sources else each
+        for number, each in enumerate(cache.storage)
+    )
     return cache.with_metadata(metadata).with_storage(storage)
 
 
 @jax.jit
-def _compact(metadata: Metadata) -> tuple[Metadata, tuple[jax.Array, ...]]:
-    """Return the compacted metadata, and of each group i32[N]: its blocks' old ids."""
-    sources = []
-    for number, group in enumerate(metadata.groups):
+def _compact(metadata: Metadata) -> tuple[Metadata, dict[int, jax.Array]]:
+    """Return the compacted metadata, and by group i32[N]: its blocks' old ids."""
+    sources = {}
+    for number in metadata.block_numbers:
+        group = metadata.groups[number]
         source, num_live = in_order(group)
         free = _list_free(group, num_live)
         metadata = renumber(metadata, number, source, free)
-        sources.append(source)
+        sources[number] = source
     counted = count_compaction(metadata.sequences)
-    return dataclasses.replace(metadata, sequences=counted), tuple(sources)
+    return dataclasses.replace(metadata, sequences=counted), sources
 
 
 def _list_free(group: BlockGroup, num_live: jax.Array) -> FreeBlocks:

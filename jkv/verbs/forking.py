@@ -13,7 +13,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import counters, requests, sharing, tables
+from jkv.blocks import sharing
+from jkv.metadata import counters, requests, tables
 from jkv.metadata.part import Done, Judged, Look, Moves
 from jkv.metadata.parts import apply_plans, parts_of
 from jkv.metadata.requests import Integers

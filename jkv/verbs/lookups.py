@@ -10,6 +10,7 @@ import numpy as np
 from jkv.metadata import requests, tables
 from jkv.metadata.requests import Integer, Integers
 from jkv.state import BlockGroup, Cache, Metadata, Slots
+from jkv.state.batch import check_group
 from jkv.state.entry import takes_cache
 from jkv.status import UsageError
 
@@ -205,9 +206,9 @@ def kept_from(cache: Cache, *, group: int | None = None) -> jax.Array:
       >>> jkv.context_lengths(cache).tolist(), jkv.kept_from(cache).tolist()
       ([21, 0], [4, 0])
     """
-    groups = cache.metadata.groups
+    groups = cache.metadata.block_groups
     if group is not None:
-        groups = (groups[_group_of(cache, group, "kept_from")],)
+        groups = (cache.metadata.groups[_group_of(cache, group, "kept_from")],)
     rows = jnp.arange(cache.max_sequences, dtype=jnp.int32)
     starts = [each.window.starts_of(rows, each.block_size) for each in groups]
     if not starts:
@@ -234,7 +235,7 @@ def num_free_blocks(cache: Cache) -> jax.Array:
       >>> int(jkv.num_free_blocks(cache))
       2
     """
-    counts = [group.free_blocks.count for group in cache.metadata.groups]
+    counts = [group.free_blocks.count for group in cache.metadata.block_groups]
     if not counts:
         return jnp.int32(jnp.iinfo(jnp.int32).max)
     return functools.reduce(jnp.minimum, counts)
@@ -303,10 +304,11 @@ def row_of(metadata: Metadata, seq_ids: jax.Array) -> jax.Array:
 
 
 def _group_of(cache: Cache, group: int | None, name: str) -> int:
-    """Return the place, among those with blocks, of the group that was asked about."""
-    num_groups = len(cache.metadata.groups)
+    """Return the number of the group that was asked about."""
+    numbers = cache.metadata.block_numbers
+    num_groups = len(numbers)
     if group is None and num_groups == 1:
-        return 0
+        return numbers[0]
     if group is None:
         raise UsageError(
             f"each of the {num_groups} groups of layers has blocks of its own: name "
@@ -315,6 +317,7 @@ def _group_of(cache: Cache, group: int | None, name: str) -> int:
             else f"{name} is about blocks, and no group of layers of this cache has any"
         )
     if not isinstance(group, int | np.integer):
-        last = num_groups + len(cache.states) - 1
+        last = len(cache.storage) - 1
         raise UsageError(f"group must be in 0..{last}, got {group!r}")
-    return cache.find_group(int(group))
+    check_group(int(group), [each.has_blocks for each in cache.storage])
+    return int(group)

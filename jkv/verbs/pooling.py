@@ -13,7 +13,7 @@ from jkv.sharding.heads import without_copies_of_heads
 from jkv.sharding.processes import bring_whole
 from jkv.sharding.ranks import PoolSharding, with_rank, without_rank
 from jkv.sharding.storage_sharding import POOL_HEADS
-from jkv.state import BlockStorage, Cache
+from jkv.state import Cache
 from jkv.status import UsageError
 from jkv.storage.placement import put
 
@@ -194,10 +194,10 @@ def split_pools(cache: Cache) -> list[Cache]:
     ]
 
 
-def _without_mesh(storage: BlockStorage) -> BlockStorage:
-    """Return a group's keys and values with each head once, on no mesh."""
+def _without_mesh(storage: Any) -> Any:
+    """Return the storage of a group with each head once, on no mesh."""
     arrays = {
         name: without_copies_of_heads(storage.sharding, pool, POOL_HEADS + 1)
         for name, pool in storage.arrays.items()
     }
-    return dataclasses.replace(storage.with_arrays(arrays), sharding=None)
+    return storage.with_arrays(arrays).with_sharding(None)

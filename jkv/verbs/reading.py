@@ -184,7 +184,6 @@ def _restored(
     """Return keys and values of what a function gathers from each array.
 
     Args:
-      storage: of the layer's group.
       head_axis: of what is gathered, the axis that has the heads.
       gather: the function.
     """

@@ -5,7 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import counters, requests, sharing
+from jkv.blocks import sharing
+from jkv.metadata import counters, requests
 from jkv.metadata.part import Done, Exchanging, Moves
 from jkv.metadata.parts import apply_plans, parts_of
 from jkv.metadata.requests import Integers

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.blocks.renumbering import FreeBlocks, count_compaction, in_order, renumber
 from jkv.config.counts import checked_num_blocks
 from jkv.config.units import human_bytes
-from jkv.metadata.renumbering import FreeBlocks, count_compaction, in_order, renumber
 from jkv.state import Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.status import UsageError
@@ -65,9 +65,9 @@ def resize(cache: Cache, num_blocks: int | Sequence[int]) -> Cache:
     if not sizes:  # all layers have a state, and there is nothing to resize
         return cache
     # All is judged before anything is done.
-    orders = [
-        _order_blocks(metadata, number, size) for number, size in enumerate(sizes)
-    ]
+    orders = {
+        number: _order_blocks(metadata, number, size) for number, size in sizes.items()
+    }
     compacts = False
     # What the leading group loses is found in no other any more.
     for number in (metadata.leader, *metadata.followers):
@@ -83,17 +83,18 @@ def resize(cache: Cache, num_blocks: int | Sequence[int]) -> Cache:
     return cache.with_metadata(dataclasses.replace(cache.metadata, sequences=sequences))
 
 
-def _sizes_of_groups(metadata: Metadata, num_blocks: Any) -> list[int]:
+def _sizes_of_groups(metadata: Metadata, num_blocks: Any) -> dict[int, int]:
     """Return the new size of each group's pool, or say what is to be given."""
-    num_groups = len(metadata.groups)
+    num_groups = len(metadata.block_numbers)
     given = list(num_blocks) if np.ndim(num_blocks) else [num_blocks]
     if len(given) != num_groups:
         raise UsageError(
             f"num_blocks must be one number for each of {num_groups} groups of layers, "
             f"got {num_blocks!r}; now they are "
-            f"{[group.num_blocks for group in metadata.groups]}"
+            f"{[group.num_blocks for group in metadata.block_groups]}"
         )
-    return [checked_num_blocks(size, metadata.index.is_there) for size in given]
+    sizes = [checked_num_blocks(size, metadata.index.is_there) for size in given]
+    return dict(zip(metadata.block_numbers, sizes, strict=True))
 
 
 def _order_blocks(
@@ -106,7 +107,7 @@ def _order_blocks(
     """
     blocks, num_live = jax.device_get(in_order(metadata.groups[number]))
     if num_live > num_blocks:
-        where = f" of group {number}" if len(metadata.groups) > 1 else ""
+        where = f" of group {number}" if len(metadata.block_numbers) > 1 else ""
         raise ValueError(
             f"{num_live} live blocks{where} do not fit a pool of {num_blocks}; free "
             f"sequences first, or resize to {num_live} blocks or more"

@@ -1,7 +1,7 @@
 """Out and back: sequences leave for host memory and return, to this cache or another.
 
 What crosses is the blocks that hold tokens, each once however many of the sequences
-share it (`jkv.storage.contents`).
+share it (`jkv.blocks.contents`).
 """
 
 import dataclasses
@@ -12,18 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.metadata import counters, requests, tables
-from jkv.metadata.block_plans import Brought
+from jkv.metadata.part import Luggage
 from jkv.metadata.parts import parts_of
 from jkv.metadata.requests import Integers
 from jkv.state import Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.status import Status
-from jkv.storage.swapped import (
-    Swapped,
-    check_same_kind,
-    copy_in,
-    copy_out,
-)
+from jkv.storage.swapped import Swapped, copy_out, match_groups
 from jkv.verbs.allocation import free
 
 
@@ -118,17 +113,21 @@ def swap_in(
       >>> back.seq_ids.tolist()
       [0]
     """
-    check_same_kind(cache, swapped)
+    groups = match_groups(cache, swapped)
     if swapped.num_sequences == 0:
         none = jnp.zeros((0,), jnp.int32)
         return cache, SwapIn(none, none)
-    metadata, result, rows = _open(cache.metadata, _Entering.of(swapped, cache))
+    metadata, result, tables = _open(
+        cache.metadata, _Entering.of(swapped, groups, cache)
+    )
     if int(result.status[0]) != Status.OK:
         return cache.with_metadata(metadata), result
 
-    seq_ids, tables = np.asarray(result.seq_ids), tuple(map(np.asarray, rows))
-    cache = cache.with_metadata(metadata)
-    return copy_in(cache, swapped, seq_ids, tables, donate=donate), result
+    seq_ids, cache = np.asarray(result.seq_ids), cache.with_metadata(metadata)
+    for number, of_group in enumerate(groups):
+        rows = tables.get(number)
+        cache = of_group.put(cache, number, seq_ids, rows, donate=donate)
+    return cache, result
 
 
 class _Entering(NamedTuple):
@@ -140,17 +139,15 @@ class _Entering(NamedTuple):
     salts: Any  # i32[B]
     num_pending: Any  # i32[B]
     too_long: Any  # bool[], whether one does not fit the block tables
-    of_parts: tuple[Brought | None, ...]
+    brought: dict[int, Any]  # what parts have to know, by group
 
     @classmethod
-    def of(cls, swapped: Swapped, cache: Cache) -> "_Entering":
+    def of(
+        cls, swapped: Swapped, groups: tuple[Luggage, ...], cache: Cache
+    ) -> "_Entering":
         """Fit swapped sequences to a cache."""
         columns = cache.max_blocks_per_sequence
         lengths, salts = swapped.context_lengths, swapped.salts
-        cut_off = [
-            bool(np.any(group.block_tables[:, columns:] < group.num_blocks))
-            for group in swapped.groups
-        ]
         return cls(
             context_lengths=lengths,
             num_uses=swapped.num_uses,
@@ -161,11 +158,9 @@ class _Entering(NamedTuple):
                 if swapped.num_pending is None
                 else swapped.num_pending
             ),
-            too_long=any(cut_off) | np.any(lengths > cache.max_context_length),
-            of_parts=(
-                *(each.brought(columns) for each in swapped.groups),
-                *(None,) * bool(swapped.states),
-            ),
+            too_long=not all(each.fits(columns) for each in groups)
+            or np.any(lengths > cache.max_context_length),
+            brought={i: each.brought(columns) for i, each in enumerate(groups)},
         )
 
 
@@ -186,16 +181,15 @@ def _committed_on_return(swapped: Swapped) -> np.ndarray:
 @jax.jit
 def _open(
     metadata: Metadata, entering: _Entering
-) -> tuple[Metadata, SwapIn, tuple[jax.Array, ...]]:
+) -> tuple[Metadata, SwapIn, dict[int, jax.Array]]:
     """Open sequences with blocks for all in every group, or refuse them all.
 
     Returns:
-      The metadata, the answer, and of each group i32[B, M], the sequences' new block
-      tables.
+      The metadata, the answer, and by group i32[B, M], the sequences' new block tables.
     """
     num_rows = entering.context_lengths.shape[0]
-    parts = zip(parts_of(metadata), entering.of_parts, strict=True)
-    plans = [part.enter(metadata, brought) for part, brought in parts]
+    parts = parts_of(metadata)
+    plans = [part.enter(metadata, entering.brought) for part in parts]
     no_block = requests.agree([plan.lacks for plan in plans]).no_block
     causes = [
         (Status.CONTEXT_FULL, entering.too_long),
@@ -207,10 +201,11 @@ def _open(
     served = status == Status.OK
     metadata, seq_ids = tables.open_rows(metadata, served)
     row = jnp.where(served, seq_ids, metadata.max_sequences)
-    rows = []
-    for plan in plans:
+    new_tables: dict[int, jax.Array] = {}
+    for part, plan in zip(parts, plans, strict=True):
         metadata, of_part = plan.apply(metadata, row)
-        rows += [] if of_part is None else [of_part]
+        if of_part is not None:
+            new_tables |= dict.fromkeys(part.numbers, of_part)
 
     def enter(array: jax.Array, values: jax.Array) -> jax.Array:
         return array.at[row].set(values, mode="drop")
@@ -226,4 +221,4 @@ def _open(
     metadata = metadata.with_pending(row, entering.num_pending)
     settled = counters.settle(metadata.sequences, status, served)
     metadata = dataclasses.replace(metadata, sequences=settled)
-    return metadata, SwapIn(seq_ids, status), tuple(rows)
+    return metadata, SwapIn(seq_ids, status), new_tables

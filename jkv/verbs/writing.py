@@ -82,7 +82,7 @@ def write(
         arrays=storage.arrays,
         rows=rows,
         layer=any_layer(found.layer, batch),
-        slots=batch.slots_in(found.group),
+        slots=batch.slots_of(found.group),
         valid=batch.valid,
     )
     arrays = write_rows(operands)

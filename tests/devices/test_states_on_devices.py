@@ -21,11 +21,11 @@ pytestmark = pytest.mark.one_end
 def test_states_are_spread_where_the_configuration_says():
     cache = jkv.init(make_config(KIND), mesh=MESH, heads="tp")
     spread = PartitionSpec(None, None, "tp")
-    assert cache.states[0].rows["fold"].sharding.spec == spread
-    assert cache.states[0].bases.sharding.spec == PartitionSpec()
+    assert cache.storage[0].rows["fold"].sharding.spec == spread
+    assert cache.storage[0].bases.sharding.spec == PartitionSpec()
     specs = jkv.partition_specs(cache)
-    assert specs.states[0].snapshot_rows["fold"] == spread
-    assert specs.states[0].bases == PartitionSpec()
+    assert specs.storage[0].snapshot_rows["fold"] == spread
+    assert specs.storage[0].bases == PartitionSpec()
 
 
 @pytest.mark.parametrize("snapshots", [0, 3])
@@ -44,9 +44,9 @@ def test_states_are_spread_again_when_they_are_loaded(tmp_path, snapshots, pools
     )
     where = dict(mesh=MESH, heads="tp", pools=pools)
     cache = jkv.init(config, **where)
-    ones = jax.tree.map(lambda rows: rows + 1, cache.states[0].rows)
-    states = dataclasses.replace(cache.states[0], rows=ones)
-    cache = cache.with_states((states,))
+    ones = jax.tree.map(lambda rows: rows + 1, cache.storage[0].rows)
+    states = dataclasses.replace(cache.storage[0], rows=ones)
+    cache = cache.with_storage((states,))
     jkv.save(tmp_path / "cache", cache)
     loaded = jkv.load(tmp_path / "cache", **where)
     assert jax.tree.structure(loaded) == jax.tree.structure(cache)
@@ -54,7 +54,7 @@ def test_states_are_spread_again_when_they_are_loaded(tmp_path, snapshots, pools
     for found, wanted in pairs:
         np.testing.assert_array_equal(found, wanted)
         assert found.sharding.is_equivalent_to(wanted.sharding, wanted.ndim)
-    spread = loaded.states[0].rows["sum"].sharding.spec
+    spread = loaded.storage[0].rows["sum"].sharding.spec
     assert spread == PartitionSpec(*[pools] * bool(pools), None, None, None, "tp")
 
 
@@ -74,7 +74,7 @@ def test_a_queue_over_pools_of_states(tmp_path):
     assert int(result.statistics.cached_tokens) > 0
     jkv.save(tmp_path / "pools", cache)
     loaded = jkv.load(tmp_path / "pools", **where)
-    kept = loaded.states[0].rows["fold"].sharding.spec
+    kept = loaded.storage[0].rows["fold"].sharding.spec
     assert kept == PartitionSpec("dp", None, None, "tp")
     cache, result = run(None, loaded, PROMPTS, max_new_tokens=5, max_running=2)
     np.testing.assert_array_equal(result.tokens, wanted)

@@ -33,7 +33,7 @@ PUBLIC = """
     context_lengths kept_from debug DebugError over_pools split_pools
     GroupedConfig GroupLayer Sequences BlockGroup BlockStorage
     partition_specs BeamSearch beam_search
-    StateConfig StateLayer StateStorage States fold_state read_pending read_state
+    StateConfig StateStorage States fold_state read_pending read_state
     snapshots write_state Steering TextTree
     ExactDifference ExactReport check_exact FormatAccuracy measure_formats
     DraftModel PromptLookup UsageError jitted

@@ -111,17 +111,15 @@ LATER = [kind for kind in KINDS if kind not in FIRST]
 @jax.jit
 def step(cache, seq_ids, counts, tokens):
     """Append tokens, and write in each layer what follows from them."""
-    pending = 0 if cache.metadata.states is None else cache.metadata.states.max_pending
+    pending = cache.metadata.max_pending
     cache, batch = jkv.append(
         cache, seq_ids, counts, capacity=ROWS, tokens=tokens, num_pending=pending
     )
     numbers = (tokens + batch.positions).astype(jnp.float32)
     for layer, groups in enumerate(cache.layer_groups):
         for group in groups:
-            if group in cache.state_numbers:
-                cache = write_state(cache, layer, batch, numbers)
-            else:
-                cache = write(cache, layer, batch, numbers)
+            write_group = write if cache.storage[group].has_blocks else write_state
+            cache = write_group(cache, layer, batch, numbers)
     return jkv.commit(cache, batch)
 
 
@@ -142,7 +140,7 @@ def write_state(cache, layer, batch, numbers):
         spread = numbers.reshape(-1, *[1] * (array.ndim - 1))
         return array + spread.astype(array.dtype)
 
-    storage = cache.states[cache.find_state(layer).group]
+    storage = cache.storage[cache.find_state(layer).group]
     states = jkv.read_state(cache, layer, batch)
     states = {name: add(array, batch.context_lengths) for name, array in states.items()}
     inputs = {

@@ -33,7 +33,8 @@ from support.small_caches import (
 )
 
 import jkv
-from jkv.storage import contents, files
+from jkv.blocks import contents
+from jkv.storage import files
 from jkv.storage.fields import list_leaves
 
 pytestmark = pytest.mark.one_end

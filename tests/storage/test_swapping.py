@@ -32,7 +32,7 @@ from support.small_caches import (
 )
 
 import jkv
-from jkv.storage import contents
+from jkv.blocks import contents
 
 DTYPES, NAME = [jnp.float32, jnp.bfloat16], operator.attrgetter("__name__")
 

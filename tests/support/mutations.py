@@ -393,8 +393,8 @@ MUTATIONS = (
         "storage-bytes-without-scales",
         "config",
         "The bytes of the storage leave out the scales of elements of one byte.",
-        "count_bytes(lay_out_storage(self.sizes).values())",
-        'count_bytes([lay_out_storage(self.sizes)[n] for n in ("key_pool", '
+        "count_bytes(self.sizes.lay_out_storage().values())",
+        'count_bytes([self.sizes.lay_out_storage()[n] for n in ("key_pool", '
         '"value_pool")])',
     ),
     Mutation(
@@ -808,17 +808,17 @@ MUTATIONS = (
     ),
     Mutation(
         "states-of-a-file-need-snapshots",
-        "state",
+        "storage",
         "Arrays of snapshots are asked for where a cache has none.",
-        "for path in self.arrays:",
-        'for path in [f"{part}.{name}" for part in PARTS for name in self.rows]:',
+        "if path in shapes and axis is not None else 0",
+        "if axis is not None else 0",
     ),
     Mutation(
         "axes-in-the-order-of-a-file",
         "state",
         "The axis that a mesh divides is looked up by place, not by name.",
-        "of_rows = dict(zip(sorted(self.rows), self.row_axes, strict=True))",
-        "of_rows = dict(zip(self.rows, self.row_axes, strict=True))",
+        "dict(zip(sorted(self.rows), self.row_axes, strict=True)),",
+        "dict(zip(self.rows, self.row_axes, strict=True)),",
     ),
     Mutation(
         "pending-inputs-not-moved-up",

@@ -17,10 +17,13 @@ import numpy as np
 import pytest
 
 import jkv
+from jkv.attention.call import Requests
+from jkv.attention.shared_prefixes import find_shared_prefixes
 from support import formats
 from support.oracle.cache import BATCH_FULL, OK, PADDING
 from support.oracle.groups import held
 from support.oracle.moving import Oracle
+from support.plain_prefixes import check_prefixes
 from support.small_caches import (
     refusal_counts,
     ring_order,
@@ -30,6 +33,7 @@ from support.small_caches import (
 
 BATCH_SIZE = 5
 QUERY_LENGTH = 2  # rows per request of a padded append
+FEWEST_SHARING = 2  # requests that have something in common
 CAPACITY = BATCH_SIZE * QUERY_LENGTH  # rows of either layout
 NUM_KV_HEADS, NUM_HEADS, HEAD_DIM, VALUE_HEAD_DIM = 1, 2, 3, 2
 NUM_CONTENTS = 4096
@@ -154,7 +158,7 @@ def read(cache, seq_id):
 def layers_with_blocks(cache):
     """The layers of a cache that keep keys and values."""
     layers = enumerate(cache.layer_groups) if cache.num_layers else ()
-    return [i for i, groups in layers if {*groups} - {*cache.state_numbers}]
+    return [i for i, of in layers if any(cache.storage[g].has_blocks for g in of)]
 
 
 def read_all(cache, seq_ids):
@@ -304,7 +308,7 @@ class Game:
             )
         )
         # And what is read back, quantized or not.
-        storage = self.cache.storage[0] if groups else None
+        storage = self.cache.block_storage[0] if groups else None
         kept = (
             (storage.dtype, storage.value_dtype) if groups else (np.dtype(dtype),) * 2
         )
@@ -314,6 +318,7 @@ class Game:
         )
         self.num_contents_used = 0
         self.num_requests = Counter()  # by status
+        self.num_shared = 0  # blocks that requests of a step have in common
 
     def make_config(self, configs):
         """What `init` is given for the configuration of each group."""
@@ -647,10 +652,38 @@ class Game:
             blocks = [
                 row.blocks[g] if row else group.num_blocks for row in expected.rows
             ]
-            same(batch.blocks_of_groups[g], blocks)
+            same(batch.slots_of(self.number_of(g)).block_ids, blocks)
         for i, length in enumerate(expected.query_lengths):
             last_row = expected.query_starts[i] + length - 1
             assert length == 0 or int(batch.last_rows[i]) == last_row
+
+    def compare_prefixes(self):
+        """What a step of all sequences would find that they share, tables say too."""
+        oracle, size = self.oracle, self.oracle.block_size
+        # With numbers of its own: the game is the same without it.
+        rng = np.random.default_rng(oracle.clock)
+        seq_ids = rng.permutation(oracle.max_sequences).astype(np.int32)
+        lengths = [
+            len(oracle.tokens(each)) if each in oracle.open else 0 for each in seq_ids
+        ]
+        for g, group in enumerate(self.cache.metadata.groups):
+            if group.window.length is not None:
+                continue
+            # Now and then one has several rows, and no part in it.
+            rows = (rng.random(len(seq_ids)) < 0.1) + 1
+            found = find_shared_prefixes(
+                Requests(group.block_tables, seq_ids, *map(i32, (rows, rows, lengths))),
+                group.reference_counts,
+                block_size=size,
+                fewest=FEWEST_SHARING,
+            )
+            tables = [
+                self.table_of(seq_id, g)[: (length - 1) // size]
+                if length and row == 1
+                else None
+                for seq_id, row, length in zip(seq_ids, rows, lengths, strict=True)
+            ]
+            self.num_shared += check_prefixes(found, tables, FEWEST_SHARING)
 
     def tables(self, g):
         """The tables of all open sequences in a group."""
@@ -664,6 +697,7 @@ class Game:
     def compare_state(self):
         """Tables, counts and contents are the oracle's, and `check` agrees."""
         jkv.check(self.cache)
+        self.compare_prefixes()
         cache, oracle = self.cache, self.oracle
         metadata = jax.device_get(cache.metadata)
         for seq_id in range(oracle.max_sequences):
@@ -682,7 +716,7 @@ class Game:
         assert refusal_counts(cache) == refusals
         assert int(jkv.num_free_blocks(cache)) == oracle.num_free_blocks()
         for g in range(len(oracle.groups)):
-            self.compare_group(metadata.groups[g], g)
+            self.compare_group(metadata.block_groups[g], g)
         if self.has_storage:
             self.compare_all_contents()
 
@@ -739,7 +773,8 @@ class Game:
             if pool.window:  # nothing that was given back may be looked at
                 free = set(self.oracle.groups[g].free) - self.oracle.known(g)
                 free = sorted(free)
-                self.cache = with_storage_filled(self.cache, np.nan, free, group=g)
+                number = self.number_of(g)
+                self.cache = with_storage_filled(self.cache, np.nan, free, group=number)
         outputs = self.verbs["attend"](self.cache, batch, queries)
         for layer, found in enumerate(outputs):
             pool = self.pools[self.layer_groups[layer]]

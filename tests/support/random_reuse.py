@@ -209,9 +209,10 @@ class ReuseGame(Game):
         same(np.sort(visible), sorted(oracle.known(oracle.leader)))
         for number, each in zip(metadata.followers, index.followers, strict=True):
             size = metadata.groups[number].num_blocks
+            place = metadata.block_numbers.index(number)
             pairs = [(block, each.partners[block]) for block in visible.tolist()]
             found = {(f, w) for f, w in pairs if w < size and each.beside[w] == f}
-            known = [(b[oracle.leader], b[number]) for b in oracle.index.values()]
+            known = [(b[oracle.leader], b[place]) for b in oracle.index.values()]
             assert found == {pair for pair in known if pair[1] is not None}
         for seq_id, expected in oracle.open.items():
             committed = -1 if expected.visible is None else expected.visible

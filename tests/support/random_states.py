@@ -53,7 +53,7 @@ def append_padded_pending(cache, seq_ids, num_tokens, tokens, num_pending):
 def state_layers(cache):
     """The numbers of the layers that keep a state."""
     layers = enumerate(cache.layer_groups)
-    return [i for i, groups in layers if {*groups} & {*cache.state_numbers}]
+    return [i for i, of in layers if not all(cache.storage[g].has_blocks for g in of)]
 
 
 def read_states(cache, batch):
@@ -287,8 +287,9 @@ class StateGame(ReuseGame):
                 assert int(sequences.num_pending[seq_id]) == pending
         self.compare_snapshots()
         if self.has_storage:
-            for storage in jax.device_get(self.cache.states):
-                self.compare_rows(storage)
+            for storage in jax.device_get(self.cache.storage):
+                if not storage.has_blocks:
+                    self.compare_rows(storage)
             if self.rng.random() < 0.2:
                 self.fill_unused()
 
@@ -352,12 +353,14 @@ class StateGame(ReuseGame):
                 filled[name] = jnp.asarray(changed)
             return filled
 
-        states = tuple(
-            dataclasses.replace(
+        storage = tuple(
+            each
+            if each.has_blocks
+            else dataclasses.replace(
                 each,
                 rows=fill(each.rows, rows),
                 snapshot_rows=fill(each.snapshot_rows, places),
             )
-            for each in self.cache.states
+            for each in self.cache.storage
         )
-        self.cache = self.cache.with_states(states)
+        self.cache = self.cache.with_storage(storage)

@@ -98,7 +98,7 @@ def with_storage_filled(cache, value, blocks=None, group=None):
     blocks, only those are filled. All groups of layers, or one.
     """
     for number, storage in enumerate(cache.storage):
-        if group in (None, number):
+        if storage.has_blocks and group in (None, number):
             filled = {
                 name: _filled(pool, _bits_of(name, pool, storage, value), blocks)
                 for name, pool in storage.arrays.items()
@@ -305,7 +305,7 @@ def tables(cache):
 
 def ring_order(cache, group=0):
     """The free blocks in the order in which they will be handed out."""
-    ring = jax.device_get(cache.metadata.groups[group].free_blocks)
+    ring = jax.device_get(cache.metadata.block_groups[group].free_blocks)
     head, span = ring.bounds[:2].tolist()
     places = (head + np.arange(span)) % ring.ids.size
     blocks = ring.ids[places]

@@ -53,8 +53,8 @@ def write_state(kept):
         cache, batch = jkv.append(cache, [0], tokens=[3], num_pending=0)
         tokens = np.array([3], np.int32)
         for layer in range(len(cache.layer_groups)):
-            if layer == 1 and cache.storage:
-                window = cache.metadata.groups[0].window.length
+            if layer == 1 and cache.block_storage:
+                window = cache.metadata.block_groups[0].window.length
                 _, cache = attend(cache, layer, batch, tokens, window=window)
                 continue
             cache = jkv.write_state(
@@ -194,8 +194,8 @@ def compact(kept):
 
 
 def resize(kept):
-    kept.cache = jkv.resize(kept.cache, [24] * len(kept.cache.metadata.groups))
-    kept.cache = jkv.resize(kept.cache, [96] * len(kept.cache.metadata.groups))
+    kept.cache = jkv.resize(kept.cache, [24] * len(kept.cache.block_storage))
+    kept.cache = jkv.resize(kept.cache, [96] * len(kept.cache.block_storage))
 
 
 def debug(kept):

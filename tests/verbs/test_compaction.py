@@ -34,7 +34,7 @@ from support.small_caches import (
 )
 
 import jkv
-from jkv.metadata.renumbering import in_order
+from jkv.blocks.renumbering import in_order
 from jkv.prefixes import hash_tables
 
 pytestmark = pytest.mark.one_end

@@ -45,7 +45,7 @@ EAGER = ["roomy", *further(["blocks of 16"])]
 @pytest.mark.parametrize("name, mode", CASES if EFFORT == 1 else ALL_CASES)
 @pytest.mark.one_end
 def test_random_operations(name, mode, tmp_path):
-    verbs = make_verbs(mode)
+    verbs, num_shared = make_verbs(mode), 0
     for seed in range(EFFORT):
         game = Game(
             SHAPES[name],
@@ -61,6 +61,9 @@ def test_random_operations(name, mode, tmp_path):
         # for all, some come up by luck only.
         if not name.startswith("one"):
             assert set(game.num_requests) == set(range(7)), game.num_requests
+            num_shared += game.num_shared
+    if name in PLAYED:
+        assert num_shared > 10
 
 
 # Groups of layers have windows, too.

@@ -94,7 +94,7 @@ def move(cache, seq_ids, counts, prompts):
 def read_old_states(cache, seq_ids, counts, tokens):
     """The states before a step are still needed after it."""
     after, x = step_unrolled(cache, seq_ids, counts, tokens)
-    return after, x, cache.states[0].rows["sum"]
+    return after, x, cache.storage[0].rows["sum"]
 
 
 def list_copies(function, *arguments):
@@ -106,7 +106,7 @@ def list_copies(function, *arguments):
     compiled = (
         jax.jit(function, donate_argnums=0).lower(cache, *arguments).compile(ALL_PASSES)
     )
-    arrays = cache.states[0].arrays.values()
+    arrays = [a for n, a in cache.storage[0].arrays.items() if n != "bases"]
     layer_size = min(math.prod(array.shape[1:]) for array in arrays)
     assert layer_size == MAX_SEQUENCES * WIDTH
     num_bytes = sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)

@@ -46,8 +46,6 @@ def open_prompts(
     """Open a row for each prompt that waits, as many as can have all of their beams.
 
     Args:
-      cache: the cache.
-      state: the searches.
       size: how many blocks a prompt takes while it is computed.
     """
     prompts = state.prompts
@@ -69,7 +67,7 @@ def open_prompts(
         _lacking(lacks_rows),
     )
     # Of a prompt longer than a window only a part is reserved.
-    groups, rows = cache.metadata.groups, opened.seq_ids
+    groups, rows = cache.metadata.block_groups, opened.seq_ids
     mapped = [each.num_mapped_blocks.at[rows].get(mode="clip") for each in groups]
     kept = [each.num_kept_blocks.at[rows].get(mode="clip") for each in groups]
     needs = blocks_to_take(prompts.lengths, tuple(mapped), tuple(kept), size)
@@ -88,8 +86,6 @@ def make_room_for_forks(
     """Let searches wait until the others can fork their prompts.
 
     Args:
-      cache: the cache.
-      state: the searches.
       num_blocks: i32[Q], blocks that each search needs before it forks.
     """
     _, tail = divide(state.prompts.lengths, cache.block_size)
@@ -161,8 +157,6 @@ def make_room_for_beams(
     """Let searches wait, the last prompt's first, until the others have room.
 
     Args:
-      cache: the cache.
-      state: the searches.
       num_blocks: i32[Q], blocks of each group that each search needs if it runs.
       num_rows: i32[Q], rows.
 
@@ -196,8 +190,6 @@ def let_last_wait(cache: Cache, state: SearchState, lacks_rows: jax.Array) -> Ca
     """Let the search of the last prompt that runs give its rows back.
 
     Args:
-      cache: the cache.
-      state: the searches.
       lacks_rows: bool[], whether rows lack, else it is blocks.
 
     Returns:

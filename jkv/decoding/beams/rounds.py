@@ -151,7 +151,7 @@ def _compute_prompts_that_fit(
     cache, state, logits = while_loop(
         lambda carry: lacks(*carry[:2]), trip, (cache, state, logits)
     )
-    none = tuple(jnp.zeros_like(state.reasons) for _ in cache.metadata.groups)
+    none = tuple(jnp.zeros_like(state.reasons) for _ in cache.metadata.block_numbers)
     return *make_room_for_forks(cache, state, none), logits
 
 
@@ -174,8 +174,6 @@ def _run_step(
 
     Args:
       searcher: what does not change.
-      cache: the cache.
-      state: the searches.
       logits: f32[Q * K, V], after each beam's last token.
     """
     before = state
@@ -189,7 +187,10 @@ def _run_step(
     _, tail = divide(state.prompts.lengths + state.length - 1, cache.block_size)
     needs = jnp.where(tail == 0, jnp.int32(state.num_beams), 0)
     cache, state, lacking = make_room_for_beams(
-        cache, state, (needs,) * len(cache.metadata.groups), jnp.zeros_like(needs)
+        cache,
+        state,
+        (needs,) * len(cache.metadata.block_numbers),
+        jnp.zeros_like(needs),
     )
     lacks = lacking != FinishReason.RUNNING
     state = _count_beams_as_they_are(searcher.rules, state, lacks).end(lacks, lacking)

@@ -43,8 +43,6 @@ def run_chunk(
     """Compute the next tokens of texts in one step.
 
     Args:
-      runner: the model.
-      cache: the cache.
       texts: B of them.
       done: i32[B], tokens of each that are in the cache.
       counts: i32[B], tokens to compute of each, together at most R.
@@ -90,7 +88,6 @@ def end_at_snapshots(
     known; and, where a chunk does not reach its end, at the last that the chunk has.
 
     Args:
-      cache: the cache.
       done: i32[B], tokens of each text in it.
       counts: i32[B], tokens to compute now.
       left: i32[B], tokens to compute at all.
@@ -137,8 +134,6 @@ def prefill(
     """Compute texts in chunks, until nothing is left or no text finds a block.
 
     Args:
-      runner: the model.
-      cache: the cache.
       texts: B of them.
       carry: what `note` changes.
       sizes: how a chunk is divided.

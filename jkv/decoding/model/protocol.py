@@ -41,7 +41,6 @@ class Model(Protocol):
             sequence without rows are arbitrary.
           cache: with the rows' keys and values written in every layer.
         """
-        ...
 
 
 def check_model(model: object, params: object) -> None:
@@ -69,7 +68,6 @@ def call_model(
       model, params: as the caller of the loop gave them.
       tokens: i32[R].
       cache: after the `append` that returned `batch`.
-      batch: the step.
 
     Returns:
       float[B, V] and the cache, as `Model`.

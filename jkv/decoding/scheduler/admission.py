@@ -34,8 +34,6 @@ def admit(
     """Admit sequences that wait, as long as they fit.
 
     Args:
-      cache: the cache.
-      state: the generation.
       slack: i32[], free blocks that were promised to no sequence.
     """
     num_lanes = min(LANES, state.places.num_places)
@@ -70,7 +68,7 @@ def _open_seated(
       The cache, the state, and bool[]: whether there may be more to do.
     """
     loads = state.loads(cache)
-    has_states = cache.metadata.states is not None
+    has_states = cache.metadata.has_states
     lanes, is_more = _find_lanes(state, loads, num_lanes, has_states)
     texts, lengths = find_texts(state.prompts, state.result, lanes.sequences)
     salts = state.prompts.salts[lanes.prompts]
@@ -132,7 +130,7 @@ def _fork_prompts(
     """
     places, holder = state.places, state.holder
     has_prompt, may_take = loads.has_prompt, jnp.bool_(True)
-    if cache.metadata.states is not None:
+    if cache.metadata.has_states:
         # A state cannot be cut back: what is held stays so while samples wait for it.
         has_prompt = loads.done == loads.prompt_lengths
         may_take = ~has_more_samples(state, loads)[lanes.prompts]

@@ -128,7 +128,6 @@ def _queue_up(
     """Let the sequences of added prompts wait.
 
     Args:
-      cache: the cache.
       state: with the prompts.
       index: i32[K], which prompts they are; Q for none.
       added: K prompts.

@@ -39,7 +39,6 @@ def generate_on_pools(
 
     Args:
       generate: what each rank does with the prompts that are its own.
-      params: the model's weights.
       cache: with a pool for each rank.
       prompts: Q of them.
       options: how each rank makes tokens, any pytree.

@@ -37,7 +37,7 @@ def hold_prompt(cache: Cache, state: GenerationState) -> tuple[Cache, Generation
 
     Without layers that keep a state there is nothing to do.
     """
-    if cache.metadata.states is None or state.num_samples == 1:
+    if not cache.metadata.has_states or state.num_samples == 1:
         return cache, state
     places, loads, holder = state.places, state.loads(cache), state.holder
     is_whole = places.is_cached & places.is_running

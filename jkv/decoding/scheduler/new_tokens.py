@@ -27,7 +27,6 @@ def choose_tokens(
     """Choose the next token of each text that is in the cache whole.
 
     Args:
-      state: the generation.
       bounds: how long a text can become.
       logits: f32[W, V], after the last token of each place's text.
       is_ready: bool[W], whether they are.

@@ -48,7 +48,7 @@ def preempt_youngest(
 
     def lacks_blocks(running: _Running) -> jax.Array:
         can_give = (running.holder.seq_id >= 0) | (running.places.num_running > 1)
-        free = tuple(group.free_blocks.count for group in running.metadata.groups)
+        free = tuple(group.free_blocks.count for group in running.metadata.block_groups)
         return can_give & ~reach(free, running.promised)
 
     none = jnp.zeros((), jnp.int32)

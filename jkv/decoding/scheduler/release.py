@@ -109,7 +109,6 @@ def _receive(
     """Give a place the sequence of a prompt, or hold it.
 
     Args:
-      state: the generation.
       receiver: i32[], a place; W holds it, -1 does neither.
       seq_id: i32[], the sequence.
       prompt: i32[], whose tokens it has.

@@ -50,7 +50,6 @@ def may_seat(state: GenerationState, slack: Blocks) -> jax.Array:
     """Return whether it is worth while to look at what waits, bool[].
 
     Args:
-      state: the generation.
       slack: i32[], free blocks that were promised to no sequence.
     """
     places = state.places
@@ -66,8 +65,6 @@ def seat_waiting(
     """Seat the first that wait, at most K.
 
     Args:
-      cache: the cache.
-      state: the generation.
       num_lanes: K, static.
     """
     places, loads = state.places, state.loads(cache)

@@ -27,11 +27,9 @@ class Companion(Protocol):
     @property
     def draft_cache(self) -> Cache | None:
         """The cache of a draft model, None without one."""
-        ...
 
     def forget(self, sequences: jax.Array) -> Self:
         """Forget sequences whose numbers pass to other texts, i32[K]."""
-        ...
 
 
 @jax.tree_util.register_dataclass
@@ -105,8 +103,8 @@ class GenerationState:
             prompt_lengths=prompt_lengths,
             text_lengths=prompt_lengths + self.result.lengths[sequences],
             done=of_cached(metadata.context_lengths),
-            mapped=tuple(of_cached(g.num_mapped_blocks) for g in metadata.groups),
-            kept=tuple(of_cached(g.num_kept_blocks) for g in metadata.groups),
+            mapped=tuple(of_cached(g.num_mapped_blocks) for g in metadata.block_groups),
+            kept=tuple(of_cached(g.num_kept_blocks) for g in metadata.block_groups),
         )
 
 

@@ -62,9 +62,6 @@ def run_step(
     """Do one step.
 
     Args:
-      runner: the model.
-      cache: the cache.
-      state: the generation.
       choice: of N sequences.
       logits: f32[W, V], the last step's, whose memory is used again.
 
@@ -128,9 +125,6 @@ def _compute_rows(
     """Compute rows of the texts in the smallest step that holds them.
 
     Args:
-      runner: the model.
-      cache: the cache.
-      state: the generation.
       loads: what each place has.
       counts: i32[W], rows of each.
       logits: f32[W, V], memory for the new ones.
@@ -221,7 +215,7 @@ def count_step(
     )
     used = count_used_blocks(cache)
     length = jnp.where(places.is_cached, loads.done + rows, 0)
-    num_groups = len(cache.metadata.groups)
+    num_groups = len(cache.metadata.block_numbers)
     empty = num_groups * jnp.sum(-length % cache.block_size, dtype=jnp.int32)
     is_peak = (used > old.peak_blocks) & (num_served > 0)
     statistics = result.statistics._replace(

@@ -39,10 +39,8 @@ class Devices(NamedTuple):
         which the weights or the texts do.
 
         Args:
-          config: the sizes.
           given: a pytree with the weights and the texts.
           storage: as for `jkv.init`.
         """
         cache = init(config, storage=storage, mesh=self.mesh, heads=self.heads)
-        cache = cache.with_storage(vary_with(cache.storage, given))
-        return cache.with_states(vary_with(cache.states, given))
+        return cache.with_storage(vary_with(cache.storage, given))

@@ -49,8 +49,6 @@ def run_levels(
 
     Args:
       model: see `Model`.
-      params: its weights.
-      config: of the model.
       tree: R rows.
       levels: all of its segments.
       devices: where the cache lies.

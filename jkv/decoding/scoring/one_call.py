@@ -36,7 +36,6 @@ def run_tree(
 
     Args:
       model: see `Model`.
-      params: its weights.
       config: of the model, whose layers all keep keys and values.
       tree: R rows.
       asked_rows: i32[A], the rows whose logits are asked for; R for none.

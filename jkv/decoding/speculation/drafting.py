@@ -104,7 +104,6 @@ def draft(
     Args:
       options: the draft model.
       drafts: what it has.
-      state: the generation.
       lengths: tokens of the text in each place.
       is_ready: which texts are drafted for.
       choice: of N sequences.
@@ -233,7 +232,7 @@ def _run_ahead(
         jnp.int32(0), batch, logits, nothing, drafts.logits, begun
     )
 
-    has_states = rows.cache.metadata.states is not None
+    has_states = rows.cache.metadata.has_states
 
     def trip(i: jax.Array, carry: Carry) -> Carry:
         cache, guesses, kept, state = carry

@@ -90,8 +90,6 @@ def run_steps(
     """Do steps for as long as `goes_on(state, steps so far)` is true.
 
     Args:
-      runner: the model.
-      cache: the cache.
       state: of `begin_speculation` with options of this kind.
       choice: of N sequences.
       goes_on: when to do a further step.
@@ -151,11 +149,11 @@ def _run_speculatively(
 
 def _check_pending(name: str, cache: Cache, num_tokens: int) -> None:
     """Refuse a cache from whose states so many guesses could not be taken back."""
-    states = cache.metadata.states
-    if states is not None and states.max_pending < num_tokens:
+    most = cache.metadata.max_pending
+    if cache.metadata.has_states and most < num_tokens:
         raise UsageError(
             f"speculation takes back guesses that were wrong, up to {num_tokens}, and "
-            f"layers of this {name} keep a state from which {states.max_pending} "
+            f"layers of this {name} keep a state from which {most} "
             f"tokens can be taken back: give jkv.StateConfig max_pending={num_tokens} "
             f"and the inputs of a token, or guess fewer (num_tokens)"
         )

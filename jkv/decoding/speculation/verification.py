@@ -56,7 +56,6 @@ class Sampler(Protocol):
           counts: i32[R], tokens that the text has generated then.
           seen: bool[R, V], tokens that it has then.
         """
-        ...
 
 
 class _Chosen(NamedTuple):
@@ -77,9 +76,6 @@ def check_guesses(
     """Do a step with guesses, in which each text that runs lacks one token.
 
     Args:
-      runner: the model.
-      cache: the cache.
-      state: the generation.
       choice: of N sequences.
       guesses: for W places.
       sampler: how tokens are chosen.
@@ -136,7 +132,7 @@ def _compute_guesses(
     rows = Rows.of(counts, sizes[-1])
     tokens = _tokens_of_rows(state, loads, guesses, rows)
     seq_ids = jnp.where(is_ready, places.seq_ids, NO_SEQUENCE)
-    has_states = cache.metadata.states is not None
+    has_states = cache.metadata.has_states
     cache, batch = append(
         cache,
         seq_ids,

@@ -42,7 +42,10 @@ class BlockSize(NamedTuple):
 
 def find_block_size(cache: Cache, row_counts: tuple[int, ...]) -> BlockSize:
     """Return how many blocks a text takes in a cache, in steps of so many rows."""
-    size, windows = cache.block_size, [each.window for each in cache.metadata.groups]
+    size, windows = (
+        cache.block_size,
+        [each.window for each in cache.metadata.block_groups],
+    )
     return BlockSize(
         size, tuple(each.most_blocks(size, row_counts[-1]) for each in windows)
     )
@@ -50,12 +53,12 @@ def find_block_size(cache: Cache, row_counts: tuple[int, ...]) -> BlockSize:
 
 def count_free_blocks(cache: Cache) -> Blocks:
     """Return the blocks that can be handed out, i32[] for each group."""
-    return tuple(group.free_blocks.count for group in cache.metadata.groups)
+    return tuple(group.free_blocks.count for group in cache.metadata.block_groups)
 
 
 def count_used_blocks(cache: Cache) -> jax.Array:
     """Return the blocks in use, i32[], of all groups together."""
-    groups = cache.metadata.groups
+    groups = cache.metadata.block_groups
     return sum_groups(
         tuple(jnp.int32(g.num_blocks) - g.free_blocks.count for g in groups)
     )

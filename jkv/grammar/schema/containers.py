@@ -41,23 +41,18 @@ class Compiler(Protocol):
 
     def compile(self, parts: Sequence[Part]) -> Expression:
         """Return the texts for which all parts hold."""
-        ...
 
     def keys(self, parts: Sequence[Part]) -> Automaton:
         """Return the strings for which all parts hold, without quotes."""
-        ...
 
     def values(self, parts: Sequence[Part]) -> list[Any] | None:
         """Return the values for which all parts hold, if they are listed."""
-        ...
 
     def kinds(self, parts: Sequence[Part]) -> set[str]:
         """Return the kinds of the texts for which all parts hold."""
-        ...
 
     def value(self, value: Any) -> Expression:
         """Return the texts of a value."""
-        ...
 
 
 def array_expression(way: Way, compiler: Compiler) -> Expression:

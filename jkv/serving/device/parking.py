@@ -60,7 +60,6 @@ def bring_back(
     """Pin a text whose blocks are on the host, unless the cache has no room for them.
 
     Args:
-      cache: the cache.
       text: i32[P], -1 past its end.
       salt: its domain.
       swapped: what `move_to_host` made of it.

@@ -266,7 +266,7 @@ class Scheduler:
             if self._unread is None and self.loop.num_free_blocks is not None:
                 self.measures.free_blocks = int(self.loop.num_free_blocks)
             return self.measures.read(
-                sum(each.num_blocks for each in self.loop.cache.metadata.groups),
+                sum(each.num_blocks for each in self.loop.cache.metadata.block_groups),
                 self._options.clock(),
                 waiting=states[RequestState.WAITING],
                 running=states[RequestState.RUNNING],

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from jkv.blocks import contents
 from jkv.prefixes.verbs import match
 from jkv.serving.device.loop import Loop
 from jkv.serving.device.processes import SharedLoop
 from jkv.serving.request.request import Request, RequestState
 from jkv.status import UsageError
-from jkv.storage import contents
 from jkv.tiers.choosing import count
 from jkv.tiers.held import put_together
 from jkv.tiers.layout import Layout
@@ -116,8 +116,8 @@ class Storing:
         tokens = np.zeros((1, layout.block_size), np.int32)
         bare = put_together(tokens, np.full(1, -1, np.int32), 0, {}, layout)
         cache, _ = restore(self._loop.cache, bare, donate=True)
-        for number, group in enumerate(cache.metadata.groups):
-            size = 1
+        for number in cache.metadata.block_numbers:
+            group, size = cache.metadata.groups[number], 1
             while size <= min(2 * BLOCKS_PER_SPILL, group.num_blocks):
                 blocks = np.arange(size, dtype=np.int32)
                 held = contents.fetch(cache, number, blocks)

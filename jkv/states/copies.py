@@ -6,43 +6,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.metadata.states import SnapshotCopies, StateMoves, for_each_of
+from jkv.metadata.entries import for_each_of
 from jkv.sharding.loops import fori_loop
-from jkv.state import Cache, StateStorage
+from jkv.state import StateStorage
+from jkv.states.moves import SnapshotCopies, StateMoves
 
 Arrays = dict[str, jax.Array]
 
 
-def move_states(cache: Cache, moves: StateMoves) -> Cache:
-    """Return the cache with states moved between rows, and from snapshots to rows.
+def move_states(storage: StateStorage, moves: StateMoves) -> StateStorage:
+    """Return a group's states moved between rows, and from snapshots to rows.
 
     Outside jit nothing is done if no row is a target.
-
-    Args:
-      cache: the cache, with the metadata of after the call.
-      moves: what the call does.
     """
-    if not cache.num_layers:
-        return cache
-    if not _has_any(moves.target, cache.max_sequences):
-        return cache
-    return cache.with_states(tuple(_move(each, moves) for each in cache.states))
+    if not storage.num_layers or not _has_any(moves.target, storage.bases.shape[1]):
+        return storage
+    return _move(storage, moves)
 
 
-def copy_to_snapshots(cache: Cache, copies: SnapshotCopies) -> Cache:
-    """Return the cache with the states of rows copied to the places of snapshots.
+def copy_to_snapshots(storage: StateStorage, copies: SnapshotCopies) -> StateStorage:
+    """Return a group with the states of rows copied to the places of snapshots.
 
     Outside jit nothing is done if there is no place.
-
-    Args:
-      cache: the cache, with the metadata of after the call.
-      copies: what the call does.
     """
-    if not cache.num_layers:
-        return cache
-    if not _has_any(copies.places, cache.metadata.index.num_places):
-        return cache
-    return cache.with_states(tuple(_snap(each, *copies) for each in cache.states))
+    places = next(iter(storage.snapshot_rows.values())).shape[1]
+    if not storage.num_layers or not _has_any(copies.places, places):
+        return storage
+    return _snap(storage, *copies)
 
 
 def read_rows(

@@ -4,9 +4,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jkv.metadata import allocator, sharing, tables
-from jkv.metadata.block_plans import (
+from jkv.blocks import sharing
+from jkv.blocks.copies import copy_blocks
+from jkv.blocks.plans import (
     Brought,
     Cutting,
     Entering,
@@ -15,15 +17,28 @@ from jkv.metadata.block_plans import (
     Opening,
     Sharing,
 )
+from jkv.blocks.swapped import SwappedGroup, fetch_group
+from jkv.blocks.tails import BlockCopies
+from jkv.metadata import allocator, tables
 from jkv.metadata.part import Lack, Lengths
-from jkv.state import Metadata
+from jkv.state import BlockStorage, Cache, Metadata
 from jkv.state.index import Found
 
 
 class Blocks(NamedTuple):
     """What sequences have in the pool of one group."""
 
-    number: int  # static, of the group among those with blocks
+    number: int  # static, of the group
+
+    @classmethod
+    def of(cls, numbers: tuple[int, ...]) -> tuple["Blocks", ...]:
+        """Return the parts of groups: one each."""
+        return tuple(map(cls, numbers))
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The groups that it answers for."""
+        return (self.number,)
 
     def open(
         self,
@@ -81,10 +96,11 @@ class Blocks(NamedTuple):
         cut_off = group.window.cuts_off(seq_ids, lengths, group.block_size)
         return Cutting(self.number, group, seq_ids, lengths, (cut_off,))
 
-    def enter(self, metadata: Metadata, brought: Brought) -> Entering:
+    def enter(self, metadata: Metadata, brought: dict[int, Brought]) -> Entering:
         """Take a block for each that is brought."""
-        lack = Lack.of(metadata.groups[self.number], brought.num_blocks[None])
-        return Entering(self.number, brought, (lack,))
+        own = brought[self.number]
+        lack = Lack.of(metadata.groups[self.number], own.num_blocks[None])
+        return Entering(self.number, own, (lack,))
 
     def exchange(
         self,
@@ -104,6 +120,32 @@ class Blocks(NamedTuple):
         group = metadata.groups[self.number]
         group = tables.empty_rows(group, seq_ids, closable)
         return metadata.with_group(self.number, group)
+
+    def follow(self, storage: BlockStorage, moves: BlockCopies) -> BlockStorage:
+        """Copy blocks."""
+        return copy_blocks(storage, moves)
+
+    def keep(self, _rows: jax.Array, _places: jax.Array) -> None:
+        """Copy nothing: blocks are found where they are."""
+
+    def leave(
+        self, metadata: Metadata, seq_ids: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return the block tables, i32[B, M], and columns given back, i32[B]."""
+        group = metadata.groups[self.number]
+        gap = jnp.asarray(group.window.gaps_of(seq_ids), jnp.int32)
+        tables = group.block_tables.at[seq_ids].get(mode="clip")
+        return tables, jnp.broadcast_to(gap, seq_ids.shape)
+
+    def fetch(
+        self,
+        cache: Cache,
+        _seq_ids: np.ndarray,
+        lengths: np.ndarray,
+        left: tuple[np.ndarray, np.ndarray],
+    ) -> dict[int, SwappedGroup]:
+        """Copy blocks to the host, each once however many of the sequences share it."""
+        return {self.number: fetch_group(cache, self.number, lengths, left)}
 
     def num_free(self, metadata: Metadata) -> tuple[jax.Array, ...]:
         """Return the free blocks of the pool."""

@@ -1,21 +1,17 @@
 """What the rows of sequences hold in groups with a state: pending tokens, and moves.
 
 The metadata says how many tokens of each sequence are pending;
-`jkv.storage.state_copies` then does to the arrays what a call decided.
+`jkv.states.copies` then does to the arrays what a call decided.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata.entries import for_each_entry
 from jkv.state import Metadata
 from jkv.state.index import FoundState
-
-Carry = TypeVar("Carry")
 
 
 @jax.tree_util.register_dataclass
@@ -55,7 +51,6 @@ def find_cut(metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array) -> Cut:
     The length may be the present one, 0, any from the base on, or a snapshot's.
 
     Args:
-      metadata: the state.
       seq_ids: i32[B].
       lengths: i32[B].
     """
@@ -71,22 +66,3 @@ def find_cut(metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array) -> Cut:
     is_there = found.place < found.none
     pending = jnp.where(is_there, found.num_pending, pending)
     return Cut(~(stands | is_there), pending, found)
-
-
-def for_each_of(
-    mask: jax.Array, trip: Callable[[jax.Array, Carry], Carry], carry: Carry
-) -> Carry:
-    """Call `trip(request, carry)` for each request of a mask, bool[B], in order.
-
-    Args:
-      mask: which requests; a call without any makes no trip.
-      trip: takes the request's number, i32[1], and the carry.
-      carry: what trips change.
-    """
-    return for_each_entry(
-        mask.astype(jnp.int32),
-        mask.shape[0],
-        lambda carry, _entry, request, _rank, _valid: trip(request, carry),
-        carry,
-        width=1,
-    )

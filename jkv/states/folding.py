@@ -19,8 +19,8 @@ from jkv.recurrence import (
 )
 from jkv.sharding.loops import when
 from jkv.state import Batch, Cache, StateStorage
+from jkv.states.verbs import Layer, read_pending, read_state, write_state
 from jkv.status import UsageError
-from jkv.verbs.states import Layer, read_pending, read_state, write_state
 
 
 @explains_arguments
@@ -87,7 +87,7 @@ def fold_state(
       [[4.0, 0.0], [4.0, 2.0], [2.0, 5.0], [0.0, 0.0]]
     """
     state = read_state(cache, layer, batch)
-    storage = cache.states[cache.find_state(layer).group]
+    storage = cache.storage[cache.find_state(layer).group]
     inputs = {name: as_array(rows) for name, rows in inputs.items()}
     kept = _pick_inputs(storage, inputs)
     trace_output(rule, state, inputs)

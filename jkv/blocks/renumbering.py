@@ -54,7 +54,6 @@ def renumber(
 
     Args:
       metadata: the state, whose group has N blocks.
-      number: of the group.
       source: i32[N'], old id of each block, all different; N or above for a new one.
       free: the free blocks afterwards.
     """

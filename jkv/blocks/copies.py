@@ -5,26 +5,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.attention import lazy_chex as chex
-from jkv.metadata.tails import BlockCopies
+from jkv.blocks.tails import BlockCopies
 from jkv.sharding.loops import fori_loop
-from jkv.state import Cache
+from jkv.state import BlockStorage
 
 
-def copy_blocks(cache: Cache, number: int, copies: BlockCopies) -> Cache:
-    """Return the cache with blocks of a group copied, if there are any.
+def copy_blocks(storage: BlockStorage, copies: BlockCopies) -> BlockStorage:
+    """Return a group's storage with blocks copied, if there are any.
 
     Outside jit there is no pass over the storage if nothing is to be copied.
-
-    Args:
-      cache: the cache.
-      number: of the group.
-      copies: its blocks.
     """
-    storage = cache.storage[number]
     if storage.num_layers == 0 or not _copies_any(copies, storage.num_blocks):
-        return cache
-    arrays = _copy_blocks(storage.arrays, copies)
-    return cache.with_group_storage(number, storage.with_arrays(arrays))
+        return storage
+    return storage.with_arrays(_copy_blocks(storage.arrays, copies))
 
 
 def _copies_any(copies: BlockCopies, num_blocks: int) -> bool:

@@ -84,7 +84,6 @@ def put(
     """Write contents from the host to blocks, i32[P], all different.
 
     Args:
-      cache: the cache.
       number: of the group whose blocks these are.
       blocks: i32[P].
       contents: what the P blocks hold; tokens of -1 if it has none.

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jkv.blocks.tails import BlockCopies, copy_tokens
 from jkv.metadata import allocator, tables
 from jkv.metadata.entries import for_each_entry
 from jkv.metadata.part import Done, Lengths
-from jkv.metadata.tails import BlockCopies, copy_tokens
 from jkv.metadata.xla_cpu import divide, running_sum
 from jkv.state import BlockGroup, Metadata
 from jkv.state.index import Found, FoundBlocks
@@ -33,7 +33,6 @@ def find_lengths(
     """Look up how long parents are, i32[B]; for an id that is not open it is rubbish.
 
     Args:
-      metadata: the state.
       parents: i32[B].
       lengths: i32[B], how much of each counts, no more than there is; None is all.
     """
@@ -87,8 +86,6 @@ def adopt(
     The counts of the full blocks are already raised (`count_owners`).
 
     Args:
-      metadata: the state.
-      number: of the group.
       past: the parents', in the group.
       length: of the pasts.
       done: the sequences that continue.
@@ -148,7 +145,6 @@ def copy_part(
 
     Args:
       metadata: the state; the fresh blocks are mapped already.
-      number: of the group.
       row: i32[B], table rows; one of S or above gets no copy.
       found: what was found.
 
@@ -176,8 +172,6 @@ def take_tails(
     """Map a fresh block at a column of each sequence that copies its tail.
 
     Args:
-      metadata: the state.
-      number: of the group.
       copied: bool[B], which sequences copy.
       seq_ids: i32[B].
       column: i32[B], of the block tables.

@@ -17,9 +17,51 @@ from jkv.state import Cache, StateStorage
 class SwappedStates:
     """What B sequences have in one group of layers with a state, on the host."""
 
+    has_blocks = False
+    num_blocks = num_filled_blocks = 0
+
     bases: np.ndarray  # i32[L, B], as in `StateStorage`
     rows: dict[str, np.ndarray]  # by name [L, B, ...], likewise
     inputs: dict[str, np.ndarray]  # by name [L, B, Q, ...], likewise
+
+    def meaning(self, _path: str) -> None:
+        """Return that bits are written as they are."""
+
+    def fits(self, _columns: int) -> bool:
+        """Return that there are no block tables."""
+        return True
+
+    def brought(self, _columns: int) -> None:
+        """Return that nothing is to be known of states."""
+
+    def compare(
+        self, cache: Cache, number: int, _lengths: np.ndarray
+    ) -> dict[str, tuple[Any, Any]]:
+        """Return what the states are, there and in a cache, by name."""
+        storage = cache.storage[number]
+        return {
+            f"{part} of its state": (
+                _describe(getattr(self, part)),
+                _describe(getattr(storage, part)),
+            )
+            for part in ("rows", "inputs")
+        }
+
+    def put(
+        self,
+        cache: Cache,
+        number: int,
+        seq_ids: np.ndarray,
+        _tables: object,
+        *,
+        donate: bool,
+    ) -> Cache:
+        """Write the states to rows of sequences."""
+        storage = cache.storage[number]
+        if not storage.num_layers:
+            return cache
+        put = _put_donated if donate else _put
+        return cache.with_group_storage(number, put(storage, self, seq_ids))
 
 
 def fetch_states(storage: StateStorage, rows: np.ndarray) -> SwappedStates:
@@ -37,40 +79,6 @@ def fetch_states(storage: StateStorage, rows: np.ndarray) -> SwappedStates:
         shared = any(is_shared(leaf.sharding) for leaf in jax.tree.leaves(found))
         found = jax.tree.map(bring_whole, found) if shared else jax.device_get(found)
     return SwappedStates(bases=found[0], rows=found[1], inputs=found[2])
-
-
-def put_states(
-    cache: Cache, states: tuple[SwappedStates, ...], rows: np.ndarray, *, donate: bool
-) -> Cache:
-    """Write states from the host to rows, i32[B], all different.
-
-    Args:
-      cache: the cache.
-      states: of each group.
-      rows: i32[B].
-      donate: write in place of the old arrays, which are then gone, not in copies.
-    """
-    put = _put_donated if donate else _put
-    pairs = zip(cache.states, states, strict=True)
-    return cache.with_states(tuple(put(storage, of, rows) for storage, of in pairs))
-
-
-def compare_states(
-    states: tuple[SwappedStates, ...], cache: Cache
-) -> dict[str, tuple[Any, Any]]:
-    """Return what the states of sequences are, there and in a cache, by name."""
-    kinds: dict[str, tuple[Any, Any]] = {
-        "groups with a state": (len(states), len(cache.states))
-    }
-    for number, (there, here) in enumerate(zip(states, cache.states, strict=False)):
-        for part in ("rows", "inputs"):
-            kinds |= {
-                f"{part} of state {number}": (
-                    _describe(getattr(there, part)),
-                    _describe(getattr(here, part)),
-                )
-            }
-    return kinds
 
 
 def _describe(arrays: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""What calls do with the blocks of one pool: the plans of `jkv.metadata.block_part`."""
+"""What calls do with the blocks of one pool: the plans of `jkv.blocks.part`."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import allocator, sharing, tables
+from jkv.blocks import sharing
+from jkv.blocks.tails import BlockCopies
+from jkv.metadata import allocator, tables
 from jkv.metadata.entries import for_each_entry
 from jkv.metadata.part import Done, Granted, Lack, Lengths, Masks, Step
-from jkv.metadata.tails import BlockCopies
 from jkv.state import BlockGroup, Metadata
 from jkv.state.index import Found
 
@@ -46,8 +47,6 @@ def _reserve(
     """Map fresh blocks of a group behind those that rows have already.
 
     Args:
-      metadata: the state.
-      number: of the group.
       row: i32[B], of the tables; one of S or above is dropped.
       first: i32[B], columns that each row has.
       num_fresh: i32[B], blocks that each row takes.

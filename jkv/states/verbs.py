@@ -16,14 +16,14 @@ from jkv.arguments import as_array
 from jkv.formats.bits import as_bits
 from jkv.metadata.requests import Integer
 from jkv.sharding.loops import when
-from jkv.state import Batch, Cache, StateLayer, StateStorage
-from jkv.state.cache import LayerPlaces, Role
+from jkv.state import Batch, Cache, GroupLayer, StateStorage
+from jkv.state.cache import Role
 from jkv.state.entry import takes_cache
+from jkv.states.copies import read_rows
 from jkv.status import Status, UsageError
-from jkv.storage.state_copies import read_rows
 from jkv.verbs.arguments import any_layer, check_batch, name_kind
 
-Layer = Integer | StateLayer | LayerPlaces
+Layer = Integer | GroupLayer | tuple[GroupLayer, ...]
 Arrays = dict[str, jax.Array]
 
 
@@ -155,12 +155,10 @@ def write_state(
         {name: as_array(rows) for name, rows in state.items()},
         {name: as_array(rows) for name, rows in given.items()},
     )
-    states = list(cache.states)
-    states[found.group] = storage
-    return cache.with_states(tuple(states))
+    return cache.with_group_storage(found.group, storage)
 
 
-def _find(cache: Cache, layer: Layer, batch: Batch) -> tuple[StateLayer, StateStorage]:
+def _find(cache: Cache, layer: Layer, batch: Batch) -> tuple[GroupLayer, StateStorage]:
     """Return where the state of a layer is; refuse a batch or a layer that is none."""
     if cache.num_layers == 0:
         raise ValueError(
@@ -169,7 +167,7 @@ def _find(cache: Cache, layer: Layer, batch: Batch) -> tuple[StateLayer, StateSt
         )
     found = cache.find_state(layer)
     check_batch(cache, batch)
-    return found, cache.states[found.group]
+    return found, cache.storage[found.group]
 
 
 def _check_arrays(

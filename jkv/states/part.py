@@ -8,15 +8,25 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jkv.metadata.part import Done, Granted, Lack, Lengths, Masks, Step
-from jkv.metadata.states import Cut, StateMoves, find_cut
-from jkv.state import Metadata
+from jkv.state import Cache, Metadata, StateStorage
 from jkv.state.index import Found
+from jkv.states.copies import copy_to_snapshots, move_states
+from jkv.states.moves import Cut, SnapshotCopies, StateMoves, find_cut
+from jkv.states.swapped import SwappedStates, fetch_states
 
 
 class OfStates(NamedTuple):
     """The states that sequences have in all groups with one."""
+
+    numbers: tuple[int, ...]  # static, of the groups
+
+    @classmethod
+    def of(cls, numbers: tuple[int, ...]) -> tuple["OfStates"]:
+        """Return the part of groups: one for all."""
+        return (cls(numbers),)
 
     def open(
         self,
@@ -52,7 +62,7 @@ class OfStates(NamedTuple):
         cut = find_cut(metadata, seq_ids, lengths)
         return _Cutting(lengths, cut, (cut.is_wrong,))
 
-    def enter(self, _metadata: Metadata, _brought: None) -> "_Entering":
+    def enter(self, _metadata: Metadata, _brought: object) -> "_Entering":
         """Do nothing: what is pending is noted of the sequences."""
         return _Entering()
 
@@ -71,6 +81,28 @@ class OfStates(NamedTuple):
     ) -> Metadata:
         """Do nothing: whatever an empty sequence's row holds, it begins anew."""
         return metadata
+
+    def follow(
+        self, storage: StateStorage, moves: StateMoves | SnapshotCopies
+    ) -> StateStorage:
+        """Move states between rows, or between rows and snapshots."""
+        if isinstance(moves, SnapshotCopies):
+            return copy_to_snapshots(storage, moves)
+        return move_states(storage, moves)
+
+    def keep(self, rows: jax.Array, places: jax.Array) -> SnapshotCopies:
+        """Copy the states of rows to places of snapshots, i32[B] each."""
+        return SnapshotCopies(rows, places)
+
+    def leave(self, _metadata: Metadata, _seq_ids: jax.Array) -> tuple[()]:
+        """Return nothing: a sequence's states are in its row."""
+        return ()
+
+    def fetch(
+        self, cache: Cache, seq_ids: np.ndarray, _lengths: np.ndarray, _left: tuple[()]
+    ) -> dict[int, SwappedStates]:
+        """Copy the states of rows to the host."""
+        return {i: fetch_states(cache.storage[i], seq_ids) for i in self.numbers}
 
     def num_free(self, _metadata: Metadata) -> tuple[jax.Array, ...]:
         """Return nothing: there is no pool."""
