@@ -666,7 +666,7 @@ class Game:
         lengths = [
             len(oracle.tokens(each)) if each in oracle.open else 0 for each in seq_ids
         ]
-        for g, group in enumerate(self.cache.metadata.groups):
+        for g, group in enumerate(self.cache.metadata.block_groups):
             if group.window.length is not None:
                 continue
             # Now and then one has several rows, and no part in it.
