@@ -57,6 +57,7 @@ ALLOWED: dict[str, set[str]] = {
     "making": {
         "arguments",
         "config",
+        "formats",
         "inspection",
         "metadata",
         "prefixes",
