@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pretrained
+from generating.arguments import add_stored_dtypes
 from tokenizers import Tokenizer
 
 import jkv
@@ -118,7 +119,7 @@ def add_options(parser: argparse.ArgumentParser, *, may_share: bool = True) -> N
     said = "of a text that does not say; the checkpoint's, else what the context leaves"
     add("--max-new-tokens", type=int, help=said)
     add("--served-model-name", help="what clients call the model; its folder's name")
-    add("--kv-dtype", help="of the cache, such as int8 or fp8; the model's")
+    add_stored_dtypes(parser)
     add("--blocks", type=int, help="of the pool; else what all running can need")
     add("--rows", type=int, help="of every step: less to compile; else few and many")
     add("--scan-layers", action="store_true", help="compile faster, compute slower")
@@ -194,6 +195,7 @@ def load(
         context,
         max_sequences=options.max_running,
         dtype=options.kv_dtype or params["embedding"].dtype,
+        value_dtype=options.value_dtype,
         prefix_caching=True,
         num_blocks=options.blocks,
     )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jkv.metadata import counters, mentions, ring
 from jkv.metadata.xla_cpu import running_sum
-from jkv.state import BlockGroup, Metadata, Ring, Sequences
+from jkv.state import BlockGroup, Metadata, Ring
 from jkv.status import Counter
 
 
@@ -101,9 +101,9 @@ def _refill(ring: Ring, free: FreeBlocks, num_old: int, num_new: int) -> Ring:
     )
 
 
-def count_compaction(sequences: Sequences) -> Sequences:
+def count_compaction(metadata: Metadata) -> Metadata:
     """Count a compaction, and note the clock."""
-    sequences = counters.add(sequences, {Counter.COMPACTIONS: jnp.int32(1)})
-    rows = sequences.counters
+    metadata = counters.add(metadata, {Counter.COMPACTIONS: jnp.int32(1)})
+    rows = metadata.sequences.counters
     rows = rows.at[int(Counter.LAST_COMPACTION)].set(rows[int(Counter.CLOCK)])
-    return dataclasses.replace(sequences, counters=rows)
+    return metadata.with_sequences(counters=rows)

@@ -26,43 +26,33 @@ class GroupStats:
     cached_blocks: int  # of the free ones, those that are still found
     live_blocks: int  # named by an open sequence's table
     shared_blocks: int  # of the live ones, those with several owners
-    pinned_blocks: int  # of the live ones, those that are found
+    pinned_blocks: int  # of the live ones, those found: cached, were they let go
     allocations: int  # blocks that became live
     frees: int  # live blocks that became free
-    peak_blocks: int  # most blocks live at one time
+    peak_blocks: int  # most blocks live at one time; after a `resize`, that still fit
     evicted_blocks: int  # cached blocks that lost their contents
 
     @property
     def utilisation(self) -> float:
         """Share of the pool that is live, 0.0 for an empty one."""
-        return self.live_blocks / self.total_blocks
+        return self.live_blocks / max(self.total_blocks, 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Stats:
+class Stats(GroupStats):
     """A cache in numbers, Python ints of any size. `str` makes a table of them.
 
-    The first fields are the state of now, where a block is free or live. From
-    `allocations` on they count what happened since `init`. With several groups of
-    layers, the blocks are those of all groups together.
+    The fields about blocks are those of `GroupStats`, of all groups together. They, live
+    sequences and tokens are the state of now, but for `allocations`, `frees`, peaks and
+    what was evicted; these and all others count what happened since `init`.
     """
 
-    total_blocks: int  # N
-    free_blocks: int  # reference count 0, cached ones included: what can be handed out
-    cached_blocks: int  # of the free ones, those the prefix index still finds
-    live_blocks: int  # named by an open sequence's table
-    shared_blocks: int  # of the live ones, those with several owners
-    pinned_blocks: int  # of the live ones, those indexed: cached, were they let go
     live_sequences: int  # open rows of the block tables
     max_sequences: int  # S
     tokens: int  # sum of the context lengths; a shared token counts for each owner
 
-    allocations: int  # blocks that became live
-    frees: int  # live blocks that became free
-    peak_blocks: int  # most blocks live at one time; after a `resize`, that still fit
     refusals: dict[Status, int]  # requests refused, by cause
     evicted_sequences: int  # closed by `evict`
-    evicted_blocks: int  # cached blocks that lost their contents
     prefix_queries: int  # prompts looked up
     prefix_tokens: int  # their tokens
     prefix_hits: int  # of these tokens, those found
@@ -73,11 +63,6 @@ class Stats:
     groups: tuple[GroupStats, ...]  # the blocks of each group that has some
     snapshots: int = 0  # of states, that prompts can go on from
     max_snapshots: int = 0  # places for them, of all groups with a state together
-
-    @property
-    def utilisation(self) -> float:
-        """Share of the pool that is live, 0.0 for an empty one."""
-        return self.live_blocks / max(self.total_blocks, 1)
 
     @property
     def hit_rate(self) -> float:

@@ -13,35 +13,40 @@ import jax.numpy as jnp
 
 from jkv.metadata import mentions
 from jkv.metadata.xla_cpu import stage
-from jkv.state import Sequences
+from jkv.state import Metadata, Sequences
 from jkv.status import NUM_COUNTERS, Counter, Status
 
 
-def add(sequences: Sequences, increments: dict[Counter, jax.Array]) -> Sequences:
+def add(metadata: Metadata, increments: dict[Counter, jax.Array]) -> Metadata:
     """Add to some counters, each increment i32[] or u32[], at least 0."""
     kind = jnp.arange(NUM_COUNTERS, dtype=jnp.int32)
     rows = jnp.zeros((NUM_COUNTERS,), jnp.uint32)
     for counter, increment in increments.items():
         rows = jnp.where(kind == counter, increment.astype(jnp.uint32), rows)
-    return _add_all(sequences, rows)
+    counts = _add_all(metadata.sequences.counters, rows)
+    return metadata.with_sequences(counters=counts)
 
 
-@stage
-def settle(sequences: Sequences, status: jax.Array, served: jax.Array) -> Sequences:
+def settle(metadata: Metadata, status: jax.Array, served: jax.Array) -> Metadata:
     """Count what became of a call's requests, and let the clock tick if any was served.
 
     Args:
-      sequences: the state.
       status: i32[B], `Status` of each request.
       served: bool[B], requests that changed something.
     """
+    counts = _settle(metadata.sequences.counters, status, served)
+    return metadata.with_sequences(counters=counts)
+
+
+@stage
+def _settle(old: jax.Array, status: jax.Array, served: jax.Array) -> jax.Array:
     # Each request adds one to its row.
     row = jnp.where(served, jnp.int32(Counter.CLOCK), status)
     row = jnp.where(served | (status != Status.OK), row, NUM_COUNTERS)
     counts = _count(row)
     kind = jnp.arange(NUM_COUNTERS, dtype=jnp.int32)
     counts = jnp.where(kind == Counter.CLOCK, jnp.minimum(counts, 1), counts)
-    return _add_all(sequences, counts.astype(jnp.uint32))
+    return _add_all(old, counts.astype(jnp.uint32))
 
 
 def _count(row: jax.Array) -> jax.Array:
@@ -52,20 +57,23 @@ def _count(row: jax.Array) -> jax.Array:
     return jnp.zeros((NUM_COUNTERS,), jnp.int32).at[row].add(1, mode="drop")
 
 
-def mark_opened(sequences: Sequences, row: jax.Array) -> Sequences:
+def mark_opened(metadata: Metadata, row: jax.Array) -> Metadata:
     """Stamp rows, i32[B], as opened by the next tick; one of S or above is dropped."""
-    stamp = sequences.now + jnp.uint32(1)
-    return dataclasses.replace(
-        sequences,
+    sequences, stamp = metadata.sequences, metadata.now + jnp.uint32(1)
+    return metadata.with_sequences(
         created=sequences.created.at[row].set(stamp, mode="drop"),
         last_used=sequences.last_used.at[row].set(stamp, mode="drop"),
         num_uses=sequences.num_uses.at[row].set(jnp.uint32(0), mode="drop"),
     )
 
 
-@stage
-def mark_used(sequences: Sequences, row: jax.Array) -> Sequences:
+def mark_used(metadata: Metadata, row: jax.Array) -> Metadata:
     """Stamp rows, i32[B], as used by the next tick; one of S or above is dropped."""
+    return dataclasses.replace(metadata, sequences=_mark_used(metadata.sequences, row))
+
+
+@stage
+def _mark_used(sequences: Sequences, row: jax.Array) -> Sequences:
     stamp = sequences.now + jnp.uint32(1)
     return dataclasses.replace(
         sequences,
@@ -74,9 +82,8 @@ def mark_used(sequences: Sequences, row: jax.Array) -> Sequences:
     )
 
 
-def _add_all(sequences: Sequences, increments: jax.Array) -> Sequences:
+def _add_all(old: jax.Array, increments: jax.Array) -> jax.Array:
     """Add u32[counters] to the counters, carrying into the high words."""
-    old = sequences.counters
     low = old[:, 0] + increments
     high = old[:, 1] + (low < old[:, 0]).astype(jnp.uint32)
-    return dataclasses.replace(sequences, counters=jnp.stack([low, high], axis=1))
+    return jnp.stack([low, high], axis=1)

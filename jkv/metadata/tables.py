@@ -73,27 +73,21 @@ def open_rows(metadata: Metadata, served: jax.Array) -> tuple[Metadata, jax.Arra
     seq_ids = jnp.where(served, row, NO_SEQUENCE)
     row = jnp.where(served, row, sequences.max_sequences)
     num = ranks[-1] if ranks.shape[0] else jnp.int32(0)
-    sequences = dataclasses.replace(
-        sequences,
+    metadata = metadata.with_sequences(
         is_open=sequences.is_open.at[row].set(True, mode="drop"),
         free_rows=ring.pop(sequences.free_rows, num),
     )
-    sequences = counters.mark_opened(sequences, row)
-    return dataclasses.replace(metadata, sequences=sequences), seq_ids
+    return counters.mark_opened(metadata, row), seq_ids
 
 
 def close_rows(metadata: Metadata, seq_ids: jax.Array, closable: jax.Array) -> Metadata:
     """Give back the rows of sequences, i32[B], distinct where bool[B]."""
     sequences = metadata.sequences
     row = jnp.where(closable, seq_ids, sequences.max_sequences)
-    lengths = sequences.context_lengths.at[row].set(0, mode="drop")
-    sequences = dataclasses.replace(
-        sequences,
-        context_lengths=lengths,
+    return metadata.with_lengths(row, 0).with_sequences(
         is_open=sequences.is_open.at[row].set(False, mode="drop"),
         free_rows=ring.push(sequences.free_rows, seq_ids, closable),
     )
-    return dataclasses.replace(metadata, sequences=sequences)
 
 
 def empty_rows(

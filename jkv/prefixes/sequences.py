@@ -4,8 +4,6 @@ A sequence has an *epoch*, the clock when it was opened, cut back or reordered l
 step that was planned in another epoch makes nothing visible.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 
@@ -31,9 +29,7 @@ def begin(
       num_cached: i32[B], tokens found.
       tokens: i32[B, P], the prompts; None where there are none.
     """
-    lengths = metadata.context_lengths.at[row].set(num_cached, mode="drop")
-    changed = dataclasses.replace(metadata.sequences, context_lengths=lengths)
-    metadata = dataclasses.replace(metadata, sequences=changed)
+    metadata = metadata.with_lengths(row, num_cached)
     metadata = _note_opened(metadata, row, salts, num_cached)
     if tokens is None:
         return metadata
@@ -46,8 +42,7 @@ def begin(
         Counter.PREFIX_TOKENS: jnp.sum(asked, dtype=jnp.int32),
         Counter.PREFIX_HITS: jnp.sum(num_cached, dtype=jnp.int32),
     }
-    counted = counters.add(metadata.sequences, sums)
-    return dataclasses.replace(metadata, sequences=counted)
+    return counters.add(metadata, sums)
 
 
 def enter(

@@ -155,14 +155,23 @@ class Metadata:
         groups = (*self.groups[:number], group, *self.groups[number + 1 :])
         return dataclasses.replace(self, groups=groups)
 
+    def with_sequences(self, **changes: jax.Array | Ring) -> Self:
+        """Return the metadata with other values in fields of the sequences."""
+        sequences = dataclasses.replace(self.sequences, **changes)  # type: ignore[arg-type]
+        return dataclasses.replace(self, sequences=sequences)
+
+    def with_lengths(self, row: jax.Array, lengths: jax.Array | int) -> Self:
+        """Note the context lengths of rows, i32[B] each; a row of S is dropped."""
+        lengths = self.context_lengths.at[row].set(lengths, mode="drop")
+        return self.with_sequences(context_lengths=lengths)
+
     def with_pending(self, row: jax.Array, count: jax.Array | int) -> Self:
         """Note how many tokens of rows, i32[B], are pending; one of S is dropped."""
         pending = self.sequences.num_pending
         if pending is None:
             return self
         pending = pending.at[row].set(jax.numpy.int32(count), mode="drop")
-        sequences = dataclasses.replace(self.sequences, num_pending=pending)
-        return dataclasses.replace(self, sequences=sequences)
+        return self.with_sequences(num_pending=pending)
 
     @property
     def max_pending(self) -> int:

@@ -5,7 +5,6 @@ last block first, so a pool that has been used hands out the blocks that have be
 longest. A request is served whole or not at all.
 """
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -164,8 +163,7 @@ def _allocate(
     metadata, moves = apply_plans(metadata, decision.plans, done)
     num_cached = jnp.where(served, found.num_tokens(metadata.block_size), 0)
     metadata = metadata.index.begin(metadata, row, salts, num_cached, tokens)
-    sequences = counters.settle(metadata.sequences, decision.status, served)
-    metadata = dataclasses.replace(metadata, sequences=sequences)
+    metadata = counters.settle(metadata, decision.status, served)
     return metadata, Allocation(seq_ids, decision.status, num_cached), moves
 
 
@@ -181,8 +179,7 @@ def _free(metadata: Metadata, seq_ids: jax.Array) -> tuple[Metadata, jax.Array]:
     closable = requests.is_live_once(metadata, seq_ids)
     status = requests.find_status(padding, [(Status.INVALID_SEQUENCE, ~closable)])
     metadata = close_sequences(metadata, seq_ids, closable)
-    sequences = counters.settle(metadata.sequences, status, closable)
-    return dataclasses.replace(metadata, sequences=sequences), status
+    return counters.settle(metadata, status, closable), status
 
 
 class _Decision(NamedTuple):

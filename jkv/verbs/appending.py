@@ -6,7 +6,6 @@ block to be written belongs to one sequence alone (`fork` and `truncate` see to 
 so neither `append` nor `write` ever copies.
 """
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -138,7 +137,9 @@ def _append(
         metadata = metadata.index.record(
             metadata, step.table_row, step.position, tokens
         )
-    metadata = _note_growth(metadata, step.done.rows(metadata), growth)
+    row = step.done.rows(metadata)
+    metadata = counters.mark_used(metadata.with_lengths(row, growth.new_length), row)
+    metadata = counters.settle(metadata, growth.status, growth.served)
     metadata, pending_counts = _note_pending(metadata, step, growth, num_pending)
     return metadata, dict(
         seq_ids=jnp.asarray(seq_ids),
@@ -269,15 +270,6 @@ def _make_step(
         offset=offset,
         tokens=tokens,
     )
-
-
-def _note_growth(metadata: Metadata, row: jax.Array, growth: _Growth) -> Metadata:
-    """Note the new lengths of rows, i32[B], and count; one of S or above is dropped."""
-    sequences = counters.mark_used(metadata.sequences, row)
-    sequences = counters.settle(sequences, growth.status, growth.served)
-    lengths = sequences.context_lengths.at[row].set(growth.new_length, mode="drop")
-    sequences = dataclasses.replace(sequences, context_lengths=lengths)
-    return dataclasses.replace(metadata, sequences=sequences)
 
 
 def _note_pending(

@@ -5,8 +5,6 @@ a block follows it: tables, reference counts, recorded tokens, prefix index, rin
 and values. No result depends on the ids of blocks, so attention gives the same bits.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 
@@ -63,8 +61,7 @@ def _compact(metadata: Metadata) -> tuple[Metadata, dict[int, jax.Array]]:
         free = _list_free(group, num_live)
         metadata = renumber(metadata, number, source, free)
         sources[number] = source
-    counted = count_compaction(metadata.sequences)
-    return dataclasses.replace(metadata, sequences=counted), sources
+    return count_compaction(metadata), sources
 
 
 def _list_free(group: BlockGroup, num_live: jax.Array) -> FreeBlocks:

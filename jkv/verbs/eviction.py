@@ -5,8 +5,6 @@ request. Ages are differences of its low word, so they are right up to 2**32 cal
 host that wants to forget by the hour notes what the clock said an hour ago.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -194,9 +192,8 @@ def _touch(metadata: Metadata, seq_ids: jax.Array) -> tuple[Metadata, jax.Array]
         requests.is_padding(seq_ids), [(Status.INVALID_SEQUENCE, ~live)]
     )
     row = jnp.where(live, seq_ids, metadata.max_sequences)
-    sequences = counters.mark_used(metadata.sequences, row)
-    sequences = counters.settle(sequences, status, live)
-    return dataclasses.replace(metadata, sequences=sequences), status
+    metadata = counters.mark_used(metadata, row)
+    return counters.settle(metadata, status, live), status
 
 
 @jax.jit
@@ -264,6 +261,5 @@ def _count_evicted(
     rank = jnp.arange(seq_ids.shape[0], dtype=jnp.int32)
     ticks = jnp.minimum(num, 1)
     increments = {Counter.CLOCK: ticks, Counter.SEQUENCES_EVICTED: num}
-    sequences = counters.add(metadata.sequences, increments)
-    metadata = dataclasses.replace(metadata, sequences=sequences)
+    metadata = counters.add(metadata, increments)
     return metadata, jnp.where(rank < num, seq_ids, NO_SEQUENCE)

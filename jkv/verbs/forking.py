@@ -7,7 +7,6 @@ delays this copy until a write, as copy-on-write; copying early keeps the branch
 the step.)
 """
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -18,7 +17,7 @@ from jkv.metadata import counters, requests, tables
 from jkv.metadata.part import Done, Judged, Look, Moves
 from jkv.metadata.parts import apply_plans, parts_of
 from jkv.metadata.requests import Integers
-from jkv.state import Cache, Metadata, Sequences
+from jkv.state import Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.status import Status
 from jkv.storage.following import follow
@@ -97,9 +96,8 @@ def _fork(
     row = done.rows(metadata)
     metadata = metadata.index.inherit(metadata, row, parents, length.tokens)
     parent = jnp.where(served, parents, metadata.max_sequences)
-    of_all = _note_children(metadata.sequences, row, length.tokens, parent)
-    of_all = counters.settle(of_all, status, served)
-    metadata = dataclasses.replace(metadata, sequences=of_all)
+    metadata = counters.mark_used(metadata.with_lengths(row, length.tokens), parent)
+    metadata = counters.settle(metadata, status, served)
     return metadata, Fork(children, status), moves
 
 
@@ -122,15 +120,3 @@ def _judge(
         ],
     )
     return status, eligible & (status == Status.OK), plans
-
-
-def _note_children(
-    of_all: Sequences, row: jax.Array, tokens: jax.Array, parent: jax.Array
-) -> Sequences:
-    """Note the tokens of new rows, i32[B] each, and that parents, i32[B], were used.
-
-    A row or parent of S or above is dropped.
-    """
-    lengths = of_all.context_lengths.at[row].set(tokens, mode="drop")
-    of_all = dataclasses.replace(of_all, context_lengths=lengths)
-    return counters.mark_used(of_all, parent)

@@ -1,7 +1,5 @@
 """reorder: the step of a beam search."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 
@@ -81,12 +79,8 @@ def _reorder(
     metadata, moves = apply_plans(metadata, plans, done)
     row = done.rows(metadata)
     metadata = metadata.index.inherit(metadata, row, parents, length.tokens, True)
-    of_all = metadata.sequences
-    lengths_now = of_all.context_lengths.at[row].set(length.tokens, mode="drop")
-    of_all = dataclasses.replace(of_all, context_lengths=lengths_now)
-    of_all = counters.settle(counters.mark_used(of_all, row), status, served)
-    metadata = dataclasses.replace(metadata, sequences=of_all)
-    return metadata, status, moves
+    metadata = counters.mark_used(metadata.with_lengths(row, length.tokens), row)
+    return counters.settle(metadata, status, served), status, moves
 
 
 def _lacks_blocks(

@@ -4,7 +4,6 @@ Arrays have new shapes, so this is for the host, between steps. Which blocks sta
 planned in numpy; what names or holds a block then follows as in `compact`.
 """
 
-import dataclasses
 import functools
 import logging
 from collections.abc import Sequence
@@ -79,8 +78,7 @@ def resize(cache: Cache, num_blocks: int | Sequence[int]) -> Cache:
             compacts |= bool(plan.compacts)
     if not compacts:
         return cache
-    sequences = _count_compaction(cache.metadata.sequences)
-    return cache.with_metadata(dataclasses.replace(cache.metadata, sequences=sequences))
+    return cache.with_metadata(_count_compaction(cache.metadata))
 
 
 def _sizes_of_groups(metadata: Metadata, num_blocks: Any) -> dict[int, int]:

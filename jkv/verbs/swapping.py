@@ -4,7 +4,6 @@ What crosses is the blocks that hold tokens, each once however many of the seque
 share it (`jkv.blocks.contents`).
 """
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -206,19 +205,10 @@ def _open(
         metadata, of_part = plan.apply(metadata, row)
         if of_part is not None:
             new_tables |= dict.fromkeys(part.numbers, of_part)
-
-    def enter(array: jax.Array, values: jax.Array) -> jax.Array:
-        return array.at[row].set(values, mode="drop")
-
-    opened = metadata.sequences
-    opened = dataclasses.replace(
-        opened,
-        context_lengths=enter(opened.context_lengths, entering.context_lengths),
-        num_uses=enter(opened.num_uses, entering.num_uses),
-    )
-    metadata = dataclasses.replace(metadata, sequences=opened)
+    metadata = metadata.with_lengths(row, entering.context_lengths)
+    uses = metadata.sequences.num_uses.at[row].set(entering.num_uses, mode="drop")
+    metadata = metadata.with_sequences(num_uses=uses)
     metadata = metadata.index.enter(metadata, row, entering.salts, entering.committed)
     metadata = metadata.with_pending(row, entering.num_pending)
-    settled = counters.settle(metadata.sequences, status, served)
-    metadata = dataclasses.replace(metadata, sequences=settled)
+    metadata = counters.settle(metadata, status, served)
     return metadata, SwapIn(seq_ids, status), new_tables

@@ -1,7 +1,5 @@
 """truncate: tokens dropped from the end of sequences."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 
@@ -85,11 +83,6 @@ def _truncate(
     done = Done(served, seq_ids)
     metadata, moves = apply_plans(metadata, plans, done)
     row = done.rows(metadata)
-    of_all = metadata.sequences
-    shortened = of_all.context_lengths.at[row].set(lengths, mode="drop")
-    of_all = dataclasses.replace(of_all, context_lengths=shortened)
-    metadata = dataclasses.replace(metadata, sequences=of_all)
-    metadata = metadata.index.cut(metadata, row, lengths)
-    of_all = counters.mark_used(metadata.sequences, row)
-    of_all = counters.settle(of_all, status, served)
-    return dataclasses.replace(metadata, sequences=of_all), status, moves
+    metadata = metadata.with_lengths(row, lengths)
+    metadata = counters.mark_used(metadata.index.cut(metadata, row, lengths), row)
+    return counters.settle(metadata, status, served), status, moves

@@ -94,17 +94,16 @@ def test_everything_is_a_python_number():
 
 def test_counters_carry_into_64_bits():
     cache = small_cache()
-    sequences = cache.metadata.sequences
+    metadata = cache.metadata
     for _ in range(3):
-        sequences = counters.add(
-            sequences,
+        metadata = counters.add(
+            metadata,
             {
                 Counter.PREFIX_TOKENS: jnp.uint32(2**32 - 1),
                 Counter.PREFIX_HITS: jnp.uint32(2**31),
                 Counter.CLOCK: jnp.uint32(2**32 - 2),
             },
         )
-    metadata = dataclasses.replace(cache.metadata, sequences=sequences)
     stats = jkv.stats(cache.with_metadata(metadata))
     assert stats.prefix_tokens == 3 * (2**32 - 1)
     assert stats.prefix_hits == 3 * 2**31

@@ -79,6 +79,7 @@ ALLOWED: dict[str, set[str]] = {
         "arguments",
         "blocks",
         "config",
+        "formats",
         "inspection",
         "metadata",
         "prefixes",

@@ -41,7 +41,13 @@ FAR_IDS = [-2, -7, -(2**31), 2**31 - 1]
 FAR_COUNTS = [-1, -2, -(2**31), 2**31 - 1, 2**31 - 2, 2**30]
 
 # What the contents of a game are stored as; all else is float32.
-DTYPES = {"few blocks": ("int8", "int4"), "blocks of one": "fp8"}
+DTYPES = {
+    "few blocks": ("int8", "int4"),
+    "blocks of one": "fp8",
+    "many sequences": "int4",
+    "full and window": ("int4", "int8"),  # with windows in groups
+    "three": ("int8", "int4"),
+}
 # (num_blocks, block_size, max_sequences, max_context_length)
 SHAPES = {
     "one cell": (1, 1, 1, 1),
@@ -71,7 +77,10 @@ class Pool(NamedTuple):
 
 # Groups of layers, with block size, sequences and tokens that are for all.
 GROUPED = {
-    "full and window": ((Pool(24), Pool(9, 4)), (3, 4, 31)),
+    "full and window": (
+        (Pool(24, head_dim=4), Pool(9, 4, head_dim=4)),
+        (3, 4, 31),
+    ),
     "two windows": ((Pool(12, 3), Pool(9, 8)), (2, 4, 23)),
     "two full": ((Pool(8), Pool(11, head_dim=5)), (4, 5, 22)),
     "three": ((Pool(9, 5, 3), Pool(24), Pool(10, 3)), (2, 4, 27)),
@@ -248,7 +257,8 @@ class Game:
         """Of one group, a shape as in `SHAPES`; of several, one without blocks."""
         if groups is None:
             num_blocks, *shape = shape
-            groups = (Pool(num_blocks, *window),)
+            head_dim = HEAD_DIM + (dtype == "int4")  # which wants an even one
+            groups = (Pool(num_blocks, *window)._replace(head_dim=head_dim),)
         # Of keys and values alike, or of each.
         dtype, value_dtype = dtype if isinstance(dtype, tuple) else (dtype, None)
         self.pools, (block_size, max_sequences, max_context) = groups, shape

@@ -24,6 +24,8 @@ from support.small_caches import with_metadata, with_storage_filled
 
 import jkv
 
+# Of keys in int4.
+pytestmark = pytest.mark.filterwarnings("ignore:keys in int4")
 EFFORT = int(os.environ.get("JKV_RANDOM_OPERATIONS", "1"))
 MODES = ["eager", "jitted", "donated"]
 # The newest JAX plays `test_random_reuse.py`, which has all of these operations. Each
@@ -114,6 +116,7 @@ def test_random_operations_in_groups(name, mode, tmp_path):
             record_tokens=mode != "eager",
             donate=mode == "donated",
             folder=tmp_path,
+            dtype=DTYPES.get(name, "float32"),
             groups=groups,
         )
         for _ in range(120):
