@@ -14,13 +14,8 @@ from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig, as_grouped
 from jkv.config.layout import AnySizes, lay_out
 from jkv.config.state_config import StateConfig
-<<<<<<< .merge_file_mrRAMQ
-from jkv.making.kinds import KINDS, with_parts
-=======
-from jkv.config.state_layout import StateSizes, lay_out_state_storage
 from jkv.formats.costs import tell_cost
-from jkv.prefixes.face import KINDS
->>>>>>> .merge_file_liXkxJ
+from jkv.making.kinds import KINDS, with_parts
 from jkv.sharding.heads import copies_of
 from jkv.state import Cache
 from jkv.status import UsageError
