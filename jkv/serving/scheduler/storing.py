@@ -13,16 +13,14 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jkv.blocks import contents
 from jkv.prefixes.verbs import match
 from jkv.serving.device.loop import Loop
 from jkv.serving.device.processes import SharedLoop
 from jkv.serving.request.request import Request, RequestState
 from jkv.status import UsageError
 from jkv.tiers.choosing import count
-from jkv.tiers.held import put_together
 from jkv.tiers.layout import Layout
-from jkv.tiers.restoring import restore
+from jkv.tiers.restoring import restore, warm_up
 from jkv.tiers.spilling import check_has_texts, take
 from jkv.tiers.store import BlockStore
 
@@ -112,18 +110,7 @@ class Storing:
     def warm_up(self) -> None:
         """Compile what blocks are copied with, by copying some to where they are."""
         self._spill(0)
-        layout = Layout.of(self._loop.cache)
-        tokens = np.zeros((1, layout.block_size), np.int32)
-        bare = put_together(tokens, np.full(1, -1, np.int32), 0, {}, layout)
-        cache, _ = restore(self._loop.cache, bare, donate=True)
-        for number in cache.metadata.block_numbers:
-            group, size = cache.metadata.groups[number], 1
-            while size <= min(2 * BLOCKS_PER_SPILL, group.num_blocks):
-                blocks = np.arange(size, dtype=np.int32)
-                held = contents.fetch(cache, number, blocks)
-                cache = contents.put(cache, number, blocks, held, donate=True)
-                size *= 2
-        self._loop.cache = cache
+        self._loop.cache = warm_up(self._loop.cache, 2 * BLOCKS_PER_SPILL)
 
     def leave(self) -> None:
         """Let all that is cached leave for the store."""
