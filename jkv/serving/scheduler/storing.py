@@ -172,12 +172,14 @@ class Storing:
         if held <= known or not self._is_worth():
             return
         start = time.monotonic()
+        metadata = self._loop.cache.metadata
+        columns = -(-(held - known) // metadata.block_size)
+        if (lacking := columns - self._count_blank()) > 0:
+            self._spill(lacking)
+            known = self._match(request)  # some of it may have left
         found = self._store.find(request.tokens, request.salt, skip=known)
         if found is None:
             return
-        lacking = found.num_blocks - self._count_blank()
-        if lacking > 0:
-            self._spill(lacking)
         self._loop.cache, num = restore(self._loop.cache, found, donate=True)
         brought = self._match(request) - known
         self.num_restored += num
