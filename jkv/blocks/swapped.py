@@ -25,7 +25,7 @@ class SwappedGroup:
     them.
     """
 
-    has_blocks = True
+    kind = "blocks"
 
     block_tables: np.ndarray  # i32[B, M], numbers of blocks, `num_blocks`: not mapped
     num_given_back: np.ndarray  # i32[B], columns that a sliding window gave back

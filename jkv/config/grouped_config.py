@@ -136,12 +136,9 @@ class GroupedConfig:
                 f"layer, by its number, or () for none, got {self.layer_groups}"
             )
         for layer, groups in enumerate(self.groups_of_layers):
-            has_state = [isinstance(self.groups[i], StateConfig) for i in groups]
-            for kind, count in (
-                ("blocks", has_state.count(False)),
-                ("a state", has_state.count(True)),
-            ):
-                if count > 1:
+            kinds = [self.groups[i].sizes.kind for i in groups]
+            for kind in kinds:
+                if kinds.count(kind) > 1:
                     raise ValueError(
                         f"a layer can be in at most one group with {kind}, and "
                         f"layer_groups puts layer {layer} in {groups}"

@@ -54,9 +54,9 @@ class Sizes(NamedTuple):
     num_sink_tokens: int
 
     @property
-    def has_blocks(self) -> bool:
-        """Whether its layers keep keys and values, in blocks."""
-        return True
+    def kind(self) -> str:
+        """What its layers keep."""
+        return "blocks"
 
     @property
     def formats(self) -> Formats:

@@ -39,9 +39,9 @@ class StateSizes(NamedTuple):
     heads_axes: tuple[tuple[str, int], ...]
 
     @property
-    def has_blocks(self) -> bool:
-        """Whether its layers keep keys and values, in blocks."""
-        return False
+    def kind(self) -> str:
+        """What its layers keep."""
+        return "states"
 
     @property
     def max_blocks_per_sequence(self) -> int:

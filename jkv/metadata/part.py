@@ -167,7 +167,7 @@ class Exchanging(Protocol):
 class Luggage(Protocol):
     """What sequences have in one group, on the host; a pytree."""
 
-    has_blocks: bool  # static
+    kind: str  # static, of the group
 
     @property
     def num_blocks(self) -> int:

@@ -17,7 +17,7 @@ from jkv.state import Cache, StateStorage
 class SwappedStates:
     """What B sequences have in one group of layers with a state, on the host."""
 
-    has_blocks = False
+    kind = "states"
     num_blocks = num_filled_blocks = 0
 
     bases: np.ndarray  # i32[L, B], as in `StateStorage`

@@ -1,6 +1,8 @@
 """Sequences on the host, apart from any cache."""
 
+import collections
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -67,7 +69,7 @@ class Swapped:
         blocks = " and ".join(
             f"{group.num_filled_blocks} of {group.num_blocks}"
             for group in self.groups
-            if group.has_blocks
+            if group.kind == "blocks"
         )
         return (
             f"Swapped({self.num_sequences} sequences, "
@@ -150,27 +152,23 @@ def match_groups(cache: Cache, swapped: Swapped) -> tuple[Luggage, ...]:
       ValueError: if they left a cache of other groups, or another shape or dtype, or
         have given back what this cache's layers see.
     """
-    blocks, states = (
-        [each for each in swapped.groups if each.has_blocks is has_blocks]
-        for has_blocks in (True, False)
-    )
-    there, here = len(blocks), len(cache.block_storage)
+    there, here = (_count_groups(groups) for groups in (swapped.groups, cache.storage))
     if there != here:
         raise UsageError(
-            f"these sequences left a cache of {_count_groups(there)}, and this cache "
-            f"has {_count_groups(here)}: make it with the configuration of that cache"
+            f"these sequences left a cache of {there}, and this cache has {here}: make "
+            f"it with the configuration of that cache"
         )
     kinds: dict[str, tuple[Any, Any]] = {
-        "block_size": (swapped.block_size, cache.block_size),
-        "groups with a state": (len(states), len(cache.storage) - here),
+        "block_size": (swapped.block_size, cache.block_size)
     }
-    if len(states) == len(cache.storage) - here:
-        of_kind = {True: iter(blocks), False: iter(states)}
-        found = tuple(next(of_kind[each.has_blocks]) for each in cache.storage)
-        for number, each in enumerate(found):
-            compared = each.compare(cache, number, swapped.context_lengths)
-            within = f"group {number}: " if len(found) > 1 else ""
-            kinds |= {within + name: both for name, both in compared.items()}
+    left, found = list(swapped.groups), []
+    for number, storage in enumerate(cache.storage):
+        own = next(each for each in left if each.kind == storage.kind)
+        left.remove(own)
+        found.append(own)
+        compared = own.compare(cache, number, swapped.context_lengths)
+        within = f"group {number}: " if len(cache.storage) > 1 else ""
+        kinds |= {within + name: both for name, both in compared.items()}
     different = [
         f"{name} is {there}, in this cache {here}"
         for name, (there, here) in kinds.items()
@@ -181,8 +179,13 @@ def match_groups(cache: Cache, swapped: Swapped) -> tuple[Luggage, ...]:
             f"sequences can be swapped into a cache of the same layers, heads, sizes "
             f"and dtype only: {'; '.join(different)}"
         )
-    return found
+    return tuple(found)
 
 
-def _count_groups(number: int) -> str:
-    return "one group of layers" if number == 1 else f"{number} groups of layers"
+def _count_groups(groups: Sequence[Any]) -> str:
+    """Say how many groups of layers there are of each kind."""
+    counts = collections.Counter(group.kind for group in groups)
+    return " and ".join(
+        f"{'one group' if count == 1 else f'{count} groups'} of layers with {kind}"
+        for kind, count in sorted(counts.items())
+    )
