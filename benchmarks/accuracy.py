@@ -1,18 +1,16 @@
 """What storing keys and values in fewer bits costs: attention error and perplexity.
 
-    python benchmarks/accuracy.py [--windows N] [--json FILE]
+    python benchmarks/accuracy.py [--tokens N] [--json FILE]
 
-Two tables by the cache's dtype. The first is the error of decode attention over 1,000
+Two tables by the cache's format. The first is the error of decode attention over 1,000
 tokens against float32, for two kinds of keys: standard normal, and with one channel in
 sixteen ten times as large, as models with rotary positions have. The second is the
-perplexity of the bundled model on documents it was not trained on, at positions from
-1,000 on: all it reads of a token's past comes out of the cache. Weights and arithmetic
+perplexity of two published models (`tools/models.py`) on Python's documentation in
+texts of 2,048 tokens, with keys, values or both in each format. Weights and arithmetic
 are float32 throughout, so the cache alone makes the difference.
 """
 
 import argparse
-import functools
-import math
 import pathlib
 import sys
 from typing import Any
@@ -30,12 +28,23 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 import corpus  # noqa: E402
 import pretrained  # noqa: E402
-import pydoc_model  # noqa: E402
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+import models  # noqa: E402
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "accuracy.json"
-DTYPES = [dtype.name for dtype in STORED_AS]  # float32 comes first
+DTYPES = [*(dtype.name for dtype in STORED_AS), "int4"]  # float32 comes first
+LESS = ("bfloat16", "int8", "float8_e4m3fn", "float8_e5m2", "int4")
+FORMATS = [
+    *LESS,
+    *((dtype, "float32") for dtype in LESS),  # keys alone
+    *(("float32", dtype) for dtype in LESS),  # values alone
+    *(("int8", "int4"), ("float8_e4m3fn", "int4"), ("bfloat16", "int4")),
+]
+TOKENS = {"smollm2": 8192, "gemma3": 4096}
+TEXT_LENGTH = 2048
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, CONTEXT = 32, 8, 128, 1000
-FIRST_POSITION = 1000
 LARGE_EVERY, LARGE = 16, 10.0  # channels, and their size by that of the others
 
 
@@ -82,85 +91,53 @@ def attention_errors(num_seeds: int = 8) -> list[dict[str, Any]]:
     return rows
 
 
-def held_out_windows(most: int | None) -> list[np.ndarray]:
-    """Return windows of held-out documents, tokens i32[T + 1], T above 1,000."""
-    tokenizer = pretrained.load_tokenizer(pydoc_model.FOLDER)
-    documents = pydoc_model.encode(tokenizer, corpus.split()[1])
-    length = pydoc_model.CONFIG["max_position_embeddings"]
-    windows = []
-    for document in documents:
-        for start in range(0, len(document) - 1, length):
-            window = document[start : start + length + 1]
-            if len(window) > FIRST_POSITION + 1:
-                windows.append(window)
-    return windows[:most]
+def held_out_text() -> str:
+    """Return documents of the Python installation, which have a fixed order."""
+    return "\n\n".join(document.text for document in corpus.split()[1])
 
 
-def token_losses(model: Any, config: jkv.CacheConfig) -> Any:
-    """Return a jitted function from parameters and a padded window to its losses."""
-
-    def losses(params: Any, window: jax.Array, length: jax.Array) -> jax.Array:
-        cache, opened = jkv.allocate(jkv.init(config), 0)
-        num_rows = window.shape[0] - 1
-        cache, batch = jkv.append(
-            cache, opened.seq_ids, length[None], capacity=num_rows
-        )
-        logits, _ = model(params, window[:-1], cache, batch, all_rows=True)
-        logs = jax.nn.log_softmax(logits.astype(jnp.float32))
-        return -jnp.take_along_axis(logs, window[1:, None], axis=1)[:, 0]
-
-    return jax.jit(losses)
-
-
-def perplexities(windows: list[np.ndarray]) -> list[dict[str, Any]]:
-    """Return the perplexity at positions from 1,000 on, by the cache's dtype."""
-    model, params = pretrained.load(pydoc_model.FOLDER, jnp.float32)
-    length = pydoc_model.CONFIG["max_position_embeddings"]
-    sums = {}
-    for dtype in DTYPES:
-        config = jkv.CacheConfig.for_context_length(
-            length, max_sequences=1, dtype=dtype, **model.cache_fields
-        )
-        measure = functools.partial(token_losses(model, config), params)
-        total, count = 0.0, 0
-        for window in windows:
-            num = len(window) - 1
-            padded = jnp.asarray(np.pad(window, (0, length - num)))
-            taken = np.asarray(measure(padded, jnp.int32(num)), np.float64)
-            total += taken[FIRST_POSITION:num].sum()
-            count += num - FIRST_POSITION
-        sums[dtype] = (total / count, count, config.bytes_per_token)
-        print(f"  measured {dtype}", flush=True)
-    baseline = sums["bfloat16"][0]
+def published(name: str, num_tokens: int) -> list[dict[str, Any]]:
+    """Return what each format costs a published model, and what it gives."""
+    path = models.fetch(name)
+    model, params = pretrained.load(path, jnp.float32)
+    text = held_out_text()[: 8 * num_tokens]
+    tokens = pretrained.load_tokenizer(path).encode(text).ids[:num_tokens]
+    config = model.cache_config(TEXT_LENGTH, max_sequences=64, dtype=jnp.bfloat16)
+    found = jkv.measure_formats(model, params, tokens, config, formats=FORMATS)
+    by_name = {each.name: each for each in found}
+    tokens_of_bfloat16 = by_name["bfloat16"].num_tokens
     return [
         {
-            "cache": dtype,
-            "bytes per token": num_bytes,
-            "tokens": count,
-            "perplexity": math.exp(mean),
-            "to bfloat16": math.exp(mean - baseline) - 1,
+            "model": name,
+            "tokens": len(tokens),
+            "cache": each.name,
+            "perplexity": each.perplexity,
+            "by float32": each.ratio,
+            "same token": each.equal_tokens,
+            "bytes per token": each.bytes_per_token,
+            "tokens by bfloat16": each.num_tokens / tokens_of_bfloat16,
         }
-        for dtype, (mean, count, num_bytes) in sums.items()
+        for each in found
     ]
 
 
 def main() -> None:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--windows", type=int, help="measure no more; nothing is saved")
+    parser.add_argument("--tokens", type=int, help="read no more; nothing is saved")
     parser.add_argument("--json", type=pathlib.Path, default=RESULTS)
     options = parser.parse_args()
     where = harness.machine()
-    print(harness.header("Accuracy by the cache's dtype", where), flush=True)
+    print(harness.header("Accuracy by the cache's format", where), flush=True)
     attention = attention_errors()
     print("\n" + harness.table(attention, {key: key for key in attention[0]}))
-    windows = held_out_windows(options.windows)
-    print(f"\n{len(windows)} windows of held-out text", flush=True)
-    model = perplexities(windows)
-    print("\n" + harness.table(model, {key: key for key in model[0]}))
-    if options.windows is None:
+    rows = []
+    for name, most in TOKENS.items():
+        rows += published(name, options.tokens or most)
+        print("\n" + harness.table(rows, {key: key for key in rows[0]}), flush=True)
+    if options.tokens is None:
         run = {"benchmark": "accuracy", "machine": where}
-        harness.save(options.json, run | {"attention": attention, "model": model})
+        harness.save(options.json, run | {"attention": attention, "models": rows})
         print(f"\nsaved in {options.json}")
 
 

@@ -13,7 +13,7 @@ A line is a message; one that begins with a slash is a command:
 A model without a chat template, as the bundled one, continues the text.
 """
 
-from generating.arguments import Parser, at_least, text
+from generating.arguments import Parser, add_stored_dtypes, at_least, text
 from generating.ending import answering_errors, ending_in_one_line
 from generating.options import BUNDLED
 
@@ -30,7 +30,7 @@ def main():
     add("--branches", type=number, default=4, help="at most; %(default)s")
     add("--max-new-tokens", type=number, default=128, help="of an answer; %(default)s")
     add("--system", type=text, help="what the model is told before the first message")
-    add("--kv-dtype", help="of the cache, such as int8 or fp8; the model's")
+    add_stored_dtypes(parser)
     said = "0 is greedy; generation_config.json's, else 0"
     add("--temperature", type=at_least(0, float), help=said)
     options = parser.parse_args()

@@ -113,6 +113,10 @@ if TYPE_CHECKING:  # imported when they are first asked for
     from jkv.steering import Steering
     from jkv.storage.files import FileError
     from jkv.storage.swapped import Swapped
+    from jkv.tiers.restoring import restore
+    from jkv.tiers.spilled import Spilled
+    from jkv.tiers.spilling import spill
+    from jkv.tiers.store import BlockStore
     from jkv.trees import TextTree
     from jkv.verbs.compaction import compact
     from jkv.verbs.pooling import over_pools, split_pools
@@ -143,6 +147,10 @@ __getattr__ = imports_later(
         "jkv.steering": "Steering",
         "jkv.storage.files": "FileError",
         "jkv.storage.swapped": "Swapped",
+        "jkv.tiers.restoring": "restore",
+        "jkv.tiers.spilled": "Spilled",
+        "jkv.tiers.spilling": "spill",
+        "jkv.tiers.store": "BlockStore",
         "jkv.trees": "TextTree",
         "jkv.verbs.compaction": "compact",
         "jkv.verbs.pooling": "over_pools split_pools",
@@ -172,6 +180,7 @@ __all__ = [
     "BlockGroup",
     "BlockInfo",
     "BlockStorage",
+    "BlockStore",
     "Cache",
     "CacheConfig",
     "CacheError",
@@ -203,6 +212,7 @@ __all__ = [
     "Sampling",
     "Sequences",
     "Slots",
+    "Spilled",
     "StateConfig",
     "StateStorage",
     "States",
@@ -257,11 +267,13 @@ __all__ = [
     "read_state",
     "reorder",
     "resize",
+    "restore",
     "save",
     "score",
     "should_compact",
     "slots",
     "snapshots",
+    "spill",
     "split_pools",
     "stats",
     "swap_in",

@@ -44,6 +44,7 @@ class Chat:
             min(options.context, model.config.max_context_length),
             max_sequences=options.branches,
             dtype=options.kv_dtype or self._params["embedding"].dtype,
+            value_dtype=options.value_dtype,
             prefix_caching=model.config.has_states,
         )
         extend = partial(jkv.extend, model, max_new_tokens=PIECE, chunk_size=WIDTH // 4)

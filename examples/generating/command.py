@@ -133,8 +133,8 @@ def prepare(options: argparse.Namespace) -> Task:
         raise ValueError("--stop needs a text that is not empty")
     texts = prompts.read_texts(options.prompts, options.file)
     sampling = choose_sampling(options)
-    if options.kv_dtype:
-        checked_dtype(options.kv_dtype)
+    for dtype in filter(None, (options.kv_dtype, options.value_dtype)):
+        checked_dtype(dtype)
     several = options.tensor_parallel != 1
     mesh = pretrained.make_mesh(options.tensor_parallel) if several else None
     model, params = pretrained.load(
@@ -163,6 +163,7 @@ def prepare(options: argparse.Namespace) -> Task:
         step_tokens=min(CHUNK_SIZE, padded.size),
         max_sequences=len(ids) * options.num_samples,
         dtype=options.kv_dtype or params["embedding"].dtype,
+        value_dtype=options.value_dtype,
     )
     return Task(
         model, params, tokenizer, ids, padded, max_new_tokens, sampling, config, mesh

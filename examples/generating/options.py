@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from .arguments import Parser, at_least
+from .arguments import Parser, add_stored_dtypes, at_least
 
 BUNDLED = Path(__file__).parents[1] / "models" / "pydoc"
 
@@ -30,7 +30,7 @@ def parse_arguments(description: str) -> argparse.Namespace:
     add("--stop", action="append", default=[], help="end a text before this; may recur")
     add("--num-samples", type=number, default=1, help="of each prompt; %(default)s")
     add("--json", action="store_true", help="print a line of JSON for each text")
-    add("--kv-dtype", help="of the cache, such as int8 or fp8; the model's")
+    add_stored_dtypes(parser)
     add(
         "--tensor-parallel", type=number, default=1, help="devices that share the model"
     )

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pretrained
+from generating.arguments import add_stored_dtypes
 from tokenizers import Tokenizer
 
 import jkv
 from jkv.grammar import vocabulary_of
 from jkv.serving import Engine, StopSizes
 
-from . import processes
+from . import processes, storing
 from .asking.languages import Language
 from .replying.scoring import Scorer, make_scorer
 from .replying.spelling import Spelling
@@ -54,6 +55,7 @@ class Served(NamedTuple):
     has_rules: bool = False  # whether requests can have rules of their own
     vocabulary_size: int = 0  # tokens that the model knows
     tool_tags: tuple[str, str] = TOOL_TAGS  # before and behind a call of a tool
+    store: jkv.BlockStore | None = None  # where cached blocks go
 
     @property
     def name(self) -> str:
@@ -90,6 +92,7 @@ class Served(NamedTuple):
         """End it."""
         if self.steered is not None:
             self.steered.close()
+        storing.keep(self.store)
 
     @property
     def most_characters(self) -> int:
@@ -116,10 +119,11 @@ def add_options(parser: argparse.ArgumentParser, *, may_share: bool = True) -> N
     said = "of a text that does not say; the checkpoint's, else what the context leaves"
     add("--max-new-tokens", type=int, help=said)
     add("--served-model-name", help="what clients call the model; its folder's name")
-    add("--kv-dtype", help="of the cache, such as int8 or fp8; the model's")
+    add_stored_dtypes(parser)
     add("--blocks", type=int, help="of the pool; else what all running can need")
     add("--rows", type=int, help="of every step: less to compile; else few and many")
     add("--scan-layers", action="store_true", help="compile faster, compute slower")
+    storing.add_options(parser)
     if may_share:
         processes.add_options(parser)
 
@@ -191,6 +195,7 @@ def load(
         context,
         max_sequences=options.max_running,
         dtype=options.kv_dtype or params["embedding"].dtype,
+        value_dtype=options.value_dtype,
         prefix_caching=True,
         num_blocks=options.blocks,
     )
@@ -213,9 +218,10 @@ def load(
         steering=steered.steering,
         kept_programs=pretrained.keep_programs(model) if mesh is None else None,
     )
+    store = storing.make_store(options)
     heads = None if mesh is None else "tp"
     cache = jkv.init(config, mesh=mesh, heads=heads)
-    engine = Engine(model, params, cache, **(fields | changes))
+    engine = Engine(model, params, cache, store=store, **(fields | changes))
     return Served(
         engine,
         tokenizer,
@@ -235,6 +241,7 @@ def load(
         has_rules=max_rules > 0,
         vocabulary_size=model.config.vocab_size,
         tool_tags=tool_tags,
+        store=store,
     )
 
 

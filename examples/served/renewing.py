@@ -8,6 +8,7 @@ from typing import Any
 
 from jkv.serving import EngineError
 
+from . import storing
 from .loading import Served, read_model
 
 
@@ -24,6 +25,8 @@ def renew_when_asked(served: Served, options: argparse.Namespace) -> None:
             with one_at_a_time:
                 params = read_weights(options)
                 version = served.engine.update_params(params)
+                if served.store is not None:
+                    served.store.clear(storing.find_version(options.model))
                 if served.scorer is not None:
                     served.scorer.params = params
         except (OSError, ValueError, EngineError) as error:

@@ -90,16 +90,23 @@ class Backend:
         """Return the arrays with the rows in their slots, to the bits of `scatter`."""
         raise NotImplementedError
 
-    def plan(self, pools: Pools, requests: Requests, step: StepShape) -> Any | None:
+    def plan(
+        self,
+        pools: Pools,
+        requests: Requests,
+        reference_counts: jax.Array,
+        step: StepShape,
+    ) -> Any | None:
         """Find out what all layers of a step share; None for nothing.
 
         Args:
           pools: of which only head dims and dtypes matter.
           requests: as `paged_attention` takes their arrays.
+          reference_counts: i32[N], how many rows of the tables have each block.
           step: what is planned for.
 
         Returns:
           A pytree, which calls of the step have in `Call.plans` by the backend's name.
         """
-        del pools, requests, step
+        del pools, requests, reference_counts, step
         return None

@@ -125,9 +125,12 @@ def choose(
     return Choice(BACKENDS, backend.with_scale(known))
 
 
-def plan(pools: Pools, requests: Requests, step: StepShape) -> dict[str, Any]:
+def plan(
+    pools: Pools, requests: Requests, reference_counts: jax.Array, step: StepShape
+) -> dict[str, Any]:
     """Return what backends find out about a step once, by their names."""
-    found = {one.name: one.plan(pools, requests, step) for one in BACKENDS}
+    given = pools, requests, reference_counts, step
+    found = {one.name: one.plan(*given) for one in BACKENDS}
     return {name: made for name, made in found.items() if made is not None}
 
 

@@ -134,20 +134,6 @@ def make_pools(
     )
 
 
-def gather_blocks(
-    stored: Stored,
-    layer: jax.Array,  # i32[]
-    blocks: jax.Array,  # i32[C], clamped into the pool
-) -> tuple[jax.Array, jax.Array | None]:
-    """Return the blocks as `f32[C, K * T * D]`, each as flat as it lies in memory.
-
-    And their factors, f32[C, K, T], None for none. Rubbish ids are clamped, never
-    dropped or filled: the caller masks what they bring.
-    """
-    parts = {n: _gather_part(a, layer, blocks) for n, a in stored.parts.items()}
-    return stored.format.get(parts)
-
-
 def gather_pieces(
     stored: Stored,
     layer: jax.Array,  # i32[]
@@ -156,7 +142,8 @@ def gather_pieces(
     """Return pieces of W blocks by head, as `f32[P * K * W, T * D]`.
 
     What one head has of a piece comes out side by side, as one product wants it. And
-    the pieces' factors, f32[P, K, W * T], None for none.
+    the pieces' factors, f32[P, K, W * T], None for none. Rubbish ids are never dropped
+    or filled: the caller masks what they bring.
     """
     num_heads = stored.parts["pool"].shape[2]
     heads = jnp.clip(blocks, 0, stored.num_blocks - 1)[:, None] * num_heads
@@ -243,7 +230,7 @@ def read_twice(chunk: jax.Array, never: jax.Array, otherwise: float) -> jax.Arra
     in JAX 0.10.2. An `optimization_barrier` is respected only by newer versions.
 
     Args:
-      chunk: f32[C, K * T * D] from `gather_blocks`, or from `gather_pieces`.
+      chunk: f32[P * K * W, T * D] from `gather_pieces`.
       never: bool[], false, but not to the compiler's knowledge.
       otherwise: what to return.
     """
@@ -256,7 +243,7 @@ def add_blocks(
     blocks: jax.Array,  # i32[C], ids out of range are dropped
     chunk: jax.Array,  # f32[C, K, T, D]
 ) -> jax.Array:
-    """Add a chunk back where `gather_blocks` would take it from: its transpose."""
+    """Add a chunk back to where its blocks are in a layer."""
     # A negative index would wrap even with mode="drop".
     blocks = jnp.where(blocks < 0, pool.shape[1], blocks)
     return pool.at[layer, blocks].add(chunk, mode="drop")

@@ -22,6 +22,7 @@ from jkv.config.layer_heads import refuse_different
 from jkv.config.layer_windows import Windows, count_windows
 from jkv.config.sizing import DEFAULT_SEQUENCES
 from jkv.config.units import human_bytes, parse_bytes
+from jkv.formats.costs import COSTS, tell_cost
 
 # Context lengths to plan for, as far as the model goes; its own longest one is added.
 CONTEXT_LENGTHS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
@@ -87,6 +88,7 @@ class Plan:
             f"= {human_bytes(self.budget)} for the cache",
             *self._described(),
             *self._weighed(),
+            *self._formats(),
             "",
             self._introduction(),
             *self._table(),
@@ -114,6 +116,23 @@ class Plan:
             if past:
                 parts.append(f"{human_bytes(past)} of tokens for convolutions")
             yield f"a sequence  {number} layers with a state: {'; '.join(parts)}"
+
+    def _formats(self) -> Iterator[str]:
+        """Yield what other formats give, and cost."""
+        config = self.config
+        if config is None or config.values_in_keys or config.head_dim % 2:
+            return
+        head = "formats"
+        for key, value in COSTS:
+            other = dataclasses.replace(config, dtype=key, value_dtype=value)
+            times = config.bytes_per_token / other.bytes_per_token
+            if times > 1:
+                names = key if key == value else f"{key} keys, {value} values"
+                yield (
+                    f"{head:12}{names}: {times:.1f} times the tokens, perplexity "
+                    f"{tell_cost(key, value)}"
+                )
+                head = ""
 
     def _introduction(self) -> str:
         """Say how the table of lengths goes with the tables of the configuration."""
@@ -282,8 +301,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dtype", help="of the cache; default: the model's")
     parser.add_argument(
         "--value-dtype",
-        help="of its values: int4 beside int8 costs 1%% of perplexity at most on two "
-        "models and holds 1.3 times as many tokens; default: as --dtype",
+        help="of its values: int4 beside int8 holds 1.3 times as many tokens "
+        f"(perplexity {tell_cost('int8', 'int4').replace('%', '%%')}); default: as "
+        "--dtype",
     )
     parser.add_argument("--prefix-caching", action="store_true")
     parser.add_argument(

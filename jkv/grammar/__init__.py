@@ -1,34 +1,53 @@
 """Grammars: languages that texts are steered into, as arrays on the device.
 
-`from_choices`, `from_regex` and `from_json_schema` compile a language for a vocabulary;
-`join` puts several into one `Grammar`, which is a `jkv.Steering`.
+`from_choices`, `from_regex`, `from_json_schema` and `from_gbnf` compile a language for
+a vocabulary, `concatenate` several that follow each other; `join` puts grammars into
+one `Grammar`, which is a `jkv.Steering`.
 """
 
 from jkv.grammar.catalog import Catalog, CatalogFull
-from jkv.grammar.errors import NoText, TooLarge, Unsupported
+from jkv.grammar.errors import Malformed, NoText, TooLarge, Unsupported
 from jkv.grammar.grammar import Grammar
-from jkv.grammar.json_texts import from_json_object, from_json_schema
-from jkv.grammar.languages import from_choices, from_regex
+from jkv.grammar.languages import (
+    concatenate,
+    from_choices,
+    from_gbnf,
+    from_json_object,
+    from_json_schema,
+    from_regex,
+)
+from jkv.grammar.parts import Choices, Either, Pattern, Rules, Schema, Until
 from jkv.grammar.spelling import with_one_spelling
 from jkv.grammar.tables import join
 from jkv.grammar.tool_calls import find_refused_tools, from_tools
 from jkv.grammar.vocabulary import Vocabulary, vocabulary_of
+from jkv.grammar.waiting import wait_for
 
 __all__ = [
     "Catalog",
     "CatalogFull",
+    "Choices",
+    "Either",
     "Grammar",
+    "Malformed",
     "NoText",
+    "Pattern",
+    "Rules",
+    "Schema",
     "TooLarge",
     "Unsupported",
+    "Until",
     "Vocabulary",
+    "concatenate",
     "find_refused_tools",
     "from_choices",
+    "from_gbnf",
     "from_json_object",
     "from_json_schema",
     "from_regex",
     "from_tools",
     "join",
     "vocabulary_of",
+    "wait_for",
     "with_one_spelling",
 ]

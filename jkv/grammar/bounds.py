@@ -1,6 +1,8 @@
 """What compiling may take: memory, steps and time."""
 
 import time
+from collections.abc import Callable
+from typing import TypeAlias
 
 from jkv.grammar.errors import TooLarge
 
@@ -11,23 +13,26 @@ _LEAST_STEPS = 2**18
 _STEPS_BETWEEN_LOOKS = 2**12  # at the clock
 
 
+# Seconds from now, or what is asked now and then whether to stop; None for any time.
+Timeout: TypeAlias = float | Callable[[], bool] | None
+
+
 class Bounds:
     """Bounds of one compilation, which counts its steps.
 
     Two with the same `max_bytes` are equal: what was compiled within them is the same.
     """
 
-    def __init__(self, max_bytes: int, timeout: float | None = None) -> None:
+    def __init__(self, max_bytes: int, timeout: Timeout = None) -> None:
         """Begin to count.
 
         Args:
           max_bytes: of the tables, and of what compiling holds at one time; steps are
             bounded in proportion.
-          timeout: seconds from now; None for any time.
+          timeout: when to stop.
         """
         self.max_bytes = max_bytes
-        self._deadline = None if timeout is None else time.monotonic() + timeout
-        self._timeout = timeout
+        self._is_over, self._timeout = _read_timeout(timeout), timeout
         self._most_steps = max(_LEAST_STEPS, max_bytes // _BYTES_OF_STEP)
         self._steps = self._next_look = 0
 
@@ -42,7 +47,7 @@ class Bounds:
     def share(self, parts: int) -> "Bounds":
         """Return a part of these bounds, until the same time."""
         found = Bounds(self.max_bytes // parts)
-        found._deadline, found._timeout = self._deadline, self._timeout
+        found._is_over, found._timeout = self._is_over, self._timeout
         return found
 
     def hold(self, num_bytes: int, what: str) -> None:
@@ -71,8 +76,20 @@ class Bounds:
                 f"compiling takes more than {self._most_steps:,} steps, which max_bytes"
                 f", {self.max_bytes:,}, bounds"
             )
-        if self._deadline is not None and time.monotonic() > self._deadline:
+        if self._is_over():
+            if callable(self._timeout):
+                raise TooLarge("compiling was stopped by what timeout= asks")
             raise TooLarge(f"compiling takes more than timeout, {self._timeout} s")
+
+
+def _read_timeout(timeout: Timeout) -> Callable[[], bool]:
+    """Return what tells whether it is time to stop."""
+    if timeout is None:
+        return lambda: False
+    if callable(timeout):
+        return timeout
+    deadline = time.monotonic() + timeout
+    return lambda: time.monotonic() > deadline
 
 
 # Of what the project itself writes down, such as the characters of a class.

@@ -31,7 +31,7 @@ from jkv.grammar.determinization import (
     subtract_expression,
     without_bytes,
 )
-from jkv.grammar.errors import TooLarge, Unsupported
+from jkv.grammar.errors import Malformed, TooLarge, Unsupported
 from jkv.grammar.expressions import (
     ByteRange,
     Choice,
@@ -92,7 +92,7 @@ def compile_regex(
         behind = concat(anything, Repeat(Literal(bytes([_END]))))
         marked = determinize(concat(before, inner, behind), bounds)
     except (re.error, OverflowError) as error:
-        raise Unsupported(f"{name}: {error}") from error
+        raise Malformed(f"{name}: {error}") from error
     except RecursionError as error:
         raise TooLarge(f"{name} is nested too deeply") from error
     return _without_anchors(reader.without_marks(marked), bounds)

@@ -4,11 +4,10 @@ A call is written as Hermes, Qwen and others do, `<tool_call>{"name": ..., "argu
 ...}</tool_call>`; a text that has no opening tag in it is free.
 """
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from jkv.grammar.bounds import Bounds
+from jkv.grammar.bounds import Bounds, Timeout
 from jkv.grammar.determinization import determinize
 from jkv.grammar.errors import NoText, TooLarge, Unsupported
 from jkv.grammar.expressions import (
@@ -20,14 +19,14 @@ from jkv.grammar.expressions import (
     concat,
 )
 from jkv.grammar.grammar import Grammar
-from jkv.grammar.json_texts import DEPTH, RECURSION, WHITESPACE
 from jkv.grammar.kept_files import Folder, keep
 from jkv.grammar.languages import MAX_BYTES, compile_expression
-from jkv.grammar.products import is_empty, subtract
+from jkv.grammar.parts import DEPTH, RECURSION, WHITESPACE, Until
+from jkv.grammar.products import is_empty
 from jkv.grammar.regexes import compile_regex
 from jkv.grammar.schema.compilation import Reading, compile_schema
 from jkv.grammar.schema.punctuation import Punctuation
-from jkv.grammar.schema.strings import ANYTHING, literal_string
+from jkv.grammar.schema.strings import literal_string
 from jkv.grammar.vocabulary import Vocabulary
 
 
@@ -46,7 +45,7 @@ def from_tools(
     free_arguments: Collection[str] = (),
     answer: Mapping[str, Any] | bool | None = None,
     max_bytes: int = MAX_BYTES,
-    timeout: float | None = None,
+    timeout: Timeout = None,
     folder: Folder = None,
 ) -> Grammar:
     r"""Make a grammar of texts in which tools are called rightly.
@@ -100,23 +99,37 @@ def from_tools(
     if not functions:
         raise NoText(f"there is no tool to call; choice is {choice!r}")
     is_single = not is_parallel or choice not in ("auto", "required")
-    free = sorted({one["name"] for one in functions} & {*free_arguments})
+    any_json = sorted({one["name"] for one in functions} & {*free_arguments})
 
     def make() -> Grammar:
         bounds = Bounds(max_bytes, timeout)
-        calls = [_call(one, reading, bounds, one["name"] in free) for one in functions]
+        calls = [
+            _call(one, reading, bounds, one["name"] in any_json) for one in functions
+        ]
         line = Repeat(Literal(b"\n"), 0, 1)
         inner = concat(begin.encode(), line, Choice(calls), line, end.encode())
         more = Repeat(concat(line, inner), 0, 0 if is_single else None)
         texts: Expression = concat(inner, more)
         if choice == "auto" and answer is None:
-            texts = _with_text(inner, begin, is_single, bounds)
+            free = Until(begin).without(bounds)
+            later = Repeat(concat(inner, free), 0, 1 if is_single else None)
+            texts = concat(free, later)
         elif choice == "auto":
             texts = Choice([texts, compile_schema(answer, reading, bounds)])
         return compile_expression(texts, vocabulary, bounds)
 
     reading = Reading(whitespace, depth, recursion, strict)
-    asked = ["tools", functions, choice, is_single, begin, end, free, answer, *reading]
+    asked = [
+        "tools",
+        functions,
+        choice,
+        is_single,
+        begin,
+        end,
+        any_json,
+        answer,
+        *reading,
+    ]
     return keep(folder, vocabulary, asked, make)
 
 
@@ -126,7 +139,7 @@ def find_refused_tools(
     recursion: int = RECURSION,
     strict: bool = False,
     max_bytes: int = MAX_BYTES,
-    timeout: float | None = None,
+    timeout: Timeout = None,
 ) -> dict[str, ValueError]:
     """Return the tools whose arguments' schemas cannot be served, each with the reason.
 
@@ -186,13 +199,3 @@ def _call(
     name = marks.property("name", literal_string(function["name"]))
     arguments = marks.property("arguments", texts)
     return marks.object(marks.separated([(name, True), (arguments, True)]))
-
-
-def _with_text(
-    call: Expression, begin: str, is_single: bool, bounds: Bounds
-) -> Expression:
-    """Return free texts with calls in them."""
-    tagged = compile_regex(re.escape(begin), bounds, is_search=True)
-    anything = compile_regex(ANYTHING, bounds)
-    free = Leaf(subtract(anything, tagged, bounds))
-    return concat(free, Repeat(concat(call, free), 0, 1 if is_single else None))

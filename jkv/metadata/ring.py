@@ -113,6 +113,15 @@ def remove(ring: Ring, ids: jax.Array, leaving: jax.Array) -> Ring:
     )
 
 
+def renew(ring: Ring, ids: jax.Array, leaving: jax.Array) -> Ring:
+    """Let ids go from wherever they stand to the tail, in the order they stand here.
+
+    Arguments as for `remove`. Nothing is taken.
+    """
+    moved = push(remove(ring, ids, leaving), ids, leaving)
+    return moved.with_account_of(ring)
+
+
 def entries(ring: Ring, index: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the ids at distances from the head.
 

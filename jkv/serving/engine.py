@@ -42,12 +42,14 @@ from jkv.serving.request.texts import Detokenize
 from jkv.serving.scheduler.measures import EngineStats
 from jkv.serving.scheduler.parking import Parked, ParkingOptions
 from jkv.serving.scheduler.scheduler import HostOptions, QueueFull, Scheduler
+from jkv.serving.scheduler.storing import StoreOptions
 from jkv.serving.scheduler.versions import Update
 from jkv.serving.threads import Turns, await_events, read_events
 from jkv.sharding.processes import find_shared_mesh
 from jkv.state import Cache
 from jkv.status import UsageError
 from jkv.steering import Steering
+from jkv.tiers.store import BlockStore
 
 
 class Engine:
@@ -114,6 +116,8 @@ class Engine:
         result_seconds: float = 300.0,
         park_seconds: float = 1.0,
         max_parked_bytes: int | None = None,
+        store: BlockStore | None = None,
+        store_share: float = 0.125,
         checks: bool = False,
         kept_programs: KeptPrograms | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -154,6 +158,12 @@ class Engine:
             looked at between two windows.
           max_parked_bytes: most bytes of them on the host; beyond, those of the texts
             that were parked first are forgotten. None is any number.
+          store: where cached blocks go before the pool hands them out, and come back
+            from for prompts that wait, if copying them takes less time than computing;
+            for a cache with `prefix_caching`. It is cleared when weights change, unless
+            `update_params` keeps what is cached.
+          store_share: how much of the pool holds nothing; what is cached beyond goes to
+            the store.
           checks: whether to look at the cache's invariants after each window (slow).
           kept_programs: where executables are kept between runs, which then begin
             without tracing the model; what is not there yet is compiled at once.
@@ -207,6 +217,7 @@ class Engine:
             max_results,
             result_seconds,
             ParkingOptions(park_seconds, max_parked_bytes),
+            StoreOptions(store, store_share),
             checks,
             clock,
         )
@@ -508,7 +519,7 @@ class Engine:
         self._check_leads()
         if programs_folder is not None:
             keep_compiled_programs(Path(programs_folder))
-        return self._turns.with_turn(lambda: self._scheduler.loop.warm_up(progress))
+        return self._turns.with_turn(lambda: self._scheduler.warm_up(progress))
 
     def update_params(
         self,
@@ -603,6 +614,7 @@ class Engine:
     def close(self) -> None:
         """End the thread, cancel what has not ended, give up what is parked.
 
+        What is cached goes to the store, for the next engine.
         All blocks are free then. What ended can still be asked for, and the engine be
         used without a thread. On several processes `follow` returns on the others.
         """
@@ -615,6 +627,8 @@ class Engine:
             self._turns.take()
         if self._shared is not None:
             self._turns.with_turn(self._shared.dismiss)
+        if (storing := self._scheduler.storing) is not None:
+            self._turns.with_turn(storing.leave)
 
     def __enter__(self) -> "Engine":
         self.start()

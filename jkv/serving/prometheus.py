@@ -42,6 +42,8 @@ _GAUGES = {
     "texts_parked": ("parked", "Texts that wait to be resumed"),
     "parked_blocks": ("parked_blocks", "Blocks that parked texts hold, at most"),
     "parked_bytes": ("parked_bytes", "Bytes of parked texts on the host"),
+    "store_bytes": ("store_bytes", "Bytes of blocks in a store's memory"),
+    "store_folder_bytes": ("store_folder_bytes", "Bytes of blocks in its folder"),
     "acceptance_rate": ("acceptance_rate", "Share of guessed tokens that were right"),
 }
 _COUNTERS = {
@@ -50,6 +52,9 @@ _COUNTERS = {
     "generated_tokens": ("generated_tokens", "New tokens given to requests"),
     "recomputed_tokens": ("recomputed_tokens", "New tokens computed a second time"),
     "cached_tokens": ("cached_tokens", "Tokens found in the prefix cache"),
+    "spilled_blocks": ("spilled_blocks", "Cached blocks that left for a store"),
+    "restored_blocks": ("restored_blocks", "Blocks that came back from a store"),
+    "restored_tokens": ("restored_tokens", "Tokens of prompts that a store had"),
     "preemptions": ("preemptions", "Sequences that gave their blocks back"),
     "draft_tokens": ("draft_tokens", "Tokens that were guessed and computed"),
     "accepted_tokens": ("accepted_tokens", "Guessed tokens that were right"),

@@ -91,6 +91,11 @@ class Ring:
             indices=self.indices if indices is None else indices,
         )
 
+    def with_account_of(self, other: Self) -> Self:
+        """Return the ring with what another says of the past."""
+        bounds = jnp.concatenate([self.bounds[:3], other.bounds[3:]])
+        return dataclasses.replace(self, bounds=bounds)
+
 
 # The first of the bounds; two words each for the ids taken and forgotten follow.
 NUMBERS = ("head", "span", "count", "fewest")

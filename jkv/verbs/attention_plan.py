@@ -1,4 +1,4 @@
-"""What attention finds out about a step once, for all layers: where there is a card."""
+"""What attention finds out about a step once, for all of its layers."""
 
 import dataclasses
 from typing import Any
@@ -14,7 +14,7 @@ from jkv.state import Batch, BlockGroup, BlockStorage, Cache
 
 
 def plan_attention(cache: Cache, batch: Batch) -> Batch:
-    """Return the step with what suits the card at hand, if anything does.
+    """Return the step with what backends find out about it, if any does.
 
     Args:
       cache: after the step was planned.
@@ -46,7 +46,8 @@ def _plan_group(
         num_parts=num_parts,
         window=group.window.length,
     )
-    return choice.plan(pools_of(storage), requests_of(group, batch), step)
+    requests = requests_of(group, batch)
+    return choice.plan(pools_of(storage), requests, group.reference_counts, step)
 
 
 def pools_of(storage: BlockStorage) -> Pools:

@@ -564,7 +564,7 @@ def test_work_is_the_sum_of_the_context_lengths():
 
     @jax.jit
     def list_pieces(requests, window):
-        return list_work(requests, window, 4, piece_blocks=2, padding=3)
+        return list_work(requests, window, 4, skip=None, piece_blocks=2, padding=3)
 
     work = list_pieces(requests, None)
     # Last blocks are edges: 249, 7, 8, 0 and 3 blocks are left.

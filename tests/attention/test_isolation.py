@@ -18,6 +18,8 @@ from support.jax_versions import further
 from support.tolerances import assert_close
 
 from jkv.attention import paged_attention
+from jkv.attention.call import Requests
+from jkv.attention.shared_prefixes import find_shared_prefixes
 
 NUM_ROWS, NUM_BLOCKS, MAX_BLOCKS, BLOCK_SIZE, KV_HEADS, HEADS = 17, 40, 9, 4, 2, 4
 # (query length, context length) of each request; all share one trace.
@@ -26,7 +28,10 @@ BATCHES = {
     "chunks": [(7, 25), (5, 5), (2, 3), (3, 36)],
     "mixed": [(1, 25), (8, 35), (0, 6), (1, 36)],
     "verify": [(3, 25), (4, 36), (4, 11), (4, 30)],
+    "branches": [(1, 33), (1, 30), (1, 36), (1, 29)],
 }
+# Of each request the blocks that it has from the first one, at its table's beginning.
+BRANCHES = 0, 7, 5, 3
 BROKEN = np.float32([np.nan, np.inf, -np.inf])
 ARRAYS = "queries", "keys", "values", "key_scales", "value_scales"
 
@@ -56,11 +61,13 @@ WAYS = {
     "side by side": {},
     "loops": {"implementation": "xla"},
     "by position": {"implementation": "xla", "by_position": True},
+    "shared": {"implementation": "xla"},
 }
 FEW = {
     "side by side": ["latent, bfloat16", "int8"],
     "loops": ["plain", "int8"],
     "by position": ["plain"],
+    "shared": ["plain"],
 }
 CHOSEN = [(way, name) for way in WAYS for name in FEW[way]]
 OTHERS = [(way, name) for way in WAYS for name in CASES if name not in FEW[way]]
@@ -85,6 +92,9 @@ def make_call(this: Case, batch: str, seed: int = 0):
         num_blocks=NUM_BLOCKS,
         max_blocks=MAX_BLOCKS,
     )
+    if batch == "branches":
+        for table, count in zip(operands.block_tables, BRANCHES, strict=True):
+            table[:count] = operands.block_tables[0, :count]
     queries = np.full((NUM_ROWS, HEADS, 16), 3.0, np.float32)
     queries[: operands.queries.shape[1]] = operands.queries[0]
     arrays = dict(queries=queries, key_scales=None, value_scales=None)
@@ -128,6 +138,16 @@ def attend(this: Case, operands, arrays, **options):
     )
 
 
+def find_plan(operands):
+    """What is found when a step is planned."""
+    tables, *rows = operands[3:7]
+    requests = Requests(tables, np.arange(4, dtype=np.int32), *rows)
+    columns = np.arange(MAX_BLOCKS) * BLOCK_SIZE < operands.context_lengths[:, None]
+    counts = np.bincount(tables[columns], minlength=NUM_BLOCKS).astype(np.int32)
+    found = find_shared_prefixes(requests, counts, block_size=BLOCK_SIZE, fewest=3)
+    return {"xla": found}
+
+
 def locate(operands, request: int, position: int):
     """Where a token is in pools and in scales."""
     block = operands.block_tables[request, position // BLOCK_SIZE]
@@ -138,13 +158,17 @@ def break_one(arrays, operands, name: str, request: int, position: int, value):
     """The arrays with one broken number of one token, and the rows that see it."""
     start, length, context = (int(array[request]) for array in operands[4:7])
     row = start + max(0, position - (context - length))
-    broken = dict(arrays)
+    column, broken = position // BLOCK_SIZE, dict(arrays)
+    block = operands.block_tables[request, column]
+    sharing = np.flatnonzero(operands.block_tables[:, column] == block)
     broken[name] = arrays[name].copy()
     if name == "queries":
         broken[name][row, 3, 5] = value
         return broken, range(row, row + 1)
     where = locate(operands, request, position)
     broken[name][where if name.endswith("scales") else (*where, 5)] = value
+    if len(sharing) > 1:
+        return broken, operands.query_starts[sharing]
     return broken, range(row, start + length)
 
 
@@ -163,12 +187,16 @@ def list_breaks(arrays):
 
 def play(arrays, operands, lengths):
     """All breaks of a batch: what it is, the broken arrays, and the rows that see."""
+    has_branches = lengths is BATCHES["branches"]
     victims = [request for request, (length, _) in enumerate(lengths) if length]
     for number, (name, value) in enumerate(list_breaks(arrays)):
         for request in (victims[number % len(victims)], victims[-1 - number % 2]):
             length, context = lengths[request]
-            # The newest token, one that several rows see, an old one.
+            # The newest token, one that several rows see, an old one; of those that
+            # share blocks also what some of them share.
             position = (context - 1, context - 1 - length // 2, 0)[number % 3]
+            if has_branches and request:
+                position = (BRANCHES[request] - number % 2) * BLOCK_SIZE - 1
             broken = break_one(arrays, operands, name, request, position, value)
             yield f"{name} {value}, request {request}", *broken
 
@@ -181,6 +209,10 @@ def test_rows_that_do_not_see_it_have_the_same_bits(way, name):
     for batch, lengths in BATCHES.items():
         arrays, operands = make_call(this, batch)
         call = functools.partial(attend, this, operands)
+        if way == "shared":
+            plan = find_plan(operands)
+            call = functools.partial(call, work_lists=plan)
+            assert np.any(plan["xla"].common) == (batch == "branches")
         without = call(arrays, **WAYS[way])
         for told, broken, seeing in play(arrays, operands, lengths):
             unhurt = np.ones(NUM_ROWS, bool)
@@ -189,7 +221,7 @@ def test_rows_that_do_not_see_it_have_the_same_bits(way, name):
             for one, other in zip(found, without, strict=True):
                 np.testing.assert_array_equal(one[unhurt], other[unhurt], told)
             output = np.asarray(found[0])
-            expected, _ = call(broken, implementation="reference")
+            expected, _ = attend(this, operands, broken, implementation="reference")
             is_sound = np.isfinite(expected)
             assert not np.isfinite(output[~is_sound]).any(), told
             # A value may break all of its row and head, or itself alone.

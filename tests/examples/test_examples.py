@@ -187,7 +187,7 @@ def test_prompts_come_from_arguments_and_from_stdin(run_here):
         "class Path",
         *("--file", "-", "--max-new-tokens", "9", "--repetition-penalty", "1.3"),
         *("--top-k", "40", "--min-p", "0.02", "--seeds", "5", "--kv-dtype", "int8"),
-        "--scan-layers",
+        *("--value-dtype", "int4", "--scan-layers"),
         stdin="The import statement\nRaise an error if\n",
     )
     texts = done.out.split("\n\n---\n\n")
@@ -328,6 +328,7 @@ BAD_VALUES = {
     "generate.py": [
         ("--tensor-parallel 0", "--tensor-parallel must be at least 1"),
         ("--kv-dtype int3", "dtype must be one of"),
+        ("--value-dtype int3", "dtype must be one of"),
         ("--top-p 2", "Sampling.top_p must be from 0 to 1"),
         ("--stop= x", "--stop needs a text that is not empty"),
     ],

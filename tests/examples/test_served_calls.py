@@ -299,7 +299,7 @@ def test_what_is_no_tool_is_refused_by_name(post, fields, param, words):
         ({"strict": 1}, "true or false"),
         ({"name": "f g"}, "1 to 128 letters"),
         (
-            {"parameters": {"$ref": "https://a.org/b"}},
+            {"parameters": {"$ref": "https://a.org/b"}, "strict": True},
             "tool 'f': .*only places of this",
         ),
     ],
@@ -319,3 +319,19 @@ def test_tools_are_calls_of_a_language_and_defaults():
     (tool,) = described["tools"]
     assert tool == {"name": "f", "parameters": {"type": "object", "properties": {}}}
     assert read_tools({"tools": [], "tool_choice": "none"}, ("", "")) is None
+
+
+def test_a_tool_that_is_not_served_does_not_refuse_the_others(post):
+    """Its arguments are free JSON, and the answer says so; a call of it must not be."""
+    far = {"name": "far", "parameters": {"$ref": "https://a.org/b"}}
+    tools = [{"type": "function", "function": each} for each in (far, {"name": "g"})]
+    body = {"messages": CHAT, "tools": tools, "max_tokens": 4}
+    status, said = post(json.dumps(body).encode(), PATH)
+    assert status == 200, said
+    (told,) = [each for each in said["warnings"] if "far" in each]
+    assert "any JSON object: $ref 'https://a.org/b' at #" in told
+    again = post(json.dumps(body).encode(), PATH)[1]  # the grammar is there already
+    assert told in again["warnings"]
+    body["tool_choice"] = "required"
+    status, said = post(json.dumps(body).encode(), PATH)
+    assert status == 400 and "tool 'far'" in said["error"]["message"]

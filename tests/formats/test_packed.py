@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import warnings
 
 import jax
@@ -9,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.jax_versions import few
+from support.paths import ROOT
 from support.small_attention_model import attention_model, attention_params
 from support.small_caches import small_config
 from support.tolerances import assert_close, is_close
 
 import jkv
+from jkv.formats.costs import COSTS
 from jkv.formats.packed import LEVELS
 from jkv.formats.table import FORMATS
 
@@ -164,6 +167,16 @@ def test_a_cache_warns_of_keys_in_int4():
         jkv.init(config, storage=False)
         jkv.init(small_config(**sizes, dtype="int8", value_dtype="int4"))
         jax.eval_shape(lambda: jkv.init(config))
+
+
+@pytest.mark.one_end
+def test_what_formats_are_said_to_cost_is_what_was_measured():
+    path = ROOT / "benchmarks" / "results" / "accuracy.json"
+    rows = json.loads(path.read_text())["runs"][-1]["models"]
+    for (key, value), costs in COSTS.items():
+        name = key if key == value else f"{key} keys, {value} values"
+        ratios = [row["by float32"] for row in rows if row["cache"] == name]
+        assert [round(100 * (ratio - 1), 1) for ratio in ratios] == [*costs]
 
 
 @pytest.mark.one_end

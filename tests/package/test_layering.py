@@ -65,10 +65,22 @@ ALLOWED: dict[str, set[str]] = {
     },
     "prefixes": {"metadata", "sharding", "state", "status", "verbs"},
     "inspection": {"config", "prefixes", "state", "status"},
+    "tiers": {
+        "blocks",
+        "config",
+        "metadata",
+        "prefixes",
+        "sharding",
+        "state",
+        "states",
+        "status",
+        "storage",
+    },
     "making": {
         "arguments",
         "blocks",
         "config",
+        "formats",
         "inspection",
         "metadata",
         "prefixes",
@@ -115,6 +127,7 @@ ALLOWED: dict[str, set[str]] = {
         "xla_flags",
     },
     "serving": {
+        "blocks",
         "commands",
         "decoding",
         "inspection",
@@ -125,6 +138,7 @@ ALLOWED: dict[str, set[str]] = {
         "status",
         "steering",
         "storage",
+        "tiers",
         "verbs",
     },
     # Each folder imports one trainer or engine, and nothing else imports the folder.

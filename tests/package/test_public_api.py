@@ -27,6 +27,7 @@ PUBLIC = """
     MemoryProfile Stats GroupStats memory_profile stats
     Fragmentation compact fragmentation resize should_compact
     Swapped SwapIn swap_in swap_out FileError save load
+    Spilled BlockStore spill restore
     PrefixIndex clear_prefixes evict_cached invalidate match
     clock evict evict_older_than least_recently_used touch
     context_lengths kept_from debug DebugError over_pools split_pools

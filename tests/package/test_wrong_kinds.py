@@ -78,6 +78,8 @@ def calls():
         "load": ("a file that is not there",),
         "save": ("no folder/file", cache),
         "swap_in": (cache, jkv.swap_out(cache, [0])[1]),
+        "spill": (cache, 1),
+        "restore": (cache, jkv.spill(cache, 1)[1]),
         "extend": (count_on, None, cache, [0], [[1, 2]]),
         "score": (count_on, None, [[1]], [[2]]),
         "measure_formats": (count_on, None, [1, 2, 3], small_config(), ["int8"]),

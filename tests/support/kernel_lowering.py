@@ -1,6 +1,7 @@
 """Lowering programs for GPUs that are not there, and taking the kernels out of them."""
 
 import contextlib
+import dataclasses
 import re
 from typing import NamedTuple
 
@@ -11,7 +12,6 @@ from jaxlib.triton import dialect
 
 from jkv.attention.call import Call, Requests
 from jkv.attention.derivative import Cotangents
-from jkv.attention.kernel.by_position import attend_kernel_by_position
 from jkv.attention.kernel.derivative import differentiate_kernel
 from jkv.attention.kernel.launches import attend_kernel
 from jkv.attention.pools import Pools
@@ -102,11 +102,11 @@ def make_shapes(
 
 def lower_kernels(queries, pools, tuning, platform, *, by_position=False, **options):
     """Lower a call of the kernel itself, with the options' shapes."""
-    launch = attend_kernel_by_position if by_position else attend_kernel
     call = make_call(queries, pools, **options)
+    call = dataclasses.replace(call, by_position=by_position)
 
     def attend(call):
-        return launch(call, tuning=tuning, interpret=False)
+        return attend_kernel(call, tuning=tuning, interpret=False)
 
     return lower(attend, (call,), platform)
 

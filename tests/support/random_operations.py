@@ -17,10 +17,13 @@ import numpy as np
 import pytest
 
 import jkv
+from jkv.attention.call import Requests
+from jkv.attention.shared_prefixes import find_shared_prefixes
 from support import formats
 from support.oracle.cache import BATCH_FULL, OK, PADDING
 from support.oracle.groups import held
 from support.oracle.moving import Oracle
+from support.plain_prefixes import check_prefixes
 from support.small_caches import (
     refusal_counts,
     ring_order,
@@ -30,6 +33,7 @@ from support.small_caches import (
 
 BATCH_SIZE = 5
 QUERY_LENGTH = 2  # rows per request of a padded append
+FEWEST_SHARING = 2  # requests that have something in common
 CAPACITY = BATCH_SIZE * QUERY_LENGTH  # rows of either layout
 NUM_KV_HEADS, NUM_HEADS, HEAD_DIM, VALUE_HEAD_DIM = 1, 2, 3, 2
 NUM_CONTENTS = 4096
@@ -37,7 +41,13 @@ FAR_IDS = [-2, -7, -(2**31), 2**31 - 1]
 FAR_COUNTS = [-1, -2, -(2**31), 2**31 - 1, 2**31 - 2, 2**30]
 
 # What the contents of a game are stored as; all else is float32.
-DTYPES = {"few blocks": ("int8", "int4"), "blocks of one": "fp8"}
+DTYPES = {
+    "few blocks": ("int8", "int4"),
+    "blocks of one": "fp8",
+    "many sequences": "int4",
+    "full and window": ("int4", "int8"),  # with windows in groups
+    "three": ("int8", "int4"),
+}
 # (num_blocks, block_size, max_sequences, max_context_length)
 SHAPES = {
     "one cell": (1, 1, 1, 1),
@@ -67,7 +77,10 @@ class Pool(NamedTuple):
 
 # Groups of layers, with block size, sequences and tokens that are for all.
 GROUPED = {
-    "full and window": ((Pool(24), Pool(9, 4)), (3, 4, 31)),
+    "full and window": (
+        (Pool(24, head_dim=4), Pool(9, 4, head_dim=4)),
+        (3, 4, 31),
+    ),
     "two windows": ((Pool(12, 3), Pool(9, 8)), (2, 4, 23)),
     "two full": ((Pool(8), Pool(11, head_dim=5)), (4, 5, 22)),
     "three": ((Pool(9, 5, 3), Pool(24), Pool(10, 3)), (2, 4, 27)),
@@ -245,7 +258,8 @@ class Game:
         """Of one group, a shape as in `SHAPES`; of several, one without blocks."""
         if groups is None:
             num_blocks, *shape = shape
-            groups = (Pool(num_blocks, *window),)
+            head_dim = HEAD_DIM + (dtype == "int4")  # which wants an even one
+            groups = (Pool(num_blocks, *window)._replace(head_dim=head_dim),)
         # Of keys and values alike, or of each.
         dtype, value_dtype = dtype if isinstance(dtype, tuple) else (dtype, None)
         self.pools, (block_size, max_sequences, max_context) = groups, shape
@@ -315,6 +329,7 @@ class Game:
         )
         self.num_contents_used = 0
         self.num_requests = Counter()  # by status
+        self.num_shared = 0  # blocks that requests of a step have in common
 
     def make_config(self, configs):
         """What `init` is given for the configuration of each group."""
@@ -653,6 +668,34 @@ class Game:
             last_row = expected.query_starts[i] + length - 1
             assert length == 0 or int(batch.last_rows[i]) == last_row
 
+    def compare_prefixes(self):
+        """What a step of all sequences would find that they share, tables say too."""
+        oracle, size = self.oracle, self.oracle.block_size
+        # With numbers of its own: the game is the same without it.
+        rng = np.random.default_rng(oracle.clock)
+        seq_ids = rng.permutation(oracle.max_sequences).astype(np.int32)
+        lengths = [
+            len(oracle.tokens(each)) if each in oracle.open else 0 for each in seq_ids
+        ]
+        for g, group in enumerate(self.cache.metadata.block_groups):
+            if group.window.length is not None:
+                continue
+            # Now and then one has several rows, and no part in it.
+            rows = (rng.random(len(seq_ids)) < 0.1) + 1
+            found = find_shared_prefixes(
+                Requests(group.block_tables, seq_ids, *map(i32, (rows, rows, lengths))),
+                group.reference_counts,
+                block_size=size,
+                fewest=FEWEST_SHARING,
+            )
+            tables = [
+                self.table_of(seq_id, g)[: (length - 1) // size]
+                if length and row == 1
+                else None
+                for seq_id, row, length in zip(seq_ids, rows, lengths, strict=True)
+            ]
+            self.num_shared += check_prefixes(found, tables, FEWEST_SHARING)
+
     def tables(self, g):
         """The tables of all open sequences in a group."""
         return [each.tables[g] for each in self.oracle.open.values()]
@@ -665,6 +708,7 @@ class Game:
     def compare_state(self):
         """Tables, counts and contents are the oracle's, and `check` agrees."""
         jkv.check(self.cache)
+        self.compare_prefixes()
         cache, oracle = self.cache, self.oracle
         metadata = jax.device_get(cache.metadata)
         for seq_id in range(oracle.max_sequences):

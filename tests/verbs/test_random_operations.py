@@ -24,6 +24,8 @@ from support.small_caches import with_metadata, with_storage_filled
 
 import jkv
 
+# Of keys in int4.
+pytestmark = pytest.mark.filterwarnings("ignore:keys in int4")
 EFFORT = int(os.environ.get("JKV_RANDOM_OPERATIONS", "1"))
 MODES = ["eager", "jitted", "donated"]
 # The newest JAX plays `test_random_reuse.py`, which has all of these operations. Each
@@ -45,7 +47,7 @@ EAGER = ["roomy", *further(["blocks of 16"])]
 @pytest.mark.parametrize("name, mode", CASES if EFFORT == 1 else ALL_CASES)
 @pytest.mark.one_end
 def test_random_operations(name, mode, tmp_path):
-    verbs = make_verbs(mode)
+    verbs, num_shared = make_verbs(mode), 0
     for seed in range(EFFORT):
         game = Game(
             SHAPES[name],
@@ -61,6 +63,9 @@ def test_random_operations(name, mode, tmp_path):
         # for all, some come up by luck only.
         if not name.startswith("one"):
             assert set(game.num_requests) == set(range(7)), game.num_requests
+            num_shared += game.num_shared
+    if name in PLAYED:
+        assert num_shared > 10
 
 
 # Groups of layers have windows, too.
@@ -111,6 +116,7 @@ def test_random_operations_in_groups(name, mode, tmp_path):
             record_tokens=mode != "eager",
             donate=mode == "donated",
             folder=tmp_path,
+            dtype=DTYPES.get(name, "float32"),
             groups=groups,
         )
         for _ in range(120):

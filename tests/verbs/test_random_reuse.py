@@ -23,6 +23,7 @@ from test_random_operations import EFFORT
 import jkv
 from jkv.prefixes import hashing
 
+pytestmark = pytest.mark.filterwarnings("ignore:keys in int4")
 MODES = ["donated", "jitted", "eager"]
 # Shapes in which prompts are found again; in others blocks are hardly ever filled.
 # `test_compaction.py` plays eagerly.
@@ -104,6 +105,7 @@ def test_random_reuse_in_groups(name, mode, tmp_path):
             seed=99 * len(name) + seed,
             donate=mode == "donated",
             folder=tmp_path,
+            dtype=DTYPES.get(name, "float32"),
             groups=groups,
         )
         game.play(num_operations=150)

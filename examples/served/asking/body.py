@@ -39,6 +39,7 @@ class Asked(NamedTuple):
     tools: Tools | None = None  # that a chat may call
     language: Language | None = None  # of all texts
     rules: Rules | None = None  # likewise
+    told: tuple[str, ...] = ()  # what the client should know of the language
 
     @property
     def has_calls(self) -> bool:
@@ -52,13 +53,14 @@ class Asked(NamedTuple):
 
     def warn(self, served: Served) -> dict[str, list[str]]:
         """Return what a client should know of its answer; nothing where all is well."""
-        if not self.has_calls or pretrained.can_show_tools(served.folder):
-            return {}
-        told = (
-            f"the chat template of {served.name} does not show tools: the model knows "
-            "of them only what messages say, though its calls follow their schemas"
-        )
-        return {"warnings": [told]}
+        told = [*self.told]
+        if self.has_calls and not pretrained.can_show_tools(served.folder):
+            told.append(
+                f"the chat template of {served.name} does not show tools: the model "
+                "knows of them only what messages say, though its calls follow their "
+                "schemas"
+            )
+        return {"warnings": told} if told else {}
 
 
 def read_body(served: Served, body: Any, *, is_chat: bool) -> Asked:

@@ -6,7 +6,11 @@ from typing import Any, NamedTuple
 
 from jkv.grammar import (
     Grammar,
+    Malformed,
+    TooLarge,
+    Unsupported,
     Vocabulary,
+    find_refused_tools,
     from_choices,
     from_json_object,
     from_json_schema,
@@ -24,6 +28,13 @@ MOST_CHARACTERS = 2**16  # of what describes a language
 MOST_BYTES = 2**25  # that its tables and its compiling take
 
 
+class Compiled(NamedTuple):
+    """A language's grammar."""
+
+    grammar: Grammar
+    told: tuple[str, ...] = ()  # what clients should know of it
+
+
 class Language(NamedTuple):
     """A language that texts can be asked to be of."""
 
@@ -31,7 +42,7 @@ class Language(NamedTuple):
     text: str  # JSON of what describes it
     param: str  # the field that asks for it
 
-    def compile(self, vocabulary: Vocabulary) -> Grammar:
+    def compile(self, vocabulary: Vocabulary) -> Compiled:
         """Make its grammar.
 
         Raises:
@@ -39,7 +50,8 @@ class Language(NamedTuple):
         """
         make = _COMPILERS[self.kind]
         try:
-            return make(json.loads(self.text), vocabulary, max_bytes=MOST_BYTES)
+            found = make(json.loads(self.text), vocabulary, max_bytes=MOST_BYTES)
+            return found if isinstance(found, Compiled) else Compiled(found)
         except Exception as error:  # a schema may be wrong in any way
             words = str(error)
             if not isinstance(error, ValueError):
@@ -49,8 +61,30 @@ class Language(NamedTuple):
 
 def _compile_tools(
     described: Mapping[str, Any], vocabulary: Vocabulary, *, max_bytes: int
-) -> Grammar:
-    return from_tools(vocabulary=vocabulary, max_bytes=max_bytes, **described)
+) -> Compiled:
+    """Make the grammar of calls.
+
+    Where nothing must be called, a tool whose schema is not served does not refuse the
+    others, unless it is strict: its arguments are any JSON object.
+    """
+    asked = {"vocabulary": vocabulary, "max_bytes": max_bytes, **described}
+    try:
+        return Compiled(from_tools(**asked))
+    except (Unsupported, TooLarge) as error:
+        refused = find_refused_tools(described["tools"], max_bytes=max_bytes)
+        strict = {each["name"] for each in described["tools"] if each.get("strict")}
+        is_wrong = any(isinstance(each, Malformed) for each in refused.values())
+        is_free = described["choice"] == "auto" and not {*refused} & strict
+        if not refused or is_wrong or not is_free:
+            raise
+        told = tuple(
+            f"the arguments of the tool {name} are any JSON object: {why}"
+            for name, why in refused.items()
+        )
+        try:
+            return Compiled(from_tools(**asked, free_arguments=[*refused]), told)
+        except ValueError:
+            raise error from None
 
 
 _ASKED: dict[str, Any] = {  # by clients, in these words

@@ -84,10 +84,12 @@ def _read_tool(tool: Any) -> dict[str, Any]:
             f"{str(unknown[0])[:60]!r} of the tool {name} is not served; leave it out",
             "tools",
         )
-    read_flag(function, "strict", False)  # calls follow the schema in any case
+    is_strict = read_flag(function, "strict", False)
     if not isinstance(function.get("description"), str | None):
         raise Refused(f"the description of the tool {name} must be a text", "tools")
-    return {"name": name, "parameters": _read_parameters(name, function)}
+    # Calls follow the schema in any case where it is served.
+    strict = {"strict": True} if is_strict else {}
+    return {"name": name, "parameters": _read_parameters(name, function)} | strict
 
 
 def _read_parameters(name: str, function: Mapping[str, Any]) -> dict[str, Any]:

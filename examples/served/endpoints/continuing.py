@@ -88,6 +88,7 @@ def make_endpoint(served: Served, bounds: Bounds, kind: Kind) -> Answer:
             fields, asked, shown = await asyncio.to_thread(understand, body)
             scored = await _score(served, asked, shown)
             held = await _hold(served, asked, arrived)
+            asked = asked._replace(told=held.told)
             with contextlib.ExitStack() as at_end:
                 at_end.callback(held.release)
                 known = tell_known(served, asked, scored)

@@ -12,9 +12,9 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 
-from jkv.grammar import Grammar, Vocabulary
+from jkv.grammar import Vocabulary
 
-from ..asking.languages import Language
+from ..asking.languages import Compiled, Language
 from ..mistakes import Refused
 
 MOST_SECONDS = 20.0  # for a grammar
@@ -30,7 +30,7 @@ class Compilers:
         self._threads = ThreadPoolExecutor(MOST_PROCESSES, "jkv-grammars")
         self._idle: list[_Worker] = []
         self._workers: set[_Worker] = set()
-        self._under_way: dict[Language, Future[Grammar]] = {}
+        self._under_way: dict[Language, Future[Compiled]] = {}
         self._lock = threading.RLock()
 
     def start(self) -> None:
@@ -45,7 +45,7 @@ class Compilers:
         for worker in workers:
             worker.end()
 
-    def compile(self, language: Language, deadline: float) -> Grammar:
+    def compile(self, language: Language, deadline: float) -> Compiled:
         """Return a language's grammar; who asks for it meanwhile gets the same.
 
         Args:
@@ -66,10 +66,10 @@ class Compilers:
         except TimeoutError:
             raise _tell_time(language) from None
 
-    def _compile(self, language: Language) -> Grammar:
+    def _compile(self, language: Language) -> Compiled:
         worker = self._take_worker()
         try:
-            grammar = worker.compile(language)
+            compiled = worker.compile(language)
         except Refused:
             self._give_back(worker)
             raise
@@ -82,7 +82,7 @@ class Compilers:
             text = f"{language.param} cannot be compiled: its process has died"
             raise Refused(text, language.param) from error
         self._give_back(worker)
-        return grammar
+        return compiled
 
     def _take_worker(self) -> "_Worker":
         with self._lock:
@@ -112,7 +112,7 @@ class _Worker:
         self._is_ready = False
         there.close()
 
-    def compile(self, language: Language) -> Grammar:
+    def compile(self, language: Language) -> Compiled:
         """Return a grammar.
 
         Raises:
@@ -129,7 +129,7 @@ class _Worker:
         found = self._pipe.recv()
         if isinstance(found, str):
             raise Refused(found, language.param)
-        assert isinstance(found, Grammar)
+        assert isinstance(found, Compiled)
         return found
 
     def end(self) -> None:
@@ -154,7 +154,9 @@ def _work(pipe: Connection, vocabulary: Vocabulary) -> None:
         except EOFError:
             return
         try:
-            found = jax.tree.map(np.asarray, language.compile(vocabulary))
+            compiled = language.compile(vocabulary)
+            grammar = jax.tree.map(np.asarray, compiled.grammar)
+            found = compiled._replace(grammar=grammar)
         except Refused as error:
             found = str(error)
         pipe.send(found)

@@ -6,15 +6,15 @@ never given up.
 
 from jkv.grammar import Catalog, CatalogFull, Grammar, Vocabulary
 
-from ..asking.languages import Language
+from ..asking.languages import Compiled, Language
 from ..mistakes import Refused
 
 
 class Entry:
     """A language in the catalog."""
 
-    def __init__(self, variant: int) -> None:
-        self.variant, self.num_held = variant, 0
+    def __init__(self, variant: int, told: tuple[str, ...]) -> None:
+        self.variant, self.told, self.num_held = variant, told, 0
 
 
 class Languages:
@@ -39,7 +39,7 @@ class Languages:
             self._entries[language] = entry
         return entry
 
-    def add(self, language: Language, grammar: Grammar) -> Entry | None:
+    def add(self, language: Language, compiled: Compiled) -> Entry | None:
         """Take a language in; None where requests have all the room.
 
         Raises:
@@ -47,7 +47,8 @@ class Languages:
         """
         while True:
             try:
-                entry = Entry(self._catalog.add(grammar))
+                variant = self._catalog.add(compiled.grammar)
+                entry = Entry(variant, compiled.told)
             except CatalogFull:
                 if not self._remove_oldest():
                     return None

@@ -10,12 +10,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jkv.grammar import Grammar
 from jkv.serving import Engine
 from jkv.serving.request.ask import NOT_STEERED
 from jkv.steering import Steering, chain, renumber
 
-from ..asking.languages import Language
+from ..asking.languages import Compiled, Language
 from ..mistakes import Refused
 from .compiling import Compilers
 from .grammars import Entry, Languages
@@ -29,9 +28,10 @@ class Held:
         self,
         variant: int = NOT_STEERED,
         release: Callable[[], None] = lambda: None,
+        told: tuple[str, ...] = (),
     ) -> None:
-        """Keep a variant, and what gives it back."""
-        self.variant, self._releases = variant, [release]
+        """Keep a variant, what gives it back, and what clients should know of it."""
+        self.variant, self._releases, self.told = variant, [release], told
 
     def release(self) -> None:
         """Give it back; a second time does nothing."""
@@ -112,12 +112,12 @@ class Steered:
         if language is None and rules is None:
             return Held()
         while True:
-            grammar = self._compile(language, deadline)
-            held = self._wait_for_room(engine, language, grammar, rules, deadline)
+            compiled = self._compile(language, deadline)
+            held = self._wait_for_room(engine, language, compiled, rules, deadline)
             if held is not None:
                 return held
 
-    def _compile(self, language: Language | None, deadline: float) -> Grammar | None:
+    def _compile(self, language: Language | None, deadline: float) -> Compiled | None:
         """Return the grammar of a language that is not there."""
         if language is None or self._find(language) is not None:
             return None
@@ -133,7 +133,7 @@ class Steered:
         self,
         engine: Engine,
         language: Language | None,
-        grammar: Grammar | None,
+        compiled: Compiled | None,
         rules: Rules | None,
         deadline: float,
     ) -> Held | None:
@@ -141,10 +141,10 @@ class Steered:
         while True:
             with self._changing:
                 seen = self._num_released
-                is_lost = language is not None and grammar is None
+                is_lost = language is not None and compiled is None
                 if is_lost and self._find(language) is None:
                     return None
-                held = self._try_to_hold(engine, language, grammar, rules)
+                held = self._try_to_hold(engine, language, compiled, rules)
             if held is not None:
                 return held
             self._wait_for_release(seen, deadline, rules)
@@ -177,7 +177,7 @@ class Steered:
         self,
         engine: Engine,
         language: Language | None,
-        grammar: Grammar | None,
+        compiled: Compiled | None,
         rules: Rules | None,
     ) -> Held | None:
         """Hold what steers a request; None where there is no room."""
@@ -189,8 +189,8 @@ class Steered:
                 assert self._languages is not None, "refused before"
                 entry = self._languages.find(language)
                 if entry is None:
-                    assert grammar is not None, "it was looked for"
-                    entry, is_new = self._languages.add(language, grammar), True
+                    assert compiled is not None, "it was looked for"
+                    entry, is_new = self._languages.add(language, compiled), True
                 if entry is None:
                     return None
                 entry.num_held += 1
@@ -226,7 +226,8 @@ class Steered:
                 self._num_released += 1
                 self._room.notify_all()
 
+        told = () if entry is None else entry.told
         if row is not None:
-            return Held(self._num_grammars + row, release)
+            return Held(self._num_grammars + row, release, told)
         assert entry is not None, "something is held"
-        return Held(entry.variant, release)
+        return Held(entry.variant, release, told)

@@ -10,7 +10,6 @@ from jkv.attention.call import Call, Requests
 from jkv.attention.cards import Card
 from jkv.attention.derivative import Cotangents, Gradients
 from jkv.attention.kernel import backend, lists
-from jkv.attention.kernel.by_position import attend_kernel_by_position
 from jkv.attention.kernel.derivative import differentiate_kernel
 from jkv.attention.kernel.formats import KERNEL_FORMATS
 from jkv.attention.kernel.launches import attend_kernel
@@ -71,8 +70,7 @@ class Triton(Backend):
         if not is_interpreted:
             tuning = find_tuning(call.queries, call.pools, *card)
         assert tuning is not None  # or there was a reason
-        attend = attend_kernel_by_position if call.by_position else attend_kernel
-        return attend(call, tuning=tuning, interpret=is_interpreted)
+        return attend_kernel(call, tuning=tuning, interpret=is_interpreted)
 
     def why_not_derived(self, call: Call, card: Card) -> str | None:
         """Say the same of the derivative's table."""
@@ -108,9 +106,14 @@ class Triton(Backend):
         return store_rows(write, interpret=False)
 
     def plan(
-        self, pools: Pools, requests: Requests, step: StepShape
+        self,
+        pools: Pools,
+        requests: Requests,
+        reference_counts: jax.Array,
+        step: StepShape,
     ) -> lists.WorkLists | None:
         """List what the programs of a step read, where there is a card."""
+        del reference_counts
         return plan_work(pools, requests, step)
 
 

@@ -3,7 +3,8 @@
 Three launches: partial results of all pieces of the requests of one row (`work.py`),
 their joining, which also clears all other rows, and the tiles of the requests of
 several rows, which fill theirs in. A launch without work ends at once; where no request
-can have several rows there is no third one.
+can have several rows there is no third one. Where bits shall depend on a row's position
+alone all rows go one way, in pieces.
 """
 
 import functools
@@ -21,12 +22,20 @@ from jkv.attention.kernel.lists import DecodeWork, PositionWork, Work, lists_of
 from jkv.attention.kernel.loads import Operands
 from jkv.attention.kernel.sections import WORD_SIZE
 from jkv.attention.kernel.table import Tuning
-from jkv.attention.kernel.variant import Variant, decode_variant, prefill_variant
+from jkv.attention.kernel.variant import (
+    Variant,
+    cut_rows,
+    decode_variant,
+    position_variant,
+    prefill_variant,
+)
 from jkv.attention.kernel.work import (
     count_pieces,
     list_decode_work,
+    list_position_work,
     list_prefill_work,
     size_decode_work,
+    size_position_work,
     size_prefill_work,
 )
 
@@ -34,10 +43,43 @@ from jkv.attention.kernel.work import (
 def attend_kernel(
     call: Call, *, tuning: Tuning, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Return [R, H, Dv] in the queries' dtype and the log-sum-exp, f32[R, H]."""
+    """Return [R, H, Dv] in the output's dtype and the log-sum-exp, f32[R, H]."""
     check_call(call)
-    launch = functools.partial(_launch_all, tuning=tuning, interpret=interpret)
+    launch = _launch_by_position if call.by_position else _launch_all
+    launch = functools.partial(launch, tuning=tuning, interpret=interpret)
     return backend.defer(launch, (call,), call.results, interpret=interpret)
+
+
+def _launch_by_position(
+    call: Call, *, tuning: Tuning, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Go through all rows in tiles of one shape, each with one piece of its context.
+
+    For the same promise as `jkv.attention.xla.by_position`, by other sums. Pieces begin
+    at multiples of a number of tokens that follows from the longest context there may
+    be, and are walked from their beginning in steps that begin at fixed positions too;
+    what a row sees nothing of leaves its sums as they are, to the bit. Each row has
+    places of its own for the results of its pieces, joined from the first to the last.
+    How many programs that makes is static: those for which a context is too short end
+    at once.
+    """
+    sizes = size_position_work(
+        call.num_rows,
+        call.num_requests,
+        call.max_blocks * call.pools.block_size,
+        cut_rows(call.heads_per_kv, tuning.position_tile(None))[1],
+        piece_tokens=tuning.piece_tokens,
+        max_pieces=tuning.max_pieces,
+    )
+    listed = lists_of(call).find_by_position(sizes)
+    if listed is None:
+        parts = dict(num_parts=call.num_parts, part_size=call.pools.block_size)
+        listed = list_position_work(call.requests, sizes, **parts)
+    variant = position_variant(
+        call, tuning, sizes.piece_tokens, sizes.num_pieces, interpret=interpret
+    )
+    num_places = call.num_rows * variant.num_pieces
+    return attend_pieces("jkv_position", call, listed, variant, num_places)
 
 
 def _launch_all(

@@ -1,17 +1,21 @@
 """Plain XLA as two backends, which serve wherever no other does."""
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 
-from jkv.attention.backend import Backend
-from jkv.attention.call import Call
-from jkv.attention.cards import DEFAULT, Card
+from jkv.attention.backend import Backend, StepShape
+from jkv.attention.call import Call, Requests, call_of
+from jkv.attention.cards import DEFAULT, Card, find_card
 from jkv.attention.derivative import Cotangents, Gradients
+from jkv.attention.pools import Pools
+from jkv.attention.shared_prefixes import SharedPrefixes, find_shared_prefixes
 from jkv.attention.xla.by_position import attend_by_position
 from jkv.attention.xla.gradients import differentiate_plainly
 from jkv.attention.xla.plain_path import attend_by_head, attend_xla
+from jkv.attention.xla.shared import FEWEST, NAME
 from jkv.attention.xla.small_calls import attend_side_by_side, is_small
 
 
@@ -19,9 +23,10 @@ from jkv.attention.xla.small_calls import attend_side_by_side, is_small
 class Xla(Backend):
     """Loops over gathered chunks of blocks."""
 
-    name: ClassVar[str] = "xla"
+    name: ClassVar[str] = NAME
     unasked: ClassVar[tuple[str, ...]] = (DEFAULT,)
     is_by_position: ClassVar[bool] = True
+    plan_nodes: ClassVar[tuple[type, ...]] = (SharedPrefixes,)
 
     def attend(self, call: Call, card: Card) -> tuple[jax.Array, jax.Array]:
         """Go through the contexts in loops."""
@@ -40,6 +45,23 @@ class Xla(Backend):
         del card
         return differentiate_plainly(call, cotangents)
 
+    def plan(
+        self,
+        pools: Pools,
+        requests: Requests,
+        reference_counts: jax.Array,
+        step: StepShape,
+    ) -> SharedPrefixes | None:
+        """Find what requests share, where loops would read it once."""
+        most = min(step.num_rows, requests.seq_ids.shape[0])
+        if most < FEWEST or step.by_position or step.window is not None:
+            return None
+        if step.num_parts > 1 or _has_card() or _is_small(pools, requests, step):
+            return None
+        return find_shared_prefixes(
+            requests, reference_counts, block_size=step.part_size, fewest=FEWEST
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class SideBySide(Xla):
@@ -47,6 +69,8 @@ class SideBySide(Xla):
 
     name: ClassVar[str] = "xla_small"
     is_by_position: ClassVar[bool] = False
+    plan_nodes: ClassVar[tuple[type, ...]] = ()
+    plan = Backend.plan
 
     def why_not(self, call: Call, card: Card) -> str | None:
         """Say whether all contexts fit into one trip."""
@@ -57,3 +81,17 @@ class SideBySide(Xla):
         """Go through all contexts at once."""
         del card
         return attend_by_head(call, attend_side_by_side)
+
+
+def _has_card() -> bool:
+    """Return whether there is a card, whose kernels have no use for it."""
+    return any(find_card(name).target is not None for name in ("rocm", "cuda"))
+
+
+def _is_small(pools: Pools, requests: Requests, step: StepShape) -> bool:
+    """Return whether the calls of a step are."""
+    rows: Any = jax.ShapeDtypeStruct((step.num_rows, 1, pools.head_dim), jnp.float32)
+    most = 1 if step.is_decoding else None
+    call = call_of(rows, pools)
+    call = dataclasses.replace(call, requests=requests, max_query_length=most)
+    return is_small(call)

@@ -32,6 +32,7 @@ def list_work(
     window: jax.Array | None,  # i32[] or i32[B]
     block_size: int,
     *,
+    skip: jax.Array | None,  # i32[B]
     piece_blocks: int,
     padding: int,
 ) -> WorkList:
@@ -41,13 +42,14 @@ def list_work(
       requests: of the call; those of several rows are not listed.
       window: tokens that a row sees, None for all.
       block_size: T.
+      skip: leading columns of each that are not listed, with no window; None: all are.
       piece_blocks: blocks of a piece.
       padding: P.
     """
     context = requests.context_lengths
     listed = (requests.query_lengths == 1) & (context > 0)
     last = quotient(jnp.maximum(context - 1, 0), block_size)
-    first = jnp.zeros_like(last)
+    first = jnp.zeros_like(last) if skip is None else skip
     if window is not None:
         listed &= window > 0
         first = quotient(jnp.maximum(context - window, 0), block_size) + 1

@@ -13,14 +13,16 @@ Symbols: `R` rows, `P` lanes, `Q` rows of a lane, `W` columns of a trip.
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jkv.attention.call import Call
-from jkv.attention.xla.contexts import attend_contexts
+from jkv.attention.xla.contexts import (
+    Owners,
+    Readers,
+    attend_contexts,
+    attend_tiles,
+    cut_rows,
+)
 from jkv.attention.xla.decode import MAX_LANES, TRIP_BYTES
-from jkv.attention.xla.operations import divide_up
-from jkv.attention.xla.row_tiles import Owners, Readers, cut_rows, take_rows
-from jkv.sharding.loops import fori_loop
 
 # Keys (or values) gathered in one trip, in float32: less follows the contexts more
 # closely, more shares the cost of a trip.
@@ -41,8 +43,13 @@ def attend_side_by_side(
 ) -> tuple[jax.Array, jax.Array]:
     """Return `f32[R, K, G, Dv]` and `f32[R, K, G]`."""
     if _are_rows_small(call):
-        return _attend_lanes(call, queries, _locate_rows(call))
-    return _attend_tiles(call, queries)
+        width = _find_width(call, call.num_rows)
+        return attend_contexts(call, queries, _locate_rows(call), width)
+    # As many at a time as there are requests: one trip does where none has more rows
+    # than a tile.
+    num_lanes, tiles = call.num_requests, cut_rows(call, _TILE_ROWS)
+    width = _find_width(call, num_lanes)
+    return attend_tiles(queries, tiles, num_lanes=num_lanes, width=width)
 
 
 def _are_rows_small(call: Call) -> bool:
@@ -80,44 +87,7 @@ def _locate_rows(call: Call) -> Readers:
     return Readers(owners.pick(request[None]), last, before)
 
 
-def _attend_lanes(
-    call: Call,
-    queries: jax.Array,  # f32[P, K, Q * G, D], scaled
-    readers: Readers,
-) -> tuple[jax.Array, jax.Array]:
-    """Go through all contexts; return `f32[P, K, Q * G, Dv]` and `f32[P, K, Q * G]`."""
-    width = max(1, _COLUMNS_BYTES // _column_bytes(call, queries.shape[0]))
-    return attend_contexts(call, queries, readers, min(width, call.max_blocks))
-
-
-def _attend_tiles(
-    call: Call,
-    queries: jax.Array,  # f32[R, K, G, D], scaled
-) -> tuple[jax.Array, jax.Array]:
-    """Take the tiles of all requests, as many at a time as there are requests.
-
-    One trip does where no request has more rows than a tile.
-    """
-    num_lanes = call.num_requests
-    tiles = cut_rows(call, _TILE_ROWS)
-    most_trips = -(-tiles.most // num_lanes)
-    Results = tuple[jax.Array, jax.Array]
-
-    def take(trip: jax.Array, results: Results) -> Results:
-        base = trip * num_lanes
-        index = base + jnp.arange(num_lanes, dtype=jnp.int32)
-        rows, readers = tiles.locate(index)
-        found = _attend_lanes(call, take_rows(queries, rows), readers)
-        output, lse = (
-            lax.dynamic_update_slice_in_dim(old, new, base, 0)
-            for old, new in zip(results, found, strict=True)
-        )
-        return output, lse
-
-    shape = most_trips * num_lanes, queries.shape[1], _TILE_ROWS * call.heads_per_kv
-    results = (
-        jnp.zeros((*shape, call.pools.value_dim), jnp.float32),
-        jnp.zeros(shape, jnp.float32),
-    )
-    num_trips = divide_up(tiles.ends[-1], num_lanes)
-    return tiles.to_rows(fori_loop(jnp.int32(0), num_trips, take, results))
+def _find_width(call: Call, num_lanes: int) -> int:
+    """Return the columns of a trip, W."""
+    width = max(1, _COLUMNS_BYTES // _column_bytes(call, num_lanes))
+    return min(width, call.max_blocks)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.attention.call import Call
-from jkv.attention.pools import Pools, Stored, gather_blocks
+from jkv.attention.pools import Pools, Stored, gather_pieces
 from jkv.attention.softmax import HIDDEN
 from jkv.attention.xla.operations import (
     cap_scores,
@@ -147,11 +147,9 @@ def gather_heads(
     """Return keys and values of the blocks by head, `f32[K, C * T, D]` and `Dv`."""
 
     def gather_rows(stored: Stored, head_dim: int) -> jax.Array:
-        num_kv_heads, block_size = pools.num_kv_heads, pools.block_size
-        flat, factor = gather_blocks(stored, layer, blocks)
-        chunk = flat.reshape(-1, num_kv_heads, block_size, head_dim)
-        chunk = multiply_out(chunk, factor)
-        return jnp.swapaxes(chunk, 0, 1).reshape(num_kv_heads, -1, head_dim)
+        flat, factor = gather_pieces(stored, layer, blocks[None])
+        rows = flat.reshape(pools.num_kv_heads, -1, head_dim)
+        return multiply_out(rows, None if factor is None else factor[0])
 
     keys = gather_rows(pools.stored_keys, pools.head_dim)
     if pools.stored_values is None:

@@ -5,7 +5,7 @@ import urllib.parse
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from jkv.grammar.errors import TooLarge, Unsupported
+from jkv.grammar.errors import Malformed, TooLarge, Unsupported
 from jkv.grammar.schema.formats import FORMATS
 from jkv.grammar.schema.keywords import (
     FORMS,
@@ -50,7 +50,7 @@ class Document:
         """
         self.root, self._is_strict = _copy(root), is_strict
         if not is_schema(self.root):
-            raise Unsupported(
+            raise Malformed(
                 f"a schema is an object or a boolean, this is {_shorten(root)}"
             )
         dialect = self.root.get("$schema", "") if isinstance(self.root, dict) else ""
@@ -103,7 +103,7 @@ class Document:
                 continue  # until draft 7 nothing counts beside a reference
             check, form = FORMS.get(name, (lambda _: True, ""))
             if not check(value):
-                raise Unsupported(
+                raise Malformed(
                     f"{name!r} at {self.place(schema)} must be {form}, not "
                     f"{_shorten(value)}"
                 )
@@ -134,7 +134,7 @@ class Document:
         elif fragment:
             found = self._follow(found, fragment)
         if not is_schema(found):
-            raise Unsupported(f"{where} points to nothing, or to no schema")
+            raise Malformed(f"{where} points to nothing, or to no schema")
         if isinstance(found, dict) and id(found) not in self._places:
             self._look(found, Place(f"#{fragment}", uri), 0)
         return found
@@ -229,7 +229,7 @@ def _copy(root: Any) -> Any:
     try:
         return json.loads(json.dumps(root))
     except (TypeError, ValueError) as error:
-        raise Unsupported(f"a schema is of JSON: {error}") from error
+        raise Malformed(f"a schema is of JSON: {error}") from error
     except RecursionError as error:
         raise TooLarge("schemas stand in each other too deeply") from error
 

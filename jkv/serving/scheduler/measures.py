@@ -4,7 +4,7 @@ import bisect
 import heapq
 import itertools
 from collections import deque
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jkv.decoding.texts.results import Statistics
 from jkv.serving.request.request import Request, RequestState, Sample
@@ -84,6 +84,13 @@ class EngineStats(NamedTuple):
     parked: int = 0  # texts that wait to be resumed
     parked_blocks: int = 0  # most that they hold on the device
     parked_bytes: int = 0  # of their copies on the host
+    spilled_blocks: int = 0  # that left the cache for a store
+    restored_blocks: int = 0  # that came back, snapshots of states too
+    restored_tokens: int = 0  # of prompts, that the cache had not and a store had
+    store_bytes: int = 0  # in the store's memory
+    store_folder_bytes: int = 0  # in its folder
+    copy_seconds_per_token: float = 0.0  # to bring one back; 0 until it was timed
+    compute_seconds_per_token: float = 0.0  # to compute one of a prompt, likewise
 
     @property
     def hit_rate(self) -> float:
@@ -213,7 +220,7 @@ class Measures:
         """Note how a request ended: finished, cancelled or failed."""
         setattr(self, state.value, getattr(self, state.value) + 1)
 
-    def read(self, num_blocks: int, now: float, **present: int) -> EngineStats:
+    def read(self, num_blocks: int, now: float, **present: Any) -> EngineStats:
         """Return all of it, with what holds now: requests by state, and the like."""
         return EngineStats(
             finished=self.finished,

@@ -15,7 +15,7 @@ import jax
 
 from jkv.decoding.texts.results import FinishReason
 from jkv.inspection.invariants import check
-from jkv.serving.device.loop import Loop
+from jkv.serving.device.loop import Loop, Progress
 from jkv.serving.device.processes import SharedLoop
 from jkv.serving.device.sizes import EngineSizes
 from jkv.serving.device.transfers import Arrivals, Change, SequenceNews, WindowReport
@@ -33,6 +33,7 @@ from jkv.serving.scheduler.lifetimes import Deadlines, Results
 from jkv.serving.scheduler.measures import EngineStats, Measures, NextRoom
 from jkv.serving.scheduler.parking import Parked, Parking, ParkingOptions
 from jkv.serving.scheduler.queue import Queue
+from jkv.serving.scheduler.storing import StoreOptions, Storing
 from jkv.serving.scheduler.versions import Update, Versions, has_begun
 from jkv.status import UsageError
 
@@ -61,6 +62,7 @@ class HostOptions(NamedTuple):
     max_results: int
     result_seconds: float
     parking: ParkingOptions
+    store: StoreOptions
     checks: bool
     clock: Callable[[], float]
 
@@ -81,6 +83,7 @@ class Scheduler:
       queue: requests that have not ended.
       measures: what was done.
       parking: texts that have ended and are kept.
+      storing: what goes between the cache and a store; None without one.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class Scheduler:
         self.queue = Queue(sizes.num_prompts, sizes.steps.num_samples, options.shares)
         self.measures.free_blocks = sum(loop.num_blocks)
         self.parking = Parking(loop, sizes, options.parking, options.clock)
+        self.storing = Storing.of(loop, options.store)
         self._versions = Versions()
         self._sizes, self._options, self._lock = sizes, options, lock
         self._deadlines = Deadlines()
@@ -107,6 +111,13 @@ class Scheduler:
         self._next_id = 0
         self._room = NextRoom()
         self._failure: BaseException | None = None
+
+    def warm_up(self, progress: Progress | None) -> int:
+        """Compile all programs; arguments and result as of `Loop.warm_up`."""
+        num_programs = self.loop.warm_up(progress)
+        if self.storing is not None:
+            self.storing.warm_up()
+        return num_programs
 
     @property
     def is_idle(self) -> bool:
@@ -262,6 +273,7 @@ class Scheduler:
                 preempted=states[RequestState.PREEMPTED],
                 version=self._versions.newest,
                 **self.parking.count(),
+                **(self.storing.read() if self.storing is not None else {}),
             )
 
     def update_params(self, update: Update) -> int:
@@ -276,6 +288,8 @@ class Scheduler:
             if not update.keep_cached:
                 self.loop.forget_cached()
                 self.parking.forget_blocks()
+                if self.storing is not None:
+                    self.storing.forget()
             if update.recompute:
                 self.loop.preempt_all()
         except BaseException as error:
@@ -333,6 +347,8 @@ class Scheduler:
         if self.parking:
             requests = [each for some, _ in changes for each, _ in some]
             self.parking.settle(lengths, requests)
+        if self.storing is not None:
+            self.storing.settle([each for some, _ in changes for each, _ in some])
         report = self.loop.start_window(
             [Change(Arrivals.of(self._sizes, each), ends) for each, ends in changes],
             self._sizes.num_steps if has_work else 0,
@@ -378,6 +394,8 @@ class Scheduler:
                 )
                 self.measures.add_times(request, sample, len(part.tokens), now)
             self.measures.add_window(report.statistics, num_tokens, now)
+            if self.storing is not None:
+                self.storing.note_window(int(report.statistics.prompt_tokens), now)
             self.measures.free_blocks = int(report.num_free_blocks)
 
     def _extend(

@@ -14,7 +14,7 @@ from support.tolerances import assert_close
 
 import jkv
 from jkv.attention import cards
-from jkv.attention.kernel import by_position, launches, planning
+from jkv.attention.kernel import launches, planning
 from jkv.attention.kernel.face import _INTERPRETED
 from jkv.verbs.attention_plan import plan_attention
 
@@ -46,7 +46,7 @@ def num_listed(monkeypatch):
     users = {
         "list_decode_work": launches,
         "list_prefill_work": launches,
-        "list_position_work": by_position,
+        "list_position_work": launches,
     }
     for name, module in users.items():
         listing = functools.partial(list_work, getattr(planning, name))

@@ -128,6 +128,85 @@ class Oracle(PrefixCache):
                     self.open[seq_id].tables[g] = [new.get(b) for b in each.tables[g]]
         return seq_ids, self._settle([cause] * len(swapped), opened=seq_ids)
 
+    def spill(self, num_blocks):
+        """Forget what would be taken first, and with the leader's all that is beside.
+
+        Returns which groups held each text's last block, by domain and tokens; and of
+        snapshots at how many tokens each stands.
+        """
+        count, places = max(num_blocks, 0), {}
+        known = [self.known(g) for g in range(len(self.groups))]
+        cached = [
+            [block for block in group.free if block in known[g]][:count]
+            for g, group in enumerate(self.groups)
+        ]
+        spilled = {}
+        for key, blocks in list(self.index.items()):
+            leads = blocks[self.leader] in cached[self.leader]
+            held = {
+                g
+                for g, block in enumerate(blocks)
+                if block is not None and (leads or block in cached[g])
+            }
+            if held:
+                spilled[key] = held
+            if leads and key in self.snapshots:
+                places[key] = self.snapshots.pop(key)
+            for g in held:
+                blocks[g] = None
+            if leads:
+                del self.index[key]
+        if self.states:
+            most = self.states.num_snapshots
+            lacking = min(count, most // 2) - (most - len(self.snapshots))
+            lacking = lacking if self.groups else count
+            for key in list(self.snapshots)[: max(lacking, 0)]:
+                places[key] = self.snapshots.pop(key)
+        return spilled, places
+
+    def restore(self, texts, spilled, places, snapshots):
+        """Make known again what was spilled, as far as blocks that hold nothing go.
+
+        Args:
+          texts: domain and tokens up to the end of each column, in order.
+          spilled: which groups hold the last block of each.
+          places: of snapshots, at how many tokens each stands.
+          snapshots: their texts, in order.
+        """
+        blank = [
+            [block for block in group.free if block not in self.known(g)]
+            for g, group in enumerate(self.groups)
+        ]
+        num, stand = 0, []
+        for salt, tokens in texts if self.groups else ():
+            before = tokens[: -self.block_size]
+            held = spilled.get((salt, tokens), ())
+            if before and (salt, before) not in self.index:
+                continue
+            if (salt, tokens) not in self.index:
+                if self.leader not in held or not blank[self.leader]:
+                    continue
+                self.index[salt, tokens] = [None] * len(self.groups)
+            blocks = self.index[salt, tokens]
+            for g in held:
+                if blocks[g] is None and blank[g]:
+                    blocks[g] = blank[g].pop(0)
+                    num += 1
+            stand.append((salt, tokens))
+        for key in reversed(stand):
+            for group, block in zip(self.groups, self.index[key], strict=True):
+                if block in group.free:
+                    group.free.remove(block)
+                    group.free.append(block)
+        for key in snapshots:
+            if key in self.snapshots or (self.groups and key not in self.index):
+                continue
+            if len(self.snapshots) == self.states.num_snapshots:
+                del self.snapshots[next(iter(self.snapshots))]
+            self.snapshots[key] = places[key]
+            num += 1
+        return num
+
     def _live(self, g):
         """The blocks of a group that tables name, by their first mention."""
         rows = [held(each.tables[g]) for _, each in sorted(self.open.items())]

@@ -1,0 +1,229 @@
+"""What pools keep: traces of prompts on caches of several sizes, and with stores.
+
+    python benchmarks/retention.py [TRACE.jsonl ...] [--requests N]
+
+A trace is a file of lines {"timestamp": ms, "hash_ids": [...]}, as Mooncake published
+them (https://github.com/kvcache-ai/Mooncake, FAST25-release/traces): a number for each
+512 tokens of a prompt that tells it from all others with other beginnings. Beside the
+files there is always a day of coding agents, made here: sessions that share a system
+prompt, grow by a turn every half a minute, rest, and now and then begin anew from a
+summary.
+
+A column is one token of a cache whose blocks hold one, so that pools of all sizes are
+small. Each prompt is opened on what is found, the rest appended, committed and freed.
+Beside the cache's own order, the longest unused first, stand the same with a store of
+twice and of ten times the pool, and the best that is possible with the pool alone:
+Belady's, which gives up what comes back last.
+"""
+
+import argparse
+import functools
+import heapq
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jkv
+
+RESULTS = pathlib.Path(__file__).parent / "results" / "retention.json"
+SHARES = (0.01, 0.03, 0.1, 0.3)  # pools, of all columns that a trace has
+STORES = (0, 2, 10)  # of the pool
+SPILLED = 256  # blocks at a time
+
+Trace = list[list[int]]  # the columns of each prompt
+
+
+def read_trace(path: pathlib.Path, most: int) -> Trace:
+    """Return the first prompts of a file."""
+    with open(path, encoding="utf-8") as file:
+        lines = [json.loads(line) for line in file]
+    lines.sort(key=lambda line: line["timestamp"])
+    return [line["hash_ids"] for line in lines[:most]]
+
+
+def make_agents(most: int, seed: int = 0) -> Trace:
+    """Return a day of agents: 24 at work at one time, in order of their turns."""
+    rng = np.random.default_rng(seed)
+    numbers = iter(range(10**9))
+    system = [next(numbers) for _ in range(24)]  # 12,000 tokens of rules and tools
+
+    def begin() -> tuple[list[int], int]:
+        files = [next(numbers) for _ in range(rng.integers(4, 40))]
+        return system + files, int(rng.integers(5, 60))
+
+    prompts: Trace = []
+    texts = [begin() for _ in range(24)]
+    due = [(float(rng.exponential(30.0)), agent) for agent in range(24)]
+    heapq.heapify(due)
+    while len(prompts) < most:
+        now, agent = heapq.heappop(due)
+        text, turns = texts[agent]
+        prompts.append(list(text))
+        text = text + [next(numbers) for _ in range(rng.integers(1, 6))]
+        pause = float(rng.exponential(30.0))
+        if turns == 0:
+            text, turns = begin()
+            pause += float(rng.exponential(900.0))  # somebody reads what it did
+        elif len(text) > 220:  # a summary takes the place of the text
+            text = system + [next(numbers) for _ in range(8)]
+        texts[agent] = text, turns - 1
+        heapq.heappush(due, (now + pause, agent))
+    return prompts
+
+
+def count_found(prompt: Sequence[int], known: Any) -> int:
+    """Return how many leading columns of a prompt are known, but for its last."""
+    for number, column in enumerate(prompt[:-1]):
+        if column not in known:
+            return number
+    return len(prompt) - 1
+
+
+def play_belady(trace: Trace, pool: int) -> int:
+    """Return the columns found by a pool that knows the future."""
+    last = dict[int, list[int]]()
+    for time in range(len(trace) - 1, -1, -1):
+        for column in trace[time]:
+            last.setdefault(column, []).append(time)
+    known: dict[int, int] = {}
+    order: list[tuple[int, int, int]] = []
+    found = 0
+    for prompt in trace:
+        found += count_found(prompt, known)
+        for depth, column in enumerate(prompt):
+            last[column].pop()
+            known[column] = last[column][-1] if last[column] else len(trace)
+            heapq.heappush(order, (-known[column], -depth, column))
+        while len(known) > pool:
+            time, _, column = heapq.heappop(order)
+            if known.get(column) == -time:
+                del known[column]
+    return found
+
+
+class Player:
+    """A cache whose blocks hold one token, and the step that plays a prompt on it."""
+
+    def __init__(self, pool: int, longest: int, store: int) -> None:
+        self.width = longest
+        config = jkv.CacheConfig(
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=8,
+            dtype="int8",
+            num_blocks=pool,
+            block_size=1,
+            max_sequences=1,
+            max_context_length=longest,
+            prefix_caching=True,
+        )
+        self.cache = jkv.init(config)
+        spilled_bytes = 2 * (8 + 2)  # of a block: keys and values, and their scales
+        self.store = jkv.BlockStore(store * spilled_bytes) if store else None
+        self.blank = pool
+
+    def play(self, prompt: Sequence[int]) -> int:
+        """Return the columns found of a prompt."""
+        row = np.full(self.width, -1, np.int32)
+        row[: len(prompt)] = prompt
+        if self.store is not None:
+            self._restore(prompt, row)
+        self.cache, found = step(self.cache, row, len(prompt))
+        found = int(found)
+        self.blank -= len(prompt) - found
+        return found
+
+    def _restore(self, prompt: Sequence[int], row: np.ndarray) -> None:
+        assert self.store is not None
+        known = int(match(self.cache, row)[0])
+        found = self.store.find(prompt, skip=known)
+        needed = len(prompt) + (0 if found is None else found.num_blocks)
+        while self.blank < min(needed, self.cache.metadata.groups[0].num_blocks):
+            self.cache, spilled = jkv.spill(self.cache, SPILLED)
+            if spilled.num_blocks == 0:
+                break
+            self.store.put(spilled)
+            self.blank += spilled.num_blocks
+        if found is not None:
+            self.cache, num = jkv.restore(self.cache, found, donate=True)
+            self.blank -= num
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def step(
+    cache: jkv.Cache, row: jax.Array, length: jax.Array
+) -> tuple[jkv.Cache, jax.Array]:
+    """Open a prompt on what is found, append the rest, commit it, and free it."""
+    cache, opened = jkv.allocate(cache, jnp.zeros(1, jnp.int32), tokens=row[None])
+    found = opened.num_cached[0]
+    rest = jnp.roll(row, -found)
+    cache, batch = jkv.append(
+        cache, opened.seq_ids, (length - found)[None], capacity=len(row), tokens=rest
+    )
+    cache = jkv.commit(cache, batch)
+    return jkv.free(cache, opened.seq_ids)[0], found
+
+
+@jax.jit
+def match(cache: jkv.Cache, row: jax.Array) -> jax.Array:
+    """Return how much of a prompt is found."""
+    return jkv.match(cache, row[None])
+
+
+def play(name: str, trace: Trace) -> list[dict[str, Any]]:
+    """Return a row for each size of the pool: shares of all columns that were found."""
+    total = sum(map(len, trace))
+    unique = len({column for prompt in trace for column in prompt})
+    longest = max(map(len, trace))
+    rows = []
+    for share in SHARES:
+        pool = max(int(unique * share), 2 * longest)
+        row = {"trace": name, "pool": pool, "of all columns": pool / unique}
+        for factor in STORES:
+            player = Player(pool, longest, factor * pool)
+            found = 0
+            for number, prompt in enumerate(trace):
+                found += player.play(prompt)
+                if number % 1000 == 999:
+                    harness.progress(f"{name}, {pool}, store {factor}: {number + 1}")
+            key = "longest unused first" if not factor else f"store of {factor} pools"
+            row[key] = found / total
+        row["Belady"] = play_belady(trace, pool) / total
+        row["by Belady"] = row["longest unused first"] / row["Belady"]
+        row["unbounded"] = play_belady(trace, unique) / total
+        rows.append(row)
+        print(row, flush=True)
+    return rows
+
+
+def main() -> None:
+    """Measure, print, save."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("traces", nargs="*", type=pathlib.Path)
+    parser.add_argument("--requests", type=int, default=4000)
+    parser.add_argument("--json", type=pathlib.Path, default=RESULTS)
+    options = parser.parse_args()
+    where = harness.machine()
+    print(harness.header("What a pool keeps", where))
+    rows = play("agents, made here", make_agents(options.requests))
+    for path in options.traces:
+        rows += play(path.stem, read_trace(path, options.requests))
+    print(harness.table(rows, {key: key for key in rows[0]}))
+    run = {
+        "benchmark": "retention",
+        "machine": where,
+        "requests": options.requests,
+        "rows": rows,
+    }
+    harness.save(options.json, run)
+    print(f"saved in {options.json}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Blocks that a server's pool has no room for, on the host and in a folder."""
+
+import argparse
+import hashlib
+from pathlib import Path
+
+import jkv
+from jkv.config.units import human_bytes, parse_bytes
+
+ENDS_BYTES = 2**20  # of each file of weights that are read to tell it from others
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add where blocks go that the pool has no room for."""
+    add = parser.add_argument
+    said = "of cached blocks on the host, such as 4GB; none"
+    add("--store", type=parse_bytes, metavar="BYTES", help=said)
+    said = "of cached blocks on disk, which the next start finds"
+    add("--store-folder", type=Path, metavar="FOLDER", help=said)
+    said = "that the folder may take; ten times --store"
+    add("--store-folder-bytes", type=parse_bytes, metavar="BYTES", help=said)
+
+
+def make_store(options: argparse.Namespace) -> jkv.BlockStore | None:
+    """Return what the command line asks for; None if it does not.
+
+    Raises:
+        ValueError: for a folder of other weights.
+    """
+    if options.store is None and options.store_folder is None:
+        return None
+    max_bytes = options.store or 0
+    if options.store_folder is None:
+        return jkv.BlockStore(max_bytes)
+    return jkv.BlockStore(
+        max_bytes,
+        folder=options.store_folder,
+        max_folder_bytes=options.store_folder_bytes or 10 * max_bytes,
+        version=find_version(options.model),
+    )
+
+
+def find_version(model: str | Path) -> str:
+    """Return what tells a checkpoint's weights from others: their sizes and ends."""
+    path = Path(model)
+    paths = [path] if path.is_file() else sorted(path.iterdir())
+    digest = hashlib.sha256()
+    for path in paths:
+        if path.suffix in (".safetensors", ".gguf") and path.is_file():
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size} ".encode())
+            with open(path, "rb") as file:
+                for start in (0, max(size - ENDS_BYTES, 0)):
+                    file.seek(start)
+                    digest.update(file.read(ENDS_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def keep(store: jkv.BlockStore | None) -> None:
+    """Write what is in memory to the folder, as the server ends."""
+    if store is not None and store.has_folder:
+        print(f"{human_bytes(store.nbytes)} of blocks go to the folder", flush=True)
+        store.save()

@@ -1,0 +1,145 @@
+"""Which requests of one row have the same leading blocks in their tables.
+
+A prompt's samples, beams, the texts behind one system prompt: whatever brought them
+there, what two rows of the tables share is found by comparing them. Reference counts
+and an order of the requests only say where to look; a wrong hint costs savings alone.
+
+Symbols: `B` requests, `S` rows of the block tables, `M` blocks per row, `N` blocks.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jkv.attention.call import Requests
+from jkv.sharding.loops import fori_loop, while_loop
+from jkv.sharding.varying import is_manual, vary_over, varying_axes
+
+# Columns of the tables that are compared in one trip.
+_COLUMNS = 64
+
+# Requests are sorted by their last blocks that more sequences than these have: those of
+# a group lie side by side, and in it those of a smaller group.
+_OWNERS = 4, 2
+
+
+class SharedPrefixes(NamedTuple):
+    """The requests in an order in which those that share a prefix are neighbours.
+
+    The leading blocks that two places have in common are the least of `common` behind
+    the first up to the second. So a place's own run is that of the places from it on
+    that share with it more blocks than it does with the one before.
+    """
+
+    order: jax.Array  # i32[B], request of each place
+    common: jax.Array  # i32[B], leading blocks shared with the place before
+    sizes: jax.Array  # i32[B], places of its run, itself counted
+
+
+@functools.partial(jax.jit, static_argnames=("block_size", "fewest"))
+def find_shared_prefixes(
+    requests: Requests, reference_counts: jax.Array, *, block_size: int, fewest: int
+) -> SharedPrefixes:
+    """Return who shares what; the last block of a context is not looked at.
+
+    Args:
+      requests: of which those of one row count. Padding names any row, or none.
+      reference_counts: i32[N], how many rows of the tables have each block.
+      block_size: T.
+      fewest: requests that must seem to share before anything is compared.
+    """
+    given = requests, reference_counts
+    axes = varying_axes(given) if is_manual() else frozenset[str]()
+    search = functools.partial(_search, block_size=block_size)
+    may_share = _find_candidates(*given, block_size)[2]
+    return lax.cond(
+        jnp.sum(may_share, dtype=jnp.int32) >= fewest,
+        lambda *given: vary_over(search(*given), axes),
+        lambda *given: vary_over(_none(given[0].seq_ids.shape[0]), axes),
+        *given,
+    )
+
+
+def _find_candidates(
+    requests: Requests, owners: jax.Array, block_size: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return each request's row, its first block, and whether others have that too."""
+    is_asked = (requests.query_lengths == 1) & (requests.context_lengths > block_size)
+    row = jnp.clip(requests.seq_ids, 0, requests.block_tables.shape[0] - 1)
+    first_block = _read(requests.block_tables, row, jnp.zeros_like(row))
+    return row, first_block, is_asked & (_read(owners, first_block) > 1)
+
+
+def _read(array: jax.Array, *index: jax.Array) -> jax.Array:
+    """Return `array[*index]`; what is out of range is clamped."""
+    return array.at[index].get(mode="clip", wrap_negative_indices=False)
+
+
+def _none(num_requests: int) -> SharedPrefixes:
+    order = jnp.arange(num_requests, dtype=jnp.int32)
+    return SharedPrefixes(order, jnp.zeros_like(order), jnp.ones_like(order))
+
+
+def _search(
+    requests: Requests, owners: jax.Array, *, block_size: int
+) -> SharedPrefixes:
+    tables = requests.block_tables
+    row, first_block, may_share = _find_candidates(requests, owners, block_size)
+    index = jnp.arange(row.shape[0], dtype=jnp.int32)
+    last = lax.div(requests.context_lengths - 1, jnp.int32(block_size))
+    last = jnp.where(may_share, last, 0)
+    keys = [jnp.where(may_share, first_block, owners.shape[0] + index)]
+    keys += [_find_key(tables, owners, row, last, number) for number in _OWNERS]
+    order = lax.sort((*keys, index), num_keys=len(keys))[-1]
+    common = _compare(tables, _read(row, order), _read(last, order))
+    ends = (index[None] > index[:, None]) & (common[None] <= common[:, None])
+    sizes = jnp.min(jnp.where(ends, index[None], row.shape[0]), axis=1) - index
+    return SharedPrefixes(order, common, sizes)
+
+
+def _find_key(
+    tables: jax.Array, owners: jax.Array, row: jax.Array, last: jax.Array, number: int
+) -> jax.Array:
+    """Return the last of the leading blocks that more rows than a number have, i32[B].
+
+    Halving finds it if counts never rise along a row.
+    """
+
+    def halve(_: jax.Array, ends: tuple[jax.Array, jax.Array]) -> Any:
+        low, high = ends
+        middle = lax.div(low + high + 1, jnp.int32(2))
+        is_owned = _read(owners, _read(tables, row, middle - 1)) > number
+        is_owned |= middle == 0
+        return jnp.where(is_owned, middle, low), jnp.where(is_owned, high, middle - 1)
+
+    ends = jnp.zeros_like(last), last
+    trips = tables.shape[1].bit_length()
+    count, _ = fori_loop(jnp.int32(0), jnp.int32(trips), halve, ends)
+    return _read(tables, row, count - 1)
+
+
+def _compare(tables: jax.Array, row: jax.Array, last: jax.Array) -> jax.Array:
+    """Return how many leading blocks each place has as the one before, i32[B].
+
+    Of those in front of the last block of either, the columns of a trip at a time.
+    """
+    most = jnp.minimum(last, jnp.roll(last, 1)).at[0].set(0)
+    width = min(_COLUMNS, tables.shape[1])
+
+    def goes_on(carry: tuple[jax.Array, jax.Array]) -> jax.Array:
+        column, common = carry
+        return jnp.any((common == column) & (most > column))
+
+    def compare(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        start, common = carry
+        column = start + jnp.arange(width, dtype=jnp.int32)[None]
+        mine = _read(tables, row[:, None], column)
+        is_same = (mine == jnp.roll(mine, 1, axis=0)) & (column < most[:, None])
+        same = jnp.min(jnp.where(is_same, start + width, column), axis=1)
+        return start + width, jnp.where(common == start, same, common)
+
+    start = jnp.int32(0), jnp.zeros_like(row)
+    return while_loop(goes_on, compare, start)[1]

@@ -1,0 +1,207 @@
+"""What several requests of one row share, read once for all of them.
+
+Requests that share leading blocks are lanes of a tile: their query heads are multiplied
+with the same keys. A tile goes through its blocks chunk by chunk, and a chunk ends
+where a lane leaves, whose tables go on with other blocks; so what is in a chunk is seen
+by all lanes that are still there, and what those that left would get is thrown away.
+
+Symbols: `B` requests, `L` lanes of a tile, `W` columns of a chunk.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jkv.attention.call import Call
+from jkv.attention.shared_prefixes import SharedPrefixes
+from jkv.attention.softmax import Sums, join_sums
+from jkv.attention.xla.operations import divide_up, gather
+from jkv.attention.xla.piece_lanes import Lanes, attend_lanes
+from jkv.sharding.loops import fori_loop, while_loop
+
+# What `implementation=` calls the loops, and a step's plan what is shared.
+NAME = "xla"
+
+# Two lanes read for themselves: the products of a tile take what the reading would.
+FEWEST = 3
+
+# Lanes of tiles; a run goes into the smallest that holds it, or into several.
+_TILE_LANES = 4, 8, 16
+
+# Tokens of a chunk.
+_CHUNK_TOKENS = 256
+
+# Past all columns.
+_ALL = 2**31 - 1
+
+
+def prefixes_of(call: Call) -> SharedPrefixes | None:
+    """Return what was found when the call's step was planned, if it suits the call."""
+    if call.window is not None or call.part is not None:
+        return None
+    shared: SharedPrefixes | None = call.plans.get(NAME)
+    return shared
+
+
+class Tiles(NamedTuple):
+    """Runs of requests that share a prefix, cut into tiles of so many lanes."""
+
+    shared: SharedPrefixes
+    counts: jax.Array  # i32[B], tiles of the run from each place on
+    ends: jax.Array  # i32[B], tiles of all runs up to and with this one
+    num_lanes: int  # L, static
+
+
+class Runs(NamedTuple):
+    """All that is read together."""
+
+    skip: jax.Array  # i32[B], leading columns of each request that tiles read
+    tiles: list[Tiles]
+
+
+class Tile(NamedTuple):
+    """The lanes of a tile, and which columns each of them reads with the others."""
+
+    request: jax.Array  # i32[L], the table of the first stands for all
+    first: jax.Array  # i32[], column
+    reach: jax.Array  # i32[L], past the last column; at most `first` for no lane
+
+
+def cut_runs(call: Call, shared: SharedPrefixes) -> Runs:
+    """Cut the runs of enough requests into tiles of about equally many."""
+    columns = _count_columns(shared.common)
+    skip = jnp.zeros_like(columns).at[shared.order].set(columns, unique_indices=True)
+    tiles, smaller = [], FEWEST - 1
+    for num_lanes in _TILE_LANES:
+        is_last = num_lanes == _TILE_LANES[-1] or num_lanes >= call.num_requests
+        is_mine = shared.sizes > smaller
+        if not is_last:
+            is_mine &= shared.sizes <= num_lanes
+        counts = jnp.where(is_mine, divide_up(shared.sizes, num_lanes), 0)
+        ends = jnp.cumsum(counts, dtype=jnp.int32)
+        tiles.append(Tiles(shared, counts, ends, num_lanes))
+        smaller = num_lanes
+        if is_last:
+            break
+    return Runs(skip, tiles)
+
+
+def _count_columns(common: jax.Array) -> jax.Array:
+    """Return the leading columns that each place has in common with enough others."""
+    size, others = common.shape[0], FEWEST - 1
+    behind = jnp.pad(common, (0, others))
+    with_next = [behind[i : i + size] for i in range(1, FEWEST)]
+    before = jnp.pad(functools.reduce(jnp.minimum, with_next), (others, 0))
+    return functools.reduce(jnp.maximum, [before[i : i + size] for i in range(FEWEST)])
+
+
+def attend_shared(
+    call: Call,
+    queries: jax.Array,  # f32[R, K, G, D], scaled
+    runs: Runs,
+    rank: jax.Array,  # i32[B], where the sums of each request are
+    sums: Sums,  # f32[ranks, K, G, ...]
+) -> Sums:
+    """Add what is read together to the sums of the requests."""
+
+    def take(tiles: Tiles, index: jax.Array, sums: Sums) -> Sums:
+        tile = _locate_tile(tiles, index)
+        is_lane = tile.reach > tile.first
+        mine = jnp.where(is_lane, gather(rank, tile.request), sums.total.shape[0])
+        old = Sums(*(gather(each, mine) for each in sums))
+        new = _attend_tile(call, queries, tile, old)
+        return Sums(
+            *(
+                each.at[mine].set(part, mode="drop")
+                for each, part in zip(sums, new, strict=True)
+            )
+        )
+
+    for tiles in runs.tiles:
+        each = functools.partial(take, tiles)
+        sums = fori_loop(jnp.int32(0), tiles.ends[-1], each, sums)
+    return sums
+
+
+def _locate_tile(tiles: Tiles, index: jax.Array) -> Tile:
+    """Find the lanes of a tile, and how far each goes along with its run's first."""
+    shared, num_lanes = tiles.shared, tiles.num_lanes
+    start = jnp.sum(tiles.ends <= index, dtype=jnp.int32)
+    count, size = gather(tiles.counts, start), gather(shared.sizes, start)
+    # All tiles of a run have as many lanes, the last one those that are left.
+    in_tile = lax.div(size + count - 1, count)
+    number = index - (gather(tiles.ends, start) - count)
+    base = start + number * in_tile
+    lane = jnp.arange(num_lanes, dtype=jnp.int32)
+    place = base + lane
+
+    places = jnp.arange(shared.common.shape[0], dtype=jnp.int32)
+    is_behind = places > start
+    is_before = is_behind[None] & (places[None] <= place[:, None])
+    reach = jnp.min(jnp.where(is_before, shared.common[None], _ALL), axis=1)
+    is_first = is_behind & (places < start + FEWEST)
+    end = jnp.min(jnp.where(is_first, shared.common, _ALL))
+    is_lane = (lane < in_tile) & (place < start + size)
+    return Tile(
+        request=gather(shared.order, place),
+        first=gather(shared.common, start),
+        reach=jnp.where(is_lane, jnp.minimum(reach, end), 0),
+    )
+
+
+def _attend_tile(call: Call, queries: jax.Array, tile: Tile, sums: Sums) -> Sums:
+    """Add what the lanes of a tile read together to their sums, f32[L, K, G, ...]."""
+    num_lanes, num_kv_heads, heads = sums.total.shape
+    reach = jnp.repeat(tile.reach, heads)
+
+    def as_heads(array: jax.Array) -> jax.Array:
+        array = jnp.swapaxes(array, 0, 1)
+        return array.reshape(1, num_kv_heads, num_lanes * heads, *array.shape[3:])
+
+    def by_lane(array: jax.Array) -> jax.Array:
+        array = array.reshape(num_kv_heads, num_lanes, heads, *array.shape[3:])
+        return jnp.swapaxes(array, 0, 1)
+
+    def take_chunk(carry: tuple[jax.Array, Sums]) -> tuple[jax.Array, Sums]:
+        column, old = carry
+        end, found = _attend_chunk(call, rows, tile, column)
+        joined, is_along = join_sums(old, found), (reach > column)[None, None]
+        return end, Sums(
+            jnp.where(is_along, joined.maximum, old.maximum),
+            jnp.where(is_along, joined.total, old.total),
+            jnp.where(is_along[..., None], joined.values, old.values),
+        )
+
+    rows = as_heads(gather(queries, gather(call.requests.query_starts, tile.request)))
+    end, start = jnp.max(tile.reach), Sums(*map(as_heads, sums))
+    found = while_loop(lambda carry: carry[0] < end, take_chunk, (tile.first, start))[1]
+    return Sums(*map(by_lane, found))
+
+
+def _attend_chunk(
+    call: Call,
+    rows: jax.Array,  # f32[1, K, L * G, D], scaled
+    tile: Tile,
+    column: jax.Array,
+) -> tuple[jax.Array, Sums]:
+    """Return the column past a chunk, and what all lanes' sums over its tokens are.
+
+    They are right for lanes that reach beyond its first column: it ends where the first
+    of those does.
+    """
+    block_size = call.pools.block_size
+    width = max(1, min(_CHUNK_TOKENS // block_size, call.max_blocks))
+    is_along = tile.reach > column
+    end = jnp.minimum(jnp.min(jnp.where(is_along, tile.reach, _ALL)), column + width)
+    columns = column + jnp.arange(width, dtype=jnp.int32)
+    lanes = Lanes(
+        row=jnp.zeros(1, jnp.int32),
+        request=tile.request[:1],
+        columns=jnp.minimum(columns, end - 1)[None],
+        visible=jnp.repeat(columns < end, block_size)[None, None],
+        never=column < 0,
+    )
+    return end, attend_lanes(call, rows, lanes, mask_values=False)

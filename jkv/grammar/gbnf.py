@@ -1,0 +1,374 @@
+"""Grammars as llama.cpp writes them (GBNF): rules to an expression over bytes.
+
+A language of nested rules is none of an automaton. So a rule that ends, or begins, with
+itself becomes a repetition, which says the same, and any other recursion goes as deep
+as the caller says.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+
+from jkv.grammar.characters import Ranges, complement, one_of, unite
+from jkv.grammar.errors import Malformed, Unsupported
+from jkv.grammar.expressions import (
+    Choice,
+    Concatenation,
+    Expression,
+    Literal,
+    Repeat,
+)
+
+ROOT = "root"
+_NAME = re.compile(r"[A-Za-z_][\w-]*")
+_SPACE = re.compile(r"(?:[ \t]|#[^\n]*)*")
+_LINES = re.compile(r"(?:\s|#[^\n]*)*")
+_BOUNDS = re.compile(r"\{\s*(\d+)\s*(,?)\s*(\d*)\s*\}")
+_HEX = {"x": 2, "u": 4, "U": 8}
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r"}
+_EVERY = complement(())
+MOST_DEPTH = 64  # of groups in groups
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reference:
+    """A rule by its name."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sequence:
+    """One after the other."""
+
+    parts: "tuple[_Item, ...]"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ways:
+    """One of several."""
+
+    parts: "tuple[_Item, ...]"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Times:
+    """A number of times; None for any number."""
+
+    part: "_Item"
+    least: int
+    most: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Characters:
+    """One character of a set."""
+
+    ranges: Ranges
+
+
+@dataclasses.dataclass(frozen=True)
+class _Text:
+    """A text as it stands."""
+
+    text: str
+
+
+_Item = _Reference | _Sequence | _Ways | _Times | _Characters | _Text
+
+
+def compile_gbnf(text: str, recursion: int) -> Expression:
+    """Return the language of a grammar's rule `root`.
+
+    Args:
+      text: the rules.
+      recursion: how often a rule may stand in itself.
+
+    Raises:
+      Unsupported: it is no such grammar, with the line.
+    """
+    rules = _Reader(text).read()
+    if ROOT not in rules:
+        raise Malformed(f"the grammar has no rule {ROOT!r}")
+    for name, item in rules.items():
+        for other in _names(item):
+            if other not in rules:
+                raise Malformed(f"rule {name!r} names {other!r}, which is no rule")
+    return _Expander(rules, recursion).expand(ROOT, recursion)
+
+
+class _Reader:
+    """Reads rules, character by character."""
+
+    def __init__(self, text: str) -> None:
+        self._text, self._at, self._depth = text, 0, 0
+
+    def read(self) -> dict[str, _Item]:
+        rules: dict[str, _Item] = {}
+        self._skip(_LINES)
+        while self._at < len(self._text):
+            name = self._take(_NAME, "the name of a rule")
+            self._skip(_SPACE)
+            self._expect("::=")
+            self._skip(_LINES)
+            if name in rules:
+                raise self._wrong(f"rule {name!r} stands twice")
+            rules[name] = self._ways(_SPACE)
+            if self._at < len(self._text) and self._text[self._at] not in "\r\n":
+                raise self._wrong("a rule ends with its line")
+            self._skip(_LINES)
+        return rules
+
+    def _ways(self, space: "re.Pattern[str]") -> _Item:
+        """Read what `|` stands between; a group may go over lines."""
+        ways = [self._sequence(space)]
+        while self._text.startswith("|", self._at):
+            self._at += 1
+            self._skip(_LINES)
+            ways.append(self._sequence(space))
+        return ways[0] if len(ways) == 1 else _Ways(tuple(ways))
+
+    def _sequence(self, space: "re.Pattern[str]") -> _Item:
+        parts: list[_Item] = []
+        while (part := self._item()) is not None:
+            self._skip(space)
+            parts.append(self._times(part))
+            self._skip(space)
+        return parts[0] if len(parts) == 1 else _Sequence(tuple(parts))
+
+    def _item(self) -> _Item | None:
+        sign = self._text[self._at : self._at + 1]
+        if sign == '"':
+            return self._literal()
+        if sign == "[":
+            return self._characters()
+        if sign == ".":
+            self._at += 1
+            return _Characters(_EVERY)
+        if sign == "(":
+            return self._group()
+        if sign in "<!":
+            if sign:
+                raise Unsupported("tokens in a grammar are not served: spell the text")
+            return None
+        found = _NAME.match(self._text, self._at)
+        if found is None:
+            return None
+        self._at = found.end()
+        return _Reference(found[0])
+
+    def _group(self) -> _Item:
+        self._at += 1
+        self._depth += 1
+        if self._depth > MOST_DEPTH:
+            raise self._wrong("groups are nested too deeply")
+        self._skip(_LINES)
+        found = self._ways(_LINES)
+        self._skip(_LINES)
+        self._expect(")")
+        self._depth -= 1
+        return found
+
+    def _times(self, part: _Item) -> _Item:
+        sign = self._text[self._at : self._at + 1]
+        if sign and sign in "*+?":
+            self._at += 1
+            least, most = {"*": (0, None), "+": (1, None), "?": (0, 1)}[sign]
+            return _Times(part, least, most)
+        if sign != "{":
+            return part
+        found = _BOUNDS.match(self._text, self._at)
+        if found is None or (not found[2] and found[3]):
+            raise self._wrong("bounds are {2}, {2,} or {2,5}")
+        self._at = found.end()
+        least = int(found[1])
+        most = int(found[3]) if found[3] else (None if found[2] else least)
+        if most is not None and most < least:
+            raise self._wrong("bounds are the wrong way round")
+        return _Times(part, least, most)
+
+    def _literal(self) -> _Item:
+        self._at += 1
+        signs = []
+        while not self._text.startswith('"', self._at):
+            signs.append(self._sign('a text without its second "'))
+        self._at += 1
+        return _Text("".join(signs))
+
+    def _characters(self) -> _Item:
+        self._at += 1
+        is_inverted = self._text.startswith("^", self._at)
+        self._at += is_inverted
+        ranges = []
+        while not self._text.startswith("]", self._at):
+            low = high = ord(self._sign("a set without its ]"))
+            if self._text.startswith("-", self._at) and not self._text.startswith(
+                "-]", self._at
+            ):
+                self._at += 1
+                high = ord(self._sign("a set without its ]"))
+            if high < low:
+                raise self._wrong("a range of characters is the wrong way round")
+            ranges.append((low, high))
+        self._at += 1
+        found = unite(*ranges)
+        return _Characters(complement(found) if is_inverted else found)
+
+    def _sign(self, missing: str) -> str:
+        """Read one character, escaped or not."""
+        sign = self._text[self._at : self._at + 1]
+        if not sign or sign == "\n":
+            raise self._wrong(missing)
+        self._at += 1
+        if sign != "\\":
+            return sign
+        sign = self._text[self._at : self._at + 1]
+        self._at += 1
+        if sign in _HEX:
+            digits = self._text[self._at : self._at + _HEX[sign]]
+            self._at += _HEX[sign]
+            try:
+                return chr(int(digits, 16))
+            except (ValueError, OverflowError):
+                raise self._wrong(f"\\{sign}{digits} is no character") from None
+        if sign in _ESCAPES:
+            return _ESCAPES[sign]
+        if not sign or sign not in '"\\[]-^':
+            raise self._wrong(f"\\{sign} is no escape")
+        return sign
+
+    def _skip(self, space: "re.Pattern[str]") -> None:
+        found = space.match(self._text, self._at)
+        assert found is not None  # of nothing, too
+        self._at = found.end()
+
+    def _take(self, pattern: "re.Pattern[str]", what: str) -> str:
+        found = pattern.match(self._text, self._at)
+        if found is None:
+            raise self._wrong(f"here should be {what}")
+        self._at = found.end()
+        return found[0]
+
+    def _expect(self, text: str) -> None:
+        if not self._text.startswith(text, self._at):
+            raise self._wrong(f"here should be {text}")
+        self._at += len(text)
+
+    def _wrong(self, what: str) -> Malformed:
+        line = self._text.count("\n", 0, self._at) + 1
+        return Malformed(f"line {line} of the grammar: {what}")
+
+
+def _names(item: _Item) -> Iterator[str]:
+    """Yield the rules that an item names."""
+    match item:
+        case _Reference(name):
+            yield name
+        case _Sequence(parts) | _Ways(parts):
+            for part in parts:
+                yield from _names(part)
+        case _Times(part, _, _):
+            yield from _names(part)
+
+
+class _Expander:
+    """Puts rules in the place of their names."""
+
+    def __init__(self, rules: dict[str, _Item], recursion: int) -> None:
+        self._rules = rules
+        self._reached = {name: self._reach(name) for name in rules}
+        self._order: dict[str, int] = {}
+        self._number(ROOT)
+        self._most = recursion
+        self._known: dict[tuple[str, int], Expression] = {}
+
+    def _number(self, name: str) -> None:
+        """Number rules in the order in which texts come to them."""
+        ahead = [name]
+        while ahead:
+            name = ahead.pop()
+            if name not in self._order:
+                self._order[name] = len(self._order)
+                ahead += reversed([*_names(self._rules[name])])
+
+    def _reach(self, name: str) -> set[str]:
+        """Return the rules that one leads to."""
+        found: set[str] = set()
+        new = [name]
+        while new:
+            for other in _names(self._rules[new.pop()]):
+                if other not in found:
+                    found.add(other)
+                    new.append(other)
+        return found
+
+    def expand(self, name: str, left: int) -> Expression:
+        """Return the language of a rule, which may stand in itself so often."""
+        key = name, left
+        if key not in self._known:
+            rule = self._rules[name]
+            repeated = self._as_repetition(name, rule)
+            self._known[key] = (
+                self._item(name, rule, left) if repeated is None else repeated
+            )
+        return self._known[key]
+
+    def _as_repetition(self, name: str, rule: _Item) -> Expression | None:
+        """Return a rule that names itself only last, or only first, in its ways.
+
+        As in r ::= a r | b, which is a* b (D. N. Arden, Delayed-logic and finite-state
+        machines, 1961).
+        """
+        ways = rule.parts if isinstance(rule, _Ways) else (rule,)
+        for at in (-1, 0):
+            repeated: list[_Item] = []
+            others: list[_Item] = []
+            for way in ways:
+                parts = way.parts if isinstance(way, _Sequence) else (way,)
+                if len(parts) > 1 and parts[at] == _Reference(name):
+                    repeated.append(_Sequence(parts[:-1] if at else parts[1:]))
+                elif parts != (_Reference(name),):  # a rule that is itself says nothing
+                    others.append(way)
+            rest = [*repeated, *others]
+            if not repeated or any(self._is_within(name, part) for part in rest):
+                continue
+            loop = Repeat(self._choice(name, repeated))
+            end = self._choice(name, others)
+            return Concatenation([loop, end] if at else [end, loop])
+        return None
+
+    def _is_within(self, name: str, item: _Item) -> bool:
+        """Whether an item leads to a rule."""
+        return any(
+            other == name or name in self._reached[other] for other in _names(item)
+        )
+
+    def _choice(self, name: str, items: Sequence[_Item]) -> Expression:
+        return Choice([self._item(name, item, self._most) for item in items])
+
+    def _item(self, name: str, item: _Item, left: int) -> Expression:
+        """Return the language of an item of a rule."""
+        match item:
+            case _Text(text):
+                try:
+                    return Literal(text.encode())
+                except UnicodeEncodeError:
+                    raise Unsupported(f"{text!r} is no text of Unicode") from None
+            case _Characters(ranges):
+                return one_of(ranges)
+            case _Sequence(parts):
+                return Concatenation([self._item(name, each, left) for each in parts])
+            case _Ways(parts):
+                return Choice([self._item(name, each, left) for each in parts])
+            case _Times(part, least, most):
+                return Repeat(self._item(name, part, left), least, most)
+            case _Reference(other):
+                return self._reference(name, other, left)
+
+    def _reference(self, name: str, other: str, left: int) -> Expression:
+        if name not in self._reached[other] and other != name:
+            return self.expand(other, self._most)
+        # Rules that lead to each other are numbered: who goes back goes deeper.
+        if self._order[other] <= self._order[name]:
+            left -= 1
+        return Choice([]) if left < 0 else self.expand(other, left)

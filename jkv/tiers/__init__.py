@@ -1,0 +1,1 @@
+"""Cached blocks outside the pool: on the host, on disk, and back."""

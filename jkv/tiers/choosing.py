@@ -1,0 +1,152 @@
+"""Which cached blocks go next, and what is known of them; and forgetting these.
+
+A cached block is free and can be found. The pool hands out the one that has been free
+longest, so that is the order here, too. A block goes before the blocks that lead up to
+it, and with a block of the leading group go those that other groups have beside it.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jkv.metadata import ring
+from jkv.metadata.entries import ENTRIES_PER_TRIP
+from jkv.metadata.xla_cpu import running_sum
+from jkv.prefixes.prefix_index import (
+    beside_of,
+    find_partners,
+    forget_blocks,
+    index_of,
+    is_known,
+)
+from jkv.prefixes.snapshots import snapshots_of, with_snapshots
+from jkv.sharding.loops import while_loop
+from jkv.state import Metadata
+
+
+class Chosen(NamedTuple):
+    """What is known of blocks that go, and of everything that they follow."""
+
+    # Of each group with blocks i32[W], with partners i32[2 W]; N for none.
+    blocks: tuple[jax.Array, ...]
+    # Of each group the leading group's block beside each one, N_0 for none.
+    above: tuple[jax.Array, ...]
+    parents: jax.Array  # i32[N_0], the block before each of the leading group
+    salts: jax.Array  # i32[N_0], the domain of each
+
+
+@functools.partial(jax.jit, static_argnames="width")
+def choose(metadata: Metadata, count: jax.Array, *, width: int) -> Chosen:
+    """Choose so many cached blocks, i32[], of each group; W at most."""
+    nothing = metadata.leading.num_blocks
+    blocks, above = [], []
+    first = find_free(metadata, metadata.leader, count, width=width, known=True)
+    for number in metadata.block_numbers:
+        group = metadata.groups[number]
+        if number == metadata.leader:
+            blocks.append(first)
+            above.append(first)
+            continue
+        own = find_free(metadata, number, count, width=width, known=True)
+        theirs = beside_of(metadata, number).beside
+        over = theirs.at[own].get(mode="fill", fill_value=nothing)
+        is_first = jnp.any(
+            (over[:, None] == first[None]) & (own < group.num_blocks)[:, None], axis=1
+        )
+        own = jnp.where(is_first, group.num_blocks, own)
+        partners = find_partners(metadata, number, first)
+        found = jnp.concatenate([partners, own])
+        over = jnp.concatenate([first, over])
+        blocks.append(found)
+        above.append(jnp.where(found < group.num_blocks, over, nothing))
+    index = index_of(metadata)
+    return Chosen(tuple(blocks), tuple(above), index.parents, index.salts)
+
+
+def find_free(
+    metadata: Metadata, number: int, count: jax.Array, *, width: int, known: bool
+) -> jax.Array:
+    """Return the free blocks of a group that leave next, of those that are known.
+
+    Args:
+      metadata: with an index.
+      number: of the group.
+      count: i32[], how many; W at most.
+      width: W, static.
+      known: whether those that can be found are looked for, or those that hold nothing.
+
+    Returns:
+      i32[W], in that order, N behind the last.
+    """
+    group = metadata.groups[number]
+    free, lanes = group.free_blocks, jnp.arange(ENTRIES_PER_TRIP, dtype=jnp.int32)
+    count = jnp.minimum(count, width)
+
+    def chunk(
+        state: tuple[jax.Array, jax.Array, jax.Array],
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        start, num, found = state
+        block, is_entry = ring.entries(free, start + lanes)
+        fits = is_entry & (is_known(metadata, number, block) == known)
+        rank = num + running_sum(fits.astype(jnp.int32)) - 1
+        place = jnp.where(fits & (rank < count), rank, width)
+        num += jnp.sum(fits, dtype=jnp.int32)
+        return start + lanes.shape[0], num, found.at[place].set(block, mode="drop")
+
+    nothing = jnp.full((width,), group.num_blocks, jnp.int32)
+    return while_loop(
+        lambda state: (state[0] < free.span) & (state[1] < count),
+        chunk,
+        (jnp.int32(0), jnp.int32(0), nothing),
+    )[2]
+
+
+@jax.jit
+def count(metadata: Metadata) -> jax.Array:
+    """Return how many free blocks of each group hold nothing, and how many are cached.
+
+    i32[G, 2]; with states a row more, of the places of snapshots.
+    """
+    rows = []
+    for number in metadata.block_numbers:
+        group = metadata.groups[number]
+        block = jnp.arange(group.num_blocks, dtype=jnp.int32)
+        is_free = group.reference_counts == 0
+        cached = jnp.sum(is_free & is_known(metadata, number, block), dtype=jnp.int32)
+        rows.append(jnp.stack([group.free_blocks.count - cached, cached]))
+    if known := snapshots_of(metadata):
+        held = metadata.index.count_snapshots()
+        rows.append(jnp.stack([known.lengths.shape[0] - held, held]))
+    return jnp.stack(rows)
+
+
+def _forget(
+    metadata: Metadata, blocks: tuple[jax.Array, ...], places: jax.Array
+) -> Metadata:
+    """Forget blocks of groups, i32[W] each, and snapshots; N and P are dropped."""
+    # The leading group comes last: the others' are known by its blocks.
+    numbers = metadata.block_numbers
+    for number in (*metadata.followers, metadata.leader) if numbers else ():
+        block, group = blocks[numbers.index(number)], metadata.groups[number]
+        was_known = is_known(metadata, number, block) & (block < group.num_blocks)
+        is_free = group.reference_counts.at[block].get(mode="clip") == 0
+        num = jnp.sum(was_known & is_free, dtype=jnp.int32)
+        metadata = forget_blocks(metadata, number, block)
+        group = metadata.groups[number]
+        free = group.free_blocks.changed(forgotten=num)
+        group = dataclasses.replace(group, free_blocks=free)
+        metadata = metadata.with_group(number, group)
+    known = snapshots_of(metadata)
+    if known is None:
+        return metadata
+    return with_snapshots(
+        metadata,
+        lengths=known.lengths.at[places].set(0, mode="drop"),
+        last_used=known.last_used.at[places].set(jnp.uint32(0), mode="drop"),
+    )
+
+
+forget = jax.jit(_forget)

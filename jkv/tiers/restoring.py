@@ -1,0 +1,201 @@
+"""Making blocks that were taken out of a cache cached again."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from jkv.blocks import contents
+from jkv.blocks.contents import Contents, HostArray
+from jkv.state import Cache
+from jkv.state.entry import takes_cache
+from jkv.tiers import entering
+from jkv.tiers.entering import Lanes
+from jkv.tiers.layout import Layout
+from jkv.tiers.snapshots import note_snapshots, put_snapshots
+from jkv.tiers.spilled import Spilled
+from jkv.tiers.spilling import check_has_texts
+
+LANES_PER_CALL = 64  # columns entered by one program
+
+
+@takes_cache(on_host=True)
+def restore(
+    cache: Cache, spilled: Spilled, *, donate: bool = False
+) -> tuple[Cache, int]:
+    """Make blocks cached again that `spill` took out of a cache, this or another.
+
+    For the host, outside jit. In order of their chains each goes into a free block that
+    holds nothing, as far as there are any. What is there already is skipped, and so is
+    what has lost its parent. All of them, and the blocks that lead up to them, count as
+    used just now. A snapshot of a state whose blocks are there takes an empty place, or
+    that of the snapshot unused for longest. No sequence is touched.
+
+    Args:
+      cache: a cache with `prefix_caching` of the same layers, heads, sizes and dtype.
+      spilled: what `spill` returned, or a `BlockStore` found; it stays valid.
+      donate: write in place of the old cache's storage, which is then gone, instead of
+        in a copy.
+
+    Returns:
+      The cache, and how many blocks, of all groups, and snapshots are found again.
+
+    Raises:
+      ValueError: for a cache of other groups, or another shape or dtype, without an
+        index, or whose layers all have windows.
+
+    Example:
+      >>> import jax.numpy as jnp, jkv
+      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=4, block_size=4, max_sequences=2, max_context_length=16,
+      ...     prefix_caching=True)
+      >>> cache, opened = jkv.allocate(jkv.init(config), 0)
+      >>> cache, batch = jkv.append(cache, 0, 9, capacity=9, tokens=jnp.arange(9))
+      >>> cache, _ = jkv.free(jkv.commit(cache, batch), 0)
+      >>> cache, spilled = jkv.spill(cache, 4)
+      >>> jkv.restore(cache, spilled)[1], jkv.restore(jkv.init(config), spilled)[1]
+      (2, 2)
+    """
+    check_has_texts(cache)
+    check_fits(cache, spilled)
+    stands: np.ndarray | None = None
+    num_restored = 0
+    numbers = cache.metadata.block_numbers
+    if numbers and len(spilled.parents):
+        cache, stands, written = _enter_all(cache, spilled, donate=donate)
+        for number, group, blocks in zip(numbers, spilled.groups, written, strict=True):
+            block = blocks[group.nodes]
+            is_new = block < cache.metadata.groups[number].num_blocks
+            which = np.flatnonzero(is_new)
+            tokens = spilled.tokens[group.nodes[which]]
+            chosen = Contents(select(group.storage, which), tokens)
+            cache = contents.put(cache, number, block[is_new], chosen, donate=donate)
+            num_restored += int(is_new.sum())
+    if spilled.snapshots is not None:
+        cache, num_places = _restore_snapshots(cache, spilled, stands, donate=donate)
+        num_restored += num_places
+    return cache, num_restored
+
+
+def check_fits(cache: Cache, spilled: Spilled) -> None:
+    """Reject blocks from a cache of other groups, or another shape or dtype."""
+    if different := spilled.layout.differences(Layout.of(cache)):
+        raise ValueError(
+            f"blocks can be restored into a cache of the same layers, heads, sizes and "
+            f"dtype only: {'; '.join(different)}"
+        )
+
+
+def select(
+    storage: dict[str, tuple[HostArray, ...]], which: np.ndarray
+) -> dict[str, tuple[HostArray, ...]]:
+    """Return some blocks, i32[P], of the arrays of contents."""
+    num_held = sum(piece.shape[1] for piece in next(iter(storage.values())))
+    if len(which) == num_held:
+        return storage
+    return {
+        name: contents.cut_array(np.concatenate(pieces, axis=1)[:, which])
+        for name, pieces in storage.items()
+        if pieces
+    }
+
+
+def _enter_all(
+    cache: Cache, spilled: Spilled, *, donate: bool
+) -> tuple[Cache, np.ndarray, list[np.ndarray]]:
+    """Enter all columns in the index, and make them the last to be handed out.
+
+    Returns:
+      The cache; i32[Q], the leading group's block of each node, N_0 for none; and of
+      each group i32[Q], the blocks that are to be written, N for none.
+    """
+    metadata, nothing = cache.metadata, cache.metadata.leading.num_blocks
+    num_nodes, width = len(spilled.parents), LANES_PER_CALL
+    enter = entering.enter_donated if donate else entering.enter
+    renew = entering.renew_donated if donate else entering.renew
+    stands = np.full(num_nodes, nothing, np.int32)
+    written = [
+        np.full(num_nodes, g.num_blocks, np.int32) for g in metadata.block_groups
+    ]
+    columns, starts = spilled.columns, range(0, num_nodes, width)
+    held = []
+    for group in spilled.groups:
+        held.append(np.zeros(num_nodes, bool))
+        held[-1][group.nodes] = True
+    for start in starts:
+        at = slice(start, start + width)
+        lanes = _lanes(spilled, columns, held, stands, at, width, nothing)
+        metadata, entered = enter(metadata, lanes)
+        found = jax.device_get(entered)
+        stop = min(start + width, num_nodes)
+        stands[start:stop] = found.stands[: stop - start]
+        for blocks, new in zip(written, found.written, strict=True):
+            blocks[start:stop] = new[: stop - start]
+    # The pool hands out from the front: children before their parents.
+    for start in reversed(starts):
+        blocks = np.full(width, nothing, np.int32)
+        part = stands[start : start + width][::-1]
+        blocks[: len(part)] = part
+        metadata = renew(metadata, blocks)
+    return cache.with_metadata(metadata), stands, written
+
+
+def _lanes(
+    spilled: Spilled,
+    columns: np.ndarray,
+    held: list[np.ndarray],
+    stands: np.ndarray,
+    part: slice,
+    width: int,
+    nothing: int,
+) -> Lanes:
+    """Return the columns of one call."""
+    parents = spilled.parents[part]
+    num = len(parents)
+    above = np.where(parents >= 0, stands[parents], nothing)
+
+    def padded(array: np.ndarray) -> np.ndarray:
+        return np.pad(array, ((0, width - num), *((0, 0),) * (array.ndim - 1)))
+
+    return Lanes(
+        tokens=padded(spilled.tokens[part]),
+        salts=padded(spilled.salts[part]),
+        columns=padded(columns[part]),
+        parents=padded(np.maximum(parents - part.start, -1).astype(np.int32)),
+        above=padded(above.astype(np.int32)),
+        is_first=padded(parents < 0),
+        valid=padded(np.ones(num, bool)),
+        held=tuple(padded(each[part]) for each in held),
+    )
+
+
+def _restore_snapshots(
+    cache: Cache, spilled: Spilled, stands: np.ndarray | None, *, donate: bool
+) -> tuple[Cache, int]:
+    """Restore the snapshots whose blocks are there; tell how many."""
+    held: Any = spilled.snapshots
+    which = np.arange(len(held.nodes))
+    if stands is not None:
+        which = which[stands[held.nodes] < cache.metadata.leading.num_blocks]
+    every = cache.metadata.index.snapshot_every
+    nodes = held.nodes[which].tolist()
+    if not nodes or every is None:
+        return cache, 0
+    texts, salts = [text_of(spilled, node) for node in nodes], spilled.salts[nodes]
+    metadata, places = note_snapshots(
+        cache.metadata, texts, salts.tolist(), held.num_pending[which]
+    )
+    is_new = places < metadata.index.num_places
+    which, places = which[is_new], places[is_new]
+    states = jax.tree.map(lambda array: array[:, which], held.states)
+    cache = put_snapshots(cache.with_metadata(metadata), states, places, donate=donate)
+    return cache, len(places)
+
+
+def text_of(spilled: Spilled, node: int) -> np.ndarray:
+    """Return the tokens of a text up to the end of a node, i32[n T]."""
+    chain = []
+    while node >= 0:
+        chain.append(node)
+        node = int(spilled.parents[node])
+    return spilled.tokens[chain[::-1]].reshape(-1)

@@ -1,0 +1,138 @@
+"""Snapshots of states between their places and the host."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.prefixes import hashing
+from jkv.prefixes.snapshots import snapshots_of, with_snapshots
+from jkv.state import Cache, Metadata, StateStorage
+from jkv.states.swapped import SwappedStates, fetch_states
+
+
+def fetch_snapshots(cache: Cache, places: np.ndarray) -> tuple[SwappedStates, ...]:
+    """Copy the states at places, i32[P], of each group with a state to the host."""
+    return tuple(
+        fetch_states(_by_place(cache.storage[number]), places)
+        for number in _find_numbers(cache)
+    )
+
+
+def put_snapshots(
+    cache: Cache,
+    states: tuple[SwappedStates, ...],
+    places: np.ndarray,
+    *,
+    donate: bool,
+) -> Cache:
+    """Write states from the host to places, i32[P], all different.
+
+    Args:
+      cache: the cache.
+      states: of each group with a state.
+      places: i32[P].
+      donate: write in place of the old arrays, which are then gone, not in copies.
+    """
+    for number, held in zip(_find_numbers(cache), states, strict=True):
+        old = cache.storage[number]
+        if not old.num_layers or not len(places):
+            continue
+        by_place = cache.with_group_storage(number, _by_place(old))
+        new = held.put(by_place, number, places, None, donate=donate).storage[number]
+        written = dataclasses.replace(
+            old, snapshot_rows=new.rows, snapshot_inputs=new.inputs
+        )
+        cache = cache.with_group_storage(number, written)
+    return cache
+
+
+def _find_numbers(cache: Cache) -> list[int]:
+    """Return the numbers of the groups with a state."""
+    return [i for i, each in enumerate(cache.storage) if each.kind == "states"]
+
+
+def _by_place(storage: StateStorage) -> StateStorage:
+    """Return the snapshots as if they were rows; a snapshot stands at its own end."""
+    num_places = max(
+        (array.shape[1] for array in storage.snapshot_rows.values()), default=0
+    )
+    return dataclasses.replace(
+        storage,
+        bases=jnp.zeros((storage.num_layers, num_places), jnp.int32),
+        rows=storage.snapshot_rows,
+        inputs=storage.snapshot_inputs,
+        snapshot_rows={},
+        snapshot_inputs={},
+    )
+
+
+def note_snapshots(
+    metadata: Metadata, texts: list[np.ndarray], salts: list[int], pending: np.ndarray
+) -> tuple[Metadata, np.ndarray]:
+    """Give places to the snapshots of texts: empty ones, and those unused for longest.
+
+    Args:
+      metadata: the state, with snapshots.
+      texts: i32[n T] of each.
+      salts: the domain of each.
+      pending: i32[P], of each text's last tokens those pending.
+
+    Returns:
+      The metadata, and i32[P]: the places, that of no snapshot for a text that has one.
+    """
+    known: Any = snapshots_of(metadata)
+    lengths, last_used, theirs = map(
+        np.array, (known.lengths, known.last_used, known.salts)
+    )
+    none = len(lengths)
+    places = np.full(len(texts), none, np.int32)
+    for number, (text, salt) in enumerate(zip(texts, salts, strict=True)):
+        alike = np.flatnonzero((lengths == len(text)) & (theirs == salt))
+        if any(np.array_equal(known.texts[p][: len(text)], text) for p in alike):
+            continue
+        free = [p for p in range(none) if p not in places[:number]]
+        if free:
+            places[number] = min(free, key=lambda place: last_used[place])
+    rows = np.full((len(texts), known.texts.shape[1]), -1, np.int32)
+    for row, text in zip(rows, texts, strict=True):
+        row[: len(text)] = text
+    ends = np.array([len(text) for text in texts], np.int32)
+    return _note(
+        metadata, rows, ends, np.array(salts, np.int32), pending, places
+    ), places
+
+
+@jax.jit
+def _note(
+    metadata: Metadata,
+    texts: jax.Array,
+    lengths: jax.Array,
+    salts: jax.Array,
+    pending: jax.Array,
+    places: jax.Array,
+) -> Metadata:
+    known: Any = snapshots_of(metadata)
+    columns = jnp.pad(texts, ((0, 0), (0, -texts.shape[1] % metadata.block_size)))
+    columns = columns.reshape(len(texts), -1, metadata.block_size)
+    number = jnp.arange(columns.shape[1], dtype=jnp.int32)[None]
+    terms = hashing.column_hash(columns, number)
+    terms = jnp.where(number < lengths[:, None] // metadata.block_size, terms, 0)
+    hashes = hashing.salt_hash(salts) + jnp.sum(terms, axis=1, dtype=jnp.uint32)
+    stamps = known.num_uses + 1 + jnp.arange(len(texts), dtype=jnp.uint32)
+
+    def put(field: jax.Array, values: jax.Array) -> jax.Array:
+        return field.at[places].set(values, mode="drop")
+
+    return with_snapshots(
+        metadata,
+        lengths=put(known.lengths, lengths),
+        salts=put(known.salts, salts),
+        hashes=put(known.hashes, hashes),
+        num_pending=put(known.num_pending, pending),
+        texts=put(known.texts, texts),
+        last_used=put(known.last_used, stamps),
+        num_uses=known.num_uses + jnp.uint32(len(texts)),
+    )

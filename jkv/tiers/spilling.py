@@ -1,0 +1,214 @@
+"""Taking cached blocks out of a cache."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.blocks import contents
+from jkv.metadata import requests
+from jkv.metadata.requests import Integer
+from jkv.prefixes.prefix_index import index_of
+from jkv.prefixes.snapshots import snapshots_of
+from jkv.state import Cache
+from jkv.state.entry import takes_cache
+from jkv.status import UsageError
+from jkv.tiers.choosing import Chosen, choose, forget
+from jkv.tiers.layout import Layout
+from jkv.tiers.snapshots import fetch_snapshots
+from jkv.tiers.spilled import Spilled, SpilledGroup, SpilledSnapshots, TextBuilder
+
+ROWS_PER_CALL = 64  # of tokens, which are copied to the host
+
+
+@takes_cache(on_host=True)
+def spill(cache: Cache, num_blocks: Integer) -> tuple[Cache, Spilled]:
+    """Take the cached blocks out of the cache that would be handed out first.
+
+    For the host, outside jit. They were free and stay free; what they hold is copied,
+    and found no more. With a block of the leading group go the blocks that other groups
+    have beside it, and the snapshot at its end. Where fewer places of snapshots are
+    empty than blocks are asked for, the snapshots unused for longest go, too, but never
+    more than half of all. Where no group has blocks so many snapshots go instead.
+
+    Args:
+      cache: a cache with `prefix_caching`, whose leading group sees everything: of a
+        window's blocks the index knows hashes of what came before, and no tokens.
+      num_blocks: int, of each group; fewer where fewer are cached.
+
+    Returns:
+      The cache, and what was taken out of it.
+
+    Raises:
+      ValueError: for a cache without an index, or whose layers all have windows.
+
+    Example:
+      >>> import jax.numpy as jnp, jkv
+      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=4, block_size=4, max_sequences=2, max_context_length=16,
+      ...     prefix_caching=True)
+      >>> cache, opened = jkv.allocate(jkv.init(config), 0)
+      >>> prompt = jnp.arange(9)
+      >>> cache, batch = jkv.append(cache, 0, 9, capacity=9, tokens=prompt)
+      >>> cache, _ = jkv.free(jkv.commit(cache, batch), 0)
+      >>> cache, spilled = jkv.spill(cache, 4)
+      >>> jkv.match(cache, prompt[None]).tolist()
+      [0]
+      >>> cache, num_restored = jkv.restore(cache, spilled)
+      >>> num_restored, jkv.match(cache, prompt[None]).tolist()
+      (2, [8])
+    """
+    check_has_texts(cache)
+    most = max((g.num_blocks for g in cache.metadata.block_groups), default=0)
+    count = int(np.clip(int(requests.as_index(num_blocks)), 0, 2**30))
+    return take(cache, count, 1 << (max(min(count, most), 1) - 1).bit_length())
+
+
+def take(cache: Cache, count: int, width: int) -> tuple[Cache, Spilled]:
+    """Do what `spill` does, with programs for so many blocks of a group at most."""
+    metadata = cache.metadata
+    texts = TextBuilder(cache.block_size)
+    groups: list[SpilledGroup] = []
+    blocks: tuple[np.ndarray, ...] = ()
+    spilled_nodes: set[int] = set()
+    numbers = metadata.block_numbers
+    if numbers:
+        chosen = jax.device_get(choose(metadata, jnp.int32(count), width=width))
+        nodes = _add_chains(cache, chosen, texts)
+        blocks = chosen.blocks
+        spilled_nodes = {
+            nodes[block]
+            for block in blocks[numbers.index(metadata.leader)].tolist()
+            if block < metadata.leading.num_blocks
+        }
+        for at, number in enumerate(numbers):
+            found = chosen.blocks[at], chosen.above[at]
+            groups.append(_take_group(cache, number, *found, nodes))
+    places = _choose_places(cache, count, texts, spilled_nodes)
+    snapshots = None if places is None else _take_snapshots(cache, places)
+    num_places = metadata.index.num_places
+    gone = np.full(max(num_places, 1), num_places, np.int32)
+    if places is not None:
+        gone[: len(places)] = list(places)
+    cache = cache.with_metadata(forget(metadata, blocks, gone))
+    return cache, Spilled(
+        groups=tuple(groups),
+        snapshots=snapshots,
+        layout=Layout.of(cache),
+        **texts.arrays(),
+    )
+
+
+def check_has_texts(cache: Cache) -> None:
+    """Reject a cache of which no text could be told from a cached block."""
+    if index_of(cache.metadata).wide_hashes is not None:
+        raise UsageError(
+            "all layers of this cache that attend have a window, so that its index "
+            "knows blocks by hashes of what came before, not by texts: spill and "
+            "restore need a group of layers that sees everything"
+        )
+
+
+def _add_chains(cache: Cache, chosen: Chosen, texts: TextBuilder) -> dict[int, int]:
+    """Add the texts of chosen blocks; return the nodes of the leader's blocks."""
+    nothing = cache.metadata.leading.num_blocks
+    order: dict[int, None] = {}
+    for block in np.unique(np.concatenate(chosen.above)).tolist():
+        chain = []
+        while block < nothing and block not in order:
+            chain.append(block)
+            block = int(chosen.parents[block])
+        order.update(dict.fromkeys(reversed(chain)))
+    recorded = cache.metadata.tokens
+    assert recorded is not None, "an index comes with recorded tokens"
+    tokens = read_rows(recorded, np.array([*order], np.int32))
+    nodes = {nothing: -1}
+    for block, row in zip(order, tokens, strict=True):
+        parent = nodes[int(chosen.parents[block])]
+        nodes[block] = texts.add(parent, int(chosen.salts[block]), row)
+    return nodes
+
+
+def read_rows(array: jax.Array, rows: np.ndarray) -> np.ndarray:
+    """Copy rows, i32[P], of an array to the host; one program, whatever P is."""
+    starts = range(0, max(len(rows), 1), ROWS_PER_CALL)
+    padded = np.resize(rows if len(rows) else 0, starts[-1] + ROWS_PER_CALL)
+    parts = [_gather(array, padded[i : i + ROWS_PER_CALL]) for i in starts]
+    return np.concatenate(jax.device_get(parts))[: len(rows)]
+
+
+@jax.jit
+def _gather(array: jax.Array, rows: jax.Array) -> jax.Array:
+    return array.at[rows].get(mode="clip")
+
+
+def _take_group(
+    cache: Cache,
+    number: int,
+    blocks: np.ndarray,
+    over: np.ndarray,
+    nodes: dict[int, int],
+) -> SpilledGroup:
+    """Copy blocks of one group, i32[W], parents before children.
+
+    Args:
+      cache: the cache.
+      number: of the group.
+      blocks: N for none.
+      over: the leading group's block beside each.
+      nodes: of the leading group's blocks.
+    """
+    is_there = blocks < cache.metadata.groups[number].num_blocks
+    above = np.array([nodes[b] for b in over[is_there].tolist()], int)
+    order = np.argsort(above)
+    held = contents.fetch(cache, number, np.asarray(blocks[is_there])[order])
+    return SpilledGroup(nodes=above[order].astype(np.int32), storage=held.storage)
+
+
+def _choose_places(
+    cache: Cache, count: int, texts: TextBuilder, gone: set[int]
+) -> dict[int, int] | None:
+    """Choose snapshots to go; return their nodes by place, None without states.
+
+    Those at the end of blocks that go, and those unused for longest.
+
+    Args:
+      cache: the cache.
+      count: how many places shall be empty.
+      texts: of the blocks that go; those of the snapshots are added.
+      gone: nodes of the leading group's blocks that go.
+    """
+    known = snapshots_of(cache.metadata)
+    if known is None:
+        return None
+    lengths, last_used = jax.device_get((known.lengths, known.last_used))
+    salts = np.asarray(known.salts)
+    taken = [int(p) for p in np.flatnonzero(lengths)]
+    rows = dict(
+        zip(taken, read_rows(known.texts, np.array(taken, np.int32)), strict=True)
+    )
+    chosen = {}
+    for place in taken:
+        node = texts.find_text(int(salts[place]), rows[place][: lengths[place]])
+        if node in gone:
+            chosen[place] = node
+    num_empty = len(lengths) - len(taken) + len(chosen)
+    lacking = min(count, len(lengths) // 2) - num_empty
+    if not cache.metadata.block_numbers:
+        lacking = count
+    oldest = sorted((int(last_used[p]), p) for p in taken if p not in chosen)
+    for _, place in oldest[: max(lacking, 0)]:
+        chosen[place] = texts.add_text(int(salts[place]), rows[place][: lengths[place]])
+    return chosen
+
+
+def _take_snapshots(cache: Cache, places: dict[int, int]) -> SpilledSnapshots:
+    """Copy the snapshots at places."""
+    at = np.array([*places], np.int32)
+    known: Any = snapshots_of(cache.metadata)
+    return SpilledSnapshots(
+        nodes=np.array([*places.values()], np.int32),
+        num_pending=np.asarray(known.num_pending)[at],
+        states=fetch_snapshots(cache, at),
+    )

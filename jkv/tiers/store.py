@@ -1,0 +1,346 @@
+"""What was spilled, on the host and on disk, by text."""
+
+import collections
+import dataclasses
+import os
+import threading
+from typing import Any
+
+import numpy as np
+
+from jkv.config.units import human_bytes
+from jkv.status import UsageError
+from jkv.tiers.folder import Folder, first_digest, next_digest
+from jkv.tiers.held import Held, put_together, take_apart
+from jkv.tiers.layout import Layout
+from jkv.tiers.spilled import Spilled
+
+
+@dataclasses.dataclass(eq=False)
+class _Node:
+    """A column of a text."""
+
+    parent: "_Node | None"  # None before a text's first
+    salt: int
+    tokens: np.ndarray  # i32[T]
+    digest: bytes
+    children: dict[bytes, "_Node"] = dataclasses.field(default_factory=dict)
+    held: Held | None = None
+
+    def text(self) -> np.ndarray:
+        """Return all tokens up to the column's end, i32[n T]."""
+        columns, node = [], self
+        while node.parent is not None:
+            columns.append(node.tokens)
+            node = node.parent
+        return np.concatenate(columns[::-1])
+
+
+class BlockStore:
+    """Cached blocks on the host and in a folder, by their texts.
+
+    The column of a text that was unused for longest goes first: from memory to the
+    folder, and from the folder for good. A column is known by all tokens up to its end
+    and its domain, never by a hash alone. A store belongs to one model, version and
+    layout of rows. Threads may share it, processes its folder.
+
+    Args:
+      max_bytes: most bytes of blocks in the memory of the host.
+      folder: where to keep what memory has no room for; it is made if need be. Files
+        are safetensors, each written whole or not at all; one that is damaged is
+        skipped with a warning that names it.
+      max_folder_bytes: most bytes of those files.
+      version: what the blocks were computed with, such as the name of the weights: what
+        lies in the folder of another version is not found.
+
+    Example:
+      >>> import jax.numpy as jnp, jkv
+      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=4, block_size=4, max_sequences=2, max_context_length=16,
+      ...     prefix_caching=True)
+      >>> cache, opened = jkv.allocate(jkv.init(config), 0)
+      >>> prompt = jnp.arange(9)
+      >>> cache, batch = jkv.append(cache, 0, 9, capacity=9, tokens=prompt)
+      >>> cache, _ = jkv.free(jkv.commit(cache, batch), 0)
+      >>> store = jkv.BlockStore(2**20)
+      >>> cache, spilled = jkv.spill(cache, 4)
+      >>> store.put(spilled)
+      >>> store.num_blocks, store.find([0, 1, 2, 3, 9, 9]).num_blocks
+      (2, 1)
+      >>> store.find([5, 6, 7, 8, 9]) is None
+      True
+    """
+
+    def __init__(
+        self,
+        max_bytes: int,
+        *,
+        folder: str | os.PathLike[str] | None = None,
+        max_folder_bytes: int = 0,
+        version: str = "",
+    ) -> None:
+        if max_bytes < 0:
+            raise UsageError(f"max_bytes must not be negative, got {max_bytes}")
+        self.max_bytes, self.version = int(max_bytes), version
+        self._lock = threading.RLock()
+        self._folder: Folder | None = None
+        if folder is not None:
+            self._folder = Folder(os.fspath(folder), max_folder_bytes)
+        self._layout: Layout | None = None
+        if self._folder is not None:
+            self._layout = self._folder.agree(version, None)
+        self._roots: dict[int, _Node] = {}
+        # Those that hold something in memory, the longest unused first.
+        self._used: collections.OrderedDict[_Node, None] = collections.OrderedDict()
+        self._nbytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the blocks and snapshots in memory."""
+        return self._nbytes
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in memory, of all groups together."""
+        with self._lock:
+            return sum(node.held.num_blocks for node in self._used if node.held)
+
+    @property
+    def folder_bytes(self) -> int:
+        """Bytes of the files, as far as this process has seen them."""
+        return 0 if self._folder is None else self._folder.nbytes
+
+    def __repr__(self) -> str:
+        """Fit one line."""
+        on_disk = ""
+        if self._folder is not None:
+            on_disk = f", {human_bytes(self.folder_bytes)} in {self._folder.path}"
+        return (
+            f"BlockStore({self.num_blocks} blocks, {human_bytes(self.nbytes)} of "
+            f"{human_bytes(self.max_bytes)}{on_disk})"
+        )
+
+    def belong(self, layout: Layout) -> None:
+        """Learn the layout of what is to be held, and reject another.
+
+        Args:
+          layout: of a cache.
+
+        Raises:
+          ValueError: for another layout than that of what is held.
+        """
+        with self._lock:
+            if self._folder is not None and self._layout is None:
+                self._folder.agree(self.version, layout)
+            self._layout = self._layout or layout
+            if different := self._layout.differences(layout):
+                raise UsageError(
+                    f"this store holds blocks of another layout; make a store for each "
+                    f"model and cache: {'; '.join(different)}"
+                )
+
+    def put(self, spilled: Spilled) -> None:
+        """Take in what was spilled.
+
+        Args:
+          spilled: of a cache of this store's model, version and layout of rows.
+
+        Raises:
+          ValueError: for blocks of another layout.
+        """
+        with self._lock:
+            self.belong(spilled.layout)
+            nodes: list[_Node] = []
+            for tokens, parent, salt in zip(
+                spilled.tokens,
+                spilled.parents.tolist(),
+                spilled.salts.tolist(),
+                strict=True,
+            ):
+                before = self._root(salt) if parent < 0 else nodes[parent]
+                nodes.append(self._child(before, tokens))
+            for number, held in take_apart(spilled).items():
+                self._hold(nodes[number], held)
+            self._touch(nodes)
+            self._make_room()
+            for node in nodes:
+                self._prune(node)
+
+    def count(self, tokens: Any, salt: int = 0) -> int:
+        """Return how many tokens of a prompt lead up to the last column that is held.
+
+        Args:
+          tokens: i32[n], the prompt; its last token is never found.
+          salt: the domain to look in.
+        """
+        with self._lock:
+            path = self._walk(tokens, salt)
+            held = [i for i, node in enumerate(path) if self._has(node)]
+            for node in path[::-1]:
+                self._prune(node)
+        return 0 if not held else (held[-1] + 1) * len(path[0].tokens)
+
+    def find(self, tokens: Any, salt: int = 0, *, skip: int = 0) -> Spilled | None:
+        """Look up a prompt: all that is held of its columns.
+
+        Args:
+          tokens: i32[n], the prompt; its last token is never found.
+          salt: the domain to look in.
+          skip: leading tokens of which nothing is wanted, as the cache has them.
+
+        Returns:
+          What `restore` takes, from the text's beginning on, with gaps where nothing is
+          held; None if there is nothing. It stays in the store.
+        """
+        with self._lock:
+            path = self._walk(tokens, salt)
+            found = None
+            if self._layout is not None and path:
+                wanted = path[skip // self._layout.block_size :]
+                found = self._bring(path, wanted, self._layout)
+            self._touch(path)
+            self._make_room()
+            for node in path[::-1]:
+                self._prune(node)
+            return found
+
+    def _bring(
+        self, path: list[_Node], wanted: list[_Node], layout: Layout
+    ) -> Spilled | None:
+        """Return what is held of the last columns of a text; None for nothing."""
+        for node in wanted:
+            self._fetch(node)
+        start = len(path) - len(wanted)
+        held = {
+            start + i: node.held
+            for i, node in enumerate(wanted)
+            if node.held is not None
+        }
+        if not held:
+            return None
+        num = max(held) + 1
+        tokens = np.stack([node.tokens for node in path[:num]])
+        parents = np.arange(-1, num - 1, dtype=np.int32)
+        return put_together(tokens, parents, path[0].salt, held, layout)
+
+    def _walk(self, tokens: Any, salt: int) -> list[_Node]:
+        """Return the columns of a prompt, as far as something may be held behind."""
+        if self._layout is None:
+            return []
+        text, size = np.asarray(tokens, np.int32).reshape(-1), self._layout.block_size
+        num_columns = max(len(text) - 1, 0) // size
+        path, node = [], self._root(int(salt))
+        for column in text[: num_columns * size].reshape(num_columns, size):
+            if self._folder is None and column.tobytes() not in node.children:
+                break
+            node = self._child(node, column)
+            path.append(node)
+        return path
+
+    def _has(self, node: _Node) -> bool:
+        if node.held is not None:
+            return True
+        return self._folder is not None and self._folder.has(node.digest)
+
+    @property
+    def has_folder(self) -> bool:
+        """Whether there is a folder."""
+        return self._folder is not None
+
+    def clear(self, version: str | None = None) -> None:
+        """Forget everything, in memory and in the folder, as when weights change.
+
+        Args:
+          version: what blocks are computed with from now on; None: as before.
+        """
+        with self._lock:
+            if version is not None:
+                self.version = version
+            self._roots.clear()
+            self._used.clear()
+            self._nbytes = 0
+            if self._folder is not None:
+                self._folder.clear()
+                self._folder.agree(self.version, self._layout)
+
+    def flush(self) -> None:
+        """Wait until what goes to the folder is written."""
+        if self._folder is not None:
+            self._folder.flush()
+
+    def save(self) -> None:
+        """Write all that is in memory to the folder, for a later process."""
+        with self._lock:
+            nodes = [*self._used]
+        for node in nodes:
+            while self._folder is not None and self._folder.is_full:
+                self.flush()
+            with self._lock:
+                self._write(node)
+        self.flush()
+
+    def _root(self, salt: int) -> _Node:
+        if salt not in self._roots:
+            assert self._layout is not None
+            digest = first_digest(salt, self.version, self._layout)
+            self._roots[salt] = _Node(None, salt, np.zeros(0, np.int32), digest)
+        return self._roots[salt]
+
+    def _child(self, node: _Node, tokens: np.ndarray) -> _Node:
+        """Return the node of a column, i32[T], behind another."""
+        key = tokens.tobytes()
+        if key not in node.children:
+            digest = next_digest(node.digest, tokens)
+            node.children[key] = _Node(node, node.salt, tokens.copy(), digest)
+        return node.children[key]
+
+    def _hold(self, node: _Node, held: Held) -> None:
+        """Hold more of a column; what is held already stays as it is."""
+        if node.held is None:
+            node.held = held
+            self._used[node] = None
+            self._nbytes += held.nbytes
+            return
+        self._nbytes -= node.held.nbytes
+        node.held.add(held)
+        self._nbytes += node.held.nbytes
+
+    def _fetch(self, node: _Node) -> None:
+        """Bring a column from the folder, if it is there and not in memory."""
+        if self._folder is None or node.held is not None:
+            return
+        held = self._folder.find(node.digest, node.text(), self._said(node))
+        if held is not None:
+            self._hold(node, held)
+
+    def _touch(self, nodes: list[_Node]) -> None:
+        """Note a use: what leads up to a column goes after it."""
+        for node in reversed(nodes):
+            if node in self._used:
+                self._used.move_to_end(node)
+
+    def _make_room(self) -> None:
+        """Let go what was unused for longest, to the folder if there is one."""
+        while self._nbytes > self.max_bytes:
+            node, _ = self._used.popitem(last=False)
+            self._write(node)
+            assert node.held is not None
+            self._nbytes -= node.held.nbytes
+            node.held = None
+            self._prune(node)
+
+    def _write(self, node: _Node) -> None:
+        held = node.held
+        if self._folder is None or held is None or held.is_saved:
+            return
+        self._folder.write(node.digest, node.text(), held, self._said(node))
+
+    def _said(self, node: _Node) -> dict[str, Any]:
+        """Return what a file says of its column beside the tokens."""
+        return {"salt": node.salt, "version": self.version, "layout": self._layout}
+
+    def _prune(self, node: _Node) -> None:
+        """Forget columns that hold nothing and lead up to nothing."""
+        while node.parent is not None and node.held is None and not node.children:
+            node.parent.children.pop(node.tokens.tobytes(), None)
+            node = node.parent

@@ -1,0 +1,260 @@
+"""What several requests share is read once: who shares what, and the same results."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from support.jax_versions import further
+from support.plain_prefixes import check_prefixes
+from support.tolerances import assert_close
+
+import jkv
+from jkv.attention.call import Requests
+from jkv.attention.shared_prefixes import find_shared_prefixes
+
+BLOCK_SIZE, NUM_COLUMNS, NUM_REQUESTS = 4, 90, 12
+
+
+def draw_tables(rng):
+    """Tables that begin as others do, and how many of their blocks hold tokens."""
+    tables = np.arange(NUM_REQUESTS * NUM_COLUMNS, dtype=np.int32)
+    tables = rng.permutation(tables).reshape(NUM_REQUESTS, NUM_COLUMNS)
+    counts = rng.integers(1, NUM_COLUMNS + 1, NUM_REQUESTS)
+    for number in range(1, NUM_REQUESTS):
+        if rng.random() < 0.8:
+            parent, count = rng.integers(number), rng.integers(1, NUM_COLUMNS)
+            tables[number, :count] = tables[parent, :count]
+    return rng.permutation(tables), counts
+
+
+def find(tables, counts, fewest=3):
+    """What is found of requests that have all but the last token of their blocks."""
+    rows = np.arange(NUM_REQUESTS, dtype=np.int32)
+    ones, contexts = np.ones_like(rows), np.int32(counts * BLOCK_SIZE - 1)
+    used = np.arange(NUM_COLUMNS)[None] < counts[:, None]
+    owners = np.bincount(tables[used], minlength=tables.max() + 1).astype(np.int32)
+    requests = Requests(tables, rows, rows, ones, contexts)
+    return find_shared_prefixes(requests, owners, block_size=BLOCK_SIZE, fewest=fewest)
+
+
+def test_what_is_shared_is_what_tables_have_in_common():
+    """Of random trees; a block that was exchanged in one row ends what it shares."""
+    rng, total = np.random.default_rng(1), 0
+    for _ in range(40):
+        tables, counts = draw_tables(rng)
+        if rng.random() < 0.5:
+            row, column = rng.integers(NUM_REQUESTS), rng.integers(NUM_COLUMNS)
+            tables[row, column] = tables.max() + 1
+        in_front = [
+            row[: n - 1] for row, n in zip(tables.tolist(), counts, strict=True)
+        ]
+        total += check_prefixes(find(tables, counts), in_front, 3)
+    assert total > 1000
+
+
+def test_groups_of_groups_lie_side_by_side():
+    """A system prompt of all, in it three prompts of four, in a shuffled batch."""
+    tables = np.arange(NUM_REQUESTS * NUM_COLUMNS, dtype=np.int32)
+    tables = tables.reshape(NUM_REQUESTS, NUM_COLUMNS)
+    tables[:, :20] = tables[0, :20]
+    for first in (0, 4, 8):
+        tables[first : first + 4, :70] = tables[first, :70]
+    tables = np.random.default_rng(0).permutation(tables)
+    found = find(tables, np.full(NUM_REQUESTS, NUM_COLUMNS))
+    common, sizes = np.asarray(found.common), np.asarray(found.sizes)
+    assert common.tolist() == [0, 70, 70, 70, 20, 70, 70, 70, 20, 70, 70, 70]
+    assert sizes[[0, 4, 8]].tolist() == [12, 4, 4]
+    # Two that share are too few for it to be looked at.
+    few = np.ones(NUM_REQUESTS, np.int32)
+    few[:2] = NUM_COLUMNS
+    assert not np.any(find(tables, few).common)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A cache, and what its attention is asked for."""
+
+    group: int = 1  # query heads of a kv head
+    soft_cap: float | None = None
+    has_sinks: bool = False
+    cache: tuple[tuple[str, object], ...] = ()
+
+
+CASES = {
+    "plain": Case(),
+    "sinks, soft cap, grouped": Case(group=4, soft_cap=2.0, has_sinks=True),
+    "int8 keys, int4 values": Case(
+        group=2, cache=(("dtype", "int8"), ("value_dtype", "int4"))
+    ),
+    "fp8": Case(cache=(("dtype", "fp8"),)),
+    "latent": Case(
+        group=8,
+        cache=(
+            *(("num_kv_heads", 1), ("head_dim", 96)),
+            *(("value_head_dim", 64), ("values_in_keys", True)),
+        ),
+    ),
+}
+FURTHER = [name for name in CASES if name != "sinks, soft cap, grouped"]
+ROWS = 10  # of a step: too many for the columns to go side by side
+
+
+def make_config(case: Case):
+    fields = dict(num_kv_heads=2, head_dim=64, dtype="float32") | dict(case.cache)
+    return jkv.CacheConfig(
+        num_layers=2,
+        num_blocks=96,
+        block_size=BLOCK_SIZE,
+        max_sequences=20,
+        max_context_length=1024,
+        **fields,
+    )
+
+
+@functools.cache
+def make_branches(case: Case):
+    """A cache of ten texts, nine of which branch off one, and a step of all of them."""
+    config, rng = make_config(case), np.random.default_rng(0)
+
+    def grow(cache, seq_ids, count):
+        num_rows = count * len(seq_ids)
+        cache, batch = jkv.append(cache, seq_ids, count, capacity=num_rows)
+        for layer in range(2):
+            shape = num_rows, config.num_kv_heads
+            keys = rng.standard_normal((*shape, config.head_dim), np.float32)
+            values = rng.standard_normal((*shape, config.value_head_dim), np.float32)
+            if config.values_in_keys:
+                values = None
+            cache = jkv.write(cache, layer, batch, keys, values)
+        return cache, batch
+
+    def fork(cache, parents):
+        cache, forks = jkv.fork(cache, parents)
+        jkv.raise_for_status(forks.status)
+        return cache, np.asarray(forks.seq_ids)
+
+    cache, opened = jkv.allocate(jkv.init(config), [0, 0])
+    root, alone = np.asarray(opened.seq_ids)
+    cache, _ = grow(cache, [root], 41)
+    cache, _ = grow(cache, [alone], 30)
+    cache, children = fork(cache, [root] * 5)
+    cache, _ = grow(cache, children[:1], 20)
+    cache, grandchildren = fork(cache, [children[0]] * 4)
+    cache, _ = jkv.free(cache, [root])
+    texts = rng.permutation([alone, *children, *grandchildren])
+    cache, _ = grow(cache, texts, 7)
+    cache, batch = grow(cache, texts, 1)
+    queries = rng.standard_normal(
+        (ROWS, config.num_kv_heads * case.group, config.head_dim), np.float32
+    )
+    return cache, batch, queries
+
+
+def attend(cache, batch, queries, case: Case, **options):
+    """Output and log-sum-exp of the second layer."""
+    sinks = np.linspace(-1, 1, queries.shape[1], dtype=np.float32)
+    return jkv.attend(
+        cache,
+        1,
+        batch,
+        queries,
+        soft_cap=case.soft_cap,
+        sinks=sinks if case.has_sinks else None,
+        return_lse=True,
+        **options,
+    )
+
+
+def without_plan(batch):
+    return dataclasses.replace(batch, plan=None)
+
+
+def with_tables(cache, tables):
+    group = dataclasses.replace(cache.metadata.groups[0], block_tables=tables)
+    metadata = dataclasses.replace(cache.metadata, groups=(group,))
+    return cache.with_metadata(metadata)
+
+
+@pytest.mark.parametrize("name", ["sinks, soft cap, grouped", *further(FURTHER)])
+@pytest.mark.one_end
+def test_attention_finds_what_it_finds_without(name):
+    """And reads what is shared by one table: others may hold anything there."""
+    case = CASES[name]
+    cache, batch, queries = make_branches(case)
+    found = batch.plan[0]["xla"]
+    tables = np.array(cache.metadata.groups[0].block_tables)
+    lasts = (np.asarray(batch.context_lengths) - 1) // BLOCK_SIZE
+    rows = [
+        tables[seq_id, :last].tolist()
+        for seq_id, last in zip(np.asarray(batch.seq_ids), lasts, strict=True)
+    ]
+    # Nine have ten blocks in common, five of them five more.
+    assert check_prefixes(found, rows, 3) == 8 * 10 + 4 * 5
+    output, lse = attend(cache, batch, queries, case)
+    expected, expected_lse = attend(cache, without_plan(batch), queries, case)
+    assert np.abs(expected).max() > 0.1
+    np.testing.assert_allclose(output, expected, atol=1e-6)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6)
+    plain = attend(cache, batch, queries, case, implementation="reference")[0]
+    assert_close(output, plain)
+
+    order, common = np.asarray(found.order), np.asarray(found.common)
+    seq_ids = np.asarray(batch.seq_ids)[order]
+    for seq_id, count in zip(seq_ids, common, strict=True):
+        tables[seq_id, :count] = 2**20
+    broken = with_tables(cache, tables)
+    for one, other in zip(
+        attend(broken, batch, queries, case), (output, lse), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.one_end
+def test_where_nothing_is_shared_bits_are_as_without():
+    """In the same program: a step of ten texts, of which two are alive."""
+    case = CASES["sinks, soft cap, grouped"]
+    cache, batch, queries = make_branches(case)
+    alone = np.asarray(batch.plan[0]["xla"].common) == 0
+    seq_ids = np.asarray(batch.seq_ids)[np.asarray(batch.plan[0]["xla"].order)[alone]]
+    assert len(seq_ids) == 2
+    seq_ids = np.concatenate([seq_ids, np.full(ROWS - 2, jkv.NO_SEQUENCE)])
+    cache, batch = jkv.append(cache, seq_ids)
+    assert not np.any(batch.plan[0]["xla"].common)
+    found = attend(cache, batch, queries, case)
+    expected = attend(cache, without_plan(batch), queries, case)
+    assert np.abs(expected[0]).max() > 0.1
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.one_end
+def test_the_derivative_is_as_without():
+    case = CASES["sinks, soft cap, grouped"]
+    cache, batch, queries = make_branches(case)
+
+    def differentiate(batch):
+        def weigh(queries):
+            output, lse = attend(cache, batch, queries, case)
+            return (output * np.sin(np.arange(ROWS))[:, None, None]).sum() + lse.sum()
+
+        return jax.grad(weigh)(queries)
+
+    gradient = differentiate(batch)
+    assert np.abs(gradient).max() > 0.01
+    np.testing.assert_allclose(gradient, differentiate(without_plan(batch)), atol=1e-6)
+
+
+@pytest.mark.one_end
+def test_steps_for_which_nothing_is_planned():
+    """Where rows may not go together, or columns go side by side anyway."""
+    case = CASES["plain"]
+    cache, batch, _ = make_branches(case)
+    assert batch.plan is not None
+    texts = batch.seq_ids
+    assert jkv.append(cache, texts[:2])[1].plan is None
+    config = make_config(case)
+    for changes in (dict(max_context_length=64), dict(sliding_window=16)):
+        other = jkv.init(dataclasses.replace(config, **changes))
+        assert jkv.append(other, texts)[1].plan is None

@@ -1,0 +1,165 @@
+"""Cached blocks that leave an engine's pool for a store, and come back."""
+
+import numpy as np
+import pytest
+from support.folding_model import MODELS, VOCABULARY, make_config
+from support.small_engines import WIDTH, draw_request, make_engine
+from support.versioned_model import make_engine as make_versioned
+from support.versioned_model import weights
+
+import jkv
+from jkv.decoding import FinishReason
+from jkv.serving import Engine
+
+pytestmark = pytest.mark.one_end
+PROMPTS = np.random.default_rng(5).integers(0, 29, (12, WIDTH)).tolist()
+FREE_BLOCKS = 16  # the prompts alone have 24 full ones
+
+
+def play(engine, prompts=PROMPTS, rounds=3):
+    """Texts that come again when the pool has lost them."""
+    results = []
+    for _ in range(rounds):
+        for first in range(0, len(prompts), 3):
+            found = engine.generate(prompts[first : first + 3], max_new_tokens=4)
+            results += [each.tokens for each in found]
+    return results
+
+
+def test_what_the_pool_loses_is_found_again():
+    expected = play(make_engine(free_blocks=FREE_BLOCKS))
+    store = jkv.BlockStore(2**20)
+    engine = make_engine(free_blocks=FREE_BLOCKS, store=store, store_share=0.9)
+    assert play(engine) == expected
+    stats = engine.stats()
+    assert stats.spilled_blocks >= stats.restored_blocks
+    assert stats.cached_tokens == stats.restored_tokens
+    assert stats.prompt_tokens + stats.cached_tokens == len(expected) * WIDTH
+    # All but the first time each prompt is known but for its last tokens.
+    assert stats.cached_tokens == 2 * len(PROMPTS) * (WIDTH // 4 * 4)
+    assert stats.store_bytes == store.nbytes > 0 and stats.store_folder_bytes == 0
+    assert stats.copy_seconds_per_token > 0
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_requests_are_answered_as_without_a_store(seed):
+    """Some are cancelled, some are late; whoever is not is answered as ever."""
+    results = []
+    for store in (None, jkv.BlockStore(3000)):
+        rng, ended = np.random.default_rng(seed), {}
+        engine = make_engine(free_blocks=20, store=store, store_share=0.6)
+        numbers = []
+        for trip in range(60):
+            asked = draw_request(rng)
+            if trip % 7 == 3:
+                asked["timeout"] = 1e-9
+            numbers.append(engine.submit(**asked))
+            if trip % 5 == 4:
+                engine.cancel(numbers[int(rng.integers(len(numbers)))])
+            engine.step()
+        while not engine.is_idle:
+            engine.step()
+        for number in numbers:
+            for found in engine.results(number):
+                if found.reason not in (FinishReason.CANCELLED, FinishReason.DEADLINE):
+                    ended[number, found.sample] = found.tokens, found.reason
+        results.append(ended)
+        assert int(jkv.num_free_blocks(engine.cache)) == 20
+    without, beside = results
+    assert len(without) > 30
+    common = without.keys() & beside.keys()
+    assert len(common) > 30
+    assert all(without[key] == beside[key] for key in common)
+    assert engine.stats().restored_tokens > 0
+
+
+def test_a_later_engine_finds_what_an_earlier_one_left_in_a_folder(tmp_path):
+    def make():
+        store = jkv.BlockStore(
+            2**12, folder=tmp_path, max_folder_bytes=2**20, version="a"
+        )
+        return store, make_engine(free_blocks=FREE_BLOCKS, store=store, store_share=0.9)
+
+    store, first = make()
+    expected = play(first, rounds=1)
+    store.save()
+    store, second = make()
+    assert play(second, rounds=1) == expected
+    assert second.stats().restored_tokens > 0
+    assert second.stats().store_folder_bytes > 0
+    with pytest.raises(ValueError, match="of version 'a', and this store has 'b'"):
+        jkv.BlockStore(0, folder=tmp_path, max_folder_bytes=9, version="b")
+
+
+def test_other_weights_empty_the_store():
+    store = jkv.BlockStore(2**20)
+    engine = make_versioned(store=store, store_share=1.0)
+    prompt = list(range(9))
+    engine.generate([prompt, prompt[::-1]])
+    engine.generate([[1]])
+    assert store.num_blocks > 0
+    engine.update_params(weights(1))
+    assert store.num_blocks == 0 and store.find(prompt) is None
+    engine.generate([prompt])
+    assert engine.stats().restored_blocks == 0
+
+
+@pytest.mark.parametrize("kind", ["keys", "keys+state", "state"])
+def test_states_come_back_with_their_blocks(kind):
+    config = make_config(kind, num_snapshots=3, every=4, num_blocks=14)
+    model = MODELS[kind]
+    prompts = np.random.default_rng(3).integers(0, VOCABULARY, (6, 13)).tolist()
+    results = []
+    for store in (None, jkv.BlockStore(2**22)):
+        engine = Engine(
+            model,
+            None,
+            jkv.init(config),
+            max_running=2,
+            max_new_tokens=3,
+            row_counts=(8,),
+            store=store,
+            store_share=0.9,
+            checks=True,
+        )
+        results.append([r.tokens for _ in "12" for r in engine.generate(prompts)])
+    assert results[0] == results[1]
+    assert engine.stats().restored_tokens > 0
+
+
+def test_what_cannot_be_stored_is_refused():
+    store = jkv.BlockStore(2**20)
+    with pytest.raises(ValueError, match="no prefix index"):
+        plain = jkv.CacheConfig(
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=8,
+            num_blocks=8,
+            max_sequences=8,
+            max_context_length=64,
+        )
+        make_engine(cache=jkv.init(plain), store=store)
+    with pytest.raises(ValueError, match="store_share must be above 0"):
+        make_engine(store=store, store_share=0.0)
+    with pytest.raises(ValueError, match="have a window"):
+        Engine(
+            MODELS["window"],
+            None,
+            jkv.init(make_config("window")),
+            max_running=2,
+            max_new_tokens=3,
+            store=store,
+        )
+    make_engine(store=store)
+    wider = jkv.CacheConfig(
+        num_layers=2,
+        num_kv_heads=1,
+        head_dim=8,
+        num_blocks=8,
+        block_size=4,
+        max_sequences=8,
+        max_context_length=64,
+        prefix_caching=True,
+    )
+    with pytest.raises(ValueError, match="blocks of another layout"):
+        make_engine(cache=jkv.init(wider), store=store)

@@ -1,0 +1,272 @@
+"""Cached blocks by text: in memory and in a folder, whatever happens to its files."""
+
+import errno
+import functools
+import os
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+from support.folding_model import make_config
+from support.small_caches import allocate, append, free, small_cache, write_tokens
+
+import jkv
+from jkv.tiers import folder as folders
+from jkv.tiers import store as stores
+
+pytestmark = pytest.mark.one_end
+T = 4
+
+
+@functools.cache
+def spilled_of(texts, salt=0):
+    """What is spilled of texts whose blocks hold their tokens."""
+    cache = small_cache(num_blocks=24, prefix_caching=True)
+    for text in texts:
+        cache, opened = allocate(cache, 0, tokens=[list(text)], salts=salt)
+        seq_id, start = int(opened.seq_ids[0]), int(opened.num_cached[0])
+        rest = list(text[start:])
+        cache, step = append(cache, seq_id, len(rest), tokens=rest)
+        cache = write_tokens(cache, step, rest)
+        cache, _ = free(cache, seq_id)
+    return jkv.spill(cache, 24)[1]
+
+
+def draw_texts(rng):
+    """Texts of few tokens, which often begin alike."""
+    return tuple(
+        tuple(rng.integers(2, size=rng.integers(1, 14)).tolist()) for _ in range(3)
+    )
+
+
+def columns_of(spilled):
+    """The keys of each column that is held, by its text."""
+    found = {}
+    (group,) = spilled.groups
+    keys = [
+        np.asarray(piece[:, i])
+        for piece in group.storage["key_pool"]
+        for i in range(piece.shape[1])
+    ]
+    for node, key in zip(group.nodes.tolist(), keys, strict=True):
+        text, at = [], node
+        while at >= 0:
+            text = [*spilled.tokens[at].tolist(), *text]
+            at = int(spilled.parents[at])
+        found[int(spilled.salts[node]), tuple(text)] = key
+    return found
+
+
+def find_columns(store, prompt, salt):
+    found = store.find(list(prompt), salt)
+    return {} if found is None else columns_of(found)
+
+
+def expect(model, prompt, salt):
+    ends = range(T, len(prompt), T)
+    texts = [(salt, tuple(prompt[:end])) for end in ends]
+    return {text: model[text] for text in texts if text in model}
+
+
+@pytest.mark.parametrize("where", ["memory", "folder", "both"])
+def test_what_was_put_is_found_to_the_bit(where, tmp_path):
+    """A dictionary of texts says what there is; the folder has what memory has not."""
+    max_bytes = {"memory": 2**30, "folder": 0, "both": 2000}[where]
+    in_folder = dict(folder=tmp_path, max_folder_bytes=2**30)
+    store = jkv.BlockStore(max_bytes, **({} if where == "memory" else in_folder))
+    rng, model, num_found = np.random.default_rng(7), {}, 0
+    for trip in range(25):
+        salt = int(rng.integers(2))
+        spilled = spilled_of(draw_texts(rng), salt)
+        model = columns_of(spilled) | model
+        store.put(spilled)
+        assert store.nbytes <= max_bytes
+        if trip % 5 == 4 and where != "memory":  # another process
+            store.save()
+            store = jkv.BlockStore(max_bytes, **in_folder)
+        for prompt in draw_texts(rng):
+            expected = expect(model, prompt, salt)
+            found = find_columns(store, prompt, salt)
+            assert found.keys() == expected.keys()
+            for text, key in found.items():
+                np.testing.assert_array_equal(key, expected[text])
+            held = [len(text) for _, text in expected]
+            assert store.count(list(prompt), salt) == max(held, default=0)
+            num_found += len(found)
+    assert num_found > 20
+    store.clear()
+    assert store.nbytes == store.num_blocks == store.folder_bytes == 0
+
+
+def test_the_longest_unused_goes_first_and_children_before_parents():
+    first, second = (tuple([n] * 9) for n in (1, 2))
+    store = jkv.BlockStore(2**20)
+    store.put(spilled_of((first,)))
+    store.put(spilled_of((second,)))
+    size = store.nbytes // 4
+    store.max_bytes = 3 * size
+    assert len(find_columns(store, first, 0)) == 2  # used: the other's last goes
+    assert [len(t) for _, t in find_columns(store, second, 0)] == [4]
+    store.max_bytes = size
+    store.put(spilled_of((first,)))
+    assert [len(t) for _, t in find_columns(store, first, 0)] == [4]
+    assert repr(store).startswith("BlockStore(1 blocks, ")
+
+
+def test_a_prompt_whose_beginning_the_cache_has_brings_only_the_rest():
+    text = tuple(range(13))
+    store = jkv.BlockStore(2**20)
+    store.put(spilled_of((text,)))
+    found = store.find(list(text), skip=8)
+    assert found.num_blocks == 1 and len(found.parents) == 3
+
+
+DAMAGES = {
+    "cut": lambda data: data[: len(data) // 2],
+    "empty": lambda _: b"",
+    "flipped": lambda data: data[:-9] + bytes([data[-9] ^ 64]) + data[-8:],
+    "foreign": lambda _: b"x" * 100,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_skipped_and_named(damage, tmp_path):
+    text = tuple(range(13))
+    store = jkv.BlockStore(0, folder=tmp_path, max_folder_bytes=2**20)
+    store.put(spilled_of((text,)))
+    store.flush()
+    paths = sorted(tmp_path.glob("*.safetensors"))
+    assert len(paths) == 3
+    sizes = {path: len(find_columns(store, text, 0)) for path in paths}
+    assert {*sizes.values()} == {3}
+    paths[0].write_bytes(DAMAGES[damage](paths[0].read_bytes()))
+    store = jkv.BlockStore(0, folder=tmp_path, max_folder_bytes=2**20)
+    with pytest.warns(RuntimeWarning, match=f"skipped: .*{paths[0].name}"):
+        assert len(find_columns(store, text, 0)) == 2
+    assert len(find_columns(store, text, 0)) == 2  # said once
+
+
+def test_a_digest_only_proposes(tmp_path, monkeypatch):
+    """A file of another text is never found, whatever its name."""
+    monkeypatch.setattr(stores, "next_digest", lambda digest, _: digest)
+    store = jkv.BlockStore(0, folder=tmp_path, max_folder_bytes=2**20)
+    store.put(spilled_of(((1, 1, 1, 1, 1),)))
+    store.flush()
+    with pytest.warns(RuntimeWarning, match="holds another text"):
+        assert store.find([2, 2, 2, 2, 2]) is None
+
+
+def test_a_full_disk_is_a_warning_and_a_smaller_store(tmp_path, monkeypatch):
+    store = jkv.BlockStore(0, folder=tmp_path, max_folder_bytes=2**20)
+    store.put(spilled_of(((1,) * 5,)))
+    store.flush()
+    before = store.folder_bytes
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folders, "write_file", fail)
+        with pytest.warns(RuntimeWarning, match="takes no more"):
+            store.put(spilled_of(((2,) * 5,)))
+            store.flush()
+    assert store.find([1] * 5) is not None and store.find([2] * 5) is None
+    store.put(spilled_of(((3,) * 5,)))  # in the room of the first
+    store.flush()
+    assert 0 < store.folder_bytes <= before
+    assert store.find([3] * 5) is not None
+
+
+def test_a_folder_takes_no_more_than_it_may(tmp_path, monkeypatch):
+    monkeypatch.setattr(folders, "SCAN_SECONDS", 0.0)
+    one = jkv.BlockStore(0, folder=tmp_path / "one", max_folder_bytes=2**20)
+    one.put(spilled_of(((0,) * 5,)))
+    one.flush()
+    size = one.folder_bytes
+    store = jkv.BlockStore(0, folder=tmp_path / "all", max_folder_bytes=3 * size)
+    other = jkv.BlockStore(0, folder=tmp_path / "all", max_folder_bytes=3 * size)
+    for n in range(8):  # two processes write in turn
+        each = (store, other)[n % 2]
+        each.put(spilled_of(((n,) * 5,)))
+        each.flush()
+        files = [*(tmp_path / "all").glob("*.safetensors")]
+        assert sum(path.stat().st_size for path in files) <= 3 * size
+    assert store.find([7] * 5) is not None and store.find([0] * 5) is None
+    with pytest.raises(ValueError, match="needs max_folder_bytes="):
+        jkv.BlockStore(0, folder=tmp_path)
+
+
+KILLED = """
+import os, random, signal, sys, time
+import numpy as np
+from jkv.tiers.folder import Folder, next_digest
+from jkv.tiers.held import Held
+folder, seed = sys.argv[1], int(sys.argv[2])
+random.seed(seed)
+said = {"salt": 0, "version": "", "layout": [4]}
+for trip in range(100):
+    child = os.fork()
+    if child == 0:
+        files = Folder(folder, 2**30)
+        for n in range(1000):
+            text = np.array([trip, n, 0, 0], np.int32)
+            block = {"key_pool": np.full((2, 64), n, np.float32)}
+            files._write(next_digest(b"", text).hex(), text, Held({0: block}), said)
+        os._exit(0)
+    time.sleep(random.uniform(0.001, 0.02))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+files, num = Folder(folder, 2**30), 0
+for trip in range(100):
+    for n in range(1000):
+        text = np.array([trip, n, 0, 0], np.int32)
+        held = files.find(next_digest(b"", text), text, said)
+        if held is None:
+            break
+        assert (held.blocks[0]["key_pool"] == n).all()
+        num += 1
+print(num, len(files._damaged))
+"""
+
+
+def test_a_process_that_is_killed_leaves_whole_files(tmp_path):
+    """A hundred times, at any moment: what lies there is whole."""
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(KILLED), tmp_path, "1"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    num_found, num_damaged = map(int, ran.stdout.split())
+    names = [path.name for path in tmp_path.iterdir()]
+    whole = [name for name in names if name.endswith(".safetensors")]
+    assert num_found == len(whole) > 20 and num_damaged == 0
+    left = len(names) - len(whole)
+    assert left <= 100  # of other names, which nobody reads
+    for path in tmp_path.glob(".*.tmp"):
+        os.utime(path, (0, 0))
+    jkv.BlockStore(0, folder=tmp_path, max_folder_bytes=2**30)
+    assert not [*tmp_path.glob(".*.tmp")]
+
+
+def test_what_does_not_fit_is_refused_by_name(tmp_path):
+    spilled = spilled_of(((1,) * 9,))
+    wider = small_cache(num_blocks=24, prefix_caching=True, head_dim=16)
+    with pytest.raises(ValueError, match="arrays is .*, in this cache"):
+        jkv.restore(wider, spilled)
+    states = jkv.init(make_config("keys+state"))
+    with pytest.raises(ValueError, match="groups with a state: 0, in this cache 1"):
+        jkv.restore(states, spilled)
+    store = jkv.BlockStore(2**20, folder=tmp_path, max_folder_bytes=2**20)
+    store.put(spilled)
+    with pytest.raises(ValueError, match="blocks of another layout"):
+        store.put(jkv.spill(states, 1)[1])
+    (tmp_path / "layout.json").write_text("{")
+    with pytest.raises(ValueError, match=r"layout\.json is damaged"):
+        jkv.BlockStore(0, folder=tmp_path, max_folder_bytes=9)
+    with pytest.raises(ValueError, match="max_bytes must not be negative"):
+        jkv.BlockStore(-1)
+    with pytest.raises(ValueError, match="no prefix index"):
+        jkv.spill(small_cache(), 1)

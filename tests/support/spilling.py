@@ -1,0 +1,74 @@
+"""The game of random operations in which cached blocks go to the host and come back."""
+
+import pickle
+
+import jkv
+from jkv.tiers.restoring import text_of
+from support.random_reuse import ReuseGame
+from support.random_states import StateGame
+
+
+def texts_of(spilled):
+    """The domain and all tokens of each column of what was spilled, in order."""
+    return [
+        (int(spilled.salts[node]), tuple(text_of(spilled, node).tolist()))
+        for node in range(len(spilled.parents))
+    ]
+
+
+class Spilling:
+    """What a game plays beside: a host that keeps what the pool is about to lose."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.kept = []  # what was spilled, and what the oracle says of it
+        self.num_restored = 0
+
+    def play_spill(self):
+        num_blocks = int(self.rng.integers(-1, 9))
+        expected = self.oracle.spill(num_blocks)
+        self.cache, spilled = jkv.spill(self.cache, num_blocks)
+        self.compare_spilled(spilled, *expected)
+        if self.rng.random() < 0.3:
+            spilled = pickle.loads(pickle.dumps(spilled))
+        self.kept = [*self.kept[-5:], (spilled, *expected)]
+
+    def compare_spilled(self, spilled, blocks, places):
+        texts, found = texts_of(spilled), {}
+        assert len(set(texts)) == len(texts)
+        for g, group in enumerate(spilled.groups):
+            for node in group.nodes.tolist():
+                found.setdefault(texts[node], set()).add(g)
+        assert found == blocks
+        nodes = [] if spilled.snapshots is None else spilled.snapshots.nodes.tolist()
+        assert {texts[node] for node in nodes} == {*places}
+
+    def play_restore(self):
+        if not self.kept:
+            return
+        spilled, blocks, places = self.kept[int(self.rng.integers(len(self.kept)))]
+        texts = texts_of(spilled)
+        nodes = [] if spilled.snapshots is None else spilled.snapshots.nodes.tolist()
+        expected = self.oracle.restore(
+            texts, blocks, places, [texts[node] for node in nodes]
+        )
+        donate = bool(self.rng.integers(2)) and self.donate
+        self.cache, num_restored = jkv.restore(self.cache, spilled, donate=donate)
+        assert num_restored == expected
+        self.num_restored += num_restored
+
+    def plays(self):
+        return [
+            *super().plays(),
+            (self.play_spill, 10),
+            (self.play_restore, 20),
+            (self.play_free, 8),
+        ]
+
+
+class SpillGame(Spilling, ReuseGame):
+    """A game of prompts."""
+
+
+class StateSpillGame(Spilling, StateGame):
+    """A game of prompts and states."""
