@@ -28,6 +28,7 @@ LayerGroups: TypeAlias = int | tuple[int, ...]
 
 # Fields in which all groups of a model agree, and all of its groups with a state.
 SHARED = ("max_sequences", "max_context_length", "block_size")
+KINDS: tuple[type, ...] = (CacheConfig, StateConfig)  # what a group may be
 OF_STATES = ("num_snapshots", "snapshot_every", "max_pending")
 
 
@@ -103,7 +104,7 @@ class GroupedConfig:
     def _check_kinds(self) -> None:
         """Reject what is no group."""
         for group in self.groups:
-            if not isinstance(group, CacheConfig | StateConfig):
+            if not isinstance(group, KINDS):
                 raise ValueError(
                     f"groups must be jkv.CacheConfig or jkv.StateConfig, got "
                     f"{type(group).__name__}"
