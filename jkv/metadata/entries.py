@@ -50,12 +50,7 @@ class Chunk(NamedTuple):
 
 
 def find_chunk(counts: jax.Array, width: int) -> Chunk:
-    """Find the first entries of all requests.
-
-    Args:
-      counts: i32[B], entries of each request.
-      width: P, static.
-    """
+    """Find the first P entries of all requests, which have i32[B] of them."""
     ends = running_sum(counts)
     starts = ends - counts
     owner = find_owners(starts, 0, width)
@@ -103,12 +98,9 @@ def for_each_entry(
 def for_each_of(
     mask: jax.Array, trip: Callable[[jax.Array, Carry], Carry], carry: Carry
 ) -> Carry:
-    """Call `trip(request, carry)` for each request of a mask, bool[B], in order.
+    """Call `trip(request i32[1], carry)` for each request of a mask, bool[B], in order.
 
-    Args:
-      mask: which requests; a call without any makes no trip.
-      trip: takes the request's number, i32[1], and the carry.
-      carry: what trips change.
+    A call without any makes no trip.
     """
     return for_each_entry(
         mask.astype(jnp.int32),

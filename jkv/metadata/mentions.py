@@ -15,11 +15,9 @@ MOST_COMPARED = 64
 
 
 def is_first(ids: jax.Array, size: int) -> jax.Array:
-    """Return whether no earlier lane names the same id, bool[P].
+    """Return whether no earlier lane names the same id of `size`, i32[P], bool[P].
 
-    Args:
-      ids: i32[P], not negative; what is `size` or above counts as named once.
-      size: how many ids there are.
+    None is negative; what is `size` or above counts as named once.
     """
     num_lanes = ids.shape[0]
     if num_lanes <= MOST_COMPARED:

@@ -84,11 +84,7 @@ def stage(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def running_sum(counts: jax.Array) -> jax.Array:
-    """Return the sum of the counts up to and with each one, i32[P], as `cumsum` does.
-
-    Args:
-      counts: i32[P].
-    """
+    """Return the sum of counts, i32[P], up to and with each one, as `cumsum` does."""
     size = counts.shape[0]
     if size <= _TILE:
         earlier = np.triu(np.ones((size, size), bool))
