@@ -23,12 +23,9 @@ ENTRIES_PER_TRIP = 512
 
 
 def find_owners(starts: jax.Array, first: jax.Array | int, width: int) -> jax.Array:
-    """Return the last of B ranges that starts at or before each index, i32[P].
+    """Return the last of B ranges that starts at or before each of P indices, i32[P].
 
-    Args:
-      starts: i32[B], ascending from 0 on.
-      first: i32[], the first of the indices, which follow each other.
-      width: P, static.
+    The starts, i32[B], ascend from 0 on; the indices follow each other from the first.
     """
     if starts.shape[0] <= MOST_COMPARED:
         index = first + jnp.arange(width, dtype=jnp.int32)

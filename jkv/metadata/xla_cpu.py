@@ -120,9 +120,7 @@ def written_after(was_read: jax.Array, index: jax.Array, nothing: int) -> jax.Ar
 def unknown(number: jax.Array, lengths: jax.Array) -> jax.Array:
     """Return a number, i32[], that XLA on CPU does not know; elsewhere as it is.
 
-    Args:
-      number: i32[], which may be a constant.
-      lengths: i32[B], none below 0, which is not.
+    It may be a constant; lengths, i32[B], none below 0, are not.
     """
     if lengths.shape[0] == 0:
         return number

@@ -72,10 +72,7 @@ def write_value(path: Path, value: Cache | Swapped) -> None:
 
 
 def read_value(path: Path, kinds: fields.Kinds) -> Cache | Swapped:
-    """Return what a file holds, its arrays mapped from the file.
-
-    Args:
-      kinds: what may stand where a field of a cache has a face.
+    """Return what a file holds, its arrays mapped from the file; kinds as for `build`.
 
     Raises:
       FileError: if the file is not one that `write_value` wrote.
