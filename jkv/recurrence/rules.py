@@ -48,7 +48,7 @@ def trace_output(rule: Rule, state: Arrays, inputs: Arrays) -> Any:
 
 
 def take_rows(inputs: Arrays, rows: jax.Array, valid: jax.Array) -> Arrays:
-    """Return the inputs, [R, ...], of rows, i32[*shape], zeros where not bool[*shape]."""
+    """Return the inputs, [R, ...], of rows, [*shape], zeros where none is valid."""
 
     def take(array: jax.Array) -> jax.Array:
         index = jnp.where(valid, rows, array.shape[0])
