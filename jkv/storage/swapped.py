@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -89,57 +89,33 @@ def copy_out(cache: Cache, seq_ids: Integers) -> Swapped:
       InvalidSequence: for an id that is not open or is named twice.
     """
     (seq_ids,) = requests.broadcast(seq_ids=seq_ids)
-    rows = jax.device_get(_look_up(cache.metadata, seq_ids))
-    raise_for_status(rows.status, cache)
+    found = jax.device_get(_look_up(cache.metadata, seq_ids))
+    raise_for_status(found.pop("status"), cache)
     named = np.asarray(seq_ids) != NO_SEQUENCE
-    rows = jax.tree.map(lambda array: array[named], rows)
+    found = jax.tree.map(lambda array: array[named], found)
     groups: dict[int, Luggage] = {}
-    for part, left in zip(cache.metadata.parts, rows.of_parts, strict=True):
-        groups |= part.fetch(cache, rows.seq_ids, rows.context_lengths, left)
-    return Swapped(
-        seq_ids=np.asarray(seq_ids)[named],
-        context_lengths=rows.context_lengths,
-        num_uses=rows.num_uses,
-        committed=rows.committed,
-        salts=rows.salts,
-        groups=tuple(groups[number] for number in sorted(groups)),
-        block_size=cache.block_size,
-        num_pending=rows.num_pending,
-    )
-
-
-class _Found(NamedTuple):
-    """What the metadata says of the sequences asked for, one row each."""
-
-    status: Any  # i32[B]
-    context_lengths: Any  # i32[B]
-    num_uses: Any  # u32[B]
-    committed: Any  # i32[B] or None
-    salts: Any  # i32[B] or None
-    of_parts: tuple[Any, ...]  # what each needs of the metadata
-    seq_ids: Any  # i32[B]
-    num_pending: Any  # i32[B] or None
+    for part, left in zip(cache.metadata.parts, found.pop("of_parts"), strict=True):
+        groups |= part.fetch(cache, found["seq_ids"], found["context_lengths"], left)
+    in_order = tuple(groups[number] for number in sorted(groups))
+    return Swapped(**found, groups=in_order, block_size=cache.block_size)
 
 
 @jax.jit
-def _look_up(metadata: Metadata, seq_ids: jax.Array) -> _Found:
+def _look_up(metadata: Metadata, seq_ids: jax.Array) -> dict[str, Any]:
+    """Return what the metadata says of sequences: fields of `Swapped`, and the rest."""
     closable = requests.is_live_once(metadata, seq_ids)
     padding = requests.is_padding(seq_ids)
     sequences = metadata.sequences
     committed, salts = metadata.index.leave(seq_ids) or (None, None)
-
-    def rows(array: jax.Array) -> jax.Array:
-        return array.at[seq_ids].get(mode="clip")
-
-    return _Found(
-        requests.find_status(padding, [(Status.INVALID_SEQUENCE, ~closable)]),
-        rows(sequences.context_lengths),
-        rows(sequences.num_uses),
-        committed,
-        salts,
-        tuple(part.leave(metadata, seq_ids) for part in metadata.parts),
-        seq_ids,
-        sequences.pending_of(seq_ids) if metadata.has_states else None,
+    return dict(
+        status=requests.find_status(padding, [(Status.INVALID_SEQUENCE, ~closable)]),
+        of_parts=tuple(part.leave(metadata, seq_ids) for part in metadata.parts),
+        seq_ids=seq_ids,
+        context_lengths=sequences.context_lengths.at[seq_ids].get(mode="clip"),
+        num_uses=sequences.num_uses.at[seq_ids].get(mode="clip"),
+        committed=committed,
+        salts=salts,
+        num_pending=sequences.pending_of(seq_ids) if metadata.has_states else None,
     )
 
 
