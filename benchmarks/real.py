@@ -230,6 +230,7 @@ def _row(
                 kind: statistics.median(each[f"{kind}, {clock}"] for each in rates)
                 for kind in ("bytes", "operations")
             }
+            row[f"rates, {clock}"] = reached
             row[f"floor, {clock}"] = sizes.floor(case, peer, reached)
             row[f"{clock} by floor"] = row[clock] / row[f"floor, {clock}"]
     return row
