@@ -67,6 +67,7 @@ ALLOWED: dict[str, set[str]] = {
     "inspection": {"config", "prefixes", "state", "status"},
     "tiers": {
         "blocks",
+        "config",
         "metadata",
         "prefixes",
         "sharding",
@@ -126,6 +127,7 @@ ALLOWED: dict[str, set[str]] = {
         "xla_flags",
     },
     "serving": {
+        "blocks",
         "commands",
         "decoding",
         "inspection",
