@@ -344,3 +344,5 @@ class BlockStore:
         while node.parent is not None and node.held is None and not node.children:
             node.parent.children.pop(node.tokens.tobytes(), None)
             node = node.parent
+        if node.parent is None and not node.children:
+            self._roots.pop(node.salt, None)
