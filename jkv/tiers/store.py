@@ -235,6 +235,8 @@ class BlockStore:
                 break
             node = self._child(node, column)
             path.append(node)
+        if not path:
+            self._prune(node)
         return path
 
     def _has(self, node: _Node) -> bool:
