@@ -34,7 +34,7 @@ import jkv
 RESULTS = pathlib.Path(__file__).parent / "results" / "retention.json"
 SHARES = (0.01, 0.03, 0.1, 0.3)  # pools, of all columns that a trace has
 STORES = (0, 2, 10)  # of the pool
-SPILLED = 256  # blocks at a time
+SPILLED = 32  # blocks at a time
 
 Trace = list[list[int]]  # the columns of each prompt
 
@@ -141,15 +141,12 @@ class Player:
 
     def _restore(self, prompt: Sequence[int], row: np.ndarray) -> None:
         assert self.store is not None
-        known = int(match(self.cache, row)[0])
-        found = self.store.find(prompt, skip=known)
-        needed = len(prompt) + (0 if found is None else found.num_blocks)
-        while self.blank < min(needed, self.cache.metadata.groups[0].num_blocks):
+        while self.blank < len(prompt):
             self.cache, spilled = jkv.spill(self.cache, SPILLED)
-            if spilled.num_blocks == 0:
-                break
             self.store.put(spilled)
             self.blank += spilled.num_blocks
+        known = int(match(self.cache, row)[0])
+        found = self.store.find(prompt, skip=known)
         if found is not None:
             self.cache, num = jkv.restore(self.cache, found, donate=True)
             self.blank -= num

@@ -39,9 +39,14 @@ class SharedPrefixes(NamedTuple):
     sizes: jax.Array  # i32[B], places of its run, itself counted
 
 
-@functools.partial(jax.jit, static_argnames=("block_size", "fewest"))
+@functools.partial(jax.jit, static_argnames=("block_size", "fewest", "has_branches"))
 def find_shared_prefixes(
-    requests: Requests, reference_counts: jax.Array, *, block_size: int, fewest: int
+    requests: Requests,
+    reference_counts: jax.Array,
+    *,
+    block_size: int,
+    fewest: int = 2,
+    has_branches: bool = True,
 ) -> SharedPrefixes:
     """Return who shares what; the last block of a context is not looked at.
 
@@ -50,10 +55,16 @@ def find_shared_prefixes(
       reference_counts: i32[N], how many rows of the tables have each block.
       block_size: T.
       fewest: requests that must seem to share before anything is compared.
+      has_branches: whether what is not needed is left out, which costs more than it
+        saves where a host has to look.
     """
+    if not has_branches:
+        return _search(
+            requests, reference_counts, block_size=block_size, has_branches=False
+        )
     given = requests, reference_counts
     axes = varying_axes(given) if is_manual() else frozenset[str]()
-    search = functools.partial(_search, block_size=block_size)
+    search = functools.partial(_search, block_size=block_size, has_branches=True)
     may_share = _find_candidates(*given, block_size)[2]
     return lax.cond(
         jnp.sum(may_share, dtype=jnp.int32) >= fewest,
@@ -84,7 +95,7 @@ def _none(num_requests: int) -> SharedPrefixes:
 
 
 def _search(
-    requests: Requests, owners: jax.Array, *, block_size: int
+    requests: Requests, owners: jax.Array, *, block_size: int, has_branches: bool
 ) -> SharedPrefixes:
     tables = requests.block_tables
     row, first_block, may_share = _find_candidates(requests, owners, block_size)
@@ -94,7 +105,8 @@ def _search(
     keys = [jnp.where(may_share, first_block, owners.shape[0] + index)]
     keys += [_find_key(tables, owners, row, last, number) for number in _OWNERS]
     order = lax.sort((*keys, index), num_keys=len(keys))[-1]
-    common = _compare(tables, _read(row, order), _read(last, order))
+    width = min(_COLUMNS, tables.shape[1]) if has_branches else tables.shape[1]
+    common = _compare(tables, _read(row, order), _read(last, order), width)
     ends = (index[None] > index[:, None]) & (common[None] <= common[:, None])
     sizes = jnp.min(jnp.where(ends, index[None], row.shape[0]), axis=1) - index
     return SharedPrefixes(order, common, sizes)
@@ -121,13 +133,14 @@ def _find_key(
     return _read(tables, row, count - 1)
 
 
-def _compare(tables: jax.Array, row: jax.Array, last: jax.Array) -> jax.Array:
+def _compare(
+    tables: jax.Array, row: jax.Array, last: jax.Array, width: int
+) -> jax.Array:
     """Return how many leading blocks each place has as the one before, i32[B].
 
     Of those in front of the last block of either, the columns of a trip at a time.
     """
     most = jnp.minimum(last, jnp.roll(last, 1)).at[0].set(0)
-    width = min(_COLUMNS, tables.shape[1])
 
     def goes_on(carry: tuple[jax.Array, jax.Array]) -> jax.Array:
         column, common = carry
@@ -142,4 +155,6 @@ def _compare(tables: jax.Array, row: jax.Array, last: jax.Array) -> jax.Array:
         return start + width, jnp.where(common == start, same, common)
 
     start = jnp.int32(0), jnp.zeros_like(row)
+    if width == tables.shape[1]:
+        return compare(start)[1]
     return while_loop(goes_on, compare, start)[1]

@@ -11,6 +11,7 @@ from jkv.state import Cache
 from jkv.state.entry import takes_cache
 from jkv.tiers import entering
 from jkv.tiers.entering import Lanes
+from jkv.tiers.held import put_together
 from jkv.tiers.layout import Layout
 from jkv.tiers.snapshots import note_snapshots, put_snapshots
 from jkv.tiers.spilled import Spilled
@@ -199,3 +200,22 @@ def text_of(spilled: Spilled, node: int) -> np.ndarray:
         chain.append(node)
         node = int(spilled.parents[node])
     return spilled.tokens[chain[::-1]].reshape(-1)
+
+
+def warm_up(cache: Cache, most: int) -> Cache:
+    """Compile what restores so many blocks at most, by copying some to where they are.
+
+    The cache is donated.
+    """
+    layout = Layout.of(cache)
+    tokens = np.zeros((1, layout.block_size), np.int32)
+    bare = put_together(tokens, np.full(1, -1, np.int32), 0, {}, layout)
+    cache, _ = restore(cache, bare, donate=True)
+    for number in cache.metadata.block_numbers:
+        size = 1
+        while size <= min(most, cache.metadata.groups[number].num_blocks):
+            blocks = np.arange(size, dtype=np.int32)
+            held = contents.fetch(cache, number, blocks)
+            cache = contents.put(cache, number, blocks, held, donate=True)
+            size *= 2
+    return cache

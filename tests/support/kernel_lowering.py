@@ -14,7 +14,11 @@ from jkv.attention.call import Call, Requests
 from jkv.attention.derivative import Cotangents
 from jkv.attention.kernel.derivative import differentiate_kernel
 from jkv.attention.kernel.launches import attend_kernel
+from jkv.attention.kernel.lists import WorkLists
+from jkv.attention.kernel.variant import cut_rows
+from jkv.attention.kernel.work import list_position_work, size_position_work
 from jkv.attention.pools import Pools
+from jkv.attention.shared_prefixes import find_shared_prefixes
 from jkv.formats.bits import STORED_AS
 from jkv.formats.format import Formats
 from jkv.formats.table import FORMATS
@@ -100,15 +104,45 @@ def make_shapes(
     return shape(rows, kv_heads * group, head_dim, dtype=dtype), pools
 
 
-def lower_kernels(queries, pools, tuning, platform, *, by_position=False, **options):
+def lower_kernels(
+    queries,
+    pools,
+    tuning,
+    platform,
+    *,
+    by_position=False,
+    has_lanes=False,
+    **options,
+):
     """Lower a call of the kernel itself, with the options' shapes."""
     call = make_call(queries, pools, **options)
     call = dataclasses.replace(call, by_position=by_position)
 
     def attend(call):
+        if has_lanes:
+            call = dataclasses.replace(call, plans=plan_lanes(call, tuning))
         return attend_kernel(call, tuning=tuning, interpret=False)
 
     return lower(attend, (call,), platform)
+
+
+def plan_lanes(call, tuning):
+    """The list by position that a step plans in which requests may share blocks."""
+    sizes = size_position_work(
+        call.num_rows,
+        call.num_requests,
+        call.max_blocks * call.pools.block_size,
+        cut_rows(call.heads_per_kv, tuning.position_tile(None))[1],
+        piece_tokens=tuning.piece_tokens,
+        max_pieces=tuning.max_pieces,
+    )
+    counts = jnp.zeros(call.pools.keys.shape[1], jnp.int32)
+    size = call.pools.block_size
+    shared = find_shared_prefixes(
+        call.requests, counts, block_size=size, has_branches=False
+    )
+    listed = list_position_work(call.requests, sizes, part_size=size, shared=shared)
+    return {"pallas": WorkLists(decode=(), prefill=(), by_position=(listed,))}
 
 
 def lower_derivative(queries, pools, tuning, platform, **options):

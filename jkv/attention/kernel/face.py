@@ -113,8 +113,7 @@ class Triton(Backend):
         step: StepShape,
     ) -> lists.WorkLists | None:
         """List what the programs of a step read, where there is a card."""
-        del reference_counts
-        return plan_work(pools, requests, step)
+        return plan_work(pools, requests, reference_counts, step)
 
 
 def _why_no_backend(card: Card) -> str | None:

@@ -73,8 +73,10 @@ def _launch_by_position(
     )
     listed = lists_of(call).find_by_position(sizes)
     if listed is None:
-        parts = dict(num_parts=call.num_parts, part_size=call.pools.block_size)
-        listed = list_position_work(call.requests, sizes, **parts)
+        num_parts, part_size = call.num_parts, call.pools.block_size
+        listed = list_position_work(
+            call.requests, sizes, num_parts=num_parts, part_size=part_size
+        )
     variant = position_variant(
         call, tuning, sizes.piece_tokens, sizes.num_pieces, interpret=interpret
     )
@@ -152,6 +154,7 @@ def make_operands(call: Call, work: Work, variant: Variant) -> Operands:
         values = None if values is None else _view_words(values, variant)
     return Operands(
         work=work,
+        lanes=None,
         layer=call.layer[None],
         scale=call.scale[None],
         window=None if call.window is None else call.window[None],
@@ -193,7 +196,11 @@ def attend_pieces(
       num_places: of partial results; those of pieces that are not there are left as
         they are found.
     """
-    operands = make_operands(call, listed.work, variant)._replace(sinks=None)
+    lanes = None
+    if isinstance(listed, PositionWork) and call.window is None:
+        lanes = listed.lanes
+    operands = make_operands(call, listed.work, variant)
+    operands = operands._replace(sinks=None, lanes=lanes)
     shape = num_places, call.num_heads, variant.value_dim
     partial, partial_lse = backend.launch(
         name,

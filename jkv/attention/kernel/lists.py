@@ -29,6 +29,21 @@ class Work(NamedTuple):
     end: jax.Array  # i32[W], past the last one; at most `first` for nothing to do
 
 
+class Lanes(NamedTuple):
+    """Which rows stand in tiles, where those of several requests may share one.
+
+    For calls without a window; for others the tiles are as without.
+
+    Of requests of one row those whose tables begin alike go together through the pieces
+    that they have in common, in the tile of the first of them. Q rows of a tile.
+    """
+
+    row: jax.Array  # i32[W, Q], query row
+    position: jax.Array  # i32[W, Q], of the token that it stands for
+    first: jax.Array  # i32[W], the first piece that the tile is taken to
+    end: jax.Array  # i32[W, Q], past the last piece that it is taken to for the row
+
+
 class Pieces(NamedTuple):
     """Which entries of the decode list belong to which row."""
 
@@ -90,6 +105,7 @@ class PositionWork:
 
     work: Work  # of tiles: a program finds its piece of the range by itself
     pieces: Pieces  # row r has places r * num_pieces and the following ones
+    lanes: Lanes | None  # None: all rows of a tile are of one request
     sizes: PositionSizes = dataclasses.field(metadata={"static": True})
 
 
@@ -127,5 +143,5 @@ def lists_of(call: Call) -> WorkLists:
     return listed
 
 
-NODES = WorkLists, DecodeWork, PrefillWork, PositionWork, Work, Pieces
+NODES = WorkLists, DecodeWork, PrefillWork, PositionWork, Work, Pieces, Lanes
 SIZES = DecodeSizes, PrefillSizes, PositionSizes

@@ -14,7 +14,7 @@ from jax import lax
 from jkv.attention.kernel import backend
 from jkv.attention.kernel.conversion import BFLOAT16, FLOAT32, WORD, bitcast
 from jkv.attention.kernel.formats import KernelFormat
-from jkv.attention.kernel.lists import Work
+from jkv.attention.kernel.lists import Lanes, Work
 from jkv.attention.kernel.sections import Section, cut
 from jkv.attention.kernel.variant import Variant
 
@@ -26,6 +26,7 @@ class Operands(NamedTuple):
     """What the attention kernel reads. Refs inside it, arrays outside."""
 
     work: Work  # i32[W] each
+    lanes: Lanes | None
     layer: jax.Array  # i32[1]
     scale: jax.Array  # f32[1]
     window: jax.Array | None  # i32[1]

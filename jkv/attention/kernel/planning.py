@@ -41,6 +41,7 @@ from jkv.attention.kernel.work import (
     size_prefill_work,
 )
 from jkv.attention.pools import Pools
+from jkv.attention.shared_prefixes import find_shared_prefixes
 
 # Query heads of a kv head that models have, rounded up to powers of two; and those of
 # latent caches, whose only kv head serves all or, on a mesh, some of them.
@@ -55,7 +56,9 @@ class _Sizes(NamedTuple):
     by_position: tuple[PositionSizes, ...]
 
 
-def plan_work(pools: Pools, requests: Requests, step: StepShape) -> WorkLists | None:
+def plan_work(
+    pools: Pools, requests: Requests, reference_counts: jax.Array, step: StepShape
+) -> WorkLists | None:
     """List what the programs of a step read, for the card at hand.
 
     None where there is no card with a kernel, or there are no requests.
@@ -90,6 +93,7 @@ def plan_work(pools: Pools, requests: Requests, step: StepShape) -> WorkLists | 
             prefill.add(size_prefill_work(num_rows, num_requests, tile_rows))
     return _list_work(
         requests,
+        reference_counts,
         sizes=_Sizes(
             decode=tuple(sorted(decode)),
             prefill=tuple(sorted(prefill)),
@@ -100,7 +104,9 @@ def plan_work(pools: Pools, requests: Requests, step: StepShape) -> WorkLists | 
 
 
 @functools.partial(jax.jit, static_argnames=("sizes", "step"))
-def _list_work(asked: Requests, *, sizes: _Sizes, step: StepShape) -> WorkLists:
+def _list_work(
+    asked: Requests, reference_counts: jax.Array, *, sizes: _Sizes, step: StepShape
+) -> WorkLists:
     requests = make_requests(
         asked,
         num_rows=step.num_rows,
@@ -114,12 +120,21 @@ def _list_work(asked: Requests, *, sizes: _Sizes, step: StepShape) -> WorkLists:
         num_parts=step.num_parts,
         part_size=step.part_size,
     )
+    shared = None
+    if step.by_position and step.num_parts == 1 and step.window is None:
+        shared = find_shared_prefixes(
+            requests, reference_counts, block_size=step.part_size, has_branches=False
+        )
     return WorkLists(
         decode=tuple(map(list_decode, sizes.decode)),
         prefill=tuple(list_prefill_work(requests, each) for each in sizes.prefill),
         by_position=tuple(
             list_position_work(
-                requests, each, num_parts=step.num_parts, part_size=step.part_size
+                requests,
+                each,
+                num_parts=step.num_parts,
+                part_size=step.part_size,
+                shared=shared if each.tile_rows > 1 else None,
             )
             for each in sizes.by_position
         ),

@@ -16,7 +16,7 @@ from jkv.attention.parts import find_held
 
 
 class QueryRows(NamedTuple):
-    """A tile of rows of one request and one kv head."""
+    """A tile of rows of one kv head, and of one request but for shared pieces."""
 
     entry: jax.Array  # i32[], of the list of work
     piece: jax.Array  # i32[], of the context, where it is cut by position
@@ -60,11 +60,18 @@ def locate_rows(o: Operands, variant: Variant) -> QueryRows:
     offset = index >> (variant.row_heads.bit_length() - 1)
     head = lax.rem(head_tile, tiles_per_head) * variant.row_heads
     head += index & (variant.row_heads - 1)
-    valid = (head < heads_per_kv) & (offset < work.num_rows[entry])
+    valid = head < heads_per_kv
+    head += kv_head * heads_per_kv
+    if o.lanes is not None:
+        lanes, lane = o.lanes, offset
+        valid &= (piece >= lanes.first[entry]) & (piece < lanes.end[entry, lane])
+        row, offset = lanes.row[entry, lane], lanes.position[entry, lane]
+        start = jnp.int32(0)  # of no text in particular
+        return QueryRows(entry, piece, kv_head, row, head, offset, valid, start)
+    valid &= offset < work.num_rows[entry]
     if variant.num_pieces:
         # All rows of the tile store all pieces that begin in its range.
         valid &= piece * variant.piece_tokens < work.end[entry]
-    head += kv_head * heads_per_kv
     row = work.row[entry] + offset
     position = work.position[entry]
     return QueryRows(entry, piece, kv_head, row, head, offset, valid, position)
@@ -93,6 +100,9 @@ def find_range(
     if variant.num_pieces:
         first = rows.piece * variant.piece_tokens
         end = jnp.minimum(end, first + variant.piece_tokens)
+    if o.lanes is not None:
+        # What comes before is read for these rows in the tile of another.
+        end = jnp.where(rows.piece < o.lanes.first[entry], 0, end)
     if o.part is not None:
         last = position + work.num_rows[entry] - 1
         end = jnp.minimum(end, find_last(o, last, variant) + 1)

@@ -21,6 +21,7 @@ from jkv.attention.call import Requests
 from jkv.attention.kernel.lists import (
     DecodeSizes,
     DecodeWork,
+    Lanes,
     Pieces,
     PositionSizes,
     PositionWork,
@@ -29,6 +30,7 @@ from jkv.attention.kernel.lists import (
     Work,
 )
 from jkv.attention.parts import find_held
+from jkv.attention.shared_prefixes import SharedPrefixes
 
 # Pieces start at multiples of this many tokens (any tile divides it), and are no
 # shorter than four: below that, starting a program costs as much as its reading.
@@ -192,14 +194,14 @@ def list_prefill_work(
       sizes: of the list.
       min_rows: as the sizes are made for.
     """
-    work = _list_tiles(requests, sizes.num_entries, sizes.tile_rows, min_rows)
+    work, _ = _list_tiles(requests, sizes.num_entries, sizes.tile_rows, min_rows)
     return PrefillWork(work=work, sizes=sizes)
 
 
 def _list_tiles(
     requests: Requests, num_entries: int, tile_rows: int, min_rows: int
-) -> Work:
-    """Cut the rows of all requests that have so many into tiles."""
+) -> tuple[Work, jax.Array]:
+    """Cut the rows of all requests that have so many into tiles; whose each is."""
     lengths, context = requests.query_lengths, requests.context_lengths
     is_listed = lengths >= min_rows
     counts = jnp.where(is_listed, (lengths + tile_rows - 1) // tile_rows, 0)
@@ -213,7 +215,7 @@ def _list_tiles(
     position = context[request] - lengths[request] + offset
     end = position + num_rows
     alive = (entry < ends[-1]) & (end > 0)
-    return Work(
+    work = Work(
         table=jnp.where(alive, requests.seq_ids[request], 0),
         row=jnp.where(alive, requests.query_starts[request] + offset, 0),
         num_rows=jnp.where(alive, num_rows, 0),
@@ -221,6 +223,7 @@ def _list_tiles(
         first=jnp.zeros_like(end),
         end=jnp.where(alive, end, 0),
     )
+    return work, request
 
 
 def size_position_work(
@@ -263,6 +266,7 @@ def list_position_work(
     *,
     num_parts: int = 1,
     part_size: int = 1,
+    shared: SharedPrefixes | None = None,
 ) -> PositionWork:
     """Cut the rows of all requests into tiles, single rows like those of chunks.
 
@@ -272,13 +276,14 @@ def list_position_work(
       num_parts: parts of each block, of which the pools have any one; tokens are then
         counted as the part has them that has most.
       part_size: tokens of a part of a block.
+      shared: what requests of one row have in common, with whole blocks; None: nothing.
     """
     first_part = None if num_parts == 1 else jnp.int32(0)
     find_last = functools.partial(
         find_held, part=first_part, num_parts=num_parts, block_size=part_size
     )
-    work = _list_tiles(requests, sizes.num_tiles, sizes.tile_rows, 1)
-    end = find_last(work.end - 1) + 1
+    work, owner = _list_tiles(requests, sizes.num_tiles, sizes.tile_rows, 1)
+    work = work._replace(end=find_last(work.end - 1) + 1)
     # Each row looks for its request, as in a list to decode.
     row = jnp.arange(sizes.num_rows, dtype=jnp.int32)[:, None]
     start, length = requests.query_starts[None, :], requests.query_lengths[None, :]
@@ -288,10 +293,65 @@ def list_position_work(
     size = sizes.piece_tokens
     counts = lax.div(find_last(last) + size, jnp.int32(size))
     place = row[:, 0] * sizes.num_pieces
+    lanes = None
+    if shared is not None:
+        lanes = _list_lanes(requests, work, owner, sizes, shared, part_size)
     return PositionWork(
-        work=work._replace(end=end),
+        work=work,
         pieces=Pieces(first=place, end=place + counts),
+        lanes=lanes,
         sizes=sizes,
+    )
+
+
+def _list_lanes(
+    requests: Requests,
+    work: Work,
+    owner: jax.Array,  # i32[W], request of each tile
+    sizes: PositionSizes,
+    shared: SharedPrefixes,
+    block_size: int,
+) -> Lanes:
+    """Put rows of requests that share pieces into the tiles of others."""
+    num_places, num_lanes = shared.order.shape[0], sizes.tile_rows
+    place = jnp.arange(num_places, dtype=jnp.int32)
+    common = lax.div(shared.common * block_size, jnp.int32(sizes.piece_tokens))
+    # Of those that have something in common one in so many begins a tile of its own.
+    begins = (common == 0)[None] & (place[None] <= place[:, None])
+    start = jnp.max(jnp.where(begins, place[None], 0), axis=1)
+    is_cut = lax.rem(place - start, jnp.int32(num_lanes)) == 0
+    common = jnp.where(is_cut, 0, common)
+    padded = jnp.pad(common, (0, num_lanes))
+    along = [padded[lane : lane + num_places] for lane in range(1, num_lanes)]
+    # Past the last piece that each of the next places goes along with one, i32[B, Q].
+    reach = jnp.stack(
+        [
+            common,
+            *(functools.reduce(jnp.minimum, along[:n]) for n in range(1, num_lanes)),
+        ]
+    ).T
+    lane = jnp.arange(num_lanes, dtype=jnp.int32)[None]
+    is_one = place[None] == shared.order[:, None]  # [place, request]
+    place_of = jnp.sum(jnp.where(is_one, place[:, None], 0), axis=0)[owner]
+    first = jnp.where(work.num_rows > 0, common[place_of], 0)
+    goes_along = (lane > 0) & (reach[place_of] > first[:, None])
+    goes_along &= (work.num_rows > 0)[:, None]
+    which = shared.order[jnp.minimum(place_of[:, None] + lane, num_places - 1)]
+    pieces = lax.div(work.end + (sizes.piece_tokens - 1), jnp.int32(sizes.piece_tokens))
+    is_own = lane < work.num_rows[:, None]
+    # Rows that nobody owns have numbers that no other row of the tile has.
+    own = jnp.where(is_own, work.row[:, None], sizes.num_rows) + lane
+
+    def choose(others: jax.Array, own: jax.Array) -> jax.Array:
+        return jnp.where(goes_along, others, own)
+
+    return Lanes(
+        row=choose(requests.query_starts[which], own),
+        position=choose(
+            requests.context_lengths[which] - 1, work.position[:, None] + lane
+        ),
+        first=first,
+        end=choose(reach[place_of], jnp.where(is_own, pieces[:, None], 0)),
     )
 
 

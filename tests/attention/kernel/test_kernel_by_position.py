@@ -10,8 +10,9 @@ from support.tolerances import assert_close, is_close
 
 from jkv.attention import paged_attention
 from jkv.attention.call import Requests
-from jkv.attention.kernel.lists import PositionSizes
+from jkv.attention.kernel.lists import PositionSizes, WorkLists
 from jkv.attention.kernel.work import list_position_work, size_position_work
+from jkv.attention.shared_prefixes import find_shared_prefixes
 
 ROWS, REQUESTS, BLOCK, COLUMNS = 12, 4, 8, 9
 HEADS, KV_HEADS, DIM = 6, 2, 16
@@ -19,6 +20,10 @@ LENGTHS = (66, 39, 17)  # of the sequences: in pieces of 16, whole ones and othe
 OPTIONS = {
     "plain": {},
     "everything": {"window": 21, "soft_cap": 2.0, "scale": 0.3, "has_sinks": True},
+}
+WITHOUT_WINDOW = {
+    "plain": {},
+    "all but a window": {"soft_cap": 2.0, "scale": 0.3, "has_sinks": True},
 }
 
 
@@ -39,13 +44,14 @@ def draw():
 
 @functools.cache
 def make_attend(options, implementation="pallas", by_position=True):
-    fields = dict(OPTIONS[options])
+    fields = dict((OPTIONS | WITHOUT_WINDOW)[options])
     sinks = jnp.linspace(-1, 2, HEADS) if fields.pop("has_sinks", False) else None
 
     @jax.jit
-    def attend(*arguments):
+    def attend(*arguments, work_lists=None):
         return paged_attention(
             *arguments,
+            work_lists=work_lists,
             sinks=sinks,
             return_lse=True,
             by_position=by_position,
@@ -108,6 +114,65 @@ def test_a_row_has_the_same_bits_however_it_comes(options):
         for one, other in zip(found, expected[row], strict=True):
             assert_close(one, other)
         assert not is_close(np.zeros_like(found[0]), expected[row][0])
+
+
+def make_branches():
+    """A call of eight requests: six branch off one text, a chunk, and one alone."""
+    rng = np.random.default_rng(5)
+    shape = 1, 100, KV_HEADS, BLOCK, DIM
+    pools = [rng.standard_normal(shape).astype(np.float32) for _ in "kv"]
+    tables = rng.permutation(8 * COLUMNS).reshape(8, COLUMNS).astype(np.int32)
+    # Of the first six in a trie's order, out of nine blocks of half a piece each.
+    for row, parent, count in ((1, 0, 6), (2, 1, 3), (3, 0, 6), (4, 0, 7), (5, 4, 7)):
+        tables[row, :count] = tables[parent, :count]
+    order = np.int32([3, 7, 0, 5, 6, 1, 4, 2])
+    counts = np.where(order == 7, 5, 1).astype(np.int32)
+    contexts = np.int32([72, 70, 66, 58, 61, 64, 50, 35])[order]
+    starts = (np.cumsum(counts) - counts).astype(np.int32)
+    queries = rng.standard_normal((ROWS, HEADS, DIM)).astype(np.float32)
+    return queries, *pools, 0, tables, order, starts, counts, contexts
+
+
+def list_branches(arguments):
+    """The lists of that call as a step's plan has them on a card."""
+    tables, *others = map(jnp.asarray, arguments[4:])
+    requests = Requests(tables, *others)
+    owners = jnp.bincount(tables.reshape(-1), length=100).astype(jnp.int32)
+    sizes = size_position_work(ROWS, 8, 72, 4, piece_tokens=16, max_pieces=8)
+    shared = find_shared_prefixes(
+        requests, owners, block_size=BLOCK, has_branches=False
+    )
+    usual = find_shared_prefixes(requests, owners, block_size=BLOCK)
+    for one, other in zip(shared, usual, strict=True):
+        np.testing.assert_array_equal(one, other)
+    return list_position_work(requests, sizes, part_size=BLOCK, shared=shared)
+
+
+@pytest.mark.parametrize("options", [*WITHOUT_WINDOW, "everything"])
+def test_what_is_shared_is_read_in_one_tile_with_the_same_bits(options):
+    """By the table of the first of a tile: those of the others are not looked at."""
+    attend, arguments = make_attend(options), make_branches()
+    expected = attend(*arguments)
+    listed = list_branches(arguments)
+    lists = {"pallas": WorkLists(decode=(), prefill=(), by_position=(listed,))}
+    shared = jax.jit(functools.partial(attend, work_lists=lists))
+    assert np.abs(expected[0]).max() > 0.1
+    for one, other in zip(shared(*arguments), expected, strict=True):
+        np.testing.assert_array_equal(one.view(np.int32), other.view(np.int32))
+    end, first = np.asarray(listed.lanes.end), np.asarray(listed.lanes.first)
+    read = np.maximum(end - first[:, None], 0)
+    # What rows see, and what programs are taken to: each program once for its tile.
+    assert read.sum() == 5 + 5 + 5 + 4 + 4 + 4 + 4 + 5 * 3
+    assert read.max(axis=1).sum() == 27
+    if options == "everything":  # windows are of each row: nothing is shared
+        return
+    tables = arguments[4].copy()
+    where = np.asarray(listed.work.table)
+    for row, count in zip(where, first * 2, strict=True):
+        tables[row, :count] = 2**20
+    broken = shared(*arguments[:4], tables, *arguments[5:])
+    for one, other in zip(broken, expected, strict=True):
+        np.testing.assert_array_equal(one.view(np.int32), other.view(np.int32))
 
 
 @pytest.mark.one_end

@@ -218,7 +218,12 @@ def kernels_of(platform, tuning, head_dim, value_dim, fields, lower=lower_kernel
     call = queries, pools, tuning, platform
     found = find_kernels(lower(*call, **options))
     if wanted == "all" and lower is lower_kernels:
-        found += find_kernels(lower_kernels(*call, by_position=True, **options))[:1]
+        options["by_position"] = True
+        found += find_kernels(lower_kernels(*call, **options))[:1]
+        if fields.get("group", 4) <= 8:  # or a tile has no room for others' rows
+            del options["window"]
+            with_lanes = lower_kernels(*call, has_lanes=True, **options)
+            found += find_kernels(with_lanes)[:1]
     return found
 
 
