@@ -44,12 +44,9 @@ def _reserve(
     first: jax.Array,
     num_fresh: jax.Array,
 ) -> Metadata:
-    """Map fresh blocks of a group behind those that rows have already.
+    """Map fresh blocks, i32[B], of a group behind the columns that rows have, i32[B].
 
-    Args:
-      row: i32[B], of the tables; one of S or above is dropped.
-      first: i32[B], columns that each row has.
-      num_fresh: i32[B], blocks that each row takes.
+    A row of S or above is dropped.
     """
     num_taken = jnp.sum(num_fresh, dtype=jnp.int32)
     metadata, taken = allocator.take(metadata, number, num_taken)

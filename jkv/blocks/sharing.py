@@ -83,15 +83,8 @@ def adopt(
 ) -> tuple[Metadata, BlockCopies]:
     """Map the parents' full blocks into empty rows; copy partly filled tails.
 
-    The counts of the full blocks are already raised (`count_owners`).
-
-    Args:
-      past: the parents', in the group.
-      length: of the pasts.
-      done: the sequences that continue.
-
-    Returns:
-      The metadata, recorded tokens copied, and the copies due in storage.
+    The counts of the full blocks are already raised (`count_owners`). Returned with the
+    metadata, recorded tokens copied, are the copies due in storage.
     """
     group, row = metadata.groups[number], done.rows(metadata)
     column = jnp.arange(past.blocks.shape[1], dtype=jnp.int32)
@@ -143,14 +136,9 @@ def copy_part(
 ) -> tuple[Metadata, BlockCopies | None]:
     """Have the part of a block that was found copied into the first fresh one.
 
-    Args:
-      metadata: the state; the fresh blocks are mapped already.
-      row: i32[B], table rows; one of S or above gets no copy.
-      found: what was found.
-
-    Returns:
-      The metadata, tokens copied, and the copies due in storage, None where nothing was
-      looked for.
+    The fresh blocks of rows, i32[B], are mapped already; a row of S gets no copy.
+    Returned with the metadata, tokens copied, are the copies due in storage, None
+    where nothing was looked for.
     """
     group, part = metadata.groups[number], found.groups[number].part
     if part is None:

@@ -25,7 +25,7 @@ class SwappedGroup:
     them.
     """
 
-    has_blocks = True
+    kind = "blocks"
 
     block_tables: np.ndarray  # i32[B, M], numbers of blocks, `num_blocks`: not mapped
     num_given_back: np.ndarray  # i32[B], columns that a sliding window gave back
@@ -134,10 +134,8 @@ def fetch_group(
 ) -> SwappedGroup:
     """Copy what sequences have in one group to the host.
 
-    Args:
-      cache: on a device, or of numpy arrays, as a file gives it.
-      lengths: i32[B], of the sequences.
-      left: i32[B, M], their block tables, and i32[B], columns given back.
+    The cache is on a device, or of numpy arrays, as a file gives it. Of sequences of
+    lengths, i32[B], are known the tables, i32[B, M], and columns given back, i32[B].
     """
     tables, num_given_back = left
     mapped = tables < cache.metadata.groups[number].num_blocks

@@ -174,7 +174,7 @@ class Plan:
         names = [
             name
             for head, each in zip(heads, sizes, strict=True)
-            for name in (head, "blocks" if each.has_blocks else "states")
+            for name in (head, each.kind)
         ]
         for name, line in zip([*names, "tables", ""], lines, strict=True):
             yield f"{name:12}{line}"

@@ -12,13 +12,7 @@ def describe(
 ) -> list[str]:
     """Say in two lines for each group what the model and the blocks are, then the rest.
 
-    Args:
-      groups: the sizes of each group of layers.
-      prefix_caching: whether there is a prefix index.
-      numbered: whether each group says its number.
-
-    Returns:
-      The lines; the last two are the tables and the bytes.
+    Groups say their numbers if asked to. The last lines are the tables and the bytes.
     """
     lines = []
     for number, sizes in enumerate(groups):

@@ -28,6 +28,7 @@ LayerGroups: TypeAlias = int | tuple[int, ...]
 
 # Fields in which all groups of a model agree, and all of its groups with a state.
 SHARED = ("max_sequences", "max_context_length", "block_size")
+KINDS: tuple[type, ...] = (CacheConfig, StateConfig)  # what a group may be
 OF_STATES = ("num_snapshots", "snapshot_every", "max_pending")
 
 
@@ -103,7 +104,7 @@ class GroupedConfig:
     def _check_kinds(self) -> None:
         """Reject what is no group."""
         for group in self.groups:
-            if not isinstance(group, CacheConfig | StateConfig):
+            if not isinstance(group, KINDS):
                 raise ValueError(
                     f"groups must be jkv.CacheConfig or jkv.StateConfig, got "
                     f"{type(group).__name__}"
@@ -136,12 +137,9 @@ class GroupedConfig:
                 f"layer, by its number, or () for none, got {self.layer_groups}"
             )
         for layer, groups in enumerate(self.groups_of_layers):
-            has_state = [isinstance(self.groups[i], StateConfig) for i in groups]
-            for kind, count in (
-                ("blocks", has_state.count(False)),
-                ("a state", has_state.count(True)),
-            ):
-                if count > 1:
+            kinds = [self.groups[i].sizes.kind for i in groups]
+            for kind in kinds:
+                if kinds.count(kind) > 1:
                     raise ValueError(
                         f"a layer can be in at most one group with {kind}, and "
                         f"layer_groups puts layer {layer} in {groups}"

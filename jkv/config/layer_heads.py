@@ -105,12 +105,7 @@ def may_differ(model: Mapping[str, Any]) -> bool:
 
 
 def refuse_different(layers: Sequence[Heads] | None, folder: object) -> None:
-    """Refuse layers with different heads where there is one pool for all of them.
-
-    Args:
-      layers: the heads of each layer, None where they do not differ.
-      folder: of the model, for the message.
-    """
+    """Refuse layers with different heads, if any, for the one pool of a folder."""
     if layers is None:
         return
     said = "; ".join(f"{n} have {heads}" for heads, n in Counter(layers).items())

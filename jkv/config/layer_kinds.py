@@ -72,12 +72,7 @@ TURNED_HAVE_WINDOW = {"llama4_text": True, "smollm3": False}
 
 
 def name_layers(model: dict[str, Any], num_layers: int) -> list[str] | None:
-    """Return the kind of each layer as `layer_types` has it, None if nothing tells.
-
-    Args:
-      model: the language model's settings, from a config.json.
-      num_layers: layers of the model.
-    """
+    """Return the kind of each layer as `layer_types` has it, None if nothing tells."""
     model_type = str(model.get("model_type"))
     layers = range(num_layers)
     kinds = model.get("layer_types") or model.get("layers_block_type")

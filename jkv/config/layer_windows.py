@@ -50,11 +50,7 @@ def list_windows(
 
 
 def count_windows(layers: Sequence[int | None]) -> Windows | None:
-    """Return how many layers have a window, None if all see everything.
-
-    Args:
-      layers: the window of each, as `list_windows` returns them.
-    """
+    """Return how many of these layers have a window, None if all see everything."""
     lengths = [length for length in layers if length is not None]
     return Windows(len(lengths), max(lengths)) if lengths else None
 
@@ -69,8 +65,7 @@ def order_windows(layers: Sequence[int | None]) -> list[int | None]:
 def find_leader(windows: Sequence[int | None]) -> int:
     """Return the index of the window that sees furthest, the first of equal ones.
 
-    Args:
-      windows: of each group of layers, None for all tokens; of no group it is 0.
+    None sees all tokens; of no group it is 0.
     """
     if not windows:
         return 0

@@ -54,9 +54,9 @@ class Sizes(NamedTuple):
     num_sink_tokens: int
 
     @property
-    def has_blocks(self) -> bool:
-        """Whether its layers keep keys and values, in blocks."""
-        return True
+    def kind(self) -> str:
+        """What its layers keep."""
+        return "blocks"
 
     @property
     def formats(self) -> Formats:
@@ -147,13 +147,8 @@ AnySizes: TypeAlias = Sizes | StateSizes
 def lay_out(groups: Sequence[AnySizes], prefix_caching: bool) -> Arrays:
     """Return all arrays of a cache by path: those of the metadata, then the storage.
 
-    Args:
-      groups: the sizes of each group of layers.
-      prefix_caching: whether the cache has a prefix index.
-
-    Returns:
-      The arrays by the fields and numbers that lead to them in a `Cache`, such as
-      `metadata.groups.0.free_blocks.ids` and `storage.0.key_pool`.
+    A path is the fields and numbers that lead to an array in a `Cache`, such as
+    `metadata.groups.0.free_blocks.ids` and `storage.0.key_pool`.
     """
     blocks = [each for each in groups if isinstance(each, Sizes)]
     states = [each for each in groups if isinstance(each, StateSizes)]

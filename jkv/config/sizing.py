@@ -154,9 +154,7 @@ def fit_either(
 def find_most(count_bytes: Callable[[int], int], limit: int) -> int:
     """Return the largest number whose bytes are within a limit; 0 if one takes more.
 
-    Args:
-      count_bytes: of a number of blocks or sequences, in which bytes are linear.
-      limit: in bytes.
+    Bytes are linear in the number, of blocks or of sequences.
     """
     one, two = count_bytes(1), count_bytes(2)  # two points give the line
     return 0 if one > limit else 1 + (limit - one) // (two - one)

@@ -39,9 +39,9 @@ class StateSizes(NamedTuple):
     heads_axes: tuple[tuple[str, int], ...]
 
     @property
-    def has_blocks(self) -> bool:
-        """Whether its layers keep keys and values, in blocks."""
-        return False
+    def kind(self) -> str:
+        """What its layers keep."""
+        return "states"
 
     @property
     def max_blocks_per_sequence(self) -> int:
@@ -128,9 +128,7 @@ def divide_states(
 ) -> dict[str, DividedAxes]:
     """Return which axis of the arrays of a `StateStorage` a mesh may divide, by path.
 
-    Args:
-      rows: the axis of each state, by name, -1 for none.
-      inputs: likewise that of each token's input.
+    It is told of each state, and of each token's input, by name, -1 for none.
     """
     # Before it are layers and rows or places; of inputs, tokens too.
     kinds = ("rows", rows, 2), ("inputs", inputs, 3)

@@ -64,15 +64,10 @@ class Scaled(Format):
 
 
 def round_rows(rows: jax.Array, dtype: np.dtype[Any]) -> tuple[jax.Array, jax.Array]:
-    """Return the elements of rows, and their scales.
+    """Return the elements of rows, float[..., D], of one byte each, and their scales.
 
-    Args:
-      rows: float[..., D].
-      dtype: of the elements, one byte.
-
-    Returns:
-      The elements, [..., D], and their scales, bfloat16[...], NaN for a row with NaN or
-      infinity in it, whose elements are zeros.
+    These are bfloat16[...], NaN for a row with NaN or infinity in it, whose elements
+    are zeros.
     """
     rows, scales = scale_rows(rows.astype(jnp.float32), over_largest(dtype))
     if dtype == jnp.int8:
@@ -85,9 +80,7 @@ def scale_rows(
 ) -> tuple[jax.Array, jax.Array]:
     """Return rows, f32[..., D], over their scales, and these, bfloat16[...].
 
-    Args:
-      rows: f32[..., D].
-      over_largest: the scale of a row whose largest magnitude is 1.
+    A row whose largest magnitude is 1 has the scale that is given.
     """
     # Of numbers without a sign the larger one has the larger bits, NaN above infinity.
     # XLA's largest float on a CPU passes over NaN from 4,096 numbers on (0.10 to 0.12).

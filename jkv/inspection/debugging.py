@@ -98,12 +98,7 @@ class StepWatcher:
         return batch
 
     def _watch_answer(self, before: Cache, answer: Any) -> Any:
-        """Return an answer with the watcher beside the cache.
-
-        Args:
-          before: the cache that the function was given.
-          answer: what it returned.
-        """
+        """Return what a function answered, with the watcher beside the cache."""
         if isinstance(answer, Cache):
             return dataclasses.replace(answer, watcher=self)
         if not (isinstance(answer, tuple) and answer and isinstance(answer[0], Cache)):

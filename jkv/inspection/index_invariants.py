@@ -13,11 +13,7 @@ from jkv.prefixes.arrays import Beside, IndexArrays, Snapshots
 
 
 def check_indexed(index: IndexArrays, found: Recount) -> Iterator[str]:
-    """Yield the indexed blocks that could not be found, or found for another text.
-
-    Args:
-      found: the leading group.
-    """
+    """Yield the indexed blocks that could not be found, or found for another text."""
     nothing = found.group.num_blocks
     hashes, parents = np.asarray(index.hashes), np.asarray(index.parents)
     salts, contents = np.asarray(index.salts), np.asarray(found.group.tokens)
@@ -60,11 +56,7 @@ def _check_order(
 
 
 def check_committed(index: IndexArrays, found: Recount) -> Iterator[str]:
-    """Yield the rows that committed what is no chain, or map indexed blocks behind it.
-
-    Args:
-      found: the leading group.
-    """
+    """Yield rows that committed what is no chain, or map indexed blocks behind it."""
     nothing = found.group.num_blocks
     hashes, parents = np.asarray(index.hashes), np.asarray(index.parents)
     committed = np.asarray(index.committed)

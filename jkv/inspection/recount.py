@@ -45,11 +45,9 @@ class Recount(NamedTuple):
 
 
 def recount(metadata: Metadata, number: int) -> Recount:
-    """Count the owners of a group's blocks anew.
+    """Count the owners of a group's blocks anew, on the host.
 
-    Args:
-      metadata: the state, its arrays on the host; all that is in it may be wrong, but
-        for the shapes.
+    All that is in the metadata may be wrong, but for the shapes.
     """
     group = metadata.groups[number]
     tables = np.asarray(group.block_tables)

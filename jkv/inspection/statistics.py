@@ -42,9 +42,9 @@ class GroupStats:
 class Stats(GroupStats):
     """A cache in numbers, Python ints of any size. `str` makes a table of them.
 
-    The fields about blocks are those of `GroupStats`, of all groups together. They,
-    live sequences and tokens are the state of now, but for `allocations`, `frees`,
-    peaks and what was evicted; these and all others count what happened since `init`.
+    The fields about blocks are those of `GroupStats`, of all groups together. From
+    `allocations` on these count what happened since `init`; so do the fields here, but
+    for live sequences and tokens, which are the state of now.
     """
 
     live_sequences: int  # open rows of the block tables

@@ -24,7 +24,7 @@ KINDS: dict[str, tuple[type, ...]] = {
     "storage": (BlockStorage, StateStorage),
     "groups": (SwappedGroup, SwappedStates),
 }
-_PARTS: dict[type, Any] = {BlockGroup: Blocks, States: OfStates}
+PARTS: dict[type, Any] = {BlockGroup: Blocks, States: OfStates}
 
 
 def with_parts(cache: Cache) -> Cache:
@@ -32,6 +32,6 @@ def with_parts(cache: Cache) -> Cache:
     numbers: dict[type, tuple[int, ...]] = {}
     for number, group in enumerate(cache.metadata.groups):
         numbers[type(group)] = (*numbers.get(type(group), ()), number)
-    parts = [part for kind, of in numbers.items() for part in _PARTS[kind].of(of)]
+    parts = [part for kind, of in numbers.items() for part in PARTS[kind].of(of)]
     metadata = dataclasses.replace(cache.metadata, parts=tuple(parts))
     return cache.with_metadata(metadata)

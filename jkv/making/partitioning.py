@@ -81,9 +81,7 @@ def _divide(
 ) -> Any:
     """Return a group's storage with the partition of each array instead of the array.
 
-    Args:
-      axes: of heads and context.
-      ranks: the axis of pools, if there is one.
+    By the axes of heads and context, and that of pools if there is one.
     """
     divided = {path: DividedAxes() for path in storage.arrays} | storage.divided
     specs = {

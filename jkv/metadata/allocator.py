@@ -26,11 +26,7 @@ class Taken(NamedTuple):
     before: Ring  # the ring as it was before they left
 
     def block(self, rank: jax.Array) -> jax.Array:
-        """Return the blocks of ranks, i32[...]; the caller masks what it did not take.
-
-        Args:
-          rank: i32[...], 0 for the first.
-        """
+        """Return the blocks of ranks, i32[...]; callers mask what they did not take."""
         return ring.peek(self.before, rank)
 
 
@@ -49,12 +45,9 @@ def enter(
     column: jax.Array,
     block: jax.Array,
 ) -> Metadata:
-    """Name blocks that were taken in cells of tables, and forget what they held.
+    """Name blocks that were taken, i32[P], in cells, and forget what they held.
 
-    Args:
-      row: i32[P]; one of S or above is dropped.
-      column: i32[P].
-      block: i32[P], all different where they are not dropped.
+    A row of S or above is dropped; of the others no block stands twice.
     """
     group = metadata.groups[number]
     block = jnp.where(row < group.max_sequences, block, group.num_blocks)
@@ -148,9 +141,7 @@ class Revivals(NamedTuple):
 def find_revivals(group: BlockGroup, blocks: jax.Array) -> Revivals:
     """Count the free blocks that requests would bring back to life.
 
-    Args:
-      group: as it is before the call.
-      blocks: i32[B, C], blocks found for each request, N for none.
+    They find blocks, i32[B, C], N for none, of the group as it is before the call.
     """
     if blocks.size == 0:
         none = jnp.zeros(blocks.shape[:1], jnp.int32)

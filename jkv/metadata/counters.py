@@ -28,12 +28,7 @@ def add(metadata: Metadata, increments: dict[Counter, jax.Array]) -> Metadata:
 
 
 def settle(metadata: Metadata, status: jax.Array, served: jax.Array) -> Metadata:
-    """Count what became of a call's requests, and let the clock tick if any was served.
-
-    Args:
-      status: i32[B], `Status` of each request.
-      served: bool[B], requests that changed something.
-    """
+    """Count what became of requests, i32[B]; tick if any was served, bool[B]."""
     counts = _settle(metadata.sequences.counters, status, served)
     return metadata.with_sequences(counters=counts)
 

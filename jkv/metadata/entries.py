@@ -23,12 +23,9 @@ ENTRIES_PER_TRIP = 512
 
 
 def find_owners(starts: jax.Array, first: jax.Array | int, width: int) -> jax.Array:
-    """Return the last of B ranges that starts at or before each index, i32[P].
+    """Return the last of B ranges that starts at or before each of P indices, i32[P].
 
-    Args:
-      starts: i32[B], ascending from 0 on.
-      first: i32[], the first of the indices, which follow each other.
-      width: P, static.
+    The starts, i32[B], ascend from 0 on; the indices follow each other from the first.
     """
     if starts.shape[0] <= MOST_COMPARED:
         index = first + jnp.arange(width, dtype=jnp.int32)
@@ -50,12 +47,7 @@ class Chunk(NamedTuple):
 
 
 def find_chunk(counts: jax.Array, width: int) -> Chunk:
-    """Find the first entries of all requests.
-
-    Args:
-      counts: i32[B], entries of each request.
-      width: P, static.
-    """
+    """Find the first P entries of all requests, which have i32[B] of them."""
     ends = running_sum(counts)
     starts = ends - counts
     owner = find_owners(starts, 0, width)
@@ -103,12 +95,9 @@ def for_each_entry(
 def for_each_of(
     mask: jax.Array, trip: Callable[[jax.Array, Carry], Carry], carry: Carry
 ) -> Carry:
-    """Call `trip(request, carry)` for each request of a mask, bool[B], in order.
+    """Call `trip(request i32[1], carry)` for each request of a mask, bool[B], in order.
 
-    Args:
-      mask: which requests; a call without any makes no trip.
-      trip: takes the request's number, i32[1], and the carry.
-      carry: what trips change.
+    A call without any makes no trip.
     """
     return for_each_entry(
         mask.astype(jnp.int32),

@@ -15,11 +15,9 @@ MOST_COMPARED = 64
 
 
 def is_first(ids: jax.Array, size: int) -> jax.Array:
-    """Return whether no earlier lane names the same id, bool[P].
+    """Return whether no earlier lane names the same id of `size`, i32[P], bool[P].
 
-    Args:
-      ids: i32[P], not negative; what is `size` or above counts as named once.
-      size: how many ids there are.
+    None is negative; what is `size` or above counts as named once.
     """
     num_lanes = ids.shape[0]
     if num_lanes <= MOST_COMPARED:
@@ -35,18 +33,10 @@ def is_first(ids: jax.Array, size: int) -> jax.Array:
 def find_one(
     marks: jax.Array, ids: jax.Array, *, last: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Return one lane of those that name the same id: the first, or the last.
+    """Return one lane of those that name the same id, i32[P]: the first, or the last.
 
-    The marks are zeros of an array that the caller has anyway, so that no scratch of
-    its size must be made.
-
-    Args:
-      marks: i32[N], 0 at all ids named.
-      ids: i32[P], N for none.
-      last: which of them.
-
-    Returns:
-      The marks, as they were, and bool[P].
+    The marks, i32[N], are zeros of an array that the caller has anyway, so that no
+    scratch of its size must be made. They are returned as they were, and bool[P].
     """
     nothing, num_lanes = marks.shape[0], ids.shape[0]
     if num_lanes <= MOST_COMPARED:

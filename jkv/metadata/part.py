@@ -42,9 +42,7 @@ class Lack(NamedTuple):
     ) -> "Lack":
         """Return what requests would take from the pool of a group as it is.
 
-        Args:
-          num: i32[B].
-          wants: bool[B]; those that take a block.
+        That is i32[B] blocks; those want some that are named, bool[B], or take any.
         """
         wants = num > 0 if wants is None else wants
         return cls(num, wants, group.free_blocks.count, group.num_blocks)
@@ -167,7 +165,7 @@ class Exchanging(Protocol):
 class Luggage(Protocol):
     """What sequences have in one group, on the host; a pytree."""
 
-    has_blocks: bool  # static
+    kind: str  # static, of the group
 
     @property
     def num_blocks(self) -> int:

@@ -28,12 +28,7 @@ def apply_plans(
 def close_sequences(
     metadata: Metadata, seq_ids: jax.Array, closable: jax.Array
 ) -> Metadata:
-    """Give back the rows of sequences, and all that they have.
-
-    Args:
-      seq_ids: i32[B], distinct where they are closed.
-      closable: bool[B].
-    """
+    """Give back rows, i32[B], distinct where bool[B], and all that they have."""
     metadata = tables.close_rows(metadata, seq_ids, closable)
     for part in parts_of(metadata):
         metadata = part.close(metadata, seq_ids, closable)

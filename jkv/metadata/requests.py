@@ -290,11 +290,8 @@ def agree(lacks: Sequence[tuple[Lack, ...]], keep_free: Blocks = 0) -> Agreed:
     """Judge in order which requests the free blocks of all pools reach.
 
     From the first that does not fit in some pool on, all that need a block in any pool
-    are refused. One that needs none never is.
-
-    Args:
-      lacks: of each part what the requests would take of its pools.
-      keep_free: i32[], free blocks that are not theirs to take, or one for each pool.
+    are refused. One that needs none never is. Some free blocks, i32[] for all pools or
+    for each, are not theirs to take.
     """
     pools = [lack for of_part in lacks for lack in of_part]
     if not pools:  # no request ever lacks a block

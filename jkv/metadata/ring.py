@@ -23,11 +23,9 @@ _CHUNK = 512
 
 
 def peek(ring: Ring, ranks: jax.Array) -> jax.Array:
-    """Return the ids that leave at these ranks; the ring is unchanged.
+    """Return the ids that leave at these ranks, i32[...]; the ring is unchanged.
 
-    Args:
-      ring: the ring, of C ids, without a hole among its first entries.
-      ranks: i32[...], 0 for the head; the caller masks ranks outside the count.
+    It has no hole among its first entries. The caller masks ranks outside the count.
     """
     return ring.ids.at[wrap(ring, ring.head + ranks)].get(mode="clip")
 
@@ -45,13 +43,7 @@ def pop(ring: Ring, num: jax.Array) -> Ring:
 
 
 def push(ring: Ring, ids: jax.Array, entering: jax.Array) -> Ring:
-    """Put ids at the tail, in the order they stand.
-
-    Args:
-      ring: the ring.
-      ids: i32[P], ids that are not in the ring.
-      entering: bool[P], which of them enter.
-    """
+    """Put ids that enter, i32[P] where bool[P], at the tail; none is in the ring."""
     size = entering.shape[0]
     ranks = running_sum(entering.astype(jnp.int32))
     num = ranks[-1] if size else jnp.int32(0)
@@ -87,12 +79,9 @@ def expose(ring: Ring, num: jax.Array) -> Ring:
 
 
 def remove(ring: Ring, ids: jax.Array, leaving: jax.Array) -> Ring:
-    """Let ids leave from wherever they stand; holes remain.
+    """Let ids leave from wherever they stand, i32[P], all different where bool[P].
 
-    Args:
-      ring: with indices.
-      ids: i32[P], ids in the ring where they leave, all different.
-      leaving: bool[P].
+    Holes remain, so the ring is one with indices.
     """
     assert ring.indices is not None, "ids leave the middle of rings with indices only"
     num_ids = ring.indices.shape[0]
@@ -123,14 +112,9 @@ def renew(ring: Ring, ids: jax.Array, leaving: jax.Array) -> Ring:
 
 
 def entries(ring: Ring, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the ids at distances from the head.
+    """Return the ids at distances from the head, i32[P].
 
-    Args:
-      ring: the ring.
-      index: i32[P].
-
-    Returns:
-      i32[P], and bool[P]: which of them are entries, not holes and not past the tail.
+    And bool[P]: which of them are entries, not holes and not past the tail.
     """
     if ring.indices is None:
         return peek(ring, index), index < ring.span

@@ -32,9 +32,7 @@ def num_blocks_for(num_tokens: jax.Array, size: int) -> jax.Array:
 def blocks_at(group: BlockGroup, row: jax.Array, column: jax.Array) -> jax.Array:
     """Return the block in each cell of the tables, i32[...]; N outside of them.
 
-    Args:
-      row: i32[...], not negative.
-      column: i32[...].
+    No row is negative.
     """
     num_rows, num_columns = group.block_tables.shape
     inside = (row < num_rows) & (column >= 0) & (column < num_columns)
@@ -47,14 +45,9 @@ def blocks_at(group: BlockGroup, row: jax.Array, column: jax.Array) -> jax.Array
 def lacks_row(
     metadata: Metadata, eligible: jax.Array, no_block: jax.Array
 ) -> jax.Array:
-    """Return which requests find no free row, bool[B].
+    """Return which eligible requests, bool[B], find no free row, bool[B].
 
-    A request refused for want of blocks leaves its row to later ones.
-
-    Args:
-      metadata: the state before the call.
-      eligible: bool[B], requests not refused for another cause, which want a row each.
-      no_block: bool[B], those that find no blocks.
+    A request refused for want of blocks, bool[B], leaves its row to later ones.
     """
     takes = (eligible & ~no_block).astype(jnp.int32)
     taken_before = running_sum(takes) - takes
@@ -126,12 +119,9 @@ def release_blocks(
 def release_kept(
     group: BlockGroup, seq_ids: jax.Array, last: jax.Array, gap: Columns
 ) -> BlockGroup:
-    """Unmap all table columns before `last` of each sequence, as `release_blocks`.
+    """Unmap all columns before `last`, i32[B], of each sequence, as `release_blocks`.
 
-    Args:
-      seq_ids: i32[B], distinct where 0 < last.
-      last: i32[B]; nothing is released where it is 0.
-      gap: i32[B] or 0, the columns given back, which cost nothing.
+    Nothing is released where it is 0. The gap, i32[B] or 0, is given back already.
     """
     num_kept = jnp.where(last > 0, last - gap, 0)
     return _release(group, seq_ids, num_kept, num_kept, gap)

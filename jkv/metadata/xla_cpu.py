@@ -84,11 +84,7 @@ def stage(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def running_sum(counts: jax.Array) -> jax.Array:
-    """Return the sum of the counts up to and with each one, i32[P], as `cumsum` does.
-
-    Args:
-      counts: i32[P].
-    """
+    """Return the sum of counts, i32[P], up to and with each one, as `cumsum` does."""
     size = counts.shape[0]
     if size <= _TILE:
         earlier = np.triu(np.ones((size, size), bool))
@@ -124,9 +120,7 @@ def written_after(was_read: jax.Array, index: jax.Array, nothing: int) -> jax.Ar
 def unknown(number: jax.Array, lengths: jax.Array) -> jax.Array:
     """Return a number, i32[], that XLA on CPU does not know; elsewhere as it is.
 
-    Args:
-      number: i32[], which may be a constant.
-      lengths: i32[B], none below 0, which is not.
+    It may be a constant; lengths, i32[B], none below 0, are not.
     """
     if lengths.shape[0] == 0:
         return number

@@ -119,13 +119,7 @@ def _commit_lanes(
 ) -> tuple[Metadata, jax.Array]:
     """Make one full block per lane visible.
 
-    Args:
-      lengths: i32[B], columns of each request that earlier trips made visible.
-      chains: the requests.
-      lanes: the blocks.
-
-    Returns:
-      The metadata and the new lengths.
+    Lengths, i32[B], are the columns of each request that trips made visible so far.
     """
     nothing = metadata.leading.num_blocks
     columns = describe_blocks(metadata, chains, lanes)

@@ -23,12 +23,7 @@ class Equals(NamedTuple):
 
 
 def find_equals(keys: jax.Array, active: jax.Array) -> Equals:
-    """Compare the lanes of a call.
-
-    Args:
-      keys: i32[P] or u32[P].
-      active: bool[P], the lanes that others are compared with.
-    """
+    """Compare the keys of all lanes, [P], with those of active ones, bool[P]."""
     num_lanes = keys.shape[0]
     lane = jnp.arange(num_lanes, dtype=jnp.int32)
     is_equal = (keys[:, None] == keys[None]) & active[None]

@@ -80,13 +80,9 @@ def enter(
     parents: jax.Array,
     hashes_above: jax.Array,
 ) -> IndexArrays:
-    """Enter the blocks that have no equal in the index.
+    """Enter the blocks that have no equal in the index, and what they hold, [P].
 
-    Args:
-      resolved: the blocks, [P].
-      prefixes: [P], what they hold.
-      parents: i32[P], the blocks before them, N for none.
-      hashes_above: u32[P], of the prefixes up to where they begin.
+    Their parents are i32[P], N for none, and u32[P] the hashes of the prefixes above.
     """
     block = resolved.enters
     index = dataclasses.replace(
@@ -174,16 +170,10 @@ def hash_above(index: IndexArrays, block: jax.Array) -> jax.Array:
 def _find_entries(
     free: jax.Array, width: int, row: jax.Array, claims: jax.Array
 ) -> jax.Array:
-    """Return a free entry of its row for each lane that claims one, i32[P].
+    """Return a free entry of its row, i32[P], for each lane that claims one, bool[P].
 
-    Lanes of one row take its entries in turn. Where there are no more it is W, past the
-    row's end.
-
-    Args:
-      free: i32[P], free entries of each lane's row, as bits.
-      width: W.
-      row: i32[P].
-      claims: bool[P].
+    Bits say which of W are free, i32[P]. Lanes of one row take its entries in turn.
+    Where there are no more it is W, past the row's end.
     """
     rank, free = find_equals(row, claims).rank[:, None], free[:, None]
     entry = np.arange(width, dtype=np.int32)[None]

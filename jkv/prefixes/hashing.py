@@ -21,11 +21,9 @@ def salt_hash(salts: jax.Array) -> jax.Array:
 
 
 def column_hash(tokens: jax.Array, column: jax.Array) -> jax.Array:
-    """Return what a block adds to the hash of its prefix, u32[...].
+    """Return what a block of tokens, i32[..., T], adds to its prefix's hash, u32[...].
 
-    Args:
-      tokens: i32[..., T].
-      column: i32[...], the block's number in its sequence.
+    Its column, i32[...], is its number in its sequence.
     """
     size = tokens.shape[-1]
     weights = np.arange(1, size + 1, dtype=np.uint32) * _GOLDEN

@@ -82,13 +82,9 @@ def exchange(
     other: jax.Array,
     replaced: jax.Array,
 ) -> BlockGroup:
-    """Replace blocks by known equal ones; the replaced ones go back to the pool.
+    """Replace own blocks, i32[P], by known equal ones where bool[P].
 
-    Args:
-      columns: the cells of the tables, [P].
-      own: i32[P], the blocks that stand there.
-      other: i32[P], the known ones.
-      replaced: bool[P], where they are exchanged.
+    The replaced ones go back to the pool.
     """
     nothing = group.num_blocks
     row = jnp.where(replaced, columns.row, group.max_sequences)

@@ -75,9 +75,7 @@ def is_indexed(metadata: Metadata, block: jax.Array) -> jax.Array:
 def find_partners(metadata: Metadata, number: int, block: jax.Array) -> jax.Array:
     """Return a group's block beside each of the leader's, i32[...]; N where none is.
 
-    Args:
-      number: of a group; the leader's blocks are their own partners.
-      block: i32[...], of the leading group, indexed; N_0 for none.
+    The leader's indexed blocks, N_0 for none, are their own partners.
     """
     if number == metadata.leader:
         return block
@@ -129,13 +127,9 @@ def forget_blocks(metadata: Metadata, number: int, block: jax.Array) -> Metadata
 def forget_taken(
     metadata: Metadata, number: int, block: jax.Array
 ) -> tuple[Metadata, jax.Array]:
-    """Forget what blocks of a group held, now that they are handed out.
+    """Forget blocks of a group that are handed out, i32[P]; N is dropped.
 
-    Args:
-      block: i32[P]; N is dropped.
-
-    Returns:
-      The metadata, and i32[]: how many of them could be found.
+    Returned with the metadata is how many of them could be found, i32[].
     """
     was_known = is_known(metadata, number, block)
     was_read = was_known

@@ -47,12 +47,7 @@ class _Whole(NamedTuple):
 
 
 def find(metadata: Metadata, tokens: jax.Array | None, salts: jax.Array) -> Found:
-    """Look up prompts; the last token of each is never found.
-
-    Args:
-      tokens: i32[B, P], negative from each prompt's end on.
-      salts: i32[B].
-    """
+    """Look up prompts, i32[B, P], -1 past their ends; the last token is never found."""
     if tokens is None:
         return find_nothing(metadata, salts.shape)
     prompts = _measure(metadata, tokens, salts)
@@ -83,9 +78,7 @@ def find_partings(
 ) -> jax.Array | None:
     """Return up to where prompts are like a text that is known, i32[B].
 
-    Args:
-      tokens: i32[B, P], negative from each prompt's end on.
-      salts: i32[B].
+    They are i32[B, P], negative from each one's end on.
     """
     if snapshots_of(metadata) is None:
         return None
@@ -97,10 +90,7 @@ def find_partings_behind(
 ) -> jax.Array | None:
     """Return the same of sequences' first tokens, i32[B], and of those behind them.
 
-    Args:
-      seq_ids: i32[B].
-      lengths: i32[B], tokens of each that count.
-      tokens: i32[B, P], what comes behind them, negative from its end on.
+    These are i32[B, P], negative from each one's end on.
     """
     snapshots = snapshots_of(metadata)
     if snapshots is None:
@@ -223,13 +213,7 @@ def _reach(
 def _is_needed(
     group: BlockGroup, num: jax.Array, num_tokens: jax.Array, num_columns: int
 ) -> jax.Array:
-    """Return which columns a group needs of what was found, bool[B, C].
-
-    Args:
-      num: i32[B], leading columns that are found.
-      num_tokens: i32[B], tokens that are.
-      num_columns: C.
-    """
+    """Return which of C columns a group needs of those found, i32[B], bool[B, C]."""
     column = jnp.arange(num_columns, dtype=jnp.int32)[None]
     needs = group.window.needs(num_tokens, num_columns, group.block_size)
     return (column < num[:, None]) & needs

@@ -33,11 +33,7 @@ def hash_prompts(
 ) -> jax.Array | None:
     """Return the wide hashes of prompts up to each column's end, u32[B, C, 2].
 
-    Args:
-      index: None is returned where it knows parents.
-      whole: i32[B, C, T], tokens of the columns.
-      column: i32[1, C].
-      salts: i32[B].
+    Their columns have tokens i32[B, C, T]. None where the index knows parents.
     """
     if index.wide_hashes is None:
         return None
@@ -98,13 +94,7 @@ def follows(
 def follows_tip(
     metadata: Metadata, child: jax.Array, column: jax.Array, tip: Tip
 ) -> jax.Array:
-    """Return which indexed blocks follow prefixes, bool[B, K].
-
-    Args:
-      child: i32[B, K], blocks.
-      column: i32[B], their column.
-      tip: the prefixes.
-    """
+    """Return which indexed blocks, i32[B, K], of a column, i32[B], follow prefixes."""
     index = index_of(metadata)
     if index.wide_hashes is None or tip.wide is None:
         return index.parents.at[child].get(mode="clip") == tip.block[:, None]

@@ -32,10 +32,8 @@ def rename_blocks(
 ) -> Metadata:
     """Give the blocks of a group new ids wherever the index names them.
 
-    Args:
-      metadata: the state, everything else renumbered.
-      renamed: new ids of old ones, N' where there is none.
-      moved: values of the new blocks from those of the old, with a fill for new ones.
+    All else is renumbered. `renamed` gives new ids, N' for none, and `moved` values of
+    the new blocks from those of the old, with a fill for new ones.
     """
     if number == metadata.leader:
         return _rename_leaders(metadata, renamed, moved)

@@ -101,7 +101,7 @@ def _plan_whole(cache: Cache, seq_ids: jax.Array) -> Batch:
         valid=none > 0,
         offsets=none,
         blocks_of_groups=tuple(
-            none + g.num_blocks if g.has_blocks else None for g in metadata.groups
+            none + g.num_blocks if g.kind == "blocks" else None for g in metadata.groups
         ),
         epochs=index_of(metadata).epochs.at[seq_ids].get(mode="clip"),
         is_decoding=False,

@@ -21,13 +21,10 @@ def begin(
     num_cached: jax.Array,
     tokens: jax.Array | None,
 ) -> Metadata:
-    """Let rows, i32[B], begin with the tokens found, i32[B], and count the prompts.
+    """Let rows begin with the tokens found, and count the prompts.
 
-    Args:
-      row: i32[B]; S where a request is not served.
-      salts: i32[B], their domains.
-      num_cached: i32[B], tokens found.
-      tokens: i32[B, P], the prompts; None where there are none.
+    Rows, S where not served, domains and counts found are i32[B]; prompts i32[B, P],
+    or None.
     """
     metadata = metadata.with_lengths(row, num_cached)
     metadata = _note_opened(metadata, row, salts, num_cached)
@@ -60,13 +57,9 @@ def inherit(
     lengths: jax.Array,
     is_exchange: bool = False,
 ) -> Metadata:
-    """Let rows, i32[B], continue from the first tokens of what their parents are.
+    """Let rows continue from the first tokens of what their parents are, i32[B] each.
 
-    Args:
-      row: i32[B], of the tables; one of S or above is dropped.
-      parents: i32[B].
-      lengths: i32[B], tokens that each row takes over.
-      is_exchange: whether a parent may be one of the rows.
+    A row of S or above is dropped. With an exchange a parent may be one of the rows.
     """
     nothing = metadata.max_sequences
     source = jnp.where((row < nothing) & (lengths > 0), parents, nothing)

@@ -103,10 +103,7 @@ def find_longest(
 def find_common(metadata: Metadata, tokens: jax.Array, salts: jax.Array) -> jax.Array:
     """Return up to where prompts are like the text of a snapshot, i32[B].
 
-    Args:
-      metadata: the state, with snapshots.
-      tokens: i32[B, P], negative from each prompt's end on.
-      salts: i32[B].
+    They are i32[B, P], negative from each one's end on.
     """
     snapshots = snapshots_of(metadata)
     assert snapshots is not None
@@ -135,11 +132,9 @@ def state_at(snapshots: Snapshots, place: jax.Array) -> FoundState:
 def find_at(
     metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array
 ) -> FoundState | None:
-    """Return the snapshot of each sequence's own text at a length; None without.
+    """Return snapshots of sequences' own texts at lengths, i32[B] each; or None.
 
-    Args:
-      seq_ids: i32[B].
-      lengths: i32[B]; 0 where none is looked for.
+    Of length 0 none is looked for.
     """
     snapshots = snapshots_of(metadata)
     if snapshots is None:
@@ -159,14 +154,9 @@ def find_at(
 def _find_text(
     snapshots: Snapshots, text: jax.Array, length: jax.Array, salt: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the place of a text, i32[1], P for none, and whether all of its
-    tokens are known.
+    """Return the place of a text's first tokens, i32[1], P for none.
 
-    Args:
-      snapshots: the snapshots.
-      text: i32[X].
-      length: i32[1], how much of it counts.
-      salt: i32[1].
+    And whether all of its tokens, i32[X], are known.
     """
     counts = jnp.arange(text.shape[0], dtype=jnp.int32) < length
     is_told = jnp.all((text >= 0) | ~counts)
@@ -262,13 +252,9 @@ def _make_one(
 def hash_text(
     text: jax.Array, salt: jax.Array, length: jax.Array, block_size: int
 ) -> jax.Array:
-    """Return the hash of a text's first tokens, u32[1], as the index has it.
+    """Return the hash of a text's first tokens, i32[X], as the index has it, u32[1].
 
-    Args:
-      text: i32[X].
-      salt: i32[1].
-      length: i32[1], a multiple of the block size.
-      block_size: tokens of a column.
+    Their number, i32[1], is a multiple of the block size.
     """
     columns = jnp.pad(text, (0, -text.shape[0] % block_size)).reshape(-1, block_size)
     column = jnp.arange(columns.shape[0], dtype=jnp.int32)

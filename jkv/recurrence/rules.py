@@ -48,16 +48,7 @@ def trace_output(rule: Rule, state: Arrays, inputs: Arrays) -> Any:
 
 
 def take_rows(inputs: Arrays, rows: jax.Array, valid: jax.Array) -> Arrays:
-    """Return the inputs of rows, zeros where there is none.
-
-    Args:
-      inputs: {name: [R, ...]}.
-      rows: i32[*shape].
-      valid: bool[*shape].
-
-    Returns:
-      {name: [*shape, ...]}.
-    """
+    """Return the inputs, [R, ...], of rows, [*shape], zeros where none is valid."""
 
     def take(array: jax.Array) -> jax.Array:
         index = jnp.where(valid, rows, array.shape[0])
@@ -67,13 +58,9 @@ def take_rows(inputs: Arrays, rows: jax.Array, valid: jax.Array) -> Arrays:
 
 
 def put_rows(outputs: Any, rows: jax.Array, valid: jax.Array, new: Any) -> Any:
-    """Return the outputs [R, ...] with those of valid rows set.
+    """Return the outputs [R, ...] with new ones of valid rows, [*shape] each, set.
 
-    Args:
-      outputs: a pytree of [R, ...]; None drops what is new.
-      rows: i32[*shape], different where valid.
-      valid: bool[*shape].
-      new: a pytree of [*shape, ...].
+    Valid rows are different; outputs of None drop what is new.
     """
     if outputs is None:
         return None

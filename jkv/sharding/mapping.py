@@ -104,13 +104,7 @@ def _map_over_devices(
 def with_whole_blocks(
     sharding: StorageSharding | None, blocks: jax.Array, array_axis: int
 ) -> jax.Array:
-    """Return blocks with the tokens of all devices, the same on each of them.
-
-    Args:
-      sharding: of the storage.
-      blocks: out of a pool.
-      array_axis: of the blocks, the one that has the tokens.
-    """
+    """Return blocks with the tokens, on an axis, of all devices, the same on each."""
     if sharding is None or sharding.context is None:
         return blocks
     axis = sharding.context

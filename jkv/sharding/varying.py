@@ -19,11 +19,7 @@ def is_manual() -> bool:
 
 
 def varying_axes(arrays: Any) -> frozenset[str]:
-    """Return the axes over which any array of a pytree varies.
-
-    Args:
-      arrays: a pytree of arrays, or of their types.
-    """
+    """Return the axes over which any array, or type of one, of a pytree varies."""
     return frozenset[str]().union(*map(_axes_of, jax.tree.leaves(arrays)))
 
 
@@ -38,12 +34,7 @@ def vary_over(arrays: Arrays, axes: frozenset[str]) -> Arrays:
 
 
 def vary_alike(arrays: Arrays, others: Any) -> Arrays:
-    """Return a pytree of arrays, each varying over the axes of its counterpart too.
-
-    Args:
-      arrays: a pytree of arrays.
-      others: arrays or types in the same order, as a list.
-    """
+    """Return a pytree of arrays, each varying over the axes of its counterpart too."""
     leaves, structure = jax.tree.flatten(arrays)
     pairs = zip(leaves, others, strict=True)
     cast = [vary_over(leaf, _axes_of(other)) for leaf, other in pairs]

@@ -116,7 +116,7 @@ class Cache:
     @property
     def block_storage(self) -> tuple[BlockStorage, ...]:
         """The keys and values of each group with blocks."""
-        return tuple(each for each in self.storage if each.has_blocks)
+        return tuple(each for each in self.storage if each.kind == "blocks")
 
     def with_storage(self, storage: tuple[Any, ...]) -> Self:
         """Return the cache with other keys, values and states."""
@@ -140,7 +140,7 @@ class Cache:
         """
         places = self._list_places(layer)
         for place in places:
-            if self.metadata.groups[place.group].has_blocks:
+            if self.metadata.groups[place.group].kind == "blocks":
                 return place
         state = "; it keeps a state, for read_state and write_state"
         raise UsageError(
@@ -155,7 +155,7 @@ class Cache:
           UsageError: for a layer that keeps no state, and as `find_layer`.
         """
         for place in self._list_places(layer):
-            if not self.metadata.groups[place.group].has_blocks:
+            if self.metadata.groups[place.group].kind == "states":
                 return place
         raise UsageError(
             f"layer {layer} keeps no state: layer_groups names no group with a "
@@ -365,8 +365,8 @@ class Cache:
             used_of = iter(blocks)
             kept = [
                 f"{next(used_of).replace(' blocks', '')}, {each}"
-                if of_group.has_blocks
-                else "states"
+                if of_group.kind == "blocks"
+                else of_group.kind
                 for of_group in self.storage
             ]
             lines = [

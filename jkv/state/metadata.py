@@ -72,7 +72,7 @@ class BlockGroup:
     it.
     """
 
-    has_blocks = True
+    kind = "blocks"
     max_pending = 0
 
     block_tables: jax.Array  # i32[S, M], block ids of each sequence, N where unmapped
@@ -181,7 +181,7 @@ class Metadata:
     @property
     def block_numbers(self) -> tuple[int, ...]:
         """The numbers of the groups with blocks."""
-        return tuple(i for i, group in enumerate(self.groups) if group.has_blocks)
+        return tuple(i for i, group in enumerate(self.groups) if group.kind == "blocks")
 
     @property
     def block_groups(self) -> tuple[BlockGroup, ...]:
@@ -191,7 +191,7 @@ class Metadata:
     @property
     def has_states(self) -> bool:
         """Whether there are groups with a state, which cannot be cut back at will."""
-        return len(self.block_numbers) < len(self.groups)
+        return any(group.kind == "states" for group in self.groups)
 
     @property
     def records_tokens(self) -> bool:

@@ -25,7 +25,7 @@ from jkv.state.metadata import Metadata
 class States:
     """What there is to know of a group with a state: all agree in it."""
 
-    has_blocks = False
+    kind = "states"
     # Q, tokens of a sequence that may be pending; static, as arrays do not tell it.
     max_pending: int = dataclasses.field(metadata={"static": True})
 
@@ -49,7 +49,7 @@ class StateStorage:
     bfloat16 is stored as its bits.
     """
 
-    has_blocks = False
+    kind = "states"
     sharding = None
 
     bases: jax.Array  # i32[L, S], at how many tokens the state of a row stands

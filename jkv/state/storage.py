@@ -38,7 +38,7 @@ class GroupSizes(NamedTuple):
 class BlockStorage:
     """The keys and values in the blocks of one group of layers."""
 
-    has_blocks = True
+    kind = "blocks"
 
     # [L, N, K, T, D], bfloat16 and fp8 as their bits, int4 in pairs, [..., D / 2]
     key_pool: jax.Array

@@ -134,13 +134,7 @@ class SlidingWindow:
         return self.num_given_back.at[seq_ids].get(mode="clip")
 
     def skip(self, rank: jax.Array, gap: Columns, size: int) -> jax.Array:
-        """Return the column of the kept block of each rank, i32[P], behind gaps.
-
-        Args:
-          rank: i32[P], 0 for the first kept block.
-          gap: i32[P], the columns given back.
-          size: T.
-        """
+        """Return the column of the kept block of each rank behind gaps, i32[P]."""
         return jnp.where(rank >= self.sink_columns(size), rank + gap, rank)
 
     def with_gaps(self, row: jax.Array, gap: Columns) -> Self:

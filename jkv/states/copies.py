@@ -124,13 +124,10 @@ def _copy_rows(arrays: Arrays, moves: StateMoves, source: jax.Array) -> Arrays:
 def _copy(
     arrays: Arrays, sources: Arrays, target: jax.Array, source: jax.Array
 ) -> Arrays:
-    """Copy one row after the other; those whose target or source is none are left.
+    """Copy one row after the other, i32[B] each, where target and source are there.
 
-    Args:
-      arrays: by name [L, S, ...], those that change.
-      sources: likewise; perhaps the same.
-      target: i32[B], past the end for none.
-      source: i32[B], likewise.
+    Arrays and their sources, perhaps the same, are by name [L, S, ...]; past the end is
+    none.
     """
     if not arrays:
         return arrays

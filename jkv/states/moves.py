@@ -46,13 +46,9 @@ class Cut(NamedTuple):
 
 
 def find_cut(metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array) -> Cut:
-    """Return what sequences cut back to lengths go on from.
+    """Return what sequences cut back to lengths, i32[B] each, go on from.
 
     The length may be the present one, 0, any from the base on, or a snapshot's.
-
-    Args:
-      seq_ids: i32[B].
-      lengths: i32[B].
     """
     length = metadata.context_lengths.at[seq_ids].get(mode="clip")
     base = length - metadata.sequences.pending_of(seq_ids)

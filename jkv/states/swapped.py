@@ -17,7 +17,7 @@ from jkv.state import Cache, StateStorage
 class SwappedStates:
     """What B sequences have in one group of layers with a state, on the host."""
 
-    has_blocks = False
+    kind = "states"
     num_blocks = num_filled_blocks = 0
 
     bases: np.ndarray  # i32[L, B], as in `StateStorage`
@@ -65,12 +65,7 @@ class SwappedStates:
 
 
 def fetch_states(storage: StateStorage, rows: np.ndarray) -> SwappedStates:
-    """Copy the states of rows, i32[B], to the host.
-
-    Args:
-      storage: on a device, or of numpy arrays, as a file gives it.
-      rows: i32[B].
-    """
+    """Copy the states of rows, i32[B], to the host, or out of a file's numpy arrays."""
     arrays = storage.bases, storage.rows, storage.inputs
     if isinstance(storage.bases, np.ndarray):
         found: Any = jax.tree.map(lambda array: array[:, rows], arrays)

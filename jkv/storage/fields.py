@@ -24,9 +24,7 @@ _type_hints: Callable[[type], dict[str, Any]] = functools.cache(typing.get_type_
 def list_leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Walk the fields of a value down to its leaves; what is None has none.
 
-    Args:
-      value: a dataclass, a tuple of dataclasses, a dict or a leaf.
-      name: of the value itself.
+    It is a dataclass, a tuple of such, a dict or a leaf, and has a name of its own.
     """
     parts: dict[str, Any] = {}
     if dataclasses.is_dataclass(value):

@@ -7,11 +7,8 @@ from jkv.state import Cache, Metadata
 def follow(cache: Cache, metadata: Metadata, moves: tuple[Moves, ...]) -> Cache:
     """Return the cache with new metadata, and its storage as the call says.
 
-    Outside jit there is no pass over storage of which nothing is to be moved.
-
-    Args:
-      metadata: what it is to have.
-      moves: of each part; of none where nothing is to be moved.
+    That is the moves of each part; of none where nothing is to be moved. Outside jit
+    there is no pass over storage of which nothing is.
     """
     storage = list(cache.storage)
     for part, of_part in zip(metadata.parts, moves, strict=bool(moves)):

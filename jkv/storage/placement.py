@@ -108,13 +108,7 @@ def choose_placements(
 def put(arrays: Arrays, device: Placement) -> Arrays:
     """Put a pytree of numpy arrays on a device, all in one call.
 
-    Args:
-      arrays: the pytree.
-      device: where to.
-
-    Returns:
-      The pytree of JAX arrays, no two of which share a buffer with another or with one
-      of numpy's.
+    No two of its arrays then share a buffer with another or with one of numpy's.
     """
     if not (isinstance(device, jax.sharding.Sharding) and is_shared(device)):
         return jax.device_put(jax.tree.map(_unaligned, arrays), device)
@@ -166,11 +160,7 @@ def _find_layer_placement(
 ) -> jax.sharding.NamedSharding | None:
     """Return where one layer of an array goes; None where JAX may choose.
 
-    Args:
-      device: of the array.
-      axis: of the layers.
-      ndim: the array's axes.
-      copies: of each head, which are made where the array is.
+    Copies of heads are made where the array is.
     """
     if not isinstance(device, jax.sharding.NamedSharding):
         return None

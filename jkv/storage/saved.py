@@ -72,10 +72,7 @@ def write_value(path: Path, value: Cache | Swapped) -> None:
 
 
 def read_value(path: Path, kinds: fields.Kinds) -> Cache | Swapped:
-    """Return what a file holds, its arrays mapped from the file.
-
-    Args:
-      kinds: what may stand where a field of a cache has a face.
+    """Return what a file holds, its arrays mapped from the file; kinds as for `build`.
 
     Raises:
       FileError: if the file is not one that `write_value` wrote.
@@ -139,13 +136,9 @@ def _kind_of(value: Cache | Swapped) -> str:
 def _by_layers(
     leaf: jax.Array, dtype: np.dtype[Any], cache: Cache, number: int
 ) -> Tensor:
-    """Describe K/V or scales of a cache as layers on the host, one at a time.
+    """Describe K/V or scales of a group as layers on the host, one at a time.
 
-    Args:
-      leaf: the array, [L, N, K, ...], with ranks and copies of heads if the cache has.
-      dtype: what its bits mean.
-      cache: that has it.
-      number: of its group.
+    The array is [L, N, K, ...], with ranks and copies of heads if the cache has them.
     """
     sharding = cache.storage[number].sharding
     head_axis = POOL_HEADS if cache.pools is None else POOL_HEADS + 1
@@ -159,12 +152,7 @@ def _by_layers(
 
 
 def _by_pieces(pieces: Sequence[HostArray], dtype: np.dtype[Any]) -> Tensor:
-    """Describe K/V or scales, cut into pieces [L, p, ...] on the host, layer by layer.
-
-    Args:
-      pieces: arrays of numpy, or in memory of the host that JAX holds.
-      dtype: what their bits mean.
-    """
+    """Describe K/V or scales, cut into pieces [L, p, ...] on the host, by layers."""
     arrays = tuple(map(np.asarray, pieces))
     if not arrays:
         return Tensor(dtype, (0, 0), ())

@@ -1,7 +1,9 @@
 """Sequences on the host, apart from any cache."""
 
+import collections
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -67,7 +69,7 @@ class Swapped:
         blocks = " and ".join(
             f"{group.num_filled_blocks} of {group.num_blocks}"
             for group in self.groups
-            if group.has_blocks
+            if group.kind == "blocks"
         )
         return (
             f"Swapped({self.num_sequences} sequences, "
@@ -87,57 +89,33 @@ def copy_out(cache: Cache, seq_ids: Integers) -> Swapped:
       InvalidSequence: for an id that is not open or is named twice.
     """
     (seq_ids,) = requests.broadcast(seq_ids=seq_ids)
-    rows = jax.device_get(_look_up(cache.metadata, seq_ids))
-    raise_for_status(rows.status, cache)
+    found = jax.device_get(_look_up(cache.metadata, seq_ids))
+    raise_for_status(found.pop("status"), cache)
     named = np.asarray(seq_ids) != NO_SEQUENCE
-    rows = jax.tree.map(lambda array: array[named], rows)
+    found = jax.tree.map(lambda array: array[named], found)
     groups: dict[int, Luggage] = {}
-    for part, left in zip(cache.metadata.parts, rows.of_parts, strict=True):
-        groups |= part.fetch(cache, rows.seq_ids, rows.context_lengths, left)
-    return Swapped(
-        seq_ids=np.asarray(seq_ids)[named],
-        context_lengths=rows.context_lengths,
-        num_uses=rows.num_uses,
-        committed=rows.committed,
-        salts=rows.salts,
-        groups=tuple(groups[number] for number in sorted(groups)),
-        block_size=cache.block_size,
-        num_pending=rows.num_pending,
-    )
-
-
-class _Found(NamedTuple):
-    """What the metadata says of the sequences asked for, one row each."""
-
-    status: Any  # i32[B]
-    context_lengths: Any  # i32[B]
-    num_uses: Any  # u32[B]
-    committed: Any  # i32[B] or None
-    salts: Any  # i32[B] or None
-    of_parts: tuple[Any, ...]  # what each needs of the metadata
-    seq_ids: Any  # i32[B]
-    num_pending: Any  # i32[B] or None
+    for part, left in zip(cache.metadata.parts, found.pop("of_parts"), strict=True):
+        groups |= part.fetch(cache, found["seq_ids"], found["context_lengths"], left)
+    in_order = tuple(groups[number] for number in sorted(groups))
+    return Swapped(**found, groups=in_order, block_size=cache.block_size)
 
 
 @jax.jit
-def _look_up(metadata: Metadata, seq_ids: jax.Array) -> _Found:
+def _look_up(metadata: Metadata, seq_ids: jax.Array) -> dict[str, Any]:
+    """Return what the metadata says of sequences: fields of `Swapped`, and the rest."""
     closable = requests.is_live_once(metadata, seq_ids)
     padding = requests.is_padding(seq_ids)
     sequences = metadata.sequences
     committed, salts = metadata.index.leave(seq_ids) or (None, None)
-
-    def rows(array: jax.Array) -> jax.Array:
-        return array.at[seq_ids].get(mode="clip")
-
-    return _Found(
-        requests.find_status(padding, [(Status.INVALID_SEQUENCE, ~closable)]),
-        rows(sequences.context_lengths),
-        rows(sequences.num_uses),
-        committed,
-        salts,
-        tuple(part.leave(metadata, seq_ids) for part in metadata.parts),
-        seq_ids,
-        sequences.pending_of(seq_ids) if metadata.has_states else None,
+    return dict(
+        status=requests.find_status(padding, [(Status.INVALID_SEQUENCE, ~closable)]),
+        of_parts=tuple(part.leave(metadata, seq_ids) for part in metadata.parts),
+        seq_ids=seq_ids,
+        context_lengths=sequences.context_lengths.at[seq_ids].get(mode="clip"),
+        num_uses=sequences.num_uses.at[seq_ids].get(mode="clip"),
+        committed=committed,
+        salts=salts,
+        num_pending=sequences.pending_of(seq_ids) if metadata.has_states else None,
     )
 
 
@@ -150,27 +128,23 @@ def match_groups(cache: Cache, swapped: Swapped) -> tuple[Luggage, ...]:
       ValueError: if they left a cache of other groups, or another shape or dtype, or
         have given back what this cache's layers see.
     """
-    blocks, states = (
-        [each for each in swapped.groups if each.has_blocks is has_blocks]
-        for has_blocks in (True, False)
-    )
-    there, here = len(blocks), len(cache.block_storage)
+    there, here = (_count_groups(groups) for groups in (swapped.groups, cache.storage))
     if there != here:
         raise UsageError(
-            f"these sequences left a cache of {_count_groups(there)}, and this cache "
-            f"has {_count_groups(here)}: make it with the configuration of that cache"
+            f"these sequences left a cache of {there}, and this cache has {here}: make "
+            f"it with the configuration of that cache"
         )
     kinds: dict[str, tuple[Any, Any]] = {
-        "block_size": (swapped.block_size, cache.block_size),
-        "groups with a state": (len(states), len(cache.storage) - here),
+        "block_size": (swapped.block_size, cache.block_size)
     }
-    if len(states) == len(cache.storage) - here:
-        of_kind = {True: iter(blocks), False: iter(states)}
-        found = tuple(next(of_kind[each.has_blocks]) for each in cache.storage)
-        for number, each in enumerate(found):
-            compared = each.compare(cache, number, swapped.context_lengths)
-            within = f"group {number}: " if len(found) > 1 else ""
-            kinds |= {within + name: both for name, both in compared.items()}
+    left, found = list(swapped.groups), []
+    for number, storage in enumerate(cache.storage):
+        own = next(each for each in left if each.kind == storage.kind)
+        left.remove(own)
+        found.append(own)
+        compared = own.compare(cache, number, swapped.context_lengths)
+        within = f"group {number}: " if len(cache.storage) > 1 else ""
+        kinds |= {within + name: both for name, both in compared.items()}
     different = [
         f"{name} is {there}, in this cache {here}"
         for name, (there, here) in kinds.items()
@@ -181,8 +155,13 @@ def match_groups(cache: Cache, swapped: Swapped) -> tuple[Luggage, ...]:
             f"sequences can be swapped into a cache of the same layers, heads, sizes "
             f"and dtype only: {'; '.join(different)}"
         )
-    return found
+    return tuple(found)
 
 
-def _count_groups(number: int) -> str:
-    return "one group of layers" if number == 1 else f"{number} groups of layers"
+def _count_groups(groups: Sequence[Any]) -> str:
+    """Say how many groups of layers there are of each kind."""
+    counts = collections.Counter(group.kind for group in groups)
+    return " and ".join(
+        f"{'one group' if count == 1 else f'{count} groups'} of layers with {kind}"
+        for kind, count in sorted(counts.items())
+    )

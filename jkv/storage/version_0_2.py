@@ -15,12 +15,7 @@ _BLOCKS, _STATES = ("metadata.groups", "storage", "groups"), "states"
 
 
 def bring_up_to_date(leaves: Leaves, *, is_cache: bool) -> Leaves:
-    """Return the leaves of a file by the names that they have now.
-
-    Args:
-      leaves: of a file of any version, by name.
-      is_cache: whether they are those of a cache, or of sequences.
-    """
+    """Return leaves of a file, of a cache or of sequences, by their present names."""
     for before, now in _RENAMED.items():
         leaves = {
             now + name.removeprefix(before) if name.startswith(before) else name: leaf

@@ -105,22 +105,61 @@ def find_free(
 
 
 @jax.jit
-def count(metadata: Metadata) -> jax.Array:
-    """Return how many free blocks of each group hold nothing, and how many are cached.
+def count_next(metadata: Metadata, wanted: jax.Array) -> jax.Array:
+    """Return how many of the blocks that leave next are cached.
 
-    i32[G, 2]; with states a row more, of the places of snapshots.
+    Args:
+      metadata: with an index.
+      wanted: i32[G], how many leave of each group with blocks; with states one more, of
+        places for snapshots.
+
+    Returns:
+      i32[G], cached blocks among these.
     """
-    rows = []
+    found = [
+        _count_cached(metadata, number, wanted[at])
+        for at, number in enumerate(metadata.block_numbers)
+    ]
+    if known := snapshots_of(metadata):
+        held = metadata.index.count_snapshots()
+        num_empty = known.lengths.shape[0] - held
+        found.append(jnp.clip(wanted[len(found)] - num_empty, 0, held))
+    return jnp.stack(found)
+
+
+def _count_cached(metadata: Metadata, number: int, wanted: jax.Array) -> jax.Array:
+    """Count cached blocks among those of a group that leave next, i32[]."""
+    free = metadata.groups[number].free_blocks
+    lanes = jnp.arange(ENTRIES_PER_TRIP, dtype=jnp.int32)
+
+    def chunk(
+        state: tuple[jax.Array, jax.Array, jax.Array],
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        start, num, cached = state
+        block, is_entry = ring.entries(free, start + lanes)
+        rank = num + running_sum(is_entry.astype(jnp.int32))
+        leaves = is_entry & (rank <= wanted)
+        cached += jnp.sum(leaves & is_known(metadata, number, block), dtype=jnp.int32)
+        return start + lanes.shape[0], rank[-1], cached
+
+    return while_loop(
+        lambda state: (state[0] < free.span) & (state[1] < wanted),
+        chunk,
+        (jnp.int32(0), jnp.int32(0), jnp.int32(0)),
+    )[2]
+
+
+@jax.jit
+def count_blank(metadata: Metadata) -> jax.Array:
+    """Return the fewest free blocks of a group that hold nothing, i32[]."""
+    found = []
     for number in metadata.block_numbers:
         group = metadata.groups[number]
         block = jnp.arange(group.num_blocks, dtype=jnp.int32)
-        is_free = group.reference_counts == 0
-        cached = jnp.sum(is_free & is_known(metadata, number, block), dtype=jnp.int32)
-        rows.append(jnp.stack([group.free_blocks.count - cached, cached]))
-    if known := snapshots_of(metadata):
-        held = metadata.index.count_snapshots()
-        rows.append(jnp.stack([known.lengths.shape[0] - held, held]))
-    return jnp.stack(rows)
+        is_cached = is_known(metadata, number, block) & (group.reference_counts == 0)
+        cached = jnp.sum(is_cached, dtype=jnp.int32)
+        found.append(group.free_blocks.count - cached)
+    return jnp.min(jnp.stack(found)) if found else jnp.int32(0)
 
 
 def _forget(

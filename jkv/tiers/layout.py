@@ -38,7 +38,7 @@ class Layout(NamedTuple):
     def of(cls, cache: Cache) -> Self:
         """Return the layout of a cache."""
         groups = []
-        for storage in (each for each in cache.storage if each.has_blocks):
+        for storage in cache.block_storage:
             kinds = tuple(
                 (
                     *(name, str(pool.dtype), pool.shape[0]),
@@ -51,7 +51,7 @@ class Layout(NamedTuple):
         states = tuple(
             StateLayout(_kinds(each.snapshot_rows), _kinds(each.snapshot_inputs))
             for each in cache.storage
-            if not each.has_blocks
+            if each.kind == "states"
         )
         return cls(cache.block_size, tuple(groups), states)
 

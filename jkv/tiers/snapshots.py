@@ -51,7 +51,7 @@ def put_snapshots(
 
 def _find_numbers(cache: Cache) -> list[int]:
     """Return the numbers of the groups with a state."""
-    return [i for i, each in enumerate(cache.storage) if not each.has_blocks]
+    return [i for i, each in enumerate(cache.storage) if each.kind == "states"]
 
 
 def _by_place(storage: StateStorage) -> StateStorage:

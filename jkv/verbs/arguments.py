@@ -23,9 +23,6 @@ def locate_layer(cache: Cache, layer: Integer | GroupLayer) -> GroupLayer:
     """Return where a layer's keys and values are.
 
     Reject a layer that is known not to exist; a traced one cannot be checked.
-
-    Args:
-      layer: of the model; or its number in a group.
     """
     if cache.num_layers == 0:
         raise ValueError(
@@ -51,9 +48,7 @@ def locate_layer(cache: Cache, layer: Integer | GroupLayer) -> GroupLayer:
 def check_batch(cache: Cache, batch: Batch, *, resized: bool = False) -> None:
     """Reject what is no batch, or the batch of a cache of other sizes.
 
-    Args:
-      cache: the cache that the batch is used with.
-      resized: whether the pools may have had other numbers of blocks.
+    Resized pools may have had other numbers of blocks.
     """
     if not isinstance(batch, Batch):
         raise UsageError(
@@ -117,12 +112,7 @@ def check_dtypes(storage: BlockStorage) -> None:
 
 
 def check_rows(storage: BlockStorage, batch: Batch, name: str, rows: jax.Array) -> None:
-    """Reject rows of keys or values that are not one for each row of the batch.
-
-    Args:
-      name: of the array that they go to.
-      rows: the rows.
-    """
+    """Reject rows for a named array that are not one for each row of the batch."""
     width = storage.head_dim if name == "key_pool" else storage.value_head_dim
     expected = (batch.num_rows, storage.num_kv_heads, width)
     kind, called = _array_kind(rows), name.replace("_pool", "s")

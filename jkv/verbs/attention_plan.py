@@ -21,7 +21,7 @@ def plan_attention(cache: Cache, batch: Batch) -> Batch:
     """
     pairs = zip(cache.metadata.groups, cache.storage, strict=True)
     plans = tuple(
-        _plan_group(group, storage, batch) if group.has_blocks else {}
+        _plan_group(group, storage, batch) if group.kind == "blocks" else {}
         for group, storage in pairs
     )
     if not any(plans):

@@ -183,9 +183,7 @@ def _restored(
 ) -> tuple[jax.Array, jax.Array]:
     """Return keys and values of what a function gathers from each array.
 
-    Args:
-      head_axis: of what is gathered, the axis that has the heads.
-      gather: the function.
+    What it gathers has the heads on one axis.
     """
     found = {
         name: without_copies_of_heads(storage.sharding, gather(pool), head_axis)

@@ -88,14 +88,9 @@ def _lacks_blocks(
 ) -> jax.Array:
     """Return which requests find no block for their tail in some pool, bool[B].
 
-    Usually the free blocks suffice and the loop makes no trip. Else ever fewer requests
-    are tried, with what they would give up.
-
-    Args:
-      metadata: the state before the call.
-      plans: of each part.
-      changes: bool[B], requests that change something.
-      needs: bool[B], those of them that need a block in each pool.
+    Those that change something need one in each pool, or none, bool[B]. Usually the
+    free blocks suffice and the loop makes no trip. Else ever fewer requests are tried,
+    with what they would give up.
     """
     parts = parts_of(metadata)
     if not any(part.num_free(metadata) for part in parts):  # there is no pool

@@ -156,12 +156,8 @@ def _plan_resize(
 ) -> Resizing:
     """Choose which free blocks stay, and whether live ones must move.
 
-    Args:
-      known: bool[N], blocks that the index finds: those of them that are free are
-        cached.
-      live: i32[...], live blocks in sequence order.
-      free: i32[...], free blocks in ring order.
-      num_blocks: N' of the new pool, no less than the live blocks.
+    The index finds some of the old blocks, bool[N]. Live ones are in sequence order,
+    free ones in ring order, i32[...]; the new pool has room for the live ones.
     """
     num_old, new_ids = len(known), np.arange(num_blocks, dtype=np.int32)
     # First to go is what is not cached, then the oldest: a stable sort keeps the ring's

@@ -127,6 +127,7 @@ ALLOWED: dict[str, set[str]] = {
         "xla_flags",
     },
     "serving": {
+        "blocks",
         "commands",
         "decoding",
         "inspection",

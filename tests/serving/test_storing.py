@@ -41,6 +41,20 @@ def test_what_the_pool_loses_is_found_again():
     assert stats.copy_seconds_per_token > 0
 
 
+@pytest.mark.parametrize("free_blocks", [6, 8, 10])
+@pytest.mark.parametrize("share", [0.05, 0.3])
+def test_nothing_is_handed_out_before_it_has_left(free_blocks, share):
+    """One text after the other, of which the pool holds one or two."""
+    store = jkv.BlockStore(2**20)
+    engine = make_engine(free_blocks=free_blocks, store=store, store_share=share)
+    found = [
+        engine.generate([prompt], max_new_tokens=4)[0].cached_tokens
+        for _ in range(3)
+        for prompt in PROMPTS[:5]
+    ]
+    assert found == [0] * 5 + [WIDTH // 4 * 4] * 10
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_random_requests_are_answered_as_without_a_store(seed):
     """Some are cancelled, some are late; whoever is not is answered as ever."""

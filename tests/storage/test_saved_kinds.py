@@ -118,7 +118,9 @@ def step(cache, seq_ids, counts, tokens):
     numbers = (tokens + batch.positions).astype(jnp.float32)
     for layer, groups in enumerate(cache.layer_groups):
         for group in groups:
-            write_group = write if cache.storage[group].has_blocks else write_state
+            write_group = (
+                write if cache.storage[group].kind == "blocks" else write_state
+            )
             cache = write_group(cache, layer, batch, numbers)
     return jkv.commit(cache, batch)
 

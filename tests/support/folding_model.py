@@ -89,7 +89,7 @@ def _compute(_params, tokens, cache, batch, *, all_rows=False, window):
     tokens = tokens.astype(jnp.int32)
     total = jnp.zeros(tokens.shape, jnp.int32)
     for layer, groups in enumerate(cache.layer_groups):
-        if not all(cache.storage[group].has_blocks for group in groups):
+        if any(cache.storage[group].kind == "states" for group in groups):
             inputs = {"token": tokens}
             folds, cache = jkv.fold_state(cache, layer, batch, _rule, inputs)
             total += jnp.sum(folds, axis=1)

@@ -167,7 +167,8 @@ def read(cache, seq_id):
 def layers_with_blocks(cache):
     """The layers of a cache that keep keys and values."""
     layers = enumerate(cache.layer_groups) if cache.num_layers else ()
-    return [i for i, of in layers if any(cache.storage[g].has_blocks for g in of)]
+    numbers = {*cache.metadata.block_numbers}
+    return [i for i, of in layers if numbers & {*of}]
 
 
 def read_all(cache, seq_ids):

@@ -53,7 +53,8 @@ def append_padded_pending(cache, seq_ids, num_tokens, tokens, num_pending):
 def state_layers(cache):
     """The numbers of the layers that keep a state."""
     layers = enumerate(cache.layer_groups)
-    return [i for i, of in layers if not all(cache.storage[g].has_blocks for g in of)]
+    numbers = {*cache.metadata.block_numbers}
+    return [i for i, of in layers if {*of} - numbers]
 
 
 def read_states(cache, batch):
@@ -288,7 +289,7 @@ class StateGame(ReuseGame):
         self.compare_snapshots()
         if self.has_storage:
             for storage in jax.device_get(self.cache.storage):
-                if not storage.has_blocks:
+                if storage.kind == "states":
                     self.compare_rows(storage)
             if self.rng.random() < 0.2:
                 self.fill_unused()
@@ -355,7 +356,7 @@ class StateGame(ReuseGame):
 
         storage = tuple(
             each
-            if each.has_blocks
+            if each.kind == "blocks"
             else dataclasses.replace(
                 each,
                 rows=fill(each.rows, rows),

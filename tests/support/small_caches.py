@@ -98,7 +98,7 @@ def with_storage_filled(cache, value, blocks=None, group=None):
     blocks, only those are filled. All groups of layers, or one.
     """
     for number, storage in enumerate(cache.storage):
-        if storage.has_blocks and group in (None, number):
+        if storage.kind == "blocks" and group in (None, number):
             filled = {
                 name: _filled(pool, _bits_of(name, pool, storage, value), blocks)
                 for name, pool in storage.arrays.items()

@@ -348,7 +348,10 @@ class Scheduler:
             requests = [each for some, _ in changes for each, _ in some]
             self.parking.settle(lengths, requests)
         if self.storing is not None:
-            self.storing.settle([each for some, _ in changes for each, _ in some])
+            self.storing.settle(
+                [each for some, _ in changes for each, _ in some],
+                is_running=self._unread is not None,
+            )
         report = self.loop.start_window(
             [Change(Arrivals.of(self._sizes, each), ends) for each, ends in changes],
             self._sizes.num_steps if has_work else 0,

@@ -18,7 +18,7 @@ from jkv.serving.device.loop import Loop
 from jkv.serving.device.processes import SharedLoop
 from jkv.serving.request.request import Request, RequestState
 from jkv.status import UsageError
-from jkv.tiers.choosing import count
+from jkv.tiers.choosing import count_blank, count_next
 from jkv.tiers.layout import Layout
 from jkv.tiers.restoring import restore, warm_up
 from jkv.tiers.spilling import check_has_texts, take
@@ -60,8 +60,8 @@ class Storing:
         if num_places := loop.cache.metadata.index.num_places:
             sizes.append(num_places)
         self._reserve = [max(int(size * share), 1) for size in sizes]
-        # Of the cache before the window under way, which has been computed.
-        self._counts: jax.Array | None = None
+        # What should leave of the cache before the window under way.
+        self._leaving: jax.Array | None = None
         self._copying, self._computing = _Pace(), _Pace()
         # Blocks that were restored for prompts that have not begun.
         self._awaited: dict[Request, int] = {}
@@ -84,17 +84,23 @@ class Storing:
         check_has_texts(loop.cache)
         return cls(loop, options.store, options.share)
 
-    def settle(self, dispatched: list[Request]) -> None:
+    def settle(self, dispatched: list[Request], *, is_running: bool) -> None:
         """Do what is to be done before the next window.
 
         Args:
           dispatched: requests that go to the device now.
+          is_running: whether a window is under way: what is asked of the cache then
+            waits for its end. Where no prompt begins what was asked before it does.
         """
+        requests = dict.fromkeys(dispatched)
+        if requests or not is_running:
+            size = self._loop.cache.block_size
+            self._ask(sum(-(-len(each.tokens) // size) for each in requests))
         if lacking := self._find_lacking():
             self._spill(lacking)
-        for request in dict.fromkeys(dispatched):
+        for request in requests:
             self._restore(request)
-        self._counts = count(self._loop.cache.metadata)
+        self._ask(0)
 
     def note_window(self, prompt_tokens: int, now: float) -> None:
         """Note that a window was read in which so many tokens of prompts were computed.
@@ -133,12 +139,21 @@ class Storing:
             "compute_seconds_per_token": self._computing.seconds,
         }
 
+    def _ask(self, columns: int) -> None:
+        """Ask how many cached blocks are among those that leave next.
+
+        Args:
+          columns: that prompts need beside the share of the pool that is held free.
+        """
+        wanted = np.array(self._reserve, np.int32) + np.int32(columns)
+        self._leaving = count_next(self._loop.cache.metadata, wanted)
+
     def _find_lacking(self) -> int:
         """Return how many cached blocks should leave.
 
-        What was restored for a prompt that has not begun stays.
+        What was restored for a prompt that has not begun stays, if it can.
         """
-        if self._counts is None:
+        if self._leaving is None:
             return 0
         self._awaited = {
             request: num
@@ -146,11 +161,7 @@ class Storing:
             if request.state == RequestState.WAITING
         }
         awaited = sum(self._awaited.values())
-        lacking = 0
-        counts = np.asarray(self._counts).tolist()
-        for (blank, cached), reserve in zip(counts, self._reserve, strict=True):
-            lacking = max(lacking, min(reserve - blank, cached - awaited))
-        return min(lacking, BLOCKS_PER_SPILL)
+        return max(int(np.max(self._leaving)) - awaited, 0)
 
     def _spill(self, num_blocks: int) -> int:
         """Let cached blocks leave, and snapshots; return how many were there."""
@@ -174,7 +185,7 @@ class Storing:
         start = time.monotonic()
         metadata = self._loop.cache.metadata
         columns = -(-(held - known) // metadata.block_size)
-        if (lacking := columns - self._count_blank()) > 0:
+        if (lacking := columns - int(count_blank(metadata))) > 0:
             self._spill(lacking)
             known = self._match(request)  # some of it may have left
         found = self._store.find(request.tokens, request.salt, skip=known)
@@ -193,9 +204,6 @@ class Storing:
         padded = np.full((1, self._loop.cache.max_context_length), -1, np.int32)
         padded[0, : len(request.tokens)] = request.tokens
         return int(match(self._loop.cache, padded, request.salt)[0])
-
-    def _count_blank(self) -> int:
-        return int(np.min(count(self._loop.cache.metadata), axis=0)[0])
 
     def _is_worth(self) -> bool:
         """Whether copying is faster, or was not timed beside computing yet."""
