@@ -13,6 +13,9 @@ Weights = Mapping[str, jax.Array]  # parameters of one layer
 # Elements of an array that is copied when a loop asks for a layer's: norms and biases.
 MOST_COPIED = 2**16
 
+# Rows up to which a product has the matrix on its left side.
+FEW_ROWS = 32
+
 
 class Layers:
     """The parameters of layers alike, each with arrays of its own, for a loop.
@@ -66,15 +69,26 @@ class LayerAt(Mapping[str, jax.Array]):
     def multiply(self, x: jax.Array, name: str) -> jax.Array:
         """Multiply rows [R, in] by a matrix [out, in] where it lies."""
         if name in self._layers.stacks:
-            return _multiply(self[name], x)
+            return multiply(x, self[name])
         branches = [
-            functools.partial(_multiply, each[name]) for each in self._layers.each
+            functools.partial(multiply, matrix=each[name]) for each in self._layers.each
         ]
         return jax.lax.switch(self._index, branches, x)
 
 
-def _multiply(matrix: jax.Array, x: jax.Array) -> jax.Array:
-    return jnp.einsum("ri,oi->ro", x, matrix)
+def multiply(
+    x: jax.Array, matrix: jax.Array, dtype: jax.typing.DTypeLike | None = None
+) -> jax.Array:
+    """Multiply rows [R, in] by a matrix [out, in], with sums of a dtype.
+
+    XLA's CPU runtime rearranges the right side of each product, which costs more than
+    the product where that is the matrix and rows are few. The barrier keeps XLA from
+    putting the matrix there again.
+    """
+    if 1 < len(x) <= FEW_ROWS and jax.default_backend() == "cpu":
+        product = jnp.einsum("oi,ri->or", matrix, x, preferred_element_type=dtype)
+        return jax.lax.optimization_barrier(product).T
+    return jnp.einsum("ri,oi->ro", x, matrix, preferred_element_type=dtype)
 
 
 def embed(embedding: jax.Array, tokens: jax.Array, valid: jax.Array) -> jax.Array:
@@ -91,7 +105,7 @@ def linear(x: jax.Array, weights: Weights, name: str) -> jax.Array:
     if isinstance(weights, LayerAt):
         product = weights.multiply(x, name)
     else:
-        product = _multiply(weights[name], x)
+        product = multiply(x, weights[name])
     bias = weights.get(f"{name}_bias")
     return product if bias is None else product + bias[None, :]
 

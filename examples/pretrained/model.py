@@ -30,7 +30,7 @@ from .checkpoint import Params
 from .config import ATTENTION, DecoderConfig, Run
 from .experts import mix_experts
 from .layer_inputs import take_told, tell_layers
-from .layers import Layers, Weights, cap, embed, norm, perceptron
+from .layers import Layers, Weights, cap, embed, multiply, norm, perceptron
 from .mixers import MIXERS
 from .rope import turns
 
@@ -107,9 +107,7 @@ class Decoder:
             )
         hidden = norm(config, hidden, params, "final_norm")
         head = params["embedding" if config.tied else "head"]
-        logits = jnp.einsum(
-            "re,ve->rv", hidden, head, preferred_element_type=jnp.float32
-        )
+        logits = multiply(hidden, head, jnp.float32)
         if config.has_head_bias:
             logits = logits + params["head_bias"].astype(jnp.float32)[None, :]
         return cap(logits * config.logit_scale, config.logit_cap), cache

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -85,3 +86,14 @@ def test_each_matrix_has_a_branch():
 
     # Two steps, of prompts and of single tokens.
     assert count(looped(model)) - count(model) == 2 * len(matrices)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 32, 33])
+def test_of_few_rows_the_matrix_stands_on_the_left(rows):
+    """So that XLA's CPU runtime does not rearrange it; XLA would turn it back."""
+    rng = np.random.default_rng(rows)
+    x, matrix = (rng.standard_normal((n, 24), np.float32) for n in (rows, 40))
+    compiled = jax.jit(layers.multiply).lower(x, matrix).compile()
+    np.testing.assert_allclose(compiled(x, matrix), x @ matrix.T, rtol=1e-5, atol=1e-5)
+    (product,) = re.findall(r"= f32\[([\d,]+)\]\S* dot\(", compiled.as_text())
+    assert product == (f"40,{rows}" if 1 < rows <= 32 else f"{rows},40")
