@@ -3,8 +3,6 @@
 import dataclasses
 from typing import Any
 
-import jax
-
 from jkv.attention import choice
 from jkv.attention.backend import StepShape
 from jkv.attention.call import Requests
@@ -24,11 +22,7 @@ def plan_attention(cache: Cache, batch: Batch) -> Batch:
         _plan_group(group, storage, batch) if group.kind == "blocks" else {}
         for group, storage in pairs
     )
-    if not any(plans):
-        return dataclasses.replace(batch, plan=None)
-    # XLA counts a pool again for each operation that changes it in place, finds the
-    # card full, and computes anew in each layer what it can; not what a barrier keeps.
-    return dataclasses.replace(batch, plan=jax.lax.optimization_barrier(plans))
+    return dataclasses.replace(batch, plan=plans if any(plans) else None)
 
 
 def _plan_group(

@@ -125,7 +125,7 @@ def _list_work(
         shared = find_shared_prefixes(
             requests, reference_counts, block_size=step.part_size, has_branches=False
         )
-    return WorkLists(
+    lists = WorkLists(
         decode=tuple(map(list_decode, sizes.decode)),
         prefill=tuple(list_prefill_work(requests, each) for each in sizes.prefill),
         by_position=tuple(
@@ -139,6 +139,10 @@ def _list_work(
             for each in sizes.by_position
         ),
     )
+    # XLA counts a pool again for each operation that changes it in place, finds the
+    # card full, and computes anew in each layer what it can; not what a barrier keeps.
+    kept: WorkLists = jax.lax.optimization_barrier(lists)
+    return kept
 
 
 def find_card_tuning(pools: Pools) -> Tuning | None:
