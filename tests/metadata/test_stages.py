@@ -106,7 +106,9 @@ def test_append_keeps_to_one_thread():
             seen.add(name)
             assert len(runs) <= MOST_OPERATIONS, computation
         for line in runs:
-            if "outer_dimension_partitions" in line:
+            # Only where requests share blocks are these looked for.
+            is_search = "find_shared_prefixes/cond/branch_1" in line
+            if "outer_dimension_partitions" in line and not is_search:
                 assert re.search(r"s32\[(1024,64|65536)\]", line.split("fusion(")[0]), (
                     f"only the tables and the counts are that large: {line}"
                 )
