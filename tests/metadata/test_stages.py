@@ -107,7 +107,7 @@ def test_append_keeps_to_one_thread():
             assert len(runs) <= MOST_OPERATIONS, computation
         for line in runs:
             # Only where requests share blocks are these looked for.
-            is_search = "find_shared_prefixes/cond/branch_1" in line
+            is_search = "find_shared_prefixes)/cond/branch_1" in line
             if "outer_dimension_partitions" in line and not is_search:
                 assert re.search(r"s32\[(1024,64|65536)\]", line.split("fusion(")[0]), (
                     f"only the tables and the counts are that large: {line}"
