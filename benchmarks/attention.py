@@ -6,6 +6,9 @@ One sample is the attention of all layers of a step. Dense attention
 (`jax.nn.dot_product_attention`) reads keys and values that lie contiguously,
 `[B, S, K, D]` with S the longest context, and masks what is shorter. `jnp.sum` over 256
 MiB of float32, in the same rounds, shows how fast the memory can be read once.
+
+Sequences behind one prompt are timed with what they share read once and for each, and
+so are as many prompts that share nothing.
 """
 
 import argparse
@@ -21,6 +24,8 @@ import numpy as np
 from harness import Case
 
 from jkv.attention import paged_attention
+from jkv.attention.call import Requests
+from jkv.attention.shared_prefixes import find_shared_prefixes
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "attention.json"
@@ -31,6 +36,7 @@ from support.attention_workloads import (  # noqa: E402, the one list of shapes 
     WORKLOADS,
     Operands,
     Workload,
+    decode,
     make_operands,
     shrink,
 )
@@ -73,6 +79,13 @@ def main() -> None:
             if arguments.quick:
                 workload = shrink(workload)
             rows.append(measure(workload, arguments.rounds))
+    shared = []
+    if arguments.only in "shared":
+        for many in ((16, 1, 8), (8, 1, 32), (16, 2, 32)):
+            shared.append(
+                measure_shared(*many, arguments.rounds, quick=arguments.quick)
+            )
+        print(harness.table(shared, {name: name for name in shared[0]}) + "\n")
     where["load after"] = harness.machine()["load"]
     columns = {
         "workload": "",
@@ -90,7 +103,7 @@ def main() -> None:
         "by_sum": "part",
         "verdict": "target",
     }
-    print(harness.table(rows, columns))
+    print(harness.table(rows, columns) if rows else "")
     print(
         "\nx dense: paged by dense, median over the rounds. GB/s: float32 keys and\n"
         "values of the contexts by the paged median. part: the time jnp.sum takes for\n"
@@ -101,6 +114,7 @@ def main() -> None:
         path = RESULTS
     if path is not None:
         run = {"benchmark": "attention", "machine": where, "rows": rows}
+        run["shared"] = shared
         harness.save(path, run | {"rounds": arguments.rounds})
 
 
@@ -142,6 +156,55 @@ def measure(workload: Workload, rounds: int) -> dict[str, Any]:
     return row | {"verdict": verdict(row)}
 
 
+def measure_shared(
+    num_sequences: int, num_prompts: int, num_heads: int, rounds: int, *, quick: bool
+) -> dict[str, Any]:
+    """Time sequences behind a few prompts of 2,048 tokens, 128 of their own each."""
+    prompt, own = (64, 32) if quick else (2048, 128)
+    context = prompt + own
+    workload = decode("shared", (context,) * num_sequences, num_heads=num_heads)
+    operands, size = make_operands(workload), workload.block_size
+    apart = np.array(operands.block_tables)
+    per_prompt, columns = num_sequences // num_prompts, prompt // size
+    together = apart.copy()
+    for row in range(num_sequences):
+        together[row, :columns] = apart[row - row % per_prompt, :columns]
+    cases = {}
+    for name, tables in (("shared", together), ("apart", apart)):
+        used = tables[:, : -(-context // size)]
+        counts = np.bincount(used.reshape(-1), minlength=operands.key_pool.shape[1])
+        rows = np.arange(num_sequences, dtype=np.int32)
+        requests = Requests(jnp.asarray(tables), rows, *operands[4:7])
+        found = find_shared_prefixes(
+            requests, jnp.asarray(counts, jnp.int32), block_size=size
+        )
+        tables_only = operands._replace(block_tables=tables)
+        cases[f"{name}, once"] = make_paged(workload, tables_only, {"xla": found})
+        cases[f"{name}, each"] = make_paged(workload, tables_only)
+    once, each = (np.asarray(cases[f"shared, {how}"]()) for how in ("once", "each"))
+    np.testing.assert_allclose(once, each, atol=1e-6)
+    samples = harness.interleave(
+        [
+            Case(
+                name=name,
+                prepare=lambda: None,
+                run=lambda _, call=call: jax.block_until_ready(call()),
+            )
+            for name, call in cases.items()
+        ],
+        rounds=rounds,
+        warmup=2,
+    )
+    return {
+        "sequences": f"{num_sequences} behind {num_prompts}",
+        "heads": f"{num_heads}/{workload.num_kv_heads}",
+        "read for each": 1e3 * samples["shared, each"].median,
+        "read once": 1e3 * samples["shared, once"].median,
+        "of its time": samples["shared, once"].ratio_to(samples["shared, each"]),
+        "nothing shared": samples["apart, once"].ratio_to(samples["apart, each"]),
+    }
+
+
 def verdict(row: dict[str, Any]) -> str:
     """Say whether a target is met, in words."""
     name = row["workload"]
@@ -154,11 +217,15 @@ def verdict(row: dict[str, Any]) -> str:
     return f"{limit}: {'met' if met else 'missed'}"
 
 
-def make_paged(workload: Workload, operands: Operands) -> Callable[[], jax.Array]:
-    """All layers' attention through the block tables."""
+def make_paged(
+    workload: Workload, operands: Operands, lists: dict[str, Any] | None = None
+) -> Callable[[], jax.Array]:
+    """All layers' attention through the block tables, and what a step has planned."""
 
     @jax.jit
-    def attend(queries, key_pool, value_pool, tables, starts, lengths, contexts):
+    def attend(queries, key_pool, value_pool, tables, *rest):
+        *rows, lists = rest
+
         def attend_layer(layer):
             return paged_attention(
                 queries[layer],
@@ -167,16 +234,15 @@ def make_paged(workload: Workload, operands: Operands) -> Callable[[], jax.Array
                 layer,
                 tables,
                 None,
-                starts,
-                lengths,
-                contexts,
+                *rows,
+                work_lists=lists,
             )
 
         layers = jnp.arange(workload.num_layers, dtype=jnp.int32)
         return jax.lax.map(attend_layer, layers)
 
     arrays = [jnp.asarray(array) for array in operands[:7]]
-    return lambda: attend(*arrays)
+    return lambda: attend(*arrays, lists)
 
 
 def make_dense(workload: Workload, operands: Operands) -> Callable[[], jax.Array]:
