@@ -43,6 +43,7 @@ class Workload(NamedTuple):
     head_dim: int = HEAD_DIM
     block_size: int = BLOCK_SIZE
     calls: int | None = None  # in a program, if not as many as make it long
+    forks: int = 1  # sequences that have three quarters of their tokens in common
 
     @property
     def label(self) -> str:
@@ -57,6 +58,8 @@ class Workload(NamedTuple):
             words += [f"head dim {self.dim}, {self.num_heads} heads"]
         if self.block_size != BLOCK_SIZE:
             words += [f"blocks of {self.block_size}"]
+        if self.forks > 1:
+            words += [f"{self.forks} forks of each prompt"]
         return ", ".join(words)
 
     @property
@@ -145,6 +148,8 @@ def make_operands(
     for row, num in enumerate(blocks):
         tables[row, :num] = order[start : start + num]
         start += num
+        common = 3 * num // 4
+        tables[row, :common] = tables[row - row % workload.forks, :common]
     queries, storage = draw() if draw else draw_arrays(workload)
     return Operands(
         queries,
@@ -345,6 +350,8 @@ def find_workloads(memory: float, quick: bool = False) -> list[Workload]:
         *(Workload(batch, head_dim=dim) for dim in (64, 256)),
         *(Workload(batch, block_size=size) for size in (16, 256)),
         Workload(batch, dtype="float32"),
+        # What caches of the card give beside as many different prompts.
+        *(Workload((contexts[0],) * some, forks=forks) for forks in (8, 64)),
     ]
     fitting = {w for w in found if w.num_bytes * w.num_layers <= 0.6 * memory}
     if quick:  # of a pool that a card's cache may hold, in fewer calls

@@ -1,6 +1,8 @@
 """Decoding strategies beside plain decoding: speculation, beam search, best of n.
 
-    python benchmarks/strategies.py [--rounds 5] [--only speculation|beams|samples]
+    python benchmarks/strategies.py [--rounds 5] [--only PART]
+
+Parts: speculation, beams, samples, prefixes.
 
 All of it with the bundled model in float32, on the beginnings of the 46 documents that
 it was not trained on, 192 tokens each, each continued greedily by 128 tokens.
@@ -22,6 +24,9 @@ with guesses, guesses computed, and guesses that were right.
 Beam search: `jkv.beam_search` beside `transformers`, the same prompts and beams: tokens
 a second, and the blocks at the peak beside those of beams that share nothing. Best of
 n: the blocks at the peak of samples beside the ideal, each prompt's full blocks once.
+
+Prefixes: decode steps of eight samples behind one long prompt, with what they share
+read once and without: by the bundled model, and by SmolLM2, which is fetched once.
 """
 
 import argparse
@@ -29,6 +34,7 @@ import dataclasses
 import functools
 import pathlib
 import sys
+import unittest.mock
 import zlib
 from typing import Any
 
@@ -40,11 +46,22 @@ import numpy as np
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))  # the examples are no package
 
+sys.path.insert(0, str(ROOT / "tools"))
+
 import corpus  # noqa: E402
+import models  # noqa: E402
 import pretrained  # noqa: E402
 
 import jkv  # noqa: E402
-from jkv.decoding import DraftModel, PromptLookup, Sampling  # noqa: E402
+from jkv.attention.backend import Backend  # noqa: E402
+from jkv.attention.xla.face import Xla  # noqa: E402
+from jkv.decoding import (  # noqa: E402
+    DraftModel,
+    PromptLookup,
+    Sampling,
+    decode,
+    prefill,
+)
 
 FOLDER = ROOT / "examples" / "models" / "pydoc"
 DRAFT_FOLDER = ROOT / "examples" / "models" / "pydoc_draft"
@@ -52,6 +69,7 @@ RESULTS = pathlib.Path(__file__).parent / "results" / "strategies.json"
 PROMPT_TOKENS, NEW_TOKENS, RUNNING = 192, 128, 8
 BEAM_TOKENS, NUM_BEAMS, BEAM_PROMPTS = 48, 4, 4
 SAMPLES, SAMPLED_PROMPTS = 8, 4
+PREFIX_STEPS = 16
 GREEDY, HOT = Sampling(), Sampling(temperature=2.0, seeds=1)
 
 generate = jax.jit(
@@ -317,12 +335,87 @@ def measure_samples(subject: Subject, rounds: int) -> list[dict[str, Any]]:
     ]
 
 
+def measure_prefixes(subject: Subject, rounds: int) -> list[dict[str, Any]]:
+    """Return a row for each model: a decode step of samples behind a long prompt."""
+    smollm2 = models.fetch("smollm2")
+    subjects = [
+        ("bundled", 2048, subject.model, subject.params, FOLDER),
+        ("SmolLM2 135M", 1500, *pretrained.load(smollm2, dtype=jnp.float32), smollm2),
+    ]
+    text = (ROOT / "docs" / "design.md").read_text() * 2
+    rows = []
+    for name, length, model, params, folder in subjects:
+        prompt = pretrained.load_tokenizer(folder).encode(text).ids[:length]
+        steps = {
+            "read for each": Steps(model, params, prompt, shares=False),
+            "read once": Steps(model, params, prompt, shares=True),
+        }
+        samples = harness.interleave(
+            [
+                harness.Case(
+                    name=how, prepare=lambda: None, run=run, calls=PREFIX_STEPS
+                )
+                for how, run in steps.items()
+            ],
+            rounds=rounds,
+            warmup=1,
+        )
+        each, once = samples.values()
+        tokens = [np.asarray(run.tokens) for run in steps.values()]
+        rows.append(
+            {
+                "model": name,
+                "prompt": length,
+                "samples": SAMPLES,
+                "ms a step, read for each": 1e3 * each.median,
+                "read once": 1e3 * once.median,
+                "of its time": once.ratio_to(each),
+                "tokens/s": SAMPLES / once.median,
+                "same tokens": bool((tokens[0] == tokens[1]).all()),
+            }
+        )
+    return rows
+
+
+class Steps:
+    """Decode steps of samples behind a prompt that is there."""
+
+    def __init__(self, model: Any, params: Any, prompt: list[int], *, shares: bool):
+        plan = Xla.plan if shares else Backend.plan
+        options = {"sampling": Sampling(temperature=1.0, seeds=1)}
+        cache = make_cache(model, SAMPLES + 1, len(prompt) + PREFIX_STEPS + 8)
+
+        @jax.jit
+        def begin(params: Any, cache: jkv.Cache, prompts: jax.Array) -> Any:
+            limits = {"max_new_tokens": PREFIX_STEPS + 8, "num_samples": SAMPLES}
+            begun = prefill(model, params, cache, prompts, **limits, **options)
+            return decode(model, params, *begun[:2], num_steps=2, **options)[:2]
+
+        @jax.jit
+        def go_on(params: Any, begun: Any) -> Any:
+            return decode(model, params, *begun, num_steps=PREFIX_STEPS, **options)[1]
+
+        with unittest.mock.patch.object(Xla, "plan", plan):
+            self._params = params
+            self._begun = begin(params, cache, jnp.asarray([prompt], jnp.int32))
+            # Without what was traced for the other.
+            jax.clear_caches()
+            self._go_on = go_on.lower(params, self._begun).compile()
+        self.tokens: Any = None
+
+    def __call__(self, _: object) -> None:
+        """Take the steps."""
+        state = self._go_on(self._params, self._begun)
+        self.tokens = jax.block_until_ready(state).result.tokens
+
+
 def main() -> None:
     """Measure, print, and keep."""
     parts = {
         "speculation": measure_speculation,
         "beams": measure_beams,
         "samples": measure_samples,
+        "prefixes": measure_prefixes,
     }
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)

@@ -80,8 +80,10 @@ def _find_candidates(
     """Return each request's row, its first block, and whether others have that too."""
     is_asked = (requests.query_lengths == 1) & (requests.context_lengths > block_size)
     row = jnp.clip(requests.seq_ids, 0, requests.block_tables.shape[0] - 1)
-    first_block = _read(requests.block_tables, row, jnp.zeros_like(row))
-    return row, first_block, is_asked & (_read(owners, first_block) > 1)
+    # One after the other: XLA on CPU takes both in one for work for another thread.
+    first_block = lax.optimization_barrier(_read(requests.block_tables[:, 0], row))
+    num_owners = lax.optimization_barrier(_read(owners, first_block))
+    return row, first_block, is_asked & (num_owners > 1)
 
 
 def _read(array: jax.Array, *index: jax.Array) -> jax.Array:

@@ -172,12 +172,9 @@ class _Player(NamedTuple):
         known: list[int] | None = None,
         begun: list[list[int]] | None = None,
     ) -> _Played:
-        """Continue some texts in this order; what is returned is in their own.
+        """Continue some texts, numbers in this order; what is returned is in their own.
 
-        Args:
-          chosen: their numbers.
-          known: those that are computed and freed before.
-          begun: the texts instead of the prompts.
+        Some are computed and freed before. Texts begun stand in for the prompts.
         """
         cache, texts = self.cache, self.texts if begun is None else begun
         if known is not None:

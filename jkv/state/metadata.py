@@ -186,7 +186,7 @@ class Metadata:
     @property
     def block_groups(self) -> tuple[BlockGroup, ...]:
         """The groups with blocks."""
-        return tuple(self.groups[i] for i in self.block_numbers)
+        return tuple(group for group in self.groups if group.kind == "blocks")
 
     @property
     def has_states(self) -> bool:
@@ -204,8 +204,8 @@ class Metadata:
 
         The first that sees everything, or else the one that sees furthest.
         """
-        lengths = [group.window.length for group in self.block_groups]
-        return self.block_numbers[find_leader(lengths)]
+        numbers = self.block_numbers
+        return numbers[find_leader([self.groups[i].window.length for i in numbers])]
 
     @property
     def leading(self) -> BlockGroup:

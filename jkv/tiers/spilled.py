@@ -38,18 +38,6 @@ class Spilled:
     Texts are a tree of Q *nodes*, columns of T tokens each, parents before children: a
     text is known by all of its tokens, and what texts have in common stands once. Nodes
     without a block only lead up to others.
-
-    Example:
-      >>> import jax.numpy as jnp, jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, block_size=4, max_sequences=2, max_context_length=16,
-      ...     prefix_caching=True)
-      >>> cache, opened = jkv.allocate(jkv.init(config), 0)
-      >>> prompt = jnp.arange(9)
-      >>> cache, batch = jkv.append(cache, 0, 9, capacity=9, tokens=prompt)
-      >>> cache, _ = jkv.free(jkv.commit(cache, batch), 0)
-      >>> jkv.spill(cache, 4)[1]
-      Spilled(2 blocks, 0 snapshots, of 2 columns, 312 bytes)
     """
 
     tokens: np.ndarray  # i32[Q, T], of each node

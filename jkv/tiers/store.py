@@ -235,6 +235,8 @@ class BlockStore:
                 break
             node = self._child(node, column)
             path.append(node)
+        if not path:
+            self._prune(node)
         return path
 
     def _has(self, node: _Node) -> bool:
@@ -344,3 +346,5 @@ class BlockStore:
         while node.parent is not None and node.held is None and not node.children:
             node.parent.children.pop(node.tokens.tobytes(), None)
             node = node.parent
+        if node.parent is None and not node.children:
+            self._roots.pop(node.salt, None)

@@ -54,6 +54,35 @@ def test_what_is_shared_is_what_tables_have_in_common():
     assert total > 1000
 
 
+def test_random_trees_give_what_the_reference_gives():
+    """Lanes come and leave anywhere; none sees a block of another's."""
+    rng = np.random.default_rng(2)
+    size = NUM_REQUESTS * NUM_COLUMNS + 1, 2, BLOCK_SIZE, 8
+    pools = [rng.standard_normal((1, *size), np.float32) for _ in "kv"]
+    queries = rng.standard_normal((NUM_REQUESTS, 4, 8), np.float32)
+    rows = np.arange(NUM_REQUESTS, dtype=np.int32)
+    num_left = 0
+
+    @functools.partial(jax.jit, static_argnames="implementation")
+    def attend(tables, contexts, lists=None, implementation="xla"):
+        given = tables, None, rows, np.ones_like(rows), contexts
+        return jkv.paged_attention(
+            *(queries, *pools, 0, *given),
+            work_lists=lists,
+            max_query_length=1,
+            implementation=implementation,
+        )
+
+    for _ in range(12):
+        tables, counts = draw_tables(rng)
+        contexts, found = np.int32(counts * BLOCK_SIZE - 1), find(tables, counts)
+        output = attend(tables, contexts, {"xla": found})
+        assert_close(output, attend(tables, contexts, implementation="reference"))
+        common = np.asarray(found.common)
+        num_left += np.sum((common[1:-1] > common[2:]) & (common[2:] > 0))
+    assert num_left > 10
+
+
 def test_groups_of_groups_lie_side_by_side():
     """A system prompt of all, in it three prompts of four, in a shuffled batch."""
     tables = np.arange(NUM_REQUESTS * NUM_COLUMNS, dtype=np.int32)

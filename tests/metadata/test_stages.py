@@ -105,6 +105,9 @@ def test_append_keeps_to_one_thread():
         if name in stages:
             seen.add(name)
             assert len(runs) <= MOST_OPERATIONS, computation
+        # Only where requests share blocks are those looked for.
+        if "find_shared_prefixes)/cond/branch_1" in computation:
+            continue
         for line in runs:
             if "outer_dimension_partitions" in line:
                 assert re.search(r"s32\[(1024,64|65536)\]", line.split("fusion(")[0]), (

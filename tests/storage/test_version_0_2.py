@@ -5,13 +5,18 @@ cache of layers with a state, of which one has a window of five tokens, too, and
 sequences from a cache of two groups of layers, the first of which has that window.
 """
 
+import json
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.folding_model import make_config
 from support.paths import FIXTURES
 from support.small_caches import small_config
 
 import jkv
+from jkv.storage import files
 
 pytestmark = pytest.mark.one_end
 WRITTEN = FIXTURES / "version_0_2"
@@ -74,3 +79,34 @@ def test_sequences_are_read_into_a_cache() -> None:
                 # fp8 has four digits: numbers above 16 are the nearest even one.
                 found = rows[first:count, -1, 0]
                 np.testing.assert_allclose(found, expected, rtol=2.0**-4)
+
+
+def test_sequences_with_states_find_their_groups(tmp_path) -> None:
+    """0.2 numbered groups by their kind, and did not say how the kinds were mixed."""
+    cache = jkv.load(WRITTEN / "cache.safetensors")
+    assert [each.kind for each in cache.storage] == ["states", "blocks"]
+    config = make_config("keys+state")  # the state comes first
+    cache, opened = jkv.allocate(jkv.init(config), [0])
+    cache, batch = jkv.append(cache, opened.seq_ids, 5, capacity=5)
+    state = {"fold": jnp.full((1, 2), 7, jnp.int32)}
+    cache = jkv.write_state(cache, 0, batch, state)
+    jkv.save(tmp_path / "new", cache, opened.seq_ids)
+    metadata, arrays = files.read_file(tmp_path / "new")
+    names = {"groups.0.": "states.0.", "groups.1.": "groups.0."}
+
+    def old(name: str) -> str:
+        beginning = name[: len("groups.0.")]
+        return names.get(beginning, beginning) + name.removeprefix(beginning)
+
+    tensors = {
+        old(name): files.Tensor(array.dtype, array.shape, (array,))
+        for name, array in arrays.items()
+    }
+    fields = {old(name): leaf for name, leaf in json.loads(metadata["fields"]).items()}
+    header = {"holds": "sequences", "fields": json.dumps(fields)}
+    assert any(name.startswith("states.0.") for name in tensors)
+    files.write_file(tmp_path / "old", tensors, header)
+    back = jkv.load(tmp_path / "old", jkv.init(config))
+    wanted = jkv.load(tmp_path / "new", jkv.init(config))
+    assert jax.tree.structure(back) == jax.tree.structure(wanted)
+    jax.tree.map(np.testing.assert_array_equal, back, wanted)

@@ -279,6 +279,13 @@ MUTATIONS = (
         "changes = live & ~padding",
     ),
     Mutation(
+        "shared-chunk-past-a-lane",
+        "attention",
+        "A chunk of shared blocks goes on where the table of a lane has other blocks.",
+        "jnp.minimum(jnp.min(jnp.where(is_along, tile.reach, _ALL)), column + width)",
+        "jnp.minimum(jnp.max(tile.reach), column + width)",
+    ),
+    Mutation(
         "write-to-a-negative-layer",
         "attention",
         "A traced layer of -1 is written to, as the last one.",

@@ -31,8 +31,8 @@ FEWEST = 3
 # Lanes of tiles; a run goes into the smallest that holds it, or into several.
 _TILE_LANES = 4, 8, 16
 
-# Keys of a chunk, in float32, and its tokens at the most.
-_CHUNK_BYTES, _CHUNK_TOKENS = 2**19, 1024
+# Tokens of a chunk.
+_CHUNK_TOKENS = 256
 
 # Past all columns.
 _ALL = 2**31 - 1
@@ -192,10 +192,8 @@ def _attend_chunk(
     They are right for lanes that reach beyond its first column: it ends where the first
     of those does.
     """
-    pools, block_size = call.pools, call.pools.block_size
-    token_bytes = 4 * pools.num_kv_heads * pools.head_dim
-    tokens = min(_CHUNK_BYTES // token_bytes, _CHUNK_TOKENS)
-    width = max(1, min(tokens // block_size, call.max_blocks))
+    block_size = call.pools.block_size
+    width = max(1, min(_CHUNK_TOKENS // block_size, call.max_blocks))
     is_along = tile.reach > column
     end = jnp.minimum(jnp.min(jnp.where(is_along, tile.reach, _ALL)), column + width)
     columns = column + jnp.arange(width, dtype=jnp.int32)

@@ -43,11 +43,7 @@ Carry = tuple[Cache, SearchState, jax.Array]
 def open_prompts(
     cache: Cache, state: SearchState, size: BlockSize
 ) -> tuple[Cache, SearchState]:
-    """Open a row for each prompt that waits, as many as can have all of their beams.
-
-    Args:
-      size: how many blocks a prompt takes while it is computed.
-    """
+    """Open a row for each prompt that waits, as many as can have all of their beams."""
     prompts = state.prompts
     cache, opened = allocate(
         cache,
@@ -85,8 +81,7 @@ def make_room_for_forks(
 ) -> tuple[Cache, SearchState]:
     """Let searches wait until the others can fork their prompts.
 
-    Args:
-      num_blocks: i32[Q], blocks that each search needs before it forks.
+    Each needs some blocks before it forks, i32[Q].
     """
     _, tail = divide(state.prompts.lengths, cache.block_size)
     more = jnp.int32(state.num_beams - 1)

@@ -106,12 +106,9 @@ class Hypotheses(NamedTuple):
     def add(
         self, texts: jax.Array, scores: jax.Array, length: jax.Array
     ) -> "Hypotheses":
-        """Return the K best of these and others.
+        """Return the K best of these and others, i32[Q, C, G], `length` tokens each.
 
-        Args:
-          texts: i32[Q, C, G].
-          scores: f32[Q, C], after the length penalty; -inf adds nothing.
-          length: i32[], new tokens of each.
+        Scores, f32[Q, C], are after the length penalty; -inf adds nothing.
         """
         lengths = jnp.where(scores > NO_SCORE, length, 0)
         texts = jnp.where((scores > NO_SCORE)[:, :, None], texts, -1)

@@ -172,9 +172,7 @@ def _run_step(
 ) -> Carry:
     """Give each beam one more token, and compute it.
 
-    Args:
-      searcher: what does not change.
-      logits: f32[Q * K, V], after each beam's last token.
+    The logits, f32[Q * K, V], are those after each beam's last token.
     """
     before = state
     state, parents, reasons = _choose_beams(searcher, cache, state, logits)

@@ -125,12 +125,7 @@ class Runner(NamedTuple):
         return cache, logits.astype(jnp.float32)
 
     def count_vocabulary(self, cache: Cache, num_sequences: int) -> int:
-        """Return V, as the shape of the logits tells it; the model is only traced.
-
-        Args:
-          cache: where the model could run.
-          num_sequences: sequences of a step.
-        """
+        """Return V, as the shape of the logits tells it; the model is only traced."""
 
         def probe(cache: Cache) -> jax.Array:
             nowhere = jnp.full((num_sequences,), NO_SEQUENCE, jnp.int32)

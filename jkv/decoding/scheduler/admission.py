@@ -33,8 +33,7 @@ def admit(
 ) -> tuple[Cache, GenerationState]:
     """Admit sequences that wait, as long as they fit.
 
-    Args:
-      slack: i32[], free blocks that were promised to no sequence.
+    The slack, i32[], is free blocks that were promised to no sequence.
     """
     num_lanes = min(LANES, state.places.num_places)
     Carry = tuple[Cache, GenerationState, jax.Array]

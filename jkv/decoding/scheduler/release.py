@@ -106,13 +106,7 @@ def _hand_over(
 def _receive(
     state: GenerationState, receiver: jax.Array, seq_id: jax.Array, prompt: jax.Array
 ) -> GenerationState:
-    """Give a place the sequence of a prompt, or hold it.
-
-    Args:
-      receiver: i32[], a place; W holds it, -1 does neither.
-      seq_id: i32[], the sequence.
-      prompt: i32[], whose tokens it has.
-    """
+    """Give a sequence of a prompt to a place, i32[] each; W holds it, -1 neither."""
     places, holder = state.places, state.holder
     place = jnp.where(receiver < 0, places.num_places, receiver)
     is_held = receiver == places.num_places

@@ -49,8 +49,7 @@ class _Offer(NamedTuple):
 def may_seat(state: GenerationState, slack: Blocks) -> jax.Array:
     """Return whether it is worth while to look at what waits, bool[].
 
-    Args:
-      slack: i32[], free blocks that were promised to no sequence.
+    The slack, i32[], is free blocks that were promised to no sequence.
     """
     places = state.places
     waits = (places.num_started > places.num_running) | (state.queue.count > 0)
@@ -62,11 +61,7 @@ def may_seat(state: GenerationState, slack: Blocks) -> jax.Array:
 def seat_waiting(
     cache: Cache, state: GenerationState, num_lanes: int
 ) -> tuple[GenerationState, Attempt]:
-    """Seat the first that wait, at most K.
-
-    Args:
-      num_lanes: K, static.
-    """
+    """Seat the first that wait, at most K, which is static."""
     places, loads = state.places, state.loads(cache)
     promised = total(find_demand(places, loads, state.block_size(cache)))
     slack = subtract(count_free_blocks(cache), promised)

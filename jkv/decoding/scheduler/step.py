@@ -122,12 +122,9 @@ def _compute_rows(
     counts: jax.Array,  # i32[W]
     logits: jax.Array,  # f32[W, V]
 ) -> tuple[Cache, Computed]:
-    """Compute rows of the texts in the smallest step that holds them.
+    """Compute rows of the texts, i32[W], in the smallest step that holds them.
 
-    Args:
-      loads: what each place has.
-      counts: i32[W], rows of each.
-      logits: f32[W, V], memory for the new ones.
+    The logits, f32[W, V], are memory for the new ones.
     """
     places, num_places = state.places, counts.shape[0]
     Carry = tuple[Cache, Computed]

@@ -88,10 +88,8 @@ def find_holders(
 ) -> jax.Array:
     """Return which segment of a text holds a position of it, i32[...].
 
-    Args:
-      places: of the tree.
-      segments: i32[...], whose texts are meant.
-      positions: i32[...], of 0 or more; past the text's end they are the segment's own.
+    Texts are meant by their segments, i32[...]; past a text's end positions are the
+    segment's own.
     """
     segments, positions = jnp.broadcast_arrays(segments, positions)
     for ancestors in reversed(places.ancestors):

@@ -200,13 +200,7 @@ def _score_tree(
 
 
 def _score_rows(logits: jax.Array, places: Places, tree: TextTree) -> jax.Array:
-    """Return the log-probabilities of rows' tokens under the logits before them.
-
-    Args:
-      logits: f32[R, V].
-      places: where the segments stand.
-      tree: R rows.
-    """
+    """Return the log-probabilities of R rows' tokens under the logits before them."""
     segment = jnp.clip(tree.segments, 0, tree.num_segments - 1)
     row = jnp.arange(tree.num_rows, dtype=jnp.int32)
     before = places.starts[segment] + row - places.first_rows[segment] - 1

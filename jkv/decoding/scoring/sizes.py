@@ -15,12 +15,7 @@ def size_sequences(tree: TextTree) -> dict[str, Any]:
 
 
 def size_blocks(tree: TextTree, num_blocks: int) -> dict[str, Any]:
-    """Return the fields of a `CacheConfig` that are exchanged for a tree.
-
-    Args:
-      tree: the tree.
-      num_blocks: blocks of the pool.
-    """
+    """Return the fields of a `CacheConfig` that a tree in so many blocks changes."""
     return size_sequences(tree) | dict(
         num_blocks=num_blocks,
         dtype=jnp.float32,

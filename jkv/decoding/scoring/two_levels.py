@@ -113,12 +113,9 @@ def _run_two_levels(
 def _score_tokens(
     logits: jax.Array, lengths: jax.Array, chosen: jax.Array
 ) -> jax.Array:
-    """Return the log-probabilities of tokens under the logits before them.
+    """Return log-probabilities of continuations, i32[N, C], under the logits before.
 
-    Args:
-      logits: f32[Q + N * (C - 1), V], of the prompts' ends and of the rows fed.
-      lengths: i32[Q], of the prompts.
-      chosen: i32[N, C], the continuations.
+    Those are f32[Q + N * (C - 1), V], of the prompts' ends and of the rows fed.
     """
     num_prompts, (count, most) = lengths.shape[0], chosen.shape
     normalised = jax.nn.log_softmax(logits, axis=-1)

@@ -48,12 +48,7 @@ def make_rejection_sampler(
     guesses: Guesses,
     draft_logits: jax.Array,  # f32[W, K, V]
 ) -> Sampler:
-    """Return how tokens are chosen where drafts were drawn.
-
-    Args:
-      guesses: the drafts.
-      draft_logits: filtered, that they were drawn from.
-    """
+    """Return how tokens are chosen where drafts were drawn, from filtered logits."""
 
     def choose(
         logits: jax.Array,

@@ -128,10 +128,8 @@ def draft(
 def keep_accepted(drafts: Drafts, lengths: jax.Array, accepted: jax.Array) -> Drafts:
     """Cut off what the draft has of guesses that were wrong.
 
-    Args:
-      drafts: after `draft`.
-      lengths: i32[W], tokens of each text before the guesses.
-      accepted: i32[W], guesses that were right.
+    Of each text, i32[W], some tokens are from before the guesses, and some of these
+    were right.
     """
     rows = drafts.rows
     kept = jnp.minimum(_lengths(rows), lengths + accepted)

@@ -46,10 +46,7 @@ class Pace(NamedTuple):
     def begin(cls, num_places: int, num_tokens: int, cost: float) -> "Pace":
         """Begin with a rate at which guesses pay; one failure lowers it.
 
-        Args:
-          num_places: W.
-          num_tokens: most guesses for a text.
-          cost: of a step with guesses, in steps without.
+        A step of W places with so many guesses costs so many steps without.
         """
         rate = max(_FIRST_RATE, 1.5 * (cost - 1) / num_tokens)
         return cls(
@@ -67,12 +64,9 @@ class Pace(NamedTuple):
         return self._replace(texts=texts, rates=rates)
 
     def choose(self, guesses: Guesses, running: jax.Array, cost: float) -> jax.Array:
-        """Tell for which texts to guess in this step, bool[W]; for none if plain.
+        """Tell for which of W texts to guess in this step, bool[W]; for none if plain.
 
-        Args:
-          guesses: for W places.
-          running: i32[], texts that run.
-          cost: of a step with guesses, in steps without.
+        A step with guesses for those running, i32[], costs so many steps without.
         """
         known = _find_worthy(self.rates, guesses, running, cost)
         hoped = jnp.maximum(self.rates, self.hope)

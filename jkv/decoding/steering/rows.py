@@ -172,12 +172,7 @@ def as_steering(steering: Steering | None) -> Steering | None:
 
 
 def check_steering_of(state: Any, steering: Steering | None) -> None:
-    """Refuse steering other than the one with which a generation was begun.
-
-    Args:
-      state: the state of its rows, None if it was begun without.
-      steering: what is given now.
-    """
+    """Refuse steering other than that a generation was begun with, by its state."""
     if (state is None) != (steering is None):
         was, now = ("without", "with") if state is None else ("with", "without")
         raise UsageError(
@@ -268,10 +263,7 @@ def begin_rows(steering: Steering | None, prompts: Prompts, num_samples: int) ->
 def resume_rows(steering: Steering | None, begun: Any, given: Any) -> Any:
     """Return the state that an earlier call left, if it is one of this steering.
 
-    Args:
-      steering: what steers the texts.
-      begun: the state as it would begin.
-      given: the state of the earlier call.
+    One as it would begin tells what it is to be like.
     """
     if steering is None:
         raise UsageError("steering_state goes on with a steering: give it, too")

@@ -208,13 +208,7 @@ def _continue(
 
 
 def _bound_length(tree: TextTree, parents: jax.Array, width: int) -> int:
-    """Return how long texts may be at most, with new segments of `width` tokens.
-
-    Args:
-      tree: to which they are added.
-      parents: i32[N], numbers in the new tree.
-      width: C.
-    """
+    """Return how long texts may be with C new tokens below parents, i32[N]."""
     first = tree.num_segments
     if isinstance(parents, jax.core.Tracer):
         return tree.max_length + width * (1 if first else parents.shape[0])

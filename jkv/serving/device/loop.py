@@ -89,11 +89,9 @@ class Loop:
     def find_limits(
         self, stop_tokens: np.ndarray[Any, Any], has_detokenizer: bool
     ) -> Limits:
-        """Return what a request may ask for.
+        """Return what a request may ask for: stop strings only with a detokenizer.
 
-        Args:
-          stop_tokens: i32[E], of requests that do not bring their own.
-          has_detokenizer: whether there is a text to look for stop strings in.
+        The stop tokens, i32[E], are of requests that do not bring their own.
         """
         steering = self._given.steering
         return Limits(

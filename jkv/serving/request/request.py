@@ -73,10 +73,7 @@ class Sample:
     ) -> "Extension":
         """Read what the device computed, up to a stop string; change nothing.
 
-        Args:
-          tokens: new ones.
-          logprobs: theirs.
-          reason: why it ended there, RUNNING if it did not.
+        The reason says why it ended there, RUNNING if it did not.
         """
         if self.stream is None:
             return Extension(tokens, logprobs, None, reason)

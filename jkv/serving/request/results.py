@@ -120,8 +120,7 @@ class News:
     def tell(self, left: Callable[[Request], None]) -> list[Event]:
         """Return what is new, and wake the consumers of each request.
 
-        Args:
-          left: called with the requests whose consumers are found to be gone.
+        `left` is called with the requests whose consumers are found to be gone.
         """
         events = []
         changed, self._changed = self._changed, {}

@@ -103,12 +103,7 @@ class Storing:
         self._ask(0)
 
     def note_window(self, prompt_tokens: int, now: float) -> None:
-        """Note that a window was read in which so many tokens of prompts were computed.
-
-        Args:
-          prompt_tokens: how many.
-          now: the time, in seconds.
-        """
+        """Note that a window was read, when, and of how many tokens of prompts."""
         if prompt_tokens >= FEWEST_TIMED and self._read is not None:
             self._computing.add(now - self._read, prompt_tokens)
         self._read = now
@@ -140,11 +135,7 @@ class Storing:
         }
 
     def _ask(self, columns: int) -> None:
-        """Ask how many cached blocks are among those that leave next.
-
-        Args:
-          columns: that prompts need beside the share of the pool that is held free.
-        """
+        """Ask how many cached blocks are among those that leave for so many columns."""
         wanted = np.array(self._reserve, np.int32) + np.int32(columns)
         self._leaving = count_next(self._loop.cache.metadata, wanted)
 
