@@ -196,7 +196,7 @@ def test_the_page_shows_the_code_that_runs():
     assert counted in (ROOT / "README.md").read_text()
     assert f"[{counted}]" in (ROOT / "docs/coming-from.md").read_text()
     for name in pretrained.ARCHITECTURES:
-        assert page.count(f"`{name}`") >= 2, name
+        assert f"`{name}`" in page, name
 
 
 # Expert layers
