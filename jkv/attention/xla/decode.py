@@ -88,7 +88,7 @@ def _plan_walk(call: Call, queries: jax.Array) -> Walk:
     num_lanes = max(1, min(num_lanes, most_pieces))
     requests, window = call.of_last_rows()
     shared = prefixes_of(call)
-    runs = None if shared is None else cut_runs(call, shared)
+    runs = None if shared is None else cut_runs(shared)
     work = list_work(
         requests,
         window,

@@ -28,8 +28,8 @@ NAME = "xla"
 # Two lanes read for themselves: the products of a tile take what the reading would.
 FEWEST = 3
 
-# Lanes of tiles; a run goes into the smallest that holds it, or into several.
-_TILE_LANES = 4, 8, 16
+# Lanes of a tile; several sizes would cost each layer's compiling more than they bring.
+_TILE_LANES = 8
 
 # Tokens of a chunk.
 _CHUNK_TOKENS = 256
@@ -47,19 +47,18 @@ def prefixes_of(call: Call) -> SharedPrefixes | None:
 
 
 class Tiles(NamedTuple):
-    """Runs of requests that share a prefix, cut into tiles of so many lanes."""
+    """Runs of requests that share a prefix, cut into tiles."""
 
     shared: SharedPrefixes
     counts: jax.Array  # i32[B], tiles of the run from each place on
     ends: jax.Array  # i32[B], tiles of all runs up to and with this one
-    num_lanes: int  # L, static
 
 
 class Runs(NamedTuple):
     """All that is read together."""
 
     skip: jax.Array  # i32[B], leading columns of each request that tiles read
-    tiles: list[Tiles]
+    tiles: Tiles
 
 
 class Tile(NamedTuple):
@@ -70,23 +69,14 @@ class Tile(NamedTuple):
     reach: jax.Array  # i32[L], past the last column; at most `first` for no lane
 
 
-def cut_runs(call: Call, shared: SharedPrefixes) -> Runs:
+def cut_runs(shared: SharedPrefixes) -> Runs:
     """Cut the runs of enough requests into tiles of about equally many."""
     columns = _count_columns(shared.common)
     skip = jnp.zeros_like(columns).at[shared.order].set(columns, unique_indices=True)
-    tiles, smaller = [], FEWEST - 1
-    for num_lanes in _TILE_LANES:
-        is_last = num_lanes == _TILE_LANES[-1] or num_lanes >= call.num_requests
-        is_mine = shared.sizes > smaller
-        if not is_last:
-            is_mine &= shared.sizes <= num_lanes
-        counts = jnp.where(is_mine, divide_up(shared.sizes, num_lanes), 0)
-        ends = jnp.cumsum(counts, dtype=jnp.int32)
-        tiles.append(Tiles(shared, counts, ends, num_lanes))
-        smaller = num_lanes
-        if is_last:
-            break
-    return Runs(skip, tiles)
+    is_run = shared.sizes >= FEWEST
+    counts = jnp.where(is_run, divide_up(shared.sizes, _TILE_LANES), 0)
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    return Runs(skip, Tiles(shared, counts, ends))
 
 
 def _count_columns(common: jax.Array) -> jax.Array:
@@ -107,8 +97,8 @@ def attend_shared(
 ) -> Sums:
     """Add what is read together to the sums of the requests."""
 
-    def take(tiles: Tiles, index: jax.Array, sums: Sums) -> Sums:
-        tile = _locate_tile(tiles, index)
+    def take(index: jax.Array, sums: Sums) -> Sums:
+        tile = _locate_tile(runs.tiles, index)
         is_lane = tile.reach > tile.first
         mine = jnp.where(is_lane, gather(rank, tile.request), sums.total.shape[0])
         old = Sums(*(gather(each, mine) for each in sums))
@@ -120,22 +110,19 @@ def attend_shared(
             )
         )
 
-    for tiles in runs.tiles:
-        each = functools.partial(take, tiles)
-        sums = fori_loop(jnp.int32(0), tiles.ends[-1], each, sums)
-    return sums
+    return fori_loop(jnp.int32(0), runs.tiles.ends[-1], take, sums)
 
 
 def _locate_tile(tiles: Tiles, index: jax.Array) -> Tile:
     """Find the lanes of a tile, and how far each goes along with its run's first."""
-    shared, num_lanes = tiles.shared, tiles.num_lanes
+    shared = tiles.shared
     start = jnp.sum(tiles.ends <= index, dtype=jnp.int32)
     count, size = gather(tiles.counts, start), gather(shared.sizes, start)
     # All tiles of a run have as many lanes, the last one those that are left.
     in_tile = lax.div(size + count - 1, count)
     number = index - (gather(tiles.ends, start) - count)
     base = start + number * in_tile
-    lane = jnp.arange(num_lanes, dtype=jnp.int32)
+    lane = jnp.arange(_TILE_LANES, dtype=jnp.int32)
     place = base + lane
 
     places = jnp.arange(shared.common.shape[0], dtype=jnp.int32)
