@@ -26,8 +26,8 @@ import llguidance
 
 from jkv.grammar.bounds import Bounds
 from jkv.grammar.determinization import determinize
-from jkv.grammar.json_texts import DEPTH, RECURSION, WHITESPACE
 from jkv.grammar.languages import MAX_BYTES
+from jkv.grammar.parts import DEPTH, RECURSION, WHITESPACE
 from jkv.grammar.schema.compilation import Reading, compile_schema
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "schemas.json"
