@@ -70,8 +70,6 @@ def partition_specs(
     known = next((each.sharding for each in shapes.storage if each.sharding), None)
     if known is not None:
         axes = axes[0] or known.heads, axes[1] or known.context
-    else:
-        axes = heads, context
     storage = tuple(_divide(each, axes, ranks) for each in shapes.storage)
     return specs.with_storage(storage)
 

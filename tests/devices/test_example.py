@@ -45,7 +45,8 @@ def test_a_model_on_six_devices_has_the_logits_of_one():
     cache = jkv.init(config, mesh=mesh, heads="tp")
     step = jax.jit(functools.partial(run, model))
     compiled = step.lower(params, cache).compile(ALL_PASSES)
-    sums = {("all-reduce", "f32[8,192]"): model.config.num_layers}
+    # Products of few rows have the matrix on the left, and rows as columns.
+    sums = {("all-reduce", "f32[192,8]"): model.config.num_layers}
     assert collectives(compiled) == sums
     wanted = step(pretrained.load(BUNDLED)[1], jkv.init(config))
     np.testing.assert_allclose(compiled(params, cache), wanted, atol=2e-4)

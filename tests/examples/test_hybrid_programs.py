@@ -129,6 +129,7 @@ def test_a_conversation_goes_back(tmp_path, capsys):
         temperature=0.0,
         system=None,
         kv_dtype=None,
+        value_dtype=None,
     )
     chat = turns.Chat(options)
     chat.take_turn("w1 w2 w3")
