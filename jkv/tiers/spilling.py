@@ -122,7 +122,7 @@ def _add_chains(cache: Cache, chosen: Chosen, texts: TextBuilder) -> dict[int, i
         order.update(dict.fromkeys(reversed(chain)))
     recorded = cache.metadata.tokens
     assert recorded is not None, "an index comes with recorded tokens"
-    tokens = read_rows(recorded, np.array([*order], np.int32))
+    tokens = _read_rows(recorded, np.array([*order], np.int32))
     nodes = {nothing: -1}
     for block, row in zip(order, tokens, strict=True):
         parent = nodes[int(chosen.parents[block])]
@@ -130,7 +130,7 @@ def _add_chains(cache: Cache, chosen: Chosen, texts: TextBuilder) -> dict[int, i
     return nodes
 
 
-def read_rows(array: jax.Array, rows: np.ndarray) -> np.ndarray:
+def _read_rows(array: jax.Array, rows: np.ndarray) -> np.ndarray:
     """Copy rows, i32[P], of an array to the host; one program, whatever P is."""
     starts = range(0, max(len(rows), 1), ROWS_PER_CALL)
     padded = np.resize(rows if len(rows) else 0, starts[-1] + ROWS_PER_CALL)
@@ -186,7 +186,7 @@ def _choose_places(
     salts = np.asarray(known.salts)
     taken = [int(p) for p in np.flatnonzero(lengths)]
     rows = dict(
-        zip(taken, read_rows(known.texts, np.array(taken, np.int32)), strict=True)
+        zip(taken, _read_rows(known.texts, np.array(taken, np.int32)), strict=True)
     )
     chosen = {}
     for place in taken:
