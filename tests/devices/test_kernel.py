@@ -16,6 +16,7 @@ from support.sharded_model import AUTO, REPEATED, collectives
 from support.tolerances import assert_close, is_close
 
 import jkv
+from jkv.attention.kernel.backend import Way
 from jkv.attention.kernel.slots import store_rows
 from jkv.sharding.storage_sharding import StorageSharding
 from jkv.verbs import writing
@@ -71,7 +72,7 @@ def test_each_device_stores_what_it_has(dtype, monkeypatch):
 
     def find_stores(write):
         launched.append(write.pool.shape)
-        return {"cpu": functools.partial(store_rows, interpret=True)}
+        return {"cpu": functools.partial(store_rows, way=Way(interpret=True))}
 
     def store(cache):
         cache, _ = jkv.allocate(cache, [0, 0])
