@@ -114,10 +114,17 @@ def test_each_card_launches_the_kernel_for_what_it_has(axis_type, context):
         shape(6, 8, 64, dtype="bfloat16"),
         shape(6, 32, 64, dtype="bfloat16"),
     )
-    with use_abstract_mesh(mesh):
-        traced = jax.jit(attend_step).trace(cache, rows, queries)
-        lowered = traced.lower(lowering_platforms=("rocm",))
+
+    def lower(implementation):
+        attend = functools.partial(attend_step, implementation=implementation)
+        with use_abstract_mesh(mesh):
+            traced = jax.jit(attend).trace(cache, rows, queries)
+            return traced.lower(lowering_platforms=("rocm",))
+
+    lowered = lower(None)
     *stores, decode, join, prefill, isolate = find_kernels(lowered)
+    # By jkv's own lowering they are the same.
+    assert find_kernels(lower("triton"))[-4:] == [decode, join, prefill, isolate]
     names = [kernel.name for kernel in (decode, join, prefill, isolate)]
     assert names == ["jkv_decode", "jkv_join", "jkv_prefill", "jkv_isolate"]
     # Rows are stored by a kernel where the card is known, as it is from JAX 0.11 on.
