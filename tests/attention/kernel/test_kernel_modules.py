@@ -90,6 +90,27 @@ def test_programs_are_the_same_as_by_pallas(name):
     assert len(without_modules(found)) < len(found.as_text())
 
 
+@pytest.mark.one_end
+def test_arrays_on_a_mesh_change_nothing():
+    """JAX then puts what says how arrays lie into jaxprs, those of kernels too."""
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ("tp",))
+    lie = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    arguments = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lie), call_shapes(7)
+    )
+    expected, found = (
+        find_kernels(
+            lower(
+                functools.partial(paged_attention, implementation=name),
+                arguments,
+                "rocm",
+            )
+        )
+        for name in ("pallas", "triton")
+    )
+    assert found == expected and len(found) == 4
+
+
 def launch_toy(kernel, way, *arrays, grid=(3, 2)):
     """Run a kernel of which nothing is kept but what it stores in f32[8, 16]."""
     results = (jax.ShapeDtypeStruct((8, 16), jnp.float32),)

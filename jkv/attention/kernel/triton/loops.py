@@ -1,4 +1,4 @@
-"""Rules for loops, and for jaxprs within jaxprs."""
+"""Rules for loops, jaxprs within jaxprs, and what is nothing inside a kernel."""
 
 from typing import Any, NamedTuple
 
@@ -101,4 +101,9 @@ def _call(w: Writer, equation: Any, *operands: Any) -> list[Any]:
     return w.walk(equation.params["jaxpr"], operands)
 
 
-RULES: dict[str, Rule] = {"jit": _call, "while": _loop}
+def _pass(_: Writer, __: Any, x: Any) -> Any:
+    """Leave a value as it is, which is nowhere else inside a kernel."""
+    return x
+
+
+RULES: dict[str, Rule] = {"jit": _call, "reshard": _pass, "while": _loop}

@@ -15,7 +15,7 @@ from jax.extend.core import Literal
 
 Rule = Callable[..., Any]
 # What is written where it is used; other numbers are, before an operation of them.
-_LATE = {"get", "jit", "masked_load", "masked_swap", "select_n", "swap"}
+_LATE = {"get", "jit", "masked_load", "masked_swap", "reshard", "select_n", "swap"}
 _FLOATS = {"f16": jnp.float16, "bf16": jnp.bfloat16, "f32": jnp.float32}
 
 
