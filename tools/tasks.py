@@ -62,7 +62,9 @@ OF_TRANSFORMERS = (
 MACHINE_CODE = "tests/attention/kernel/test_kernel_machine_code.py"
 # Likewise of lowering them, twice each.
 EVERY_MODULE = "tests/attention/kernel/test_kernel_every_module.py"
-OF_KERNELS = MACHINE_CODE, EVERY_MODULE
+# This needs g++.
+CODE_OBJECTS = "tests/attention/kernel/test_kernel_code_objects.py"
+OF_KERNELS = MACHINE_CODE, EVERY_MODULE, CODE_OBJECTS
 # The standard's own tests of JSON schemas, random ones, and those of pydantic.
 SCHEMAS = "tests/schemas"
 # Folders with a suite of their own; what is in none of them is `oldest-rest`.
@@ -124,8 +126,8 @@ SUITES = {
         NEWEST, "tests", "README.md", *but(*OF_KERNELS, SCHEMAS), flags=QUICK
     ),
     "machine-code": tests((*OLDEST, "machine-code"), MACHINE_CODE),
-    "modules": tests(OLDEST, EVERY_MODULE),
-    "newest-modules": tests(NEWEST, EVERY_MODULE),
+    "modules": tests(OLDEST, EVERY_MODULE, CODE_OBJECTS),
+    "newest-modules": tests(NEWEST, EVERY_MODULE, CODE_OBJECTS),
     "oldest-examples": of_folder("examples", *OF_TRANSFORMERS),
     "oldest-rest": tests(
         OLDEST,
