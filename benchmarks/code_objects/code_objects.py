@@ -35,7 +35,14 @@ def build(folder: pathlib.Path) -> None:
     """Compile both libraries with g++; XLA's headers come with jaxlib."""
     folder.mkdir(parents=True, exist_ok=True)
     for source in ("launch", "hip_stand_in"):
-        command = ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", "-Wall"]
+        command: list[str | pathlib.Path] = [
+            "g++",
+            "-std=c++17",
+            "-O1",
+            "-fPIC",
+            "-shared",
+            "-Wall",
+        ]
         command += ["-isystem", jax.ffi.include_dir(), HERE / f"{source}.cc"]
         subprocess.run([*command, "-o", folder / f"{source}.so", "-ldl"], check=True)
 
