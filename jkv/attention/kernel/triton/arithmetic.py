@@ -31,13 +31,9 @@ _OPERATIONS = {
     "ge": ("cmpi sge,", "cmpi uge,", "cmpf oge,"),
 }
 _REDUCTIONS = {"reduce_sum": "add", "reduce_max": "max", "reduce_min": "min"}
-# Of float32, by what the libraries of devices call them.
-_FUNCTIONS = {
-    "abs": {"cuda": "__nv_fabsf", "rocm": "__ocml_fabs_f32"},
-    "exp2": {"cuda": "__nv_exp2f", "rocm": "__ocml_exp2_f32"},
-    "log": {"cuda": "__nv_logf", "rocm": "__ocml_log_f32"},
-    "log2": {"cuda": "__nv_log2f", "rocm": "__ocml_log2_f32"},
-}
+# Of float32, which the libraries of devices have.
+_FUNCTIONS = {"abs": "fabs", "exp2": "exp2", "log": "log", "log2": "log2"}
+_SYMBOLS = {"cuda": "__nv_{}f", "rocm": "__ocml_{}_f32"}
 _PRECISIONS = {
     (lax.Precision.HIGHEST, lax.Precision.HIGHEST): "",
     lax.DotAlgorithmPreset.TF32_TF32_F32_X3: ", inputPrecision = tf32x3",
@@ -64,8 +60,8 @@ def _compute(w: Writer, equation: Any, *given: Value, name: str) -> Value:
 
 def _call(w: Writer, equation: Any, x: Value, *, name: str) -> Value:
     if x.type.element != "f32":
-        raise NotImplementedError(f"no rule brings it to Triton: {equation}")
-    symbol = _FUNCTIONS[name][w.platform]
+        raise ValueError(f"only of float32: {equation}")
+    symbol = _SYMBOLS[w.platform].format(_FUNCTIONS[name])
     attributes = f'libname = "", libpath = "", pure = true, symbol = "{symbol}"'
     text = f"tt.extern_elementwise {x.name} {{{attributes}}}"
     return w.emit(f"{text} : ({x.type}) -> {x.type}", x.type)
@@ -77,7 +73,7 @@ def convert(w: Writer, x: Value, element: str, *, signed: bool) -> Value:
     if before == after:
         return x
     if before.is_float and not after.is_float:
-        raise NotImplementedError(f"no rule converts {before.element} to {element}")
+        raise ValueError(f"no conversion from {before.element} to {element}")
     if before.is_float and "f32" not in (before.element, element):
         return convert(w, convert(w, x, "f32", signed=signed), element, signed=signed)
     has_sign, is_wider = signed and before.width > 1, before.width < after.width
@@ -107,7 +103,7 @@ def _negate(w: Writer, _: Any, x: Value) -> Value:
 def _find_sign(w: Writer, equation: Any, x: Value) -> Value:
     """Add the sign of integers."""
     if x.type.is_float:
-        raise NotImplementedError(f"no rule brings it to Triton: {equation}")
+        raise ValueError(f"only of integers: {equation}")
     signs = []
     for name in ("gt", "lt"):
         zeros = w.full(0, x.type)
@@ -151,7 +147,7 @@ def _reshape(w: Writer, equation: Any, x: Value) -> Value:
     if shape:
         return _shape(w, x, shape)
     (_,) = x.type.shape  # a tile becomes a number as the sum of its only element
-    return _reduce(w, x, 0, "add")
+    return _reduce(w, x, 0, "or" if x.type.element == "i1" else "add")
 
 
 def _shape(w: Writer, x: Value, shape: tuple[int, ...]) -> Value:

@@ -41,6 +41,8 @@ def _find_counted(params: dict[str, Any]) -> _Body | None:
     consts, (count, *carried) = body.invars[:num_consts], body.invars[num_consts:]
     if params["cond_nconsts"] or [e.primitive.name for e in test.eqns] != ["lt"]:
         return None
+    if count.aval.dtype.kind != "i":
+        return None
     if [*test.eqns[0].invars] != test.invars[:2] or carried[0] is not body.outvars[1]:
         return None
     for number, each in enumerate(body.eqns):

@@ -31,7 +31,7 @@ def _point(w: Writer, ref: Ref, index: Any) -> Value:
     """Add the addresses of elements."""
     shape: tuple[int, ...] = index.get_indexer_shape_static()
     if shape != index.int_indexer_shape:
-        raise NotImplementedError("refs are indexed by numbers and arrays, no slices")
+        raise ValueError("refs are indexed by numbers and arrays, no slices")
     if (size := math.prod(shape)) & (size - 1):
         raise ValueError(f"the size of a tile is a power of two, not that of {shape}")
     made = Type("i64" if ref.num_bytes > 2**32 else "i32", shape)

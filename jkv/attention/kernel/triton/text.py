@@ -55,16 +55,8 @@ class Ref(NamedTuple):
     starts: tuple[Value, ...]  # of the part that a program has: zeros, it has all
 
 
-# What stands for a variable of a jaxpr: a value, a ref, or a number that it names.
-Operand = Any
-
-
 def element_of(dtype: Any) -> str:
-    """Return what Triton calls a dtype.
-
-    Raises:
-      NotImplementedError: for what no kernel computes with.
-    """
+    """Return what Triton calls a dtype, of those that kernels compute with."""
     dtype = jnp.dtype(dtype)
     names = {jnp.dtype(each): name for name, each in _FLOATS.items()}
     if dtype.kind not in "biu" and dtype not in names:
@@ -111,7 +103,7 @@ class Writer:
             text = f"{(int(number) + half) % (2 * half) - half} : {element}"
         return self.emit(f"arith.constant {text}", Type(element))
 
-    def value(self, operand: Operand) -> Any:
+    def value(self, operand: Any) -> Any:
         """Return an operand, added now if it is a number that a jaxpr names."""
         if not isinstance(operand, Literal):
             return operand
@@ -139,27 +131,37 @@ class Writer:
         text = f"tt.expand_dims {value.name} {{axis = {axis} : i32}}"
         return self.emit(f"{text} : {value.type} -> {made}", made)
 
-    def walk(self, jaxpr: Any, operands: Sequence[Operand]) -> list[Any]:
-        """Add what a jaxpr computes.
+    def walk(self, jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
+        """Add what a jaxpr computes, from values, refs and numbers that it names.
 
         Raises:
-          NotImplementedError: for a primitive without a rule.
+          NotImplementedError: for what no rule brings to Triton.
         """
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)  # before JAX 0.12 it may be closed
         known = dict(zip(jaxpr.invars, operands, strict=True))
 
-        def read(atom: Any) -> Operand:
+        def read(atom: Any) -> Any:
             return atom if isinstance(atom, Literal) else known[atom]
 
         for equation in jaxpr.eqns:
-            name = equation.primitive.name
-            if name not in self._rules:
-                raise NotImplementedError(f"no rule brings {name} to Triton")
             given = list(map(read, equation.invars))
-            if name not in _LATE:
+            if equation.primitive.name not in _LATE:
                 given = list(map(self.value, given))
-            made = self._rules[name](self, equation, *given)
-            if not equation.primitive.multiple_results:
-                made = [made]
+            made = self._apply(equation, given)
             known.update(zip(equation.outvars, made, strict=True))
         return list(map(read, jaxpr.outvars))
+
+    def _apply(self, equation: Any, given: list[Any]) -> list[Any]:
+        """Add an equation by its rule, which is to make what its jaxpr says."""
+        said = f"no rule brings {equation.primitive.name} to Triton"
+        try:
+            made = self._rules[equation.primitive.name](self, equation, *given)
+        except (KeyError, TypeError, ValueError) as error:
+            raise NotImplementedError(f"{said} ({error}): {equation}") from error
+        made = made if equation.primitive.multiple_results else [made]
+        for value, atom in zip(made, equation.outvars, strict=True):
+            aval = atom.aval
+            promised = Type(element_of(aval.dtype), aval.shape)
+            if isinstance(value, Value) and value.type != promised:
+                raise NotImplementedError(f"{said} (not {value.type}): {equation}")
+        return made
