@@ -46,9 +46,16 @@ def _pallas() -> ModuleType:
 
 
 def _lowering() -> ModuleType:
-    """Import Pallas' lowering to Triton."""
+    """Import Pallas' lowering to Triton.
+
+    JAX 0.11 and later say that it is deprecated when they lower a kernel. It is known:
+    it is used in one file, and there is another.
+    """
     from jax.experimental.pallas import triton
 
+    warnings.filterwarnings(
+        "ignore", "The Pallas Triton backend is deprecated", DeprecationWarning
+    )
     return triton
 
 
@@ -159,6 +166,8 @@ def launch(
         shapes = list(map(unvarying, shapes))
     changed = range(len(leaves) - len(shapes), len(leaves)) if in_place else ()
     aliases = {number: index for index, number in enumerate(changed)}
+    stages, warps = compilation.num_stages, compilation.num_warps
+    numbers = {"num_stages": stages, "num_warps": warps}
     call = pl.pallas_call(
         body,
         grid=grid,
@@ -167,13 +176,12 @@ def launch(
         out_shape=shapes,
         input_output_aliases=aliases,
         interpret=way.interpret,
-        compiler_params=_find_parameters(compilation) if way == Way() else None,
+        compiler_params=_lowering().CompilerParams(**numbers) if way == Way() else None,
     )
     if way.written_for is not None:
         from jkv.attention.kernel.triton.call import TARGET, write_module
 
-        numbers = {"grid_x": grid[0], "grid_y": grid[1], "grid_z": 1}
-        numbers |= _name_numbers(compilation)
+        numbers |= {"grid_x": grid[0], "grid_y": grid[1], "grid_z": 1}
         call = functools.partial(
             jax.ffi.ffi_call(TARGET, shapes, input_output_aliases=aliases),
             name=name,
@@ -182,21 +190,6 @@ def launch(
             **{key: np.int32(number) for key, number in numbers.items()},
         )
     return jax.tree.unflatten(result_structure, call(*leaves))
-
-
-def _name_numbers(compilation: Compilation) -> dict[str, int]:
-    warps, stages = compilation.num_warps, compilation.num_stages
-    return {"num_warps": warps, "num_stages": stages}
-
-
-def _find_parameters(compilation: Compilation) -> Any:
-    """Return how Pallas' own lowering compiles a kernel."""
-    # JAX 0.11 and later say so when they lower a kernel. It is known: the backend is in
-    # one file, and there is another lowering.
-    warnings.filterwarnings(
-        "ignore", "The Pallas Triton backend is deprecated", DeprecationWarning
-    )
-    return _lowering().CompilerParams(**_name_numbers(compilation))
 
 
 def defer(

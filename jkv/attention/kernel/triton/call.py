@@ -17,20 +17,12 @@ TARGET = "__gpu$xla.gpu.triton"
 
 def write_module(
     name: str,
-    traced: Callable[..., Any],
+    traced: Callable[..., Any],  # by a call with these operands
     operands: list[jax.Array],
     platform: str,
     grid: tuple[int, int],
 ) -> str:
-    """Return a kernel as the text of a module.
-
-    Args:
-      name: of the kernel.
-      traced: what `pallas_call` returned.
-      operands: what it would be called with.
-      platform: "rocm" or "cuda".
-      grid: how many programs there are on each axis.
-    """
+    """Return the text of a kernel that `pallas_call` made, for "rocm" or "cuda"."""
     (equation,) = jax.make_jaxpr(traced)(*operands).eqns
     jaxpr = equation.params["jaxpr"]
     types = [Type(f"!tt.ptr<{element_of(atom.aval.dtype)}>") for atom in jaxpr.invars]
