@@ -55,6 +55,10 @@ PROGRAMS = {
     "bytes": (functools.partial(lower_call, kv_dtype="int8", group=12), "gfx942"),
     "words": (functools.partial(lower_call, kv_dtype="int8", head_dim=64), "sm_90"),
     "latent": (functools.partial(lower_call, head_dim=576, options=None), "gfx950"),
+    "beyond 4 GiB": (
+        functools.partial(lower_call, blocks=2**16 + 1, options=None),
+        "gfx942",
+    ),
     "floats": (functools.partial(lower_call, dtype="float32", head_dim=96), "sm_90"),
     "derivative": (lower_gradients, "gfx942"),
     "store": (lower_store, "gfx1100"),
