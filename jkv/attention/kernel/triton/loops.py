@@ -1,18 +1,11 @@
 """Rules for loops, jaxprs within jaxprs, and what is nothing inside a kernel."""
 
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 from jax.extend.core import Literal
 
 from jkv.attention.kernel.triton.text import Ref, Rule, Value, Writer
-
-
-class _Body(NamedTuple):
-    """A part of a jaxpr."""
-
-    invars: list[Any]
-    eqns: list[Any]
-    outvars: list[Any]
 
 
 def _loop(w: Writer, equation: Any, *given: Any) -> list[Value]:
@@ -31,7 +24,7 @@ def _loop(w: Writer, equation: Any, *given: Any) -> list[Value]:
     return [end, end, *made]
 
 
-def _find_counted(params: dict[str, Any]) -> _Body | None:
+def _find_counted(params: dict[str, Any]) -> SimpleNamespace | None:
     """Return the body of a loop that counts up, without its counting, or None.
 
     The first of the numbers that are carried is the count, the second its end.
@@ -49,8 +42,11 @@ def _find_counted(params: dict[str, Any]) -> _Body | None:
         if each.primitive.name == "add" and each.outvars[0] is body.outvars[0]:
             first, second = each.invars
             if first is count and isinstance(second, Literal) and second.val == 1:
-                rest = [*body.eqns[:number], *body.eqns[number + 1 :]]
-                return _Body([*consts, count, *carried[1:]], rest, body.outvars[2:])
+                return SimpleNamespace(
+                    invars=[*consts, count, *carried[1:]],
+                    eqns=[*body.eqns[:number], *body.eqns[number + 1 :]],
+                    outvars=body.outvars[2:],
+                )
     return None
 
 
