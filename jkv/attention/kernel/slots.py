@@ -64,18 +64,17 @@ def store_rows(write: SlotWrite, *, way: backend.Way) -> dict[str, jax.Array]:
 
 def _launch(write: SlotWrite, *, way: backend.Way) -> dict[str, jax.Array]:
     num_rows, num_kv_heads = write.num_rows, write.pool.shape[2]
+    interpret = way.interpret
     if not num_rows:
         return write.arrays
     # Where it is compiled nothing is done to make bits of numbers, as in `view_as`.
-    view = bitcast if way.interpret else backend.view_as
+    view = bitcast if interpret else backend.view_as
     formats = {n: KERNEL_FORMATS[write.formats.of(n)[0]] for n in write.rows}
     rows = {
         name: each if formats[name].has_bytes else view(each, write.arrays[name].dtype)
         for name, each in write.rows.items()
     }
-    valid = (
-        write.valid.astype(jnp.int8) if way.interpret else view(write.valid, jnp.int8)
-    )
+    valid = write.valid.astype(jnp.int8) if interpret else view(write.valid, jnp.int8)
     operands = _Operands(
         layer=write.layer[None],
         part=None if write.part is None else write.part[None],

@@ -37,6 +37,11 @@ class Variant:
     num_pieces: int = 0
 
     @property
+    def interpret(self) -> bool:
+        """Whether the kernel is interpreted."""
+        return self.way.interpret
+
+    @property
     def has_words(self) -> bool:
         """Whether elements of one byte are loaded as words of four.
 
@@ -47,11 +52,6 @@ class Variant:
             return False
         is_costly = any(each.has_costly_words for each in formats)
         return self.tile.has_full_loop or not is_costly
-
-    @property
-    def interpret(self) -> bool:
-        """Whether the kernel is interpreted."""
-        return self.way.interpret
 
     @property
     def is_partial(self) -> bool:
