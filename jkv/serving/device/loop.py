@@ -86,6 +86,19 @@ class Loop:
         rows = None if speculation is None else speculation.rows
         return [self.cache] if rows is None else [self.cache, rows.cache]
 
+    @property
+    def num_classes(self) -> int:
+        """Classes that requests may name for what stays cached of them."""
+        return self.cache.metadata.num_classes
+
+    def pad(self, text: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return a text up to its last full block and one token, i32[P], -1 behind."""
+        size = self.block_size.tokens
+        padded = np.full(self.cache.max_context_length, -1, np.int32)
+        kept = text[: (len(text) - 1) // size * size + 1]
+        padded[: len(kept)] = kept
+        return padded
+
     def find_limits(
         self, stop_tokens: np.ndarray[Any, Any], has_detokenizer: bool
     ) -> Limits:
@@ -105,6 +118,7 @@ class Loop:
             stop_tokens=stop_tokens,
             has_detokenizer=has_detokenizer,
             num_variants=0 if steering is None else steering.num_variants,
+            num_classes=self.num_classes,
         )
 
     def start_window(
