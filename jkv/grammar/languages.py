@@ -109,10 +109,12 @@ def from_choices(
       >>> grammar.steer(state, jnp.zeros((1, 5))).tolist()
       [[0.0, 0.0, 0.0, -inf, -inf]]
     """
-    part = Choices(texts)
-    part.expression(Bounds(max_bytes))  # none are an error whatever the folder has
     return concatenate(
-        [part], vocabulary, max_bytes=max_bytes, timeout=timeout, folder=folder
+        [Choices(texts)],
+        vocabulary,
+        max_bytes=max_bytes,
+        timeout=timeout,
+        folder=folder,
     )
 
 

@@ -5,7 +5,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jkv.grammar.automaton import Automaton
 from jkv.grammar.bounds import Bounds
 from jkv.grammar.errors import NoText
 from jkv.grammar.expressions import (
@@ -161,8 +160,9 @@ class Until(Part):
 
     def without(self, bounds: Bounds) -> Expression:
         """Return the texts that do not have the mark."""
+        anything = compile_regex(ANYTHING, bounds)
         tagged = compile_regex(self._quoted(), bounds, is_search=True)
-        return Leaf(subtract(_anything(bounds), tagged, bounds))
+        return Leaf(subtract(anything, tagged, bounds))
 
     def asked(self) -> Any:
         """Return what it depends on."""
@@ -196,10 +196,6 @@ class Either(Part):
 
 def _listed(part: Part | str | Sequence[Part | str]) -> Sequence[Part | str]:
     return [part] if isinstance(part, Part | str) else part
-
-
-def _anything(bounds: Bounds) -> Automaton:
-    return compile_regex(ANYTHING, bounds)
 
 
 def join_parts(parts: Sequence[Part | str], bounds: Bounds) -> Expression:

@@ -282,6 +282,15 @@ def evict_snapshots(metadata: Metadata, count: jax.Array) -> Metadata:
     return _without(metadata, snapshots, is_there & (rank < count))
 
 
+def forget_places(metadata: Metadata, places: jax.Array) -> Metadata:
+    """Forget the snapshots at places, i32[W], P for none."""
+    snapshots = snapshots_of(metadata)
+    if snapshots is None:
+        return metadata
+    gone = jnp.zeros_like(snapshots.lengths, bool).at[places].set(True, mode="drop")
+    return _without(metadata, snapshots, gone)
+
+
 def _without(metadata: Metadata, snapshots: Snapshots, gone: jax.Array) -> Metadata:
     return with_snapshots(
         metadata,

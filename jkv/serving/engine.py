@@ -627,8 +627,7 @@ class Engine:
             self._turns.take()
         if self._shared is not None:
             self._turns.with_turn(self._shared.dismiss)
-        if (storing := self._scheduler.storing) is not None:
-            self._turns.with_turn(storing.leave)
+        self._turns.with_turn(self._scheduler.storing.leave)
 
     def __enter__(self) -> "Engine":
         self.start()

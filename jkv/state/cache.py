@@ -119,7 +119,9 @@ class Cache:
         return tuple(each for each in self.storage if each.kind == "blocks")
 
     def with_storage(self, storage: tuple[Any, ...]) -> Self:
-        """Return the cache with other keys, values and states."""
+        """Return the cache with other keys, values and states; itself with its own."""
+        if all(new is old for new, old in zip(storage, self.storage, strict=True)):
+            return self
         return dataclasses.replace(self, storage=storage)
 
     def with_group_storage(self, group: int, storage: Any) -> Self:

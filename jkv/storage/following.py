@@ -10,11 +10,8 @@ def follow(cache: Cache, metadata: Metadata, moves: tuple[Moves, ...]) -> Cache:
     That is the moves of each part; of none where nothing is to be moved. Outside jit
     there is no pass over storage of which nothing is.
     """
-    cache = cache.with_metadata(metadata)
-    if not any(of_part is not None for of_part in moves):
-        return cache
     storage = list(cache.storage)
     for part, of_part in zip(metadata.parts, moves, strict=bool(moves)):
         for number in () if of_part is None else part.numbers:
             storage[number] = part.follow(storage[number], of_part)
-    return cache.with_storage(tuple(storage))
+    return cache.with_metadata(metadata).with_storage(tuple(storage))

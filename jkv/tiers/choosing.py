@@ -22,7 +22,7 @@ from jkv.prefixes.prefix_index import (
     index_of,
     is_known,
 )
-from jkv.prefixes.snapshots import snapshots_of, with_snapshots
+from jkv.prefixes.snapshots import forget_places, snapshots_of
 from jkv.sharding.loops import while_loop
 from jkv.state import Metadata
 
@@ -171,7 +171,8 @@ def count_blank(metadata: Metadata) -> jax.Array:
     return jnp.min(jnp.stack(found)) if found else jnp.int32(0)
 
 
-def _forget(
+@jax.jit
+def forget(
     metadata: Metadata, blocks: tuple[jax.Array, ...], places: jax.Array
 ) -> Metadata:
     """Forget blocks of groups, i32[W] each, and snapshots; N and P are dropped."""
@@ -188,14 +189,4 @@ def _forget(
         free = group.free_blocks.changed(forgotten=num)
         group = dataclasses.replace(group, free_blocks=free)
         metadata = metadata.with_group(number, group)
-    known = snapshots_of(metadata)
-    if known is None:
-        return metadata
-    return with_snapshots(
-        metadata,
-        lengths=known.lengths.at[places].set(0, mode="drop"),
-        last_used=known.last_used.at[places].set(jnp.uint32(0), mode="drop"),
-    )
-
-
-forget = jax.jit(_forget)
+    return forget_places(metadata, places)

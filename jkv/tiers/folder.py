@@ -56,7 +56,6 @@ class Folder:
         self._waiting_bytes = 0
         self._damaged: set[str] = set()
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "jkv-store")
-        self.num_written = self.num_dropped = 0
         self._sizes = self._scan()
 
     @property
@@ -122,7 +121,6 @@ class Folder:
         name = digest.hex()
         with self._lock:
             if self._waiting_bytes + held.nbytes > MOST_WAITING_BYTES:
-                self.num_dropped += 1
                 return
             self._waiting[name] = held
             self._waiting_bytes += held.nbytes
@@ -150,7 +148,6 @@ class Folder:
             write_file(path, tensors, {"column": header})
             with self._lock:
                 self._sizes[name] = os.path.getsize(path)
-                self.num_written += 1
         except OSError as error:
             self._shrink(error)
         except Exception:  # the writer goes on with the next

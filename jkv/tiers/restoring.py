@@ -70,7 +70,7 @@ def restore(
             is_new = block < cache.metadata.groups[number].num_blocks
             which = np.flatnonzero(is_new)
             tokens = spilled.tokens[group.nodes[which]]
-            chosen = Contents(select(group.storage, which), tokens)
+            chosen = Contents(_select(group.storage, which), tokens)
             cache = contents.put(cache, number, block[is_new], chosen, donate=donate)
             num_restored += int(is_new.sum())
     if spilled.snapshots is not None:
@@ -88,7 +88,7 @@ def check_fits(cache: Cache, spilled: Spilled) -> None:
         )
 
 
-def select(
+def _select(
     storage: dict[str, tuple[HostArray, ...]], which: np.ndarray
 ) -> dict[str, tuple[HostArray, ...]]:
     """Return some blocks, i32[P], of the arrays of contents."""
@@ -112,24 +112,24 @@ def _enter_all(
       each group i32[Q], the blocks that are to be written, N for none.
     """
     metadata, nothing = cache.metadata, cache.metadata.leading.num_blocks
-    num_nodes, width = len(spilled.parents), LANES_PER_CALL
+    num_nodes = len(spilled.parents)
     enter = entering.enter_donated if donate else entering.enter
     renew = entering.renew_donated if donate else entering.renew
     stands = np.full(num_nodes, nothing, np.int32)
     written = [
         np.full(num_nodes, g.num_blocks, np.int32) for g in metadata.block_groups
     ]
-    columns, starts = spilled.columns, range(0, num_nodes, width)
+    columns, starts = spilled.columns, range(0, num_nodes, LANES_PER_CALL)
     held = []
     for group in spilled.groups:
         held.append(np.zeros(num_nodes, bool))
         held[-1][group.nodes] = True
     for start in starts:
-        at = slice(start, start + width)
-        lanes = _lanes(spilled, columns, held, stands, at, width, nothing)
+        at = slice(start, start + LANES_PER_CALL)
+        lanes = _lanes(spilled, columns, held, stands, at, nothing)
         metadata, entered = enter(metadata, lanes)
         found = jax.device_get(entered)
-        stop = min(start + width, num_nodes)
+        stop = min(start + LANES_PER_CALL, num_nodes)
         stands[start:stop] = found.stands[: stop - start]
         for blocks, new in zip(written, found.written, strict=True):
             blocks[start:stop] = new[: stop - start]
@@ -138,8 +138,8 @@ def _enter_all(
     for start in reversed(starts):
 
         def padded(values: np.ndarray, fill: int, start: int = start) -> np.ndarray:
-            part = values[start : start + width][::-1]
-            return np.pad(part, (0, width - len(part)), constant_values=fill)
+            part = values[start : start + LANES_PER_CALL][::-1]
+            return np.pad(part, (0, LANES_PER_CALL - len(part)), constant_values=fill)
 
         of_class = keep and Keep(*(padded(each, 0) for each in keep))
         metadata = renew(metadata, padded(stands, nothing), of_class)
@@ -172,7 +172,6 @@ def _lanes(
     held: list[np.ndarray],
     stands: np.ndarray,
     part: slice,
-    width: int,
     nothing: int,
 ) -> Lanes:
     """Return the columns of one call."""
@@ -181,7 +180,7 @@ def _lanes(
     above = np.where(parents >= 0, stands[parents], nothing)
 
     def padded(array: np.ndarray) -> np.ndarray:
-        return np.pad(array, ((0, width - num), *((0, 0),) * (array.ndim - 1)))
+        return np.pad(array, ((0, LANES_PER_CALL - num), *((0, 0),) * (array.ndim - 1)))
 
     return Lanes(
         tokens=padded(spilled.tokens[part]),

@@ -1,14 +1,14 @@
 """Snapshots of states between their places and the host."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.prefixes import hashing
-from jkv.prefixes.snapshots import snapshots_of, with_snapshots
+from jkv.prefixes.snapshots import hash_text, snapshots_of, with_snapshots
 from jkv.state import Cache, Metadata, StateStorage
 from jkv.states.swapped import SwappedStates, fetch_states
 
@@ -115,12 +115,8 @@ def _note(
     places: jax.Array,
 ) -> Metadata:
     known: Any = snapshots_of(metadata)
-    columns = jnp.pad(texts, ((0, 0), (0, -texts.shape[1] % metadata.block_size)))
-    columns = columns.reshape(len(texts), -1, metadata.block_size)
-    number = jnp.arange(columns.shape[1], dtype=jnp.int32)[None]
-    terms = hashing.column_hash(columns, number)
-    terms = jnp.where(number < lengths[:, None] // metadata.block_size, terms, 0)
-    hashes = hashing.salt_hash(salts) + jnp.sum(terms, axis=1, dtype=jnp.uint32)
+    hash_one = functools.partial(hash_text, block_size=metadata.block_size)
+    hashes = jax.vmap(hash_one)(texts, salts[:, None], lengths[:, None])[:, 0]
     stamps = known.num_uses + 1 + jnp.arange(len(texts), dtype=jnp.uint32)
 
     def put(field: jax.Array, values: jax.Array) -> jax.Array:

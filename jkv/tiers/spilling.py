@@ -134,7 +134,7 @@ def _add_chains(cache: Cache, chosen: Chosen, texts: TextBuilder) -> dict[int, i
         order.update(dict.fromkeys(reversed(chain)))
     recorded = cache.metadata.tokens
     assert recorded is not None, "an index comes with recorded tokens"
-    tokens = read_rows(recorded, np.array([*order], np.int32))
+    tokens = _read_rows(recorded, np.array([*order], np.int32))
     nodes = {nothing: -1}
     for block, row in zip(order, tokens, strict=True):
         parent = nodes[int(chosen.parents[block])]
@@ -142,7 +142,7 @@ def _add_chains(cache: Cache, chosen: Chosen, texts: TextBuilder) -> dict[int, i
     return nodes
 
 
-def read_rows(array: jax.Array, rows: np.ndarray) -> np.ndarray:
+def _read_rows(array: jax.Array, rows: np.ndarray) -> np.ndarray:
     """Copy rows, i32[P], of an array to the host; one program, whatever P is."""
     starts = range(0, max(len(rows), 1), ROWS_PER_CALL)
     padded = np.resize(rows if len(rows) else 0, starts[-1] + ROWS_PER_CALL)
@@ -201,7 +201,7 @@ def _choose_places(
 
     def texts_at(places: list[int]) -> Iterator[tuple[int, int, np.ndarray]]:
         """Yield places, domains and texts."""
-        rows = read_rows(known.texts, np.array(places, np.int32))
+        rows = _read_rows(known.texts, np.array(places, np.int32))
         for place, row in zip(places, rows, strict=True):
             yield place, int(salts[place]), row[: lengths[place]]
 

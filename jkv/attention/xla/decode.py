@@ -26,7 +26,7 @@ from jkv.attention.softmax import HIDDEN, Sums, empty_sums, finish_sums, join_su
 from jkv.attention.xla.operations import divide_up, gather, multiply
 from jkv.attention.xla.piece_lanes import Lanes, attend_lanes
 from jkv.attention.xla.pieces import WorkList, list_work
-from jkv.attention.xla.shared import Runs, attend_shared, cut_runs, prefixes_of
+from jkv.attention.xla.shared import Tiles, attend_shared, cut_runs, prefixes_of
 from jkv.sharding.loops import fori_loop
 
 # Consecutive blocks of a request are taken together, about this many tokens: longer
@@ -54,7 +54,7 @@ class Walk(NamedTuple):
     piece_blocks: int  # blocks of a piece
     num_lanes: int  # pieces of a trip
     num_segments: int  # most requests that a trip meets, and edges of a trip
-    runs: Runs | None  # what several requests share, which is read before all else
+    tiles: Tiles | None  # what several requests share, which is read before all else
 
 
 def attend_decode(
@@ -66,8 +66,8 @@ def attend_decode(
     """
     walk = _plan_walk(call, queries)
     sums = _start_sums(walk)
-    if walk.runs is not None:
-        sums = attend_shared(call, queries, walk.runs, walk.work.rank, sums)
+    if walk.tiles is not None:
+        sums = attend_shared(call, queries, walk.tiles, walk.work.rank, sums)
     num_trips = divide_up(walk.work.num_requests, walk.num_segments)
     take_edges = functools.partial(_take_edges, walk)
     sums = fori_loop(jnp.int32(0), num_trips, take_edges, sums)
@@ -88,12 +88,12 @@ def _plan_walk(call: Call, queries: jax.Array) -> Walk:
     num_lanes = max(1, min(num_lanes, most_pieces))
     requests, window = call.of_last_rows()
     shared = prefixes_of(call)
-    runs = None if shared is None else cut_runs(shared)
+    tiles = None if shared is None else cut_runs(shared)
     work = list_work(
         requests,
         window,
         pools.block_size,
-        skip=None if runs is None else runs.skip,
+        skip=None if tiles is None else tiles.skip,
         piece_blocks=piece_blocks,
         padding=num_lanes,
     )
@@ -101,7 +101,7 @@ def _plan_walk(call: Call, queries: jax.Array) -> Walk:
     num_segments = min(num_lanes, num_requests)
     contexts = requests.context_lengths
     sizes = piece_blocks, num_lanes, num_segments
-    return Walk(call, queries, contexts, window, work, *sizes, runs)
+    return Walk(call, queries, contexts, window, work, *sizes, tiles)
 
 
 def _start_sums(walk: Walk) -> Sums:

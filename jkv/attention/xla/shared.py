@@ -49,16 +49,10 @@ def prefixes_of(call: Call) -> SharedPrefixes | None:
 class Tiles(NamedTuple):
     """Runs of requests that share a prefix, cut into tiles."""
 
+    skip: jax.Array  # i32[B], leading columns of each request that tiles read
     shared: SharedPrefixes
     counts: jax.Array  # i32[B], tiles of the run from each place on
     ends: jax.Array  # i32[B], tiles of all runs up to and with this one
-
-
-class Runs(NamedTuple):
-    """All that is read together."""
-
-    skip: jax.Array  # i32[B], leading columns of each request that tiles read
-    tiles: Tiles
 
 
 class Tile(NamedTuple):
@@ -69,14 +63,14 @@ class Tile(NamedTuple):
     reach: jax.Array  # i32[L], past the last column; at most `first` for no lane
 
 
-def cut_runs(shared: SharedPrefixes) -> Runs:
+def cut_runs(shared: SharedPrefixes) -> Tiles:
     """Cut the runs of enough requests into tiles of about equally many."""
     columns = _count_columns(shared.common)
     skip = jnp.zeros_like(columns).at[shared.order].set(columns, unique_indices=True)
     is_run = shared.sizes >= FEWEST
     counts = jnp.where(is_run, divide_up(shared.sizes, _TILE_LANES), 0)
     ends = jnp.cumsum(counts, dtype=jnp.int32)
-    return Runs(skip, Tiles(shared, counts, ends))
+    return Tiles(skip, shared, counts, ends)
 
 
 def _count_columns(common: jax.Array) -> jax.Array:
@@ -91,14 +85,14 @@ def _count_columns(common: jax.Array) -> jax.Array:
 def attend_shared(
     call: Call,
     queries: jax.Array,  # f32[R, K, G, D], scaled
-    runs: Runs,
+    tiles: Tiles,
     rank: jax.Array,  # i32[B], where the sums of each request are
     sums: Sums,  # f32[ranks, K, G, ...]
 ) -> Sums:
     """Add what is read together to the sums of the requests."""
 
     def take(index: jax.Array, sums: Sums) -> Sums:
-        tile = _locate_tile(runs.tiles, index)
+        tile = _locate_tile(tiles, index)
         is_lane = tile.reach > tile.first
         mine = jnp.where(is_lane, gather(rank, tile.request), sums.total.shape[0])
         old = Sums(*(gather(each, mine) for each in sums))
@@ -110,7 +104,7 @@ def attend_shared(
             )
         )
 
-    return fori_loop(jnp.int32(0), runs.tiles.ends[-1], take, sums)
+    return fori_loop(jnp.int32(0), tiles.ends[-1], take, sums)
 
 
 def _locate_tile(tiles: Tiles, index: jax.Array) -> Tile:

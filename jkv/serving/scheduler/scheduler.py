@@ -34,7 +34,7 @@ from jkv.serving.scheduler.lifetimes import Deadlines, Results
 from jkv.serving.scheduler.measures import EngineStats, Measures, NextRoom
 from jkv.serving.scheduler.parking import Parked, Parking, ParkingOptions
 from jkv.serving.scheduler.queue import Queue
-from jkv.serving.scheduler.storing import StoreOptions, Storing
+from jkv.serving.scheduler.storing import StoreOptions, find_storing
 from jkv.serving.scheduler.versions import Update, Versions, has_begun
 from jkv.status import UsageError
 
@@ -84,7 +84,7 @@ class Scheduler:
       queue: requests that have not ended.
       measures: what was done.
       parking: texts that have ended and are kept.
-      storing: what goes between the cache and a store; None without one.
+      storing: what goes between the cache and a store.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Scheduler:
         self.queue = Queue(sizes.num_prompts, sizes.steps.num_samples, options.shares)
         self.measures.free_blocks = sum(loop.num_blocks)
         self.parking = Parking(loop, sizes, options.parking, options.clock)
-        self.storing = Storing.of(loop, options.store)
+        self.storing = find_storing(loop, options.store)
         self._keeping = Keeping(loop, options.clock)
         self._versions = Versions()
         self._sizes, self._options, self._lock = sizes, options, lock
@@ -118,8 +118,7 @@ class Scheduler:
         """Compile all programs; arguments and result as of `Loop.warm_up`."""
         num_programs = self.loop.warm_up(progress)
         self._keeping.warm_up()
-        if self.storing is not None:
-            self.storing.warm_up()
+        self.storing.warm_up()
         return num_programs
 
     @property
@@ -276,7 +275,7 @@ class Scheduler:
                 preempted=states[RequestState.PREEMPTED],
                 version=self._versions.newest,
                 **self.parking.count(),
-                **(self.storing.read() if self.storing is not None else {}),
+                **self.storing.read(),
             )
 
     def update_params(self, update: Update) -> int:
@@ -291,8 +290,7 @@ class Scheduler:
             if not update.keep_cached:
                 self.loop.forget_cached()
                 self.parking.forget_blocks()
-                if self.storing is not None:
-                    self.storing.forget()
+                self.storing.forget()
             if update.recompute:
                 self.loop.preempt_all()
         except BaseException as error:
@@ -349,14 +347,10 @@ class Scheduler:
             lengths = self._find_lengths() if self.parking else []
             settle_classes = self._keeping.take()
         settle_classes()
+        requests = [each for some, _ in changes for each, _ in some]
         if self.parking:
-            requests = [each for some, _ in changes for each, _ in some]
             self.parking.settle(lengths, requests)
-        if self.storing is not None:
-            self.storing.settle(
-                [each for some, _ in changes for each, _ in some],
-                is_running=self._unread is not None,
-            )
+        self.storing.settle(requests, is_running=self._unread is not None)
         report = self.loop.start_window(
             [Change(Arrivals.of(self._sizes, each), ends) for each, ends in changes],
             self._sizes.num_steps if has_work else 0,
@@ -402,8 +396,7 @@ class Scheduler:
                 )
                 self.measures.add_times(request, sample, len(part.tokens), now)
             self.measures.add_window(report.statistics, num_tokens, now)
-            if self.storing is not None:
-                self.storing.note_window(int(report.statistics.prompt_tokens), now)
+            self.storing.note_window(int(report.statistics.prompt_tokens), now)
             self.measures.free_blocks = int(report.num_free_blocks)
 
     def _extend(

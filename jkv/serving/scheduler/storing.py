@@ -48,6 +48,29 @@ class _Pace:
         self.seconds = new if not self.seconds else 0.7 * self.seconds + 0.3 * new
 
 
+class NoStoring:
+    """What goes between a cache and no store: nothing."""
+
+    def settle(self, dispatched: list[Request], *, is_running: bool) -> None:
+        """Do nothing."""
+
+    def note_window(self, prompt_tokens: int, now: float) -> None:
+        """Note nothing."""
+
+    def warm_up(self) -> None:
+        """Compile nothing."""
+
+    def leave(self) -> None:
+        """Let nothing leave."""
+
+    def forget(self) -> None:
+        """Forget nothing."""
+
+    def read(self) -> dict[str, float]:
+        """Return that nothing is known."""
+        return {}
+
+
 class Storing:
     """What goes between a cache and its store."""
 
@@ -67,22 +90,6 @@ class Storing:
         self._awaited: dict[Request, int] = {}
         self._read: float | None = None  # when the last window was
         self.num_spilled = self.num_restored = self.num_tokens = 0
-
-    @classmethod
-    def of(cls, loop: Loop, options: StoreOptions) -> "Storing | None":
-        """Return what goes between a cache and a store, None without one.
-
-        Raises:
-          ValueError: for a cache whose blocks cannot be stored.
-        """
-        if options.store is None:
-            return None
-        if isinstance(loop, SharedLoop):
-            raise UsageError(
-                "a store is of one process: on a mesh of several, leave store= out"
-            )
-        check_has_texts(loop.cache)
-        return cls(loop, options.store, options.share)
 
     def settle(self, dispatched: list[Request], *, is_running: bool) -> None:
         """Do what is to be done before the next window.
@@ -200,3 +207,19 @@ class Storing:
         """Whether copying is faster, or was not timed beside computing yet."""
         copying, computing = self._copying.seconds, self._computing.seconds
         return not computing or copying < computing
+
+
+def find_storing(loop: Loop, options: StoreOptions) -> Storing | NoStoring:
+    """Return what goes between a cache and a store, or no store.
+
+    Raises:
+      ValueError: for a cache whose blocks cannot be stored.
+    """
+    if options.store is None:
+        return NoStoring()
+    if isinstance(loop, SharedLoop):
+        raise UsageError(
+            "a store is of one process: on a mesh of several, leave store= out"
+        )
+    check_has_texts(loop.cache)
+    return Storing(loop, options.store, options.share)
