@@ -93,9 +93,10 @@ class Loop:
 
     def pad(self, text: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Return a text up to its last full block and one token, i32[P], -1 behind."""
-        size = self.block_size.tokens
-        padded = np.full(self.cache.max_context_length, -1, np.int32)
-        kept = text[: (len(text) - 1) // size * size + 1]
+        size, most = self.block_size.tokens, self.cache.max_context_length
+        padded = np.full(most, -1, np.int32)
+        # A text that fills the context has one token more, which has no room.
+        kept = text[: min((len(text) - 1) // size * size + 1, most)]
         padded[: len(kept)] = kept
         return padded
 
