@@ -108,6 +108,8 @@ def test_what_is_not_served_is_refused_by_name(post, served):
         ({"prompt": "a", "stop_token_ids": [-1]}, "stop_token_ids", "0 or more"),
         ({"prompt": "a", "stop_token_ids": [1] * 9}, "stop_token_ids", "takes 8"),
         ({"prompt": "a", "cache_salt": ""}, "cache_salt", "1 to 256"),
+        ({"prompt": "a", "cache_keep": 1}, "cache_keep", "from 0 to 0"),
+        ({"prompt": "a", "cache_keep_seconds": 0}, "cache_keep_seconds", "from 0.001"),
         ({"prompt": "a", "priority": 2**31}, "priority", "from -"),
         ({"prompt": "a", "user": 0}, "user", "must be a text"),
         ({"prompt": "a", "user": "a" * 257}, "user", "up to 256"),
