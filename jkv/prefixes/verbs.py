@@ -159,7 +159,7 @@ def demote(cache: Cache, older_than: Integer) -> Cache:
         return cache
     bits = requests.as_domains("older_than", older_than)
     (time,) = requests.broadcast(older_than=bits)
-    return cache.with_metadata(_lower(cache.metadata, time))
+    return cache.with_metadata(_demote(cache.metadata, time))
 
 
 @takes_cache()
@@ -308,11 +308,11 @@ def _forget(metadata: Metadata, salt: jax.Array | None) -> Metadata:
         hashes=jnp.where(in_domain, jnp.uint32(0), index.hashes),
         committed=jnp.where(is_stale, -1, index.committed),
     )
-    return _lower(metadata, None)
+    return _demote(metadata, None)
 
 
 @jax.jit
-def _lower(metadata: Metadata, bits: jax.Array | None) -> Metadata:
+def _demote(metadata: Metadata, bits: jax.Array | None) -> Metadata:
     """Let what holds nothing be of class 0, and what was kept until a time.
 
     Of that it is given the bits, i32[1], or None.

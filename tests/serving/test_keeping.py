@@ -117,13 +117,13 @@ def test_a_class_that_is_not_there_is_refused_by_name():
 def test_nothing_is_compiled_after_warming_up():
     engine = engine_of_classes()
     engine.warm_up()
-    from jkv.prefixes.verbs import _lower
+    from jkv.prefixes.verbs import _demote
     from jkv.serving.device.keeping import keep_text
 
-    before = keep_text._cache_size(), _lower._cache_size()
+    before = keep_text._cache_size(), _demote._cache_size()
     engine.results(engine.submit(TEXT, keep=1, keep_seconds=1e-3))
     press(engine)
-    assert (keep_text._cache_size(), _lower._cache_size()) == before
+    assert (keep_text._cache_size(), _demote._cache_size()) == before
 
 
 def test_a_text_that_fills_the_context_is_kept_and_parked():
