@@ -1,5 +1,6 @@
 """GGUF files give the model, the weights and the tokenizer that they were made of."""
 
+import contextlib
 import dataclasses
 import json
 import sys
@@ -215,6 +216,24 @@ class TestRefused:
         path.write_bytes(whole[: len(whole) // 2])
         with pytest.raises(ValueError, match="damaged or cut off"):
             pretrained.load(path)
+        rng = np.random.default_rng(0)
+        head = whole.index(b"output_norm") + 100
+        for place in rng.integers(4, head, 200):
+            path.write_bytes(whole[:place])
+            with pytest.raises(ValueError, match="damaged or cut off"):
+                files.read_file(path)
+            changed = bytearray(whole)
+            changed[place : place + 4] = rng.bytes(4)
+            path.write_bytes(changed)
+            with contextlib.suppress(ValueError):  # a changed number may still be one
+                files.read_file(path)
+        many = len(whole).to_bytes(8, "little")  # more fields than there are bytes
+        path.write_bytes(whole[:16] + many + whole[24:])
+        with pytest.raises(ValueError, match="ends before its metadata"):
+            files.read_file(path)
+        path.write_bytes(whole[:4] + whole[4:8][::-1] + whole[8:])
+        with pytest.raises(ValueError, match="big-endian"):
+            files.read_file(path)
         path.write_bytes(b"version https://git-lfs.github.com/spec/v1")
         with pytest.raises(ValueError, match="no GGUF file: it begins with"):
             pretrained.load(path)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import tomllib
 from collections.abc import Iterator
 
@@ -25,6 +26,13 @@ def test_a_page_is_read_at_one_time() -> None:
     sizes = {path: path.stat().st_size for path in (ROOT / "docs").rglob("*.md")}
     assert not [path.name for path, size in sizes.items() if size > 20_000]
     assert sum(sizes.values()) <= 275_000
+
+
+def test_the_tables_of_what_was_measured_are_those_of_the_results() -> None:
+    path = ROOT / "benchmarks" / "measured.py"
+    measured = runpy.run_path(str(path))
+    page = (ROOT / "docs" / "measured.md").read_text()
+    assert measured["write_tables"](page) == page, f"run python {path}"
 
 
 def test_every_test_in_the_table_of_features_exists() -> None:
