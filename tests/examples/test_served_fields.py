@@ -253,6 +253,7 @@ def test_options_reach_the_engine(post, served, monkeypatch):
         "stop_token_ids": [9],
         "stop": "x",
         "timeout": 250.0,
+        "cache_keep_seconds": 9,
         "user": "me",
     }
     for changes in ({}, {"ignore_eos": True, "cache_salt": "a"}, {"cache_salt": "b"}):
@@ -272,6 +273,8 @@ def test_options_reach_the_engine(post, served, monkeypatch):
         client="me",
         salt=0,
         variant=-1,
+        keep=0,
+        keep_seconds=9.0,
     )
     assert told[1]["stop_tokens"] == [9]
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 0)
