@@ -208,6 +208,7 @@ def test_check_names_what_is_wrong(kind):
         jkv.check(with_metadata(cache, free_blocks=ring))
 
 
+@pytest.mark.further
 def test_classes_leave_and_come_back(tmp_path):
     """By file, by value, and by a store with a folder that another process reads."""
     cache = played(played(fresh(), A, keep=2, until=9), B, keep=1)
@@ -232,6 +233,7 @@ def test_classes_leave_and_come_back(tmp_path):
     assert found(other, A) == [8]
 
 
+@pytest.mark.further
 def test_a_donated_free_copies_nothing_by_the_pool():
     cache = jkv.init(
         jkv.CacheConfig(
