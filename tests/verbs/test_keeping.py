@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import random_operations
 from support.jax_versions import further
 from support.keeping import KeepingGame, KeepingSpillGame, make_keeping_verbs
 from support.random_operations import GROUPED, SHAPES
@@ -234,6 +235,17 @@ def test_classes_leave_and_come_back(tmp_path):
 
 
 @pytest.mark.further
+def test_what_comes_back_raises_what_leads_up_to_it():
+    """The parent was demoted while its child was away."""
+    cache = played(fresh(), A, keep=2)
+    cache, spilled = jkv.spill(cache, 1)
+    cache = jkv.demote(cache, jkv.clock(cache))
+    cache, num = jkv.restore(cache, spilled)
+    jkv.check(cache)
+    assert num == 1 and found(pressed(played(cache, B), 6), A, B) == [8, 0]
+
+
+@pytest.mark.further
 def test_a_donated_free_copies_nothing_by_the_pool():
     cache = jkv.init(
         jkv.CacheConfig(
@@ -280,6 +292,9 @@ def test_random_operations_with_classes(name, mode, kind, tmp_path):
 
 @pytest.mark.further
 def test_random_operations_with_classes_between_resizes():
-    game = KeepingResizingGame((15, 2, 5, 9), make_keeping_verbs("eager"), 43)
+    verbs = make_keeping_verbs("eager")
+    # One trace for each size, not for all.
+    verbs["read_all"] = jax.jit(random_operations.read_all)
+    game = KeepingResizingGame((15, 2, 5, 9), verbs, 43)
     game.play(num_operations=60)
     assert game.num_resizes > 1 and game.num_kept > 0
