@@ -153,6 +153,35 @@ MUTATIONS = (
         "before = ring.expose(group.free_blocks, num)",
         "before = group.free_blocks",
     ),
+    # Classes of cached blocks.
+    Mutation(
+        "higher-classes-never-follow",
+        "metadata",
+        "Where the lowest class has too few blocks, others are handed out twice.",
+        "lacking = jnp.clip(num - lowest.count, 0, each.count)",
+        "lacking = jnp.clip(num - lowest.count, 0, 0)",
+    ),
+    Mutation(
+        "a-class-of-an-earlier-life",
+        "metadata",
+        "A block that was handed out is still of the class of what it held.",
+        'classes=kept.classes.at[ids].set(0, mode="drop")',
+        "classes=kept.classes",
+    ),
+    Mutation(
+        "a-parent-below-its-child",
+        "tiers",
+        "What leads up to a restored block of a high class is handed out before it.",
+        "classes[parent] = max(classes[parent], classes[node])",
+        "pass",
+    ),
+    Mutation(
+        "demoted-to-the-tail",
+        "metadata",
+        "What is lowered in class stands where it was in its ring, not by its age.",
+        "entered - kept.num_entered - 1,  # the oldest has the smallest bits",
+        "jnp.zeros_like(entered),",
+    ),
     # Groups of layers.
     Mutation(
         "shut-out-in-one-group-alone",
