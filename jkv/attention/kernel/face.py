@@ -1,4 +1,7 @@
-"""The kernels as a backend: which calls they take on which card, with what tiles."""
+"""The kernels as a backend: which calls they take on which card, with what tiles.
+
+What runs them is imported where it is called: most processes have no card.
+"""
 
 import dataclasses
 from typing import ClassVar
@@ -10,11 +13,7 @@ from jkv.attention.call import Call, Requests
 from jkv.attention.cards import Card
 from jkv.attention.derivative import Cotangents, Gradients
 from jkv.attention.kernel import backend, lists
-from jkv.attention.kernel.derivative import differentiate_kernel
 from jkv.attention.kernel.formats import KERNEL_FORMATS
-from jkv.attention.kernel.launches import attend_kernel
-from jkv.attention.kernel.planning import plan_work
-from jkv.attention.kernel.slots import store_rows, why_scattered
 from jkv.attention.kernel.table import Backward, Tile, Tuning
 from jkv.attention.kernel.tuning import (
     find_backward,
@@ -62,6 +61,8 @@ class Kernels(Backend):
 
     def attend(self, call: Call, card: Card) -> tuple[jax.Array, jax.Array]:
         """Run the kernels with the tiles for the card."""
+        from jkv.attention.kernel.launches import attend_kernel
+
         way, given = self._find_way(card), (call.queries, call.pools)
         tuning = _INTERPRETED if way.interpret else find_tuning(*given, *card)
         assert tuning is not None  # or there was a reason
@@ -78,6 +79,8 @@ class Kernels(Backend):
         self, call: Call, cotangents: Cotangents, card: Card
     ) -> Gradients:
         """Run the derivative's kernels."""
+        from jkv.attention.kernel.derivative import differentiate_kernel
+
         way, given = self._find_way(card), (call.queries, call.pools)
         tuning = (
             _INTERPRETED_BACKWARD if way.interpret else find_backward(*given, *card)
@@ -87,6 +90,8 @@ class Kernels(Backend):
 
     def why_not_stored(self, write: SlotWrite, card: Card) -> str | None:
         """Say why scatters store rows; they do where no card of the platform is."""
+        from jkv.attention.kernel.slots import why_scattered
+
         if card.target is None or find_family(*card) is None:
             return f"there are no kernels for {card.target or card.platform}"
         if not {*write.formats} <= KERNEL_FORMATS.keys():
@@ -95,6 +100,8 @@ class Kernels(Backend):
 
     def store(self, write: SlotWrite, card: Card) -> dict[str, jax.Array]:
         """Store by one launch for all arrays."""
+        from jkv.attention.kernel.slots import store_rows
+
         return store_rows(write, way=self._find_way(card))
 
     def _find_way(self, card: Card) -> backend.Way:
@@ -128,6 +135,8 @@ class Pallas(Kernels):
         step: StepShape,
     ) -> lists.WorkLists | None:
         """List what the programs of a step read, where there is a card."""
+        from jkv.attention.kernel.planning import plan_work
+
         return plan_work(pools, requests, reference_counts, step)
 
 
