@@ -171,7 +171,7 @@ def test_prompts_named_as_results_stay(tmp_path, capsys):
 class Echo:
     """Stands for an engine: every prompt is continued by itself."""
 
-    cache = None
+    cache = types.SimpleNamespace(metadata=types.SimpleNamespace(num_classes=1))
 
     def __init__(self):
         self.asked = []
