@@ -45,6 +45,7 @@ HARDEST = {"group": 12, "block_size": 4, "options": "all"}
 # Blocks that hold a tile leave other registers free: a window and a soft cap on bytes
 # took more of gfx1201's than in blocks of 4, and a kv head for each query head most.
 WHOLE = {"group": 1, "block_size": 64, "options": "all"}
+FOUR_BITS = {"kv_dtype": "int8", "value_dtype": "int4"}
 # Head dim, value head dim, the rest: each row of the table by its hardest shapes.
 SHAPES = [
     (96, 96, HARDEST),
@@ -70,6 +71,14 @@ SHAPES = [
     # Head dims that are no multiples of 16, and blocks that are no power of two.
     (72, 72, {"group": 4, "block_size": 24, "options": "all"}),
     (120, 120, {"kv_dtype": "int8", "group": 8, "block_size": 24}),
+    # Values of four bits, or both, in whole sections and in three pieces each.
+    (128, 128, {**FOUR_BITS, **HARDEST}),
+    (128, 128, {**FOUR_BITS, **WHOLE}),
+    (128, 128, FOUR_BITS),
+    *((dim, dim, {"kv_dtype": "int4", **HARDEST}) for dim in (96, 112, 128)),
+    (128, 128, {"kv_dtype": "int4", **WHOLE}),
+    (128, 128, {"value_dtype": "int4", **HARDEST}),
+    (256, 256, {**FOUR_BITS, **HARDEST}),
     # One long context in many pieces, which are joined by several warps.
     *((dim, min(dim, 512), {"rows": 1}) for dim in (128, 576)),
 ]
@@ -102,7 +111,7 @@ if os.environ.get("JKV_ALL_SHAPES"):  # every head dim, in each kind of storage
     SHAPES += [
         (dim, dim, {**kind, **options})
         for dim in range(16, 257, 16)
-        for kind in ({}, {"dtype": "float16"}, {"kv_dtype": "int8"})
+        for kind in ({}, {"dtype": "float16"}, {"kv_dtype": "int8"}, FOUR_BITS)
         for options in ({}, HARDEST)
     ]
     SHAPES += [(dim, dim, {"dtype": "float32"}) for dim in range(16, 257, 16)]
@@ -145,9 +154,11 @@ STORED = [
     Sizes(dtype="int8", head_dims=(128, 128), heads=8, block_size=16),
     Sizes(dtype="float8_e4m3fn", head_dims=(256, 256), block_size=16, given="float32"),
     Sizes(dtype="float8_e5m2", head_dims=(576,), heads=1, block_size=24, part=1),
+    Sizes(dtype="int8", value_dtype="int4", head_dims=(128, 128), given="float32"),
 ]
 FEW = [(128, 128, HARDEST), (256, 256, {}), (576, 512, {"group": 16})]
 FEW += [(128, 128, {"kv_dtype": "int8", **HARDEST})]
+FEW += [(128, 128, {**FOUR_BITS, **HARDEST})]
 FEW += [(128, 128, {"dtype": "float32", **HARDEST})]
 # Where the code runs, the card that was known when it was traced, and which shapes.
 TARGETS = [
@@ -246,7 +257,7 @@ def test_nothing_spills(platform, target, known, shapes):
             "group": queries.shape[1] // pools.num_kv_heads,
             "block size": pools.block_size,
             "queries": str(queries.dtype),
-            "elements": str(pools.formats.key.dtype),
+            "elements": str(pools.formats),
             "options": fields.get("options", "none"),
         }
         tuning = find_tuning(queries, pools, platform, known)
@@ -275,6 +286,8 @@ def test_nothing_spills(platform, target, known, shapes):
                     waits = 3  # nearly all registers are taken
                 if has_halves and pools.block_size & (pools.block_size - 1):
                     waits = 3  # columns and slots are quotients and remainders
+                # Tiles of keys and values differ, and so do the lanes that load them.
+                waits += any(each.is_turned for each in pools.formats)
                 assert code.round_trips is None or code.round_trips <= waits, table[-1]
             if kernel.name != "jkv_join":
                 assert code.matrix > 0 and code.step["matrix"] > 0, table[-1]
@@ -307,7 +320,7 @@ def test_no_derivative_spills(platform, target, known, shapes):
             "group": queries.shape[1] // pools.num_kv_heads,
             "block size": pools.block_size,
             "queries": str(queries.dtype),
-            "elements": str(pools.formats.key.dtype),
+            "elements": str(pools.formats),
             "options": fields.get("options", "none"),
         }
         as_text = json.dumps(fields, sort_keys=True)
@@ -343,7 +356,7 @@ def test_no_store_spills(platform, target, known):
             "group": 1,
             "block size": sizes.block_size,
             "queries": "none",
-            "elements": sizes.dtype,
+            "elements": str(shape_write(sizes).formats),
             "options": "none" if sizes.part is None else "part",
         }
         table.append(entry | {"kernel": kernel.name} | code._asdict())
