@@ -12,8 +12,10 @@ summary.
 A column is one token of a cache whose blocks hold one, so that pools of all sizes are
 small. Each prompt is opened on what is found, the rest appended, committed and freed.
 Beside the cache's own order, the longest unused first, stand the same with a store of
-twice and of ten times the pool, and the best that is possible with the pool alone:
-Belady's, which gives up what comes back last.
+twice and of ten times the pool; two classes by rules that have no number to choose; and
+the best that is possible with the pool alone: Belady's, which gives up what comes back
+last. The rules: columns that ever came before are of class 1; and that one or none,
+whichever would have found more so far, as `Shadow`s of the pool without blocks tell.
 """
 
 import argparse
@@ -21,7 +23,8 @@ import functools
 import heapq
 import json
 import pathlib
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import harness
@@ -34,6 +37,8 @@ import jkv
 RESULTS = pathlib.Path(__file__).parent / "results" / "retention.json"
 SHARES = (0.01, 0.03, 0.1, 0.3)  # pools, of all columns that a trace has
 STORES = (0, 2, 10)  # of the pool
+LRU = "longest unused first"
+RULES = {"came before": False, "the better of both": True}
 SPILLED = 32  # blocks at a time
 
 Trace = list[list[int]]  # the columns of each prompt
@@ -107,10 +112,58 @@ def play_belady(trace: Trace, pool: int) -> int:
     return found
 
 
+class Shadow:
+    """What a pool would know, as numbers alone; what leads up to a column goes last."""
+
+    def __init__(self, pool: int) -> None:
+        self.pool, self.classes = pool, dict[int, int]()
+        self.orders = [OrderedDict[int, None](), OrderedDict[int, None]()]
+        self.recent = 0.0  # columns found, the newest weighing most
+
+    def play(self, prompt: Sequence[int], num_kept: int) -> None:
+        """Play a prompt whose first columns are kept."""
+        found = count_found(prompt, self.classes)
+        self.recent = 0.995 * self.recent + found
+        for column in prompt:
+            if column in self.classes:
+                del self.orders[self.classes[column]][column]
+        for depth in range(len(prompt) - 1, -1, -1):
+            column = prompt[depth]
+            number = max(self.classes.get(column, 0), int(depth < num_kept))
+            self.classes[column], self.orders[number][column] = number, None
+        while len(self.classes) > self.pool:
+            column, _ = self.orders[not self.orders[0]].popitem(last=False)
+            del self.classes[column]
+
+
+class Rule:
+    """How many of a prompt's columns are of class 1."""
+
+    def __init__(self, pool: int, *, may_rest: bool) -> None:
+        self.shadows = [Shadow(pool), Shadow(pool)] if may_rest else []
+        self.before = set[int]()
+        self.is_resting = False
+
+    def choose(self, prompt: Sequence[int]) -> int:
+        """Return the number, 0 while the rule rests."""
+        num_known = next(
+            (n for n, column in enumerate(prompt) if column not in self.before),
+            len(prompt),
+        )
+        self.before.update(prompt)
+        if self.shadows:
+            self.is_resting = self.shadows[0].recent >= self.shadows[1].recent
+            for shadow, num in zip(self.shadows, (0, num_known), strict=True):
+                shadow.play(prompt, num)
+        return 0 if self.is_resting else num_known
+
+
 class Player:
     """A cache whose blocks hold one token, and the step that plays a prompt on it."""
 
-    def __init__(self, pool: int, longest: int, store: int) -> None:
+    def __init__(
+        self, pool: int, longest: int, store: int = 0, rule: Rule | None = None
+    ) -> None:
         self.width = longest
         config = jkv.CacheConfig(
             num_layers=1,
@@ -119,14 +172,15 @@ class Player:
             dtype="int8",
             num_blocks=pool,
             block_size=1,
-            max_sequences=1,
+            max_sequences=2,
             max_context_length=longest,
             prefix_caching=True,
+            keep_classes=1 if rule is None else 2,
         )
         self.cache = jkv.init(config)
         spilled_bytes = 2 * (8 + 2)  # of a block: keys and values, and their scales
         self.store = jkv.BlockStore(store * spilled_bytes) if store else None
-        self.blank = pool
+        self.blank, self.rule, self.was_resting = pool, rule, False
 
     def play(self, prompt: Sequence[int]) -> int:
         """Return the columns found of a prompt."""
@@ -134,8 +188,12 @@ class Player:
         row[: len(prompt)] = prompt
         if self.store is not None:
             self._restore(prompt, row)
-        self.cache, found = step(self.cache, row, len(prompt))
+        num_kept = 0 if self.rule is None else self.rule.choose(prompt)
+        self.cache, found = step(self.cache, row, len(prompt), num_kept)
         found = int(found)
+        if self.rule is not None and self.rule.is_resting > self.was_resting:
+            self.cache = jkv.demote(self.cache, jkv.clock(self.cache))
+        self.was_resting = self.rule is not None and self.rule.is_resting
         self.blank -= len(prompt) - found
         return found
 
@@ -154,9 +212,12 @@ class Player:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def step(
-    cache: jkv.Cache, row: jax.Array, length: jax.Array
+    cache: jkv.Cache, row: jax.Array, length: jax.Array, num_kept: jax.Array
 ) -> tuple[jkv.Cache, jax.Array]:
-    """Open a prompt on what is found, append the rest, commit it, and free it."""
+    """Open a prompt on what is found, append the rest, commit it, and free it.
+
+    Its first columns are freed in class 1, as those of a fork.
+    """
     cache, opened = jkv.allocate(cache, jnp.zeros(1, jnp.int32), tokens=row[None])
     found = opened.num_cached[0]
     rest = jnp.roll(row, -found)
@@ -164,6 +225,9 @@ def step(
         cache, opened.seq_ids, (length - found)[None], capacity=len(row), tokens=rest
     )
     cache = jkv.commit(cache, batch)
+    if cache.metadata.num_classes > 1:
+        cache, forked = jkv.fork(cache, opened.seq_ids, num_kept[None])
+        cache, _ = jkv.free(cache, forked.seq_ids, keep=1)
     return jkv.free(cache, opened.seq_ids)[0], found
 
 
@@ -171,6 +235,15 @@ def step(
 def match(cache: jkv.Cache, row: jax.Array) -> jax.Array:
     """Return how much of a prompt is found."""
     return jkv.match(cache, row[None])
+
+
+def make_players(pool: int, longest: int) -> Iterator[tuple[str, Player]]:
+    """Yield caches that keep in different ways, each when the one before is done."""
+    for factor in STORES:
+        key = f"store of {factor} pools" if factor else LRU
+        yield key, Player(pool, longest, factor * pool)
+    for key, may_rest in RULES.items():
+        yield key, Player(pool, longest, 0, Rule(pool, may_rest=may_rest))
 
 
 def play(name: str, trace: Trace) -> list[dict[str, Any]]:
@@ -182,17 +255,16 @@ def play(name: str, trace: Trace) -> list[dict[str, Any]]:
     for share in SHARES:
         pool = max(int(unique * share), 2 * longest)
         row = {"trace": name, "pool": pool, "of all columns": pool / unique}
-        for factor in STORES:
-            player = Player(pool, longest, factor * pool)
+        for key, player in make_players(pool, longest):
             found = 0
             for number, prompt in enumerate(trace):
                 found += player.play(prompt)
                 if number % 1000 == 999:
-                    harness.progress(f"{name}, {pool}, store {factor}: {number + 1}")
-            key = "longest unused first" if not factor else f"store of {factor} pools"
+                    harness.progress(f"{name}, {pool}, {key}: {number + 1}")
             row[key] = found / total
         row["Belady"] = play_belady(trace, pool) / total
-        row["by Belady"] = row["longest unused first"] / row["Belady"]
+        best = max(row[key] for key in (LRU, *RULES))
+        row |= {"by Belady": row[LRU] / row["Belady"], "best": best / row["Belady"]}
         row["unbounded"] = play_belady(trace, unique) / total
         rows.append(row)
         print(row, flush=True)

@@ -103,6 +103,7 @@ if TYPE_CHECKING:  # imported when they are first asked for
     from jkv.making.saving import load, save
     from jkv.prefixes.verbs import (
         clear_prefixes,
+        demote,
         evict_cached,
         invalidate,
         match,
@@ -141,7 +142,9 @@ __getattr__ = imports_later(
         "jkv.making.initialization": "init",
         "jkv.making.partitioning": "partition_specs",
         "jkv.making.saving": "load save",
-        "jkv.prefixes.verbs": "clear_prefixes evict_cached invalidate match snapshots",
+        "jkv.prefixes.verbs": (
+            "clear_prefixes demote evict_cached invalidate match snapshots"
+        ),
         "jkv.states.folding": "fold_state",
         "jkv.states.verbs": "read_pending read_state write_state",
         "jkv.steering": "Steering",
@@ -239,6 +242,7 @@ __all__ = [
     "context_lengths",
     "debug",
     "evict",
+    "demote",
     "evict_cached",
     "evict_older_than",
     "extend",

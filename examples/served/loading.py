@@ -1,6 +1,7 @@
 """A checkpoint becomes an engine that takes and gives texts."""
 
 import argparse
+import dataclasses
 import json
 import math
 import time
@@ -56,6 +57,11 @@ class Served(NamedTuple):
     vocabulary_size: int = 0  # tokens that the model knows
     tool_tags: tuple[str, str] = TOOL_TAGS  # before and behind a call of a tool
     store: jkv.BlockStore | None = None  # where cached blocks go
+
+    @property
+    def keep_classes(self) -> int:
+        """Classes of what stays cached."""
+        return self.engine.cache.metadata.num_classes
 
     @property
     def name(self) -> str:
@@ -219,6 +225,7 @@ def load(
         kept_programs=pretrained.keep_programs(model) if mesh is None else None,
     )
     store = storing.make_store(options)
+    config = dataclasses.replace(config, keep_classes=options.keep_classes)
     heads = None if mesh is None else "tp"
     cache = jkv.init(config, mesh=mesh, heads=heads)
     engine = Engine(model, params, cache, store=store, **(fields | changes))

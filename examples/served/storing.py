@@ -19,6 +19,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--store-folder", type=Path, metavar="FOLDER", help=said)
     said = "that the folder may take; ten times --store"
     add("--store-folder-bytes", type=parse_bytes, metavar="BYTES", help=said)
+    said = "of cached blocks, which requests name by cache_keep; %(default)s"
+    add("--keep-classes", type=int, default=1, metavar="N", help=said)
 
 
 def make_store(options: argparse.Namespace) -> jkv.BlockStore | None:

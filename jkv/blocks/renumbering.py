@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jkv.metadata import counters, mentions, ring
 from jkv.metadata.xla_cpu import running_sum
-from jkv.state import BlockGroup, Metadata, Ring
+from jkv.state import BlockGroup, Metadata
 from jkv.status import Counter
 
 
@@ -24,8 +24,8 @@ def in_order(group: BlockGroup) -> tuple[jax.Array, jax.Array]:
     is_first = mentions.is_first(entries, num_blocks) & (entries < num_blocks)
     blocks = jnp.zeros((num_blocks,), jnp.int32)
     blocks, num_live = _extend(blocks, jnp.int32(0), entries, is_first)
-    index = jnp.arange(group.free_blocks.ids.shape[0], dtype=jnp.int32)
-    ids, is_free = ring.entries(group.free_blocks, index)
+    ids, num_free = ring.in_order(group.free_blocks)
+    is_free = jnp.arange(num_blocks, dtype=jnp.int32) < num_free
     return _extend(blocks, num_live, ids, is_free)[0], num_live
 
 
@@ -69,36 +69,26 @@ def renumber(
     def moved(rows: jax.Array, fill: int) -> jax.Array:
         return rows.at[source].get(mode="fill", fill_value=fill)
 
-    tokens = group.tokens
+    tokens, kept = group.tokens, group.free_blocks.kept
+    if kept is not None:
+        # A new block is older than all that entered.
+        entered = moved(kept.entered - kept.num_entered, 2**31) + kept.num_entered
+        kept = dataclasses.replace(
+            kept,
+            classes=moved(kept.classes, 0),
+            kept_until=moved(kept.kept_until, 0),
+            entered=entered,
+        )
+    refilled = ring.refill(group.free_blocks, free.ids, free.num, kept)
     group = dataclasses.replace(
         group,
         block_tables=renamed(group.block_tables),
         reference_counts=moved(group.reference_counts, 0),
-        free_blocks=_refill(group.free_blocks, free, num_old, num_new),
+        free_blocks=refilled.changed(fewest=free.fewest, forgotten=free.forgotten),
         tokens=None if tokens is None else moved(tokens, -1),
     )
     metadata = metadata.with_group(number, group)
     return metadata.index.rename(metadata, number, renamed, moved)
-
-
-def _refill(ring: Ring, free: FreeBlocks, num_old: int, num_new: int) -> Ring:
-    """Return a ring with other blocks, from its first index on, and the old account."""
-    # It keeps its room for as many ids, and holes, for each block.
-    room = ring.ids.shape[0] // num_old * num_new
-    indices = None
-    if ring.indices is not None:
-        index = jnp.arange(num_new, dtype=jnp.int32)
-        indices = jnp.full((num_new,), -1, jnp.int32)
-        indices = indices.at[free.ids].set(index, mode="drop")
-    return ring.changed(
-        ids=jnp.pad(free.ids, (0, room - num_new), constant_values=num_new),
-        indices=indices,
-        head=jnp.int32(0),
-        span=free.num,
-        count=free.num,
-        fewest=free.fewest,
-        forgotten=free.forgotten,
-    )
 
 
 def count_compaction(metadata: Metadata) -> Metadata:

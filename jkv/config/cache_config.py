@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jkv.config import sizing
 from jkv.config.arrays import count_bytes
 from jkv.config.counts import (
+    check_classes,
     check_tables,
     check_window,
     checked_count,
@@ -53,6 +54,9 @@ class CacheConfig:
         like an earlier one finds its keys and values. Takes 4 bytes a token (tokens are
         recorded) and 116 a block, 128 with a sliding window. Of several groups the
         whole has an index: there it is a field of `GroupedConfig`.
+      keep_classes: classes of cached blocks (`free(keep=)`), 1 to 8: lower ones are
+        handed out first. Each above the first takes 12 bytes a block, all of them 12
+        more.
       sliding_window: tokens that a row of these layers sees, itself counted; `None`:
         all. `append` gives back the blocks that no row will see again, so that a
         sequence keeps about that many tokens however long it is. 4 bytes a sequence.
@@ -87,6 +91,7 @@ class CacheConfig:
     prefix_caching: bool = False
     sliding_window: int | None = None
     num_sink_tokens: int = 0
+    keep_classes: int = 1
 
     def __post_init__(self) -> None:
         """Normalise the dtype and reject what cannot work."""
@@ -98,6 +103,8 @@ class CacheConfig:
         for name in COUNTS:
             object.__setattr__(self, name, checked_count(name, getattr(self, name)))
         checked_num_blocks(self.num_blocks, self.prefix_caching)
+        classes = check_classes(self.keep_classes, self.prefix_caching)
+        object.__setattr__(self, "keep_classes", classes)
         window, sinks = check_window(
             self.sliding_window,
             self.num_sink_tokens,

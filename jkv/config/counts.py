@@ -9,6 +9,8 @@ import numpy as np
 
 # Ring positions are added before they are wrapped: twice the largest must fit in i32.
 MAX_COUNT = 2**30 - 1
+# Each class is compiled into the programs that take blocks.
+MOST_CLASSES = 8
 
 
 def checked_count(name: str, value: Any) -> int:
@@ -35,6 +37,18 @@ def checked_num_blocks(num_blocks: int, prefix_caching: bool) -> int:
             f"{num_blocks}; lower it, or raise block_size"
         )
     return num_blocks
+
+
+def check_classes(keep_classes: Any, prefix_caching: bool) -> int:
+    """Return the number of classes as a Python int, or say what cannot be."""
+    count = checked_count("keep_classes", keep_classes)
+    if count > MOST_CLASSES or (count > 1 and not prefix_caching):
+        raise ValueError(
+            f"keep_classes are 1 to {MOST_CLASSES} classes of cached blocks, and more "
+            f"than one needs prefix_caching=True, without which nothing is cached: got "
+            f"{count}"
+        )
+    return count
 
 
 def check_window(

@@ -16,9 +16,8 @@ import jax
 from jkv.config import grouping
 from jkv.config.arrays import count_bytes
 from jkv.config.cache_config import CacheConfig
-from jkv.config.counts import check_window, checked_num_blocks
+from jkv.config.counts import check_classes, check_window, checked_num_blocks
 from jkv.config.description import describe
-from jkv.config.huggingface import read_sizes
 from jkv.config.layout import AnySizes, lay_out
 from jkv.config.state_config import StateConfig
 
@@ -50,6 +49,7 @@ class GroupedConfig:
         furthest, 4 more for each other group, and 12 a block of the others. Groups with
         a state need `num_snapshots` and `snapshot_every`, and 4 bytes more for each
         token that a sequence may have.
+      keep_classes: classes of cached blocks in each group, as in a `CacheConfig`.
 
     Raises:
       ValueError: for groups that cannot work together, saying what to change.
@@ -68,6 +68,7 @@ class GroupedConfig:
     groups: tuple[CacheConfig | StateConfig, ...]
     layer_groups: tuple[LayerGroups, ...]
     prefix_caching: bool = False
+    keep_classes: int = 1
 
     def __post_init__(self) -> None:
         """Reject groups that do not belong together."""
@@ -92,6 +93,8 @@ class GroupedConfig:
                     "GroupedConfig(..., prefix_caching=True)"
                 )
             object.__setattr__(self, "prefix_caching", True)
+            object.__setattr__(self, "keep_classes", self.block_groups[0].keep_classes)
+        check_classes(self.keep_classes, self.prefix_caching and any(self.block_groups))
         for group in self.block_groups:
             checked_num_blocks(group.num_blocks, self.prefix_caching)
             check_window(
@@ -186,7 +189,12 @@ class GroupedConfig:
     @property
     def sizes(self) -> tuple[AnySizes, ...]:
         """The fields of each group as `jkv.config.layout` takes them."""
-        return tuple(group.sizes for group in self.groups)
+        return tuple(
+            group.sizes._replace(keep_classes=self.keep_classes)
+            if isinstance(group, CacheConfig)
+            else group.sizes
+            for group in self.groups
+        )
 
     @property
     def arrays(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -304,6 +312,8 @@ class GroupedConfig:
           ValueError: as `for_context_length`, for a model of unknown sizes, or for
             fields of states where the model has none.
         """
+        from jkv.config.huggingface import read_sizes
+
         found = read_sizes(folder, overrides, with_states=True)
         of_states = dict(
             max_pending=max_pending,

@@ -61,8 +61,10 @@ def fit_context_length(
                 groups=(*groups, *states.values()),
                 layer_groups=_number_groups(kept, layer_groups, [*states], len(groups)),
             )
-        return make(prefix_caching=prefix_caching, **fields)
+        return make(prefix_caching=prefix_caching, keep_classes=keep_classes, **fields)
 
+    sizes = dict(sizes)
+    keep_classes = sizes.pop("keep_classes", 1)
     length = sizes["max_context_length"]
     return fit_either(fit_sequences, length, max_sequences, budget_bytes)
 

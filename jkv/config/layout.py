@@ -52,6 +52,7 @@ class Sizes(NamedTuple):
     record_tokens: bool
     sliding_window: int | None
     num_sink_tokens: int
+    keep_classes: int
 
     @property
     def kind(self) -> str:
@@ -85,11 +86,14 @@ class Sizes(NamedTuple):
         """Return the arrays of a `BlockGroup`."""
         blocks, sequences = self.num_blocks, self.max_sequences
         tables = (sequences, self.max_blocks_per_sequence)
+        free = _lay_out_ring(blocks, has_holes=prefix_caching)
+        if self.keep_classes > 1:
+            free |= within("kept", _lay_out_kept(blocks, self.keep_classes))
         arrays = {
             "block_tables": ArrayLayout(tables, _I32, fill=blocks),
             "num_mapped_blocks": ArrayLayout((sequences,), _I32, fill=0),
             "reference_counts": ArrayLayout((blocks,), _I32, fill=0),
-            **within("free_blocks", _lay_out_ring(blocks, has_holes=prefix_caching)),
+            **within("free_blocks", free),
         }
         if self.sliding_window is not None:
             arrays["window.num_given_back"] = ArrayLayout((sequences,), _I32, fill=0)
@@ -129,6 +133,8 @@ class Sizes(NamedTuple):
         what = [f"{self.num_layers} layers", heads, str(self.formats)]
         what += ["tokens recorded"] * self.record_tokens
         what += ["prefix caching"] * prefix_caching
+        if self.keep_classes > 1:
+            what.append(f"{self.keep_classes} classes of cached blocks")
         if self.sliding_window is not None:
             sinks = f" and {self.num_sink_tokens} sinks" * (self.num_sink_tokens > 0)
             what.append(f"a window of {self.sliding_window:,} tokens{sinks}")
@@ -205,6 +211,23 @@ def _lay_out_ring(count: int, *, has_holes: bool = False) -> Arrays:
     }
     if has_holes:
         arrays["indices"] = ArrayLayout((count,), _I32, fill=range(count))
+    return arrays
+
+
+def _lay_out_kept(count: int, num_classes: int) -> Arrays:
+    """Return the arrays of a `Kept` that has none of the ids."""
+    empty = _lay_out_ring(count, has_holes=True) | {
+        "bounds": ArrayLayout((8,), _I32, fill=0),
+        "indices": ArrayLayout((count,), _I32, fill=-1),
+    }
+    arrays = {
+        "classes": ArrayLayout((count,), _I32, fill=0),
+        "kept_until": ArrayLayout((count,), _U32, fill=0),
+        "entered": ArrayLayout((count,), _U32, fill=0),
+        "num_entered": ArrayLayout((), _U32, fill=0),
+    }
+    for number in range(num_classes - 1):
+        arrays |= within(f"rings.{number}", empty)
     return arrays
 
 

@@ -150,7 +150,7 @@ def _for_one_sequence(config: Config) -> Config:
         fewer: dict[str, Any] = dict(num_snapshots=0, snapshot_every=None)
         if isinstance(group, CacheConfig):
             num_blocks = group.most_blocks(CHUNK_SIZE)
-            fewer = dict(num_blocks=num_blocks, prefix_caching=False)
+            fewer = dict(num_blocks=num_blocks, prefix_caching=False, keep_classes=1)
         return dataclasses.replace(group, max_sequences=1, **fewer)
 
     return _replace_groups(config, change)
@@ -161,7 +161,9 @@ def _replace_groups(config: Config, change: Callable[[Any], Any]) -> Config:
         changed: CacheConfig = change(config)
         return changed
     groups = tuple(map(change, config.groups))
-    return dataclasses.replace(config, groups=groups, prefix_caching=False)
+    return dataclasses.replace(
+        config, groups=groups, prefix_caching=False, keep_classes=1
+    )
 
 
 def _read(

@@ -114,11 +114,18 @@ def check_partition(found: Recount) -> Iterator[str]:
 
 def check_free_blocks(found: Recount) -> Iterator[str]:
     """Yield the blocks that are in the ring and live, or neither."""
-    ring, live = found.group.free_blocks, found.owners > 0
-    yield from _compare_ring("block", ring, np.flatnonzero(~live))
-    if ring.indices is not None:
-        for block in np.flatnonzero(live & (np.asarray(ring.indices) != -1)):
-            yield f"block {block} is live but has an index in the ring"
+    free, live = found.group.free_blocks, found.owners > 0
+    rings, kept = free.by_class, free.kept
+    classes = np.zeros(len(live)) if kept is None else np.asarray(kept.classes)
+    for block in np.flatnonzero((classes < 0) | (classes >= len(rings))):
+        yield f"block {block} is of class {classes[block]}, there are {len(rings)}"
+    for number, ring in enumerate(rings):
+        unit = "block" if kept is None else f"class {number}: block"
+        own = np.flatnonzero(~live & (classes == number))
+        yield from _compare_ring(unit, ring, own, int(free.count))
+        if ring.indices is not None:
+            for block in np.flatnonzero(live & (np.asarray(ring.indices) != -1)):
+                yield f"{unit} {block} is live but has an index in the ring"
 
 
 def check_private_tails(found: Recount) -> Iterator[str]:
@@ -132,11 +139,19 @@ def check_private_tails(found: Recount) -> Iterator[str]:
             )
 
 
-def _compare_ring(unit: str, ring: Ring, expected: np.ndarray) -> Iterator[str]:
-    """Compare the live entries of a ring with the ids that belong in it."""
+def _compare_ring(
+    unit: str, ring: Ring, expected: np.ndarray, total: int | None = None
+) -> Iterator[str]:
+    """Compare the live entries of a ring with the ids that belong in it.
+
+    In total there are so many in the rings of all classes, if there are several.
+    """
     capacity = ring.ids.shape[0]
     head, span, count, fewest = np.asarray(ring.bounds)[:4].tolist()
-    if not (0 <= head < capacity and 0 <= fewest <= count <= span <= capacity):
+    total = count if total is None else total
+    if not (
+        0 <= head < capacity and count <= span <= capacity and 0 <= fewest <= total
+    ):
         yield (
             f"head {head}, span {span}, count {count} and fewest {fewest} of a ring of "
             f"{capacity}"

@@ -46,10 +46,17 @@ def _check_order(
     index: IndexArrays, found: Recount, indexed: np.ndarray
 ) -> Iterator[str]:
     """A parent is handed out after its children: it is live, or behind them."""
-    ring, live = found.group.free_blocks, found.owners > 0
+    free, live = found.group.free_blocks, found.owners > 0
     parents = np.asarray(index.parents)
-    turn = (np.asarray(ring.indices) - int(ring.head)) % ring.ids.shape[0]
+    turn = np.full(len(live), -1)
+    for ring in free.by_class:
+        behind = (np.asarray(ring.indices) - int(ring.head)) % ring.ids.shape[0]
+        turn = np.where(np.asarray(ring.indices) >= 0, turn.max() + 1 + behind, turn)
     children = indexed[parents[indexed] != found.group.num_blocks]
+    if free.kept is not None:
+        classes = np.asarray(free.kept.classes)
+        for block in children[classes[children] > classes[parents[children]]]:
+            yield f"block {block} is of a higher class than its parent {parents[block]}"
     for block in children[~live[parents[children]]]:
         if live[block] or turn[block] > turn[parents[block]]:
             yield f"block {block} outlives its parent {parents[block]}"

@@ -78,12 +78,17 @@ def forget_taken(metadata: Metadata, number: int, block: jax.Array) -> Metadata:
     """Forget what blocks of a group, i32[P], held that were taken; N is dropped."""
     metadata, num_forgotten = metadata.index.forget(metadata, number, block)
     group = metadata.groups[number]
-    free = group.free_blocks
-    if free.indices is None:
-        return metadata
-    free = free.changed(
-        indices=free.indices.at[block].set(-1, mode="drop"), forgotten=num_forgotten
-    )
+    free = ring.forget(group.free_blocks, block, num_forgotten)
+    return metadata.with_group(number, dataclasses.replace(group, free_blocks=free))
+
+
+def lower(metadata: Metadata, number: int, block: jax.Array) -> Metadata:
+    """Let blocks of a group, i32[P], all different, be of class 0; N is dropped.
+
+    Free ones of another class become the last of this one to be handed out.
+    """
+    group = metadata.groups[number]
+    free = ring.lower(group.free_blocks, block)
     return metadata.with_group(number, dataclasses.replace(group, free_blocks=free))
 
 

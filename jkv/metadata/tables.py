@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from jkv.metadata import allocator, counters, ring
 from jkv.metadata.entries import find_chunk, for_each_entry
 from jkv.metadata.mentions import MOST_COMPARED
+from jkv.metadata.ring import Keep
 from jkv.metadata.xla_cpu import divide, running_sum, written_after
 from jkv.sharding.loops import while_loop
-from jkv.state import NO_SEQUENCE, BlockGroup, Metadata
+from jkv.state import NO_SEQUENCE, BlockGroup, Metadata, Ring
 from jkv.state.windows import Columns
 
 # Columns that growing sequences give back in one trip of a loop: few enough to be
@@ -98,6 +99,57 @@ def empty_rows(
         window=group.window.with_gaps(row, 0),
     )
     return release_kept(group, seq_ids, last, gap)
+
+
+def keep_blocks(
+    metadata: Metadata, seq_ids: jax.Array, closable: jax.Array, keep: Keep
+) -> Metadata:
+    """Raise the classes of what the index finds of sequences, i32[B].
+
+    Those are distinct where they are closable, bool[B], and kept by one class and time
+    each, [B].
+    """
+    for number in metadata.block_numbers:
+        group = metadata.groups[number]
+        free = _raise_classes(metadata, number, seq_ids, closable, keep)
+        group = dataclasses.replace(group, free_blocks=free)
+        metadata = metadata.with_group(number, group)
+    return metadata
+
+
+def _raise_classes(
+    metadata: Metadata,
+    number: int,
+    seq_ids: jax.Array,
+    closable: jax.Array,
+    keep: Keep,
+) -> Ring:
+    """Raise the classes of the known blocks of sequences in one group."""
+    group = metadata.groups[number]
+    gap = group.window.gaps_of(seq_ids)
+
+    def note(
+        free: Ring,
+        _entry: jax.Array,
+        request: jax.Array,
+        rank: jax.Array,
+        valid: jax.Array,
+    ) -> Ring:
+        row = jnp.where(valid, seq_ids[request], group.max_sequences)
+        gone = gap if isinstance(gap, int) else gap[request]
+        block = blocks_at(group, row, group.window.skip(rank, gone, group.block_size))
+        is_known = metadata.index.knows(metadata, number, block)
+        block = jnp.where(is_known, block, group.num_blocks)
+        of = Keep(keep.classes[request], keep.until[request])
+        return ring.raise_classes(free, block, of)
+
+    mapped = group.num_mapped_blocks.at[seq_ids].get(mode="clip")
+    return for_each_entry(
+        jnp.where(closable, mapped - gap, 0),
+        seq_ids.shape[0] * group.max_blocks_per_sequence,
+        note,
+        group.free_blocks,
+    )
 
 
 def release_blocks(

@@ -17,7 +17,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import requests, ring
+from jkv.metadata import allocator, requests, ring
 from jkv.metadata.entries import ENTRIES_PER_TRIP
 from jkv.metadata.requests import Integer, Integers, Texts
 from jkv.metadata.xla_cpu import running_sum
@@ -120,6 +120,46 @@ def invalidate(cache: Cache, salt: Integer) -> Cache:
     index_of(cache.metadata)
     (domain,) = requests.broadcast(salt=requests.as_domains("salt", salt))
     return cache.with_metadata(_forget(cache.metadata, domain))
+
+
+@takes_cache()
+def demote(cache: Cache, older_than: Integer) -> Cache:
+    """Let cached blocks that were not used for long be of class 0.
+
+    There they stand where their last use puts them, and hold what they held. Blocks
+    that hold nothing any more go there, too, those of open sequences stay as they are.
+    A pass over the pool, for now and then.
+
+    Args:
+      cache: a cache with `prefix_caching`.
+      older_than: u32[] or int, a time by `jkv.clock`, or whatever `free(keep_until=)`
+        is given: blocks whose time is later stay as they are.
+
+    Returns:
+      The cache; one without `keep_classes` as it is.
+
+    Raises:
+      ValueError: for a cache without an index.
+
+    Example:
+      >>> import jax.numpy as jnp, jkv
+      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=4, block_size=4, max_sequences=2, max_context_length=16,
+      ...     prefix_caching=True, keep_classes=2)
+      >>> cache, opened = jkv.allocate(jkv.init(config), 0)
+      >>> cache, batch = jkv.append(cache, 0, 9, capacity=9, tokens=jnp.arange(9))
+      >>> cache, _ = jkv.free(jkv.commit(cache, batch), 0, keep=1)
+      >>> lowered = jkv.demote(cache, jkv.clock(cache))  # all that was used until now
+      >>> [int(each.metadata.groups[0].free_blocks.kept.classes.sum())
+      ...     for each in (cache, lowered)]
+      [2, 0]
+    """
+    index_of(cache.metadata)
+    if cache.metadata.num_classes == 1:
+        return cache
+    bits = requests.as_domains("older_than", older_than)
+    (time,) = requests.broadcast(older_than=bits)
+    return cache.with_metadata(_demote(cache.metadata, time))
 
 
 @takes_cache()
@@ -235,6 +275,7 @@ def _evict_from(
         goes = is_cached & (evicted + rank <= num_blocks)
         gone = jnp.where(goes, block, group.num_blocks)
         metadata = prefix_index.forget_blocks(metadata, number, gone)
+        metadata = allocator.lower(metadata, number, gone)
         evicted += jnp.sum(goes, dtype=jnp.int32)
         return metadata, start + lanes.shape[0], evicted
 
@@ -243,6 +284,8 @@ def _evict_from(
         chunk,
         (metadata, jnp.int32(0), jnp.int32(0)),
     )
+    if free.kept is not None:
+        free = metadata.groups[number].free_blocks
     group = dataclasses.replace(group, free_blocks=free.changed(forgotten=evicted))
     return metadata.with_group(number, group), evicted
 
@@ -260,8 +303,31 @@ def _forget(metadata: Metadata, salt: jax.Array | None) -> Metadata:
     is_listed = True if salt is None else index.sequence_salts == salt
     # A sequence without tokens has nothing out of date, and no step under way.
     is_stale = is_listed & (metadata.context_lengths > 0)
-    return with_index(
+    metadata = with_index(
         metadata,
         hashes=jnp.where(in_domain, jnp.uint32(0), index.hashes),
         committed=jnp.where(is_stale, -1, index.committed),
     )
+    return _demote(metadata, None)
+
+
+@jax.jit
+def _demote(metadata: Metadata, bits: jax.Array | None) -> Metadata:
+    """Let what holds nothing be of class 0, and what was kept until a time.
+
+    Of that it is given the bits, i32[1], or None.
+    """
+    for number in metadata.block_numbers:
+        group = metadata.groups[number]
+        kept = group.free_blocks.kept
+        if kept is None:
+            continue
+        block = jnp.arange(group.num_blocks, dtype=jnp.int32)
+        stays = metadata.index.knows(metadata, number, block)
+        if bits is not None:
+            time = jax.lax.bitcast_convert_type(bits, jnp.uint32)
+            stays &= (group.reference_counts > 0) | (kept.kept_until > time)
+        free = ring.arrange(group.free_blocks, stays)
+        group = dataclasses.replace(group, free_blocks=free)
+        metadata = metadata.with_group(number, group)
+    return metadata

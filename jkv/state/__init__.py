@@ -9,7 +9,7 @@ from jkv.state.cache import Cache, GroupLayer
 from jkv.state.index import Index
 from jkv.state.metadata import NO_SEQUENCE, BlockGroup, Metadata, Sequences
 from jkv.state.no_index import NoIndex
-from jkv.state.rings import Ring
+from jkv.state.rings import Kept, Ring
 from jkv.state.states import States, StateStorage
 from jkv.state.storage import BlockStorage
 from jkv.state.windows import Everything, SlidingWindow
@@ -23,6 +23,7 @@ __all__ = [
     "Everything",
     "GroupLayer",
     "Index",
+    "Kept",
     "Metadata",
     "NoIndex",
     "Ring",

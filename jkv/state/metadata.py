@@ -118,7 +118,8 @@ class Metadata:
 
     1. `reference_counts`: each block's count is the number of table entries naming it.
     2. `partition`: a block is free (count 0) or live; together they are the pool.
-    3. `free_blocks`: each free block is in the ring exactly once, nothing else is.
+    3. `free_blocks`: each free block is in the ring of its class exactly once, nothing
+       else is.
     4. `free_sequences`: each closed row is in its ring exactly once, nothing else is.
     5. `private_tail`: a block its sequence may still write to has no second owner.
     6. `mapped_blocks`: ceil(context length / T) <= mapped blocks <= M, those given back
@@ -128,9 +129,9 @@ class Metadata:
     8. `closed_rows`: a closed row has length 0 and no blocks.
     9. `shapes`: every array has the shape and dtype that the others imply.
     10. `prefix_index`: an indexed block has all its tokens, stands in a bucket, has no
-       equal, and a parent that is indexed and is not handed out before it; with a
-       window it has none. No sequence may write a block while another group finds
-       it beside an indexed one.
+       equal, and a parent that is indexed, of no lower class, and is not handed out
+       before it; with a window it has none. No sequence may write a block while another
+       group finds it beside an indexed one.
     11. `committed`: what a sequence committed is a chain of indexed blocks but for what
        was given back, the rest of what it maps is not indexed; 0 <= committed <=
        context length, or -1.
@@ -192,6 +193,12 @@ class Metadata:
     def has_states(self) -> bool:
         """Whether there are groups with a state, which cannot be cut back at will."""
         return any(group.kind == "states" for group in self.groups)
+
+    @property
+    def num_classes(self) -> int:
+        """The classes that cached blocks can be of; static."""
+        rings = [group.free_blocks for group in self.block_groups]
+        return len(rings[0].by_class) if rings else 1
 
     @property
     def records_tokens(self) -> bool:

@@ -4,6 +4,9 @@ Symbols in shape comments as in `jkv.state.metadata`.
 """
 
 import dataclasses
+import functools
+import operator
+from collections.abc import Sequence
 from typing import Self
 
 import jax
@@ -21,13 +24,15 @@ class Ring:
     then `indices` tells an entry from the hole that such an id leaves behind, and the
     ring has room for as many holes as ids.
 
-    The ring also keeps account, in 64 bits, of what left it.
+    The ring also keeps account, in 64 bits, of what left it. Where ids have classes,
+    those of class 0 are here, and the others `kept` in a ring for each class.
     """
 
     ids: jax.Array  # i32[C], the ids; C ids in all, twice as many with `indices`
     bounds: jax.Array  # i32[8], the numbers that `NUMBERS` names
     # i32[N], where in `ids` each free id stands, -1 if it is not free; None: no holes.
     indices: jax.Array | None
+    kept: "Kept | None" = None  # None: all are of one class
 
     @property
     def head(self) -> jax.Array:
@@ -35,14 +40,21 @@ class Ring:
         return self.bounds[0]
 
     @property
+    def by_class(self) -> tuple["Ring", ...]:
+        """The rings of its classes, the lowest first; each has one."""
+        if self.kept is None:
+            return (self,)
+        return dataclasses.replace(self, kept=None), *self.kept.rings
+
+    @property
     def span(self) -> jax.Array:
-        """Entries from the head to the tail, holes included, i32[]."""
-        return self.bounds[1]
+        """Entries from the head to the tail, holes included, i32[]; of all classes."""
+        return _sum([each.bounds[1] for each in self.by_class])
 
     @property
     def count(self) -> jax.Array:
-        """Ids in the ring, i32[]."""
-        return self.bounds[2]
+        """Ids in the ring, i32[]; of all classes."""
+        return _sum([each.bounds[2] for each in self.by_class])
 
     @property
     def fewest(self) -> jax.Array:
@@ -91,14 +103,38 @@ class Ring:
             indices=self.indices if indices is None else indices,
         )
 
+    def joined(self, rings: Sequence["Ring"], **of_kept: jax.Array) -> "Ring":
+        """Return the ring with other rings of its classes, and more of them changed."""
+        if self.kept is None:
+            return rings[0]
+        kept = dataclasses.replace(self.kept, rings=(*rings[1:],), **of_kept)
+        return dataclasses.replace(rings[0], kept=kept)
+
     def with_account_of(self, other: Self) -> Self:
         """Return the ring with what another says of the past."""
         bounds = jnp.concatenate([self.bounds[:3], other.bounds[3:]])
         return dataclasses.replace(self, bounds=bounds)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Kept:
+    """The ids of classes above 0, which leave a ring after all of the lower ones."""
+
+    rings: tuple[Ring, ...]  # of class 1, 2, ...; their own accounts say nothing
+    classes: jax.Array  # i32[N], of each id, whether or not it is free
+    kept_until: jax.Array  # u32[N], the time up to which an id keeps its class
+    entered: jax.Array  # u32[N], how many ids had entered when each did, itself counted
+    num_entered: jax.Array  # u32[], ids that ever entered
+
+
 # The first of the bounds; two words each for the ids taken and forgotten follow.
 NUMBERS = ("head", "span", "count", "fewest")
+
+
+def _sum(counts: list[jax.Array]) -> jax.Array:
+    """Return the sum of at least one count, i32[]."""
+    return functools.reduce(operator.add, counts)
 
 
 def _is_below(low: jax.Array, old: jax.Array) -> jax.Array:

@@ -107,6 +107,7 @@ class BlockStorage:
             record_tokens=metadata.tokens is not None,
             sliding_window=group.window.length,
             num_sink_tokens=group.window.num_sink_tokens,
+            keep_classes=len(group.free_blocks.by_class),
         )
 
     def divide(

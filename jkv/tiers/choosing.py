@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import ring
+from jkv.metadata import allocator, ring
 from jkv.metadata.entries import ENTRIES_PER_TRIP
 from jkv.metadata.xla_cpu import running_sum
 from jkv.prefixes.prefix_index import (
@@ -36,6 +36,8 @@ class Chosen(NamedTuple):
     above: tuple[jax.Array, ...]
     parents: jax.Array  # i32[N_0], the block before each of the leading group
     salts: jax.Array  # i32[N_0], the domain of each
+    hashes: jax.Array  # u32[N_0], of the text up to the end of each
+    kept: tuple[jax.Array, ...]  # i32[N_0], u32[N_0]: classes and times; () for one
 
 
 @functools.partial(jax.jit, static_argnames="width")
@@ -62,8 +64,15 @@ def choose(metadata: Metadata, count: jax.Array, *, width: int) -> Chosen:
         over = jnp.concatenate([first, over])
         blocks.append(found)
         above.append(jnp.where(found < group.num_blocks, over, nothing))
-    index = index_of(metadata)
-    return Chosen(tuple(blocks), tuple(above), index.parents, index.salts)
+    index, kept = index_of(metadata), metadata.leading.free_blocks.kept
+    return Chosen(
+        tuple(blocks),
+        tuple(above),
+        index.parents,
+        index.salts,
+        index.hashes,
+        () if kept is None else (kept.classes, kept.kept_until),
+    )
 
 
 def find_free(
@@ -175,6 +184,7 @@ def forget(
         is_free = group.reference_counts.at[block].get(mode="clip") == 0
         num = jnp.sum(was_known & is_free, dtype=jnp.int32)
         metadata = forget_blocks(metadata, number, block)
+        metadata = allocator.lower(metadata, number, block)
         group = metadata.groups[number]
         free = group.free_blocks.changed(forgotten=num)
         group = dataclasses.replace(group, free_blocks=free)

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import ring
+from jkv.metadata import allocator, ring
+from jkv.metadata.ring import Keep
 from jkv.prefixes import hash_tables, hashing
 from jkv.prefixes.hash_tables import Prefixes
 from jkv.prefixes.prefix_index import (
@@ -77,7 +78,10 @@ def _enter(metadata: Metadata, lanes: Lanes) -> tuple[Metadata, Entered]:
         lambda i, carry: _enter_one(carry, lanes, blanks, i[None]),
         start,
     )
-    return carry.metadata, carry.entered
+    metadata = carry.metadata
+    for number, block in zip(numbers, carry.entered.written, strict=True):
+        metadata = allocator.lower(metadata, number, block)
+    return metadata, carry.entered
 
 
 def _enter_one(
@@ -165,19 +169,20 @@ def _pair(
     return with_follower(metadata, number, beside), own
 
 
-def _renew(metadata: Metadata, blocks: jax.Array) -> Metadata:
+def _renew(metadata: Metadata, blocks: jax.Array, keep: Keep | None) -> Metadata:
     """Make blocks of the leading group and those beside them the last to be handed out.
 
     Args:
       metadata: the state.
       blocks: i32[W], all different, in the order in which they shall go; N_0 for none.
         What is not free stays where it is.
+      keep: the least class and time of each, [W]; None where there is one class.
     """
     for number in metadata.block_numbers:
         group = metadata.groups[number]
         own = find_partners(metadata, number, blocks)
         owners = group.reference_counts.at[own].get(mode="fill", fill_value=1)
-        free = ring.renew(group.free_blocks, own, owners == 0)
+        free = ring.renew(group.free_blocks, own, owners == 0, keep)
         group = dataclasses.replace(group, free_blocks=free)
         metadata = metadata.with_group(number, group)
     return metadata

@@ -15,7 +15,7 @@ import numpy as np
 
 from jkv.status import UsageError
 from jkv.storage.files import FileError, Tensor, read_file, replacing, write_file
-from jkv.tiers.held import Held
+from jkv.tiers.held import Held, latest
 from jkv.tiers.layout import Layout
 
 logger = logging.getLogger("jkv")
@@ -131,7 +131,8 @@ class Folder:
         try:
             before = self._read(name, text, said) if os.path.exists(path) else None
             if before is not None:
-                if {*held.arrays()} <= {*before.arrays()}:
+                keep = latest(held.keep, before.keep)
+                if {*held.arrays()} <= {*before.arrays()} and keep == before.keep:
                     return
                 held.add(before)
             arrays = {"tokens": text} | held.arrays()
@@ -141,7 +142,8 @@ class Folder:
                     arrays.items(), key=lambda item: -item[1].itemsize
                 )
             }
-            header = json.dumps(said | {"num_pending": held.num_pending})
+            own = {"num_pending": held.num_pending, "keep": held.keep}
+            header = json.dumps(said | own)
             self._make_room(sum(tensor.nbytes for tensor in tensors.values()))
             write_file(path, tensors, {"column": header})
             with self._lock:
@@ -195,7 +197,7 @@ class Folder:
         try:
             metadata, mapped = read_file(path)
             header = json.loads(metadata["column"])
-            num_pending = header.pop("num_pending")
+            num_pending, keep = header.pop("num_pending"), header.pop("keep", None)
             arrays = {key: np.array(array) for key, array in mapped.items()}
             # A digest only proposes: the file has all tokens.
             if header != json.loads(json.dumps(said)) or not np.array_equal(
@@ -208,7 +210,7 @@ class Folder:
             self._damaged.add(name)
             warnings.warn(f"skipped: {error}", RuntimeWarning, stacklevel=2)
             return None
-        return Held.of_arrays(arrays, num_pending)
+        return Held.of_arrays(arrays, num_pending, keep and (keep[0], keep[1]))
 
     def _make_room(self, nbytes: int) -> None:
         """Remove the files that were unused for longest, so that one more fits."""

@@ -20,6 +20,7 @@ class Held:
     blocks: dict[int, Arrays]  # by group, [L, ...] by the names of `BlockStorage`
     snapshot: Arrays | None = None  # [L, ...] by "part.group.name"
     num_pending: int = 0
+    keep: tuple[int, int] | None = None  # class, and up to when; None: one class
     is_saved: bool = False  # whether a file holds all of it
 
     @property
@@ -39,7 +40,9 @@ class Held:
         self.blocks = other.blocks | self.blocks
         if self.snapshot is None:
             self.snapshot, self.num_pending = other.snapshot, other.num_pending
-        self.is_saved &= {*self.arrays()} == before
+        keep = latest(self.keep, other.keep)
+        self.is_saved &= {*self.arrays()} == before and self.keep == keep
+        self.keep = keep
 
     def arrays(self) -> Arrays:
         """Return all arrays by path, as a file names them."""
@@ -52,9 +55,11 @@ class Held:
         return found | {f"snapshot.{path}": array for path, array in snapshot}
 
     @classmethod
-    def of_arrays(cls, arrays: Arrays, num_pending: int) -> "Held":
+    def of_arrays(
+        cls, arrays: Arrays, num_pending: int, keep: tuple[int, int] | None
+    ) -> "Held":
         """Return what the arrays of a file hold."""
-        held = cls({}, None, num_pending, is_saved=True)
+        held = cls({}, None, num_pending, keep, is_saved=True)
         for path, array in arrays.items():
             kind, _, rest = path.partition(".")
             if kind == "block":
@@ -63,6 +68,15 @@ class Held:
             elif kind == "snapshot":
                 held.snapshot = (held.snapshot or {}) | {rest: array}
         return held
+
+
+def latest(
+    one: tuple[int, int] | None, other: tuple[int, int] | None
+) -> tuple[int, int] | None:
+    """Return the higher class of two, and the later time."""
+    if one is None or other is None:
+        return one or other
+    return max(one[0], other[0]), max(one[1], other[1])
 
 
 def take_apart(spilled: Spilled) -> dict[int, Held]:
@@ -91,6 +105,9 @@ def take_apart(spilled: Spilled) -> dict[int, Held]:
                 for part in ("rows", "inputs")
                 for name, array in getattr(states, part).items()
             }
+    if spilled.classes is not None and spilled.kept_until is not None:
+        for node, each in held.items():
+            each.keep = int(spilled.classes[node]), int(spilled.kept_until[node])
     return held
 
 
@@ -124,7 +141,13 @@ def put_together(
             for number, of_group in enumerate(layout.states)
         ),
     )
+    keep = np.zeros((2, len(parents)), np.int64)
+    for node, each in held.items():
+        keep[:, node] = each.keep or (0, 0)
+    has_classes = any(each.keep is not None for each in held.values())
     return Spilled(
+        classes=keep[0].astype(np.int32) if has_classes else None,
+        kept_until=keep[1].astype(np.uint32) if has_classes else None,
         tokens=tokens,
         parents=parents,
         salts=np.full(len(parents), salt, np.int32),

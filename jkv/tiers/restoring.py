@@ -7,6 +7,7 @@ import numpy as np
 
 from jkv.blocks import contents
 from jkv.blocks.contents import Contents, HostArray
+from jkv.metadata.ring import Keep
 from jkv.state import Cache
 from jkv.state.entry import takes_cache
 from jkv.tiers import entering
@@ -132,13 +133,37 @@ def _enter_all(
         stands[start:stop] = found.stands[: stop - start]
         for blocks, new in zip(written, found.written, strict=True):
             blocks[start:stop] = new[: stop - start]
+    keep = _raise_parents(spilled, stands < nothing, metadata.num_classes)
     # The pool hands out from the front: children before their parents.
     for start in reversed(starts):
-        blocks = np.full(LANES_PER_CALL, nothing, np.int32)
-        part = stands[start : start + LANES_PER_CALL][::-1]
-        blocks[: len(part)] = part
-        metadata = renew(metadata, blocks)
+
+        def padded(values: np.ndarray, fill: int, start: int = start) -> np.ndarray:
+            part = values[start : start + LANES_PER_CALL][::-1]
+            return np.pad(part, (0, LANES_PER_CALL - len(part)), constant_values=fill)
+
+        of_class = keep and Keep(*(padded(each, 0) for each in keep))
+        metadata = renew(metadata, padded(stands, nothing), of_class)
     return cache.with_metadata(metadata), stands, written
+
+
+def _raise_parents(
+    spilled: Spilled, is_there: np.ndarray, num_classes: int
+) -> Keep | None:
+    """Return how nodes are kept, none less than what follows it and is there, bool[Q].
+
+    None where all are of one class.
+    """
+    if num_classes == 1:
+        return None
+    if spilled.classes is None or spilled.kept_until is None:
+        return Keep(np.zeros_like(spilled.salts), np.zeros(len(is_there), np.uint32))
+    classes = np.minimum(spilled.classes, num_classes - 1)
+    until = spilled.kept_until.copy()
+    for node in np.flatnonzero(is_there & (spilled.parents >= 0))[::-1].tolist():
+        parent = spilled.parents[node]
+        classes[parent] = max(classes[parent], classes[node])
+        until[parent] = max(until[parent], until[node])
+    return Keep(classes, until)
 
 
 def _lanes(

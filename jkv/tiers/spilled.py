@@ -43,6 +43,8 @@ class Spilled:
     tokens: np.ndarray  # i32[Q, T], of each node
     parents: np.ndarray  # i32[Q], the node before each, -1 for a text's first
     salts: np.ndarray  # i32[Q], the domain of each
+    classes: np.ndarray | None  # i32[Q], of each (`free(keep=)`); None: there is one
+    kept_until: np.ndarray | None  # u32[Q], the time up to which each has its class
     groups: tuple[SpilledGroup, ...]  # of each group with blocks
     snapshots: SpilledSnapshots | None  # where there are groups with a state
     # Of the cache that it left; static, as it is no array.

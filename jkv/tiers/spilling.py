@@ -1,5 +1,6 @@
 """Taking cached blocks out of a cache."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -71,32 +72,43 @@ def take(cache: Cache, count: int, width: int) -> tuple[Cache, Spilled]:
     texts = TextBuilder(cache.block_size)
     groups: list[SpilledGroup] = []
     blocks: tuple[np.ndarray, ...] = ()
-    spilled_nodes: set[int] = set()
+    spilled: dict[int, int] = {}  # what goes of the leading group: hashes by node
+    of_class: tuple[np.ndarray, ...] = ()
     numbers = metadata.block_numbers
     if numbers:
         chosen = jax.device_get(choose(metadata, jnp.int32(count), width=width))
         nodes = _add_chains(cache, chosen, texts)
         blocks = chosen.blocks
-        spilled_nodes = {
-            nodes[block]
+        spilled = {
+            nodes[block]: int(chosen.hashes[block])
             for block in blocks[numbers.index(metadata.leader)].tolist()
             if block < metadata.leading.num_blocks
         }
+        of_class = tuple(each[list(nodes)[1:]] for each in chosen.kept)
         for at, number in enumerate(numbers):
             found = chosen.blocks[at], chosen.above[at]
             groups.append(_take_group(cache, number, *found, nodes))
-    places = _choose_places(cache, count, texts, spilled_nodes)
+    places = _choose_places(cache, count, texts, spilled)
     snapshots = None if places is None else _take_snapshots(cache, places)
     num_places = metadata.index.num_places
     gone = np.full(max(num_places, 1), num_places, np.int32)
     if places is not None:
         gone[: len(places)] = list(places)
     cache = cache.with_metadata(forget(metadata, blocks, gone))
+    arrays = texts.arrays()
+    rest = len(arrays["parents"])
+    classes, kept_until = (
+        (np.pad(each, (0, rest - len(each))) for each in of_class)
+        if of_class
+        else (None, None)
+    )
     return cache, Spilled(
         groups=tuple(groups),
         snapshots=snapshots,
         layout=Layout.of(cache),
-        **texts.arrays(),
+        classes=classes,
+        kept_until=kept_until,
+        **arrays,
     )
 
 
@@ -167,7 +179,7 @@ def _take_group(
 
 
 def _choose_places(
-    cache: Cache, count: int, texts: TextBuilder, gone: set[int]
+    cache: Cache, count: int, texts: TextBuilder, gone: dict[int, int]
 ) -> dict[int, int] | None:
     """Choose snapshots to go; return their nodes by place, None without states.
 
@@ -177,20 +189,25 @@ def _choose_places(
       cache: the cache.
       count: how many places shall be empty.
       texts: of the blocks that go; those of the snapshots are added.
-      gone: nodes of the leading group's blocks that go.
+      gone: nodes of the leading group's blocks that go, and the hashes of their texts.
     """
     known = snapshots_of(cache.metadata)
     if known is None:
         return None
-    lengths, last_used = jax.device_get((known.lengths, known.last_used))
-    salts = np.asarray(known.salts)
-    taken = [int(p) for p in np.flatnonzero(lengths)]
-    rows = dict(
-        zip(taken, _read_rows(known.texts, np.array(taken, np.int32)), strict=True)
+    lengths, last_used, salts, hashes = jax.device_get(
+        (known.lengths, known.last_used, known.salts, known.hashes)
     )
-    chosen = {}
-    for place in taken:
-        node = texts.find_text(int(salts[place]), rows[place][: lengths[place]])
+    taken = [int(p) for p in np.flatnonzero(lengths)]
+
+    def texts_at(places: list[int]) -> Iterator[tuple[int, int, np.ndarray]]:
+        """Yield places, domains and texts."""
+        rows = _read_rows(known.texts, np.array(places, np.int32))
+        for place, row in zip(places, rows, strict=True):
+            yield place, int(salts[place]), row[: lengths[place]]
+
+    chosen, proposed = {}, {*gone.values()}
+    for place, salt, text in texts_at([p for p in taken if hashes[p] in proposed]):
+        node = texts.find_text(salt, text)
         if node in gone:
             chosen[place] = node
     num_empty = len(lengths) - len(taken) + len(chosen)
@@ -198,8 +215,8 @@ def _choose_places(
     if not cache.metadata.block_numbers:
         lacking = count
     oldest = sorted((int(last_used[p]), p) for p in taken if p not in chosen)
-    for _, place in oldest[: max(lacking, 0)]:
-        chosen[place] = texts.add_text(int(salts[place]), rows[place][: lengths[place]])
+    for place, salt, text in texts_at([p for _, p in oldest[: max(lacking, 0)]]):
+        chosen[place] = texts.add_text(salt, text)
     return chosen
 
 

@@ -14,6 +14,7 @@ from jkv.metadata import counters, requests, tables
 from jkv.metadata.part import Done, Moves, Opening
 from jkv.metadata.parts import apply_plans, close_sequences, parts_of
 from jkv.metadata.requests import Blocks, Integers, Texts
+from jkv.metadata.ring import Keep
 from jkv.state import NO_SEQUENCE, Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.state.index import Found
@@ -115,19 +116,35 @@ def can_allocate(cache: Cache, num_tokens: Integers) -> jax.Array:
 
 
 @takes_cache()
-def free(cache: Cache, seq_ids: Integers) -> tuple[Cache, jax.Array]:
+def free(
+    cache: Cache,
+    seq_ids: Integers,
+    *,
+    keep: Integers = 0,
+    keep_until: Integers | None = None,
+) -> tuple[Cache, jax.Array]:
     """Close sequences; blocks that no other sequence shares return to the pool.
+
+    What the prefix index finds stays cached until the pool hands it out. With
+    `keep_classes` blocks of lower classes are handed out before those of higher ones,
+    in each class the longest unused first. The class of a block is the highest that its
+    sequences were freed with; it keeps it while it is found again, until it is handed
+    out, forgotten, or `demote`d.
 
     Args:
       cache: the cache.
       seq_ids: i32[B] or int; -1 is padding.
+      keep: i32[B] or int, the class of what stays cached, below `keep_classes`.
+      keep_until: u32[B] or int, the time before which `demote` leaves it there; None is
+        that of this call by `jkv.clock`. A block has the latest of its sequences.
 
     Returns:
-      The new cache and i32[B] of `Status`: OK, or INVALID_SEQUENCE for an id that is
-      not open or was named before in this call.
+      The new cache and i32[B] of `Status`: OK, INVALID_SEQUENCE for an id that is not
+      open or was named before in this call, or INVALID_ARGUMENT for a class that the
+      cache has not.
 
     Raises:
-      ValueError: for ids that are no integers, or have more than one axis.
+      ValueError: for arguments that are no integers, or have more than one axis.
 
     Example:
       >>> import jkv
@@ -138,8 +155,14 @@ def free(cache: Cache, seq_ids: Integers) -> tuple[Cache, jax.Array]:
       >>> status.tolist(), int(jkv.num_free_blocks(cache))
       ([0, 5, 0], 4)
     """
-    (seq_ids,) = requests.broadcast(seq_ids=seq_ids)
-    metadata, status = _free(cache.metadata, seq_ids)
+    named: dict[str, Integers] = {}
+    # One class, and none named: nothing to note.
+    if cache.metadata.num_classes > 1 or not isinstance(keep, int) or keep:
+        named["keep"] = keep
+        if keep_until is not None:
+            named["keep_until"] = requests.as_domains("keep_until", keep_until)
+    seq_ids, *of_class = requests.broadcast(seq_ids=seq_ids, **named)
+    metadata, status = _free(cache.metadata, seq_ids, *of_class)
     return cache.with_metadata(metadata), status
 
 
@@ -174,10 +197,25 @@ def _can_allocate(metadata: Metadata, num_tokens: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def _free(metadata: Metadata, seq_ids: jax.Array) -> tuple[Metadata, jax.Array]:
+def _free(
+    metadata: Metadata,
+    seq_ids: jax.Array,
+    classes: jax.Array | None = None,
+    until: jax.Array | None = None,
+) -> tuple[Metadata, jax.Array]:
     padding = requests.is_padding(seq_ids)
     closable = requests.is_live_once(metadata, seq_ids)
-    status = requests.find_status(padding, [(Status.INVALID_SEQUENCE, ~closable)])
+    causes = [(Status.INVALID_SEQUENCE, ~closable)]
+    if classes is not None:
+        wrong = (classes < 0) | (classes >= metadata.num_classes)
+        causes.append((Status.INVALID_ARGUMENT, wrong))
+        closable &= ~wrong
+        now = jnp.broadcast_to(metadata.now + jnp.uint32(1), classes.shape)
+        if until is not None:
+            now = jax.lax.bitcast_convert_type(until, jnp.uint32)
+        keep = Keep(classes, now)
+        metadata = tables.keep_blocks(metadata, seq_ids, closable, keep)
+    status = requests.find_status(padding, causes)
     metadata = close_sequences(metadata, seq_ids, closable)
     return counters.settle(metadata, status, closable), status
 

@@ -98,6 +98,8 @@ def make_change(rng, count):
             client=None,
             variant=-1,
             timeout=None,
+            keep=0,
+            keep_seconds=None,
         )
         request.begin(lane, 0.0, None)
         for sample in request.samples:

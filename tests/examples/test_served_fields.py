@@ -108,6 +108,8 @@ def test_what_is_not_served_is_refused_by_name(post, served):
         ({"prompt": "a", "stop_token_ids": [-1]}, "stop_token_ids", "0 or more"),
         ({"prompt": "a", "stop_token_ids": [1] * 9}, "stop_token_ids", "takes 8"),
         ({"prompt": "a", "cache_salt": ""}, "cache_salt", "1 to 256"),
+        ({"prompt": "a", "cache_keep": 1}, "cache_keep", "from 0 to 0"),
+        ({"prompt": "a", "cache_keep_seconds": 0}, "cache_keep_seconds", "from 0.001"),
         ({"prompt": "a", "priority": 2**31}, "priority", "from -"),
         ({"prompt": "a", "user": 0}, "user", "must be a text"),
         ({"prompt": "a", "user": "a" * 257}, "user", "up to 256"),
@@ -251,6 +253,7 @@ def test_options_reach_the_engine(post, served, monkeypatch):
         "stop_token_ids": [9],
         "stop": "x",
         "timeout": 250.0,
+        "cache_keep_seconds": 9,
         "user": "me",
     }
     for changes in ({}, {"ignore_eos": True, "cache_salt": "a"}, {"cache_salt": "b"}):
@@ -270,6 +273,8 @@ def test_options_reach_the_engine(post, served, monkeypatch):
         client="me",
         salt=0,
         variant=-1,
+        keep=0,
+        keep_seconds=9.0,
     )
     assert told[1]["stop_tokens"] == [9]
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 0)

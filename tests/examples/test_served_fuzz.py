@@ -37,6 +37,8 @@ ODD = [
     "stream_options",
     "echo",
     "cache_salt",
+    "cache_keep",
+    "cache_keep_seconds",
     "stop_token_ids",
     "user",
 ]

@@ -28,7 +28,7 @@ PUBLIC = """
     Fragmentation compact fragmentation resize should_compact
     Swapped SwapIn swap_in swap_out FileError save load
     Spilled BlockStore spill restore
-    PrefixIndex clear_prefixes evict_cached invalidate match
+    PrefixIndex clear_prefixes demote evict_cached invalidate match
     clock evict evict_older_than least_recently_used touch
     context_lengths kept_from debug DebugError over_pools split_pools
     GroupedConfig GroupLayer Sequences BlockGroup BlockStorage

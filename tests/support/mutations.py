@@ -153,6 +153,35 @@ MUTATIONS = (
         "before = ring.expose(group.free_blocks, num)",
         "before = group.free_blocks",
     ),
+    # Classes of cached blocks.
+    Mutation(
+        "higher-classes-never-follow",
+        "metadata",
+        "Where the lowest class has too few blocks, others are handed out twice.",
+        "lacking = jnp.clip(num - lowest.count, 0, each.count)",
+        "lacking = jnp.clip(num - lowest.count, 0, 0)",
+    ),
+    Mutation(
+        "a-class-of-an-earlier-life",
+        "metadata",
+        "A block that was handed out is still of the class of what it held.",
+        'classes=kept.classes.at[ids].set(0, mode="drop")',
+        "classes=kept.classes",
+    ),
+    Mutation(
+        "a-parent-below-its-child",
+        "tiers",
+        "What leads up to a restored block of a high class is handed out before it.",
+        "classes[parent] = max(classes[parent], classes[node])",
+        "pass",
+    ),
+    Mutation(
+        "demoted-to-the-tail",
+        "metadata",
+        "What is lowered in class stands where it was in its ring, not by its age.",
+        "entered - kept.num_entered - 1,  # the oldest has the smallest bits",
+        "jnp.zeros_like(entered),",
+    ),
     # Groups of layers.
     Mutation(
         "shut-out-in-one-group-alone",
@@ -512,6 +541,35 @@ MUTATIONS = (
         "What depends on the log-sum-exp has no gradient.",
         "delta -= d_lse",
         "delta -= 0 * d_lse",
+    ),
+    # Kernels written for Triton: what their modules say.
+    Mutation(
+        "triton-forgets-signs",
+        "attention/kernel",
+        "Numbers without a sign are compared and divided as if they had one.",
+        "return compute(w, name, x, y, signed=_is_signed(equation))",
+        "return compute(w, name, x, y)",
+    ),
+    Mutation(
+        "triton-counts-anything",
+        "attention/kernel",
+        "A loop over floats, or numbers without a sign, becomes one over integers.",
+        'if count.aval.dtype.kind != "i": return None',
+        "pass",
+    ),
+    Mutation(
+        "triton-drops-what-a-mesh-leaves",
+        "attention/kernel",
+        "Kernels whose arrays lie on a mesh have a primitive that has no rule.",
+        '"reshard": _pass, ',
+        "",
+    ),
+    Mutation(
+        "triton-narrow-addresses",
+        "attention/kernel",
+        "Addresses of arrays above 4 GiB are 32 bits wide.",
+        'Type("i64" if ref.num_bytes > 2**32 else "i32", shape)',
+        'Type("i32", shape)',
     ),
     # The attention kernel: lists of work, body, joining, tuning, elements.
     Mutation(

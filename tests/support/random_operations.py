@@ -239,6 +239,7 @@ class Game:
     """One cache and one oracle that are told the same."""
 
     prefix_caching = False
+    keep_classes = 1
 
     def __init__(
         self,
@@ -280,6 +281,7 @@ class Game:
                 value_dtype=value_dtype,
                 record_tokens=record_tokens,
                 prefix_caching=self.prefix_caching and len(groups) == 1 and not states,
+                keep_classes=self.keep_classes if len(groups) == 1 else 1,
                 sliding_window=pool.window,
                 num_sink_tokens=pool.num_sink_tokens,
             )
@@ -339,6 +341,7 @@ class Game:
             groups=configs,
             layer_groups=self.layer_groups,
             prefix_caching=self.prefix_caching,
+            keep_classes=self.keep_classes,
         )
 
     def number_of(self, g):
@@ -477,7 +480,7 @@ class Game:
         self.oracle.compact()
         self.cache = self.call("compact")
         for group in self.oracle.groups:
-            assert group.free == sorted(group.free)
+            assert group.order == sorted(group.order)
 
     def play_swap_out(self):
         """Sequences leave, if each that is named can: a wrong id is an exception."""
@@ -738,7 +741,7 @@ class Game:
             table = self.table_of(seq_id, g)
             assert int(found.num_mapped_blocks[seq_id]) == len(table)
             same(found.block_tables[seq_id, : len(table)], table)
-        same(ring_order(self.cache, g), group.free)
+        same(ring_order(self.cache, g), group.order)
         assert int(found.free_blocks.count) == len(group.free)
         blocks = range(group.num_blocks)
         counts = [oracle.reference_count(block, g) for block in blocks]

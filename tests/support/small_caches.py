@@ -305,13 +305,15 @@ def tables(cache):
 
 def ring_order(cache, group=0):
     """The free blocks in the order in which they will be handed out."""
-    ring = jax.device_get(cache.metadata.block_groups[group].free_blocks)
-    head, span = ring.bounds[:2].tolist()
-    places = (head + np.arange(span)) % ring.ids.size
-    blocks = ring.ids[places]
-    if ring.indices is not None:  # holes left out
-        blocks = blocks[ring.indices[blocks] == places]
-    return blocks.tolist()
+    found = []
+    for ring in jax.device_get(cache.metadata.block_groups[group].free_blocks).by_class:
+        head, span = ring.bounds[:2].tolist()
+        places = (head + np.arange(span)) % ring.ids.size
+        blocks = ring.ids[places]
+        if ring.indices is not None:  # holes left out
+            blocks = blocks[ring.indices[blocks] == places]
+        found += blocks.tolist()
+    return found
 
 
 def free_count(cache, group=None):

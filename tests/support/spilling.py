@@ -33,7 +33,7 @@ class Spilling:
             spilled = pickle.loads(pickle.dumps(spilled))
         self.kept = [*self.kept[-5:], (spilled, *expected)]
 
-    def compare_spilled(self, spilled, blocks, places):
+    def compare_spilled(self, spilled, blocks, places, kept):
         texts, found = texts_of(spilled), {}
         assert len(set(texts)) == len(texts)
         for g, group in enumerate(spilled.groups):
@@ -42,15 +42,19 @@ class Spilling:
         assert found == blocks
         nodes = [] if spilled.snapshots is None else spilled.snapshots.nodes.tolist()
         assert {texts[node] for node in nodes} == {*places}
+        if spilled.classes is not None:
+            pairs = zip(spilled.classes, spilled.kept_until, strict=True)
+            found = dict(zip(texts, ((int(c), int(t)) for c, t in pairs), strict=True))
+            assert found.items() <= kept.items()
 
     def play_restore(self):
         if not self.kept:
             return
-        spilled, blocks, places = self.kept[int(self.rng.integers(len(self.kept)))]
+        spilled, *expected = self.kept[int(self.rng.integers(len(self.kept)))]
         texts = texts_of(spilled)
         nodes = [] if spilled.snapshots is None else spilled.snapshots.nodes.tolist()
         expected = self.oracle.restore(
-            texts, blocks, places, [texts[node] for node in nodes]
+            texts, *expected, [texts[node] for node in nodes]
         )
         donate = bool(self.rng.integers(2)) and self.donate
         self.cache, num_restored = jkv.restore(self.cache, spilled, donate=donate)

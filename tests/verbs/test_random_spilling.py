@@ -23,7 +23,8 @@ from test_random_states import GAMES
 import jkv
 from jkv.prefixes import hashing
 
-CASES = [("roomy", "donated"), *further([("few blocks", "jitted")])]
+# Of one group; `test_keeping.py` plays the same with classes.
+CASES = further([("roomy", "donated"), ("few blocks", "jitted")])
 GROUPS = [("full and window", "jitted"), *further([("three", "donated")])]
 GROUPS += further([("two full", "jitted")])
 

@@ -99,7 +99,9 @@ def read_body(served: Served, body: Any, *, is_chat: bool) -> Asked:
         priority=read_number(body, "priority", 0, int, 1 - I32, I32 - 2),
         client=_read_client(body),
         salt=_read_salt(body),
-        timeout=_read_timeout(body),
+        timeout=_read_seconds(body, "timeout"),
+        keep=read_number(body, "cache_keep", 0, int, 0, served.keep_classes - 1),
+        keep_seconds=_read_seconds(body, "cache_keep_seconds"),
     )
     return Asked(prompts, ask, n, tools)
 
@@ -204,11 +206,11 @@ def _read_salt(body: Mapping[str, Any]) -> int:
     return _number_salt(salt)
 
 
-def _read_timeout(body: Mapping[str, Any]) -> float | None:
-    """Return the seconds that a text may take; None for as long as it wants."""
-    if body.get("timeout") is None:
+def _read_seconds(body: Mapping[str, Any], name: str) -> float | None:
+    """Return the seconds that a field allows; None for as many as it wants."""
+    if body.get(name) is None:
         return None
-    seconds: float = read_number(body, "timeout", 0.0, float, 0.001, MOST_SECONDS)
+    seconds: float = read_number(body, name, 0.0, float, 0.001, MOST_SECONDS)
     return seconds
 
 

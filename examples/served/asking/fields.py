@@ -27,7 +27,8 @@ LABELS = ("user", "safety_identifier", "prompt_cache_key", "service_tier")
 SERVED = {
     *("model", "max_tokens", "max_completion_tokens", "n", "seed", "stop", "logprobs"),
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
-    *("stop_token_ids", "ignore_eos", "priority", "cache_salt", "timeout"),
+    *("stop_token_ids", "ignore_eos", "priority", "timeout"),
+    *("cache_salt", "cache_keep", "cache_keep_seconds"),
     *("add_special_tokens", "stream", "stream_options", *LABELS),
     *("response_format", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_choice"),

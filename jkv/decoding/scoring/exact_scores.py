@@ -82,6 +82,7 @@ def _resize(
     of_blocks: dict[str, Any] = dict(
         num_blocks=num_prompts * prompt_blocks + count * own_blocks,
         prefix_caching=False,
+        keep_classes=1,
         record_tokens=False,
     )
     groups = tuple(
@@ -92,7 +93,9 @@ def _resize(
         )
         for group in config.groups
     )
-    return dataclasses.replace(config, groups=groups, prefix_caching=False)
+    return dataclasses.replace(
+        config, groups=groups, prefix_caching=False, keep_classes=1
+    )
 
 
 def _score_first(

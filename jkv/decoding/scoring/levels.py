@@ -128,4 +128,6 @@ def _resize(config: GroupedConfig, tree: TextTree) -> GroupedConfig:
         )
         for group in config.groups
     )
-    return dataclasses.replace(config, groups=groups, prefix_caching=False)
+    return dataclasses.replace(
+        config, groups=groups, prefix_caching=False, keep_classes=1
+    )

@@ -58,7 +58,9 @@ def _make_pools(
     num_blocks = count_blocks(tree.num_rows, tree.num_segments, config.block_size)
     sizes = size_blocks(tree, num_blocks)
     groups = tuple(dataclasses.replace(g, **sizes) for g in config.block_groups)
-    whole = dataclasses.replace(config, groups=groups, prefix_caching=False)
+    whole = dataclasses.replace(
+        config, groups=groups, prefix_caching=False, keep_classes=1
+    )
     given = params, tree
     cache = devices.init(whole, given, storage=False)
     tables = layout.block_tables

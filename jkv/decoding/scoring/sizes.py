@@ -21,6 +21,7 @@ def size_blocks(tree: TextTree, num_blocks: int) -> dict[str, Any]:
         dtype=jnp.float32,
         value_dtype=None,
         prefix_caching=False,
+        keep_classes=1,
         record_tokens=False,
         # The rows of a segment see what a window would have given back.
         sliding_window=None,

@@ -88,6 +88,20 @@ class Loop:
         rows = None if speculation is None else speculation.rows
         return [self.cache] if rows is None else [self.cache, rows.cache]
 
+    @property
+    def num_classes(self) -> int:
+        """Classes that requests may name for what stays cached of them."""
+        return self.cache.metadata.num_classes
+
+    def pad(self, text: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return a text up to its last full block and one token, i32[P], -1 behind."""
+        size, most = self.block_size.tokens, self.cache.max_context_length
+        padded = np.full(most, -1, np.int32)
+        # A text that fills the context has one token more, which has no room.
+        kept = text[: min((len(text) - 1) // size * size + 1, most)]
+        padded[: len(kept)] = kept
+        return padded
+
     def find_limits(
         self, stop_tokens: np.ndarray[Any, Any], has_detokenizer: bool
     ) -> Limits:
@@ -107,6 +121,7 @@ class Loop:
             stop_tokens=stop_tokens,
             has_detokenizer=has_detokenizer,
             num_variants=0 if steering is None else steering.num_variants,
+            num_classes=self.num_classes,
         )
 
     def start_window(

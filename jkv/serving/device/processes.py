@@ -48,6 +48,8 @@ class SharedLoop(Loop):
       is_followed: whether the others have not been told to return since the last call.
     """
 
+    num_classes = 1  # followers are not told what to keep
+
     def __init__(
         self,
         model: Model,

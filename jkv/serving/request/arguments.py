@@ -30,14 +30,14 @@ def read_request(limits: Limits, ask: Ask) -> Request:
     """
     if ask.max_new_tokens is None:
         ask = dataclasses.replace(ask, max_new_tokens=limits.max_new_tokens)
-    for name in ("n", "max_new_tokens", "salt", "priority", "variant"):
+    for name in ("n", "max_new_tokens", "salt", "priority", "variant", "keep"):
         count = getattr(ask, name)
         if not isinstance(count, int | np.integer):
             raise RequestRefused(f"{name} must be an int, got {count!r:.60}")
-    if not isinstance(ask.timeout, int | float | np.number | None):
-        raise RequestRefused(
-            f"timeout must be seconds or None, got {ask.timeout!r:.60}"
-        )
+    for name in ("timeout", "keep_seconds"):
+        seconds = getattr(ask, name)
+        if not isinstance(seconds, int | float | np.number | None):
+            raise RequestRefused(f"{name} must be seconds or None, got {seconds!r:.60}")
     stops = limits.stop_tokens if ask.stop_tokens is None else ask.stop_tokens
     strings, sequences = ask.stop_strings, ask.stop_sequences
     if isinstance(strings, str):
@@ -65,6 +65,8 @@ def read_request(limits: Limits, ask: Ask) -> Request:
         client=_read_client(ask.client),
         variant=int(ask.variant),
         timeout=ask.timeout,
+        keep=int(ask.keep),
+        keep_seconds=ask.keep_seconds,
     )
     limits.check(request)
     return request

@@ -41,6 +41,9 @@ class Ask:
       variant: how its sequences are steered, one of `steering.num_variants` ways; -1 is
         not at all.
       timeout: seconds from now after which the request ends with what it has.
+      keep: the class of what stays cached of it when it has ended, below the cache's
+        `keep_classes` (`jkv.free`).
+      keep_seconds: for how long, if nobody uses it; None is until it is handed out.
 
     Example:
       >>> from jkv.serving import Ask
@@ -60,6 +63,8 @@ class Ask:
     client: Client = None
     variant: int = NOT_STEERED
     timeout: float | None = None
+    keep: int = 0
+    keep_seconds: float | None = None
 
     @classmethod
     def of(cls, tokens: "Ask | Integers", fields: "OfAsk") -> "Ask":
@@ -89,3 +94,5 @@ class OfAsk(TypedDict, total=False):
     client: Client
     variant: int
     timeout: float | None
+    keep: int
+    keep_seconds: float | None

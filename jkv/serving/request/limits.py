@@ -45,6 +45,7 @@ class Limits(NamedTuple):
     stop_tokens: np.ndarray[Any, Any]  # i32[E], of a request that does not say
     has_detokenizer: bool
     num_variants: int  # ways in which a request can be steered
+    num_classes: int  # of what stays cached
 
     def check(self, request: Request) -> None:
         """Refuse what can never be served.
@@ -65,9 +66,15 @@ class Limits(NamedTuple):
                 f"max_new_tokens is {request.max_new_tokens}, and this engine makes "
                 f"room for {self.max_new_tokens} (Engine(max_new_tokens=...))"
             )
-        if request.timeout is not None and not request.timeout > 0:
+        for name in ("timeout", "keep_seconds"):
+            seconds = getattr(request, name)
+            if seconds is not None and not seconds > 0:
+                raise RequestRefused(f"{name} must be above 0 seconds, got {seconds}")
+        if not 0 <= request.keep < self.num_classes:
             raise RequestRefused(
-                f"timeout must be above 0 seconds, got {request.timeout}"
+                f"keep {request.keep} is no class of this engine's cache, which has "
+                f"{self.num_classes}, counted from 0 (CacheConfig(keep_classes=...); "
+                f"on a mesh of several processes there is one)"
             )
         if not I32.min < request.priority < I32.max:
             raise RequestRefused(

@@ -124,6 +124,8 @@ class Request:
     client: Client  # who asks, for the order in which requests begin
     variant: int  # how it is steered, -1 not at all
     timeout: float | None  # seconds
+    keep: int  # the class of what stays cached of it
+    keep_seconds: float | None  # for how long; None: until it is handed out
 
     # What has come of it, since `begin`.
     request_id: int = -1  # the number that `submit` returns
@@ -146,6 +148,10 @@ class Request:
         self.request_id, self.submitted = request_id, now
         # A sample reads on a copy of its stream, so they can share the first.
         self.samples += [Sample(request_id, index, stream) for index in range(self.n)]
+
+    def text_of(self, sample: Sample) -> np.ndarray[Any, Any]:
+        """Return the prompt and what a sample has, i32[...]."""
+        return np.concatenate([self.tokens, np.array(sample.tokens, np.int32)])
 
     @property
     def has_ended(self) -> bool:

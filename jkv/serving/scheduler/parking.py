@@ -93,7 +93,7 @@ class Parking:
         """Park a sequence that has ended, instead of what was parked of it before."""
         number = request.request_id, sample.index
         self._give_up(self._by_number.get(number))
-        text = np.concatenate([request.tokens, np.array(sample.tokens, np.int32)])
+        text = request.text_of(sample)
         parked = Parked(
             number=number, text=text, salt=request.salt, since=self._clock()
         )
@@ -192,14 +192,14 @@ class Parking:
     def _pin(self, parked: Parked) -> None:
         parked.is_new = False
         self._loop.cache, parked.stay = pin(
-            self._loop.cache, self._pad(parked.text), parked.salt
+            self._loop.cache, self._loop.pad(parked.text), parked.salt
         )
 
     def _bring_back(self, parked: Parked) -> None:
         others = self._find_pinned()
         while isinstance(parked.stay, Swapped):
             self._loop.cache, parked.stay = bring_back(
-                self._loop.cache, self._pad(parked.text), parked.salt, parked.stay
+                self._loop.cache, self._loop.pad(parked.text), parked.salt, parked.stay
             )
             if isinstance(parked.stay, Swapped):
                 # Others have longer to wait; without any it is computed again.
@@ -216,14 +216,6 @@ class Parking:
         if isinstance(parked.stay, Pinned):
             self._loop.cache = unpin(self._loop.cache, parked.stay)
         parked.stay = None
-
-    def _pad(self, text: np.ndarray) -> np.ndarray:
-        """Return a text up to its last full block and one token, i32[P]."""
-        size = self._loop.block_size.tokens
-        padded = np.full(self._loop.cache.max_context_length, -1, np.int32)
-        kept = text[: (len(text) - 1) // size * size + 1]
-        padded[: len(kept)] = kept
-        return padded
 
     # Blocks that could lack.
 

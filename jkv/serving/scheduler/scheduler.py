@@ -29,6 +29,7 @@ from jkv.serving.request.request import (
 )
 from jkv.serving.request.results import Event, News, wake
 from jkv.serving.request.texts import Detokenize
+from jkv.serving.scheduler.keeping import Keeping
 from jkv.serving.scheduler.lifetimes import Deadlines, Results
 from jkv.serving.scheduler.measures import EngineStats, Measures, NextRoom
 from jkv.serving.scheduler.parking import Parked, Parking, ParkingOptions
@@ -98,6 +99,7 @@ class Scheduler:
         self.measures.free_blocks = sum(loop.num_blocks)
         self.parking = Parking(loop, sizes, options.parking, options.clock)
         self.storing = find_storing(loop, options.store)
+        self._keeping = Keeping(loop, options.clock)
         self._versions = Versions()
         self._sizes, self._options, self._lock = sizes, options, lock
         self._deadlines = Deadlines()
@@ -115,6 +117,7 @@ class Scheduler:
     def warm_up(self, progress: Progress | None) -> int:
         """Compile all programs; arguments and result as of `Loop.warm_up`."""
         num_programs = self.loop.warm_up(progress)
+        self._keeping.warm_up()
         self.storing.warm_up()
         return num_programs
 
@@ -125,7 +128,7 @@ class Scheduler:
             return False
         if self.queue.requests or self.queue.has_changes:
             return False
-        return not self.parking.has_changes
+        return not (self.parking.has_changes or self._keeping.has_changes)
 
     @property
     def has_failed(self) -> bool:
@@ -342,6 +345,8 @@ class Scheduler:
             samples, version = self.queue.find_computed(), self._versions.newest
             has_work = self.queue.has_work
             lengths = self._find_lengths() if self.parking else []
+            settle_classes = self._keeping.take()
+        settle_classes()
         requests = [each for some, _ in changes for each, _ in some]
         if self.parking:
             self.parking.settle(lengths, requests)
@@ -444,6 +449,8 @@ class Scheduler:
         is_last = self.queue.end(sample, reason, is_computed=is_computed)
         if request.is_parked:
             self._park(request, sample)
+        if request.keep and reason != FinishReason.FAILED:
+            self._keeping.add(request, sample)
         if is_last:
             self._ended.put(request.request_id, request)
             self.measures.add_end(request.state)

@@ -81,6 +81,7 @@ class Cache:
         self.free_ids = list(range(max_sequences))
         self.refusals: Counter[int] = Counter()
         self.clock = 0
+        self.num_classes = 1
         # (domain, all tokens up to a block's end): the block of each group, or None.
         # The leading group has one always: the first without a window, or the widest.
         self.index: dict[tuple[int, tuple[Any, ...]], list[int | None]] = {}
@@ -102,7 +103,7 @@ class Cache:
             num_pending = [min(max(count, 0), most) for count in num_tokens]
         before = {seq_id: len(each.tokens) for seq_id, each in self.open.items()}
         pending = {i: len(each.tokens) - each.base for i, each in self.open.items()}
-        start = 0
+        start, grows = 0, []
         for i, (seq_id, count) in enumerate(zip(seq_ids, num_tokens, strict=True)):
             room = len(contents) - start
             if max_query_length is not None:
@@ -122,13 +123,7 @@ class Cache:
                     cause = OUT_OF_BLOCKS
             served = count if cause == OK and mine else 0
             if served:
-                self._extend(mine, needs)
-            for row in range(start, start + served):
-                column, offset = divmod(len(mine.tokens), self.block_size)
-                blocks = [table[column] for table in mine.tables]
-                batch.rows[row] = Row(seq_id, len(mine.tokens), blocks, offset)
-                mine.tokens.append(contents[row])
-                mine.text.append(contents[row])
+                grows.append((seq_id, needs, range(start, start + served)))
             batch.status.append(cause)
             batch.query_starts.append(start)
             batch.query_lengths.append(served)
@@ -141,13 +136,22 @@ class Cache:
                 batch.pending_after[-1] = min(num_pending[i], known)
                 mine.base = length + served - batch.pending_after[-1]
             start += max(count, 0)
-        # What is given back is free for later calls: it is behind all that was taken.
-        for seq_id, served in zip(seq_ids, batch.query_lengths, strict=True):
-            for g, group in enumerate(self.groups if served else []):
+        # First what no row sees goes back. It is behind all of its class.
+        for seq_id, _, _ in grows:
+            for g, group in enumerate(self.groups):
                 table = self.open[seq_id].tables[g]
                 for column in group.gone(before[seq_id]):
                     block, table[column] = table[column], None
                     self._drop(g, block)
+        for seq_id, needs, rows in grows:
+            mine = self.open[seq_id]
+            self._extend(mine, needs)
+            for row in rows:
+                column, offset = divmod(len(mine.tokens), self.block_size)
+                blocks = [table[column] for table in mine.tables]
+                batch.rows[row] = Row(seq_id, len(mine.tokens), blocks, offset)
+                mine.tokens.append(contents[row])
+                mine.text.append(contents[row])
         self._settle(batch.status, used=self._served(seq_ids, batch.status))
         return batch
 
@@ -176,10 +180,23 @@ class Cache:
         used = self._served(seq_ids, status)
         return children, self._settle(status, used=used, opened=children)
 
-    def free(self, seq_ids):
-        """Close sequences; a block comes back with its last reference."""
+    def free(self, seq_ids, keep=None, until=None):
+        """Close sequences; a block comes back with its last reference.
+
+        What is known of them is kept by classes, up to times or to now.
+        """
+        keep = keep or [0] * len(seq_ids)
+        until = until or [self.clock + 1] * len(seq_ids)
         status = [self._why_not_first(seq_ids, i) for i in range(len(seq_ids))]
+        for i, each in enumerate(keep):
+            if status[i] == OK != seq_ids[i] + 1 and not 0 <= each < self.num_classes:
+                status[i] = INVALID_ARGUMENT
         closed = self._served(seq_ids, status)
+        for i, seq_id in enumerate(seq_ids):
+            if seq_id in closed and status[i] == OK:
+                for g, table in enumerate(self.open[seq_id].tables):
+                    for block in {*held(table)} & {*self.known(g)}:
+                        self.groups[g].keep(block, keep[i], until[i])
         for seq_id in closed:
             self._close(seq_id)
         return self._settle(status, used=closed)
@@ -381,10 +398,11 @@ class Cache:
 
     def _take(self, g, count):
         """Take the blocks of a pool that have been free longest."""
-        free = self.groups[g].free
-        taken = free[: max(count, 0)]
-        del free[: len(taken)]
+        group = self.groups[g]
+        taken = group.order[: max(count, 0)]
+        group.free = [block for block in group.free if block not in taken]
         self._forget(g, taken)
+        group.reset(taken)
         return taken
 
     def _shrink(self, g, table, count, kept=()):

@@ -1,5 +1,7 @@
 """A pool of blocks for a group of layers, and what a window of theirs needs."""
 
+from collections import Counter
+
 
 class Group:
     """The blocks of a group, and the columns of a table that its layers see."""
@@ -8,7 +10,32 @@ class Group:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.window = window  # tokens that a row sees, itself counted; None: all
         self.num_sinks = -(-num_sink_tokens // block_size)  # blocks always kept
-        self.free = list(range(num_blocks))  # in the order in which they leave
+        self.free = list(range(num_blocks))  # the longest unused first
+        # Of blocks that were kept: the class, 0 of all others, and up to when.
+        self.classes, self.kept_until = Counter(), Counter()
+
+    @property
+    def order(self):
+        """The free blocks in the order in which they leave: lower classes first."""
+        return sorted(self.free, key=lambda block: self.classes[block])
+
+    def keep(self, block, keep, until):
+        """Let a block be of no lower class, and for no shorter time."""
+        self.classes[block] = max(self.classes[block], keep)
+        self.kept_until[block] = max(self.kept_until[block], until)
+
+    def lower(self, blocks):
+        """What is forgotten is of class 0, and the last of it to leave."""
+        for block in blocks:
+            if self.classes[block] and block in self.free:
+                self.free.remove(block)
+                self.free.append(block)
+            self.reset([block])
+
+    def reset(self, blocks):
+        """Let blocks be of class 0."""
+        for block in blocks:
+            del self.classes[block], self.kept_until[block]
 
     def gone(self, length):
         """The columns that no row from this length on sees, those of sinks apart."""

@@ -70,7 +70,7 @@ class Oracle(PrefixCache):
         # What the leading group loses is found in no other.
         for g in sorted(range(len(sizes)), key=lambda g: g != self.leader):
             (group, size), known = sizes[g], self.known(g)
-            leaving = sorted(group.free, key=lambda block: block in known)
+            leaving = sorted(group.order, key=lambda block: block in known)
             gone = leaving[: max(group.num_blocks - size, 0)]
             self._forget(g, gone)
             if max({*self._live(g), *known} - {*gone}, default=0) >= size:
@@ -79,6 +79,7 @@ class Oracle(PrefixCache):
             else:
                 old = [block for block in group.free if block < size]
                 group.free = [*range(group.num_blocks, size), *old]
+                group.reset(range(size, group.num_blocks))
             group.num_blocks = size
         return True
 
@@ -131,28 +132,39 @@ class Oracle(PrefixCache):
     def spill(self, num_blocks):
         """Forget what would be taken first, and with the leader's all that is beside.
 
-        Returns which groups held each text's last block, by domain and tokens; and of
-        snapshots at how many tokens each stands.
+        Returns which groups held each text's last block, by domain and tokens; of
+        snapshots at how many tokens each stands; and the class of each text's last
+        block, and up to when.
         """
         count, places = max(num_blocks, 0), {}
+        kept = {
+            key: (group.classes[block], group.kept_until[block])
+            for key, blocks in self.index.items()
+            for group, block in [(self.groups[self.leader], blocks[self.leader])]
+        }
         known = [self.known(g) for g in range(len(self.groups))]
         cached = [
-            [block for block in group.free if block in known[g]][:count]
+            [block for block in group.order if block in known[g]][:count]
             for g, group in enumerate(self.groups)
         ]
+        # What goes is the last to leave, in the order in which it goes.
+        beside = {blocks[self.leader]: blocks for blocks in self.index.values()}
+        for g, group in enumerate(self.groups):
+            pairs = [beside[block][g] for block in cached[self.leader]]
+            group.lower(held(dict.fromkeys([*pairs, *cached[g]])))
         spilled = {}
         for key, blocks in list(self.index.items()):
             leads = blocks[self.leader] in cached[self.leader]
-            held = {
+            in_groups = {
                 g
                 for g, block in enumerate(blocks)
                 if block is not None and (leads or block in cached[g])
             }
-            if held:
-                spilled[key] = held
+            if in_groups:
+                spilled[key] = in_groups
             if leads and key in self.snapshots:
                 places[key] = self.snapshots.pop(key)
-            for g in held:
+            for g in in_groups:
                 blocks[g] = None
             if leads:
                 del self.index[key]
@@ -162,22 +174,23 @@ class Oracle(PrefixCache):
             lacking = lacking if self.groups else count
             for key in list(self.snapshots)[: max(lacking, 0)]:
                 places[key] = self.snapshots.pop(key)
-        return spilled, places
+        return spilled, places, kept
 
-    def restore(self, texts, spilled, places, snapshots):
+    def restore(self, texts, spilled, places, kept, snapshots):
         """Make known again what was spilled, as far as blocks that hold nothing go.
 
         Args:
           texts: domain and tokens up to the end of each column, in order.
           spilled: which groups hold the last block of each.
           places: of snapshots, at how many tokens each stands.
+          kept: the class of each text's last block, and up to when.
           snapshots: their texts, in order.
         """
         blank = [
-            [block for block in group.free if block not in self.known(g)]
+            [block for block in group.order if block not in self.known(g)]
             for g, group in enumerate(self.groups)
         ]
-        num, stand = 0, []
+        num, stand, entered = 0, [], []
         for salt, tokens in texts if self.groups else ():
             before = tokens[: -self.block_size]
             held = spilled.get((salt, tokens), ())
@@ -191,10 +204,20 @@ class Oracle(PrefixCache):
             for g in held:
                 if blocks[g] is None and blank[g]:
                     blocks[g] = blank[g].pop(0)
+                    entered.append((g, blocks[g]))
                     num += 1
             stand.append((salt, tokens))
+        for g, block in entered:
+            self.groups[g].lower([block])
+        kept = dict(kept)
+        for salt, tokens in reversed(stand):
+            own, before = kept[salt, tokens], (salt, tokens[: -self.block_size])
+            if before in kept:
+                kept[before] = tuple(map(max, kept[before], own))
         for key in reversed(stand):
             for group, block in zip(self.groups, self.index[key], strict=True):
+                if block is not None:
+                    group.keep(block, *kept[key])
                 if block in group.free:
                     group.free.remove(block)
                     group.free.append(block)
@@ -214,10 +237,15 @@ class Oracle(PrefixCache):
 
     def _renumber(self, g):
         """Give the blocks of a group new numbers: the live in order, then the free."""
-        order = [*self._live(g), *self.groups[g].free]
+        group = self.groups[g]
+        order = [*self._live(g), *group.order]
         number = {None: None} | {block: place for place, block in enumerate(order)}
         for each in self.open.values():
             each.tables[g] = [number[block] for block in each.tables[g]]
         for blocks in self.index.values():
             blocks[g] = number[blocks[g]]
-        self.groups[g].free = [number[block] for block in self.groups[g].free]
+        group.free = [number[block] for block in group.free]
+        for counts in (group.classes, group.kept_until):
+            named = {number[b]: n for b, n in counts.items() if b in number}
+            counts.clear()
+            counts.update(named)

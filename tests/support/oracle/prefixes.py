@@ -175,6 +175,17 @@ class PrefixCache(Cache):
         for each in self.open.values():
             if each.tokens and salt in (None, each.salt):
                 each.visible = None
+        self.demote(-1)
+
+    def demote(self, time):
+        """What holds nothing is of class 0, and what is free and was kept until then.
+
+        It stands there as if it had always been.
+        """
+        for g, group in enumerate(self.groups):
+            known = self.known(g)
+            old = {b for b in group.free if group.kept_until[b] <= time}
+            group.reset({*range(group.num_blocks)} - {*known} | old)
 
     def evict_cached(self, num_blocks):
         """Forget the cached blocks of each group that have been free longest."""
@@ -183,8 +194,9 @@ class PrefixCache(Cache):
                 del self.snapshots[key]
         known = [self.known(g) for g in range(len(self.groups))]
         for g, group in enumerate(self.groups):
-            cached = [block for block in group.free if block in known[g]]
+            cached = [block for block in group.order if block in known[g]]
             self._forget(g, cached[: max(num_blocks, 0)])
+            group.lower(cached[: max(num_blocks, 0)])
 
     def _fresh(self, count, tables, length):
         """How many blocks of each group a text takes beside those found: as many as it

@@ -1,0 +1,159 @@
+"""One FIFO of free ids of one class: its entries, its holes, and room for more.
+
+`jkv.metadata.ring` is the face; where ids have classes, it has one of these for each.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jkv.metadata.xla_cpu import running_sum, stage
+from jkv.sharding.loops import while_loop
+from jkv.state import Ring
+
+# Entries looked at per trip of a loop.
+CHUNK = 512
+
+
+def wrap(ring: Ring, index: jax.Array) -> jax.Array:
+    """Bring an index below 2C back into the ring without a division."""
+    capacity = ring.ids.shape[0]
+    return jnp.where(index >= capacity, index - capacity, index)
+
+
+def push(ring: Ring, ids: jax.Array, entering: jax.Array) -> Ring:
+    """Put ids that enter, i32[P] where bool[P], at the tail."""
+    size = entering.shape[0]
+    ranks = running_sum(entering.astype(jnp.int32))
+    num = ranks[-1] if size else jnp.int32(0)
+    # An id that stays out gets an index of its own past the end: a scatter drops it.
+    past_end = ring.ids.shape[0] + jnp.arange(size, dtype=jnp.int32)
+    tail = wrap(ring, ring.head + ring.span)
+    index = jnp.where(entering, wrap(ring, tail + ranks - 1), past_end)
+    indices = None
+    if ring.indices is not None:
+        row = jnp.where(entering, ids, ring.indices.shape[0])
+        indices = ring.indices.at[row].set(index, mode="drop")
+    return ring.changed(
+        ids=ring.ids.at[index].set(ids, mode="drop", unique_indices=True),
+        indices=indices,
+        span=ring.span + num,
+        count=ring.count + num,
+    )
+
+
+def remove(ring: Ring, ids: jax.Array, leaving: jax.Array) -> Ring:
+    """Let ids leave from wherever they stand, i32[P] where bool[P]."""
+    indices = indices_of(ring)
+    num_ids = indices.shape[0]
+    gone = jnp.where(leaving, ids, num_ids)
+    indices = indices.at[gone].set(-1, mode="drop")
+    num = jnp.sum(leaving, dtype=jnp.int32)
+    ring = ring.changed(indices=indices, count=ring.count - num)
+    # The ring has room for as many holes as ids; more than that are squeezed out.
+    full = ring.span - ring.count > num_ids
+    return squeeze(ring, reach(ring, jnp.where(full, ring.count, 0)))
+
+
+def entries(ring: Ring, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the ids at distances from the head, i32[P], and which are entries."""
+    return _entries(ring, indices_of(ring), index)
+
+
+def _entries(
+    ring: Ring, indices: jax.Array, index: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    stored_at = wrap(ring, ring.head + index)
+    ids = ring.ids.at[stored_at].get(mode="clip")
+    inside = (index >= 0) & (index < ring.span)
+    return ids, inside & (indices.at[ids].get(mode="clip") == stored_at)
+
+
+def indices_of(ring: Ring) -> jax.Array:
+    """Return where ids stand, i32[N], in a ring whose middle they may leave."""
+    assert ring.indices is not None, "ids leave the middle of rings with indices only"
+    return ring.indices
+
+
+def refill(ring: Ring, ids: jax.Array, num: jax.Array) -> Ring:
+    """Return a ring of other ids, i32[N'], N' behind the last, from index 0 on."""
+    size, indices, room = ids.shape[0], None, 0
+    if ring.indices is not None:
+        room = size  # for holes
+        index = jnp.arange(size, dtype=jnp.int32)
+        indices = jnp.full((size,), -1, jnp.int32).at[ids].set(index, mode="drop")
+    return ring.changed(
+        ids=jnp.pad(ids, (0, room), constant_values=size),
+        indices=indices,
+        head=jnp.int32(0),
+        span=num,
+        count=num,
+    )
+
+
+def gather(
+    ids: jax.Array, chosen: jax.Array, num_ids: int
+) -> tuple[jax.Array, jax.Array]:
+    """Return the chosen ids, i32[N], N behind the last; and how many."""
+    ranks = running_sum(chosen.astype(jnp.int32))
+    index = jnp.where(chosen, ranks - 1, num_ids)
+    gathered = jnp.full((num_ids,), num_ids, jnp.int32)
+    return gathered.at[index].set(ids, mode="drop"), ranks[-1]
+
+
+def reach(ring: Ring, num: jax.Array) -> jax.Array:
+    """Return how far from the head `num` entries reach, in whole chunks, i32[]."""
+    indices = indices_of(ring)
+    return while_loop(
+        lambda state: (state[1] < num) & (state[0] < ring.span),
+        lambda state: _count_chunk(ring, indices, *state),
+        (jnp.int32(0), jnp.int32(0)),
+    )[0]
+
+
+@stage
+def _count_chunk(
+    ring: Ring, indices: jax.Array, end: jax.Array, found: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Count the entries of one chunk; return where it ends, and how many there are."""
+    lanes = jnp.arange(CHUNK, dtype=jnp.int32)
+    more = jnp.sum(_entries(ring, indices, end + lanes)[1], dtype=jnp.int32)
+    return jnp.minimum(end + CHUNK, ring.span), found + more
+
+
+def squeeze(ring: Ring, end: jax.Array) -> Ring:
+    """Move the entries before `end` together, up to `end`; the head follows."""
+    # From the end towards the head: an entry only moves to indices already read.
+    ids, indices, _, start = while_loop(
+        lambda state: state[2] > 0,
+        lambda state: _squeeze_chunk(ring.bounds, *state),
+        (ring.ids, indices_of(ring), end, end),
+    )
+    return ring.changed(
+        ids=ids,
+        indices=indices,
+        head=wrap(ring, ring.head + start),
+        span=ring.span - start,
+    )
+
+
+@stage
+def _squeeze_chunk(
+    bounds: jax.Array,
+    ids: jax.Array,
+    indices: jax.Array,
+    read_to: jax.Array,
+    write_to: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Move the entries of the chunk that ends at `read_to`, up to `write_to`."""
+    ring = Ring(ids=ids, bounds=bounds, indices=indices)
+    index = read_to - CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
+    found, entry = entries(ring, index)
+    rank = running_sum(entry.astype(jnp.int32))
+    target = wrap(ring, ring.head + write_to - rank[-1] + rank - 1)
+    moved = jnp.where(entry, found, indices.shape[0])
+    return (
+        ids.at[jnp.where(entry, target, ids.shape[0])].set(found, mode="drop"),
+        indices.at[moved].set(target, mode="drop"),
+        read_to - CHUNK,
+        write_to - rank[-1],
+    )

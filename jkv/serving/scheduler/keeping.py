@@ -1,0 +1,78 @@
+"""Classes of what requests leave cached when they have ended, for as long as they say.
+
+A request's sequences are freed on the device in the lowest class, or are about to be.
+Between two windows what the index has of their texts is given the request's class.
+"""
+
+import heapq
+import math
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from jkv.metadata.ring import Keep
+from jkv.prefixes.verbs import demote
+from jkv.serving.device.keeping import keep_text
+from jkv.serving.device.loop import Loop
+from jkv.serving.request.request import Request, Sample
+
+FOREVER = 2**32 - 1  # as a time
+
+
+class Keeping:
+    """Texts that have ended and are to be kept, and when their classes are over."""
+
+    def __init__(self, loop: Loop, clock: Callable[[], float]):
+        self._loop, self._clock = loop, clock
+        # Times are seconds since 1970, the same for all who share a store's folder.
+        self._start = time.time() - clock()
+        self._new: list[tuple[np.ndarray, int, int, int]] = []
+        self._due: list[int] = []
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether a text has ended that the device has not heard of."""
+        return bool(self._new)
+
+    def add(self, request: Request, sample: Sample) -> None:
+        """Keep a sequence that has ended."""
+        text, until = request.text_of(sample), FOREVER
+        if request.keep_seconds is not None:
+            until = math.ceil(min(self._now + request.keep_seconds, FOREVER))
+            heapq.heappush(self._due, until)
+        self._new.append((text, request.salt, request.keep, until))
+
+    def take(self) -> Callable[[], None]:
+        """Return what is to be done before the next window, without the lock."""
+        new, self._new = self._new, []
+        now, is_due = int(self._now), False
+        while self._due and self._due[0] <= now:
+            heapq.heappop(self._due)
+            is_due = True
+
+        def settle() -> None:
+            for text, salt, keep, until in new:
+                self._keep(text, salt, keep, until)
+            if is_due:
+                self._loop.cache = demote(self._loop.cache, now)
+
+        return settle
+
+    def warm_up(self) -> None:
+        """Compile what is done, by keeping nothing."""
+        if self._loop.num_classes > 1:
+            self._keep(np.zeros(1, np.int32), 0, 0, 0)
+            self._loop.cache = demote(self._loop.cache, 0)
+
+    @property
+    def _now(self) -> float:
+        return self._start + self._clock()
+
+    def _keep(self, text: np.ndarray, salt: int, keep: int, until: int) -> None:
+        self._loop.cache = keep_text(
+            self._loop.cache,
+            self._loop.pad(text)[None],
+            np.full((1,), salt, np.int32),
+            Keep(np.full((1,), keep, np.int32), np.full((1,), until, np.uint32)),
+        )

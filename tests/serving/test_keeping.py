@@ -1,0 +1,138 @@
+"""What stays cached of a request by its class, and for how long."""
+
+import functools
+
+import numpy as np
+import pytest
+from support.small_caches import copied, small_cache
+from support.small_engines import (
+    BLOCK_SIZE,
+    BLOCKS,
+    CONTEXT,
+    ROWS,
+    VOCABULARY,
+    WIDTH,
+    make_engine,
+)
+
+import jkv
+from jkv.serving import RequestRefused
+
+pytestmark = pytest.mark.one_end
+TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@functools.cache
+def fresh():
+    return small_cache(
+        num_blocks=BLOCKS,
+        block_size=BLOCK_SIZE,
+        max_sequences=ROWS + 12,
+        max_context_length=CONTEXT,
+        prefix_caching=True,
+        keep_classes=3,
+    )
+
+
+def engine_of_classes(clock=None):
+    return make_engine(cache=copied(fresh()), clock=clock or Clock())
+
+
+def press(engine):
+    """Let other texts take all blocks once over."""
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(0, VOCABULARY, (24, WIDTH)).tolist()
+    engine.generate(prompts, max_new_tokens=6)
+
+
+def found(engine):
+    """How many tokens of the text, whose end is within a third block, the cache has."""
+    return int(jkv.match(engine.cache, np.array([TEXT], np.int32))[0])
+
+
+@pytest.mark.parametrize("keep", [0, 2])
+def test_what_was_kept_is_found_behind_all_that_was_not(keep):
+    engine = engine_of_classes()
+    number = engine.submit(TEXT, max_new_tokens=5, keep=keep)
+    first = engine.results(number)[0].tokens
+    press(engine)
+    assert found(engine) == (9 if keep else 0)
+    again = engine.submit(TEXT, max_new_tokens=5)
+    assert engine.results(again)[0].tokens == first
+    press(engine)  # it keeps its class when it is found
+    assert found(engine) == (9 if keep else 0)
+    kept = engine.cache.metadata.groups[0].free_blocks.kept
+    # With what was generated three blocks are full; the newest token has none.
+    assert np.count_nonzero(kept.classes) == (3 if keep else 0)
+
+
+def test_a_time_ends_a_class_and_the_longest_time_counts():
+    clock = Clock()
+    engine = engine_of_classes(clock)
+    for seconds in (5.0, 50.0):
+        engine.results(
+            engine.submit(TEXT, max_new_tokens=5, keep=1, keep_seconds=seconds)
+        )
+    for now, is_kept in ((7.0, True), (60.0, False)):
+        clock.now = now
+        press(engine)
+        press(engine)
+        assert (found(engine) > 0) == is_kept
+
+
+def test_a_cancelled_text_is_kept_too():
+    engine = engine_of_classes()
+    number = engine.submit(TEXT, keep=1)
+    engine.step()
+    engine.step()
+    engine.cancel(number)
+    press(engine)
+    assert found(engine) == 8
+
+
+def test_a_class_that_is_not_there_is_refused_by_name():
+    engine = engine_of_classes()
+    for fields, text in (
+        (dict(keep=3), "keep 3 is no class of this engine's cache, which has 3"),
+        (dict(keep=-1), "keep -1"),
+        (dict(keep=1.0), "keep must be an int"),
+        (dict(keep=1, keep_seconds=0), "keep_seconds must be above 0"),
+        (dict(keep=1, keep_seconds="1"), "keep_seconds must be seconds or None"),
+    ):
+        with pytest.raises(RequestRefused, match=text):
+            engine.submit(TEXT, **fields)
+    with pytest.raises(RequestRefused, match="which has 1"):
+        make_engine().submit(TEXT, keep=1)
+
+
+def test_nothing_is_compiled_after_warming_up():
+    engine = engine_of_classes()
+    engine.warm_up()
+    from jkv.prefixes.verbs import _demote
+    from jkv.serving.device.keeping import keep_text
+
+    before = keep_text._cache_size(), _demote._cache_size()
+    engine.results(engine.submit(TEXT, keep=1, keep_seconds=1e-3))
+    press(engine)
+    assert (keep_text._cache_size(), _demote._cache_size()) == before
+
+
+def test_a_text_that_fills_the_context_is_kept_and_parked():
+    """Its last token has no room in the cache, and no block ends there."""
+    engine = engine_of_classes()
+    number = engine.submit(TEXT, max_new_tokens=12, keep=1)
+    engine.park(number)
+    text = TEXT + engine.results(number)[0].tokens
+    assert len(text) == CONTEXT + 1
+    engine.step()
+    press(engine)
+    assert found(engine) == 9 and engine.stats().parked == 1
