@@ -125,13 +125,14 @@ def _pack(steps: jax.Array) -> jax.Array:
 
 def _unpack(pool: jax.Array, width: int) -> jax.Array:
     """Return the steps of rows of a width, [..., rows * D], of what `_pack` gave."""
-    unit = unit_of(width)
-    if unit.itemsize > 1:
-        pool = pool.reshape(*pool.shape[:-1], -1, unit.itemsize)
-    units = lax.bitcast_convert_type(pool, unit)
-    rows = units.reshape(*units.shape[:-1], -1, 1, width // (2 * unit.itemsize))
-    steps = (rows >> _places(rows)) & unit.type(15)
-    return steps.reshape(*units.shape[:-1], -1)
+    size = unit_of(width).itemsize
+    units = pool.reshape(*pool.shape[:-1], -1, width // (2 * size), size)
+    halves = [
+        half
+        for number in range(size)
+        for half in (units[..., number] & 15, units[..., number] >> 4)
+    ]
+    return jnp.stack(halves, axis=-2).reshape(*pool.shape[:-1], -1)
 
 
 def _places(units: jax.Array) -> jax.Array:
