@@ -102,29 +102,13 @@ def empty_rows(
 
 
 def keep_blocks(
-    metadata: Metadata, seq_ids: jax.Array, closable: jax.Array, keep: Keep
+    metadata: Metadata, number: int, seq_ids: jax.Array, closable: jax.Array, keep: Keep
 ) -> Metadata:
-    """Raise the classes of what the index finds of sequences, i32[B].
+    """Raise the classes of what the index finds of sequences, i32[B], in a group.
 
     Those are distinct where they are closable, bool[B], and kept by one class and time
     each, [B].
     """
-    for number in metadata.block_numbers:
-        group = metadata.groups[number]
-        free = _raise_classes(metadata, number, seq_ids, closable, keep)
-        group = dataclasses.replace(group, free_blocks=free)
-        metadata = metadata.with_group(number, group)
-    return metadata
-
-
-def _raise_classes(
-    metadata: Metadata,
-    number: int,
-    seq_ids: jax.Array,
-    closable: jax.Array,
-    keep: Keep,
-) -> Ring:
-    """Raise the classes of the known blocks of sequences in one group."""
     group = metadata.groups[number]
     gap = group.window.gaps_of(seq_ids)
 
@@ -144,12 +128,10 @@ def _raise_classes(
         return ring.raise_classes(free, block, of)
 
     mapped = group.num_mapped_blocks.at[seq_ids].get(mode="clip")
-    return for_each_entry(
-        jnp.where(closable, mapped - gap, 0),
-        seq_ids.shape[0] * group.max_blocks_per_sequence,
-        note,
-        group.free_blocks,
-    )
+    num = jnp.where(closable, mapped - gap, 0)
+    most = seq_ids.shape[0] * group.max_blocks_per_sequence
+    free = for_each_entry(num, most, note, group.free_blocks)
+    return metadata.with_group(number, dataclasses.replace(group, free_blocks=free))
 
 
 def release_blocks(

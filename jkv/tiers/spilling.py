@@ -96,12 +96,10 @@ def take(cache: Cache, count: int, width: int) -> tuple[Cache, Spilled]:
         gone[: len(places)] = list(places)
     cache = cache.with_metadata(forget(metadata, blocks, gone))
     arrays = texts.arrays()
-    rest = len(arrays["parents"])
-    classes, kept_until = (
-        (np.pad(each, (0, rest - len(each))) for each in of_class)
-        if of_class
-        else (None, None)
-    )
+    # Texts of snapshots come last, and are of class 0.
+    rest = len(arrays["parents"]) - len(of_class[0]) if of_class else 0
+    padded = [np.pad(each, (0, rest)) for each in of_class]
+    classes, kept_until = padded or (None, None)
     return cache, Spilled(
         groups=tuple(groups),
         snapshots=snapshots,

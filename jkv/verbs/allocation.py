@@ -210,11 +210,12 @@ def _free(
         wrong = (classes < 0) | (classes >= metadata.num_classes)
         causes.append((Status.INVALID_ARGUMENT, wrong))
         closable &= ~wrong
-        now = jnp.broadcast_to(metadata.now + jnp.uint32(1), classes.shape)
+        times = jnp.broadcast_to(metadata.now + jnp.uint32(1), classes.shape)
         if until is not None:
-            now = jax.lax.bitcast_convert_type(until, jnp.uint32)
-        keep = Keep(classes, now)
-        metadata = tables.keep_blocks(metadata, seq_ids, closable, keep)
+            times = jax.lax.bitcast_convert_type(until, jnp.uint32)
+        keep = Keep(classes, times)
+        for number in metadata.block_numbers:
+            metadata = tables.keep_blocks(metadata, number, seq_ids, closable, keep)
     status = requests.find_status(padding, causes)
     metadata = close_sequences(metadata, seq_ids, closable)
     return counters.settle(metadata, status, closable), status

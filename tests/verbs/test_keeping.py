@@ -92,6 +92,7 @@ def test_a_class_is_the_highest_so_far_and_stays_when_it_is_found_again():
     assert found(pressed(cache, 6), A, B) == [8, 0]
 
 
+@pytest.mark.further
 def test_a_parent_is_of_no_lower_class_than_what_follows_it():
     cache, opened = allocate(fresh(), 0)
     cache, step = append(cache, 0, 9, tokens=A)

@@ -114,6 +114,7 @@ def test_a_class_that_is_not_there_is_refused_by_name():
         make_engine().submit(TEXT, keep=1)
 
 
+@pytest.mark.further
 def test_nothing_is_compiled_after_warming_up():
     engine = engine_of_classes()
     engine.warm_up()
