@@ -20,7 +20,6 @@ from harness import Case
 
 import jkv
 from jkv.formats.format import name_parts
-from jkv.formats.table import FORMATS
 
 BLOCK_SIZE, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS = 64, 128, 32, 8
 LATENT_DIM, LATENT_VALUE_DIM = 576, 512
@@ -39,6 +38,7 @@ class Workload(NamedTuple):
     is_prefill: bool = False
     is_latent: bool = False
     dtype: str = "bfloat16"  # as `CacheConfig` takes it
+    value_dtype: str | None = None  # likewise
     num_heads: int = NUM_HEADS
     head_dim: int = HEAD_DIM
     block_size: int = BLOCK_SIZE
@@ -51,6 +51,7 @@ class Workload(NamedTuple):
         low, high = min(self.lengths), max(self.lengths)
         context = f"{high:,}" if low == high else f"{low:,} to {high:,}"
         words = [f"{len(self.lengths)} x {context}", self.dtype]
+        words += [f"{self.value_dtype} values"] if self.value_dtype else []
         words += ["prefill"] if self.is_prefill else []
         words += ["latent"] if self.is_latent else []
         usual = (LATENT_DIM if self.is_latent else HEAD_DIM, NUM_HEADS)
@@ -120,6 +121,7 @@ class Workload(NamedTuple):
             max_sequences=len(self.lengths),
             max_context_length=max(self.lengths),
             dtype=self.dtype,
+            value_dtype=self.value_dtype,
             **layout,
         )
 
@@ -188,12 +190,13 @@ def shape_operands(workload: Workload) -> Operands:
 
 def _draw_pools(workload: Workload) -> dict[str, jax.Array]:
     shapes = shape_operands(workload).storage
-    _, num_blocks, *shape = shapes["key_pool"].shape
-    kept = FORMATS[jnp.dtype(workload.config.dtype)]
-    key_rows, value_rows = jax.random.normal(jax.random.key(0), (2, PATTERN, *shape))
+    _, num_blocks, *shape, _ = shapes["key_pool"].shape
+    rows = jax.random.normal(jax.random.key(0), (2, PATTERN, *shape, workload.dim))
     filled = {}
-    for name, rows in (("key", key_rows), ("value", value_rows)):
-        filled |= name_parts(name, kept.put(kept.prepare(rows)))
+    for name, kept, each in zip(
+        ("key", "value"), workload.config.sizes.formats, rows, strict=True
+    ):
+        filled |= name_parts(name, kept.put(kept.prepare(each)))
     chosen = jnp.arange(num_blocks) % PATTERN
     return {
         name: jnp.broadcast_to(filled[name][chosen], shape.shape)
@@ -223,6 +226,7 @@ def attend_by_jkv(
         lengths,
         implementation=implementation,
         kv_dtype=workload.config.dtype,
+        value_dtype=workload.value_dtype,
         value_head_dim=LATENT_VALUE_DIM if workload.is_latent else None,
         key_scales=storage.get("key_scales"),
         value_scales=storage.get("value_scales"),
@@ -350,6 +354,7 @@ def find_workloads(memory: float, quick: bool = False) -> list[Workload]:
         *(Workload(batch, head_dim=dim) for dim in (64, 256)),
         *(Workload(batch, block_size=size) for size in (16, 256)),
         Workload(batch, dtype="float32"),
+        Workload(batch, dtype="int8", value_dtype="int4"),
         # What caches of the card give beside as many different prompts.
         *(Workload((contexts[0],) * some, forks=forks) for forks in (8, 64)),
     ]

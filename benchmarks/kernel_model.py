@@ -72,10 +72,11 @@ BLOCK_SIZE = 16
 # Sequences and tokens of each, as `benchmarks/gpu.py` times them.
 CALLS = ((1, 2_048), (1, 8_192), (1, 131_072), (8, 1_024), (64, 1_024), (64, 8_192))
 ELEMENTS = ("bfloat16", "int8", "float8_e4m3fn")
+FOUR_BITS = "int8 keys, int4 values"
 # Of prefill: operations a second of 16-bit numbers, and bytes of shared memory.
 PEAK, SHARED = 1307e12, 65_536
 PROMPTS = ((1, 8_192), (8, 1_024))
-PROMPT_ELEMENTS = ("bfloat16", "int8", "float8_e4m3fnuz")
+PROMPT_ELEMENTS = ("bfloat16", "int8", "float8_e4m3fnuz", FOUR_BITS)
 # Programs of a prompt read what others have read: from the cache on the package, or
 # under load as from memory.
 PROMPT_LATENCIES = (300, 500, 900)
@@ -120,12 +121,14 @@ class Compiled(NamedTuple):
 
 def find_shapes(elements: str, model: Model) -> tuple[Any, Any, Tuning]:
     """Return queries, pools of these elements, and what the table has for them."""
+    key, _, value = elements.removesuffix(" values").partition(" keys, ")
     queries, pools = make_shapes(
         model.head_dim,
         group=model.heads_per_kv,
         kv_heads=model.kv_heads,
         block_size=BLOCK_SIZE,
-        kv_dtype=None if elements == "bfloat16" else elements,
+        kv_dtype=key,
+        value_dtype=value or key,
     )
     tuning = find_tuning(queries, pools, "rocm", TARGET)
     assert tuning is not None
@@ -145,15 +148,15 @@ def compile_decode(elements: str, model: Model = LLAMA, **changes: Any) -> Compi
     lowered = lower_kernels(queries, pools, tuning, "rocm", max_query_length=1)
     (kernel,) = (k for k in find_kernels(lowered) if k.name == "jkv_decode")
     code = compile_kernel(kernel, TARGET)
-    element_bytes = jnp.dtype(pools.keys.dtype).itemsize
-    width = model.head_dim * (1 if pools.values is None else 2)
+    arrays = [each for each in (pools.keys, pools.values) if each is not None]
+    row_bytes = sum(each.shape[-1] * each.dtype.itemsize for each in arrays)
     return Compiled(
         model=model,
         row_heads=count_decode_heads(model.heads_per_kv, tuning),
         tuning=tuning,
         loop=attention_loop(kernel, TARGET),
         registers=code.registers,
-        step_bytes=decode.tokens * width * element_bytes,
+        step_bytes=decode.tokens * row_bytes,
     )
 
 
@@ -339,7 +342,7 @@ def main() -> None:
     print(harness.header("jkv: the kernels on MI300X, a model", where))
     rows = []
     kinds = [(LLAMA, each, carried) for each in ELEMENTS for carried in (False, True)]
-    kinds += [(DEEPSEEK, ELEMENTS[0], True)]
+    kinds += [(LLAMA, FOUR_BITS, False), (DEEPSEEK, ELEMENTS[0], True)]
     for model, elements, is_carried in kinds[:1] if options.quick else kinds:
         compiled = compile_decode(elements, model, is_carried=is_carried)
         for batch, context in CALLS[:1] if options.quick else CALLS:

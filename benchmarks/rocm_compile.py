@@ -63,6 +63,7 @@ class Step:
     num_blocks: int
     dtype: str
     is_scanned: bool  # the layers in a loop, or one after the other
+    value_dtype: str | None = None
     block_size: int = 16  # tokens of a block that each card has
     heads: int = 1  # cards over which the heads are spread
     context: int = 1  # cards over which the tokens of each block are
@@ -104,6 +105,7 @@ class Step:
             max_sequences=self.num_sequences,
             max_context_length=self.max_context_length,
             dtype=self.dtype,
+            value_dtype=self.value_dtype,
             sliding_window=self.sliding_window,
             value_head_dim=self.latent_value_dim,
             values_in_keys=self.latent_value_dim is not None,
@@ -204,6 +206,9 @@ STEPS = [
         LLAMA, name="float32", num_layers=4, num_blocks=8192, dtype="float32"
     ),
     dataclasses.replace(LLAMA, name="llama-8b, int8", dtype="int8"),
+    dataclasses.replace(
+        LLAMA, name="llama-8b, int4 values", dtype="int8", value_dtype="int4"
+    ),
     dataclasses.replace(LLAMA, name="fp8", num_layers=4, dtype="float8_e4m3fn"),
     # Layers that see different numbers of tokens, all of which are kept; a cache that
     # gives back; guesses to check; chunks of prompts beside single tokens.

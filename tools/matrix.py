@@ -121,8 +121,13 @@ TABLES: dict[str, tuple[Row, ...]] = {
         Row(
             "the same, with scales, two elements in a byte",
             "int4",
-            ("tested", "refused", "plain", "plain"),
-            ("test_packed.py::test_attention_is_that_of_what_is_read",),
+            ("tested", "tested", "compiled", "compiled"),
+            (
+                "test_packed.py::test_attention_is_that_of_what_is_read",
+                "test_pallas.py::test_equals_the_plain_loop",
+                "test_kernel_machine_code.py::test_nothing_spills",
+            ),
+            (code("int4"),),
         ),
         Row(
             "keys that hold the values (latent)",

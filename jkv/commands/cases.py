@@ -22,7 +22,8 @@ class Case:
     block_size: int = 16
     options: tuple[tuple[str, float], ...] = ()
     has_sinks: bool = False
-    kv_dtype: str | None = None  # one byte with scales, instead of the queries' dtype
+    kv_dtype: str | None = None  # with scales, instead of the queries' dtype
+    value_dtype: str | None = None  # of values, where they are stored otherwise
 
 
 DECODE: dict[str, Any] = {
@@ -50,6 +51,7 @@ CASES = (
         for dtype, kept in FORMATS.items()
         if kept.is_quantized
     ),
+    Case("int8, int4", (1, 7, 1), (50, 7, 33), kv_dtype="int8", value_dtype="int4"),
 )
 
 
@@ -60,13 +62,15 @@ def make_operands(case: Case, dtype: str) -> tuple[tuple[Any, ...], dict[str, An
     num_rows = sum(case.query_lengths)
     queries = random.standard_normal((num_rows, case.num_heads, case.head_dim))
     kv_dtype = jnp.dtype(case.kv_dtype or dtype)
-    options: dict[str, Any] = dict(case.options) | {"kv_dtype": kv_dtype}
+    dtypes = kv_dtype, jnp.dtype(case.value_dtype or kv_dtype)
+    options: dict[str, Any] = dict(case.options)
+    options |= dict(zip(("kv_dtype", "value_dtype"), dtypes, strict=True))
     if case.has_sinks:
         sinks = random.standard_normal(case.num_heads)
         options["sinks"] = jnp.asarray(sinks, jnp.float32)
     arrays = [jnp.asarray(queries, dtype)]
-    for name, pool in zip(("key", "value"), contents, strict=True):
-        kept = FORMATS[kv_dtype]
+    for name, stored_as, pool in zip(("key", "value"), dtypes, contents, strict=True):
+        kept = FORMATS[stored_as]
         parts = kept.put(kept.prepare(jnp.asarray(pool)))
         arrays.append(parts["pool"])
         options[f"{name}_scales"] = parts.get("scales")

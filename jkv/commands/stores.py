@@ -33,6 +33,7 @@ class Case:
     head_dims: tuple[int, int]
     block_size: int = 16
     dtype: str = "bfloat16"  # of the cache
+    value_dtype: str | None = None  # of values, where they are stored otherwise
     has_parts: bool = False  # the second half of each block is here
 
 
@@ -45,6 +46,7 @@ CASES = (
     Case("e4m3fn", (64, 96), dtype="float8_e4m3fn"),
     Case("e4m3fnuz", (128, 128), dtype="float8_e4m3fnuz"),
     Case("e5m2", (72, 72), dtype="float8_e5m2"),
+    Case("int8, int4", (128, 128), dtype="int8", value_dtype="int4"),
     Case("parts of blocks", (64, 64), has_parts=True),
 )
 
@@ -121,7 +123,8 @@ def draw_write(case: Case) -> SlotWrite:
     """Return rows of random bits, some of them without a slot, and arrays of others."""
     random = np.random.default_rng(0)
     common = NUM_LAYERS, NUM_BLOCKS, NUM_KV_HEADS, case.block_size
-    dtype = jnp.dtype(case.dtype)
+    dtypes = map(jnp.dtype, (case.dtype, case.value_dtype or case.dtype))
+    formats = Formats(*(FORMATS[each] for each in dtypes))
 
     def draw(shape: tuple[int, ...], dtype: np.dtype[Any]) -> jax.Array:
         drawn = random.bytes(math.prod(shape) * dtype.itemsize)
@@ -129,9 +132,11 @@ def draw_write(case: Case) -> SlotWrite:
 
     arrays: dict[str, jax.Array] = {}
     rows = {}
-    kept = FORMATS[dtype]
-    given = np.dtype(jnp.bfloat16) if kept.is_quantized else dtype
-    for row, head_dim in zip(("key", "value"), case.head_dims, strict=True):
+    sides = zip(("key", "value"), formats, case.head_dims, strict=True)
+    for row, kept, head_dim in sides:
+        given = kept.dtype
+        if kept.is_quantized:
+            given = np.dtype(jnp.float32 if kept.is_turned else jnp.bfloat16)
         name, elements = f"{row}_pool", name_parts(row, kept.arrays(head_dim))
         arrays |= {n: draw((*common, *e.shape), e.dtype) for n, e in elements.items()}
         rows[name] = draw((NUM_ROWS, NUM_KV_HEADS, head_dim), given)
@@ -149,5 +154,5 @@ def draw_write(case: Case) -> SlotWrite:
         offsets=jnp.asarray(slots % num_tokens, jnp.int32),
         valid=jnp.asarray(np.arange(NUM_ROWS) % 5 != 1),
         part=jnp.int32(1) if case.has_parts else None,
-        formats=Formats(kept, kept),
+        formats=formats,
     )

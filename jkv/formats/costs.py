@@ -10,8 +10,8 @@ MODELS = ("SmolLM2 135M", "Gemma 3 270M")
 COSTS = {
     ("int8", "int8"): (0.1, 0.4),
     ("float8_e4m3fn", "float8_e4m3fn"): (0.8, 0.3),
-    ("int8", "int4"): (0.6, 0.6),
-    ("int4", "int4"): (6.9, 18.6),
+    ("int8", "int4"): (1.0, 0.7),
+    ("int4", "int4"): (7.7, 13.3),
 }
 
 

@@ -17,7 +17,6 @@ from support.tolerances import assert_close, is_close
 
 import jkv
 from jkv.formats.costs import COSTS
-from jkv.formats.packed import LEVELS
 from jkv.formats.table import FORMATS
 
 INT4 = FORMATS[np.dtype(jnp.int4)]
@@ -52,29 +51,46 @@ def test_turning_keeps_products_and_is_undone(width):
 
 @pytest.mark.one_end
 def test_what_is_stored_by_hand():
-    """Files depend on it: levels, the order in a byte, signs and transform."""
-    wanted = [0.0979, 0.2996, 0.5188, 0.7673, 1.0569, 1.3992, 1.8059, 2.2888]
-    np.testing.assert_allclose(LEVELS[8:], wanted, atol=1e-4)
-    np.testing.assert_array_equal(LEVELS[:8], -LEVELS[8:][::-1])
+    """Files depend on it: steps, the order in a byte, signs and transform."""
     # Of a row (8, 0, 0, 0): each of four elements 4, the largest, 15.
     stored = store(np.float32([[8, 0, 0, 0]]))
     np.testing.assert_array_equal(stored["pool"], [[0xFF, 0xFF]])
-    # Of (4, 0, 4, 0): 4, 4, 0, 0; zero is between two levels and takes the lower one.
+    # Of (4, 0, 4, 0): 4, 4, 0, 0; zero is between two steps and takes the upper one.
     stored = store(np.float32([[4, 0, 4, 0]]))
-    np.testing.assert_array_equal(stored["pool"], [[0xFF, 0x77]])
+    np.testing.assert_array_equal(stored["pool"], [[0x8F, 0x8F]])
     # The fourth sign is the other one: its column of the transform, negative.
     stored = store(np.float32([[0, 0, 0, 8]]))
     np.testing.assert_array_equal(stored["pool"], [[0xF0, 0x0F]])
 
 
 @pytest.mark.one_end
-def test_errors_are_those_of_16_levels_of_a_normal():
-    """Also of rows with large channels, which plain steps of four bits spoil."""
+@pytest.mark.parametrize("width", [64, 32])
+def test_parts_of_a_row_are_bits_of_units(width):
+    """Four in the two bytes of a unit where 64 divides the width, else two in one."""
+    turned = jnp.asarray(draw(1, width))
+    stored = jax.jit(INT4.put)(turned)
+    unit, parts = (np.uint16, 4) if width == 64 else (np.uint8, 2)
+    units = np.asarray(stored["pool"]).view(unit)
+    steps = [(units >> 4 * part) & 15 for part in range(parts)]
+    scale = np.asarray(stored["scales"]).view(jnp.bfloat16).astype(np.float32)
+    wanted = np.clip(np.floor(turned / scale[:, None]) + 8, 0, 15)
+    np.testing.assert_array_equal(np.concatenate(steps, axis=1), wanted)
+    numbers, factor = jax.jit(INT4.get)(stored)
+    np.testing.assert_array_equal(numbers, wanted - 7.5)
+    np.testing.assert_array_equal(factor, scale)
+
+
+@pytest.mark.one_end
+def test_errors_are_nearly_those_of_16_levels_of_a_normal():
+    """Also of rows with large channels, which plain steps of four bits spoil.
+
+    16 levels of a normal up to the largest number have 0.0081.
+    """
     rows = draw(2000, 2, 64)
     large = rows * np.where(np.arange(64) % 16, 1, 20).astype(np.float32)
-    for each, most in ((rows, 0.0085), (large, 0.0085)):
+    for each, most in ((rows, 0.0093), (large, 0.0093)):
         error = error_of(restore(store(each)), each)
-        assert 0.005 < error < most
+        assert 0.004 < error < most
     steps = np.abs(large).max(-1, keepdims=True) / 7
     plain = np.round(large / steps) * steps
     small = np.arange(64) % 16 != 0
@@ -109,7 +125,7 @@ KINDS = {
     "int4": dict(dtype="int4"),
     "latent": dict(dtype="int4", values_in_keys=True),
 }
-SIZES = dict(num_kv_heads=2, head_dim=32, value_head_dim=24)
+SIZES = dict(num_kv_heads=2, head_dim=32, value_head_dim=32)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -127,33 +143,33 @@ def play(config, queries, keys, values):
         output, lse = attend(queries, implementation)
         return jnp.sum(jnp.sin(output)) + jnp.sum(lse)
 
-    ways = None, "xla", "reference"
+    ways = [None, "xla", "reference"]
+    if config.dtype != jnp.int4 or config.values_in_keys:
+        ways.append("pallas")  # whose derivative is not of bits with floats
     found = [(*attend(queries, way), jax.grad(loss)(queries, way)) for way in ways]
     read = [jkv.read(cache, 0, i) for i in (0, 1)]
-    return read, found, cache, batch
+    return read, found, cache
 
 
 @pytest.mark.parametrize("kind", few(KINDS, "int8 and int4", "latent"))
 def test_attention_is_that_of_what_is_read(kind):
     """And its derivative, as a cache in float32 has it of the numbers that are read."""
     config = small_config(**SIZES, **KINDS[kind])
-    queries, keys, values = draw(9, 4, 32), draw(9, 2, 32), draw(9, 2, 24, seed=1)
+    queries, keys, values = draw(9, 4, 32), draw(9, 2, 32), draw(9, 2, 32, seed=1)
     given = keys, None if config.values_in_keys else values
-    read, found, cache, batch = play(config, queries, *given)
+    read, found, cache = play(config, queries, *given)
     kept = [jnp.concatenate([read[0][i][:7], read[1][i][:2]]) for i in (0, 1)]
     plain = dataclasses.replace(
         config, dtype="float32", value_dtype=None, values_in_keys=False
     )
-    _, wanted, *_ = play(plain, queries, *kept)
-    _, given, *_ = play(plain, queries, keys, values)
-    for one, other in zip(found, wanted, strict=True):
+    _, wanted, _ = play(plain, queries, *kept)
+    _, given, _ = play(plain, queries, keys, values)
+    for one, other in zip(found, wanted, strict=False):
         for mine, theirs in zip(one, other, strict=True):
             assert_close(mine, theirs)
     assert not is_close(given[0][0], wanted[0][0])
     assert config.bytes == cache.nbytes
     jkv.check(cache)
-    with pytest.raises(NotImplementedError, match="it reads .*, not int4"):
-        jkv.attend(cache, 0, batch, queries, implementation="pallas")
 
 
 @pytest.mark.one_end

@@ -20,7 +20,6 @@ from jkv.attention.kernel.variant import cut_rows
 from jkv.attention.kernel.work import list_position_work, size_position_work
 from jkv.attention.pools import Pools
 from jkv.attention.shared_prefixes import find_shared_prefixes
-from jkv.formats.bits import STORED_AS
 from jkv.formats.format import Formats
 from jkv.formats.table import FORMATS
 
@@ -88,6 +87,7 @@ def make_shapes(
     block_size=16,
     dtype="bfloat16",
     kv_dtype=None,
+    value_dtype=None,
     num_layers=2,
     rows=64,
     has_bits=True,
@@ -96,18 +96,29 @@ def make_shapes(
     is_latent = head_dim > 256
     kv_heads = 1 if is_latent else kv_heads
     kv_dtype = jnp.dtype(kv_dtype or dtype)
-    stored, kept = STORED_AS[kv_dtype] if has_bits else kv_dtype, FORMATS[kv_dtype]
+    formats = Formats(FORMATS[kv_dtype], FORMATS[jnp.dtype(value_dtype or kv_dtype)])
     value_dim = value_dim or (head_dim - 64 if is_latent else head_dim)
+    if is_latent and formats.key.is_turned:
+        value_dim = head_dim
     common = (num_layers, blocks, kv_heads, block_size)
-    scales = shape(*common, dtype=jnp.uint16) if kept.is_quantized else None
+
+    def arrays(kept, width):
+        found = kept.arrays(width)
+        pool = shape(*common, *found["pool"].shape, dtype=found["pool"].dtype)
+        if not has_bits:
+            pool = shape(*pool.shape, dtype=kept.dtype)
+        return pool, shape(*common, dtype=jnp.uint16) if "scales" in found else None
+
+    keys, key_scales = arrays(formats.key, head_dim)
+    values, value_scales = arrays(formats.value, value_dim)
     pools = Pools(
-        keys=shape(*common, head_dim, dtype=stored),
-        values=None if is_latent else shape(*common, value_dim, dtype=stored),
-        key_scales=scales,
-        value_scales=None if is_latent else scales,
+        keys=keys,
+        values=None if is_latent else values,
+        key_scales=key_scales,
+        value_scales=None if is_latent else value_scales,
         head_dim=head_dim,
         value_dim=value_dim,
-        formats=Formats(kept, kept),
+        formats=formats,
     )
     return shape(rows, kv_heads * group, head_dim, dtype=dtype), pools
 

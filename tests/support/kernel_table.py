@@ -21,6 +21,7 @@ HARDEST = {"group": 12, "block_size": 4, "options": "all"}
 # Blocks that hold a tile leave other registers free: a window and a soft cap on bytes
 # took more of gfx1201's than in blocks of 4, and a kv head for each query head most.
 WHOLE = {"group": 1, "block_size": 64, "options": "all"}
+FOUR_BITS = {"kv_dtype": "int8", "value_dtype": "int4"}
 # Head dim, value head dim, the rest: each row of the table by its hardest shapes.
 SHAPES = [
     (96, 96, HARDEST),
@@ -46,6 +47,14 @@ SHAPES = [
     # Head dims that are no multiples of 16, and blocks that are no power of two.
     (72, 72, {"group": 4, "block_size": 24, "options": "all"}),
     (120, 120, {"kv_dtype": "int8", "group": 8, "block_size": 24}),
+    # Values of four bits, or both, in whole sections and in three pieces each.
+    (128, 128, {**FOUR_BITS, **HARDEST}),
+    (128, 128, {**FOUR_BITS, **WHOLE}),
+    (128, 128, FOUR_BITS),
+    *((dim, dim, {"kv_dtype": "int4", **HARDEST}) for dim in (96, 112, 128)),
+    (128, 128, {"kv_dtype": "int4", **WHOLE}),
+    (128, 128, {"value_dtype": "int4", **HARDEST}),
+    (256, 256, {**FOUR_BITS, **HARDEST}),
     # One long context in many pieces, which are joined by several warps.
     *((dim, min(dim, 512), {"rows": 1}) for dim in (128, 576)),
 ]
@@ -78,7 +87,7 @@ if os.environ.get("JKV_ALL_SHAPES"):  # every head dim, in each kind of storage
     SHAPES += [
         (dim, dim, {**kind, **options})
         for dim in range(16, 257, 16)
-        for kind in ({}, {"dtype": "float16"}, {"kv_dtype": "int8"})
+        for kind in ({}, {"dtype": "float16"}, {"kv_dtype": "int8"}, FOUR_BITS)
         for options in ({}, HARDEST)
     ]
     SHAPES += [(dim, dim, {"dtype": "float32"}) for dim in range(16, 257, 16)]
@@ -121,9 +130,11 @@ STORED = [
     Sizes(dtype="int8", head_dims=(128, 128), heads=8, block_size=16),
     Sizes(dtype="float8_e4m3fn", head_dims=(256, 256), block_size=16, given="float32"),
     Sizes(dtype="float8_e5m2", head_dims=(576,), heads=1, block_size=24, part=1),
+    Sizes(dtype="int8", value_dtype="int4", head_dims=(128, 128), given="float32"),
 ]
 FEW = [(128, 128, HARDEST), (256, 256, {}), (576, 512, {"group": 16})]
 FEW += [(128, 128, {"kv_dtype": "int8", **HARDEST})]
+FEW += [(128, 128, {**FOUR_BITS, **HARDEST})]
 FEW += [(128, 128, {"dtype": "float32", **HARDEST})]
 # Where the code runs, the card that was known when it was traced, and which shapes.
 TARGETS = [

@@ -15,6 +15,7 @@ class Sizes:
     """Of one write: what the arrays are and what goes there."""
 
     dtype: str = "bfloat16"
+    value_dtype: str | None = None
     # Of keys, and of values unless these lie in the keys.
     head_dims: tuple[int, ...] = (32, 32)
     layers: int = 2
@@ -28,14 +29,16 @@ class Sizes:
 
 def make_write(sizes, draw):
     """A write of whatever `draw` makes of a shape and a dtype, nothing shared."""
-    dtype, head_dims = jnp.dtype(sizes.dtype), sizes.head_dims
-    kept = FORMATS[dtype]
+    head_dims = sizes.head_dims
+    dtypes = map(jnp.dtype, (sizes.dtype, sizes.value_dtype or sizes.dtype))
+    formats = Formats(*(FORMATS[each] for each in dtypes))
     common = sizes.layers, sizes.blocks, sizes.heads, sizes.block_size
     arrays, rows = {}, {}
-    for name, head_dim in zip(("key", "value"), head_dims, strict=False):
+    sides = zip(("key", "value"), formats, head_dims, strict=False)
+    for name, kept, head_dim in sides:
         for part, element in name_parts(name, kept.arrays(head_dim)).items():
             arrays[part] = draw((*common, *element.shape), element.dtype)
-        given = jnp.dtype(sizes.given) if kept.is_quantized else dtype
+        given = jnp.dtype(sizes.given) if kept.is_quantized else kept.dtype
         rows[f"{name}_pool"] = draw((sizes.rows, sizes.heads, head_dim), given)
     return SlotWrite(
         arrays=arrays,
@@ -45,7 +48,7 @@ def make_write(sizes, draw):
         offsets=draw((sizes.rows,), jnp.int32),
         valid=draw((sizes.rows,), jnp.bool_),
         part=None if sizes.part is None else draw((), jnp.int32),
-        formats=Formats(kept, kept),
+        formats=formats,
     )
 
 

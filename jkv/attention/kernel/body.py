@@ -93,7 +93,11 @@ def _find_means(walk: Walk, sums: TileSums) -> list[jax.Array]:
     total = sums.total
     if walk.variant.is_partial:
         total = jnp.where(total == 0.0, 1.0, total)
-    return [value / total[:, None] for value in sums.values]
+    values, above = list(sums.values), walk.variant.values_above
+    if above:  # of which all columns of the ones have the same sum
+        too_much = above * jnp.max(values.pop(), axis=1)[:, None]
+        values = [value - too_much for value in values]
+    return [value / total[:, None] for value in values]
 
 
 def _find_lse(walk: Walk, sums: TileSums) -> jax.Array:

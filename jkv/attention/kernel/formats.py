@@ -18,10 +18,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jkv.attention.kernel.conversion import bitcast, narrow
+from jkv.attention.kernel.conversion import (
+    BFLOAT16,
+    FLOAT32,
+    WORD,
+    bitcast,
+    narrow,
+)
 from jkv.attention.kernel.rounding import round_row
+from jkv.attention.kernel.sections import Section
 from jkv.formats.format import Format
 from jkv.formats.numbers import Numbers
+from jkv.formats.packed import MIDDLE, Packed, unit_of
 from jkv.formats.scaled import Scaled
 
 
@@ -31,6 +39,8 @@ class KernelFormat:
 
     dtype: np.dtype[Any]
 
+    # Elements in one of the pool, each in a part of the row.
+    parts: ClassVar[int] = 1
     # Whether words take fewer registers than single elements, and more instructions.
     has_costly_words: ClassVar[bool] = False
 
@@ -38,6 +48,68 @@ class KernelFormat:
     def has_bytes(self) -> bool:
         """Whether elements have one byte, to which the kernel rounds rows."""
         return self.dtype.itemsize == 1
+
+    @property
+    def is_rounded_here(self) -> bool:
+        """Whether rows are numbers that the kernel rounds when it stores them."""
+        return self.has_bytes
+
+    def of(self, width: int) -> "KernelFormat":
+        """Return the format of rows of so many numbers."""
+        del width
+        return self
+
+    def view_of(self, *, has_words: bool, has_view: bool) -> np.dtype[Any] | None:
+        """Return what elements of a pool are loaded as; None: as they are.
+
+        Args:
+          has_words: whether those of one byte are loaded as words.
+          has_view: whether bits are loaded as the numbers that they mean.
+        """
+        if self.has_bytes:
+            return WORD if has_words else None
+        return BFLOAT16 if has_view and self.dtype == BFLOAT16 else None
+
+    def spread(self, sections: list[Section], width: int) -> list[Section]:
+        """Return columns of rows of so many numbers, as `to_operands` has them.
+
+        Those in sections of a part, of one part after the other.
+        """
+        size = width // self.parts
+        return [
+            each._replace(start=each.start + part * size) if part else each
+            for part in range(self.parts)
+            for each in sections
+        ]
+
+    def above(self, dtype: np.dtype[Any]) -> float:
+        """Return how much larger operands may be than the numbers that they mean."""
+        del dtype
+        return 0.0
+
+    def to_operands(
+        self,
+        tiles: list[jax.Array],
+        dtype: np.dtype[Any],
+        *,
+        above: float,
+        interpret: bool,
+    ) -> list[jax.Array]:
+        """Return what is multiplied for the sections whose elements were loaded.
+
+        Args:
+          tiles: elements.
+          dtype: as below.
+          above: how much larger operands are than numbers, 0 or what the method says.
+          interpret: as below.
+        """
+        del above
+        return [
+            (self.words_to_operand if tile.dtype == WORD else self.to_operand)(
+                tile, dtype, interpret=interpret
+            )
+            for tile in tiles
+        ]
 
     def to_operand(
         self, tile: jax.Array, dtype: np.dtype[Any], *, interpret: bool
@@ -82,7 +154,7 @@ class KernelFormat:
         Args:
           sections: the row's columns, bits or, of bytes, numbers to be rounded.
         """
-        if not self.has_bytes:
+        if not self.is_rounded_here:
             return sections, None
         scale, elements = round_row(sections, self.dtype)
         return elements, scale
@@ -144,6 +216,77 @@ class E4m3(KernelFormat):
         return narrow(numbers, dtype)
 
 
+@dataclasses.dataclass(frozen=True)
+class Nibbles(KernelFormat):
+    """Steps of four bits, several in a unit (`formats/packed.py`).
+
+    As the last digits of a float a step is itself and a power of two. That takes two or
+    three instructions for two elements of 16 bits, whatever the card. What operands are
+    above the numbers is the same for all: it is taken off sums.
+    """
+
+    unit: np.dtype[Any] = np.dtype(np.uint8)
+
+    @property
+    def parts(self) -> int:  # type: ignore[override]
+        """Elements of a unit."""
+        return 2 * self.unit.itemsize
+
+    @property
+    def is_rounded_here(self) -> bool:
+        """XLA does it, where it turns rows."""
+        return False
+
+    def of(self, width: int) -> KernelFormat:
+        """Return the format with the units of such rows."""
+        return dataclasses.replace(self, unit=unit_of(width))
+
+    def view_of(self, *, has_words: bool, has_view: bool) -> np.dtype[Any] | None:
+        """Return the unit."""
+        del has_words, has_view
+        return self.unit
+
+    def above(self, dtype: np.dtype[Any]) -> float:
+        """Return the power of two and the middle of the steps; float32 is exact."""
+        return 0.0 if dtype == FLOAT32 else _find_base(dtype)[0] + MIDDLE
+
+    def to_operands(
+        self,
+        tiles: list[jax.Array],
+        dtype: np.dtype[Any],
+        *,
+        above: float,
+        interpret: bool,
+    ) -> list[jax.Array]:
+        """Return the columns of each part."""
+        del interpret
+        parts = range(self.parts)
+        large = [self._take(tile, part, dtype) for part in parts for tile in tiles]
+        if above:
+            return large
+        above = _find_base(dtype)[0] + MIDDLE
+        return [(each.astype(FLOAT32) - above).astype(dtype) for each in large]
+
+    def _take(self, units: jax.Array, part: int, dtype: np.dtype[Any]) -> jax.Array:
+        base, place = _find_base(dtype)
+        bits = np.array(base, dtype).view(f"uint{8 * dtype.itemsize}")
+        units, shift = units.astype(bits.dtype), place - 4 * part
+        moved = units << shift if shift > 0 else units >> -shift
+        moved = (moved & bits.dtype.type(15 << place)) | bits
+        return lax.bitcast_convert_type(moved, dtype)
+
+
+def _find_base(dtype: np.dtype[Any]) -> tuple[float, int]:
+    """Return a power of two, and the place of a one among the bits of such numbers.
+
+    In bfloat16, which is multiplied most, the last place: some steps need no shift. The
+    other dtypes have more digits, of which a larger power would cost sums some.
+    """
+    if dtype == BFLOAT16:
+        return 128.0, 0
+    return 16.0, jnp.finfo(dtype).nmant - 4
+
+
 def _widen(half: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
     """Convert the bits of float16."""
     numbers = lax.bitcast_convert_type(half, jnp.float16)
@@ -166,4 +309,5 @@ _BYTES = [
 KERNEL_FORMATS: dict[Format, KernelFormat] = {
     **{Numbers(each.dtype): each for each in (*_NUMBERS, *_BYTES)},
     **{Scaled(each.dtype): each for each in _BYTES},
+    Packed(jnp.dtype(jnp.int4)): Nibbles(jnp.dtype(jnp.int4)),
 }

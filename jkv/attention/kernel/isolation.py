@@ -47,13 +47,15 @@ def isolate_range(
     place = find_places(rows, variant)
     is_nan = find_nan(output_before, place, rows.head, rows.valid)
     _, sections = cut_head_dims(o.queries, o.values, variant)
-    size = min(_NUM_COLUMNS, sections[0].size)
+    size, kept = min(_NUM_COLUMNS, sections[0].size), variant.value_format
+    num_columns = variant.value_dim // kept.parts
     save = functools.partial(store_means, output_ref=output_ref)
 
     def isolate(trip: jax.Array, _: None) -> None:
-        start = jnp.minimum(trip * size, variant.value_dim - size)
+        start = jnp.minimum(trip * size, num_columns - size)
         walk = start_walk(o, variant, rows)
-        walk = _of_columns(walk, Section(start, size))
+        of_part = [Section(start, size)]
+        walk = _of_columns(walk, kept.spread(of_part, variant.value_dim))
         walk = walk._replace(valid=walk.valid & is_nan)
 
         def attend(before: jax.Array, behind: jax.Array) -> None:
@@ -63,7 +65,7 @@ def isolate_range(
         find = functools.partial(_find_broken_value, walk)
         take_between(attend, find, has_window=walk.window is not None)
 
-    times = jnp.max(is_nan.astype(jnp.int32)) * -(-variant.value_dim // size)
+    times = jnp.max(is_nan.astype(jnp.int32)) * -(-num_columns // size)
     lax.fori_loop(jnp.int32(0), times, isolate, None)
 
 
@@ -93,12 +95,12 @@ def take_between(
     lax.while_loop(lambda carry: carry[0] < NOWHERE, take_next, (before, behind))
 
 
-def _of_columns(walk: Walk, section: Section) -> Walk:
+def _of_columns(walk: Walk, sections: list[Section]) -> Walk:
     """Return the walk for some columns of the values."""
     o = walk.operands
     if o.values is None:
         o = o._replace(values=o.keys, value_scales=o.key_scales)
-    return walk._replace(operands=o, value_sections=[section])
+    return walk._replace(operands=o, value_sections=sections)
 
 
 def _between(walk: Walk, before: jax.Array, behind: jax.Array) -> Walk:

@@ -15,12 +15,11 @@ import jax.numpy as jnp
 from jkv.attention.call import Call, check_call
 from jkv.attention.kernel import backend
 from jkv.attention.kernel.body import attend_range
-from jkv.attention.kernel.conversion import WORD
+from jkv.attention.kernel.formats import KernelFormat
 from jkv.attention.kernel.isolation import isolate_range
 from jkv.attention.kernel.join import join_pieces
 from jkv.attention.kernel.lists import DecodeWork, PositionWork, Work, lists_of
 from jkv.attention.kernel.loads import Operands
-from jkv.attention.kernel.sections import WORD_SIZE
 from jkv.attention.kernel.table import Tuning
 from jkv.attention.kernel.variant import (
     Variant,
@@ -142,16 +141,6 @@ def make_operands(call: Call, work: Work, variant: Variant) -> Operands:
     Each operation here would be a launch in every layer.
     """
     pools = call.pools
-    keys, values = pools.keys, pools.values
-    # A tile that is carried is left as bits: on gfx942 its first one would be waited
-    # for twice.
-    has_view = not variant.interpret and not variant.tile.is_carried
-    if keys.dtype == jnp.uint16 and has_view:
-        keys = backend.view_as(keys, jnp.bfloat16)
-        values = None if values is None else backend.view_as(values, jnp.bfloat16)
-    if variant.has_words:
-        keys = _view_words(keys, variant)
-        values = None if values is None else _view_words(values, variant)
     return Operands(
         work=work,
         lanes=None,
@@ -162,21 +151,27 @@ def make_operands(call: Call, work: Work, variant: Variant) -> Operands:
         sinks=call.sinks,
         block_tables=call.requests.block_tables,
         queries=call.queries,
-        keys=keys,
-        values=values,
+        keys=_view(pools.keys, variant.key_format, variant),
+        values=None
+        if pools.values is None
+        else _view(pools.values, variant.value_format, variant),
         key_scales=pools.key_scales,
         value_scales=pools.value_scales,
     )
 
 
-def _view_words(pool: jax.Array, variant: Variant) -> jax.Array:
-    """Return elements of one byte as words of four, i32[..., D / 4]; others as is."""
-    if pool.dtype.itemsize != 1:
+def _view(pool: jax.Array, kept: KernelFormat, variant: Variant) -> jax.Array:
+    """Return a pool as what is loaded of it, [..., D] or fewer of more bits."""
+    # A tile that is carried is left as bits: on gfx942 its first one would be waited
+    # for twice.
+    has_view = not variant.interpret and not variant.tile.is_carried
+    dtype = kept.view_of(has_words=variant.has_words, has_view=has_view)
+    if dtype is None or pool.dtype == dtype:
         return pool
     if not variant.interpret:
-        return backend.view_as(pool, WORD)
-    fours = pool.reshape(*pool.shape[:-1], -1, WORD_SIZE)
-    return jax.lax.bitcast_convert_type(fours, WORD)
+        return backend.view_as(pool, dtype)
+    groups = pool.reshape(*pool.shape[:-1], -1, dtype.itemsize)
+    return jax.lax.bitcast_convert_type(groups, dtype)
 
 
 def attend_pieces(

@@ -68,9 +68,15 @@ def cut_head_dims(
 ) -> tuple[list[Section], list[Section]]:
     """Return the sections of keys and of values; values in the keys are their first."""
     head_dim, max_size = queries.shape[2], variant.tile.section
-    value_sections = cut(variant.value_dim, max_size=max_size)
+
+    def cut_all(kept: KernelFormat, width: int) -> list[Section]:
+        return kept.spread(cut(width // kept.parts, max_size=max_size), width)
+
+    value_sections = cut_all(variant.value_format, variant.value_dim)
     if values is not None:
-        return cut(head_dim, max_size=max_size), value_sections
+        return cut_all(variant.key_format, head_dim), value_sections
+    if head_dim == variant.value_dim:
+        return value_sections, value_sections
     rest = cut(head_dim - variant.value_dim, variant.value_dim, max_size)
     return value_sections + rest, value_sections
 
@@ -182,7 +188,7 @@ def load_tokens(
         has_words = pool.dtype == WORD
         stored = [
             pool[*where, section.words if has_words else section.columns]
-            for section in sections
+            for section in sections[: len(sections) // kept.parts]
         ]
         return stored if is_stored else _convert(stored, dtype, kept, variant)
 
@@ -252,12 +258,8 @@ def _mark(numbers: jax.Array) -> jax.Array:
 def _convert(
     tiles: list[jax.Array], dtype: np.dtype[Any], kept: KernelFormat, variant: Variant
 ) -> list[jax.Array]:
-    return [
-        (kept.words_to_operand if tile.dtype == WORD else kept.to_operand)(
-            tile, dtype, interpret=variant.interpret
-        )
-        for tile in tiles
-    ]
+    above = kept.above(dtype) if variant.is_partial else 0.0
+    return kept.to_operands(tiles, dtype, above=above, interpret=variant.interpret)
 
 
 def _convert_scales(scales: jax.Array | None) -> jax.Array | None:

@@ -17,6 +17,7 @@ from jkv.attention.kernel.conversion import bitcast
 from jkv.attention.kernel.formats import KERNEL_FORMATS, KernelFormat
 from jkv.attention.kernel.sections import MIN_SIZE, cut
 from jkv.attention.slots import SlotWrite
+from jkv.formats.format import name_parts
 
 # A row of a head is a few hundred bytes: one load and one store for a warp.
 _NUM_WARPS = 1
@@ -30,7 +31,8 @@ class _Operands(NamedTuple):
     block_ids: jax.Array  # i32[R]
     offsets: jax.Array  # i32[R]
     valid: jax.Array  # i8[R]
-    rows: dict[str, jax.Array]  # [R, K, D], the bits that the arrays keep, or numbers
+    # [R, K, D], the bits that the arrays keep, or numbers; bits of scales, [R, K].
+    rows: dict[str, jax.Array]
 
 
 def why_scattered(arrays: dict[str, jax.Array]) -> str | None:
@@ -69,11 +71,16 @@ def _launch(write: SlotWrite, *, way: backend.Way) -> dict[str, jax.Array]:
         return write.arrays
     # Where it is compiled nothing is done to make bits of numbers, as in `view_as`.
     view = bitcast if interpret else backend.view_as
-    formats = {n: KERNEL_FORMATS[write.formats.of(n)[0]] for n in write.rows}
-    rows = {
-        name: each if formats[name].has_bytes else view(each, write.arrays[name].dtype)
-        for name, each in write.rows.items()
-    }
+    formats = {n: KERNEL_FORMATS[write.formats.of(n)[0]] for n in write.arrays}
+    rows: dict[str, jax.Array] = {}
+    for name, each in write.rows.items():
+        if formats[name].is_rounded_here:
+            rows[name] = each
+        elif formats[name].has_bytes:  # rounded by XLA, where it turns them
+            parts = write.formats.of(name)[0].put(each)
+            rows |= name_parts(name.removesuffix("_pool"), parts)
+        else:
+            rows[name] = view(each, write.arrays[name].dtype)
     valid = write.valid.astype(jnp.int8) if interpret else view(write.valid, jnp.int8)
     operands = _Operands(
         layer=write.layer[None],
@@ -129,6 +136,9 @@ def _store_row(
     offset = jnp.clip(offset, 0, block_size - 1)
     slot = layer, block, head, offset
     for name, rows in o.rows.items():
+        if len(rows.shape) == 2:
+            backend.store_masked(arrays[name], slot, rows[row, head], is_stored)
+            continue
         sections = cut(rows.shape[2])
         bits = [rows[row, head, section.columns[0]] for section in sections]
         bits, scale = formats[name].put(bits)

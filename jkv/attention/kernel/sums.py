@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.attention.kernel.sections import Section
+from jkv.attention.kernel.sections import MIN_SIZE, Section
 
 # The maximum of no scores, and the log2 of no sum: exp2(-inf - HIDDEN) is not NaN.
 HIDDEN = -3e38
@@ -18,12 +18,18 @@ LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 
 
+# Of weights alone, beside the values, where these are too large by the same number.
+ONES = Section(0, MIN_SIZE)
+
+
 class TileSums(NamedTuple):
     """Softmax sums over the tokens so far, all f32. `...` is the rows of a tile."""
 
     maximum: jax.Array  # [...], in units of log2
     total: jax.Array  # [...]
-    values: tuple[jax.Array, ...]  # [..., size] for each section of the value head dim
+    values: tuple[
+        jax.Array, ...
+    ]  # [..., size] for each section of the value head dim, ONES
 
 
 def start_sums(

@@ -185,6 +185,14 @@ def _short(
 def _cdna_rows(is_rounded_by_bits: bool) -> tuple[Row, ...]:
     short = functools.partial(_short, is_rounded_by_bits=is_rounded_by_bits)
     carried = functools.partial(short, is_carried=True)
+
+    def fours(num_warps: int) -> Tile:
+        return Tile(
+            *(16, 16, num_warps, 2),
+            has_words=True,
+            is_rounded_by_bits=is_rounded_by_bits,
+        )
+
     return (
         Row(128, _carried(16, 16, 1), short(128, 32, 2), ("half",)),
         *(
@@ -193,6 +201,18 @@ def _cdna_rows(is_rounded_by_bits: bool) -> tuple[Row, ...]:
                 (96, carried(128, 32, 1, section=64)),
                 (112, carried(128, 16, 1)),  # in three sections
                 (128, carried(128, 32, 1, section=64)),
+            )
+        ),
+        # Four bits: what is loaded in the loop goes through shared memory as it is, and
+        # becomes operands behind it. Two stages leave one wait for memory a step, and
+        # 160 registers room for three waves on a SIMD, each of which waits longer.
+        *(
+            Row(most, fours(-(-most // 128)), prefill, ("four",), programs)
+            for most, prefill, programs in (
+                (96, carried(128, 32, 1, section=64), 12),
+                (112, carried(128, 16, 1), 12),
+                (128, carried(128, 32, 1, section=64), 12),
+                (256, carried(64, 16, 1), 4),
             )
         ),
         Row(256, _carried(16, 16, 2), short(64, 16, 2), ("half",), programs=4),
@@ -263,6 +283,7 @@ TABLE = {
         rows=(
             *_RDNA_HALVES,
             Row(128, _carried(16, 16, 4), Tile(64, 16, 8, 1), ("byte",)),
+            Row(128, _carried(16, 16, 4), _carried(32, 16, 4), ("four",)),
         ),
         backward=(
             Backward(64, Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)),
@@ -280,13 +301,13 @@ TABLE = {
         units=64,
         rows=(
             *_RDNA_HALVES,
-            Row(64, _carried(16, 16, 1), Tile(64, 16, 8, 1), ("byte",)),
-            Row(112, _carried(16, 16, 2), Tile(64, 16, 8, 1), ("byte",)),
+            Row(64, _carried(16, 16, 1), Tile(64, 16, 8, 1), ("byte", "four")),
+            Row(112, _carried(16, 16, 2), Tile(64, 16, 8, 1), ("byte", "four")),
             Row(
                 128,
                 _carried(16, 16, 2),
                 Tile(64, 16, 8, 1),
-                ("byte",),
+                ("byte", "four"),
                 capped=Tile(16, 16, 2, 1),
             ),
         ),
@@ -359,6 +380,8 @@ TABLE = {
                 ("byte",),
                 position=Tile(16, 32, 8, 2),
             ),
+            Row(128, Tile(16, 32, 4, 2), _full(64, 64, 4, 2), ("four",)),
+            Row(256, Tile(16, 16, 4, 2), _full(64, 32, 8, 2), ("four",)),
             Row(576, Tile(32, 32, 8, 5), _full(32, 32, 8, 1), ("byte",), 4),
             Row(64, _split(16, 32, 4, 5), _split(32, 32, 4, 1, True), ("float32",)),
             Row(96, _split(16, 32, 4, 5), _split(16, 32, 8, 1, True), ("float32",)),
@@ -377,6 +400,7 @@ TABLE = {
         spilling={
             "half": (208, 240),
             "byte": (176, 208, 240),
+            "four": (176, 208, 224, 240),
             "float32": (80, 112, 144, 176, 208, 240),
             "mixed": (16, 80, 112),
         },
@@ -387,6 +411,7 @@ TABLE = {
         units=108,
         rows=(
             Row(256, Tile(16, 32, 4, 2), _full(32, 32, 4, 2)),
+            Row(128, Tile(16, 32, 4, 2), _full(32, 32, 4, 2), ("four",)),
             Row(576, Tile(16, 16, 8, 1), _full(32, 16, 8, 1), programs=4),
         ),
         backward=(

@@ -80,11 +80,14 @@ def find_kind(queries: jax.Array, pools: Pools) -> str:
     """Tell calls apart that need other tiles.
 
     Returns:
-      "float32", "half" or "byte"; "mixed" for float32 queries on bytes.
+      "float32", "half", "byte" or, where any are of four bits, "four"; "mixed" for
+      float32 queries on bytes.
     """
     has_bytes = any(dtype.itemsize == 1 for dtype in pools.dtypes)
     if find_operand_dtype(queries, pools) == jnp.float32:
         return "mixed" if has_bytes else "float32"
+    if any(each.is_turned for each in pools.formats):
+        return "four"
     return "byte" if has_bytes else "half"
 
 
@@ -160,7 +163,13 @@ def why_no_tile(
 
 def why_never(queries: jax.Array, pools: Pools) -> str | None:
     """Say why the kernel cannot serve a call on any target, None if it can."""
-    for name, dim in {"key": pools.head_dim, "value": pools.value_dim}.items():
+    formats = {each: each.dtype.name for each in pools.formats}
+    for each, name in formats.items():
+        if each not in KERNEL_FORMATS:
+            names = dict.fromkeys(known.dtype.name for known in KERNEL_FORMATS)
+            return f"it reads {', '.join(names)}, not {name}"
+    dims = {"key": pools.head_dim, "value": pools.value_dim}
+    for (name, dim), kept in zip(dims.items(), pools.formats, strict=True):
         # Rows of other dims are no whole words of 16 bytes, and what is filled up to
         # 256 comes in halves: both took too many registers on Hopper.
         multiple = 8 if dim < 240 else MIN_SIZE
@@ -168,6 +177,11 @@ def why_never(queries: jax.Array, pools: Pools) -> str | None:
             return (
                 f"the {name} head dim must be a multiple of 8 from 16 to 240 or one of "
                 f"16 up to 576; it is {dim}"
+            )
+        if kept.is_turned and (dim % MIN_SIZE or dim < 2 * MIN_SIZE):
+            return (
+                f"the {name} head dim must be a multiple of 16 from 32 on in four "
+                f"bits; it is {dim}"
             )
     for name, pool in {"key": pools.keys, "value": pools.values}.items():
         # Offsets are 32 bits wide, counted in elements, up to this many bytes.
@@ -181,8 +195,4 @@ def why_never(queries: jax.Array, pools: Pools) -> str | None:
             )
     if queries.dtype not in _OPERANDS:
         return f"it multiplies float32, float16 and bfloat16, not {queries.dtype}"
-    for each in pools.formats:
-        if each not in KERNEL_FORMATS:
-            names = dict.fromkeys(known.dtype.name for known in KERNEL_FORMATS)
-            return f"it reads {', '.join(names)}, not {each.dtype.name}"
     return None

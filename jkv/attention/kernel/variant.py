@@ -54,6 +54,19 @@ class Variant:
         return self.tile.has_full_loop or not is_costly
 
     @property
+    def keys_above(self) -> float:
+        """How much larger keys are as operands than they are.
+
+        Where tokens are multiplied by few rows, their conversion is what takes time.
+        """
+        return self.key_format.above(self.operand_dtype) if self.is_partial else 0.0
+
+    @property
+    def values_above(self) -> float:
+        """Likewise of values."""
+        return self.value_format.above(self.weight_dtype) if self.is_partial else 0.0
+
+    @property
     def is_partial(self) -> bool:
         """Whether partial results are written, in float32, to be joined."""
         return self.is_decode or self.num_pieces > 0
@@ -148,8 +161,8 @@ def _make_variant(
         value_dim=call.pools.value_dim,
         operand_dtype=find_operand_dtype(call.queries, call.pools),
         weight_dtype=find_weight_dtype(call.queries, call.pools),
-        key_format=KERNEL_FORMATS[call.pools.formats.key],
-        value_format=KERNEL_FORMATS[call.pools.formats.value],
+        key_format=KERNEL_FORMATS[call.pools.formats.key].of(call.pools.head_dim),
+        value_format=KERNEL_FORMATS[call.pools.formats.value].of(call.pools.value_dim),
         soft_cap=call.soft_cap,
         num_parts=call.num_parts,
         way=way,

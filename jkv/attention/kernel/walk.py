@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jkv.attention.kernel import backend
-from jkv.attention.kernel.conversion import round_by_bits
+from jkv.attention.kernel.conversion import FLOAT32, round_by_bits
 from jkv.attention.kernel.loads import (
     Operands,
     Range,
@@ -36,7 +36,7 @@ from jkv.attention.kernel.scores import (
     exp2_in_pairs,
 )
 from jkv.attention.kernel.sections import Section
-from jkv.attention.kernel.sums import LOG2E, TileSums, start_sums
+from jkv.attention.kernel.sums import LOG2E, ONES, TileSums, start_sums
 from jkv.attention.kernel.variant import Variant
 
 
@@ -53,6 +53,7 @@ class Walk(NamedTuple):
     key_sections: list[Section]
     value_sections: list[Section]
     queries: list[jax.Array]  # [rows, size] for each section of the keys
+    above: jax.Array | None  # f32[rows], what is too much in all products with keys
     scale: jax.Array  # f32[], of scores in units of log2 or, with a soft cap, before it
     start: jax.Array  # i32[], a multiple of the tile, so that a tile lies in one block
 
@@ -119,6 +120,7 @@ def start_walk(o: Operands, variant: Variant, rows: QueryRows) -> Walk:
         key_sections=key_sections,
         value_sections=value_sections,
         queries=queries,
+        above=_find_above(queries, variant.keys_above),
         scale=o.scale[0] * (LOG2E if variant.soft_cap is None else 1.0),
         start=first & -variant.tile.tokens,
     )
@@ -126,6 +128,13 @@ def start_walk(o: Operands, variant: Variant, rows: QueryRows) -> Walk:
         return walk
     queries = [jnp.where(walk.scale < 0.0, -query, query) for query in queries]
     return walk._replace(queries=queries, scale=jnp.abs(walk.scale))
+
+
+def _find_above(queries: list[jax.Array], above: float) -> jax.Array | None:
+    if not above:
+        return None
+    sums = [jnp.sum(each.astype(FLOAT32), axis=1) for each in queries]
+    return above * functools.reduce(jnp.add, sums)
 
 
 def walk_tiles(walk: Walk) -> TileSums:
@@ -136,7 +145,10 @@ def walk_tiles(walk: Walk) -> TileSums:
     if o.sinks is not None:
         where = (clamp_index(head, o.queries.shape[1]),)
         sink = backend.load_masked(o.sinks, where, walk.valid)
-    sums = start_sums(head.shape, walk.value_sections, sink)
+    sections = walk.value_sections
+    if variant.values_above:
+        sections = [*sections, ONES]
+    sums = start_sums(head.shape, sections, sink)
     num_tiles = lax.div(
         tokens.end - walk.start + (tile_tokens - 1), jnp.int32(tile_tokens)
     )
@@ -204,6 +216,8 @@ def _attend_tile(
     """
     variant, scale = walk.variant, walk.scale
     scores = dot_sections(variant, walk.queries, tile.keys)
+    if walk.above is not None:
+        scores -= walk.above[:, None]
     factor = scale
     if tile.key_scales is not None:
         # Times numbers, an infinite one would be -inf for some rows: 0 * inf is NaN.
@@ -241,8 +255,12 @@ def _attend_tile(
     if variant.tile.is_rounded_by_bits and variant.weight_dtype == jnp.bfloat16:
         weights = round_by_bits(weights)
     weights = weights.astype(variant.weight_dtype)
+    values = tile.values
+    if variant.values_above:
+        size = variant.tile.tokens, ONES.size
+        values = [*values, jnp.ones(size, variant.weight_dtype)]
     summed = tuple(
         add_dot(variant, old * shrink[:, None], weights, value)
-        for old, value in zip(sums.values, tile.values, strict=True)
+        for old, value in zip(sums.values, values, strict=True)
     )
     return TileSums(maximum, total, summed)

@@ -42,6 +42,7 @@ DTYPES = {
     "half": {},
     "float32": {"dtype": "float32"},
     "byte": {"kv_dtype": "float8_e4m3fn"},
+    "four": {"kv_dtype": "int8", "value_dtype": "int4"},
     "mixed": {"dtype": "float32", "kv_dtype": "int8"},
 }
 

@@ -77,10 +77,14 @@ CASES = [
     Sizes(dtype="float16", head_dims=(72, 24), part=0),
     Sizes(dtype="float32"),
     Sizes(dtype="int8", head_dims=(48,), heads=1, given="float16"),  # latent
+    Sizes(dtype="int8", value_dtype="int4", head_dims=(32, 64), given="float32"),
+    Sizes(dtype="int4", head_dims=(48,), heads=1, given="float32", part=1),
 ]
 
 
-@pytest.mark.parametrize("sizes", few(CASES, CASES[0], CASES[4], CASES[7]), ids=str)
+@pytest.mark.parametrize(
+    "sizes", few(CASES, CASES[0], CASES[4], CASES[7], CASES[10]), ids=str
+)
 def test_it_stores_what_the_scatter_stores(sizes):
     write = draw_write(sizes)
     found, wanted = jax.jit(here)(write), jax.jit(scatter)(write)

@@ -30,6 +30,14 @@ FAMILY = None if PLATFORM == "cpu" else find_family(PLATFORM, find_target(PLATFO
 DTYPE = "float16" if FAMILY == "other" else "float32"
 
 quantize = jax.jit(formats.quantize, static_argnums=1)
+restore = jax.jit(formats.restore, static_argnums=2)
+
+
+@jax.jit
+def turn_and_back(rows):
+    turned = formats.FORMATS[jnp.dtype("int4")].turn(rows)
+    return formats.FORMATS[jnp.dtype("int4")].turn_back(turned.astype(jnp.float32))
+
 
 LAYER = 1
 NUM_ROWS = 12
@@ -53,6 +61,7 @@ class Case:
     value_dim: int = 64
     block_size: int = 16
     storage: str = DTYPE
+    values: str | None = None  # their storage, where it is another
     queries: str = DTYPE
     is_latent: bool = False
     has_sinks: bool = False
@@ -81,6 +90,11 @@ class Case:
             max_blocks=-(-72 // self.block_size),
         )
 
+    @property
+    def dtypes(self):
+        """Of keys and of values, as they are stored."""
+        return self.storage, self.values or self.storage
+
     def arguments(self, operands):
         """The positional arguments of `paged_attention`, rows padded to NUM_ROWS."""
         rows = operands.queries[LAYER]
@@ -89,7 +103,10 @@ class Case:
         pools = [operands.key_pool, operands.value_pool]
         # Where nothing is stored, NaN becomes a NaN scale.
         pools, scales = zip(
-            *(quantize(pool, jnp.dtype(self.storage)) for pool in pools),
+            *(
+                quantize(pool, jnp.dtype(dtype))
+                for pool, dtype in zip(pools, self.dtypes, strict=True)
+            ),
             strict=True,
         )
         if self.is_latent:
@@ -101,14 +118,17 @@ class Case:
     def expect(self, operands, arguments):
         """What all rows are, in float64, by what the rounded operands mean in numpy."""
 
-        def read(pool, scales):
-            pool = np.asarray(pool)
-            is_bits = pool.dtype in (np.uint8, np.uint16)
-            numbers = pool.view(jnp.dtype(self.storage)) if is_bits else pool
-            numbers = numbers.astype(np.float32)
-            if scales is not None:
-                scales = np.asarray(scales).view(jnp.bfloat16).astype(np.float32)
-                numbers *= scales[..., None]
+        def read(pool, scales, dtype):
+            if dtype == "int4":
+                numbers = np.asarray(restore(pool, scales, dtype))
+            else:
+                pool = np.asarray(pool)
+                is_bits = pool.dtype in (np.uint8, np.uint16)
+                numbers = pool.view(jnp.dtype(dtype)) if is_bits else pool
+                numbers = numbers.astype(np.float32)
+                if scales is not None:
+                    scales = np.asarray(scales).view(jnp.bfloat16).astype(np.float32)
+                    numbers *= scales[..., None]
             found, size = [], self.block_size
             requests = zip(operands.block_tables, operands.context_lengths, strict=True)
             for table, length in requests:
@@ -117,13 +137,15 @@ class Case:
                 found.append(np.moveaxis(tokens, 0, 1))
             return found
 
-        keys = read(arguments[1], arguments[9])
+        keys = read(arguments[1], arguments[9], self.dtypes[0])
         if self.is_latent:
             values = [rows[..., : self.value_dim] for rows in keys]
         else:
-            values = read(arguments[2], arguments[10])
+            values = read(arguments[2], arguments[10], self.dtypes[1])
         queries = operands.queries.astype(jnp.dtype(self.queries))
-        queries = queries.astype(np.float32)
+        if self.storage == "int4":  # they are turned before they are rounded
+            queries = turn_and_back(queries)
+        queries = np.asarray(queries, np.float32)
         meant = operands._replace(queries=queries, keys=keys, values=values)
         found = attend_loop(meant, LAYER, sinks=self.sinks(), **dict(self.options))
         used = len(found[0])
@@ -149,7 +171,8 @@ class Case:
                 return_lse=True,
                 key_scales=key_scales,
                 value_scales=value_scales,
-                kv_dtype=self.storage,
+                kv_dtype=self.dtypes[0],
+                value_dtype=self.dtypes[1],
                 value_head_dim=self.value_dim if self.is_latent else None,
                 implementation=implementation,
                 by_position=by_position,
@@ -228,6 +251,32 @@ CASES = {
         storage="int8",
         queries="float16",
     ),
+    "int8 keys, int4 values, everything": case(
+        group=3,
+        head_dim=48,
+        value_dim=64,
+        block_size=24,
+        storage="int8",
+        values="int4",
+        queries="bfloat16",
+        has_sinks=True,
+        options=EVERYTHING,
+    ),
+    "int4, float16 queries": case(
+        group=4, head_dim=64, value_dim=80, storage="int4", queries="float16"
+    ),
+    "latent, int4": case(
+        kv_heads=1,
+        group=5,
+        head_dim=64,
+        value_dim=32,
+        is_latent=True,
+        storage="int4",
+        queries="bfloat16",
+    ),
+    "int4 keys, float32": case(
+        storage="int4", values="float32", queries="float32", options={"window": 19}
+    ),
     "latent, dims in eights, blocks of 3": case(
         kv_heads=1,
         group=5,
@@ -250,7 +299,8 @@ def skip_what_has_no_row(this):
         *arguments[1:3],
         *arguments[9:11],
         has_layers=True,
-        kv_dtype=this.storage,
+        kv_dtype=this.dtypes[0],
+        value_dtype=this.dtypes[1],
         value_head_dim=this.value_dim if this.is_latent else None,
     )
     if why_not(arguments[0], pools, PLATFORM, find_target(PLATFORM)):
@@ -266,6 +316,9 @@ FURTHER = (
     "e4m3fn, group of 7, window",
     "e5m2, head dim 256, blocks of 64, sinks",
     "latent, int8, float16 queries",
+    "int4, float16 queries",
+    "latent, int4",
+    "int4 keys, float32",
 )
 
 
@@ -317,6 +370,7 @@ def test_equals_the_plain_loop(name):
         [
             "latent, dims in eights, blocks of 3",
             "int8, float16 queries, blocks of 48",
+            "int8 keys, int4 values, everything",
         ],
         "latent, dims in eights, blocks of 3",
     ),
@@ -537,6 +591,7 @@ def test_refusals_say_why():
         ({"value_dim": 8}, "value head dim .* it is 8"),
         ({"head_dim": 248}, "or one of 16 up to 576; it is 248"),
         ({"head_dim": 592}, "up to 576; it is 592"),
+        ({"values": "int4", "value_dim": 40}, "multiple of 16 from 32 .*; it is 40"),
     ):
         odd = case(**fields)
         refuses(words, odd, odd.arguments(odd.operands("decode")))
