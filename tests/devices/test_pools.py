@@ -46,6 +46,7 @@ OF_RANKS = {
     "evict_older_than": ([ONE], {}),
     "fork": ([IDS, IDS], {}),
     "free": ([IDS], {}),
+    "demote": ([ONE], {}),
     "invalidate": ([ONE], {}),
     "kept_from": ([], {}),
     "least_recently_used": ([], dict(num_sequences=2)),
