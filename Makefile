@@ -4,8 +4,8 @@ PYTHON ?= python3
 RUN := @$(PYTHON) tools/run.py
 TEST = $(RUN) test --jobs=$(or $(JOBS),2) --suites="$(SUITES)" --extras="$(EXTRAS)"
 
-.PHONY: help generate test test-oldest test-newest lint types docs machine-code tunix \
-  bench rollouts peers clean
+.PHONY: help generate test test-oldest test-newest lint types docs machine-code \
+  code-objects tunix bench rollouts peers clean
 
 help: ; $(RUN) --help
 generate: ; $(RUN) generate $(MODEL)
@@ -16,6 +16,7 @@ lint: ; $(RUN) lint
 types: ; $(RUN) types
 docs: ; $(RUN) docs
 machine-code: ; $(RUN) machine-code $(PYTEST_ARGS)
+code-objects: ; $(RUN) code-objects
 tunix: ; $(RUN) tunix $(PYTEST_ARGS)
 bench: ; $(RUN) bench
 rollouts: ; $(RUN) rollouts $(ROLLOUTS)

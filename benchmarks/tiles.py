@@ -39,6 +39,7 @@ from gpu_calls import (  # noqa: E402
 )
 
 from jkv.attention.call import Call, Requests, make_requests  # noqa: E402
+from jkv.attention.kernel.backend import Way
 from jkv.attention.kernel.launches import attend_kernel  # noqa: E402
 from jkv.attention.kernel.planning import find_card_tuning  # noqa: E402
 from jkv.attention.kernel.table import Tile, Tuning  # noqa: E402
@@ -130,7 +131,7 @@ def attend_with(
         soft_cap=None,
         max_query_length=limit,
     )
-    return attend_kernel(call, tuning=tuning, interpret=False)[0]
+    return attend_kernel(call, tuning=tuning, way=Way())[0]
 
 
 def pools_of(workload: Workload, storage: dict[str, jax.Array]) -> Pools:

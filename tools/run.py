@@ -80,6 +80,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
         "types": "mypy",
         "docs": "the documentation, in site/",
         "machine-code": "the kernels' machine code, for cards that are not there",
+        "code-objects": "what launches machine code by XLA's typed FFI, with g++",
         "tunix": "rollouts in google-tunix's trainer",
         "bench": "all benchmarks but rollouts",
         "rollouts": "queues of requests beside peers: most of an hour",
@@ -111,6 +112,9 @@ def run_command(options: argparse.Namespace, arguments: list[str]) -> int:
             suite = SUITES[name]
             chosen = tuple(arguments) or suite.arguments
             return run_tasks({name: suite._replace(arguments=chosen)})
+        case "code-objects":
+            build = ["benchmarks/code_objects/code_objects.py"]
+            return run_scripts(("oldest",), [build])
         case "generate":
             return run_scripts(("examples",), [make_generate(arguments)])
         case "bench":

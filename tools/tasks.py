@@ -60,6 +60,11 @@ OF_TRANSFORMERS = (
 )
 # Minutes of compiling kernels, for cards that are not there: a suite of its own.
 MACHINE_CODE = "tests/attention/kernel/test_kernel_machine_code.py"
+# Likewise of lowering them, twice each.
+EVERY_MODULE = "tests/attention/kernel/test_kernel_every_module.py"
+# This needs g++.
+CODE_OBJECTS = "tests/attention/kernel/test_kernel_code_objects.py"
+OF_KERNELS = MACHINE_CODE, EVERY_MODULE, CODE_OBJECTS
 # The standard's own tests of JSON schemas, random ones, and those of pydantic.
 SCHEMAS = "tests/schemas"
 # Folders with a suite of their own; what is in none of them is `oldest-rest`.
@@ -109,7 +114,7 @@ def but(*paths: str) -> tuple[str, ...]:
 
 def of_folder(name: str, *files: str) -> Task:
     """The suite of a folder of tests, and of files of others."""
-    elsewhere = {*OF_PROGRAMS, *OF_TRANSFORMERS, MACHINE_CODE} - {*files}
+    elsewhere = {*OF_PROGRAMS, *OF_TRANSFORMERS, *OF_KERNELS} - {*files}
     paths = (f"tests/{name}", *files, *but(*sorted(elsewhere)))
     return tests(OLDEST, *paths, flags=WITHOUT_MLIR)
 
@@ -118,9 +123,11 @@ def of_folder(name: str, *files: str) -> Task:
 SUITES = {
     # Its environment is there first.
     "newest-tests": tests(
-        NEWEST, "tests", "README.md", *but(MACHINE_CODE, SCHEMAS), flags=QUICK
+        NEWEST, "tests", "README.md", *but(*OF_KERNELS, SCHEMAS), flags=QUICK
     ),
     "machine-code": tests((*OLDEST, "machine-code"), MACHINE_CODE),
+    "modules": tests(OLDEST, EVERY_MODULE, CODE_OBJECTS),
+    "newest-modules": tests(NEWEST, EVERY_MODULE, CODE_OBJECTS),
     "oldest-examples": of_folder("examples", *OF_TRANSFORMERS),
     "oldest-rest": tests(
         OLDEST,
@@ -157,7 +164,7 @@ SUITES = {
     "real-models": tests(OLDEST, "tests/models"),
     "schemas": tests((*OLDEST, "schemas"), SCHEMAS),
     "further": tests(
-        OLDEST, *but(*OF_PROGRAMS, MACHINE_CODE, SCHEMAS), flags=WITHOUT_MLIR
+        OLDEST, *but(*OF_PROGRAMS, *OF_KERNELS, SCHEMAS), flags=WITHOUT_MLIR
     )._replace(variables=ALONE),
     "further-programs": tests(OLDEST, *OF_PROGRAMS, flags=QUICK)._replace(
         variables=ALONE
@@ -168,7 +175,17 @@ SUITES = {
 }
 # Too heavy to be a part of every run.
 FURTHER = ("further", "further-programs", "further-devices")
-EXTRAS = ("machine-code", "tunix", "ray", "harness", "real-models", "schemas", *FURTHER)
+EXTRAS = (
+    "machine-code",
+    "modules",
+    "newest-modules",
+    "tunix",
+    "ray",
+    "harness",
+    "real-models",
+    "schemas",
+    *FURTHER,
+)
 
 CHECKS = {
     # Strict: a link that leads nowhere, or a name without documentation, is an error.

@@ -176,10 +176,10 @@ def paged_attention(
         same. "pallas" and "xla" add up in other orders, so bits differ between them.
       implementation: None takes the kernel where the program runs on a ROCm or CUDA
         GPU and the shapes suit it, and plain XLA elsewhere; one exported program may do
-        both. "xla", "pallas" (the kernel; interpreted on CPU, for tests) and
-        "reference" force one. "cudnn", on CUDA alone, is the kernel with cuDNN for a
-        prompt without a past that has most rows of a step of 4,096 or more; nothing
-        that is differentiated goes there.
+        both. "xla", "pallas" (the kernel; interpreted on CPU, for tests), "triton" (the
+        same, lowered by jkv itself) and "reference" force one. "cudnn", on CUDA alone,
+        is the kernel with cuDNN for a prompt without a past that has most rows of a
+        step of 4,096 or more; nothing that is differentiated goes there.
 
     Returns:
       [R, H, Dv] in the queries' dtype, f32 with `block_part`. With `return_lse` also

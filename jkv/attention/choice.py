@@ -17,7 +17,7 @@ from jkv.attention.derivative import (
     Gradients,
     attend_differentiably,
 )
-from jkv.attention.kernel.face import Triton
+from jkv.attention.kernel.face import Pallas, Triton
 from jkv.attention.pools import Pools
 from jkv.attention.reference import Reference
 from jkv.attention.refusal import Refusal
@@ -29,7 +29,7 @@ Results = TypeVar("Results")
 WhyNot = Callable[[Backend, Card], str | None]
 Store = Callable[[SlotWrite], dict[str, jax.Array]]
 
-_PAGED: tuple[Backend, ...] = (Triton(), SideBySide(), Xla())
+_PAGED: tuple[Backend, ...] = (Pallas(), Triton(), SideBySide(), Xla())
 # All that there are. Of those that are chosen unasked on a platform the first one is
 # taken that has no reason against it.
 BACKENDS: tuple[Backend, ...] = (*_PAGED, Cudnn(_PAGED), Reference())

@@ -72,7 +72,15 @@ def list_tries(*, is_on_cpu: bool) -> dict[str, Try]:
         "a donated step in place": judged(bookkeeping.check_in_place),
         **{f"kernel: {name}": each for name, each in _list_kernels(is_on_cpu)},
         "generate": compare_texts,
+        **({} if is_on_cpu else {"jkv's own lowering": judged(_compare_lowering)}),
     }
+
+
+def _compare_lowering(report: Report) -> None:
+    cases = correctness.select_cases("triton", is_quick=True)
+    correctness.check_implementation(
+        report, implementation="triton", dtype="bfloat16", cases=cases
+    )
 
 
 def _list_kernels(is_on_cpu: bool) -> Iterator[tuple[str, Try]]:

@@ -18,7 +18,6 @@ from jkv.config.arrays import count_bytes
 from jkv.config.cache_config import CacheConfig
 from jkv.config.counts import check_classes, check_window, checked_num_blocks
 from jkv.config.description import describe
-from jkv.config.huggingface import read_sizes
 from jkv.config.layout import AnySizes, lay_out
 from jkv.config.state_config import StateConfig
 
@@ -313,6 +312,8 @@ class GroupedConfig:
           ValueError: as `for_context_length`, for a model of unknown sizes, or for
             fields of states where the model has none.
         """
+        from jkv.config.huggingface import read_sizes
+
         found = read_sizes(folder, overrides, with_states=True)
         of_states = dict(
             max_pending=max_pending,

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from jkv.config.counts import count_window_blocks
-from jkv.config.huggingface import read_sizes
 from jkv.config.layer_heads import refuse_different
 from jkv.config.layer_windows import count_windows
 from jkv.config.layout import Sizes
@@ -174,6 +173,8 @@ def fit_model(
     **overrides: Any,
 ) -> Config:
     """Return the configuration for a checkpoint: `CacheConfig.from_model`."""
+    from jkv.config.huggingface import read_sizes
+
     check_names("from_model", make, overrides, "budget_bytes")
     if ("num_blocks" in overrides) == (budget_bytes is not None):
         raise ValueError("give budget_bytes or num_blocks, and not both")

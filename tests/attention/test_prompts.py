@@ -38,7 +38,7 @@ from jkv.attention.contiguous.prompts import (
     find_prompt,
     without_prompt,
 )
-from jkv.attention.kernel.face import Triton
+from jkv.attention.kernel.face import Pallas
 from jkv.attention.xla.plain_path import attend_xla
 
 NUM_ROWS, MIN_ROWS, MAX_BLOCKS, NUM_BLOCKS = 32, 30, 12, 40
@@ -238,7 +238,7 @@ def test_kernel_leaves_the_rows_of_a_prompt_out():
     call = make_call("one behind others")
     rest = without_prompt(call, find_prompt(call))
     assert rest.requests.query_lengths.tolist() == [1, 0, 0, 1]
-    output, lse = jax.jit(lambda rest: Triton().attend(rest, Card("cpu", None)))(rest)
+    output, lse = jax.jit(lambda rest: Pallas().attend(rest, Card("cpu", None)))(rest)
     rows = rows_of("one behind others")
     assert np.all(np.asarray(output[rows]) == 0) and np.all(np.isneginf(lse[rows]))
     given, options = operands_of("one behind others")

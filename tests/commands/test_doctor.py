@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import jkv
+from jkv.attention.kernel.backend import Way
 from jkv.attention.kernel.slots import store_rows
 from jkv.commands import bookkeeping, collectives, correctness, diagnosis, stores
 from jkv.commands.cases import CASES
@@ -112,7 +113,7 @@ def test_lost_blocks_are_reported(tmp_path, monkeypatch):
 def test_what_the_store_gets_wrong_is_reported():
     """With what differs, and how to do without the kernel."""
     case = stores.Case("bytes", (16, 16), block_size=2, dtype="int8")
-    kernel = functools.partial(store_rows, interpret=True)
+    kernel = functools.partial(store_rows, way=Way(interpret=True))
 
     def wrong(write):
         return kernel(write) | {"value_scales": write.arrays["value_scales"]}

@@ -16,6 +16,7 @@ from support.sharded_model import AUTO, REPEATED, collectives
 from support.tolerances import assert_close, is_close
 
 import jkv
+from jkv.attention.kernel.backend import Way
 from jkv.attention.kernel.slots import store_rows
 from jkv.sharding.storage_sharding import StorageSharding
 from jkv.verbs import writing
@@ -71,7 +72,7 @@ def test_each_device_stores_what_it_has(dtype, monkeypatch):
 
     def find_stores(write):
         launched.append(write.pool.shape)
-        return {"cpu": functools.partial(store_rows, interpret=True)}
+        return {"cpu": functools.partial(store_rows, way=Way(interpret=True))}
 
     def store(cache):
         cache, _ = jkv.allocate(cache, [0, 0])
@@ -113,10 +114,17 @@ def test_each_card_launches_the_kernel_for_what_it_has(axis_type, context):
         shape(6, 8, 64, dtype="bfloat16"),
         shape(6, 32, 64, dtype="bfloat16"),
     )
-    with use_abstract_mesh(mesh):
-        traced = jax.jit(attend_step).trace(cache, rows, queries)
-        lowered = traced.lower(lowering_platforms=("rocm",))
+
+    def lower(implementation):
+        attend = functools.partial(attend_step, implementation=implementation)
+        with use_abstract_mesh(mesh):
+            traced = jax.jit(attend).trace(cache, rows, queries)
+            return traced.lower(lowering_platforms=("rocm",))
+
+    lowered = lower(None)
     *stores, decode, join, prefill, isolate = find_kernels(lowered)
+    # By jkv's own lowering they are the same.
+    assert find_kernels(lower("triton"))[-4:] == [decode, join, prefill, isolate]
     names = [kernel.name for kernel in (decode, join, prefill, isolate)]
     assert names == ["jkv_decode", "jkv_join", "jkv_prefill", "jkv_isolate"]
     # Rows are stored by a kernel where the card is known, as it is from JAX 0.11 on.

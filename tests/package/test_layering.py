@@ -184,7 +184,7 @@ BROUGHT = {"tunix": {"tunix", "flax"}}  # by the extra of each integration
 
 
 # That `import jkv` loads of its own.
-MOST_MODULES = 178
+MOST_MODULES = 156
 
 
 def name_room(module: str) -> str:

@@ -12,6 +12,7 @@ from jaxlib.triton import dialect
 
 from jkv.attention.call import Call, Requests
 from jkv.attention.derivative import Cotangents
+from jkv.attention.kernel.backend import Way
 from jkv.attention.kernel.derivative import differentiate_kernel
 from jkv.attention.kernel.launches import attend_kernel
 from jkv.attention.kernel.lists import WorkLists
@@ -25,6 +26,13 @@ from jkv.formats.table import FORMATS
 
 # JAX wants a card to be named. These are cut like the ones that are not known.
 _ANY_DEVICE = {"rocm": "gfx1100", "cuda": "NVIDIA H200"}
+
+PALLAS = Way()
+
+
+def written_for(platform):
+    """By jkv's own lowering."""
+    return Way(written_for=platform)
 
 
 class Kernel(NamedTuple):
@@ -112,6 +120,7 @@ def lower_kernels(
     *,
     by_position=False,
     has_lanes=False,
+    way=PALLAS,
     **options,
 ):
     """Lower a call of the kernel itself, with the options' shapes."""
@@ -121,7 +130,7 @@ def lower_kernels(
     def attend(call):
         if has_lanes:
             call = dataclasses.replace(call, plans=plan_lanes(call, tuning))
-        return attend_kernel(call, tuning=tuning, interpret=False)
+        return attend_kernel(call, tuning=tuning, way=way)
 
     return lower(attend, (call,), platform)
 
@@ -145,13 +154,13 @@ def plan_lanes(call, tuning):
     return {"pallas": WorkLists(decode=(), prefill=(), by_position=(listed,))}
 
 
-def lower_derivative(queries, pools, tuning, platform, **options):
+def lower_derivative(queries, pools, tuning, platform, *, way=PALLAS, **options):
     """Lower the kernels of a call's derivative, with the options' shapes."""
     call = make_call(queries, pools, **options)
     output, lse = call.results
 
     def differentiate(call, cotangents):
-        return differentiate_kernel(call, cotangents, tuning=tuning, interpret=False)
+        return differentiate_kernel(call, cotangents, tuning=tuning, way=way)
 
     return lower(differentiate, (call, Cotangents(output, lse, lse)), platform)
 

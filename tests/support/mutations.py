@@ -542,6 +542,35 @@ MUTATIONS = (
         "delta -= d_lse",
         "delta -= 0 * d_lse",
     ),
+    # Kernels written for Triton: what their modules say.
+    Mutation(
+        "triton-forgets-signs",
+        "attention/kernel",
+        "Numbers without a sign are compared and divided as if they had one.",
+        "return compute(w, name, x, y, signed=_is_signed(equation))",
+        "return compute(w, name, x, y)",
+    ),
+    Mutation(
+        "triton-counts-anything",
+        "attention/kernel",
+        "A loop over floats, or numbers without a sign, becomes one over integers.",
+        'if count.aval.dtype.kind != "i": return None',
+        "pass",
+    ),
+    Mutation(
+        "triton-drops-what-a-mesh-leaves",
+        "attention/kernel",
+        "Kernels whose arrays lie on a mesh have a primitive that has no rule.",
+        '"reshard": _pass, ',
+        "",
+    ),
+    Mutation(
+        "triton-narrow-addresses",
+        "attention/kernel",
+        "Addresses of arrays above 4 GiB are 32 bits wide.",
+        'Type("i64" if ref.num_bytes > 2**32 else "i32", shape)',
+        'Type("i32", shape)',
+    ),
     # The attention kernel: lists of work, body, joining, tuning, elements.
     Mutation(
         "kernel-position-shifted",

@@ -1,13 +1,13 @@
-"""The backend of the kernels: Pallas over Triton, for CUDA and ROCm GPUs.
+"""The backend of the kernels: Pallas, which traces and interprets them.
 
-The only file that imports it. The kernels (`body.py`, `join.py`) are written with what
-is offered here, `jax.numpy` and loads by index; another backend with the same few
+The only file that imports it. What is traced becomes Triton's IR by Pallas' lowering
+or by jkv's own (`triton/`). The kernels (`body.py`, `join.py`) are written with what is
+offered here, `jax.numpy` and loads by index; another backend with the same few
 functions could replace it.
 """
 
 import functools
-import importlib.machinery
-import importlib.util
+import pathlib
 import sys
 import warnings
 from collections.abc import Callable
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -31,46 +32,63 @@ Results = TypeVar("Results")
 
 
 @functools.cache
-def _pallas() -> tuple[ModuleType, ModuleType]:
-    """Import Pallas and its Triton backend when a kernel first needs them.
+def _pallas() -> ModuleType:
+    """Import Pallas when a kernel first needs it.
 
     That takes a third of a second, and a program for CPUs never does.
     """
     from jax.experimental import pallas
-    from jax.experimental.pallas import triton
 
     from jkv.xla_flags import warn_of_missing_flags
 
     warn_of_missing_flags()
-    return pallas, triton
+    return pallas
+
+
+def _lowering() -> ModuleType:
+    """Import Pallas' lowering to Triton.
+
+    JAX 0.11 and later say that it is deprecated when they lower a kernel. It is known:
+    it is used in one file, and there is another.
+    """
+    from jax.experimental.pallas import triton
+
+    warnings.filterwarnings(
+        "ignore", "The Pallas Triton backend is deprecated", DeprecationWarning
+    )
+    return triton
+
+
+def _access(name: str) -> Callable[..., Any]:
+    """Return Pallas' masked `load` or `store`, public beside that lowering alone."""
+    try:
+        return getattr(_lowering(), name)
+    except ImportError:
+        from jax._src.pallas import primitives
+
+        access = getattr(primitives, name)
+        return lambda ref, *value, **options: access(ref, None, *value, **options)
 
 
 def why_missing() -> str | None:
-    """Say why this JAX has no kernels, None if it has; imports Pallas."""
+    """Say why this JAX does not lower kernels, None if it does; imports Pallas."""
     try:
-        _pallas()
+        _pallas(), _lowering()
     except ImportError as error:  # a jaxlib that was built without it
         return f"this JAX has no Pallas backend for GPUs ({error})"
     return None
 
 
 def is_installed() -> bool:
-    """Return whether Pallas and its backend seem to be there, without an import."""
-    name = "jax.experimental.pallas"
-    if sys.modules.get(f"{name}.triton", jax) is None:  # so that it cannot be imported
-        return False
-    package = importlib.util.find_spec(name)
-    if package is None:
-        return False
-    # To find what lies in a package, `find_spec` would import the package.
-    folders = package.submodule_search_locations
-    found = importlib.machinery.PathFinder.find_spec(f"{name}.triton", folders)
-    return found is not None
+    """Return whether Pallas' lowering seems to be there, without an import."""
+    folder = pathlib.Path(jax.__file__).parent / "experimental" / "pallas"
+    known = sys.modules.get("jax.experimental.pallas.triton", jax)
+    return known is not None and any(folder.glob("triton*"))
 
 
 def program_id(axis: int) -> jax.Array:
     """Return the index of this program on an axis of the grid, i32[]."""
-    index: jax.Array = _pallas()[0].program_id(axis)
+    index: jax.Array = _pallas().program_id(axis)
     return index
 
 
@@ -79,8 +97,7 @@ def load_masked(ref: Any, where: tuple[jax.Array, ...], mask: jax.Array) -> jax.
 
     Indices out of range must be brought into the array, mask or not.
     """
-    _, triton = _pallas()
-    loaded: jax.Array = triton.load(ref.at[where], mask=mask, other=0.0)
+    loaded: jax.Array = _access("load")(ref.at[where], mask=mask, other=0.0)
     return loaded
 
 
@@ -91,8 +108,15 @@ def store_masked(
 
     Indices must all differ, masked ones too: interpreting writes these back unchanged.
     """
-    _, triton = _pallas()
-    triton.store(ref.at[where], value, mask=mask)
+    _access("store")(ref.at[where], value, mask=mask)
+
+
+class Way(NamedTuple):
+    """How kernels become programs."""
+
+    interpret: bool = False  # operation by operation, on any platform
+    # For which platform jkv itself writes them in Triton's IR; None: Pallas does.
+    written_for: str | None = None
 
 
 class Compilation(NamedTuple):
@@ -100,7 +124,7 @@ class Compilation(NamedTuple):
 
     num_warps: int  # of a program
     num_stages: int  # of the pipeline that the compiler makes of its loop
-    interpret: bool  # whether it runs operation by operation, on any platform
+    way: Way
 
 
 def launch(
@@ -127,7 +151,7 @@ def launch(
     Returns:
       The arrays, as the results are given.
     """
-    pl, triton = _pallas()
+    pl, way = _pallas(), compilation.way
     leaves, structure = jax.tree.flatten(operands)
     shapes, result_structure = jax.tree.flatten(results)
     whole = pl.BlockSpec(memory_space=pl.ANY)
@@ -138,35 +162,41 @@ def launch(
         kernel(*inputs, *outputs)
 
     body.__name__ = name
-    # JAX 0.11 and later say so when they lower a kernel. It is known: the backend is in
-    # one file, so that it can be exchanged.
-    warnings.filterwarnings(
-        "ignore", "The Pallas Triton backend is deprecated", DeprecationWarning
-    )
     if is_manual():
         shapes = list(map(unvarying, shapes))
     changed = range(len(leaves) - len(shapes), len(leaves)) if in_place else ()
-    arrays = pl.pallas_call(
+    aliases = {number: index for index, number in enumerate(changed)}
+    stages, warps = compilation.num_stages, compilation.num_warps
+    numbers = {"num_stages": stages, "num_warps": warps}
+    call = pl.pallas_call(
         body,
         grid=grid,
         in_specs=[whole] * len(leaves),
         out_specs=[whole] * len(shapes),
         out_shape=shapes,
-        input_output_aliases={number: index for index, number in enumerate(changed)},
-        compiler_params=triton.CompilerParams(
-            num_warps=compilation.num_warps, num_stages=compilation.num_stages
-        ),
-        interpret=compilation.interpret,
-    )(*leaves)
-    return jax.tree.unflatten(result_structure, arrays)
+        input_output_aliases=aliases,
+        interpret=way.interpret,
+        compiler_params=_lowering().CompilerParams(**numbers) if way == Way() else None,
+    )
+    if way.written_for is not None:
+        from jkv.attention.kernel.triton.call import TARGET, write_module
+
+        numbers |= {"grid_x": grid[0], "grid_y": grid[1], "grid_z": 1}
+        call = functools.partial(
+            jax.ffi.ffi_call(TARGET, shapes, input_output_aliases=aliases),
+            name=name,
+            ir=write_module(name, call, leaves, way.written_for, grid),
+            debug=False,
+            **{key: np.int32(number) for key, number in numbers.items()},
+        )
+    return jax.tree.unflatten(result_structure, call(*leaves))
 
 
 def defer(
     function: Callable[..., Results],
     operands: tuple[Any, ...],
     results: Any,  # its results' shapes and dtypes
-    *,
-    interpret: bool = False,
+    way: Way,
 ) -> Results:
     """Return `function(*operands)`, traced only where it is lowered for a GPU.
 
@@ -182,7 +212,7 @@ def defer(
     """
     if is_manual():
         operands = vary_over(operands, varying_axes(operands))
-    elif interpret:
+    elif way.interpret:
         return function(*operands)
     leaves, structure = jax.tree.flatten(operands)
     shapes, result_structure = jax.tree.flatten(results)
@@ -190,7 +220,7 @@ def defer(
     def call(*leaves: jax.Array) -> list[jax.Array]:
         return jax.tree.leaves(function(*jax.tree.unflatten(structure, leaves)))
 
-    primitive = _interpreted if interpret else _deferred
+    primitive = _interpreted if way.interpret else _deferred
     found = primitive.bind(*leaves, call=call, results=tuple(shapes))
     deferred: Results = jax.tree.unflatten(result_structure, found)
     return deferred

@@ -32,25 +32,25 @@ from jkv.attention.kernel.work import list_prefill_work, size_prefill_work
 
 
 def differentiate_kernel(
-    call: Call, cotangents: Cotangents, *, tuning: Backward, interpret: bool
+    call: Call, cotangents: Cotangents, *, tuning: Backward, way: backend.Way
 ) -> Gradients:
     """Return the cotangents of the queries and, for float pools, of the pools."""
     check_call(call)
-    launch = functools.partial(_launch_all, tuning=tuning, interpret=interpret)
+    launch = functools.partial(_launch_all, tuning=tuning, way=way)
     given, shapes = (call, cotangents), shape_gradients(call)
-    return backend.defer(launch, given, shapes, interpret=interpret)
+    return backend.defer(launch, given, shapes, way)
 
 
 def _launch_all(
-    call: Call, cotangents: Cotangents, *, tuning: Backward, interpret: bool
+    call: Call, cotangents: Cotangents, *, tuning: Backward, way: backend.Way
 ) -> Gradients:
     call, cotangents = _leave_out_broken(call, cotangents)
-    variant = query_variant(call, tuning, interpret=interpret)
+    variant = query_variant(call, tuning, way=way)
     queries = _differentiate_queries(call, cotangents, variant)
     shapes = shape_gradients(call)
     if shapes.keys is None:
         return Gradients(queries, None, None)
-    variant = token_variant(call, tuning, interpret=interpret)
+    variant = token_variant(call, tuning, way=way)
     pools = _differentiate_pools(call, cotangents, variant)
     return Gradients(queries, pools.keys, pools.values)
 

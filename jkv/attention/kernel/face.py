@@ -1,4 +1,7 @@
-"""The kernels as a backend: which calls they take on which card, with what tiles."""
+"""The kernels as a backend: which calls they take on which card, with what tiles.
+
+What runs them is imported where it is called: most processes have no card.
+"""
 
 import dataclasses
 from typing import ClassVar
@@ -10,11 +13,7 @@ from jkv.attention.call import Call, Requests
 from jkv.attention.cards import Card
 from jkv.attention.derivative import Cotangents, Gradients
 from jkv.attention.kernel import backend, lists
-from jkv.attention.kernel.derivative import differentiate_kernel
 from jkv.attention.kernel.formats import KERNEL_FORMATS
-from jkv.attention.kernel.launches import attend_kernel
-from jkv.attention.kernel.planning import plan_work
-from jkv.attention.kernel.slots import store_rows, why_scattered
 from jkv.attention.kernel.table import Backward, Tile, Tuning
 from jkv.attention.kernel.tuning import (
     find_backward,
@@ -46,64 +45,87 @@ _INTERPRETED_BACKWARD = Backward(
 
 
 @dataclasses.dataclass(frozen=True)
-class Triton(Backend):
-    """Pallas kernels over Triton: compiled for GPUs, interpreted on a CPU by name."""
+class Kernels(Backend):
+    """The kernels: compiled for GPUs, interpreted on a CPU by name."""
 
-    name: ClassVar[str] = lists.NAME
     platforms: ClassVar[tuple[str, ...]] = ("cpu", "rocm", "cuda")
-    unasked: ClassVar[tuple[str, ...]] = ("rocm", "cuda")
     is_by_position: ClassVar[bool] = True
-    plan_nodes: ClassVar[tuple[type, ...]] = lists.NODES
-    plan_sizes: ClassVar[tuple[type, ...]] = lists.SIZES
+    is_written: ClassVar[bool] = False  # in Triton's IR by jkv itself, not by Pallas
 
     def why_not(self, call: Call, card: Card) -> str | None:
         """Say whether there is a row in the table; without a card, for any of them."""
         given = call.queries, call.pools
         if card.platform == "cpu":
-            return backend.why_missing() or why_never(*given)
-        return _why_no_backend(card) or why_not(*given, *card)
+            return self._why_missing(card) or why_never(*given)
+        return self._why_missing(card) or why_not(*given, *card)
 
     def attend(self, call: Call, card: Card) -> tuple[jax.Array, jax.Array]:
         """Run the kernels with the tiles for the card."""
-        is_interpreted = card.platform == "cpu"
-        tuning: Tuning | None = _INTERPRETED
-        if not is_interpreted:
-            tuning = find_tuning(call.queries, call.pools, *card)
+        from jkv.attention.kernel.launches import attend_kernel
+
+        way, given = self._find_way(card), (call.queries, call.pools)
+        tuning = _INTERPRETED if way.interpret else find_tuning(*given, *card)
         assert tuning is not None  # or there was a reason
-        return attend_kernel(call, tuning=tuning, interpret=is_interpreted)
+        return attend_kernel(call, tuning=tuning, way=way)
 
     def why_not_derived(self, call: Call, card: Card) -> str | None:
         """Say the same of the derivative's table."""
         given = call.queries, call.pools
         if card.platform == "cpu":
-            return backend.why_missing() or why_no_derivative(*given)
-        return _why_no_backend(card) or why_no_tile(*given, *card)
+            return self._why_missing(card) or why_no_derivative(*given)
+        return self._why_missing(card) or why_no_tile(*given, *card)
 
     def differentiate(
         self, call: Call, cotangents: Cotangents, card: Card
     ) -> Gradients:
         """Run the derivative's kernels."""
-        is_interpreted = card.platform == "cpu"
-        tuning: Backward | None = _INTERPRETED_BACKWARD
-        if not is_interpreted:
-            tuning = find_backward(call.queries, call.pools, *card)
-        assert tuning is not None  # or there was a reason
-        return differentiate_kernel(
-            call, cotangents, tuning=tuning, interpret=is_interpreted
+        from jkv.attention.kernel.derivative import differentiate_kernel
+
+        way, given = self._find_way(card), (call.queries, call.pools)
+        tuning = (
+            _INTERPRETED_BACKWARD if way.interpret else find_backward(*given, *card)
         )
+        assert tuning is not None  # or there was a reason
+        return differentiate_kernel(call, cotangents, tuning=tuning, way=way)
 
     def why_not_stored(self, write: SlotWrite, card: Card) -> str | None:
         """Say why scatters store rows; they do where no card of the platform is."""
+        from jkv.attention.kernel.slots import why_scattered
+
         if card.target is None or find_family(*card) is None:
             return f"there are no kernels for {card.target or card.platform}"
         if not {*write.formats} <= KERNEL_FORMATS.keys():
             return "there is no kernel for the format"
-        return backend.why_missing() or why_scattered(write.arrays)
+        return self._why_missing(card) or why_scattered(write.arrays)
 
     def store(self, write: SlotWrite, card: Card) -> dict[str, jax.Array]:
         """Store by one launch for all arrays."""
-        del card
-        return store_rows(write, interpret=False)
+        from jkv.attention.kernel.slots import store_rows
+
+        return store_rows(write, way=self._find_way(card))
+
+    def _find_way(self, card: Card) -> backend.Way:
+        if card.platform == "cpu":
+            return backend.Way(interpret=True)
+        return backend.Way(written_for=card.platform if self.is_written else None)
+
+    def _why_missing(self, card: Card) -> str | None:
+        if self.is_written:
+            return None
+        if card.platform == "cpu" or card.target is not None:
+            return backend.why_missing()
+        # Without a card the kernel may be lowered elsewhere or, as mostly, never.
+        return None if backend.is_installed() else "this JAX has no Pallas for GPUs"
+
+
+@dataclasses.dataclass(frozen=True)
+class Pallas(Kernels):
+    """The kernels as Pallas lowers them, and the lists of a step for all kernels."""
+
+    name: ClassVar[str] = lists.NAME
+    unasked: ClassVar[tuple[str, ...]] = ("rocm", "cuda")
+    plan_nodes: ClassVar[tuple[type, ...]] = lists.NODES
+    plan_sizes: ClassVar[tuple[type, ...]] = lists.SIZES
 
     def plan(
         self,
@@ -113,11 +135,14 @@ class Triton(Backend):
         step: StepShape,
     ) -> lists.WorkLists | None:
         """List what the programs of a step read, where there is a card."""
+        from jkv.attention.kernel.planning import plan_work
+
         return plan_work(pools, requests, reference_counts, step)
 
 
-def _why_no_backend(card: Card) -> str | None:
-    if card.target is not None:
-        return backend.why_missing()
-    # Without a card the kernel may be lowered elsewhere or, as mostly, never.
-    return None if backend.is_installed() else "this JAX has no Pallas for GPUs"
+@dataclasses.dataclass(frozen=True)
+class Triton(Kernels):
+    """The kernels as jkv itself brings them to Triton, by name alone."""
+
+    name: ClassVar[str] = "triton"
+    is_written: ClassVar[bool] = True

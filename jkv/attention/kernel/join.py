@@ -31,7 +31,7 @@ def join_pieces(
     partial_lse: jax.Array,  # f32[W, H], log2
     dtype: jax.typing.DTypeLike,
     *,
-    interpret: bool,
+    way: backend.Way,
 ) -> tuple[jax.Array, jax.Array]:
     """Return [R, H, Dv] and the log-sum-exp f32[R, H]; no piece, no output."""
     num_rows, (num_entries, num_heads, value_dim) = pieces.first.shape[0], partial.shape
@@ -48,7 +48,7 @@ def join_pieces(
             jax.ShapeDtypeStruct((num_rows, num_heads), jnp.float32),
         ),
         grid=(num_rows, num_heads),
-        compilation=backend.Compilation(num_warps, 1, interpret),
+        compilation=backend.Compilation(num_warps, 1, way),
     )
     return output, lse
 

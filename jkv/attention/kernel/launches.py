@@ -41,17 +41,17 @@ from jkv.attention.kernel.work import (
 
 
 def attend_kernel(
-    call: Call, *, tuning: Tuning, interpret: bool
+    call: Call, *, tuning: Tuning, way: backend.Way
 ) -> tuple[jax.Array, jax.Array]:
     """Return [R, H, Dv] in the output's dtype and the log-sum-exp, f32[R, H]."""
     check_call(call)
     launch = _launch_by_position if call.by_position else _launch_all
-    launch = functools.partial(launch, tuning=tuning, interpret=interpret)
-    return backend.defer(launch, (call,), call.results, interpret=interpret)
+    launch = functools.partial(launch, tuning=tuning, way=way)
+    return backend.defer(launch, (call,), call.results, way)
 
 
 def _launch_by_position(
-    call: Call, *, tuning: Tuning, interpret: bool
+    call: Call, *, tuning: Tuning, way: backend.Way
 ) -> tuple[jax.Array, jax.Array]:
     """Go through all rows in tiles of one shape, each with one piece of its context.
 
@@ -78,20 +78,20 @@ def _launch_by_position(
             call.requests, sizes, num_parts=num_parts, part_size=part_size
         )
     variant = position_variant(
-        call, tuning, sizes.piece_tokens, sizes.num_pieces, interpret=interpret
+        call, tuning, sizes.piece_tokens, sizes.num_pieces, way=way
     )
     num_places = call.num_rows * variant.num_pieces
     return attend_pieces("jkv_position", call, listed, variant, num_places)
 
 
 def _launch_all(
-    call: Call, *, tuning: Tuning, interpret: bool
+    call: Call, *, tuning: Tuning, way: backend.Way
 ) -> tuple[jax.Array, jax.Array]:
-    variant = decode_variant(call, tuning, interpret=interpret)
+    variant = decode_variant(call, tuning, way=way)
     output, lse = decode_rows(call, variant, tuning.programs)
     if call.num_rows < 2 or call.is_decoding:
         return output, lse
-    variant = prefill_variant(call, tuning, interpret=interpret)
+    variant = prefill_variant(call, tuning, way=way)
     return prefill_rows(call, variant, output, lse)
 
 
@@ -218,7 +218,7 @@ def attend_pieces(
         partial,
         partial_lse,
         call.output_dtype,
-        interpret=variant.interpret,
+        way=variant.way,
     )
 
 
@@ -277,4 +277,4 @@ def find_compilation(variant: Variant, *, is_rare: bool = False) -> backend.Comp
     What hardly ever runs has no tiles in flight, in the registers that they take.
     """
     tile, stages = variant.tile, 1 if is_rare else variant.tile.num_stages
-    return backend.Compilation(tile.num_warps, stages, variant.interpret)
+    return backend.Compilation(tile.num_warps, stages, variant.way)

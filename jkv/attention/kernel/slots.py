@@ -52,18 +52,19 @@ def why_scattered(arrays: dict[str, jax.Array]) -> str | None:
     return "one array is one launch either way" if len(arrays) == 1 else None
 
 
-def store_rows(write: SlotWrite, *, interpret: bool) -> dict[str, jax.Array]:
+def store_rows(write: SlotWrite, *, way: backend.Way) -> dict[str, jax.Array]:
     """Return the arrays with the rows in their slots; they are changed in place."""
-    launch = functools.partial(_launch, interpret=interpret)
+    launch = functools.partial(_launch, way=way)
     results = {
         name: jax.ShapeDtypeStruct(array.shape, array.dtype)
         for name, array in write.arrays.items()
     }
-    return backend.defer(launch, (write,), results, interpret=interpret)
+    return backend.defer(launch, (write,), results, way)
 
 
-def _launch(write: SlotWrite, *, interpret: bool) -> dict[str, jax.Array]:
+def _launch(write: SlotWrite, *, way: backend.Way) -> dict[str, jax.Array]:
     num_rows, num_kv_heads = write.num_rows, write.pool.shape[2]
+    interpret = way.interpret
     if not num_rows:
         return write.arrays
     # Where it is compiled nothing is done to make bits of numbers, as in `view_as`.
@@ -93,7 +94,7 @@ def _launch(write: SlotWrite, *, interpret: bool) -> dict[str, jax.Array]:
             },
         ),
         grid=(num_rows, num_kv_heads),
-        compilation=backend.Compilation(_NUM_WARPS, 1, interpret),
+        compilation=backend.Compilation(_NUM_WARPS, 1, way),
         in_place=True,
     )
     stored: dict[str, jax.Array] = arrays

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from jkv.attention.call import Call
+from jkv.attention.kernel.backend import Way
 from jkv.attention.kernel.formats import KERNEL_FORMATS, KernelFormat
 from jkv.attention.kernel.table import Backward, Tile, Tuning
 from jkv.attention.kernel.tuning import find_operand_dtype, find_weight_dtype
@@ -30,10 +31,15 @@ class Variant:
     value_format: KernelFormat
     soft_cap: float | None
     num_parts: int  # of a block, of which the pools have one
-    interpret: bool
+    way: Way
     # By position: tokens of a piece, and pieces of the longest context. 0 otherwise.
     piece_tokens: int = 0
     num_pieces: int = 0
+
+    @property
+    def interpret(self) -> bool:
+        """Whether the kernel is interpreted."""
+        return self.way.interpret
 
     @property
     def has_words(self) -> bool:
@@ -53,38 +59,38 @@ class Variant:
         return self.is_decode or self.num_pieces > 0
 
 
-def decode_variant(call: Call, tuning: Tuning, *, interpret: bool) -> Variant:
+def decode_variant(call: Call, tuning: Tuning, *, way: Way) -> Variant:
     """Return the variant for requests of one row."""
     row_heads = count_decode_heads(call.heads_per_kv, tuning)
     tile = tuning.decode_tile(call.soft_cap)
-    return _make_variant(call, tile, row_heads, 1, True, interpret)
+    return _make_variant(call, tile, row_heads, 1, True, way)
 
 
-def prefill_variant(call: Call, tuning: Tuning, *, interpret: bool) -> Variant:
+def prefill_variant(call: Call, tuning: Tuning, *, way: Way) -> Variant:
     """Return the variant for requests of several rows."""
     row_heads, row_tokens = cut_prefill_rows(call.heads_per_kv, tuning)
-    return _make_variant(call, tuning.prefill, row_heads, row_tokens, False, interpret)
+    return _make_variant(call, tuning.prefill, row_heads, row_tokens, False, way)
 
 
 def position_variant(
-    call: Call, tuning: Tuning, piece_tokens: int, num_pieces: int, *, interpret: bool
+    call: Call, tuning: Tuning, piece_tokens: int, num_pieces: int, *, way: Way
 ) -> Variant:
     """Return the variant for all rows, in pieces by position."""
     tile = tuning.position_tile(call.soft_cap)
     row_heads, row_tokens = cut_rows(call.heads_per_kv, tile)
-    variant = _make_variant(call, tile, row_heads, row_tokens, False, interpret)
+    variant = _make_variant(call, tile, row_heads, row_tokens, False, way)
     return dataclasses.replace(
         variant, piece_tokens=piece_tokens, num_pieces=num_pieces
     )
 
 
-def query_variant(call: Call, tuning: Backward, *, interpret: bool) -> Variant:
+def query_variant(call: Call, tuning: Backward, *, way: Way) -> Variant:
     """Return the variant for the queries' derivative."""
     row_heads, row_tokens = cut_rows(call.heads_per_kv, tuning.queries)
-    return _make_variant(call, tuning.queries, row_heads, row_tokens, False, interpret)
+    return _make_variant(call, tuning.queries, row_heads, row_tokens, False, way)
 
 
-def token_variant(call: Call, tuning: Backward, *, interpret: bool) -> Variant:
+def token_variant(call: Call, tuning: Backward, *, way: Way) -> Variant:
     """Return the variant for the keys' and values' derivative.
 
     A tile of tokens lies in one block; of the last one slots may not be there. Its rows
@@ -93,7 +99,7 @@ def token_variant(call: Call, tuning: Backward, *, interpret: bool) -> Variant:
     tile = tuning.tokens
     tokens = min(max(_pad(call.pools.block_size), _MIN_ROWS), tile.tokens)
     tile = dataclasses.replace(tile, tokens=tokens)
-    return _make_variant(call, tile, tile.rows, 1, False, interpret)
+    return _make_variant(call, tile, tile.rows, 1, False, way)
 
 
 def count_decode_heads(heads_per_kv: int, tuning: Tuning) -> int:
@@ -129,7 +135,7 @@ def _make_variant(
     row_heads: int,
     row_tokens: int,
     is_decode: bool,
-    interpret: bool,
+    way: Way,
 ) -> Variant:
     return Variant(
         is_decode=is_decode,
@@ -146,5 +152,5 @@ def _make_variant(
         value_format=KERNEL_FORMATS[call.pools.formats.value],
         soft_cap=call.soft_cap,
         num_parts=call.num_parts,
-        interpret=interpret,
+        way=way,
     )

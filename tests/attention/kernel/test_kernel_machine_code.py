@@ -9,21 +9,28 @@ card alone are made anew.
 
 import functools
 import json
-import os
 
 import jax
 import jax.numpy as jnp
 import pytest
 from support.kernel_lowering import (
+    PALLAS,
     find_kernels,
     lower,
     lower_derivative,
-    lower_kernels,
     make_shapes,
-    shape,
+)
+from support.kernel_table import (
+    BACKWARD_SHAPES,
+    FEW_BACKWARD,
+    KEEP,
+    SHAPES,
+    STORED,
+    TARGETS,
+    kernels_of,
 )
 from support.paths import ROOT
-from support.slot_writes import Sizes, shape_write
+from support.slot_writes import shape_write
 
 from jkv.attention.kernel.slots import store_rows
 from jkv.attention.kernel.table import TABLE
@@ -38,134 +45,13 @@ from support.triton_machine_code import (  # noqa: E402
     compile_kernel,
 )
 
-KEEP = bool(os.environ.get("JKV_KEEP_RESULTS"))
 RESULTS = ROOT / "benchmarks" / "results" / "kernel_code.json"
-# All the options there are, blocks smaller than a tile, a group that is padded.
-HARDEST = {"group": 12, "block_size": 4, "options": "all"}
-# Blocks that hold a tile leave other registers free: a window and a soft cap on bytes
-# took more of gfx1201's than in blocks of 4, and a kv head for each query head most.
-WHOLE = {"group": 1, "block_size": 64, "options": "all"}
-# Head dim, value head dim, the rest: each row of the table by its hardest shapes.
-SHAPES = [
-    (96, 96, HARDEST),
-    (128, 128, {"dtype": "float16", **HARDEST}),
-    (64, 64, HARDEST),
-    (256, 256, HARDEST),
-    (256, 256, {}),
-    (576, 512, HARDEST),
-    *((dim, dim, {"dtype": "float32"}) for dim in (96, 128, 256)),
-    *((dim, dim, {"dtype": "float32", **HARDEST}) for dim in (64, 112, 208, 240)),
-    (128, 128, {"dtype": "float32", "kv_dtype": "int8", **HARDEST}),
-    (576, 512, {"dtype": "float32", **HARDEST}),
-    (128, 128, {"kv_dtype": "float8_e4m3fn", **HARDEST}),
-    *((dim, dim, WHOLE) for dim in (128, 256)),
-    (128, 128, {"kv_dtype": "int8", **WHOLE}),
-    (256, 256, {"kv_dtype": "int8"}),
-    # Narrow bytes, and heads cut into three pieces, which have rows of their own.
-    *((64, 64, {"kv_dtype": "int8", **options}) for options in ({}, HARDEST)),
-    (112, 112, {"kv_dtype": "int8", **HARDEST}),
-    (176, 176, HARDEST),
-    (224, 224, HARDEST),
-    (576, 512, {"kv_dtype": "float8_e4m3fn", "group": 16}),
-    # Head dims that are no multiples of 16, and blocks that are no power of two.
-    (72, 72, {"group": 4, "block_size": 24, "options": "all"}),
-    (120, 120, {"kv_dtype": "int8", "group": 8, "block_size": 24}),
-    # One long context in many pieces, which are joined by several warps.
-    *((dim, min(dim, 512), {"rows": 1}) for dim in (128, 576)),
-]
-# Options by block size and query heads of a kv head, for the widest of some rows.
-CROSS = [
-    (dim, dim, {**kind, "group": group, "block_size": size, "options": options})
-    for dim, kind in (
-        (128, {}),
-        (64, {"kv_dtype": "int8"}),
-        (128, {"kv_dtype": "int8"}),
-    )
-    for options in ("window", "soft cap", "all")
-    for size in (4, 64)
-    for group in (1, 7)
-]
-if KEEP:  # the whole table
-    SHAPES += CROSS
-    SHAPES += [(dim, dim, {}) for dim in (64, 80, 96, 128, 192, 256)]
-    SHAPES += [(192, 128, {}), (576, 512, {"group": 16})]
-    SHAPES += [(dim, dim, HARDEST) for dim in (128, 192)]
-    SHAPES += [
-        (dim, min(dim, 512), {"kv_dtype": kv_dtype, **options})
-        for kv_dtype in ("int8", "float8_e4m3fn")
-        for dim in (64, 128, 256, 576)
-        for options in ({}, HARDEST)
-    ]
-    SHAPES += [(128, 128, {"kv_dtype": "int8", "dtype": "float32"})]
-    SHAPES += [(64, 64, {"dtype": "float32"}), (576, 512, {"group": 128})]
-if os.environ.get("JKV_ALL_SHAPES"):  # every head dim, in each kind of storage
-    SHAPES += [
-        (dim, dim, {**kind, **options})
-        for dim in range(16, 257, 16)
-        for kind in ({}, {"dtype": "float16"}, {"kv_dtype": "int8"})
-        for options in ({}, HARDEST)
-    ]
-    SHAPES += [(dim, dim, {"dtype": "float32"}) for dim in range(16, 257, 16)]
-    SHAPES += [
-        (dim, dim, {"kv_dtype": "float8_e4m3fn", **HARDEST})
-        for dim in range(16, 257, 16)
-    ]
-# Of derivatives: pools of whole floats, in blocks smaller and larger than a tile.
-BACKWARD_SHAPES = [
-    (dim, min(dim, 512), {"dtype": dtype, "has_bits": False, **options})
-    for dtype, dims in (
-        ("float16", (64, 80, 128, 192, 256, 576)),
-        ("float32", (64, 96, 112, 128, 256)),
-    )
-    for dim in dims
-    for options in (HARDEST, {"block_size": 64})
-]
-BACKWARD_SHAPES += [
-    (72, 72, {"dtype": "float16", "has_bits": False, "group": 3, "block_size": 24})
-]
-# bfloat16 in two ways: as numbers, and as bits, of which only queries have gradients.
-BACKWARD_SHAPES += [(128, 128, {"has_bits": bits, **HARDEST}) for bits in (False, True)]
-if os.environ.get("JKV_ALL_SHAPES"):
-    BACKWARD_SHAPES += [
-        (dim, dim, {"dtype": dtype, "has_bits": False, **HARDEST})
-        for dtype in ("float16", "float32")
-        for dim in range(16, 257, 16)
-    ]
-FEW_BACKWARD = [
-    (128, 128, {"dtype": dtype, "has_bits": False, **HARDEST})
-    for dtype in ("float16", "float32")
-]
-# Of the kernel that stores rows: plain, latent in parts of blocks, floats, and rounded.
-STORED = [
-    Sizes(head_dims=(128, 128), heads=8, block_size=16, blocks=2**17),
-    Sizes(head_dims=(576,), heads=1, block_size=24, part=1),
-    Sizes(dtype="int8", head_dims=(72, 72), heads=8, block_size=16),
-    Sizes(dtype="float16", head_dims=(128, 128), heads=8, block_size=16),
-    Sizes(dtype="float32", head_dims=(256, 256), heads=8, block_size=16),
-    Sizes(dtype="int8", head_dims=(128, 128), heads=8, block_size=16),
-    Sizes(dtype="float8_e4m3fn", head_dims=(256, 256), block_size=16, given="float32"),
-    Sizes(dtype="float8_e5m2", head_dims=(576,), heads=1, block_size=24, part=1),
-]
-FEW = [(128, 128, HARDEST), (256, 256, {}), (576, 512, {"group": 16})]
-FEW += [(128, 128, {"kv_dtype": "int8", **HARDEST})]
-FEW += [(128, 128, {"dtype": "float32", **HARDEST})]
-# Where the code runs, the card that was known when it was traced, and which shapes.
-TARGETS = [
-    *(("rocm", t, t, SHAPES) for t in ("gfx90a", "gfx942", "gfx950")),
-    *(("rocm", t, t, SHAPES) for t in ("gfx1100", "gfx1201")),
-    ("cuda", "sm_90", "sm_90", SHAPES),
-    *(("rocm", t, None, FEW) for t in ("gfx90a", "gfx942", "gfx950", "gfx1100")),
-    *(("cuda", t, None, FEW) for t in ("sm_80", "sm_89", "sm_90")),
-    # Cards that share a family's rows with those above.
-    ("rocm", "gfx1250", "gfx1250", FEW),
-    *(("cuda", t, t, FEW) for t in ("sm_100", "sm_120")),
-]
 # Of a carried step of bytes in one block, where it waits for memory more than once.
 MORE_WAITS = {("gfx1100", 48): 3, ("gfx1100", 96): 2}
 # Launched with every prompt, but what follows a look for NaN hardly ever runs: it may
 # keep registers in memory where the kernel beside it has none left.
 RARE = "jkv_isolate", "jkv_isolate_queries"
-store = functools.partial(store_rows, interpret=False)
+store = functools.partial(store_rows, way=PALLAS)
 table: list[dict[str, object]] = []
 
 
@@ -201,30 +87,6 @@ def _find_part(entry):
         "jkv_store": "store",
     }
     return entry["target"], entry["card"], tests.get(entry["kernel"], "attention")
-
-
-@functools.cache
-def kernels_of(platform, tuning, head_dim, value_dim, fields, lower=lower_kernels):
-    """The kernels of a call, the same for all targets of a family; fields as JSON."""
-    fields = json.loads(fields)
-    wanted, options = fields.pop("options", "none"), {}
-    queries, pools = make_shapes(head_dim, value_dim=value_dim, **fields)
-    if wanted in ("window", "all"):
-        options["window"] = shape()
-    if wanted in ("soft cap", "all"):
-        options["soft_cap"] = 30.0
-    if wanted == "all":
-        options["sinks"] = shape(queries.shape[1], dtype=jnp.float32)
-    call = queries, pools, tuning, platform
-    found = find_kernels(lower(*call, **options))
-    if wanted == "all" and lower is lower_kernels:
-        options["by_position"] = True
-        found += find_kernels(lower_kernels(*call, **options))[:1]
-        if fields.get("group", 4) <= 8:  # or a tile has no room for others' rows
-            del options["window"]
-            with_lanes = lower_kernels(*call, has_lanes=True, **options)
-            found += find_kernels(with_lanes)[:1]
-    return found
 
 
 @pytest.mark.slow

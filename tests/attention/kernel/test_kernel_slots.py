@@ -14,13 +14,14 @@ from support.slot_writes import Sizes, make_write, shape_write
 
 import jkv
 from jkv.attention import cards, choice
+from jkv.attention.kernel.backend import Way
 from jkv.attention.kernel.slots import store_rows, why_scattered
 from jkv.attention.slots import SlotWrite, scatter
 from jkv.verbs import writing
 
 # Interpreted on a CPU, compiled where there is a GPU.
-here = functools.partial(store_rows, interpret=jax.default_backend() == "cpu")
-compiled = functools.partial(store_rows, interpret=False)
+here = functools.partial(store_rows, way=Way(jax.default_backend() == "cpu"))
+compiled = functools.partial(store_rows, way=Way())
 
 
 def draw_write(sizes, seed=0):

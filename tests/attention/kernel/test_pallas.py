@@ -6,8 +6,6 @@ every operand for every program, so the pools are tiny.
 
 import dataclasses
 import functools
-import subprocess
-import sys
 
 import chex
 import jax
@@ -524,28 +522,6 @@ def test_values_in_the_keys_are_a_slice_of_them(implementation):
     assert_close(output, expected_output)
     assert_close(found, expected)
     assert np.asarray(expected).any()
-
-
-def test_without_the_backend():
-    """A jaxlib without Triton: everything but the kernel works, which says so."""
-    program = """
-import sys
-sys.modules["jax.experimental.pallas.triton"] = None  # importing it raises
-import jax.numpy as jnp
-import jkv
-pool = jnp.ones((2, 1, 4, 16))
-numbers = [jnp.array([n]) for n in (0, 1, 5)]
-rows = jnp.ones((1, 1, 16))
-call = [rows, pool, pool, None, jnp.array([[1, 0]]), None, *numbers]
-assert (jkv.paged_attention(*call) == 1.0).all()
-try:
-    jkv.paged_attention(*call, implementation="pallas")
-except NotImplementedError as error:
-    assert "no Pallas backend" in str(error), error
-else:
-    raise AssertionError("not refused")
-"""
-    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.one_end
