@@ -633,7 +633,9 @@ def test_mistakes_are_explained():
         with pytest.raises(ValueError, match=words):
             paged_attention(*bad, **options)
 
-    refuses("None or one of 'pallas', 'triton', 'xla_small', 'xla'", implementation="cuda")
+    refuses(
+        "None or one of 'pallas', 'triton', 'xla_small', 'xla'", implementation="cuda"
+    )
     refuses("queries must have 3 axes", (0, good[0][0]))
     refuses("key_pool must have 5 axes", (1, good[1][0]))
     refuses("key_pool must have 4 axes", (3, None))
