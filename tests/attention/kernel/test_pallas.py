@@ -251,6 +251,12 @@ CASES = {
         storage="int8",
         queries="float16",
     ),
+    "latent, values as wide as keys": case(
+        kv_heads=1, group=4, head_dim=48, value_dim=48, is_latent=True, **BITS
+    ),
+    "bfloat16 keys, int8 values": case(
+        group=3, head_dim=48, value_dim=48, values="int8", **BITS
+    ),
     "int8 keys, int4 values, everything": case(
         group=3,
         head_dim=48,
