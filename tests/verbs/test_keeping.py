@@ -247,6 +247,21 @@ def test_what_comes_back_raises_what_leads_up_to_it():
 
 
 @pytest.mark.further
+def test_a_parent_that_was_stored_in_a_lower_class_comes_back_in_its_childs():
+    store = jkv.BlockStore(2**20)
+    cache, spilled = jkv.spill(played(fresh(), A), 4)
+    store.put(spilled)
+    cache, _ = jkv.restore(cache, store.find([*A]))
+    _, spilled = jkv.spill(played(cache, A, keep=2), 1)  # the child alone goes
+    store.put(spilled)
+    stored = store.find([*A])
+    assert stored.classes.tolist() == [0, 2]
+    cache, num = jkv.restore(fresh(), stored)
+    jkv.check(cache)
+    assert num == 2 and found(pressed(played(cache, B), 6), A, B) == [8, 0]
+
+
+@pytest.mark.further
 def test_a_donated_free_copies_nothing_by_the_pool():
     cache = jkv.init(
         jkv.CacheConfig(
