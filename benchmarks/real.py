@@ -144,7 +144,10 @@ def make_prompts(case: Case, path: pathlib.Path, vocabulary: int) -> list[list[i
     questions = QUESTIONS.read_text().splitlines()
     if chats:
         questions = [pretrained.render_chat(path, each) for each in questions]
-    return [each.ids for each in tokenizer.encode_batch(questions, not chats)]
+    return [
+        each.ids
+        for each in tokenizer.encode_batch(questions, add_special_tokens=not chats)
+    ]
 
 
 def start_anew(peer: str, path: pathlib.Path, threads: int) -> Iterator[dict[str, Any]]:
