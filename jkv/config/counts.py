@@ -11,6 +11,8 @@ import numpy as np
 MAX_COUNT = 2**30 - 1
 # Each class is compiled into the programs that take blocks.
 MOST_CLASSES = 8
+# Fields of a configuration whose cache finds nothing again.
+WITHOUT_INDEX: dict[str, Any] = {"prefix_caching": False, "keep_classes": 1}
 
 
 def checked_count(name: str, value: Any) -> int:

@@ -16,6 +16,7 @@ import numpy as np
 
 from jkv.arguments import explains_arguments
 from jkv.config.cache_config import CacheConfig
+from jkv.config.counts import WITHOUT_INDEX
 from jkv.config.grouped_config import GroupedConfig
 from jkv.decoding.model.protocol import Model
 from jkv.making.initialization import init
@@ -150,7 +151,7 @@ def _for_one_sequence(config: Config) -> Config:
         fewer: dict[str, Any] = dict(num_snapshots=0, snapshot_every=None)
         if isinstance(group, CacheConfig):
             num_blocks = group.most_blocks(CHUNK_SIZE)
-            fewer = dict(num_blocks=num_blocks, prefix_caching=False, keep_classes=1)
+            fewer = dict(num_blocks=num_blocks, **WITHOUT_INDEX)
         return dataclasses.replace(group, max_sequences=1, **fewer)
 
     return _replace_groups(config, change)
@@ -161,9 +162,7 @@ def _replace_groups(config: Config, change: Callable[[Any], Any]) -> Config:
         changed: CacheConfig = change(config)
         return changed
     groups = tuple(map(change, config.groups))
-    return dataclasses.replace(
-        config, groups=groups, prefix_caching=False, keep_classes=1
-    )
+    return dataclasses.replace(config, groups=groups, **WITHOUT_INDEX)
 
 
 def _read(

@@ -92,6 +92,20 @@ def lower(metadata: Metadata, number: int, block: jax.Array) -> Metadata:
     return metadata.with_group(number, dataclasses.replace(group, free_blocks=free))
 
 
+def renew(
+    metadata: Metadata, number: int, block: jax.Array, keep: ring.Keep | None
+) -> Metadata:
+    """Let free blocks of a group, i32[P], be the last to be handed out, in this order.
+
+    What is not free stays where it is; N is dropped. `keep` is the least class and time
+    of each, [P]; None where there is one class.
+    """
+    group = metadata.groups[number]
+    owners = group.reference_counts.at[block].get(mode="fill", fill_value=1)
+    free = ring.renew(group.free_blocks, block, owners == 0, keep)
+    return metadata.with_group(number, dataclasses.replace(group, free_blocks=free))
+
+
 def grant(
     metadata: Metadata,
     number: int,

@@ -56,12 +56,7 @@ def remove(ring: Ring, ids: jax.Array, leaving: jax.Array) -> Ring:
 
 def entries(ring: Ring, index: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the ids at distances from the head, i32[P], and which are entries."""
-    return _entries(ring, indices_of(ring), index)
-
-
-def _entries(
-    ring: Ring, indices: jax.Array, index: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+    indices = indices_of(ring)
     stored_at = wrap(ring, ring.head + index)
     ids = ring.ids.at[stored_at].get(mode="clip")
     inside = (index >= 0) & (index < ring.span)
@@ -102,21 +97,20 @@ def gather(
 
 def reach(ring: Ring, num: jax.Array) -> jax.Array:
     """Return how far from the head `num` entries reach, in whole chunks, i32[]."""
-    indices = indices_of(ring)
     return while_loop(
         lambda state: (state[1] < num) & (state[0] < ring.span),
-        lambda state: _count_chunk(ring, indices, *state),
+        lambda state: _count_chunk(ring, *state),
         (jnp.int32(0), jnp.int32(0)),
     )[0]
 
 
 @stage
 def _count_chunk(
-    ring: Ring, indices: jax.Array, end: jax.Array, found: jax.Array
+    ring: Ring, end: jax.Array, found: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Count the entries of one chunk; return where it ends, and how many there are."""
     lanes = jnp.arange(CHUNK, dtype=jnp.int32)
-    more = jnp.sum(_entries(ring, indices, end + lanes)[1], dtype=jnp.int32)
+    more = jnp.sum(entries(ring, end + lanes)[1], dtype=jnp.int32)
     return jnp.minimum(end + CHUNK, ring.span), found + more
 
 

@@ -284,9 +284,9 @@ def _evict_from(
         chunk,
         (metadata, jnp.int32(0), jnp.int32(0)),
     )
-    if free.kept is not None:
-        free = metadata.groups[number].free_blocks
-    group = dataclasses.replace(group, free_blocks=free.changed(forgotten=evicted))
+    group = metadata.groups[number]
+    free = group.free_blocks.changed(forgotten=evicted)
+    group = dataclasses.replace(group, free_blocks=free)
     return metadata.with_group(number, group), evicted
 
 

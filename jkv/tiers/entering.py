@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata import allocator, ring
+from jkv.metadata import allocator
 from jkv.metadata.ring import Keep
 from jkv.prefixes import hash_tables, hashing
 from jkv.prefixes.hash_tables import Prefixes
@@ -179,12 +179,8 @@ def _renew(metadata: Metadata, blocks: jax.Array, keep: Keep | None) -> Metadata
       keep: the least class and time of each, [W]; None where there is one class.
     """
     for number in metadata.block_numbers:
-        group = metadata.groups[number]
         own = find_partners(metadata, number, blocks)
-        owners = group.reference_counts.at[own].get(mode="fill", fill_value=1)
-        free = ring.renew(group.free_blocks, own, owners == 0, keep)
-        group = dataclasses.replace(group, free_blocks=free)
-        metadata = metadata.with_group(number, group)
+        metadata = allocator.renew(metadata, number, own, keep)
     return metadata
 
 

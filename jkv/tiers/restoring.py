@@ -136,14 +136,15 @@ def _enter_all(
     keep = _raise_parents(spilled, stands < nothing, metadata.num_classes)
     # The pool hands out from the front: children before their parents.
     for start in reversed(starts):
-
-        def padded(values: np.ndarray, fill: int, start: int = start) -> np.ndarray:
-            part = values[start : start + LANES_PER_CALL][::-1]
-            return np.pad(part, (0, LANES_PER_CALL - len(part)), constant_values=fill)
-
-        of_class = keep and Keep(*(padded(each, 0) for each in keep))
-        metadata = renew(metadata, padded(stands, nothing), of_class)
+        of_class = keep and Keep(*(_take_back(each, start, 0) for each in keep))
+        metadata = renew(metadata, _take_back(stands, start, nothing), of_class)
     return cache.with_metadata(metadata), stands, written
+
+
+def _take_back(values: np.ndarray, start: int, fill: int) -> np.ndarray:
+    """Return the values of a call's lanes, [LANES_PER_CALL], the last one first."""
+    part = values[start : start + LANES_PER_CALL][::-1]
+    return np.pad(part, (0, LANES_PER_CALL - len(part)), constant_values=fill)
 
 
 def _raise_parents(

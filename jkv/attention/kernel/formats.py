@@ -92,7 +92,7 @@ class KernelFormat:
         tiles: list[jax.Array],
         dtype: np.dtype[Any],
         *,
-        above: float,
+        is_exact: bool,
         interpret: bool,
     ) -> list[jax.Array]:
         """Return what is multiplied for the sections whose elements were loaded.
@@ -100,10 +100,10 @@ class KernelFormat:
         Args:
           tiles: elements.
           dtype: as below.
-          above: how much larger operands are than numbers, 0 or what the method says.
+          is_exact: whether operands are the numbers; else they may be above them.
           interpret: as below.
         """
-        del above
+        del is_exact
         return [
             (self.words_to_operand if tile.dtype == WORD else self.to_operand)(
                 tile, dtype, interpret=interpret
@@ -255,14 +255,14 @@ class Nibbles(KernelFormat):
         tiles: list[jax.Array],
         dtype: np.dtype[Any],
         *,
-        above: float,
+        is_exact: bool,
         interpret: bool,
     ) -> list[jax.Array]:
         """Return the columns of each part."""
         del interpret
         parts = range(self.parts)
         large = [self._take(tile, part, dtype) for part in parts for tile in tiles]
-        if above:
+        if not is_exact and self.above(dtype):
             return large
         above = _find_base(dtype)[0] + MIDDLE
         return [(each.astype(FLOAT32) - above).astype(dtype) for each in large]

@@ -258,8 +258,9 @@ def _mark(numbers: jax.Array) -> jax.Array:
 def _convert(
     tiles: list[jax.Array], dtype: np.dtype[Any], kept: KernelFormat, variant: Variant
 ) -> list[jax.Array]:
-    above = kept.above(dtype) if variant.is_partial else 0.0
-    return kept.to_operands(tiles, dtype, above=above, interpret=variant.interpret)
+    return kept.to_operands(
+        tiles, dtype, is_exact=not variant.is_partial, interpret=variant.interpret
+    )
 
 
 def _convert_scales(scales: jax.Array | None) -> jax.Array | None:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jkv.config.counts import WITHOUT_INDEX
 from jkv.config.grouped_config import GroupedConfig
 from jkv.config.state_config import StateConfig
 from jkv.decoding.model.exact import Exact
@@ -81,9 +82,8 @@ def _resize(
     )
     of_blocks: dict[str, Any] = dict(
         num_blocks=num_prompts * prompt_blocks + count * own_blocks,
-        prefix_caching=False,
-        keep_classes=1,
         record_tokens=False,
+        **WITHOUT_INDEX,
     )
     groups = tuple(
         dataclasses.replace(
@@ -93,9 +93,7 @@ def _resize(
         )
         for group in config.groups
     )
-    return dataclasses.replace(
-        config, groups=groups, prefix_caching=False, keep_classes=1
-    )
+    return dataclasses.replace(config, groups=groups, **WITHOUT_INDEX)
 
 
 def _score_first(

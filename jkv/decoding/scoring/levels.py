@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.config.counts import WITHOUT_INDEX
 from jkv.config.grouped_config import GroupedConfig
 from jkv.config.state_config import StateConfig
 from jkv.decoding.model.protocol import Model, call_model
@@ -128,6 +129,4 @@ def _resize(config: GroupedConfig, tree: TextTree) -> GroupedConfig:
         )
         for group in config.groups
     )
-    return dataclasses.replace(
-        config, groups=groups, prefix_caching=False, keep_classes=1
-    )
+    return dataclasses.replace(config, groups=groups, **WITHOUT_INDEX)

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jkv.config.counts import WITHOUT_INDEX
 from jkv.config.grouped_config import GroupedConfig
 from jkv.decoding.model.protocol import Model, call_model
 from jkv.decoding.scoring.devices import Devices
@@ -58,9 +59,7 @@ def _make_pools(
     num_blocks = count_blocks(tree.num_rows, tree.num_segments, config.block_size)
     sizes = size_blocks(tree, num_blocks)
     groups = tuple(dataclasses.replace(g, **sizes) for g in config.block_groups)
-    whole = dataclasses.replace(
-        config, groups=groups, prefix_caching=False, keep_classes=1
-    )
+    whole = dataclasses.replace(config, groups=groups, **WITHOUT_INDEX)
     given = params, tree
     cache = devices.init(whole, given, storage=False)
     tables = layout.block_tables

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jkv.config.counts import WITHOUT_INDEX
 from jkv.decoding.texts.text_tree import TextTree
 
 
@@ -20,9 +21,8 @@ def size_blocks(tree: TextTree, num_blocks: int) -> dict[str, Any]:
         num_blocks=num_blocks,
         dtype=jnp.float32,
         value_dtype=None,
-        prefix_caching=False,
-        keep_classes=1,
         record_tokens=False,
+        **WITHOUT_INDEX,
         # The rows of a segment see what a window would have given back.
         sliding_window=None,
         num_sink_tokens=0,

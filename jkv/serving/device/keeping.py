@@ -1,11 +1,10 @@
 """Giving what the prefix index has of a text another class."""
 
-import dataclasses
 import functools
 
 import jax
 
-from jkv.metadata import ring
+from jkv.metadata import allocator
 from jkv.metadata.ring import Keep
 from jkv.state import Cache
 
@@ -23,10 +22,6 @@ def keep_text(cache: Cache, texts: jax.Array, salts: jax.Array, keep: Keep) -> C
     metadata = cache.metadata
     found = metadata.index.find(metadata, texts, salts)
     for number in metadata.block_numbers:
-        group = metadata.groups[number]
         block = found.groups[number].blocks[0, ::-1]  # children leave first
-        owners = group.reference_counts.at[block].get(mode="fill", fill_value=1)
-        free = ring.renew(group.free_blocks, block, owners == 0, keep)
-        group = dataclasses.replace(group, free_blocks=free)
-        metadata = metadata.with_group(number, group)
+        metadata = allocator.renew(metadata, number, block, keep)
     return cache.with_metadata(metadata)
