@@ -12,7 +12,8 @@ from jkv.attention.backend import Backend, StepShape
 from jkv.attention.call import Call, Requests
 from jkv.attention.cards import Card
 from jkv.attention.derivative import Cotangents, Gradients
-from jkv.attention.kernel import backend, lists
+from jkv.attention.kernel import backend
+from jkv.attention.kernel.work import lists
 from jkv.attention.pools import Pools
 from jkv.attention.slots import SlotWrite
 
@@ -27,14 +28,14 @@ class Kernels(Backend):
 
     def why_not(self, call: Call, card: Card) -> str | None:
         """Say whether there is a row in the table; without a card, for any of them."""
-        from jkv.attention.kernel.tuning import why_not
+        from jkv.attention.kernel.tiles.tuning import why_not
 
         return self._why_missing(card) or why_not(call.queries, call.pools, *card)
 
     def attend(self, call: Call, card: Card) -> tuple[jax.Array, jax.Array]:
         """Run the kernels with the tiles for the card."""
-        from jkv.attention.kernel.launches import attend_kernel
-        from jkv.attention.kernel.tuning import find_tuning
+        from jkv.attention.kernel.launches.attention import attend_kernel
+        from jkv.attention.kernel.tiles.tuning import find_tuning
 
         tuning = find_tuning(call.queries, call.pools, *card)
         assert tuning is not None  # or there was a reason
@@ -42,7 +43,7 @@ class Kernels(Backend):
 
     def why_not_derived(self, call: Call, card: Card) -> str | None:
         """Say the same of the derivative's table."""
-        from jkv.attention.kernel.tuning import why_no_tile
+        from jkv.attention.kernel.tiles.tuning import why_no_tile
 
         return self._why_missing(card) or why_no_tile(call.queries, call.pools, *card)
 
@@ -50,8 +51,8 @@ class Kernels(Backend):
         self, call: Call, cotangents: Cotangents, card: Card
     ) -> Gradients:
         """Run the derivative's kernels."""
-        from jkv.attention.kernel.derivative import differentiate_kernel
-        from jkv.attention.kernel.tuning import find_backward
+        from jkv.attention.kernel.launches.derivative import differentiate_kernel
+        from jkv.attention.kernel.tiles.tuning import find_backward
 
         tuning, way = (
             find_backward(call.queries, call.pools, *card),
@@ -62,9 +63,9 @@ class Kernels(Backend):
 
     def why_not_stored(self, write: SlotWrite, card: Card) -> str | None:
         """Say why scatters store rows; they do where no card of the platform is."""
-        from jkv.attention.kernel.formats import KERNEL_FORMATS
-        from jkv.attention.kernel.slots import why_scattered
-        from jkv.attention.kernel.tuning import find_family
+        from jkv.attention.kernel.elements.formats import KERNEL_FORMATS
+        from jkv.attention.kernel.launches.slots import why_scattered
+        from jkv.attention.kernel.tiles.tuning import find_family
 
         if card.target is None or find_family(*card) is None:
             return f"there are no kernels for {card.target or card.platform}"
@@ -74,7 +75,7 @@ class Kernels(Backend):
 
     def store(self, write: SlotWrite, card: Card) -> dict[str, jax.Array]:
         """Store by one launch for all arrays."""
-        from jkv.attention.kernel.slots import store_rows
+        from jkv.attention.kernel.launches.slots import store_rows
 
         return store_rows(write, way=self._find_way(card))
 
@@ -109,7 +110,7 @@ class Pallas(Kernels):
         step: StepShape,
     ) -> lists.WorkLists | None:
         """List what the programs of a step read, where there is a card."""
-        from jkv.attention.kernel.planning import plan_work
+        from jkv.attention.kernel.work.planning import plan_work
 
         return plan_work(pools, requests, reference_counts, step)
 

@@ -18,8 +18,8 @@ from support.jax_versions import with_further
 from support.tolerances import is_close
 
 from jkv.attention import paged_attention
-from jkv.attention.kernel import join, walk
-from jkv.attention.kernel import table as tile_table
+from jkv.attention.kernel.bodies import join, walk
+from jkv.attention.kernel.tiles import table as tile_table
 
 pytestmark = pytest.mark.one_end
 

@@ -14,8 +14,9 @@ from support.tolerances import assert_close
 
 import jkv
 from jkv.attention import cards
-from jkv.attention.kernel import launches, planning
-from jkv.attention.kernel.table import INTERPRETED
+from jkv.attention.kernel.launches import attention as launches
+from jkv.attention.kernel.tiles.table import INTERPRETED
+from jkv.attention.kernel.work import planning
 from jkv.verbs.attention_plan import plan_attention
 
 # Two kv heads, so that the pieces are dealt to them.

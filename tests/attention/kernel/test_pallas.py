@@ -20,9 +20,10 @@ from support.tolerances import assert_close, is_close
 
 from jkv.attention import paged_attention
 from jkv.attention.cards import find_target
-from jkv.attention.kernel import conversion, loads, scores, walk
-from jkv.attention.kernel import table as tile_table
-from jkv.attention.kernel.tuning import find_family, why_not
+from jkv.attention.kernel.bodies import loads, scores, walk
+from jkv.attention.kernel.elements import conversion
+from jkv.attention.kernel.tiles import table as tile_table
+from jkv.attention.kernel.tiles.tuning import find_family, why_not
 from jkv.attention.pools import make_pools
 
 PLATFORM = "rocm" if find_target("rocm") else "cuda" if find_target("cuda") else "cpu"

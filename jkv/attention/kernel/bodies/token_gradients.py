@@ -17,22 +17,22 @@ from jax import lax
 
 from jkv.attention.derivative import Cotangents
 from jkv.attention.kernel import backend
-from jkv.attention.kernel.loads import (
+from jkv.attention.kernel.bodies.loads import (
     clamp_index,
     cut_head_dims,
     load_numbers,
     load_rows,
 )
-from jkv.attention.kernel.readers import Readers
-from jkv.attention.kernel.scores import (
+from jkv.attention.kernel.bodies.scores import (
     add_dot,
     cap_in_log2,
     dot_sections,
     slope_of_cap,
 )
-from jkv.attention.kernel.sections import Section
-from jkv.attention.kernel.sums import LOG2E
-from jkv.attention.kernel.variant import Variant
+from jkv.attention.kernel.bodies.sums import LOG2E
+from jkv.attention.kernel.elements.sections import Section
+from jkv.attention.kernel.tiles.variant import Variant
+from jkv.attention.kernel.work.readers import Readers
 
 
 class TokenOperands(NamedTuple):
