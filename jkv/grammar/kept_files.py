@@ -13,11 +13,12 @@ import pathlib
 import tempfile
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict
 
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.grammar.bounds import Timeout
 from jkv.grammar.grammar import Grammar
 from jkv.grammar.vocabulary import Vocabulary
 
@@ -27,6 +28,14 @@ _DIGEST_BYTES = 32
 MAX_FOLDER_BYTES = 2**30
 
 Folder = str | os.PathLike[str] | None
+
+
+class Limits(TypedDict, total=False):
+    """What compiling may take, and where grammars are kept, as `concatenate` has it."""
+
+    max_bytes: int
+    timeout: Timeout
+    folder: Folder
 
 
 def keep(

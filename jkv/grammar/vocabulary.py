@@ -20,18 +20,15 @@ class Tokenizer(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Vocabulary:
-    """What each token spells, and which tokens end a text.
+    """What each token spells, and which tokens end a text."""
 
-    Attributes:
-      tokens: bytes of each id. A token of None (a special token, an id without a
-        meaning) or of no bytes is never allowed by a grammar.
-      end_tokens: ids that end a text. They spell nothing, whatever `tokens` says.
-      progress: called while a grammar is made with the states that have been walked so
-        far and with all of them: large ones take seconds.
-    """
-
+    # Bytes of each id. A token of None (a special token, an id without a meaning) or of
+    # no bytes is never allowed by a grammar.
     tokens: Sequence[bytes | None]
+    # Ids that end a text. They spell nothing, whatever `tokens` says.
     end_tokens: Sequence[int]
+    # Called while a grammar is made with the states that have been walked so far and
+    # with all of them: large ones take seconds.
     progress: Callable[[int, int], None] | None = None
 
     def __post_init__(self) -> None:

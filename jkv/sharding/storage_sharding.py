@@ -25,20 +25,16 @@ PER_HEAD, WHOLE = DividedAxes(0), DividedAxes()
 
 @dataclasses.dataclass(frozen=True)
 class StorageSharding:
-    """How the keys and values of a cache lie on a mesh.
+    """How the keys and values of a cache lie on a mesh."""
 
-    Attributes:
-      mesh: the devices.
-      heads: the mesh axis over which the kv heads are spread, None for no axis.
-      context: the mesh axis over which the tokens of each block are spread: of a block
-        of T tokens the first device has the first T / n, and so on. None for no axis.
-      copies: how often the pool has each head of the model: more than once where the
-        axis has more devices than the model has kv heads. Each device then holds one.
-    """
-
-    mesh: jax.sharding.Mesh
+    mesh: jax.sharding.Mesh  # the devices
+    # The mesh axis over which the kv heads are spread, None for no axis.
     heads: str | None = None
+    # The mesh axis over which the tokens of each block are spread: of a block of T
+    # tokens the first device has the first T / n, and so on. None for no axis.
     context: str | None = None
+    # How often the pool has each head of the model: more than once where the axis has
+    # more devices than the model has kv heads. Each device then holds one.
     copies: int = 1
 
     @classmethod

@@ -43,19 +43,12 @@ _SMALL = 32  # states up to which an expression is repeated as it is
 
 
 class Reading(NamedTuple):
-    """How schemas are read.
+    """How schemas are read."""
 
-    Attributes:
-      whitespace: pattern of what may stand around brackets, commas and colons.
-      depth: levels of arrays and objects in a value of which nothing is said.
-      recursion: how often a schema may be opened again where it is open.
-      strict: whether unknown keywords and formats are refused.
-    """
-
-    whitespace: str
-    depth: int
-    recursion: int
-    strict: bool
+    whitespace: str  # pattern of what may stand around brackets, commas and colons
+    depth: int  # levels of arrays and objects in a value of which nothing is said
+    recursion: int  # how often a schema may be opened again where it is open
+    strict: bool  # whether unknown keywords and formats are refused
 
 
 def compile_schema(root: Any, reading: Reading, bounds: Bounds) -> Expression:

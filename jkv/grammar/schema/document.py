@@ -23,15 +23,10 @@ _REFERENCES = "$ref", "$dynamicRef", "$recursiveRef"
 
 
 class Place(NamedTuple):
-    """Where a schema stands.
+    """Where a schema stands."""
 
-    Attributes:
-      pointer: from the root, "#/properties/a".
-      base: what references in it are relative to, a URI without a fragment.
-    """
-
-    pointer: str
-    base: str
+    pointer: str  # from the root, "#/properties/a"
+    base: str  # what references in it are relative to, a URI without a fragment
 
 
 class Document:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Set
 
 import numpy as np
 
-from jkv.grammar.automaton import Automaton, minimize
+from jkv.grammar.automaton import Automaton, intersect, minimize, subtract
 from jkv.grammar.bounds import Bounds
 from jkv.grammar.determinization import determinize
 from jkv.grammar.expressions import (
@@ -24,7 +24,6 @@ from jkv.grammar.expressions import (
     concat,
     optional,
 )
-from jkv.grammar.products import intersect, subtract
 from jkv.grammar.schema.expansion import Way
 from jkv.grammar.schema.keywords import is_number
 from jkv.grammar.schema.negation import NOT_MULTIPLE, NOT_VALUES
