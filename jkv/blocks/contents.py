@@ -20,9 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.attention import lazy_chex as chex
-from jkv.sharding.heads import with_copies_of_heads, without_copies_of_heads
 from jkv.sharding.processes import bring_whole, is_shared
-from jkv.sharding.storage_sharding import POOL_HEADS, StorageSharding
+from jkv.sharding.storage_sharding import (
+    POOL_HEADS,
+    StorageSharding,
+    with_copies_of_heads,
+    without_copies_of_heads,
+)
 from jkv.state import Cache
 
 HostArray = np.ndarray | jax.Array  # the latter in pinned host memory

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.blocks.tails import BlockCopies, copy_tokens
+from jkv.blocks.copies import BlockCopies, copy_tokens
 from jkv.metadata import allocator, tables
 from jkv.metadata.entries import for_each_entry
 from jkv.metadata.part import Done, Lengths

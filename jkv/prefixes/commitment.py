@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata.entries import for_each_entry
+from jkv.metadata.mentions import MOST_COMPARED, find_equals
 from jkv.metadata.part import Moves
 from jkv.metadata.parts import parts_of
 from jkv.prefixes import hash_tables, partners, proofs, snapshots
@@ -19,7 +20,6 @@ from jkv.prefixes.columns import (
     find_chains,
     first_lanes,
 )
-from jkv.prefixes.equal_lanes import LANES_PER_TRIP, find_equals
 from jkv.prefixes.prefix_index import index_of, put_index, with_index
 from jkv.sharding.loops import fori_loop, while_loop
 from jkv.state import Batch, Metadata
@@ -54,7 +54,7 @@ def _commit_blocks(metadata: Metadata, batch: Batch) -> tuple[Metadata, jax.Arra
     start = metadata, jnp.zeros_like(chains.first)
     if not metadata.block_numbers:  # there are no blocks, and what is told is visible
         lengths = chains.num_columns
-    elif batch.is_decoding and len(batch.seq_ids) <= LANES_PER_TRIP:
+    elif batch.is_decoding and len(batch.seq_ids) <= MOST_COMPARED:
         metadata, lengths = _commit_one_each(start, chains)
     else:
         metadata, lengths = _commit_runs(start, chains, batch)
@@ -111,7 +111,7 @@ def _commit_runs(start: _Carry, chains: Chains, batch: Batch) -> _Carry:
     most = len(batch.seq_ids)
     if not batch.is_decoding:
         most += batch.num_rows // start[0].block_size
-    return for_each_entry(chains.num_columns, most, enter, start, LANES_PER_TRIP)
+    return for_each_entry(chains.num_columns, most, enter, start, MOST_COMPARED)
 
 
 def _commit_lanes(

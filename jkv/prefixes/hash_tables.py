@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.metadata.mentions import find_equals
 from jkv.prefixes import hashing
 from jkv.prefixes.arrays import IndexArrays
-from jkv.prefixes.equal_lanes import find_equals
 from jkv.prefixes.prefix_index import index_of, tokens_of
 from jkv.state import Metadata
 

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata import allocator, tables
+from jkv.metadata.mentions import find_equals
 from jkv.prefixes.columns import Columns
-from jkv.prefixes.equal_lanes import find_equals
 from jkv.prefixes.prefix_index import (
     beside_of,
     find_partners,

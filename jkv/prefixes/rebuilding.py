@@ -7,9 +7,9 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
+from jkv.metadata.mentions import MOST_COMPARED
 from jkv.prefixes import hash_tables
 from jkv.prefixes.arrays import Beside, IndexArrays
-from jkv.prefixes.equal_lanes import LANES_PER_TRIP
 from jkv.prefixes.hash_tables import Prefixes, hash_above
 from jkv.prefixes.prefix_index import (
     beside_of,
@@ -160,13 +160,11 @@ def _for_all_blocks(
     num_blocks: int, body: Callable[[Carry, jax.Array], Carry], carry: Carry
 ) -> Carry:
     """Run `body(carry, block)` over all blocks, i32[P] at a time, N behind the last."""
-    lane = jnp.arange(LANES_PER_TRIP, dtype=jnp.int32)
+    lane = jnp.arange(MOST_COMPARED, dtype=jnp.int32)
     return fori_loop(
         jnp.int32(0),
-        jnp.int32(-(-num_blocks // LANES_PER_TRIP)),
-        lambda i, carry: body(
-            carry, jnp.minimum(i * LANES_PER_TRIP + lane, num_blocks)
-        ),
+        jnp.int32(-(-num_blocks // MOST_COMPARED)),
+        lambda i, carry: body(carry, jnp.minimum(i * MOST_COMPARED + lane, num_blocks)),
         carry,
     )
 

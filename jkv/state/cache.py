@@ -129,6 +129,18 @@ class Cache:
         before, behind = self.storage[:group], self.storage[group + 1 :]
         return self.with_storage((*before, storage, *behind))
 
+    def follow(self, metadata: Metadata, moves: tuple[Any, ...]) -> Self:
+        """Return the cache with new metadata, and its storage as a call says.
+
+        That is the moves of each part; of none where nothing is to be moved. Outside
+        jit there is no pass over storage of which nothing is.
+        """
+        storage = list(self.storage)
+        for part, of_part in zip(metadata.parts, moves, strict=bool(moves)):
+            for number in () if of_part is None else part.numbers:
+                storage[number] = part.follow(storage[number], of_part)
+        return self.with_metadata(metadata).with_storage(tuple(storage))
+
     def find_layer(self, layer: Any) -> GroupLayer:
         """Return where the keys and values of a layer are.
 

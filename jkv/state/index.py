@@ -196,7 +196,7 @@ class Index(Protocol[Metadata]):
         """Make the blocks that a step filled visible.
 
         Returns:
-          The metadata, and what storage is to follow (`jkv.storage.following`).
+          The metadata, and what storage is to follow (`Cache.follow`).
         """
 
     def rename(

@@ -1,6 +1,7 @@
 """Copies of states: between rows, and between rows and the places of snapshots."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,31 @@ import numpy as np
 from jkv.metadata.entries import for_each_of
 from jkv.sharding.loops import fori_loop
 from jkv.state import StateStorage
-from jkv.states.moves import SnapshotCopies, StateMoves
 
 Arrays = dict[str, jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class StateMoves:
+    """What one call does to the states of rows, for each of B requests.
+
+    No row is a target twice. Sources are as they were before the call.
+    """
+
+    target: jax.Array  # i32[B], the row, S for none
+    base: jax.Array  # i32[B], at how many tokens its state stands then; 0: at none
+    source: jax.Array | None = None  # i32[B], the row it is copied from, S for none
+    place: jax.Array | None = None  # i32[B], or the snapshot's place, P for none
+    # Static: whether a source may be the target of another request.
+    is_exchange: bool = dataclasses.field(default=False, metadata={"static": True})
+
+
+class SnapshotCopies(NamedTuple):
+    """Rows whose states one call copies to places of snapshots."""
+
+    rows: jax.Array  # i32[B]
+    places: jax.Array  # i32[B], P for none
 
 
 def move_states(storage: StateStorage, moves: StateMoves) -> StateStorage:

@@ -7,7 +7,7 @@ from jkv.attention import choice
 from jkv.attention.backend import StepShape
 from jkv.attention.call import Requests
 from jkv.attention.pools import Pools
-from jkv.sharding.heads import heads_on_device
+from jkv.sharding.storage_sharding import heads_on_device
 from jkv.state import Batch, BlockGroup, BlockStorage, Cache
 
 

@@ -861,8 +861,8 @@ MUTATIONS = (
         "cut-to-where-no-state-is",
         "metadata",
         "A sequence may be cut to any length, whether its state stands there or not.",
-        "return Cut(~(stands | is_there), pending, found)",
-        "return Cut(lengths < 0, pending, found)",
+        "return _Cut(~(stands | is_there), pending, found)",
+        "return _Cut(lengths < 0, pending, found)",
     ),
     Mutation(
         "refused-request-advances-its-state",
