@@ -110,10 +110,7 @@ def put(
         arrays, tokens = _scatter(
             arrays, tokens, blocks[piece], crossed, rows[piece], sharding
         )
-    metadata = cache.metadata.with_group(
-        number, dataclasses.replace(group, tokens=tokens)
-    )
-    cache = cache.with_metadata(metadata)
+    cache = cache.with_metadata(cache.metadata.changed(number, tokens=tokens))
     return cache.with_group_storage(number, of_group.with_arrays(arrays))
 
 

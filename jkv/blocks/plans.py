@@ -52,8 +52,7 @@ def _reserve(
     metadata, taken = allocator.take(metadata, number, num_taken)
     group = metadata.groups[number]
     mapped = group.num_mapped_blocks.at[row].set(first + num_fresh, mode="drop")
-    group = dataclasses.replace(group, num_mapped_blocks=mapped)
-    metadata = metadata.with_group(number, group)
+    metadata = metadata.changed(number, num_mapped_blocks=mapped)
 
     # Entry e of the call's reservations is block e of those taken.
     def reserve(
@@ -225,12 +224,9 @@ class CutBlocks(NamedTuple):
         row = done.rows(metadata)
         emptied = jnp.where(self.lengths == 0, row, metadata.max_sequences)
         num_mapped = group.num_mapped_blocks.at[row].set(kept, mode="drop")
-        group = dataclasses.replace(
-            group,
-            num_mapped_blocks=num_mapped,
-            window=group.window.with_gaps(emptied, 0),
-        )
-        return metadata.with_group(number, group), copies
+        window = group.window.with_gaps(emptied, 0)
+        changed = metadata.changed(number, num_mapped_blocks=num_mapped, window=window)
+        return changed, copies
 
 
 class Brought(NamedTuple):
@@ -265,11 +261,11 @@ class Entering(NamedTuple):
         # No table names these blocks yet: each entry is a reference.
         group = metadata.groups[number]
         mapped = jnp.sum(mapped, axis=1, dtype=jnp.int32) + brought.num_given_back
-        group = dataclasses.replace(
-            group,
+        metadata = metadata.changed(
+            number,
             block_tables=group.block_tables.at[row].set(block, mode="drop"),
             num_mapped_blocks=group.num_mapped_blocks.at[row].set(mapped, mode="drop"),
             reference_counts=group.reference_counts.at[block].add(1, mode="drop"),
             window=group.window.with_gaps(row, brought.num_given_back),
         )
-        return metadata.with_group(number, group), block
+        return metadata, block

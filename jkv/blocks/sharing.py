@@ -16,7 +16,7 @@ from jkv.metadata.entries import for_each_entry
 from jkv.metadata.part import Done, Lengths
 from jkv.metadata.xla_cpu import divide, running_sum
 from jkv.state import BlockGroup, Metadata
-from jkv.state.index import Found, FoundBlocks
+from jkv.state.index import Found
 from jkv.state.windows import Columns
 
 
@@ -94,13 +94,12 @@ def adopt(
     last_column = jnp.minimum(length.num_full, column.shape[0] - 1)[:, None]
     source = jnp.take_along_axis(past.blocks, last_column, axis=1)[:, 0]
     mapped = length.num_full + copied.astype(jnp.int32)
-    group = dataclasses.replace(
-        group,
+    metadata = metadata.changed(
+        number,
         block_tables=group.block_tables.at[row].set(shared, mode="drop"),
         num_mapped_blocks=group.num_mapped_blocks.at[row].set(mapped, mode="drop"),
         window=group.window.with_gaps(row, past.gap),
     )
-    metadata = metadata.with_group(number, group)
     return take_tails(metadata, number, copied, done.seq_ids, length.num_full, source)
 
 
@@ -115,20 +114,17 @@ def enter_found(
     group, of_group = metadata.groups[number], found.groups[number]
     if of_group.part is None:
         return metadata
-    return metadata.with_group(number, _enter_found(group, row, of_group))
-
-
-def _enter_found(group: BlockGroup, row: jax.Array, found: FoundBlocks) -> BlockGroup:
     nothing, no_row = group.num_blocks, group.max_sequences
-    blocks = jnp.where((row < no_row)[:, None], found.blocks, nothing)
+    blocks = jnp.where((row < no_row)[:, None], of_group.blocks, nothing)
     columns = jnp.arange(blocks.shape[1], dtype=jnp.int32)[None]
     rows = jnp.where(blocks < nothing, row[:, None], no_row)
     group = dataclasses.replace(
         group,
         block_tables=group.block_tables.at[rows, columns].set(blocks, mode="drop"),
-        window=group.window.with_gaps(row, found.gap),
+        window=group.window.with_gaps(row, of_group.gap),
     )
-    return allocator.add_references(group, blocks.reshape(-1))
+    group = allocator.add_references(group, blocks.reshape(-1))
+    return metadata.with_group(number, group)
 
 
 def copy_part(

@@ -32,10 +32,8 @@ class Taken(NamedTuple):
 
 def take(metadata: Metadata, number: int, num: jax.Array) -> tuple[Metadata, Taken]:
     """Take `num` blocks, i32[], of a group out of its pool."""
-    group = metadata.groups[number]
-    before = ring.expose(group.free_blocks, num)
-    group = dataclasses.replace(group, free_blocks=ring.pop(before, num))
-    return metadata.with_group(number, group), Taken(before)
+    before = ring.expose(metadata.groups[number].free_blocks, num)
+    return metadata.changed(number, free_blocks=ring.pop(before, num)), Taken(before)
 
 
 def enter(
@@ -55,8 +53,8 @@ def enter(
     tables, counts = _enter(
         group.block_tables, group.reference_counts, row, column, block
     )
-    group = dataclasses.replace(group, block_tables=tables, reference_counts=counts)
-    return forget_taken(metadata.with_group(number, group), number, block)
+    metadata = metadata.changed(number, block_tables=tables, reference_counts=counts)
+    return forget_taken(metadata, number, block)
 
 
 @stage
@@ -77,9 +75,14 @@ def _enter(
 def forget_taken(metadata: Metadata, number: int, block: jax.Array) -> Metadata:
     """Forget what blocks of a group, i32[P], held that were taken; N is dropped."""
     metadata, num_forgotten = metadata.index.forget(metadata, number, block)
-    group = metadata.groups[number]
-    free = ring.forget(group.free_blocks, block, num_forgotten)
-    return metadata.with_group(number, dataclasses.replace(group, free_blocks=free))
+    free = ring.forget(metadata.groups[number].free_blocks, block, num_forgotten)
+    return metadata.changed(number, free_blocks=free)
+
+
+def count_forgotten(metadata: Metadata, number: int, num: jax.Array) -> Metadata:
+    """Count free blocks of a group, i32[], that are not found any more."""
+    free = metadata.groups[number].free_blocks.changed(forgotten=num)
+    return metadata.changed(number, free_blocks=free)
 
 
 def lower(metadata: Metadata, number: int, block: jax.Array) -> Metadata:
@@ -87,9 +90,8 @@ def lower(metadata: Metadata, number: int, block: jax.Array) -> Metadata:
 
     Free ones of another class become the last of this one to be handed out.
     """
-    group = metadata.groups[number]
-    free = ring.lower(group.free_blocks, block)
-    return metadata.with_group(number, dataclasses.replace(group, free_blocks=free))
+    free = ring.lower(metadata.groups[number].free_blocks, block)
+    return metadata.changed(number, free_blocks=free)
 
 
 def renew(
@@ -103,7 +105,7 @@ def renew(
     group = metadata.groups[number]
     owners = group.reference_counts.at[block].get(mode="fill", fill_value=1)
     free = ring.renew(group.free_blocks, block, owners == 0, keep)
-    return metadata.with_group(number, dataclasses.replace(group, free_blocks=free))
+    return metadata.changed(number, free_blocks=free)
 
 
 def grant(

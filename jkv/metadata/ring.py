@@ -16,7 +16,7 @@ few of them, the first of the next follow behind the last.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,8 @@ from jkv.metadata import fifo
 from jkv.metadata.xla_cpu import running_sum
 from jkv.sharding.loops import while_loop
 from jkv.state import Kept, Ring
+
+Carry = TypeVar("Carry")
 
 
 class Keep(NamedTuple):
@@ -263,6 +265,31 @@ def refill(ring: Ring, ids: jax.Array, num: jax.Array, kept: Kept | None) -> Rin
             for number, each in enumerate(ring.by_class)
         ]
     )
+
+
+def scan(
+    ring: Ring,
+    goes_on: Callable[[Carry], jax.Array],
+    visit: Callable[[Carry, jax.Array, jax.Array], Carry],
+    carry: Carry,
+) -> Carry:
+    """Visit entries from the head on, some hundred at a time, while it goes on.
+
+    `visit(carry, ids, is_entry)` gets ids as they leave, i32[P] and bool[P]. A loop, as
+    how far the entries lie from the head shows only on the way.
+    """
+    lanes = jnp.arange(fifo.CHUNK, dtype=jnp.int32)
+
+    def trip(state: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
+        start, carry = state
+        carry = visit(carry, *entries(ring, start + lanes))
+        return start + lanes.shape[0], carry
+
+    return while_loop(
+        lambda state: (state[0] < ring.span) & goes_on(state[1]),
+        trip,
+        (jnp.int32(0), carry),
+    )[1]
 
 
 def entries(ring: Ring, index: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -131,7 +131,7 @@ def keep_blocks(
     num = jnp.where(closable, mapped - gap, 0)
     most = seq_ids.shape[0] * group.max_blocks_per_sequence
     free = for_each_entry(num, most, note, group.free_blocks)
-    return metadata.with_group(number, dataclasses.replace(group, free_blocks=free))
+    return metadata.changed(number, free_blocks=free)
 
 
 def release_blocks(

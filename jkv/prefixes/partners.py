@@ -15,9 +15,9 @@ from jkv.metadata import allocator, tables
 from jkv.metadata.mentions import find_equals
 from jkv.prefixes.columns import Columns
 from jkv.prefixes.prefix_index import (
-    beside_of,
     find_partners,
-    with_follower,
+    forget_partners,
+    set_partners,
 )
 from jkv.state import BlockGroup, Metadata
 
@@ -46,12 +46,9 @@ def pair_blocks(
     row = jnp.where(is_visible, columns.row, group.max_sequences)
     own = tables.blocks_at(group, row, columns.column)
 
-    # A block that has just entered has no partner of an earlier text.
-    beside = beside_of(metadata, number)
     anew = jnp.where(entered & is_visible, leaders, no_leader)
-    partners = beside.partners.at[anew].set(nothing, mode="drop")
-    beside = dataclasses.replace(beside, partners=partners)
-    known = find_partners(with_follower(metadata, number, beside), number, leaders)
+    metadata = forget_partners(metadata, number, anew)
+    known = find_partners(metadata, number, leaders)
 
     offered = (own < nothing) & (known == nothing)
     first = find_equals(leaders, offered).first
@@ -61,12 +58,7 @@ def pair_blocks(
         jnp.where(chosen, ids, none)
         for ids, none in ((leaders, no_leader), (own, nothing))
     )
-    beside = dataclasses.replace(
-        beside,
-        partners=beside.partners.at[leader].set(own, mode="drop"),
-        beside=beside.beside.at[partner].set(leaders, mode="drop"),
-    )
-    metadata = with_follower(metadata, number, beside)
+    metadata = set_partners(metadata, number, leader, partner)
 
     new = own.at[first].get(mode="fill", fill_value=nothing)
     other = jnp.where(known < nothing, known, new)

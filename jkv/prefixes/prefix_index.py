@@ -60,6 +60,26 @@ def beside_of(metadata: Metadata, number: int) -> Beside:
     return index_of(metadata).followers[metadata.followers.index(number)]
 
 
+def set_partners(
+    metadata: Metadata, number: int, leaders: jax.Array, blocks: jax.Array
+) -> Metadata:
+    """Let blocks of a group stand beside the leader's; N and N_0 are dropped."""
+    beside = beside_of(metadata, number)
+    beside = Beside(
+        partners=beside.partners.at[leaders].set(blocks, mode="drop"),
+        beside=beside.beside.at[blocks].set(leaders, mode="drop"),
+    )
+    return with_follower(metadata, number, beside)
+
+
+def forget_partners(metadata: Metadata, number: int, leaders: jax.Array) -> Metadata:
+    """Forget partners of an earlier text of the leader's blocks that just entered."""
+    beside, nothing = beside_of(metadata, number), metadata.groups[number].num_blocks
+    partners = beside.partners.at[leaders].set(nothing, mode="drop")
+    beside = dataclasses.replace(beside, partners=partners)
+    return with_follower(metadata, number, beside)
+
+
 def tokens_of(metadata: Metadata) -> jax.Array:
     """Return the recorded tokens, i32[N, T] of the leading group."""
     assert metadata.tokens is not None, "an index comes with recorded tokens"

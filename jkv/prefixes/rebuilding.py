@@ -7,6 +7,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
+from jkv.metadata import allocator
 from jkv.metadata.mentions import MOST_COMPARED
 from jkv.prefixes import hash_tables
 from jkv.prefixes.arrays import Beside, IndexArrays
@@ -103,9 +104,7 @@ def reenter(metadata: Metadata) -> Metadata:
     group = metadata.leading
     lost = was_indexed & (hashes == 0) & (group.reference_counts == 0)
     num_lost = jnp.sum(lost, dtype=jnp.int32)
-    free = group.free_blocks.changed(forgotten=num_lost)
-    group = dataclasses.replace(group, free_blocks=free)
-    return metadata.with_group(metadata.leader, group)
+    return allocator.count_forgotten(metadata, metadata.leader, num_lost)
 
 
 def _enter_anew(metadata: Metadata) -> tuple[Metadata, jax.Array]:

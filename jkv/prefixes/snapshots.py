@@ -10,6 +10,7 @@ That copies are worth while where texts part is from Marconi
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -232,21 +233,27 @@ def _make_one(
     used = jnp.where(is_new, oldest, place)
     stamp = snapshots.num_uses + is_told.astype(jnp.uint32)
 
-    def put(field: jax.Array, value: jax.Array) -> jax.Array:
-        return field.at[target].set(value, mode="drop")
-
-    hashes = hash_text(text, salt, length, metadata.block_size)
-    pending = metadata.sequences.pending_of(seq_id)
-    return dataclasses.replace(
+    snapshots = put_at(
         snapshots,
-        lengths=put(snapshots.lengths, length),
-        salts=put(snapshots.salts, salt),
-        hashes=put(snapshots.hashes, hashes),
-        num_pending=put(snapshots.num_pending, pending),
-        texts=put(snapshots.texts, text[None]),
-        last_used=snapshots.last_used.at[used].set(stamp, mode="drop"),
-        num_uses=stamp,
-    ), places.at[request].set(target)
+        target,
+        lengths=length,
+        salts=salt,
+        hashes=hash_text(text, salt, length, metadata.block_size),
+        num_pending=metadata.sequences.pending_of(seq_id),
+        texts=text[None],
+    )
+    snapshots = put_at(snapshots, used, last_used=stamp)
+    snapshots = dataclasses.replace(snapshots, num_uses=stamp)
+    return snapshots, places.at[request].set(target)
+
+
+def put_at(snapshots: Snapshots, places: jax.Array, **values: jax.Array) -> Snapshots:
+    """Return snapshots with other values at places, i32[W]; P is dropped."""
+    changed: dict[str, Any] = {
+        name: getattr(snapshots, name).at[places].set(value, mode="drop")
+        for name, value in values.items()
+    }
+    return dataclasses.replace(snapshots, **changed)
 
 
 def hash_text(

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.prefixes.snapshots import hash_text, snapshots_of, with_snapshots
+from jkv.prefixes.prefix_index import with_index
+from jkv.prefixes.snapshots import hash_text, put_at, snapshots_of
 from jkv.state import Cache, Metadata, StateStorage
 from jkv.states.swapped import SwappedStates, fetch_states
 
@@ -117,18 +118,15 @@ def _note(
     known: Any = snapshots_of(metadata)
     hash_one = functools.partial(hash_text, block_size=metadata.block_size)
     hashes = jax.vmap(hash_one)(texts, salts[:, None], lengths[:, None])[:, 0]
-    stamps = known.num_uses + 1 + jnp.arange(len(texts), dtype=jnp.uint32)
-
-    def put(field: jax.Array, values: jax.Array) -> jax.Array:
-        return field.at[places].set(values, mode="drop")
-
-    return with_snapshots(
-        metadata,
-        lengths=put(known.lengths, lengths),
-        salts=put(known.salts, salts),
-        hashes=put(known.hashes, hashes),
-        num_pending=put(known.num_pending, pending),
-        texts=put(known.texts, texts),
-        last_used=put(known.last_used, stamps),
-        num_uses=known.num_uses + jnp.uint32(len(texts)),
+    noted = put_at(
+        known,
+        places,
+        lengths=lengths,
+        salts=salts,
+        hashes=hashes,
+        num_pending=pending,
+        texts=texts,
+        last_used=known.num_uses + 1 + jnp.arange(len(texts), dtype=jnp.uint32),
     )
+    num_uses = known.num_uses + jnp.uint32(len(texts))
+    return with_index(metadata, snapshots=dataclasses.replace(noted, num_uses=num_uses))

@@ -150,8 +150,8 @@ MUTATIONS = (
         "holes-handed-out",
         "metadata",
         "Blocks are taken from the head of the ring with the holes between them.",
-        "before = ring.expose(group.free_blocks, num)",
-        "before = group.free_blocks",
+        "before = ring.expose(metadata.groups[number].free_blocks, num)",
+        "before = metadata.groups[number].free_blocks",
     ),
     # Classes of cached blocks.
     Mutation(
@@ -201,7 +201,7 @@ MUTATIONS = (
         "partners-of-an-earlier-life",
         "metadata",
         "What stood beside a block before it was handed out is found beside it again.",
-        'partners = beside.partners.at[anew].set(nothing, mode="drop")',
+        'partners = beside.partners.at[leaders].set(nothing, mode="drop")',
         "partners = beside.partners",
     ),
     Mutation(
