@@ -58,12 +58,9 @@ def cut_array(array: np.ndarray) -> tuple[HostArray, ...]:
 
 
 def fetch(cache: Cache, number: int, blocks: np.ndarray) -> Contents:
-    """Copy what blocks, i32[P], hold to the host.
+    """Copy what blocks of a group, i32[P], hold to the host.
 
-    Args:
-      cache: on a device, or of numpy arrays, as a file gives it.
-      number: of the group whose blocks these are.
-      blocks: i32[P], ids of blocks, each as often as it is wanted.
+    The cache is on a device, or of numpy arrays, as a file gives it.
     """
     of_group, recorded = cache.storage[number], cache.metadata.groups[number].tokens
     arrays, sharding = of_group.arrays, of_group.sharding
@@ -85,13 +82,10 @@ def fetch(cache: Cache, number: int, blocks: np.ndarray) -> Contents:
 def put(
     cache: Cache, number: int, blocks: np.ndarray, contents: Contents, *, donate: bool
 ) -> Cache:
-    """Write contents from the host to blocks, i32[P], all different.
+    """Write contents from the host to blocks of a group, i32[P], all different.
 
-    Args:
-      number: of the group whose blocks these are.
-      blocks: i32[P].
-      contents: what the P blocks hold; tokens of -1 if it has none.
-      donate: write in place of the old arrays, which are then gone, not in copies.
+    To donate is to write in place of the old arrays, which are then gone, not in
+    copies. Without tokens those are -1.
     """
     if len(blocks) == 0:
         return cache

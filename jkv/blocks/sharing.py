@@ -32,9 +32,7 @@ def find_lengths(
 ) -> Lengths:
     """Look up how long parents are, i32[B]; for an id that is not open it is rubbish.
 
-    Args:
-      parents: i32[B].
-      lengths: i32[B], how much of each counts, no more than there is; None is all.
+    No more counts than these lengths, i32[B].
     """
     tokens = metadata.context_lengths.at[parents].get(mode="clip")
     if lengths is not None:
@@ -153,16 +151,10 @@ def take_tails(
     column: jax.Array,
     source: jax.Array,
 ) -> tuple[Metadata, BlockCopies]:
-    """Map a fresh block at a column of each sequence that copies its tail.
+    """Map a fresh block at a column of each sequence that copies its tail, bool[B].
 
-    Args:
-      copied: bool[B], which sequences copy.
-      seq_ids: i32[B].
-      column: i32[B], of the block tables.
-      source: i32[B], the block to copy.
-
-    Returns:
-      The metadata, recorded tokens copied, and the copies due in storage.
+    Returned with the metadata, recorded tokens copied, are the copies of the sources
+    due in storage.
     """
     rank = running_sum(copied.astype(jnp.int32))
     num_taken = rank[-1] if rank.shape[0] else jnp.int32(0)

@@ -33,13 +33,9 @@ def ask(
     find_limit: Callable[[], float],
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Answer]:
-    """Yield an answer to each name, in order.
+    """Yield an answer to each name, in order, of children that a command begins.
 
-    Args:
-      command: of a child, before the names.
-      names: what to try.
-      find_limit: gives the seconds that the next answer may take.
-      environment: what differs from this process's variables.
+    The next answer may take so many seconds as `find_limit` gives.
     """
     left = list(names)
     preallocate = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}

@@ -56,10 +56,7 @@ def check_stores(
 ) -> None:
     """Store the same rows by the kernel and by scatters, and compare all bits.
 
-    Args:
-      report: gets a finding for all that agree, and one for each that does not.
-      store: in place of the kernel for the card at hand.
-      cases: what is stored.
+    A finding for all that agree, and one for each that does not.
     """
     agreed, scattered = 0, []
     for case in cases:

@@ -108,20 +108,12 @@ def _distinct_columns(
 def merge_states(
     table: npt.NDArray[np.int32], labels: npt.NDArray[np.int64], bounds: Bounds
 ) -> npt.NDArray[np.int64]:
-    """Return a number for each state, equal for states that nothing tells apart.
+    """Return a number for each state, i64[S], equal where nothing tells them apart.
 
     Moore's refinement (E. F. Moore, Gedanken-experiments on sequential machines, 1956)
-    with rows compared by a hash of 64 bits: states stay together while their labels
-    agree and their transitions lead to states that are together.
-
-    Args:
-      table: i32[S, C], -1 for none.
-      labels: i64[S], what tells states apart from the beginning.
-      bounds: of the compilation.
-
-    Returns:
-      i64[S], numbered in the order of the states, so that state 0's is 0. Each state
-      has its own number if `MAX_ROUNDS` were not enough.
+    with rows compared by a hash of 64 bits: states stay together while their labels,
+    i64[S], agree and their transitions, i32[S, C], lead to states that are together.
+    State 0 is number 0. Each has its own number if `MAX_ROUNDS` were not enough.
     """
     rng = np.random.default_rng(0)
     weights = _odd(rng, table.shape[1])

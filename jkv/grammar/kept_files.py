@@ -44,17 +44,11 @@ def keep(
     asked: Any,
     make: Callable[[], Grammar],
 ) -> Grammar:
-    """Return a grammar from a folder, or make it and put it there.
+    """Return a grammar from a folder, or make it and put it there; None keeps nothing.
 
-    A file that is damaged is made anew. Several processes may share a folder: files
-    appear whole. Of more than `MAX_FOLDER_BYTES` those go that were looked up longest
-    ago.
-
-    Args:
-      folder: made where it lacks; None keeps nothing.
-      vocabulary: of the grammar.
-      asked: what else the grammar depends on, of JSON.
-      make: compiles it.
+    What else it depends on is `asked`, of JSON. A file that is damaged is made anew.
+    Several processes may share a folder: files appear whole. Of more than
+    `MAX_FOLDER_BYTES` those go that were looked up longest ago.
     """
     if folder is None:
         return make()

@@ -64,17 +64,10 @@ _REFUSED_FLAGS = re.MULTILINE | re.LOCALE
 def compile_regex(
     pattern: str, bounds: Bounds, *, is_search: bool = False, shown: str | None = None
 ) -> Automaton:
-    """Return the texts that a pattern matches.
+    """Return the texts that a pattern of Python's `re` matches, or is found in.
 
-    Args:
-      pattern: in the syntax of Python's `re`.
-      bounds: of the compilation.
-      is_search: whether it may be found anywhere; from end to end otherwise.
-      shown: the pattern as errors quote it, if it was written otherwise.
-
-    Raises:
-      TooLarge: it takes more than the bounds.
-      Unsupported: it is no pattern, or none that an automaton can match.
+    Errors quote it as `shown`, if it was written otherwise. `Unsupported` is raised for
+    what is no pattern, or none that an automaton can match.
     """
     name = f"the pattern {_shorten(shown or pattern)}"
     try:

@@ -16,11 +16,7 @@ Ints = npt.NDArray[np.integer[Any]]
 
 
 def make_grammar(table: TokenTable, vocabulary: Vocabulary, bounds: Bounds) -> Grammar:
-    """Lay out one language.
-
-    Raises:
-      TooLarge: the arrays exceed the bounds.
-    """
+    """Lay out one language."""
     num_states, num_tokens = len(table.transitions), len(vocabulary.tokens)
     lost, over = num_states, num_states + 1
     ends = list(vocabulary.end_tokens)

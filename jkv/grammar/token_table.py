@@ -46,12 +46,7 @@ class TokenTable:
 def make_table(
     automaton: Automaton, vocabulary: Vocabulary, bounds: Bounds
 ) -> TokenTable:
-    """Walk a vocabulary over an automaton.
-
-    Raises:
-      NoText: no text of the language can be spelled.
-      TooLarge: states times classes exceed the bounds.
-    """
+    """Walk a vocabulary over an automaton; raise `NoText` if it can spell no text."""
     trie = trie_of(vocabulary)
     tell = vocabulary.progress or (lambda _done, _all: None)
     class_of_token, firsts = _find_classes(automaton.transitions, trie, tell, bounds)
@@ -142,14 +137,10 @@ class TokenTrie:
     node_of_token: Ints  # i32[V], where each token ends; 0 for those that spell nothing
 
     def walk(self, transitions: Ints, states: Ints) -> Iterator[tuple[Ints, ...]]:
-        """Walk from some states down to the leaves.
+        """Walk from some states, i32[K], down to the leaves.
 
-        Args:
-          transitions: i32[S, 256], -1 for none.
-          states: i32[K], where to begin.
-
-        Yields:
-          For each level the triples (which of `states`, node, state there) that live.
+        Yields for each level the triples (which of the states, node, state there) that
+        live, by transitions i32[S, 256].
         """
         origins = np.arange(len(states), dtype=np.int32)
         nodes = np.zeros_like(origins)

@@ -89,9 +89,7 @@ def _parts_of_decoder(decoder: Any) -> Iterable[Mapping[str, Any]]:
 def _find_spelling(parts: Sequence[Mapping[str, Any]]) -> Callable[[str], bytes]:
     """Return what spells a token, as the parts of a decoder do one after the other.
 
-    Raises:
-      ValueError: one of them is of a kind that is not known, or changes more than
-        single tokens.
+    One that changes more than single tokens is refused.
     """
     kinds = [part["type"] for part in parts]
     rules, is_fused = list[tuple[str, str]](), False

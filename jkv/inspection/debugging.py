@@ -146,11 +146,8 @@ class StepWatcher:
     ) -> Self:
         """Look whether the steps before one were written, and note the new one.
 
-        Args:
-          cache: the cache after `append`.
-          row: i32[B], its sequences, past the end where it has no rows.
-          created: u32[B], when they were opened.
-          where: the line that appends.
+        Its sequences are rows, i32[B], past the end without tokens, that were opened at
+        times, u32[B].
         """
         planned = self.planned.at[row].get(mode="fill", fill_value=0)
         starts = self.starts.at[row].get(mode="fill", fill_value=0)

@@ -116,16 +116,10 @@ def grant(
     rank: jax.Array,
     num: jax.Array,
 ) -> tuple[Metadata, jax.Array]:
-    """Take blocks of a group and name them in cells of its tables.
+    """Take so many blocks of a group, i32[]; name them in cells of its tables, i32[P].
 
-    Args:
-      row: i32[P]; one of S or above is dropped.
-      column: i32[P].
-      rank: i32[P], which of the blocks taken goes to each cell.
-      num: i32[], blocks to take.
-
-    Returns:
-      The metadata, and i32[P]: the blocks, anything where the row is dropped.
+    A row of S or above is dropped. The rank says which block goes to each cell;
+    returned with the metadata are these blocks, anything where a row is dropped.
     """
     metadata, taken = take(metadata, number, num)
     block = taken.block(rank)

@@ -63,18 +63,13 @@ def for_each_entry(
     carry: Carry,
     width: int = ENTRIES_PER_TRIP,
 ) -> Carry:
-    """Run `body` over all entries of all requests, some hundred at a time.
+    """Run `body` over all entries of requests, i32[B] each, some hundred at a time.
 
     A loop, because the number of entries is known only at run time: one dense pass
     would cost B * M for every call, this costs what is there, nothing for nothing.
-
-    Args:
-      counts: i32[B], entries of each request.
-      max_entries: static bound on their sum.
-      body: `body(carry, entry i32[P], request i32[P], rank i32[P], valid bool[P])`;
-        entries come in request order, `rank` counts within the request.
-      carry: what the body passes on.
-      width: entries worked on at a time, at most.
+    Entries come in request order, as `body(carry, entry i32[P], request i32[P], rank
+    i32[P], valid bool[P])`; `rank` counts within the request. `max_entries` is a static
+    bound.
     """
     if counts.shape[0] == 0 or max_entries == 0:
         return carry

@@ -147,8 +147,8 @@ class Entering(Protocol):
     ) -> tuple[Metadata, jax.Array | None]:
         """Let rows, i32[B], have what they bring: all of them, or all are S.
 
-        Returns:
-          The metadata, and the rows' block tables, i32[B, M]; None without blocks.
+        Returned with the metadata are the rows' block tables, i32[B, M]; None without
+        blocks.
         """
 
 
@@ -200,10 +200,7 @@ class Luggage(Protocol):
     ) -> Cache:
         """Write all of it to a group of the cache that the sequences have entered.
 
-        Args:
-          seq_ids: i32[B], their new ids.
-          tables: i32[B, M], their new block tables, if there are any.
-          donate: write in place of the old arrays, which are then gone.
+        They have new ids, i32[B], and block tables, i32[B, M], if there are any.
         """
 
 

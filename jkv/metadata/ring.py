@@ -249,11 +249,8 @@ def in_order(ring: Ring) -> tuple[jax.Array, jax.Array]:
 def refill(ring: Ring, ids: jax.Array, num: jax.Array, kept: Kept | None) -> Ring:
     """Return a ring of other ids, from its first index on, with the old account.
 
-    Args:
-      ring: the old one.
-      ids: i32[N'], as they leave, N' behind the last.
-      num: i32[], how many.
-      kept: what is known of their classes; None where there is one.
+    They are i32[N'], as they leave, N' behind the last of so many, i32[]; kept by
+    classes, if there are.
     """
     if kept is None:
         return fifo.refill(ring, ids, num)

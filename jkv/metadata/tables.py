@@ -56,11 +56,7 @@ def lacks_row(
 
 
 def open_rows(metadata: Metadata, served: jax.Array) -> tuple[Metadata, jax.Array]:
-    """Take a free row for each served request.
-
-    Returns:
-      The metadata, and i32[B] of sequence ids, -1 where not served.
-    """
+    """Take a free row for each served request; return ids, i32[B], -1 for others."""
     sequences = metadata.sequences
     ranks = running_sum(served.astype(jnp.int32))
     row = ring.peek(sequences.free_rows, ranks - 1)
@@ -139,13 +135,9 @@ def release_blocks(
 ) -> BlockGroup:
     """Unmap table columns first..last-1 of each sequence, the last column first.
 
+    Sequences, i32[B], are distinct where first < last; of others no column is released.
     A block whose reference count reaches zero enters the ring where the last of its
     mentions stands. Lengths and the number of mapped blocks are the caller's to set.
-
-    Args:
-      seq_ids: i32[B], distinct where first < last.
-      first: i32[B].
-      last: i32[B]; no column is released where last <= first.
     """
     return _release(group, seq_ids, jnp.maximum(last - first, 0), last, 0)
 
@@ -194,15 +186,11 @@ def _unmap(group: BlockGroup, row: jax.Array, column: jax.Array) -> BlockGroup:
 def give_back(
     group: BlockGroup, seq_ids: jax.Array, lengths: jax.Array, grows: jax.Array
 ) -> BlockGroup:
-    """Return the blocks that no row of growing sequences sees again.
+    """Return the blocks that no row of growing sequences, bool[B], sees again.
 
-    Request after request, the first columns first. In most steps of decoding few
-    sequences have one: while any has, some dozens of columns are given back at once.
-
-    Args:
-      seq_ids: i32[B], distinct where they grow.
-      lengths: i32[B], positions of their first new rows.
-      grows: bool[B].
+    Their first new rows are at these lengths, i32[B]. Request after request, the first
+    columns first. In most steps of decoding few sequences have one: while any has, some
+    dozens of columns are given back at once.
     """
     unseen = group.window.unseen_from(lengths, group.block_size)
     if isinstance(unseen, int):  # nothing is ever given back

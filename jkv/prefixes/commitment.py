@@ -29,12 +29,8 @@ from jkv.state import Batch, Metadata
 def commit_step(metadata: Metadata, batch: Batch) -> tuple[Metadata, tuple[Moves, ...]]:
     """Make the blocks that a step filled visible, and find places for its states.
 
-    Args:
-      metadata: the state; the step's keys and values are written.
-
-    Returns:
-      The metadata, and of each part the snapshots that are to be made; of none where
-      there are never any.
+    Its keys and values are written. Returned are the metadata and, of each part, the
+    snapshots to be made; of none where there are never any.
     """
     metadata, continues = _commit_blocks(metadata, batch)
     if snapshots.snapshots_of(metadata) is None:
@@ -47,8 +43,8 @@ def commit_step(metadata: Metadata, batch: Batch) -> tuple[Metadata, tuple[Moves
 def _commit_blocks(metadata: Metadata, batch: Batch) -> tuple[Metadata, jax.Array]:
     """Make the blocks that a step filled visible.
 
-    Returns:
-      The metadata, and bool[B]: requests that go on with what was visible of them.
+    Returned with the metadata are the requests, bool[B], that go on with what was
+    visible of them.
     """
     chains = find_chains(metadata, batch)
     start = metadata, jnp.zeros_like(chains.first)
@@ -199,10 +195,8 @@ def _prove(
     """Cut each chain where a block's parent is not the block before it.
 
     Blocks entered past a cut leave the index again, and whatever relied on them is cut
-    in turn. That takes more than one round only when hashes collide.
-
-    Returns:
-      The index, and i32[B]: the columns of each chain that hold.
+    in turn. That takes more than one round only when hashes collide. Returned are the
+    index and the columns of each chain that hold, i32[B].
     """
     nothing, past_end = index.hashes.shape[0], jnp.iinfo(jnp.int32).max
     request, rank, valid = lanes.request, lanes.rank, lanes.valid

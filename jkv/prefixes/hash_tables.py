@@ -44,14 +44,10 @@ def resolve(
 ) -> Resolved:
     """Find each block's equal in the index, or else an entry for the block itself.
 
-    Of several equal blocks in one call the first that may enter does, and stands for
-    those after it. A block stays out if its bucket is full, or if its hash is taken by
-    other tokens.
-
-    Args:
-      block: i32[P], distinct but for those that may not enter; N for none.
-      prefixes: [P], what the blocks hold.
-      may_enter: bool[P], False for a block that is only looked for.
+    Blocks are i32[P], N for none, distinct but for those that are only looked for. Of
+    several equal blocks in one call the first that may enter, bool[P], does, and stands
+    for those after it. A block stays out if its bucket is full, or if its hash is taken
+    by other tokens.
     """
     index, nothing = index_of(metadata), metadata.leading.num_blocks
     equal = look_up(index, prefixes.hashes)

@@ -29,17 +29,11 @@ def pair_blocks(
     leaders: jax.Array,
     entered: jax.Array,
 ) -> Metadata:
-    """Make a group's blocks found beside those that became visible.
+    """Make a group's blocks found beside the leader's that stand for columns, i32[P].
 
-    A block that was found before replaces a sequence's own, as equal blocks
-    of the leading group do. Of several that were not found before the first is kept.
-
-    Args:
-      number: of the group, not the leading one.
-      columns: the cells of the tables, [P].
-      leaders: i32[P], the leading group's block that stands for each column, N_0 for
-        one that is not visible.
-      entered: bool[P], whether it has just entered the index.
+    N_0 is not visible; some have just entered the index, bool[P]. A block that was
+    found before replaces a sequence's own, as equal blocks of the leading group do. Of
+    several that were not the first is kept.
     """
     group, no_leader = metadata.groups[number], metadata.leading.num_blocks
     is_visible, nothing = leaders < no_leader, group.num_blocks

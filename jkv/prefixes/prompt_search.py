@@ -224,11 +224,9 @@ def _find_part(
 ) -> tuple[dict[int, jax.Array], jax.Array]:
     """Find the block behind those found that begins most like what follows them.
 
-    It is a child of the last one, and all groups have a block beside it. With states
-    there is none: they cannot go on from within a block.
-
-    Returns:
-      By group the block, i32[B], N for none; and i32[B], the tokens in common.
+    It is a child of the last one, and all groups have a block beside it: by group
+    i32[B], N for none. With it come the tokens in common, i32[B]. With states there is
+    none: they cannot go on from within a block.
     """
     groups = {number: metadata.groups[number] for number in metadata.block_numbers}
     if whole.tip is None:

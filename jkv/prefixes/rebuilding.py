@@ -108,11 +108,10 @@ def reenter(metadata: Metadata) -> Metadata:
 
 
 def _enter_anew(metadata: Metadata) -> tuple[Metadata, jax.Array]:
-    """Fill empty hash tables with the indexed blocks.
+    """Fill empty hash tables with the indexed blocks; no child is listed.
 
-    Returns:
-      The metadata with the tables, no child listed, and u32[N], the hash of each block
-      that stays in the index, 0 for the others.
+    Returned with the metadata are the hashes of blocks that stay in the index, u32[N],
+    0 for others.
     """
     before, num_blocks = index_of(metadata), metadata.leading.num_blocks
     empty = dataclasses.replace(
@@ -176,9 +175,7 @@ def _emptied(table: jax.Array, num_rows: int) -> jax.Array:
 def _still_committed(metadata: Metadata, hashes: jax.Array) -> jax.Array:
     """Return what sequences have committed, i32[S], up to the first block not indexed.
 
-    Args:
-      metadata: the state, where `committed` counts as if all blocks still were.
-      hashes: u32[N], 0 for blocks that are not indexed.
+    Those have the hash 0, u32[N]; `committed` counts as if all still were.
     """
     group, committed = metadata.leading, index_of(metadata).committed
     size, num_columns = jnp.int32(group.block_size), group.max_blocks_per_sequence

@@ -47,15 +47,9 @@ def find_longest(
 ) -> tuple[jax.Array, jax.Array]:
     """Find the longest snapshot of each prompt from which all groups can go on.
 
-    Args:
-      snapshots: its snapshots.
-      tokens: i32[B, P], the prompts.
-      salts: i32[B].
-      hashes: u32[B, C], of the prompts up to each column's end.
-      goes_on: bool[B, C], whether the groups with blocks can go on from there.
-
-    Returns:
-      i32[B], the columns before the snapshot, 0 for none; i32[B], its place.
+    Prompts, i32[B, P], have hashes up to each column's end, u32[B, C], and groups with
+    blocks go on from there, bool[B, C]. Returned are the columns before the snapshot,
+    i32[B], 0 for none, and its place.
     """
     none, num_columns = snapshots.lengths.shape[0], hashes.shape[1]
     if num_columns == 0:
@@ -188,13 +182,9 @@ def make(
 ) -> tuple[Metadata, jax.Array]:
     """Make room for the states of sequences that a step left at a multiple.
 
-    Args:
-      metadata: the state; `committed` is noted already.
-      continues: bool[B], requests whose step was made visible.
-
-    Returns:
-      The metadata, and i32[B]: the place that each request's row is copied to, P for
-      none. Of several requests with one place the last has it.
+    That is of requests whose step was made visible, bool[B], and noted as committed.
+    Returned with the metadata are the places that their rows are copied to, i32[B], P
+    for none. Of several requests with one place the last has it.
     """
     snapshots = snapshots_of(metadata)
     assert snapshots is not None

@@ -52,10 +52,7 @@ class StorageSharding:
 
         None where there is nothing to divide. An axis of one device divides nothing,
         unless types say even then that arrays are divided by it, as those of an
-        Explicit axis do.
-
-        Raises:
-          ValueError: for an axis that the mesh lacks, or that the numbers do not fit.
+        Explicit axis do. Numbers that do not fit are refused.
         """
         copies = 1
         if heads is not None:

@@ -46,10 +46,6 @@ def vary_with(arrays: Arrays, others: Any) -> Arrays:
 
     Outside of `shard_map` these are the arrays. What is made inside varies over no
     axis, and a model's `lax.scan` refuses to carry it through its writes.
-
-    Args:
-      arrays: a pytree of arrays, or dataclasses of them.
-      others: a pytree, of whose leaves only JAX's arrays count.
     """
     if not is_manual():
         return arrays

@@ -70,11 +70,7 @@ class Watcher(Protocol):
     ) -> Any:
         """Call a function that was given this cache, and look at what it does.
 
-        Args:
-          function: the function, as it is for a cache that is not watched.
-          cache: the cache, with the watcher beside it.
-          given: all its arguments, by position and by name.
-          role: what the function is to debug mode, if anything of its own.
+        `given` are all its arguments, by position and by name.
         """
 
 

@@ -88,9 +88,8 @@ class Index(Protocol[Metadata]):
     ) -> Found:
         """Look up prompts; the last token of each is never found.
 
-        Args:
-          tokens: i32[B, P], negative from each prompt's end on; None for no prompts.
-          salts: i32[B], their domains.
+        They are i32[B, P], negative from each one's end on, or None; their domains
+        i32[B].
         """
 
     def find_state(
@@ -193,11 +192,7 @@ class Index(Protocol[Metadata]):
     def commit(
         self, metadata: Metadata, batch: Batch
     ) -> tuple[Metadata, tuple[Any, ...]]:
-        """Make the blocks that a step filled visible.
-
-        Returns:
-          The metadata, and what storage is to follow (`Cache.follow`).
-        """
+        """Make the blocks that a step filled visible, for `Cache.follow`."""
 
     def rename(
         self,
@@ -208,11 +203,9 @@ class Index(Protocol[Metadata]):
     ) -> Metadata:
         """Give the blocks of a group new ids wherever the index names them.
 
-        Args:
-          metadata: the state, everything else renumbered.
-          renamed: new ids of old ones, N' where there is none.
-          moved: values of the new blocks from those of the old, with a fill for new
-            ones.
+        Everything else is renumbered. `renamed` gives new ids, N' where there is none,
+        `moved` values of the new blocks from those of the old, with a fill for new
+        ones.
         """
 
     def reenter(self, metadata: Metadata) -> Metadata:

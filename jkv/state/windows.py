@@ -155,13 +155,8 @@ class SlidingWindow:
     ) -> jax.Array:
         """Return the blocks to reserve for texts behind those found, i32[B].
 
-        No more than a sequence has at one time that grows token by token.
-
-        Args:
-          total: i32[B], blocks of each text.
-          num_found: i32[B], leading columns found.
-          gap: i32[B] or 0, of those, the columns given back.
-          size: T.
+        No more than a sequence has at one time that grows token by token. Of the
+        leading columns found a gap was given back.
         """
         most = self.most_blocks(size, 1) - (num_found - gap)
         return jnp.minimum(total - num_found, most)
@@ -189,11 +184,7 @@ class SlidingWindow:
     def reaches(self, is_found: jax.Array, size: int) -> jax.Array:
         """Return which leading columns suffice to go on behind them, bool[B, C].
 
-        What the next row sees must be there, and the sinks.
-
-        Args:
-          is_found: bool[B, C], the columns that are there.
-          size: T.
+        What the next row sees must be found, bool[B, C], and the sinks.
         """
         num_columns = is_found.shape[1]
         column = jnp.arange(num_columns, dtype=jnp.int32)[None]

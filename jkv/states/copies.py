@@ -61,17 +61,11 @@ def copy_to_snapshots(storage: StateStorage, copies: SnapshotCopies) -> StateSto
 def read_rows(
     arrays: Arrays, layer: jax.Array, rows: jax.Array, is_empty: jax.Array
 ) -> Arrays:
-    """Return rows of a layer, zeros for those that hold nothing.
+    """Return rows of a layer, i32[B], zeros for those that hold nothing, bool[B].
 
     XLA on CPU would make a pass over all rows for the zeros, as it puts nothing into
     the gather that it could be a part of. So there a loop writes those of the few rows
     that are empty.
-
-    Args:
-      arrays: by name [L, S, ...].
-      layer: i32[].
-      rows: i32[B], past the end for none.
-      is_empty: bool[B], true where there is none.
     """
 
     def clear(arrays: Arrays) -> Arrays:

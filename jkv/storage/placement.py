@@ -57,18 +57,9 @@ def choose_placements(
     context: str | None = None,
     pools: str | None = None,
 ) -> Placements:
-    """Return where a cache goes, on a device or on a mesh.
+    """Return where a cache goes, on a device or on a mesh, by the names of axes.
 
-    Args:
-      cache: the cache, or its configuration.
-      device: a device or a sharding, for all arrays.
-      mesh: devices instead.
-      heads: the mesh axis over which the kv heads are spread, None for no axis.
-      context: the mesh axis over which the tokens of each block are spread, likewise.
-      pools: the mesh axis of which each rank has a pool, None for one pool.
-
-    Raises:
-      ValueError: for arguments that exclude each other, or sizes that do not fit.
+    Refused are arguments that exclude each other, and sizes that do not fit.
     """
     named = {"heads": heads, "context": context, "pools": pools}
     axes = {name: axis for name, axis in named.items() if axis is not None}
@@ -131,14 +122,9 @@ def put_by_layers(
 ) -> jax.Array:
     """Put an array of storage, [L, N, K, ...], on its devices a layer at a time.
 
-    One mapped from a file is then never in the host's memory as a whole. Of an array
-    with an axis of ranks first, that is a layer of each rank.
-
-    Args:
-      array: with the model's heads, each once.
-      where: of the cache.
-      group: whose array it is.
-      path: of the array in the group's storage.
+    It has the model's heads, each once. One mapped from a file is then never in the
+    host's memory as a whole. Of an array with an axis of ranks first, that is a layer
+    of each rank.
     """
     axis = 0 if where.pools is None else 1  # of the layers
     sharding, device = where.shardings[group], where.of(group, path)

@@ -41,10 +41,7 @@ def write_value(path: Path, value: Cache | Swapped) -> None:
     """Write a value to a file, whole or not at all, K/V a layer at a time.
 
     Of a cache that lies on devices of several processes, all of them call this and get
-    each layer, and one writes.
-
-    Raises:
-      OSError: if it cannot be written, on every process.
+    each layer, and one writes. OSError on every process if it cannot be written.
     """
     tensors: dict[str, Tensor] = {}
     constants: dict[str, Any] = {}
@@ -73,8 +70,7 @@ def write_value(path: Path, value: Cache | Swapped) -> None:
 def read_value(path: Path, kinds: fields.Kinds) -> Cache | Swapped:
     """Return what a file holds, its arrays mapped from the file; kinds as for `build`.
 
-    Raises:
-      FileError: if the file is not one that `write_value` wrote.
+    FileError if it is not one that `write_value` wrote.
     """
     metadata, arrays = files.read_file(path)
     leaves: dict[str, Any] = {

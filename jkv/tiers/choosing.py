@@ -78,17 +78,9 @@ def choose(metadata: Metadata, count: jax.Array, *, width: int) -> Chosen:
 def find_free(
     metadata: Metadata, number: int, count: jax.Array, *, width: int, known: bool
 ) -> jax.Array:
-    """Return the free blocks of a group that leave next, of those that are known.
+    """Return the free blocks of a group that leave next, i32[W], N behind the last.
 
-    Args:
-      metadata: with an index.
-      number: of the group.
-      count: i32[], how many; W at most.
-      width: W, static.
-      known: whether those that can be found are looked for, or those that hold nothing.
-
-    Returns:
-      i32[W], in that order, N behind the last.
+    So many, i32[], of those that can be found, or else of those that hold nothing.
     """
     group, count = metadata.groups[number], jnp.minimum(count, width)
 
@@ -107,15 +99,10 @@ def find_free(
 
 @jax.jit
 def count_next(metadata: Metadata, wanted: jax.Array) -> jax.Array:
-    """Return how many of the blocks that leave next are cached.
+    """Return how many of the blocks that leave next are cached, i32[G].
 
-    Args:
-      metadata: with an index.
-      wanted: i32[G], how many leave of each group with blocks; with states one more, of
-        places for snapshots.
-
-    Returns:
-      i32[G], cached blocks among these.
+    Of each group with blocks so many leave, i32[G]; with states one more, of places for
+    snapshots.
     """
     found = [
         _count_cached(metadata, number, wanted[at])

@@ -136,8 +136,7 @@ def _pair(
 ) -> tuple[Metadata, jax.Array]:
     """Give a group a block beside a column's, i32[1], if its contents are held.
 
-    Returns:
-      The metadata, and the block that is to be written, N for none.
+    Returned with the metadata is the block that is to be written, N for none.
     """
     nothing, no_leader = metadata.groups[number].num_blocks, metadata.leading.num_blocks
     metadata = forget_partners(metadata, number, resolved.enters)
@@ -152,11 +151,8 @@ def _pair(
 def _renew(metadata: Metadata, blocks: jax.Array, keep: Keep | None) -> Metadata:
     """Make blocks of the leading group and those beside them the last to be handed out.
 
-    Args:
-      metadata: the state.
-      blocks: i32[W], all different, in the order in which they shall go; N_0 for none.
-        What is not free stays where it is.
-      keep: the least class and time of each, [W]; None where there is one class.
+    They are i32[W], all different, in the order in which they shall go, N_0 for none,
+    and kept at least by class and time, [W]. What is not free stays where it is.
     """
     for number in metadata.block_numbers:
         own = find_partners(metadata, number, blocks)

@@ -107,9 +107,8 @@ def _enter_all(
 ) -> tuple[Cache, np.ndarray, list[np.ndarray]]:
     """Enter all columns in the index, and make them the last to be handed out.
 
-    Returns:
-      The cache; i32[Q], the leading group's block of each node, N_0 for none; and of
-      each group i32[Q], the blocks that are to be written, N for none.
+    Returned with the cache are the leading group's block of each node, i32[Q], N_0 for
+    none, and of each group the blocks that are to be written, i32[Q], N for none.
     """
     metadata, nothing = cache.metadata, cache.metadata.leading.num_blocks
     num_nodes = len(spilled.parents)

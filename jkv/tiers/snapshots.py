@@ -29,14 +29,7 @@ def put_snapshots(
     *,
     donate: bool,
 ) -> Cache:
-    """Write states from the host to places, i32[P], all different.
-
-    Args:
-      cache: the cache.
-      states: of each group with a state.
-      places: i32[P].
-      donate: write in place of the old arrays, which are then gone, not in copies.
-    """
+    """Write states of each group with some to places, i32[P], all different."""
     for number, held in zip(_find_numbers(cache), states, strict=True):
         old = cache.storage[number]
         if not old.num_layers or not len(places):
@@ -75,14 +68,8 @@ def note_snapshots(
 ) -> tuple[Metadata, np.ndarray]:
     """Give places to the snapshots of texts: empty ones, and those unused for longest.
 
-    Args:
-      metadata: the state, with snapshots.
-      texts: i32[n T] of each.
-      salts: the domain of each.
-      pending: i32[P], of each text's last tokens those pending.
-
-    Returns:
-      The metadata, and i32[P]: the places, that of no snapshot for a text that has one.
+    Of texts, i32[n T] each, so many last tokens are pending, i32[P]. Returned with the
+    metadata are the places, i32[P], that of no snapshot for a text that has one.
     """
     known: Any = snapshots_of(metadata)
     lengths, last_used, theirs = map(

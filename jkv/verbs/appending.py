@@ -280,8 +280,7 @@ def _note_pending(
 ) -> tuple[Metadata, tuple[jax.Array, jax.Array] | None]:
     """Note the tokens that are pending after the step, if any may be.
 
-    Returns:
-      The metadata; and i32[B] each, the tokens pending before the step and after it.
+    Returned with the metadata are those before the step and after it, i32[B] each.
     """
     if num_pending is None:
         return metadata, None

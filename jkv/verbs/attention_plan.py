@@ -12,11 +12,7 @@ from jkv.state import Batch, BlockGroup, BlockStorage, Cache
 
 
 def plan_attention(cache: Cache, batch: Batch) -> Batch:
-    """Return the step with what backends find out about it, if any does.
-
-    Args:
-      cache: after the step was planned.
-    """
+    """Return a step that was planned with what backends find out about it."""
     pairs = zip(cache.metadata.groups, cache.storage, strict=True)
     plans = tuple(
         _plan_group(group, storage, batch) if group.kind == "blocks" else {}

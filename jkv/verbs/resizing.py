@@ -98,11 +98,7 @@ def _sizes_of_groups(metadata: Metadata, num_blocks: Any) -> dict[int, int]:
 def _order_blocks(
     metadata: Metadata, number: int, num_blocks: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the live blocks of a group in order, and the free ones behind them.
-
-    Raises:
-      ValueError: if the live ones do not fit.
-    """
+    """Return the live blocks of a group in order, if they fit, and the free ones."""
     blocks, num_live = jax.device_get(in_order(metadata.groups[number]))
     if num_live > num_blocks:
         where = f" of group {number}" if len(metadata.block_numbers) > 1 else ""

@@ -183,8 +183,7 @@ def _open(
 ) -> tuple[Metadata, SwapIn, dict[int, jax.Array]]:
     """Open sequences with blocks for all in every group, or refuse them all.
 
-    Returns:
-      The metadata, the answer, and by group i32[B, M], the sequences' new block tables.
+    Returned last are the sequences' new block tables by group, i32[B, M].
     """
     num_rows = entering.context_lengths.shape[0]
     parts = parts_of(metadata)

@@ -95,11 +95,9 @@ def read_rows(
     keys: jax.Array,
     values: jax.Array | None,
 ) -> tuple[GroupLayer, dict[str, jax.Array]]:
-    """Check what is to be written.
+    """Check what is to be written; return where, and the rows by name of their array.
 
-    Returns:
-      Where the layer's keys and values are, and the rows [R, K, D] by the names of the
-      group's arrays, with a copy of each head for each that the pool holds.
+    Rows, [R, K, D], have a copy of each head for each that the pool holds.
     """
     found = locate_layer(cache, layer)
     check_batch(cache, batch)

@@ -60,11 +60,7 @@ class Compiler(Protocol):
 
 
 def array_expression(way: Way, compiler: Compiler) -> Expression:
-    """Return the arrays that atoms describe.
-
-    Raises:
-      Unsupported: `uniqueItems` or `contains` where items cannot be told apart.
-    """
+    """Return the arrays that atoms describe."""
     items = _Items.of(way)
     least, most = counts_of(way, "Items")
     if items.rest is None:
@@ -200,10 +196,6 @@ def object_expression(way: Way, compiler: Compiler) -> Expression:
 
     Named properties stand in the order of `properties`, then of `required`; those that
     have no name follow in any order.
-
-    Raises:
-      Unsupported: `minProperties` above 1 where properties without a name would count.
-      TooLarge: patterns that divide keys in too many ways.
     """
     marks, keys = compiler.marks, _Keys(way, compiler)
     entries = [

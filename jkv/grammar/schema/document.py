@@ -30,19 +30,12 @@ class Place(NamedTuple):
 
 
 class Document:
-    """A whole schema, copied."""
+    """A whole schema, copied, of which every place is looked at.
+
+    If strict, keywords and formats that are unknown are refused.
+    """
 
     def __init__(self, root: Any, *, is_strict: bool) -> None:
-        """Look at every place of a schema.
-
-        Args:
-          root: of JSON.
-          is_strict: whether keywords and formats that are unknown are refused.
-
-        Raises:
-          Unsupported: it is none, or an old one (draft 3).
-          TooLarge: schemas stand in each other too deeply.
-        """
         self.root, self._is_strict = _copy(root), is_strict
         if not is_schema(self.root):
             raise Malformed(
@@ -75,12 +68,7 @@ class Document:
         return words
 
     def words(self, schema: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a schema's keywords without those that are ignored.
-
-        Raises:
-          Unsupported: one has a value that it cannot have, or an unknown one is there
-            and this document is strict.
-        """
+        """Return a schema's keywords but those ignored; refuse a wrong value."""
         if id(schema) not in self._words:
             self._words[id(schema)] = self._read_words(schema)
         return self._words[id(schema)]
@@ -110,9 +98,8 @@ class Document:
     def target(self, schema: Mapping[str, Any], word: str) -> Any:
         """Return the schema that a reference in another one names.
 
-        Raises:
-          Unsupported: it is not in this document, or no schema, or which one it is
-            depends on where it is referred to from.
+        Refused is one that is not in this document, or which depends on where it is
+        referred to from.
         """
         reference = schema[word]
         where = f"{word} {reference!r} at {self.place(schema)}"

@@ -78,16 +78,12 @@ Ways = list[Way]
 
 
 class Expander:
-    """Takes the schemas of a document apart."""
+    """Takes the schemas of a document apart.
+
+    A schema may be opened so often where it is open already.
+    """
 
     def __init__(self, document: Document, recursion: int, bounds: Bounds) -> None:
-        """Take what bounds it.
-
-        Args:
-          document: of the schemas.
-          recursion: how often a schema may be opened where it is open already.
-          bounds: of the compilation.
-        """
         self.document, self._recursion, self._bounds = document, recursion, bounds
         self._known: dict[tuple[int, Route, bool], tuple[Any, Ways]] = {}
         self.is_cut = False  # whether recursion has ended somewhere
@@ -96,12 +92,7 @@ class Expander:
         self.finds: Callable[[str, str], bool] = lambda _, __: False
 
     def expand(self, parts: Iterable[Part]) -> Ways:
-        """Return the ways in which all parts hold.
-
-        Raises:
-          Unsupported: for what cannot be taken apart.
-          TooLarge: for too many ways.
-        """
+        """Return the ways in which all parts hold; refuse too many of them."""
         ways: Ways = [[]]
         for part in parts:
             ways = self._both(ways, self._expand(part), part.schema)

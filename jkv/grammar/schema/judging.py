@@ -210,9 +210,7 @@ class Judge:
     def is_possible(self, way: Way, is_thorough: bool) -> bool:
         """Whether a value may exist for which all atoms hold; True where in doubt.
 
-        Args:
-          way: the atoms.
-          is_thorough: whether strings are compared by their languages, too.
+        If it is thorough, strings are compared by their languages, too.
         """
         return self._is_possible(way, is_thorough, _LEVELS if is_thorough else 1)
 

@@ -37,10 +37,7 @@ def contraries(
 ) -> list[dict[str, Any]] | None:
     """Return keywords of which some set holds where one does not; None if none tell.
 
-    Args:
-      word: the one that does not hold.
-      words: of the whole schema.
-      negate: returns the schema that holds where another one does not.
+    `negate` returns the schema that holds where another one does not.
     """
     value = words[word]
     match word:

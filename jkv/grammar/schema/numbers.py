@@ -48,16 +48,7 @@ _Bound = tuple[decimal.Decimal, bool]  # and whether the bound itself is left ou
 
 
 def number_expression(way: Way, kinds: Set[str], bounds: Bounds) -> Expression:
-    """Return the numbers that atoms describe.
-
-    Args:
-      way: the atoms.
-      kinds: "integer" for whole numbers, "fraction" for others; either or both.
-      bounds: of the compilation.
-
-    Raises:
-      TooLarge: a number of `multipleOf` with too many digits.
-    """
+    """Return the numbers that atoms describe, of one or both kinds."""
     shape = _within_bounds(way, "fraction" not in kinds, bounds)
     wanted = [atom.words["multipleOf"] for atom in way if "multipleOf" in atom.words]
     unwanted = [atom.words[NOT_MULTIPLE] for atom in way if NOT_MULTIPLE in atom.words]

@@ -32,14 +32,7 @@ _ESCAPED = sorted({*_SHORT, *_BY_NUMBER})
 def string_expression(
     way: Way, judge: Judge, bounds: Bounds, max_counted: int
 ) -> Expression:
-    """Return the strings that atoms describe, with their quotes.
-
-    Args:
-      way: the atoms.
-      judge: of their schemas.
-      bounds: of the compilation.
-      max_counted: states that counted characters may take.
-    """
+    """Return the strings that atoms describe, with their quotes."""
     found = string_automaton(way, judge, bounds)
     if isinstance(found, Automaton):
         return quoted(found)

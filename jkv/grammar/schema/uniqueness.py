@@ -57,11 +57,8 @@ def by_first_sign(
 ) -> list[Expression]:
     """Return disjoint parts of strings and numbers, which begin with different signs.
 
-    Numbers have no exponent, and zero no sign: so those that begin with different
-    signs are different numbers.
-
-    Raises:
-      Unsupported: they are too few for so many items.
+    Numbers have no exponent, and zero no sign: so those that begin with different signs
+    are different numbers.
     """
     shown = determinize(Choice([any_string(bounds), PLAIN]), bounds)
     minus_zero = determinize(concat(b"-0", optional(ZEROS)), bounds)
