@@ -33,16 +33,12 @@ def copy_blocks(storage: BlockStorage, copies: BlockCopies) -> BlockStorage:
 
     Outside jit there is no pass over the storage if nothing is to be copied.
     """
-    if storage.num_layers == 0 or not _copies_any(copies, storage.num_blocks):
+    may_copy = storage.num_layers > 0
+    if may_copy and not isinstance(copies.target, jax.core.Tracer):
+        may_copy = bool(np.any(np.asarray(copies.target) < storage.num_blocks))
+    if not may_copy:
         return storage
     return storage.with_arrays(_copy_blocks(storage.arrays, copies))
-
-
-def _copies_any(copies: BlockCopies, num_blocks: int) -> bool:
-    """Return whether a block is copied; inside jit, whether one may be."""
-    if isinstance(copies.target, jax.core.Tracer):
-        return True
-    return bool(np.any(np.asarray(copies.target) < num_blocks))
 
 
 @jax.jit

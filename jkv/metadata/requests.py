@@ -153,12 +153,6 @@ def check_static(name: str, number: int, least: int) -> None:
         )
 
 
-def as_tokens(tokens: Integers) -> jax.Array:
-    """Return the token of each row as i32[R]."""
-    (tokens,) = broadcast(tokens=tokens)
-    return tokens
-
-
 def as_ids(name: str, ids: Any) -> Any:
     """Return token ids as i32, in numpy if they are; refuse what would wrap."""
     if isinstance(ids, np.ndarray) and ids.size:

@@ -167,17 +167,10 @@ def forget_rewritten(metadata: Metadata, number: int, block: jax.Array) -> Metad
 
     With a block of the leading group all blocks that follow it are forgotten.
     """
-    if number == metadata.leader:
-        return _forget_from(metadata, block)
-    return forget_blocks(metadata, number, block)
-
-
-def _forget_from(metadata: Metadata, block: jax.Array) -> Metadata:
-    """Forget the leader's blocks, i32[B], and all that follow one of them.
-
-    What was found by way of a block leaves the index with it: the blocks that its
-    sequence has after it, and cached ones.
-    """
+    if number != metadata.leader:
+        return forget_blocks(metadata, number, block)
+    # What was found by way of a block leaves the index with it: the blocks that its
+    # sequence has after it, and cached ones.
     index, nothing = index_of(metadata), metadata.leading.num_blocks
     indexed = jnp.where(is_indexed(metadata, block), block, nothing)
 

@@ -23,7 +23,7 @@ from jkv.prefixes.snapshots import (
     snapshots_of,
     state_at,
 )
-from jkv.state import BlockGroup, Metadata
+from jkv.state import Metadata
 from jkv.state.index import Found, FoundBlocks, FoundState
 from jkv.state.no_index import find_nothing
 
@@ -57,7 +57,10 @@ def find(metadata: Metadata, tokens: jax.Array | None, salts: jax.Array) -> Foun
     groups = {}
     for number, blocks in whole.blocks.items():
         group, part = metadata.groups[number], parts[number]
-        needed = _is_needed(group, whole.num, num_tokens, blocks.shape[1])
+        num_columns = blocks.shape[1]
+        column = jnp.arange(num_columns, dtype=jnp.int32)[None]
+        needs = group.window.needs(num_tokens, num_columns, group.block_size)
+        needed = (column < whole.num[:, None]) & needs
         blocks = jnp.where(needed, blocks, group.num_blocks)
         gap = group.window.unseen_from(num_tokens, group.block_size)
         groups[number] = FoundBlocks(blocks, gap, part)
@@ -208,15 +211,6 @@ def _reach(
         for group, theirs in zip(metadata.block_groups, blocks.values(), strict=True)
     ]
     return blocks, functools.reduce(operator.and_, reaches)
-
-
-def _is_needed(
-    group: BlockGroup, num: jax.Array, num_tokens: jax.Array, num_columns: int
-) -> jax.Array:
-    """Return which of C columns a group needs of those found, i32[B], bool[B, C]."""
-    column = jnp.arange(num_columns, dtype=jnp.int32)[None]
-    needs = group.window.needs(num_tokens, num_columns, group.block_size)
-    return (column < num[:, None]) & needs
 
 
 def _find_part(

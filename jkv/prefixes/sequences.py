@@ -53,7 +53,7 @@ def enter(
     metadata: Metadata, row: jax.Array, salts: jax.Array, known: jax.Array
 ) -> Metadata:
     """Note the domains of rows from elsewhere, and the tokens visible, i32[B] each."""
-    metadata = forget_texts(metadata, row)
+    metadata = _change(metadata, lambda texts: texts.at[row].set(-1, mode="drop"))
     return _note_opened(metadata, row, salts, known)
 
 
@@ -119,11 +119,6 @@ def record_texts(
     return _change(
         metadata, lambda texts: texts.at[row, position].set(tokens, mode="drop")
     )
-
-
-def forget_texts(metadata: Metadata, row: jax.Array) -> Metadata:
-    """Note that no token of rows, i32[B], is told; a row of S is dropped."""
-    return _change(metadata, lambda texts: texts.at[row].set(-1, mode="drop"))
 
 
 def copy_texts(

@@ -55,7 +55,10 @@ def write_value(path: Path, value: Cache | Swapped) -> None:
             constants[name] = _as_json(leaf)
         else:
             tensors[name] = Tensor(leaf.dtype, leaf.shape, (bring_whole(leaf),))
-    metadata = {"holds": _kind_of(value), "fields": json.dumps(constants)}
+    kind = "sequences"
+    if isinstance(value, Cache):
+        kind = "cache" if value.pools is None else "pools"
+    metadata = {"holds": kind, "fields": json.dumps(constants)}
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
     # All groups lie on the same devices.
     where: Any = None
@@ -120,12 +123,6 @@ def _find_meaning(value: Cache | Swapped, name: str) -> np.dtype[Any] | None:
     groups = value.storage if isinstance(value, Cache) else value.groups
     meaning: np.dtype[Any] | None = groups[int(numbers[0])].meaning(numbers[1])
     return meaning
-
-
-def _kind_of(value: Cache | Swapped) -> str:
-    if isinstance(value, Swapped):
-        return "sequences"
-    return "cache" if value.pools is None else "pools"
 
 
 def _by_layers(

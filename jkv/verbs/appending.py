@@ -90,18 +90,24 @@ def append(
     else:
         requests.check_static("max_query_length", max_query_length, 1)
         num_rows = num_requests * max_query_length
-    told = None if tokens is None else requests.as_tokens(tokens)
-    if told is not None and told.shape != (num_rows,):
-        raise ValueError(
-            f"tokens must be i32[R] with R = {num_rows} rows, got "
-            f"{told.dtype}{list(told.shape)}"
-        )
+    told = None
+    if tokens is not None:
+        (told,) = requests.broadcast(tokens=tokens)
+        if told.shape != (num_rows,):
+            raise ValueError(
+                f"tokens must be i32[R] with R = {num_rows} rows, got "
+                f"{told.dtype}{list(told.shape)}"
+            )
+    if not cache.metadata.records_tokens:
+        told = None
+    elif told is None:
+        told = jnp.full((num_rows,), -1, jnp.int32)
     pending = _read_pending_counts(cache.metadata, num_tokens, num_pending)
     metadata, plan = _append(
         cache.metadata,
         seq_ids,
         num_tokens,
-        _as_rows(told, num_rows) if cache.metadata.records_tokens else None,
+        told,
         pending,
         num_rows=num_rows,
         max_query_length=max_query_length,
@@ -313,10 +319,3 @@ def _read_pending_counts(
         return jnp.clip(num_tokens, 0, most)
     (counts,) = requests.broadcast(num_pending=num_pending)
     return jnp.broadcast_to(counts, num_tokens.shape)
-
-
-def _as_rows(tokens: jax.Array | None, num_rows: int) -> jax.Array:
-    """Return the token of each row, i32[R], -1 where none is told."""
-    if tokens is None:
-        return jnp.full((num_rows,), -1, jnp.int32)
-    return tokens

@@ -69,13 +69,14 @@ def _compare_sizes(planned: StepSizes, found: StepSizes, resized: bool) -> None:
     there, here = (_named_sizes(each) for each in (planned, found))
     # A rank inside shard_map sees its part of the storage, a plan without storage none.
     is_whole = not jax.sharding.get_abstract_mesh().manual_axes
+    has_layers = any(group.num_layers for group in planned.groups)
     of_storage = "num_layers", "num_kv_heads", "head_dim", "value_head_dim"
     differing = [
         f"{name} {there.get(name)} there and {here.get(name)} here"
         for name in there | here
         if there.get(name) != here.get(name)
         and not (resized and name.endswith("num_blocks"))
-        and (is_whole and _has_layers(planned) or not name.endswith(of_storage))
+        and (is_whole and has_layers or not name.endswith(of_storage))
     ]
     if differing:
         raise ValueError(
@@ -92,10 +93,6 @@ def _named_sizes(sizes: StepSizes) -> dict[str, int]:
         prefix = f"group {i} " if len(sizes.groups) > 1 else ""
         named |= {f"{prefix}{name}": n for name, n in group._asdict().items()}
     return named
-
-
-def _has_layers(sizes: StepSizes) -> bool:
-    return any(group.num_layers for group in sizes.groups)
 
 
 def check_dtypes(storage: BlockStorage) -> None:

@@ -229,9 +229,8 @@ MUTATIONS = (
         "rewritten-beside-an-indexed-block",
         "metadata",
         "A block that a sequence writes again is still found beside the leader's.",
-        "return _forget_from(metadata, block) "
-        "return forget_blocks(metadata, number, block)",
-        "return _forget_from(metadata, block)\n    return metadata",
+        "if number != metadata.leader: return forget_blocks(metadata, number, block)",
+        "if number != metadata.leader:\n        return metadata",
     ),
     Mutation(
         "evicts-for-one-group",
@@ -385,8 +384,8 @@ MUTATIONS = (
         "storage",
         "A sequence whose chain had a gap may make blocks visible again once it was "
         "swapped out and in.",
-        "begun = swapped.committed != 0",
-        "begun = swapped.committed > 0",
+        "np.where(visible != 0, np.int32(-1), np.int32(0))",
+        "np.where(visible > 0, np.int32(-1), np.int32(0))",
     ),
     # check, stats, memory profile, fragmentation.
     Mutation(
