@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jkv.blocks import sharing
 from jkv.blocks.copies import BlockCopies
 from jkv.metadata import allocator, tables
-from jkv.metadata.entries import for_each_entry
+from jkv.metadata.entries import Entries, for_each_entry
 from jkv.metadata.part import Done, Granted, Lack, Lengths, Masks, Step
 from jkv.state import BlockGroup, Metadata
 from jkv.state.index import Found
@@ -55,15 +55,9 @@ def _reserve(
     metadata = metadata.changed(number, num_mapped_blocks=mapped)
 
     # Entry e of the call's reservations is block e of those taken.
-    def reserve(
-        metadata: Metadata,
-        entry: jax.Array,
-        request: jax.Array,
-        rank: jax.Array,
-        valid: jax.Array,
-    ) -> Metadata:
-        table_row = jnp.where(valid, row[request], metadata.max_sequences)
-        column, block = first[request] + rank, taken.block(entry)
+    def reserve(metadata: Metadata, at: Entries) -> Metadata:
+        table_row = jnp.where(at.valid, row[at.request], metadata.max_sequences)
+        column, block = first[at.request] + at.rank, taken.block(at.number)
         return allocator.enter(metadata, number, table_row, column, block)
 
     most = num_fresh.shape[0] * group.max_blocks_per_sequence

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jkv.blocks.copies import BlockCopies, copy_tokens
 from jkv.metadata import allocator, tables
-from jkv.metadata.entries import for_each_entry
+from jkv.metadata.entries import Entries, for_each_entry
 from jkv.metadata.part import Done, Lengths
 from jkv.metadata.xla_cpu import divide, running_sum
 from jkv.state import BlockGroup, Metadata
@@ -54,17 +54,11 @@ def count_owners(
 ) -> BlockGroup:
     """Count one more owner for the full blocks of each past that is served, bool[B]."""
 
-    def count(
-        counts: jax.Array,
-        _entry: jax.Array,
-        request: jax.Array,
-        rank: jax.Array,
-        valid: jax.Array,
-    ) -> jax.Array:
-        gap = past.gap if isinstance(past.gap, int) else past.gap[request]
-        column = group.window.skip(rank, gap, group.block_size)
-        block = past.blocks.at[request, column].get(mode="clip")
-        block = jnp.where(valid, block, group.num_blocks)
+    def count(counts: jax.Array, at: Entries) -> jax.Array:
+        gap = past.gap if isinstance(past.gap, int) else past.gap[at.request]
+        column = group.window.skip(at.rank, gap, group.block_size)
+        block = past.blocks.at[at.request, column].get(mode="clip")
+        block = jnp.where(at.valid, block, group.num_blocks)
         return counts.at[block].add(1, mode="drop")
 
     counts = for_each_entry(

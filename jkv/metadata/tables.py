@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata import allocator, counters, ring
-from jkv.metadata.entries import find_chunk, for_each_entry
+from jkv.metadata.entries import Entries, find_chunk, for_each_entry
 from jkv.metadata.mentions import MOST_COMPARED
 from jkv.metadata.ring import Keep
 from jkv.metadata.xla_cpu import divide, running_sum, written_after
@@ -108,19 +108,14 @@ def keep_blocks(
     group = metadata.groups[number]
     gap = group.window.gaps_of(seq_ids)
 
-    def note(
-        free: Ring,
-        _entry: jax.Array,
-        request: jax.Array,
-        rank: jax.Array,
-        valid: jax.Array,
-    ) -> Ring:
-        row = jnp.where(valid, seq_ids[request], group.max_sequences)
-        gone = gap if isinstance(gap, int) else gap[request]
-        block = blocks_at(group, row, group.window.skip(rank, gone, group.block_size))
+    def note(free: Ring, at: Entries) -> Ring:
+        row = jnp.where(at.valid, seq_ids[at.request], group.max_sequences)
+        gone = gap if isinstance(gap, int) else gap[at.request]
+        column = group.window.skip(at.rank, gone, group.block_size)
+        block = blocks_at(group, row, column)
         is_known = metadata.index.knows(metadata, number, block)
         block = jnp.where(is_known, block, group.num_blocks)
-        of = Keep(keep.classes[request], keep.until[request])
+        of = Keep(keep.classes[at.request], keep.until[at.request])
         return ring.raise_classes(free, block, of)
 
     mapped = group.num_mapped_blocks.at[seq_ids].get(mode="clip")
@@ -158,16 +153,10 @@ def _release(
 ) -> BlockGroup:
     """Release `num` kept blocks of each sequence, from rank `last` - 1 downwards."""
 
-    def release(
-        group: BlockGroup,
-        _entry: jax.Array,
-        request: jax.Array,
-        rank: jax.Array,
-        valid: jax.Array,
-    ) -> BlockGroup:
-        row = jnp.where(valid, seq_ids[request], group.max_sequences)
-        gone = gap if isinstance(gap, int) else gap[request]
-        kept = last[request] - 1 - rank
+    def release(group: BlockGroup, at: Entries) -> BlockGroup:
+        row = jnp.where(at.valid, seq_ids[at.request], group.max_sequences)
+        gone = gap if isinstance(gap, int) else gap[at.request]
+        kept = last[at.request] - 1 - at.rank
         return _unmap(group, row, group.window.skip(kept, gone, group.block_size))
 
     most = seq_ids.shape[0] * group.max_blocks_per_sequence
@@ -202,11 +191,11 @@ def give_back(
 
     def trip(carry: Carry) -> Carry:
         group, left = carry
-        chunk = find_chunk(left, width)
-        row = jnp.where(chunk.valid, seq_ids[chunk.owner], group.max_sequences)
-        group = _unmap(group, row, sinks + group.window.gaps_of(row) + chunk.rank)
+        at, num_done = find_chunk(left, width)
+        row = jnp.where(at.valid, seq_ids[at.request], group.max_sequences)
+        group = _unmap(group, row, sinks + group.window.gaps_of(row) + at.rank)
         group = dataclasses.replace(group, window=group.window.with_one_more(row))
-        return group, left - chunk.num_done
+        return group, left - num_done
 
     group, _ = while_loop(
         lambda carry: jnp.any(carry[1] > 0), trip, (group, jnp.maximum(behind, 0))

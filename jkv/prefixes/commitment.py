@@ -6,7 +6,7 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata.entries import for_each_entry
+from jkv.metadata.entries import Entries, for_each_entry
 from jkv.metadata.mentions import MOST_COMPARED, find_equals
 from jkv.metadata.part import Moves
 from jkv.metadata.parts import parts_of
@@ -90,16 +90,10 @@ def _commit_one_each(start: _Carry, chains: Chains) -> _Carry:
 def _commit_runs(start: _Carry, chains: Chains, batch: Batch) -> _Carry:
     """Commit a step of any rows: each sequence fills a run of blocks."""
 
-    def enter(
-        carry: _Carry,
-        _entry: jax.Array,
-        request: jax.Array,
-        rank: jax.Array,
-        valid: jax.Array,
-    ) -> _Carry:
+    def enter(carry: _Carry, at: Entries) -> _Carry:
         metadata, lengths = carry
-        unbroken = lengths[request] == rank[first_lanes(rank)]
-        lanes = CommitLanes(request, rank, valid, unbroken, batch.is_decoding)
+        unbroken = lengths[at.request] == at.rank[first_lanes(at.rank)]
+        lanes = CommitLanes(*at[1:], unbroken, batch.is_decoding)
         return _commit_lanes(metadata, lengths, chains, lanes)
 
     # A batch fills as many blocks as its rows could alone, and one more for each
