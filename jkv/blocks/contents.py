@@ -58,10 +58,7 @@ def cut_array(array: np.ndarray) -> tuple[HostArray, ...]:
 
 
 def fetch(cache: Cache, number: int, blocks: np.ndarray) -> Contents:
-    """Copy what blocks of a group, i32[P], hold to the host.
-
-    The cache is on a device, or of numpy arrays, as a file gives it.
-    """
+    """Copy blocks of a group, i32[P], to the host, from a device or a file."""
     of_group, recorded = cache.storage[number], cache.metadata.groups[number].tokens
     arrays, sharding = of_group.arrays, of_group.sharding
     pieces = [blocks[piece] for piece in in_pieces(len(blocks))]

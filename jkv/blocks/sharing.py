@@ -30,10 +30,7 @@ class Past(NamedTuple):
 def find_lengths(
     metadata: Metadata, parents: jax.Array, lengths: jax.Array | None = None
 ) -> Lengths:
-    """Look up how long parents are, i32[B]; for an id that is not open it is rubbish.
-
-    No more counts than these lengths, i32[B].
-    """
+    """Look up how long open parents are, i32[B]; no more counts than these lengths."""
     tokens = metadata.context_lengths.at[parents].get(mode="clip")
     if lengths is not None:
         tokens = jnp.clip(lengths, 0, tokens)

@@ -72,10 +72,7 @@ class SwappedGroup:
     def compare(
         self, cache: Cache, number: int, lengths: np.ndarray
     ) -> dict[str, tuple[Any, Any]]:
-        """Return what the storage of a group is, of the sequences and of the cache.
-
-        ValueError if they have given back what the cache's layers would see.
-        """
+        """Return what storage is, here and in a cache; refuse one that sees what is gone."""
         self._check_given_back(cache.metadata.groups[number], lengths)
         storage = cache.storage[number]
         pieces_of, arrays = self.contents.storage, storage.arrays

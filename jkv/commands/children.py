@@ -33,10 +33,7 @@ def ask(
     find_limit: Callable[[], float],
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Answer]:
-    """Yield an answer to each name, in order, of children that a command begins.
-
-    The next answer may take so many seconds as `find_limit` gives.
-    """
+    """Yield an answer of children to each name, each within `find_limit()` seconds."""
     left = list(names)
     preallocate = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     while left and find_limit() > 0:

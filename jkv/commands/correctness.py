@@ -86,10 +86,7 @@ def find_error(case: Case, dtype: str, implementation: str) -> float:
 
 
 def check_derivative(report: Report, *, implementation: str) -> None:
-    """Compare the gradients of one implementation with those of the reference.
-
-    Of dtypes whose pools are floats: raw bits have no gradient.
-    """
+    """Compare gradients of pools that are floats with those of the reference."""
     agreed = []
     for case in (each for each in CASES if each.name in DERIVED_CASES):
         for dtype in (name for name in TOLERANCES if _is_kept_as_it_is(name)):

@@ -73,10 +73,7 @@ def _find_classes(
     tell: Callable[[int, int], None],
     bounds: Bounds,
 ) -> tuple[Ints, list[int]]:
-    """Return the class of each token, i32[V], and a token of each class.
-
-    A class of tokens that lead nowhere has the token -1.
-    """
+    """Return the class of each token, i32[V], and a token of each; -1 leads nowhere."""
     rng = np.random.default_rng(0)
     num_states, num_nodes = len(transitions), len(trie.last_bytes)
     shape = 2, num_states

@@ -87,10 +87,7 @@ def _parts_of_decoder(decoder: Any) -> Iterable[Mapping[str, Any]]:
 
 
 def _find_spelling(parts: Sequence[Mapping[str, Any]]) -> Callable[[str], bytes]:
-    """Return what spells a token, as the parts of a decoder do one after the other.
-
-    One that changes more than single tokens is refused.
-    """
+    """Return what spells a token, as the parts of a decoder do one after the other."""
     kinds = [part["type"] for part in parts]
     rules, is_fused = list[tuple[str, str]](), False
     for part in parts:

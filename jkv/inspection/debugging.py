@@ -273,10 +273,7 @@ class _Step:
         _note(self.watcher.watch, self.where, text, *is_wrong)
 
     def find_layer(self, layer: Any) -> tuple[GroupLayer, jax.Array]:
-        """Return where a layer's keys and values are, and whether it is there, bool[].
-
-        The number of one that is not there is past the end of its group.
-        """
+        """Return where a layer is, past the end if nowhere, and whether it is."""
         return self._look_for(*self.cache.find_layer(layer))
 
     def find_state(self, layer: Any) -> tuple[GroupLayer, jax.Array]:

@@ -45,10 +45,7 @@ class Recount(NamedTuple):
 
 
 def recount(metadata: Metadata, number: int) -> Recount:
-    """Count the owners of a group's blocks anew, on the host.
-
-    All that is in the metadata may be wrong, but for the shapes.
-    """
+    """Count the owners of a group's blocks anew, whatever the metadata say of them."""
     group = metadata.groups[number]
     tables = np.asarray(group.block_tables)
     mapped = np.asarray(group.num_mapped_blocks, np.int64)

@@ -43,10 +43,7 @@ def enter(
     column: jax.Array,
     block: jax.Array,
 ) -> Metadata:
-    """Name blocks that were taken, i32[P], in cells, and forget what they held.
-
-    A row of S or above is dropped; of the others no block stands twice.
-    """
+    """Name different blocks that were taken, i32[P], in cells; forget what they had."""
     group = metadata.groups[number]
     block = jnp.where(row < group.max_sequences, block, group.num_blocks)
     # The ring stays outside: what a stage is given and others change is copied.
@@ -86,10 +83,7 @@ def count_forgotten(metadata: Metadata, number: int, num: jax.Array) -> Metadata
 
 
 def lower(metadata: Metadata, number: int, block: jax.Array) -> Metadata:
-    """Let blocks of a group, i32[P], all different, be of class 0; N is dropped.
-
-    Free ones of another class become the last of this one to be handed out.
-    """
+    """Let different blocks, i32[P], be of class 0, free ones as its last; N is none."""
     free = ring.lower(metadata.groups[number].free_blocks, block)
     return metadata.changed(number, free_blocks=free)
 
@@ -154,10 +148,7 @@ class Revivals(NamedTuple):
 
 
 def find_revivals(group: BlockGroup, blocks: jax.Array) -> Revivals:
-    """Count the free blocks that requests would bring back to life.
-
-    They find blocks, i32[B, C], N for none, of the group as it is before the call.
-    """
+    """Count the free blocks, i32[B, C], that requests would bring back to life."""
     if blocks.size == 0:
         none = jnp.zeros(blocks.shape[:1], jnp.int32)
         return Revivals(none, none > 0)

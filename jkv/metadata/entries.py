@@ -91,10 +91,7 @@ def for_each_entry(
 def for_each_of(
     mask: jax.Array, trip: Callable[[jax.Array, Carry], Carry], carry: Carry
 ) -> Carry:
-    """Call `trip(request i32[1], carry)` for each request of a mask, bool[B], in order.
-
-    A call without any makes no trip.
-    """
+    """Call `trip(request i32[1], carry)` for each request of a mask, in order."""
     return for_each_entry(
         mask.astype(jnp.int32),
         mask.shape[0],

@@ -17,10 +17,7 @@ MOST_COMPARED = 64
 
 
 def is_first(ids: jax.Array, size: int) -> jax.Array:
-    """Return whether no earlier lane names the same id of `size`, i32[P], bool[P].
-
-    None is negative; what is `size` or above counts as named once.
-    """
+    """Return whether no earlier lane names the same id, bool[P], none negative."""
     num_lanes = ids.shape[0]
     if num_lanes <= MOST_COMPARED:
         earlier = np.tri(num_lanes, k=-1, dtype=bool)

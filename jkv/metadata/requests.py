@@ -60,10 +60,7 @@ def broadcast(
 
 
 def as_index(value: Integer) -> jax.Array:
-    """Return one index or count as i32[]; an int stays on the host for jit to take.
-
-    What lies outside 32 bits keeps its meaning by saturating.
-    """
+    """Return an index or count as i32[], saturated; an int stays on the host."""
     if isinstance(value, jax.Array):
         return value if value.dtype == jnp.int32 else saturated("a number", value)
     try:
@@ -239,10 +236,7 @@ def find_status(
 
 
 def saturating_cumsum(counts: jax.Array, limit: int) -> jax.Array:
-    """Return running sums that stop at `limit`, i32[B], for counts in 0..limit.
-
-    A plain running sum of large counts would wrap around to negative numbers.
-    """
+    """Return running sums that stop at `limit`, i32[B], for counts in 0..limit."""
     if counts.shape[0] * limit <= I32.max:
         return jnp.minimum(running_sum(counts), limit)
     return jax.lax.associative_scan(lambda a, b: jnp.minimum(a + b, limit), counts)

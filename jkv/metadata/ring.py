@@ -37,10 +37,7 @@ class Keep(NamedTuple):
 
 
 def peek(ring: Ring, ranks: jax.Array) -> jax.Array:
-    """Return the ids that leave at these ranks, i32[...]; the ring is unchanged.
-
-    It has no hole among its first entries. The caller masks ranks outside the count.
-    """
+    """Return the ids that leave at these ranks, i32[...], none of them a hole."""
     return ring.ids.at[fifo.wrap(ring, ring.head + ranks)].get(mode="clip")
 
 
@@ -136,10 +133,7 @@ def _supply_chunk(
 
 
 def remove(ring: Ring, ids: jax.Array, leaving: jax.Array) -> Ring:
-    """Let ids leave from wherever they stand, i32[P], all different where bool[P].
-
-    Holes remain, so the ring is one with indices.
-    """
+    """Let different ids, i32[P], leave from wherever they stand, where bool[P]."""
     num = jnp.sum(leaving, dtype=jnp.int32)
     ring = ring.changed(fewest=jnp.minimum(ring.fewest, ring.count - num), taken=num)
     return _change_each(ring, fifo.remove, ids, leaving)
@@ -148,19 +142,13 @@ def remove(ring: Ring, ids: jax.Array, leaving: jax.Array) -> Ring:
 def renew(
     ring: Ring, ids: jax.Array, leaving: jax.Array, keep: Keep | None = None
 ) -> Ring:
-    """Let ids go from wherever they stand to the tail, in the order they stand here.
-
-    Arguments as for `remove`, and what they are kept by from now on. Nothing is taken.
-    """
+    """Let ids go from wherever they stand to the tail, in this order, kept anew."""
     moved = raise_classes(remove(ring, ids, leaving), ids, keep)
     return push(moved, ids, leaving).with_account_of(ring)
 
 
 def raise_classes(ring: Ring, ids: jax.Array, keep: Keep | None) -> Ring:
-    """Give ids, i32[P], at least these classes and times; N is dropped.
-
-    None of them is in the ring, or gets another class there.
-    """
+    """Give ids, i32[P], that are not free, at least these classes and times."""
     kept = ring.kept
     if kept is None or keep is None:
         return ring
@@ -193,10 +181,7 @@ def _reset(ring: Ring, ids: jax.Array) -> Ring:
 
 
 def lower(ring: Ring, ids: jax.Array) -> Ring:
-    """Let ids, i32[P], all different, be of class 0; N is dropped.
-
-    Those in the ring of another class go to the tail. Nothing is taken.
-    """
+    """Let different ids, i32[P], be of class 0, free ones at its tail; N is dropped."""
     kept = ring.kept
     if kept is None:
         return ring
@@ -209,10 +194,7 @@ def lower(ring: Ring, ids: jax.Array) -> Ring:
 
 
 def arrange(ring: Ring, stays: jax.Array) -> Ring:
-    """Let ids be of class 0 that do not stay, bool[N], in the order of entering.
-
-    A pass over all of them.
-    """
+    """Let ids of class 0 that do not stay, bool[N], stand in the order of entering."""
     kept = ring.kept
     if kept is None:
         return ring
@@ -236,10 +218,7 @@ def arrange(ring: Ring, stays: jax.Array) -> Ring:
 
 
 def in_order(ring: Ring) -> tuple[jax.Array, jax.Array]:
-    """Return the ids of a ring as they leave, i32[N], N behind the last; and how many.
-
-    Where it has classes, N ids of all there are.
-    """
+    """Return the ids as they leave, i32[N], N behind the last, and how many."""
     capacity = sum(each.ids.shape[0] for each in ring.by_class)
     num_ids = ring.ids.shape[0] if ring.indices is None else ring.indices.shape[0]
     ids, is_entry = entries(ring, jnp.arange(capacity, dtype=jnp.int32))
@@ -290,10 +269,7 @@ def scan(
 
 
 def entries(ring: Ring, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the ids at distances from the head, i32[P], through all classes.
-
-    And bool[P]: which of them are entries, not holes and not past the tail.
-    """
+    """Return ids at distances from the head, i32[P], and which of them are entries."""
     if ring.indices is None:
         return peek(ring, index), index < ring.span
     lowest, *higher = ring.by_class

@@ -31,10 +31,7 @@ def num_blocks_for(num_tokens: jax.Array, size: int) -> jax.Array:
 
 
 def blocks_at(group: BlockGroup, row: jax.Array, column: jax.Array) -> jax.Array:
-    """Return the block in each cell of the tables, i32[...]; N outside of them.
-
-    No row is negative.
-    """
+    """Return the block in each cell of the tables, i32[...]; N outside of them."""
     num_rows, num_columns = group.block_tables.shape
     inside = (row < num_rows) & (column >= 0) & (column < num_columns)
     block = group.block_tables.at[row, column].get(
@@ -140,10 +137,7 @@ def release_blocks(
 def release_kept(
     group: BlockGroup, seq_ids: jax.Array, last: jax.Array, gap: Columns
 ) -> BlockGroup:
-    """Unmap all columns before `last`, i32[B], of each sequence, as `release_blocks`.
-
-    Nothing is released where it is 0. The gap, i32[B] or 0, is given back already.
-    """
+    """Unmap all columns before `last`, i32[B], but for the gap, as `release_blocks`."""
     num_kept = jnp.where(last > 0, last - gap, 0)
     return _release(group, seq_ids, num_kept, num_kept, gap)
 

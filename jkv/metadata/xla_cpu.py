@@ -116,10 +116,7 @@ def written_after(was_read: jax.Array, index: jax.Array, nothing: int) -> jax.Ar
 
 
 def unknown(number: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Return a number, i32[], that XLA on CPU does not know; elsewhere as it is.
-
-    It may be a constant; lengths, i32[B], none below 0, are not.
-    """
+    """Return a number, i32[], perhaps constant, that XLA on CPU does not know."""
     if lengths.shape[0] == 0:
         return number
     nothing = lengths[0]

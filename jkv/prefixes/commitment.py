@@ -41,11 +41,7 @@ def commit_step(metadata: Metadata, batch: Batch) -> tuple[Metadata, tuple[Moves
 
 
 def _commit_blocks(metadata: Metadata, batch: Batch) -> tuple[Metadata, jax.Array]:
-    """Make the blocks that a step filled visible.
-
-    Returned with the metadata are the requests, bool[B], that go on with what was
-    visible of them.
-    """
+    """Make the blocks that a step filled visible; return which requests go on."""
     chains = find_chains(metadata, batch)
     start = metadata, jnp.zeros_like(chains.first)
     if not metadata.block_numbers:  # there are no blocks, and what is told is visible
@@ -107,10 +103,7 @@ def _commit_runs(start: _Carry, chains: Chains, batch: Batch) -> _Carry:
 def _commit_lanes(
     metadata: Metadata, lengths: jax.Array, chains: Chains, lanes: CommitLanes
 ) -> tuple[Metadata, jax.Array]:
-    """Make one full block per lane visible.
-
-    Lengths, i32[B], are the columns of each request that trips made visible so far.
-    """
+    """Make one full block per lane visible, behind the columns that are, i32[B]."""
     nothing = metadata.leading.num_blocks
     columns = describe_blocks(metadata, chains, lanes)
     asks = _find_fit(metadata, lengths, lanes, columns)

@@ -76,10 +76,7 @@ def enter(
     parents: jax.Array,
     hashes_above: jax.Array,
 ) -> IndexArrays:
-    """Enter the blocks that have no equal in the index, and what they hold, [P].
-
-    Their parents are i32[P], N for none, and u32[P] the hashes of the prefixes above.
-    """
+    """Enter blocks without an equal, and what they hold, [P], behind their parents."""
     block = resolved.enters
     index = dataclasses.replace(
         index,
@@ -151,10 +148,7 @@ def _is_same_lane(prefixes: Prefixes, other: jax.Array) -> jax.Array:
 
 
 def hash_above(index: IndexArrays, block: jax.Array) -> jax.Array:
-    """Return the hash of the prefix up to where blocks, i32[...], begin, u32[...].
-
-    It is 0 where the parent is not indexed.
-    """
+    """Return the hash of the prefix before blocks, u32[...]; 0 without a parent."""
     if index.hashes_above is not None:
         return index.hashes_above.at[block].get(mode="clip")
     parent = index.parents.at[block].get(mode="clip")

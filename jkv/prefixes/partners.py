@@ -68,10 +68,7 @@ def exchange(
     other: jax.Array,
     replaced: jax.Array,
 ) -> BlockGroup:
-    """Replace own blocks, i32[P], by known equal ones where bool[P].
-
-    The replaced ones go back to the pool.
-    """
+    """Give back own blocks, i32[P], for known equal ones where bool[P]."""
     nothing = group.num_blocks
     row = jnp.where(replaced, columns.row, group.max_sequences)
     block_tables = group.block_tables.at[row, columns.column].set(other, mode="drop")

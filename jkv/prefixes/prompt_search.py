@@ -79,10 +79,7 @@ def _measure(metadata: Metadata, tokens: jax.Array, salts: jax.Array) -> _Prompt
 def find_partings(
     metadata: Metadata, tokens: jax.Array, salts: jax.Array
 ) -> jax.Array | None:
-    """Return up to where prompts are like a text that is known, i32[B].
-
-    They are i32[B, P], negative from each one's end on.
-    """
+    """Return up to where prompts, i32[B, P], are like a text that is known, i32[B]."""
     if snapshots_of(metadata) is None:
         return None
     return _find_partings(metadata, tokens, salts)
@@ -91,10 +88,7 @@ def find_partings(
 def find_partings_behind(
     metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array, tokens: jax.Array
 ) -> jax.Array | None:
-    """Return the same of sequences' first tokens, i32[B], and of those behind them.
-
-    These are i32[B, P], negative from each one's end on.
-    """
+    """Return the same of sequences' first tokens, i32[B], and of those behind them."""
     snapshots = snapshots_of(metadata)
     if snapshots is None:
         return None

@@ -31,10 +31,7 @@ class Tip(NamedTuple):
 def hash_prompts(
     index: IndexArrays, whole: jax.Array, column: jax.Array, salts: jax.Array
 ) -> jax.Array | None:
-    """Return the wide hashes of prompts up to each column's end, u32[B, C, 2].
-
-    Their columns have tokens i32[B, C, T]. None where the index knows parents.
-    """
+    """Return the wide hashes of prompts up to columns' ends, u32[B, C, 2], if any."""
     if index.wide_hashes is None:
         return None
     terms = hashing.wide_column_hash(whole, column)

@@ -31,11 +31,7 @@ Moved = Callable[[jax.Array, int], jax.Array]
 def rename_blocks(
     metadata: Metadata, number: int, renamed: Renamed, moved: Moved
 ) -> Metadata:
-    """Give the blocks of a group new ids wherever the index names them.
-
-    All else is renumbered. `renamed` gives new ids, N' for none, and `moved` values of
-    the new blocks from those of the old, with a fill for new ones.
-    """
+    """Give blocks of a group new ids wherever the index names them (`Index.rename`)."""
     if number == metadata.leader:
         return _rename_leaders(metadata, renamed, moved)
     beside, no_leader = beside_of(metadata, number), metadata.leading.num_blocks
@@ -108,11 +104,7 @@ def reenter(metadata: Metadata) -> Metadata:
 
 
 def _enter_anew(metadata: Metadata) -> tuple[Metadata, jax.Array]:
-    """Fill empty hash tables with the indexed blocks; no child is listed.
-
-    Returned with the metadata are the hashes of blocks that stay in the index, u32[N],
-    0 for others.
-    """
+    """Fill empty tables; return the hashes of blocks that stay, u32[N], or 0."""
     before, num_blocks = index_of(metadata), metadata.leading.num_blocks
     empty = dataclasses.replace(
         before,
@@ -173,10 +165,7 @@ def _emptied(table: jax.Array, num_rows: int) -> jax.Array:
 
 
 def _still_committed(metadata: Metadata, hashes: jax.Array) -> jax.Array:
-    """Return what sequences have committed, i32[S], up to the first block not indexed.
-
-    Those have the hash 0, u32[N]; `committed` counts as if all still were.
-    """
+    """Return what sequences have committed, i32[S], before a block whose hash is 0."""
     group, committed = metadata.leading, index_of(metadata).committed
     size, num_columns = jnp.int32(group.block_size), group.max_blocks_per_sequence
     visible = hashes.at[group.block_tables].get(mode="fill", fill_value=0) != 0

@@ -64,10 +64,7 @@ def inherit(
     lengths: jax.Array,
     is_exchange: bool = False,
 ) -> Metadata:
-    """Let rows continue from the first tokens of what their parents are, i32[B] each.
-
-    A row of S or above is dropped. With an exchange a parent may be one of the rows.
-    """
+    """Let rows go on from the first tokens of what their parents are, i32[B] each."""
     nothing = metadata.max_sequences
     source = jnp.where((row < nothing) & (lengths > 0), parents, nothing)
     metadata = copy_texts(metadata, row, source, is_exchange=is_exchange)
@@ -124,10 +121,7 @@ def record_texts(
 def copy_texts(
     metadata: Metadata, row: jax.Array, source: jax.Array, *, is_exchange: bool
 ) -> Metadata:
-    """Let rows, i32[B], have the texts of others, i32[B]; a source of S is none.
-
-    With an exchange a source may be a row: all are read before any is written.
-    """
+    """Let rows, i32[B], have the texts of others, S for none, or exchange theirs."""
     is_copied = source < metadata.max_sequences
 
     def exchange(texts: jax.Array, source: jax.Array) -> jax.Array:

@@ -96,10 +96,7 @@ def find_longest(
 
 
 def find_common(metadata: Metadata, tokens: jax.Array, salts: jax.Array) -> jax.Array:
-    """Return up to where prompts are like the text of a snapshot, i32[B].
-
-    They are i32[B, P], negative from each one's end on.
-    """
+    """Return up to where prompts, i32[B, P], are like the text of a snapshot."""
     snapshots = snapshots_of(metadata)
     assert snapshots is not None
     width = min(tokens.shape[1], snapshots.texts.shape[1])
@@ -127,10 +124,7 @@ def state_at(snapshots: Snapshots, place: jax.Array) -> FoundState:
 def find_at(
     metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array
 ) -> FoundState | None:
-    """Return snapshots of sequences' own texts at lengths, i32[B] each; or None.
-
-    Of length 0 none is looked for.
-    """
+    """Return snapshots of sequences' own texts at lengths above 0, i32[B]; or None."""
     snapshots = snapshots_of(metadata)
     if snapshots is None:
         return None
@@ -149,10 +143,7 @@ def find_at(
 def _find_text(
     snapshots: Snapshots, text: jax.Array, length: jax.Array, salt: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the place of a text's first tokens, i32[1], P for none.
-
-    And whether all of its tokens, i32[X], are known.
-    """
+    """Return the place of a text's first tokens, or P, and whether all are told."""
     counts = jnp.arange(text.shape[0], dtype=jnp.int32) < length
     is_told = jnp.all((text >= 0) | ~counts)
     alike = jnp.all((snapshots.texts == text[None]) | ~counts[None], axis=1)
@@ -249,10 +240,7 @@ def put_at(snapshots: Snapshots, places: jax.Array, **values: jax.Array) -> Snap
 def hash_text(
     text: jax.Array, salt: jax.Array, length: jax.Array, block_size: int
 ) -> jax.Array:
-    """Return the hash of a text's first tokens, i32[X], as the index has it, u32[1].
-
-    Their number, i32[1], is a multiple of the block size.
-    """
+    """Return the hash of a text's whole blocks, as the index has it, u32[1]."""
     columns = jnp.pad(text, (0, -text.shape[0] % block_size)).reshape(-1, block_size)
     column = jnp.arange(columns.shape[0], dtype=jnp.int32)
     terms = hashing.column_hash(columns, column)

@@ -303,10 +303,7 @@ def _forget(metadata: Metadata, salt: jax.Array | None) -> Metadata:
 
 @jax.jit
 def _demote(metadata: Metadata, bits: jax.Array | None) -> Metadata:
-    """Let what holds nothing be of class 0, and what was kept until a time.
-
-    Of that it is given the bits, i32[1], or None.
-    """
+    """Let what holds nothing be of class 0, and what was kept until a time, as bits."""
     for number in metadata.block_numbers:
         group = metadata.groups[number]
         kept = group.free_blocks.kept

@@ -64,10 +64,7 @@ def type_alike(kind: jax.core.ShapedArray) -> dict[str, Any]:
 
 
 def unvarying(kind: Any) -> Any:
-    """Return an array's type, or a `ShapeDtypeStruct`, that varies over no axis.
-
-    What a device computes by itself is traced with such types, as they are.
-    """
+    """Return an array's type that varies over no axis, as one device traces it."""
     nowhere = jax.typeof(np.zeros(())).manual_axis_type
     return kind.update(manual_axis_type=nowhere)
 

@@ -68,10 +68,7 @@ class Watcher(Protocol):
         role: Role | None,
         /,
     ) -> Any:
-        """Call a function that was given this cache, and look at what it does.
-
-        `given` are all its arguments, by position and by name.
-        """
+        """Call a function that was given this cache, and look at what it does."""
 
 
 @jax.tree_util.register_dataclass

@@ -95,10 +95,7 @@ class Index(Protocol[Metadata]):
     def find_state(
         self, metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array
     ) -> FoundState | None:
-        """Look up snapshots of sequences' own texts, i32[B], at lengths, i32[B].
-
-        Of length 0 there is none. None without snapshots.
-        """
+        """Look up snapshots of sequences' own texts at lengths above 0, or None."""
 
     def find_partings(
         self, metadata: Metadata, tokens: jax.Array, salts: jax.Array
@@ -131,10 +128,7 @@ class Index(Protocol[Metadata]):
     def enter(
         self, metadata: Metadata, row: jax.Array, salts: jax.Array, known: jax.Array
     ) -> Metadata:
-        """Note the domain of rows from elsewhere, and the tokens visible of each.
-
-        All are i32[B]. Their texts are not told.
-        """
+        """Note the domains of rows from elsewhere, and the tokens visible, i32[B]."""
 
     def record(
         self, metadata: Metadata, row: jax.Array, position: jax.Array, tokens: jax.Array
@@ -176,10 +170,7 @@ class Index(Protocol[Metadata]):
     def forget(
         self, metadata: Metadata, number: int, block: jax.Array
     ) -> tuple[Metadata, jax.Array]:
-        """Forget blocks of a group that are handed out, i32[P]; count those known.
-
-        N is dropped.
-        """
+        """Forget blocks of a group that are handed out, i32[P]; count those known."""
 
     def forget_rewritten(
         self, metadata: Metadata, number: int, block: jax.Array

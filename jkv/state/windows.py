@@ -108,10 +108,7 @@ class SlidingWindow:
         return -(-self.num_sink_tokens // size)
 
     def gaps_of(self, seq_ids: jax.Array) -> jax.Array:
-        """Return the columns that sequences have given back, i32[...].
-
-        For an id that is not open it is anything.
-        """
+        """Return the columns that open sequences have given back, i32[...]."""
         return self.num_given_back.at[seq_ids].get(mode="clip")
 
     def skip(self, rank: jax.Array, gap: Columns, size: int) -> jax.Array:
@@ -124,10 +121,7 @@ class SlidingWindow:
         return dataclasses.replace(self, num_given_back=given_back)
 
     def with_one_more(self, row: jax.Array) -> Self:
-        """Note one more column given back for each mention of a row, i32[P].
-
-        A row of S or above is dropped.
-        """
+        """Note one more column given back for each mention of a row, i32[P]."""
         given_back = self.num_given_back.at[row].add(1, mode="drop")
         return dataclasses.replace(self, num_given_back=given_back)
 
@@ -168,10 +162,7 @@ class SlidingWindow:
         return (column < first) | (column >= first + self.gaps_of(seq_id))
 
     def starts_of(self, seq_ids: jax.Array, size: int) -> jax.Array:
-        """Return the position from which sequences, i32[...], have their tokens.
-
-        Those of sinks come before; 0 where nothing was given back.
-        """
+        """Return the position, i32[...], from which sequences have tokens."""
         gap = self.gaps_of(seq_ids)
         return jnp.where(gap > 0, (self.sink_columns(size) + gap) * size, 0)
 

@@ -38,20 +38,14 @@ class SnapshotCopies(NamedTuple):
 
 
 def move_states(storage: StateStorage, moves: StateMoves) -> StateStorage:
-    """Return a group's states moved between rows, and from snapshots to rows.
-
-    Outside jit nothing is done if no row is a target.
-    """
+    """Return a group's states moved; outside jit nothing is done without a target."""
     if not storage.num_layers or not _has_any(moves.target, storage.bases.shape[1]):
         return storage
     return _move(storage, moves)
 
 
 def copy_to_snapshots(storage: StateStorage, copies: SnapshotCopies) -> StateStorage:
-    """Return a group with the states of rows copied to the places of snapshots.
-
-    Outside jit nothing is done if there is no place.
-    """
+    """Return a group with rows' states copied to snapshots, if there are places."""
     places = next(iter(storage.snapshot_rows.values())).shape[1]
     if not storage.num_layers or not _has_any(copies.places, places):
         return storage

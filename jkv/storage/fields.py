@@ -22,10 +22,7 @@ _type_hints: Callable[[type], dict[str, Any]] = functools.cache(typing.get_type_
 
 
 def list_leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Walk the fields of a value down to its leaves; what is None has none.
-
-    It is a dataclass, a tuple of such, a dict or a leaf, and has a name of its own.
-    """
+    """Walk the fields of a value, members of tuples and dicts, down to leaves."""
     parts: dict[str, Any] = {}
     if dataclasses.is_dataclass(value):
         parts = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}

@@ -132,10 +132,7 @@ def write_file(
 
 
 def read_file(path: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
-    """Verify a file; return its metadata, and its arrays by name, mapped into memory.
-
-    FileError if it is not a file of ours, or not as it was written.
-    """
+    """Verify a file of ours; return its metadata, and its arrays by name, mapped."""
     with open(os.fspath(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         raw, header = _read_header(path, file, size)

@@ -57,10 +57,7 @@ def choose_placements(
     context: str | None = None,
     pools: str | None = None,
 ) -> Placements:
-    """Return where a cache goes, on a device or on a mesh, by the names of axes.
-
-    Refused are arguments that exclude each other, and sizes that do not fit.
-    """
+    """Return where a cache goes, on a device or on a mesh, by the names of axes."""
     named = {"heads": heads, "context": context, "pools": pools}
     axes = {name: axis for name, axis in named.items() if axis is not None}
     groups: Sequence[Any] = (
@@ -148,10 +145,7 @@ def put_by_layers(
 def _find_layer_placement(
     device: Placement, axis: int, ndim: int, copies: int
 ) -> jax.sharding.NamedSharding | None:
-    """Return where one layer of an array goes; None where JAX may choose.
-
-    Copies of heads are made where the array is.
-    """
+    """Return where one layer of an array goes; None where JAX may choose."""
     if not isinstance(device, jax.sharding.NamedSharding):
         return None
     axes = [*device.spec, *[None] * ndim][:ndim]

@@ -71,10 +71,7 @@ def write_value(path: Path, value: Cache | Swapped) -> None:
 
 
 def read_value(path: Path, kinds: fields.Kinds) -> Cache | Swapped:
-    """Return what a file holds, its arrays mapped from the file; kinds as for `build`.
-
-    FileError if it is not one that `write_value` wrote.
-    """
+    """Return what a file of `write_value` holds, mapped; kinds as for `build`."""
     metadata, arrays = files.read_file(path)
     leaves: dict[str, Any] = {
         name: array.view(STORED_AS.get(array.dtype, array.dtype))
@@ -95,10 +92,7 @@ def read_value(path: Path, kinds: fields.Kinds) -> Cache | Swapped:
 
 
 def _kept(value: Cache | Swapped) -> Cache | Swapped:
-    """Return what a file keeps: it holds the model's heads and knows nothing of a mesh.
-
-    Nor of debug mode.
-    """
+    """Return what a file keeps: the model's heads, on no mesh, and no debug mode."""
     if isinstance(value, Swapped):
         return value
     storage = tuple(each.with_sharding(None) for each in value.storage)

@@ -78,10 +78,7 @@ def choose(metadata: Metadata, count: jax.Array, *, width: int) -> Chosen:
 def find_free(
     metadata: Metadata, number: int, count: jax.Array, *, width: int, known: bool
 ) -> jax.Array:
-    """Return the free blocks of a group that leave next, i32[W], N behind the last.
-
-    So many, i32[], of those that can be found, or else of those that hold nothing.
-    """
+    """Return so many free blocks, i32[W], that leave next, known or not; N behind."""
     group, count = metadata.groups[number], jnp.minimum(count, width)
 
     def visit(carry: _Counted, block: jax.Array, is_entry: jax.Array) -> _Counted:

@@ -134,10 +134,7 @@ def _pair(
     own: jax.Array,
     is_held: jax.Array,
 ) -> tuple[Metadata, jax.Array]:
-    """Give a group a block beside a column's, i32[1], if its contents are held.
-
-    Returned with the metadata is the block that is to be written, N for none.
-    """
+    """Give a group a block beside a column's, if it is held; return it, N for none."""
     nothing, no_leader = metadata.groups[number].num_blocks, metadata.leading.num_blocks
     metadata = forget_partners(metadata, number, resolved.enters)
     known = find_partners(metadata, number, resolved.stands)

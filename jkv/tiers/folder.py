@@ -64,10 +64,7 @@ class Folder:
         return self._waiting_bytes > MOST_WAITING_BYTES // 2
 
     def agree(self, version: str, layout: Layout | None) -> Layout | None:
-        """Return the layout of what lies here; refuse another version or layout.
-
-        A layout is noted where nothing lies here yet.
-        """
+        """Return the layout of what lies here, or note one; refuse any other."""
         path = self._layout_path
         try:
             with open(path, encoding="utf-8") as file:

@@ -160,10 +160,7 @@ def _take_group(
     over: np.ndarray,
     nodes: dict[int, int],
 ) -> SpilledGroup:
-    """Copy blocks of one group, i32[W], parents before children; N for none.
-
-    They lie beside blocks of the leading group, whose nodes are given.
-    """
+    """Copy blocks of one group, i32[W], N for none, parents before children."""
     is_there = blocks < cache.metadata.groups[number].num_blocks
     above = np.array([nodes[b] for b in over[is_there].tolist()], int)
     order = np.argsort(above)

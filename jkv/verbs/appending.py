@@ -284,10 +284,7 @@ def _note_pending(
     growth: _Growth,
     num_pending: jax.Array | None,
 ) -> tuple[Metadata, tuple[jax.Array, jax.Array] | None]:
-    """Note the tokens that are pending after the step, if any may be.
-
-    Returned with the metadata are those before the step and after it, i32[B] each.
-    """
+    """Note the tokens that are pending; return those before the step and after it."""
     if num_pending is None:
         return metadata, None
     seq_ids = step.done.seq_ids
@@ -301,10 +298,7 @@ def _note_pending(
 def _read_pending_counts(
     metadata: Metadata, num_tokens: jax.Array, num_pending: Integers | None
 ) -> jax.Array | None:
-    """Return how many tokens each request asks to take back, i32[B]; None if none may.
-
-    Without a number that is as many of the new ones as can be.
-    """
+    """Return the tokens that each request may take back, i32[B]; None if none may."""
     most = metadata.max_pending
     is_known = num_pending is not None and not isinstance(num_pending, jax.core.Tracer)
     if is_known and np.any(np.asarray(num_pending) > most):

@@ -20,10 +20,7 @@ from jkv.status import UsageError
 
 
 def locate_layer(cache: Cache, layer: Integer | GroupLayer) -> GroupLayer:
-    """Return where a layer's keys and values are.
-
-    Reject a layer that is known not to exist; a traced one cannot be checked.
-    """
+    """Return where a layer's keys and values are; reject one known not to exist."""
     if cache.num_layers == 0:
         raise ValueError(
             "this cache has no storage (init(..., storage=False)); make one with "
@@ -46,10 +43,7 @@ def locate_layer(cache: Cache, layer: Integer | GroupLayer) -> GroupLayer:
 
 
 def check_batch(cache: Cache, batch: Batch, *, resized: bool = False) -> None:
-    """Reject what is no batch, or the batch of a cache of other sizes.
-
-    Resized pools may have had other numbers of blocks.
-    """
+    """Reject what is no batch, or one of a cache of other sizes, if not resized."""
     if not isinstance(batch, Batch):
         raise UsageError(
             f"batch must be the jkv.Batch that append returned, got {name_kind(batch)}"

@@ -168,10 +168,7 @@ class _Entering(NamedTuple):
 def _open(
     metadata: Metadata, entering: _Entering
 ) -> tuple[Metadata, SwapIn, dict[int, jax.Array]]:
-    """Open sequences with blocks for all in every group, or refuse them all.
-
-    Returned last are the sequences' new block tables by group, i32[B, M].
-    """
+    """Open sequences with blocks for all, or none; return new tables by group, too."""
     num_rows = entering.context_lengths.shape[0]
     parts = parts_of(metadata)
     plans = [part.enter(metadata, entering.brought) for part in parts]

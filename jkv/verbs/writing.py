@@ -95,10 +95,7 @@ def read_rows(
     keys: jax.Array,
     values: jax.Array | None,
 ) -> tuple[GroupLayer, dict[str, jax.Array]]:
-    """Check what is to be written; return where, and the rows by name of their array.
-
-    Rows, [R, K, D], have a copy of each head for each that the pool holds.
-    """
+    """Return where a layer is, and rows for its arrays, [R, K, D], heads copied."""
     found = locate_layer(cache, layer)
     check_batch(cache, batch)
     storage = cache.storage[found.group]

@@ -81,10 +81,7 @@ def compile_schema(root: Any, reading: Reading, bounds: Bounds) -> Expression:
 
 
 class SchemaCompiler:
-    """What all parts of a schema share while they are compiled.
-
-    In each place what is counted may take `max_counted` states.
-    """
+    """What all parts of a schema share; each may count up to so many states."""
 
     def __init__(
         self,

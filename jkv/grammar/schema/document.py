@@ -30,10 +30,7 @@ class Place(NamedTuple):
 
 
 class Document:
-    """A whole schema, copied, of which every place is looked at.
-
-    If strict, keywords and formats that are unknown are refused.
-    """
+    """A whole schema, copied; if strict, of known keywords and formats alone."""
 
     def __init__(self, root: Any, *, is_strict: bool) -> None:
         self.root, self._is_strict = _copy(root), is_strict
@@ -96,11 +93,7 @@ class Document:
         return found
 
     def target(self, schema: Mapping[str, Any], word: str) -> Any:
-        """Return the schema that a reference in another one names.
-
-        Refused is one that is not in this document, or which depends on where it is
-        referred to from.
-        """
+        """Return the schema that a reference names; refuse one of elsewhere."""
         reference = schema[word]
         where = f"{word} {reference!r} at {self.place(schema)}"
         if self._dynamic.get(f"{word} {reference.rpartition('#')[2]}", 0) > 1:

@@ -78,10 +78,7 @@ Ways = list[Way]
 
 
 class Expander:
-    """Takes the schemas of a document apart.
-
-    A schema may be opened so often where it is open already.
-    """
+    """Takes schemas apart, and opens one so often where it is open already."""
 
     def __init__(self, document: Document, recursion: int, bounds: Bounds) -> None:
         self.document, self._recursion, self._bounds = document, recursion, bounds

@@ -208,10 +208,7 @@ class Judge:
         ]
 
     def is_possible(self, way: Way, is_thorough: bool) -> bool:
-        """Whether a value may exist for which all atoms hold; True where in doubt.
-
-        If it is thorough, strings are compared by their languages, too.
-        """
+        """Whether a value may exist for which all atoms hold; true where in doubt."""
         return self._is_possible(way, is_thorough, _LEVELS if is_thorough else 1)
 
     def _is_possible(self, way: Way, is_thorough: bool, levels: int) -> bool:

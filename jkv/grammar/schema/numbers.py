@@ -123,10 +123,7 @@ def _decimal(value: int | float) -> decimal.Decimal:
 
 
 def _multiples(number: int | float, bounds: Bounds) -> Automaton:
-    """Return the multiples of a number, digit by digit, with what is left over.
-
-    What is no number may be among them.
-    """
+    """Return the multiples of a number (and no numbers), digit by digit."""
     _, digits, exponent = _decimal(number).as_tuple()
     places = max(0, -int(exponent))
     divisor = int("".join(map(str, digits))) * 10 ** max(0, int(exponent))
@@ -182,10 +179,7 @@ def _magnitudes(
 
 
 def _at_least(bound: decimal.Decimal, is_exclusive: bool) -> Expression:
-    """Return numbers from a bound on (or above it), by their first higher digit.
-
-    What is no number may be among them.
-    """
+    """Return numbers from a bound on (and no numbers), by their first higher digit."""
     whole, _, fraction = f"{bound:f}".partition(".")
     fraction = fraction.rstrip("0")
     any_fraction = optional(concat(b".", _DIGITS))
