@@ -72,7 +72,7 @@ class SwappedGroup:
     def compare(
         self, cache: Cache, number: int, lengths: np.ndarray
     ) -> dict[str, tuple[Any, Any]]:
-        """Return what storage is, here and in a cache; refuse one that sees what is gone."""
+        """Return what storage is, here and in a cache; refuse one that sees more."""
         self._check_given_back(cache.metadata.groups[number], lengths)
         storage = cache.storage[number]
         pieces_of, arrays = self.contents.storage, storage.arrays
