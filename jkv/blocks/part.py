@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.blocks import sharing
-from jkv.blocks.copies import copy_blocks
+from jkv.blocks.copies import BlockCopies, copy_blocks
 from jkv.blocks.plans import (
     Brought,
     Cutting,
@@ -18,7 +18,6 @@ from jkv.blocks.plans import (
     Sharing,
 )
 from jkv.blocks.swapped import SwappedGroup, fetch_group
-from jkv.blocks.tails import BlockCopies
 from jkv.metadata import allocator, tables
 from jkv.metadata.part import Lack, Lengths
 from jkv.state import BlockStorage, Cache, Metadata

@@ -228,7 +228,12 @@ def make_plan(
     """
     if step_tokens < 1:
         raise ValueError(f"step_tokens must be at least 1, got {step_tokens}")
-    kept_back = _find_reserve(total := _read_memory(memory), reserve)
+    if not 0 <= reserve < 1:
+        raise ValueError(
+            f"the reserve must be a share from 0 to below 1, got {reserve}"
+        )
+    total = _read_memory(memory)
+    kept_back = int(total * reserve)
     found = read_sizes(folder, overrides, with_states=True)
     refuse_different(found.layer_heads, folder)
     notes, windows = found.notes, count_windows(found.layer_windows)
@@ -255,7 +260,8 @@ def make_plan(
         sizes={name: fields[name] for name in fields.keys() - TABLES},
     )
     config = layers.fit_memory(fields | own, budget) if whole else None
-    lengths = _choose_lengths(fields["max_context_length"])
+    longest = fields["max_context_length"]
+    lengths = [length for length in CONTEXT_LENGTHS if length < longest] + [longest]
     fits = _fit_lengths(layers.divide(tensor_parallel, own), lengths, budget, whole)
     groups = [fit for fit in fits.values() if isinstance(fit, GroupedConfig)]
     shown = groups[-1] if groups else config
@@ -388,11 +394,6 @@ def _fit_lengths(
     return fits
 
 
-def _choose_lengths(longest: int) -> list[int]:
-    """Return the context lengths to plan for, up to the longest."""
-    return [length for length in CONTEXT_LENGTHS if length < longest] + [longest]
-
-
 def _note_windows(
     windows: Windows | None, num_layers: int, step_tokens: int
 ) -> list[str]:
@@ -404,13 +405,6 @@ def _note_windows(
         f"{windows.length} tokens: a GroupedConfig keeps what they see, in steps of up "
         f"to {step_tokens} tokens of a sequence"
     ]
-
-
-def _find_reserve(total: int, share: float) -> int:
-    """Return the bytes that are kept back."""
-    if not 0 <= share < 1:
-        raise ValueError(f"the reserve must be a share from 0 to below 1, got {share}")
-    return int(total * share)
 
 
 def _heads_per_device(num_kv_heads: int, num_devices: int) -> int:

@@ -23,12 +23,7 @@ class StateBytes(NamedTuple):
 
 
 def count_state_bytes(kept: tuple[Kept, ...] | None, dtype: Any) -> StateBytes | None:
-    """Return the bytes of a sequence's states, None if no layer has one.
-
-    Args:
-      kept: what each layer of the model keeps.
-      dtype: of the model.
-    """
+    """Return the bytes of a sequence's states, None if no layer has one."""
     states = [layer.state for layer in kept or () if layer.state is not None]
     if not states:
         return None

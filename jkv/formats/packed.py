@@ -155,10 +155,7 @@ def _flip(rows: jax.Array) -> jax.Array:
 
 
 def _transform(rows: jax.Array) -> jax.Array:
-    """Return the Walsh-Hadamard transform of each block of a row, [..., D].
-
-    By sums and differences, so that the bits of a row do not depend on the others.
-    """
+    """Return the Walsh-Hadamard transform of blocks of a row, by sums of its own."""
     size = _find_block(rows.shape[-1])
     blocks = rows.reshape(*rows.shape[:-1], -1, size)
     for _ in range(int(math.log2(size))):

@@ -78,15 +78,7 @@ _Item = _Reference | _Sequence | _Ways | _Times | _Characters | _Text
 
 
 def compile_gbnf(text: str, recursion: int) -> Expression:
-    """Return the language of a grammar's rule `root`.
-
-    Args:
-      text: the rules.
-      recursion: how often a rule may stand in itself.
-
-    Raises:
-      Unsupported: it is no such grammar, with the line.
-    """
+    """Return the language of `root`, where rules stand in themselves so often."""
     rules = _Reader(text).read()
     if ROOT not in rules:
         raise Malformed(f"the grammar has no rule {ROOT!r}")

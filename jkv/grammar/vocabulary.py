@@ -20,18 +20,15 @@ class Tokenizer(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Vocabulary:
-    """What each token spells, and which tokens end a text.
+    """What each token spells, and which tokens end a text."""
 
-    Attributes:
-      tokens: bytes of each id. A token of None (a special token, an id without a
-        meaning) or of no bytes is never allowed by a grammar.
-      end_tokens: ids that end a text. They spell nothing, whatever `tokens` says.
-      progress: called while a grammar is made with the states that have been walked so
-        far and with all of them: large ones take seconds.
-    """
-
+    # Bytes of each id. A token of None (a special token, an id without a meaning) or of
+    # no bytes is never allowed by a grammar.
     tokens: Sequence[bytes | None]
+    # Ids that end a text. They spell nothing, whatever `tokens` says.
     end_tokens: Sequence[int]
+    # Called while a grammar is made with the states that have been walked so far and
+    # with all of them: large ones take seconds.
     progress: Callable[[int, int], None] | None = None
 
     def __post_init__(self) -> None:
@@ -90,12 +87,7 @@ def _parts_of_decoder(decoder: Any) -> Iterable[Mapping[str, Any]]:
 
 
 def _find_spelling(parts: Sequence[Mapping[str, Any]]) -> Callable[[str], bytes]:
-    """Return what spells a token, as the parts of a decoder do one after the other.
-
-    Raises:
-      ValueError: one of them is of a kind that is not known, or changes more than
-        single tokens.
-    """
+    """Return what spells a token, as the parts of a decoder do one after the other."""
     kinds = [part["type"] for part in parts]
     rules, is_fused = list[tuple[str, str]](), False
     for part in parts:

@@ -40,10 +40,7 @@ class Lack(NamedTuple):
     def of(
         cls, group: BlockGroup, num: jax.Array, wants: jax.Array | None = None
     ) -> "Lack":
-        """Return what requests would take from the pool of a group as it is.
-
-        That is i32[B] blocks; those want some that are named, bool[B], or take any.
-        """
+        """Return the blocks that requests would take of a group, i32[B]."""
         wants = num > 0 if wants is None else wants
         return cls(num, wants, group.free_blocks.count, group.num_blocks)
 
@@ -129,10 +126,7 @@ class Growing(Protocol):
     def apply(
         self, metadata: Metadata, step: Step, granted: tuple[Granted, ...]
     ) -> tuple[Metadata, jax.Array | None]:
-        """Take what is granted of each pool; say in which block each row is, i32[R].
-
-        N where a row is invalid; None where a part has no blocks.
-        """
+        """Take what is granted; say in which block each row is, i32[R], N for none."""
 
 
 class Entering(Protocol):
@@ -147,8 +141,8 @@ class Entering(Protocol):
     ) -> tuple[Metadata, jax.Array | None]:
         """Let rows, i32[B], have what they bring: all of them, or all are S.
 
-        Returns:
-          The metadata, and the rows' block tables, i32[B, M]; None without blocks.
+        Returned with the metadata are the rows' block tables, i32[B, M]; None without
+        blocks.
         """
 
 
@@ -198,13 +192,7 @@ class Luggage(Protocol):
         *,
         donate: bool,
     ) -> Cache:
-        """Write all of it to a group of the cache that the sequences have entered.
-
-        Args:
-          seq_ids: i32[B], their new ids.
-          tables: i32[B, M], their new block tables, if there are any.
-          donate: write in place of the old arrays, which are then gone.
-        """
+        """Write it to sequences that entered, of these ids and block tables."""
 
 
 class Part(Protocol):

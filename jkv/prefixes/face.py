@@ -12,7 +12,6 @@ from jkv.prefixes import (
     rebuilding,
     sequences,
     snapshots,
-    texts,
 )
 from jkv.prefixes.arrays import IndexArrays
 
@@ -72,10 +71,10 @@ class PrefixIndex(IndexArrays):
     find_state = staticmethod(snapshots.find_at)
     find_partings = staticmethod(prompt_search.find_partings)
     find_partings_behind = staticmethod(prompt_search.find_partings_behind)
-    texts_of = staticmethod(texts.texts_of)
+    texts_of = staticmethod(sequences.texts_of)
     begin = staticmethod(sequences.begin)
     enter = staticmethod(sequences.enter)
-    record = staticmethod(texts.record_texts)
+    record = staticmethod(sequences.record_texts)
     inherit = staticmethod(sequences.inherit)
     cut = staticmethod(sequences.cut_back)
     use = staticmethod(snapshots.mark_used)

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.metadata.mentions import find_equals
 from jkv.prefixes import hashing
 from jkv.prefixes.arrays import IndexArrays
-from jkv.prefixes.equal_lanes import find_equals
 from jkv.prefixes.prefix_index import index_of, tokens_of
 from jkv.state import Metadata
 
@@ -44,14 +44,10 @@ def resolve(
 ) -> Resolved:
     """Find each block's equal in the index, or else an entry for the block itself.
 
-    Of several equal blocks in one call the first that may enter does, and stands for
-    those after it. A block stays out if its bucket is full, or if its hash is taken by
-    other tokens.
-
-    Args:
-      block: i32[P], distinct but for those that may not enter; N for none.
-      prefixes: [P], what the blocks hold.
-      may_enter: bool[P], False for a block that is only looked for.
+    Blocks are i32[P], N for none, distinct but for those that are only looked for. Of
+    several equal blocks in one call the first that may enter, bool[P], does, and stands
+    for those after it. A block stays out if its bucket is full, or if its hash is taken
+    by other tokens.
     """
     index, nothing = index_of(metadata), metadata.leading.num_blocks
     equal = look_up(index, prefixes.hashes)
@@ -80,10 +76,7 @@ def enter(
     parents: jax.Array,
     hashes_above: jax.Array,
 ) -> IndexArrays:
-    """Enter the blocks that have no equal in the index, and what they hold, [P].
-
-    Their parents are i32[P], N for none, and u32[P] the hashes of the prefixes above.
-    """
+    """Enter blocks without an equal, and what they hold, [P], behind their parents."""
     block = resolved.enters
     index = dataclasses.replace(
         index,
@@ -155,10 +148,7 @@ def _is_same_lane(prefixes: Prefixes, other: jax.Array) -> jax.Array:
 
 
 def hash_above(index: IndexArrays, block: jax.Array) -> jax.Array:
-    """Return the hash of the prefix up to where blocks, i32[...], begin, u32[...].
-
-    It is 0 where the parent is not indexed.
-    """
+    """Return the hash of the prefix before blocks, u32[...]; 0 without a parent."""
     if index.hashes_above is not None:
         return index.hashes_above.at[block].get(mode="clip")
     parent = index.parents.at[block].get(mode="clip")

@@ -118,9 +118,8 @@ class Broadcast:
     def gather(self, array: np.ndarray) -> np.ndarray:
         """Return what each process gives, [P, ...], to all of them.
 
-        Raises:
-          RuntimeError: in the first call, if the others do not come to theirs within
-            the 30 seconds in which JAX connects processors.
+        RuntimeError, in the first call, if the others do not come to theirs within the
+        30 seconds in which JAX connects processors.
         """
         try:
             return np.asarray(self._all(self._spread(array)))

@@ -13,15 +13,10 @@ Arrays = TypeVar("Arrays")
 
 @dataclasses.dataclass(frozen=True)
 class PoolSharding:
-    """How the pools of a cache lie on a mesh: every array has an axis of ranks first.
+    """How pools lie on a mesh: every array of the cache has an axis of ranks first."""
 
-    Attributes:
-      mesh: the devices.
-      axis: the mesh axis of which each rank has a pool.
-    """
-
-    mesh: jax.sharding.Mesh
-    axis: str
+    mesh: jax.sharding.Mesh  # the devices
+    axis: str  # the mesh axis of which each rank has a pool
 
     def __post_init__(self) -> None:
         """Refuse an axis that the mesh lacks."""

@@ -2,11 +2,12 @@
 
 import dataclasses
 from collections.abc import Iterable
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 
-from jkv.sharding.resharding import is_explicit
+from jkv.sharding.resharding import is_explicit, spread
 
 
 class DividedAxes(NamedTuple):
@@ -25,20 +26,16 @@ PER_HEAD, WHOLE = DividedAxes(0), DividedAxes()
 
 @dataclasses.dataclass(frozen=True)
 class StorageSharding:
-    """How the keys and values of a cache lie on a mesh.
+    """How the keys and values of a cache lie on a mesh."""
 
-    Attributes:
-      mesh: the devices.
-      heads: the mesh axis over which the kv heads are spread, None for no axis.
-      context: the mesh axis over which the tokens of each block are spread: of a block
-        of T tokens the first device has the first T / n, and so on. None for no axis.
-      copies: how often the pool has each head of the model: more than once where the
-        axis has more devices than the model has kv heads. Each device then holds one.
-    """
-
-    mesh: jax.sharding.Mesh
+    mesh: jax.sharding.Mesh  # the devices
+    # The mesh axis over which the kv heads are spread, None for no axis.
     heads: str | None = None
+    # The mesh axis over which the tokens of each block are spread: of a block of T
+    # tokens the first device has the first T / n, and so on. None for no axis.
     context: str | None = None
+    # How often the pool has each head of the model: more than once where the axis has
+    # more devices than the model has kv heads. Each device then holds one.
     copies: int = 1
 
     @classmethod
@@ -55,10 +52,7 @@ class StorageSharding:
 
         None where there is nothing to divide. An axis of one device divides nothing,
         unless types say even then that arrays are divided by it, as those of an
-        Explicit axis do.
-
-        Raises:
-          ValueError: for an axis that the mesh lacks, or that the numbers do not fit.
+        Explicit axis do. Numbers that do not fit are refused.
         """
         copies = 1
         if heads is not None:
@@ -152,6 +146,40 @@ def divide_pools(
     if sharding is None:
         return None, {}
     return sharding, dict.fromkeys(paths, sharding.spec(POOL))
+
+
+def copies_of(sharding: StorageSharding | None) -> int:
+    """Return how often a pool, as it is seen here, holds the same head."""
+    if sharding is None or sharding.heads not in sharding.open_axes:
+        return 1
+    return sharding.copies
+
+
+def heads_on_device(sharding: StorageSharding | None, num_stored: int) -> int:
+    """Return how many kv heads a device has of those stored in a pool as seen here."""
+    if sharding is None or sharding.heads not in sharding.open_axes:
+        return num_stored
+    return num_stored // int(sharding.mesh.shape[sharding.heads])
+
+
+def with_copies_of_heads(
+    sharding: StorageSharding | None, array: jax.Array, head_axis: int
+) -> jax.Array:
+    """Return an array with each head as often as the pool has it, side by side."""
+    copies = copies_of(sharding)
+    return array if copies == 1 else jnp.repeat(array, copies, axis=head_axis)
+
+
+def without_copies_of_heads(
+    sharding: StorageSharding | None, array: Any, head_axis: int
+) -> Any:
+    """Return an array, of JAX or numpy, with each head once, and then whole."""
+    copies = copies_of(sharding)
+    if sharding is None or sharding.heads is None or copies == 1:
+        return array
+    if isinstance(array, jax.Array):
+        array = spread(array, sharding.mesh, sharding.heads, None)
+    return array[(slice(None),) * head_axis + (slice(None, None, copies),)]
 
 
 def _num_devices(mesh: jax.sharding.Mesh, name: str, axis: str) -> int:

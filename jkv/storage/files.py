@@ -104,17 +104,10 @@ class Tensor(NamedTuple):
 def write_file(
     path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]
 ) -> None:
-    """Write a file, whole or not at all.
+    """Write a file, whole or not at all; it replaces one that is there.
 
-    Args:
-      path: where; a file that is there is replaced when the new one is complete.
-      tensors: the arrays by name, large elements first: then each begins at a multiple
-        of its element size.
-      metadata: what else the header shall say.
-
-    Raises:
-      OSError: if it cannot be written.
-      ValueError: if the parts of a tensor do not make up its shape.
+    Arrays of large elements come first: then each begins at a multiple of its element
+    size.
     """
     start, entries = 0, {}
     for name, tensor in tensors.items():
@@ -139,18 +132,7 @@ def write_file(
 
 
 def read_file(path: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
-    """Verify a file and map its arrays into memory.
-
-    Args:
-      path: of the file.
-
-    Returns:
-      What the header says of the whole, and the arrays by name.
-
-    Raises:
-      FileError: if it is not a file of ours, or not as it was written.
-      OSError: if it cannot be read.
-    """
+    """Verify a file of ours; return its metadata, and its arrays by name, mapped."""
     with open(os.fspath(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         raw, header = _read_header(path, file, size)

@@ -19,7 +19,6 @@ from jkv.state import NO_SEQUENCE, Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.state.index import Found
 from jkv.status import Status
-from jkv.storage.following import follow
 
 
 class Allocation(NamedTuple):
@@ -87,7 +86,7 @@ def allocate(
     )
     kept = jax.tree.map(requests.as_index, keep_free)
     metadata, result, moves = _allocate(cache.metadata, counts, prompts, domains, kept)
-    return follow(cache, metadata, moves), result
+    return cache.follow(metadata, moves), result
 
 
 @takes_cache()

@@ -20,7 +20,6 @@ from jkv.metadata.requests import Integers
 from jkv.state import Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.status import Status
-from jkv.storage.following import follow
 
 
 class Fork(NamedTuple):
@@ -75,7 +74,7 @@ def fork(
     else:
         parents, kept = requests.broadcast(seq_ids=seq_ids, lengths=lengths)
     metadata, result, moves = _fork(cache.metadata, parents, kept)
-    return follow(cache, metadata, moves), result
+    return cache.follow(metadata, moves), result
 
 
 @jax.jit

@@ -13,7 +13,6 @@ from jkv.sharding.loops import while_loop
 from jkv.state import Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.status import Status
-from jkv.storage.following import follow
 
 
 @takes_cache()
@@ -55,7 +54,7 @@ def reorder(
     """
     seq_ids, parents = requests.broadcast(seq_ids=seq_ids, parents=parents)
     metadata, status, moves = _reorder(cache.metadata, seq_ids, parents)
-    return follow(cache, metadata, moves), status
+    return cache.follow(metadata, moves), status
 
 
 @jax.jit

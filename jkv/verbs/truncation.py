@@ -10,7 +10,6 @@ from jkv.metadata.requests import Integers
 from jkv.state import Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.status import Status
-from jkv.storage.following import follow
 
 
 @takes_cache()
@@ -58,7 +57,7 @@ def truncate(
     """
     seq_ids, lengths = requests.broadcast(seq_ids=seq_ids, lengths=lengths)
     metadata, status, moves = _truncate(cache.metadata, seq_ids, lengths)
-    return follow(cache, metadata, moves), status
+    return cache.follow(metadata, moves), status
 
 
 @jax.jit

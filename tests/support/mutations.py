@@ -150,8 +150,8 @@ MUTATIONS = (
         "holes-handed-out",
         "metadata",
         "Blocks are taken from the head of the ring with the holes between them.",
-        "before = ring.expose(group.free_blocks, num)",
-        "before = group.free_blocks",
+        "before = ring.expose(metadata.groups[number].free_blocks, num)",
+        "before = metadata.groups[number].free_blocks",
     ),
     # Classes of cached blocks.
     Mutation(
@@ -201,7 +201,7 @@ MUTATIONS = (
         "partners-of-an-earlier-life",
         "metadata",
         "What stood beside a block before it was handed out is found beside it again.",
-        'partners = beside.partners.at[anew].set(nothing, mode="drop")',
+        'partners = beside.partners.at[leaders].set(nothing, mode="drop")',
         "partners = beside.partners",
     ),
     Mutation(
@@ -229,9 +229,8 @@ MUTATIONS = (
         "rewritten-beside-an-indexed-block",
         "metadata",
         "A block that a sequence writes again is still found beside the leader's.",
-        "return _forget_from(metadata, block) "
-        "return forget_blocks(metadata, number, block)",
-        "return _forget_from(metadata, block)\n    return metadata",
+        "if number != metadata.leader: return forget_blocks(metadata, number, block)",
+        "if number != metadata.leader:\n        return metadata",
     ),
     Mutation(
         "evicts-for-one-group",
@@ -385,8 +384,8 @@ MUTATIONS = (
         "storage",
         "A sequence whose chain had a gap may make blocks visible again once it was "
         "swapped out and in.",
-        "begun = swapped.committed != 0",
-        "begun = swapped.committed > 0",
+        "np.where(visible != 0, np.int32(-1), np.int32(0))",
+        "np.where(visible > 0, np.int32(-1), np.int32(0))",
     ),
     # check, stats, memory profile, fragmentation.
     Mutation(
@@ -861,8 +860,8 @@ MUTATIONS = (
         "cut-to-where-no-state-is",
         "metadata",
         "A sequence may be cut to any length, whether its state stands there or not.",
-        "return Cut(~(stands | is_there), pending, found)",
-        "return Cut(lengths < 0, pending, found)",
+        "return _Cut(~(stands | is_there), pending, found)",
+        "return _Cut(lengths < 0, pending, found)",
     ),
     Mutation(
         "refused-request-advances-its-state",

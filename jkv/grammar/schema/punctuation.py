@@ -18,12 +18,9 @@ from jkv.grammar.schema.strings import literal_string
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Punctuation:
-    """What stands between values.
+    """What stands between values."""
 
-    Attributes:
-      space: white space, allowed around each of the others but outside of the value.
-    """
-
+    # White space, allowed around each of the others but outside of the value.
     space: Expression
 
     @functools.cached_property
