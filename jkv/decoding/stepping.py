@@ -16,7 +16,7 @@ from jkv.decoding.model.runner import Runner
 from jkv.decoding.model.steps import Steps
 from jkv.decoding.scheduler.start import begin_generation
 from jkv.decoding.scheduler.state import GenerationState
-from jkv.decoding.speculation.loop import begin_speculation, run_steps
+from jkv.decoding.speculation.loop import run_steps
 from jkv.decoding.steering.rows import check_steering_of
 from jkv.decoding.texts.prompts import Prompts
 from jkv.metadata.requests import Integer, Texts, as_index
@@ -59,13 +59,7 @@ def begin(
       ValueError: for arguments of a wrong shape or type.
     """
     asked = Asked.of("begin", prompts, steps, how, fields)
-    return _begin(Runner(model, params), cache, asked)
-
-
-def _begin(runner: Runner, cache: Cache, asked: Asked) -> GenerationState:
-    prompts, stops, steps, how = asked
-    state = begin_generation(runner, cache, prompts, stops, steps, how.steering)
-    return begin_speculation(state, how.speculate)
+    return begin_generation(Runner(model, params), cache, asked)
 
 
 @takes_cache(argument=2)
@@ -104,7 +98,7 @@ def prefill(
     """
     runner = Runner(model, params)
     asked = Asked.of("prefill", prompts, steps, how, fields)
-    state = _begin(runner, cache, asked)
+    state = begin_generation(runner, cache, asked)
 
     def lacks_token(state: GenerationState, num_steps: jax.Array) -> jax.Array:
         places, lengths = state.places, state.result.lengths

@@ -26,10 +26,11 @@ class Pending(NamedTuple):
     commits: bool = True  # whether full blocks can be found afterwards
     partings: jax.Array | None = None  # i32[B], as for `end_at_snapshots`
 
-    def count_done(self, cache: Cache) -> jax.Array:
-        """Return the tokens of each that are in the cache, i32[B]; 0 for none."""
-        row = jnp.where(self.seq_ids >= 0, self.seq_ids, cache.max_sequences)
-        return cache.metadata.context_lengths.at[row].get(mode="fill", fill_value=0)
+
+def count_cached(cache: Cache, seq_ids: jax.Array) -> jax.Array:
+    """Return the tokens that sequences have in a cache, i32[B]; 0 of none."""
+    row = jnp.where(seq_ids >= 0, seq_ids, cache.max_sequences)
+    return cache.metadata.context_lengths.at[row].get(mode="fill", fill_value=0)
 
 
 def run_chunk(
@@ -132,7 +133,7 @@ def prefill(
     """
 
     def find_left(cache: Cache, carry: Carry) -> tuple[jax.Array, jax.Array]:
-        done = texts.count_done(cache)
+        done = count_cached(cache, texts.seq_ids)
         left = count_left(carry, done)
         return done, jnp.where(texts.seq_ids >= 0, left, 0)
 

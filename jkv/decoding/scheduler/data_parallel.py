@@ -101,12 +101,4 @@ def _collect(result: Generation, is_mine: jax.Array, axis: str) -> Generation:
         return jax.lax.psum(mine, axis)
 
     counts = Statistics(*jax.lax.psum(tuple(result.statistics), axis))
-    return Generation(
-        tokens=choose(result.tokens),
-        lengths=choose(result.lengths),
-        reasons=choose(result.reasons),
-        logprobs=choose(result.logprobs),
-        statistics=counts,
-        steering_state=jax.tree.map(choose, result.steering_state),
-        cached_tokens=choose(result.cached_tokens),
-    )
+    return result.map_sequences(choose)._replace(statistics=counts)

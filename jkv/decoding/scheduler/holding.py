@@ -15,7 +15,6 @@ from jkv.decoding.scheduler.demand import Loads
 from jkv.decoding.scheduler.places import find_oldest
 from jkv.decoding.scheduler.samples import Holder
 from jkv.decoding.scheduler.state import GenerationState
-from jkv.decoding.texts.results import FinishReason
 from jkv.sharding.loops import when
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.verbs.forking import fork
@@ -24,12 +23,9 @@ from jkv.verbs.forking import fork
 def has_more_samples(state: GenerationState, loads: Loads) -> jax.Array:
     """Return which prompts have samples that wait without a place, bool[Q]."""
     num_prompts = state.prompts.lengths.shape[0]
-    running = state.result.reasons == FinishReason.RUNNING
-    by_prompt = running.reshape(-1, state.num_samples)
-    unfinished = jnp.sum(by_prompt, axis=1, dtype=jnp.int32)
     of_place = jnp.where(state.places.is_running, loads.prompts, num_prompts)
     seated = jnp.zeros((num_prompts,), jnp.int32).at[of_place].add(1, mode="drop")
-    return unfinished > seated
+    return state.num_unfinished > seated
 
 
 def hold_prompt(cache: Cache, state: GenerationState) -> tuple[Cache, GenerationState]:

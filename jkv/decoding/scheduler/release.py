@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jkv.decoding.scheduler.places import LANES, find_chosen, find_oldest, vacate
 from jkv.decoding.scheduler.samples import Holder, find_hand_over
 from jkv.decoding.scheduler.state import GenerationState, note_texts
-from jkv.decoding.texts.results import FinishReason
 from jkv.sharding.loops import when, while_loop
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.status import Status
@@ -76,7 +75,7 @@ def _hand_over(
     """
     places, loads = state.places, state.loads(cache)
     wanted = find_hand_over(
-        places, ended, loads.prompts, loads.has_prompt, _count_unfinished(state)
+        places, ended, loads.prompts, loads.has_prompt, state.num_unfinished
     )
     # There is one holder; its prompt is handed over before another is wanted.
     gives = wanted.gives & (
@@ -130,10 +129,3 @@ def _is_holder_unwanted(state: GenerationState) -> jax.Array:
     sample_index = jnp.arange(state.num_samples, dtype=jnp.int32)
     samples = state.holder.prompt * state.num_samples + sample_index
     return (state.holder.seq_id >= 0) & ~jnp.any(state.is_running[samples])
-
-
-def _count_unfinished(state: GenerationState) -> jax.Array:
-    """Return the samples of each prompt that have not ended, i32[Q]."""
-    running = state.result.reasons == FinishReason.RUNNING
-    by_prompt = running.reshape(-1, state.num_samples)
-    return jnp.sum(by_prompt, axis=1, dtype=jnp.int32)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.scheduler.places import Places
+from jkv.decoding.scheduler.places import Places, sort_by_age
 from jkv.state import NO_SEQUENCE
 
 
@@ -102,7 +102,6 @@ def find_hand_over(
     is_last = may_give & (num_cached[prompts] == 0) & (places.ages == giver[prompts])
     has_heir = heir[prompts] < nothing
     is_wanted = unfinished[prompts] > num_running[prompts]
-    place = jnp.arange(nothing, dtype=jnp.int32)
-    by_age = jnp.zeros_like(place).at[places.ages].set(place)
+    by_age = sort_by_age(places)
     receiver = by_age.at[heir[prompts]].get(mode="fill", fill_value=nothing)
     return HandOver(is_last & (has_heir | is_wanted), receiver)

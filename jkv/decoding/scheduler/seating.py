@@ -80,7 +80,8 @@ def seat_waiting(
     has_lane = jnp.sum(places.is_pending, dtype=jnp.int32) < num_lanes
     may_fit = offer.may_cost_less[0] & reach(slack, state.seating_needs)
     is_trial = is_refused & has_lane & (may_fit | (places.num_running == 0))
-    result = _with_first(result, is_trial)
+    forced = is_trial & (jnp.arange(num_lanes, dtype=jnp.int32) == 0)
+    result = Seated(result.seated | forced, result.passed | forced)
     places, waiting = queue.seat(places, state.queue, offer.candidates, result)
     state = dataclasses.replace(
         state,
@@ -131,13 +132,6 @@ def _is_first_sample(
     is_running = state.places.is_running[None]
     joins = jnp.any(is_running & (loads.prompts[None] == prompt[:, None]), axis=1)
     return ~(follows | joins)
-
-
-def _with_first(result: Seated, is_first: jax.Array) -> Seated:
-    """Seat the first candidate too, if bool[]."""
-    first = jnp.arange(result.seated.shape[0], dtype=jnp.int32) == 0
-    forced = first & is_first
-    return Seated(result.seated | forced, result.passed | forced)
 
 
 def _find_needs(offer: _Offer, num_passed: jax.Array) -> Blocks:

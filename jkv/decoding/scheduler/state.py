@@ -10,15 +10,17 @@ import jax
 import jax.numpy as jnp
 
 from jkv.decoding.model.exact import Exact
-from jkv.decoding.sampling.stopping import Bounds
+from jkv.decoding.sampling.stopping import Bounds, Progress
 from jkv.decoding.scheduler.demand import Loads
 from jkv.decoding.scheduler.places import Places
 from jkv.decoding.scheduler.samples import Holder
+from jkv.decoding.steering.rows import SteeredRows, rows_of
 from jkv.decoding.texts.blocks import Blocks, BlockSize, find_block_size
 from jkv.decoding.texts.prompts import Prompts, find_texts
 from jkv.decoding.texts.results import FinishReason, Generation
 from jkv.decoding.texts.stops import Stops
 from jkv.state import NO_SEQUENCE, Cache, Ring
+from jkv.steering import Steering
 
 
 class Companion(Protocol):
@@ -78,9 +80,21 @@ class GenerationState:
         nowhere = jnp.full((num_sequences,), NO_SEQUENCE, jnp.int32)
         return nowhere.at[sequence].set(places.seq_ids, mode="drop")
 
-    def bounds(self, cache: Cache) -> Bounds:
-        """How long a text can become."""
-        return Bounds(cache.max_context_length, self.block_size(cache), self.num_blocks)
+    @property
+    def num_unfinished(self) -> jax.Array:
+        """Samples of each prompt that have not ended, i32[Q]."""
+        by_prompt = self.is_running.reshape(-1, self.num_samples)
+        return jnp.sum(by_prompt, axis=1, dtype=jnp.int32)
+
+    def rows_of(self, steering: Steering | None) -> SteeredRows | None:
+        """Return what steers the text in each place, W rows; None if nothing does."""
+        return rows_of(steering, self.prompts, self.result, self.places.sequences)
+
+    def progress(self, cache: Cache) -> Progress:
+        """How far the texts have come, and what ends them in this cache."""
+        size = self.block_size(cache)
+        bounds = Bounds(cache.max_context_length, size, self.num_blocks)
+        return Progress(self.prompts, self.stops, bounds, self.result)
 
     def block_size(self, cache: Cache) -> BlockSize:
         """How many blocks a text takes in this cache, in steps of these rows."""

@@ -41,16 +41,6 @@ class Computed(NamedTuple):
     status: jax.Array  # i32[W], what the cache answered
     num_rows: jax.Array  # i32[W], rows computed
 
-    @classmethod
-    def nothing(cls, logits: jax.Array) -> "Computed":
-        """No row, in these logits, f32[W, V]."""
-        num_places = logits.shape[0]
-        return cls(
-            logits=logits,
-            status=jnp.full((num_places,), Status.OK, jnp.int32),
-            num_rows=jnp.zeros((num_places,), jnp.int32),
-        )
-
 
 def run_step(
     runner: Runner,
@@ -92,14 +82,8 @@ def advance(
     state = count_step(cache, state, loads, computed.num_rows)
     state = note_refusals(state, computed.status)
     is_whole = loads.done + computed.num_rows == loads.text_lengths
-    state, logits = choose_tokens(
-        state,
-        state.bounds(cache),
-        computed.logits,
-        (computed.num_rows > 0) & is_whole,
-        choice,
-    )
-    return cache, state, logits
+    is_ready = (computed.num_rows > 0) & is_whole
+    return cache, *choose_tokens(cache, state, computed.logits, is_ready, choice)
 
 
 def schedule(cache: Cache, state: GenerationState) -> tuple[Cache, GenerationState]:
@@ -148,7 +132,8 @@ def _compute_rows(
     # Each program on its own: `lax.switch` would copy the pool.
     sizes, work = state.row_counts, jnp.sum(counts, dtype=jnp.int32)
     size, is_decoding = choose_size(work, sizes), jnp.zeros((), bool)
-    carry = cache, Computed.nothing(logits)
+    none = jnp.full((num_places,), Status.OK, jnp.int32)
+    carry = cache, Computed(logits, status=none, num_rows=jnp.zeros_like(none))
     if num_places in sizes and runner.exact is None:
         is_decoding = (size == sizes.index(num_places)) & jnp.all(counts <= 1)
         carry = when(is_decoding & (work > 0), decode, carry, counts)

@@ -12,13 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jkv.config.counts import WITHOUT_INDEX
 from jkv.config.grouped_config import GroupedConfig
 from jkv.decoding.model.protocol import Model, call_model
 from jkv.decoding.scoring.devices import Devices
-from jkv.decoding.scoring.layout import Layout, count_blocks, lay_out
+from jkv.decoding.scoring.layout import Layout, lay_out
 from jkv.decoding.scoring.one_layer import OneLayerAtATime
-from jkv.decoding.scoring.sizes import size_blocks
+from jkv.decoding.scoring.sizes import resize_for_tree
 from jkv.decoding.texts.text_tree import TextTree
 from jkv.state import Batch, Cache
 from jkv.status import Status
@@ -49,18 +48,13 @@ def _make_pools(
     config: GroupedConfig, tree: TextTree, layout: Layout, devices: Devices, params: Any
 ) -> Cache:
     """Return a cache with the tables of a tree, and a layer's pool in each group."""
-    num_blocks = count_blocks(tree.num_rows, tree.num_segments, config.block_size)
-    sizes = size_blocks(tree, num_blocks)
-    groups = tuple(dataclasses.replace(g, **sizes) for g in config.block_groups)
-    whole = dataclasses.replace(config, groups=groups, **WITHOUT_INDEX)
-    given = params, tree
+    whole, given = resize_for_tree(config, tree), (params, tree)
     cache = devices.init(whole, given, storage=False)
-    tables = layout.block_tables
     metadata = cache.metadata
     for number, group in enumerate(metadata.groups):
-        group = dataclasses.replace(group, block_tables=tables)
+        group = dataclasses.replace(group, block_tables=layout.block_tables)
         metadata = metadata.with_group(number, group)
-    one_layer = [dataclasses.replace(group, num_layers=1) for group in groups]
+    one_layer = [dataclasses.replace(g, num_layers=1) for g in whole.block_groups]
     pools = [devices.init(group, given) for group in one_layer]
     return dataclasses.replace(
         cache,

@@ -26,7 +26,6 @@ from jkv.decoding.speculation.options import DraftModel, PromptLookup, check_spe
 from jkv.decoding.speculation.pace import Pace
 from jkv.decoding.speculation.state import SpeculationState
 from jkv.decoding.speculation.verification import Sampler, check_guesses
-from jkv.decoding.steering.rows import rows_of
 from jkv.decoding.texts.prompts import find_texts
 from jkv.sharding.loops import when, while_loop
 from jkv.state import Cache
@@ -184,25 +183,16 @@ def _check(fixed: _Fixed, loop: _Loop, *given: jax.Array) -> _Loop:
     guesses, drafts = Guesses(*given), loop.drafts
     before = loop.state.loads(loop.cache).text_lengths
     running = loop.state.places.num_running
+    sampler: Sampler = sample_rows
+    if drafts is not None:
+        sampler = make_rejection_sampler(guesses, drafts.logits)
     cache, state, accepted = check_guesses(
-        fixed.runner,
-        loop.cache,
-        loop.state,
-        fixed.choice,
-        guesses,
-        _choose_sampler(drafts, guesses),
+        fixed.runner, loop.cache, loop.state, fixed.choice, guesses, sampler
     )
     if drafts is not None:
         drafts = keep_accepted(drafts, before, accepted)
     pace = loop.pace.after_guesses(guesses, accepted, running, fixed.options.cost)
     return _Loop(cache, state, loop.logits, pace, drafts)
-
-
-def _choose_sampler(drafts: Drafts | None, guesses: Guesses) -> Sampler:
-    """Return how tokens are chosen after guesses."""
-    if drafts is None:
-        return sample_rows
-    return make_rejection_sampler(guesses, drafts.logits)
 
 
 def _guess(fixed: _Fixed, loop: _Loop) -> tuple[_Loop, Guesses]:
@@ -213,9 +203,7 @@ def _guess(fixed: _Fixed, loop: _Loop) -> tuple[_Loop, Guesses]:
     lengths = state.result.lengths[places.sequences]
     # A first token is drawn for all samples of a prompt, by a plain step.
     is_decoding = jnp.all((loads.count_left(places) <= 1) & (~is_ready | (lengths > 0)))
-    steered = rows_of(
-        fixed.choice.steering, state.prompts, state.result, places.sequences
-    )
+    steered = state.rows_of(fixed.choice.steering)
     none = Guesses.none(places.num_places, options.num_tokens)
     forced = force_guesses(steered, none)
     Carry = tuple[Guesses, Drafts | None]

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jkv.decoding.model.prefill import count_cached
 from jkv.decoding.speculation.pace import Pace
 from jkv.state import NO_SEQUENCE, Cache
 
@@ -18,6 +19,11 @@ class DraftRows(NamedTuple):
     cache: Cache
     seq_ids: jax.Array  # i32[W], the row of each place, -1 where there was none
     owners: jax.Array  # i32[W], the sequence of which the row has tokens, -1 of none
+
+    @property
+    def lengths(self) -> jax.Array:
+        """Tokens that the draft has of each place's text, i32[W]."""
+        return count_cached(self.cache, self.seq_ids)
 
 
 class SpeculationState(NamedTuple):
