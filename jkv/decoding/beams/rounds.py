@@ -202,9 +202,8 @@ def _choose_beams(
 ) -> tuple[SearchState, jax.Array, jax.Array]:
     """Choose the next tokens, and what has ended with them.
 
-    Returns:
-      The state, with one more token in each beam; i32[Q, K], the parents of its beams;
-      and i32[Q], why searches end, RUNNING where they go on.
+    Returns the state, with one more token in each beam; i32[Q, K], the parents of its
+    beams; and i32[Q], why searches end, RUNNING where they go on.
     """
     rules, logprobs = searcher.rules, _find_logprobs(searcher, state, logits)
     # Without numbers there is no token: the search ends with the beams that it had.

@@ -41,11 +41,7 @@ def run_chunk(
     counts: jax.Array,  # i32[B], tokens to compute of each, together at most R
     num_rows: int,  # R
 ) -> tuple[Cache, Batch, jax.Array]:
-    """Compute the next tokens of texts in one step.
-
-    Returns:
-      As `Runner.run`.
-    """
+    """Compute the next tokens of texts in one step; returns as `Runner.run`."""
     seq_ids = jnp.where(counts > 0, texts.seq_ids, NO_SEQUENCE)
     tokens = texts.find_tokens(*locate_rows(counts, done, num_rows))
     return runner.run(cache, seq_ids, tokens, counts, commits=texts.commits)
@@ -77,14 +73,12 @@ def end_at_snapshots(
     # i32[B], where each text parts from others, 0 where that is not known
     parting: jax.Array | None = None,
 ) -> jax.Array:
-    """Return fewer rows of texts where a snapshot of their states is to be made.
+    """Return fewer rows of texts, i32[B], where their states are to be copied.
 
     A text stops at the last multiple of `snapshot_every` before its end, from which a
     prompt that begins like it goes on; at the one up to which it is like a text that is
     known; and, where a chunk does not reach its end, at the last that the chunk has.
-
-    Returns:
-      i32[B], rows of each, at least one where there was one.
+    One row is left at least where there was one.
     """
     snapshot_every, end = cache.metadata.index.snapshot_every, done + counts
     if snapshot_every is None:

@@ -25,12 +25,10 @@ def choose_next(
     seen: jax.Array | None,
     choice: Choice,  # of N sequences
 ) -> tuple[Generation, jax.Array, jax.Array]:
-    """Choose a token for sequences, and see whether they end.
+    """Choose a token for sequences, i32[K], and see whether they end.
 
-    Returns:
-      What there is then, i32[K], the tokens, and f32[K, V], the logits that they were
-      chosen from: a loop that keeps memory for logits keeps these, so that what steers
-      them writes where they are.
+    Returns also f32[K, V], the logits that they were chosen from: a loop that keeps
+    memory for logits keeps these, so that what steers them writes where they are.
     """
     result, num_sequences = progress.result, progress.result.lengths.shape[0]
     known = jnp.minimum(sequences, num_sequences - 1)
@@ -59,11 +57,7 @@ def take_several(
     follows: jax.Array,
     before: SteeredRows | None,  # W * C rows, what steers each of them
 ) -> tuple[Generation, jax.Array]:
-    """Give texts several tokens that were chosen at once, as if one by one.
-
-    Returns:
-      What there is then, and bool[W, C], which tokens texts took.
-    """
+    """Give texts tokens chosen at once; return which ones they took, bool[W, C]."""
     result, num_sequences = progress.result, progress.result.lengths.shape[0]
     known = jnp.minimum(sequences, num_sequences - 1)
     after = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
@@ -113,10 +107,7 @@ class _New(NamedTuple):
 
 
 def _judge(progress: Progress, new: _New, written: jax.Array) -> jax.Array:
-    """Return why texts end after new tokens, RUNNING where they go on, i32[K].
-
-    Those are among the tokens written, i32[N, G].
-    """
+    """Return why texts end after tokens, among those written, i32[N, G]; i32[K]."""
     known = jnp.minimum(new.sequences, progress.result.lengths.shape[0] - 1)
     ended = new.steered and new.steered.has_ended()
     reasons = judge_texts(progress, written, known, new.positions + 1, ended)

@@ -75,8 +75,7 @@ def judge_prompts(
 ) -> jax.Array:
     """Return why prompts are not begun, RUNNING where they are, i32[Q].
 
-    Raises:
-      UsageError: for a malformed prompt, where the tokens are known: outside of jit.
+    Outside of jit, where the tokens are known, a malformed prompt raises UsageError.
     """
     unknown = find_unknown(prompts, steering)
     steered = [] if unknown is None else [(FinishReason.UNKNOWN_VARIANT, unknown)]
@@ -124,10 +123,7 @@ def judge_texts(
 def _ends_with_any(
     tokens: jax.Array, sequences: jax.Array, lengths: jax.Array, stops: jax.Array
 ) -> jax.Array:
-    """Return which texts, i32[K], end with a stop sequence of theirs, bool[K].
-
-    The stop sequences are i32[K or 1, F, C].
-    """
+    """Return which texts, i32[K], end with one of i32[K or 1, F, C], bool[K]."""
     width = stops.shape[2]
     offset = jnp.arange(width, dtype=jnp.int32)[None]
     column = lengths[:, None] - width + offset

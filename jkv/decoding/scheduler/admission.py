@@ -63,8 +63,7 @@ def _open_seated(
 ) -> tuple[Cache, GenerationState, jax.Array]:
     """Open rows of the cache for sequences that have places, at most K.
 
-    Returns:
-      The cache, the state, and bool[]: whether there may be more to do.
+    Returns also bool[]: whether there may be more to do.
     """
     loads = state.loads(cache)
     has_states = cache.metadata.has_states
@@ -124,8 +123,7 @@ def _fork_prompts(
 ) -> tuple[Cache, jax.Array, Holder]:
     """Fork prompts from sequences that have them; the first takes over a held one.
 
-    Returns:
-      The cache; i32[K], the rows of those that fork, -1 where refused; and the holder.
+    Returns also i32[K], the rows of those that fork, -1 where refused; and the holder.
     """
     places, holder = state.places, state.holder
     has_prompt, may_take = loads.has_prompt, jnp.bool_(True)

@@ -37,8 +37,7 @@ def generate_on_pools(
 ) -> tuple[Cache, Generation]:
     """Deal prompts to the ranks by what is free, and generate on all.
 
-    Returns:
-      The cache, and the results in the order of the prompts, the same on all ranks.
+    The results, the same on all ranks, are in the order of the prompts.
     """
     pools = cache.pools
     assert pools is not None

@@ -28,8 +28,7 @@ def choose_tokens(
 ) -> tuple[GenerationState, jax.Array]:
     """Choose the next token of each text that is in the cache whole.
 
-    Returns:
-      The state, and f32[W, V] as those of `choose_next`.
+    Returns also the logits, f32[W, V], of `choose_next`.
     """
     places, lengths = state.places, state.result.lengths
     sequences = jnp.where(is_ready, places.sequences, lengths.shape[0])

@@ -29,11 +29,8 @@ def preempt_youngest(
 ) -> tuple[Cache, GenerationState, Blocks]:
     """Preempt the youngest until the free blocks reach for what the others need.
 
-    A prompt that is held goes first. One sequence is left at least.
-
-    Returns:
-      The cache, the state, and i32[] for each group: free blocks that were promised to
-      no sequence.
+    A prompt that is held goes first. One sequence is left at least. Returns also i32[]
+    for each group: free blocks that were promised to no sequence.
     """
     demand = find_demand(state.places, state.loads(cache), state.block_size(cache))
 

@@ -70,8 +70,7 @@ def _hand_over(
 ) -> tuple[Cache, GenerationState, jax.Array]:
     """Hand over the prompts of ended sequences, bool[W], that other samples need.
 
-    Returns:
-      The cache, the state, and bool[W]: places whose sequence is not to be freed.
+    Returns also bool[W]: places whose sequence is not to be freed.
     """
     places, loads = state.places, state.loads(cache)
     wanted = find_hand_over(

@@ -49,11 +49,7 @@ def run_step(
     choice: Choice,  # of N sequences
     logits: jax.Array,  # f32[W, V], the last step's, whose memory is used again
 ) -> tuple[Cache, GenerationState, jax.Array]:
-    """Do one step.
-
-    Returns:
-      The cache, the state, and logits f32[W, V], whose memory the next step takes.
-    """
+    """Do one step; return the logits, too, whose memory the next step takes."""
     cache, state, logits = advance(runner, cache, state, choice, logits)
     cache, state = schedule(cache, state)
     return cache, state, logits
@@ -66,10 +62,7 @@ def advance(
     choice: Choice,
     logits: jax.Array,  # f32[W, V]
 ) -> tuple[Cache, GenerationState, jax.Array]:
-    """Compute the rows of a step, and choose a token for each text that is whole.
-
-    Arguments and results are those of `run_step`.
-    """
+    """Compute the rows of a step, and choose a token for each text that is whole."""
     loads, places = state.loads(cache), state.places
     left = loads.count_left(places)
     counts = when(

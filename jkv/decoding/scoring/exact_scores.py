@@ -39,11 +39,7 @@ def score_exactly(
     continuations: jax.Array,  # i32[N, C] likewise, N a multiple of Q
     devices: Devices,  # where the cache lies
 ) -> jax.Array:
-    """Return the log-probability of each token of continuations.
-
-    Returns:
-      f32[N, C], 0 past each continuation's end; as `score`.
-    """
+    """Return what `score` does, f32[N, C]."""
     runner = runner._replace(exact=exact)
     lengths, num_samples = count_tokens(prompts), len(continuations) // len(prompts)
     given = runner.params, prompts, continuations
@@ -88,8 +84,7 @@ def _score_first(
 ) -> tuple[Cache, jax.Array]:
     """Compute prompts, W at a time, and score the first tokens behind them.
 
-    Returns:
-      The cache, and f32[N, C] with the first column; 0 where a prompt is empty.
+    Returns also f32[N, C] with the first column; 0 where a prompt is empty.
     """
     num_prompts, lengths = prompts.shape[0], count_tokens(prompts)
     chosen = continuations[:, 0].reshape(num_prompts, -1)

@@ -45,8 +45,8 @@ def run_levels(
 ) -> list[jax.Array]:
     """Compute every row of a tree once, level by level.
 
-    Returns:
-      The logits of each level, [A, V]: of all of its rows, or one for each segment.
+    Returns the logits of each level, [A, V]: of all of its rows, or one for each
+    segment.
     """
     cache = devices.init(resize_for_tree(config, tree), (params, tree))
     seq_ids = jnp.full((tree.num_segments,), -1, jnp.int32)
@@ -77,11 +77,7 @@ def run_levels(
 
 
 def list_levels(tree: TextTree) -> list[Level]:
-    """Return the levels of a tree, whose rows are all asked for.
-
-    Raises:
-      ValueError: for a tree whose numbers are not known.
-    """
+    """Return the levels of a known tree, whose rows are all asked for."""
     if not is_known(tree):
         raise UsageError(
             "a model with layers that keep a state is called once for each level of a "

@@ -32,11 +32,7 @@ def run_tree(
     asked_rows: jax.Array,  # i32[A], the rows whose logits are asked for; R for none
     devices: Devices,  # where keys and values lie
 ) -> tuple[jax.Array, Layout]:
-    """Compute every row of a tree once.
-
-    Returns:
-      The logits, [A, V], and where the segments stand.
-    """
+    """Compute every row of a tree once, for logits [A, V]; and lay its segments out."""
     layout = lay_out(tree, config.block_size)
     cache = _make_pools(config, tree, layout, devices, params)
     batch = plan_attention(cache, _plan(cache, tree, layout, asked_rows))

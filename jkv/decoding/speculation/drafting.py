@@ -118,11 +118,7 @@ def draft(
 
 
 def keep_accepted(drafts: Drafts, lengths: jax.Array, accepted: jax.Array) -> Drafts:
-    """Cut off what the draft has of guesses that were wrong.
-
-    Of each text, i32[W], some tokens are from before the guesses, and some of these
-    were right.
-    """
+    """Cut off wrong guesses: behind texts of lengths i32[W], and i32[W] right ones."""
     rows = drafts.rows
     kept = jnp.minimum(rows.lengths, lengths + accepted)
     return drafts._replace(rows=_cut_rows(rows, kept))
@@ -149,8 +145,7 @@ def _catch_up(
 ) -> tuple[DraftRows, jax.Array]:
     """Compute what the draft lacks of each text, but for its last token or two.
 
-    Returns:
-      The rows, and bool[W]: which texts are still ready. Others have no room.
+    Returns also bool[W]: which texts are still ready. Others have no room.
     """
 
     def count_left(is_ready: jax.Array, done: jax.Array) -> jax.Array:

@@ -56,15 +56,7 @@ class Guesses(NamedTuple):
 
 
 def force_guesses(steered: SteeredRows | None, guesses: Guesses) -> Guesses:
-    """Put tokens that are the only ones allowed among guesses, and behind them.
-
-    Args:
-      steered: what steers the texts in W places, None where nothing does.
-      guesses: for them.
-
-    Returns:
-      The guesses, and how many of them cannot fail.
-    """
+    """Put tokens that are the only ones allowed among guesses, and behind them."""
     forced = None if steered is None else steered.find_forced()
     if steered is None or forced is None:
         return guesses

@@ -15,11 +15,7 @@ def find_guesses(
     lengths: jax.Array,  # i32[W]
     options: PromptLookup,
 ) -> tuple[jax.Array, jax.Array]:
-    """Guess how texts go on.
-
-    Returns:
-      i32[W, K], the guesses, and i32[W], how many there are of each.
-    """
+    """Guess how texts go on: i32[W, K], and how many guesses there are, i32[W]."""
     width = texts.shape[1]
     column = jnp.arange(width, dtype=jnp.int32)[None]
     last = lengths[:, None] - 1

@@ -60,8 +60,7 @@ def check_guesses(
 ) -> tuple[Cache, GenerationState, jax.Array]:
     """Do a step with guesses, in which each text that runs lacks one token.
 
-    Returns:
-      The cache, the state, and i32[W], how many guesses of each were right.
+    Returns also i32[W], how many guesses of each were right.
     """
     loads, places = state.loads(cache), state.places
     steered = state.rows_of(choice.steering)
@@ -100,11 +99,8 @@ def _compute_guesses(
 ) -> tuple[Cache, Batch, _Chosen]:
     """Compute the newest token of each text and the guesses behind it.
 
-    The step is planned for the most rows that there can be; the model computes the
+    The step, R rows, is planned for the most that there can be; the model computes the
     first of them, as many as the smallest size that holds the guesses.
-
-    Returns:
-      The cache, the batch of the most rows R, and what is chosen after each row.
     """
     sizes, places = row_sizes(*guesses.tokens.shape), state.places
     is_ready = places.is_cached & places.is_running

@@ -23,11 +23,7 @@ from jkv.serving.request.request import Request
 
 
 def read_request(limits: Limits, ask: Ask) -> Request:
-    """Return the request that was asked for.
-
-    Raises:
-      RequestRefused: for what is no request, or what the limits do not allow.
-    """
+    """Return the request that was asked for, if it is one that the limits allow."""
     if ask.max_new_tokens is None:
         ask = dataclasses.replace(ask, max_new_tokens=limits.max_new_tokens)
     for name in ("n", "max_new_tokens", "salt", "priority", "variant", "keep"):
@@ -78,11 +74,7 @@ def split_batch(
     salts: Integers,  # i32[B] or int
     asked: OfAsk,  # what holds for all; each field of sampling one number or B * n
 ) -> Iterator[Ask]:
-    """Return what is asked for each prompt of a batch.
-
-    Raises:
-      RequestRefused: for a field of `sampling` of another length.
-    """
+    """Return what is asked for each prompt of a batch."""
     if isinstance(prompts, jax.Array):
         prompts = np.asarray(prompts)
     rows = [np.asarray(row, np.int64).reshape(-1) for row in prompts]
@@ -103,11 +95,7 @@ def split_batch(
 
 
 def as_token_ids(name: str, tokens: Integers) -> np.ndarray[Any, Any]:
-    """Return token ids as i32[...]; a list of them, or an array.
-
-    Raises:
-      RequestRefused: for anything else.
-    """
+    """Return token ids, in a list or an array, as i32[...]; refuse anything else."""
     ids = np.asarray(tokens)
     if ids.size == 0:
         return np.zeros((0,), np.int32)
@@ -121,11 +109,7 @@ def as_token_ids(name: str, tokens: Integers) -> np.ndarray[Any, Any]:
 
 
 def _read_client(client: Client) -> Client:
-    """Return who asks; a number of numpy as Python's.
-
-    Raises:
-      RequestRefused: for what is no name.
-    """
+    """Return who asks, a number of numpy as Python's; refuse what is no name."""
     if client is None or isinstance(client, str):
         return client
     if isinstance(client, int | np.integer):
@@ -134,14 +118,9 @@ def _read_client(client: Client) -> Client:
 
 
 def _spread_sampling(sampling: Sampling, count: int) -> dict[str, Any]:
-    """Return the fields of `Sampling` with a value for each sequence.
+    """Return each field of `Sampling`, one number or so many, for each sequence.
 
-    Args:
-      sampling: each field one number or `count`; of one seed each sequence has its own.
-      count: how many sequences there are.
-
-    Raises:
-      RequestRefused: for a field of another length, or out of its range.
+    Of one seed each sequence has its own.
     """
     try:
         check_sampling(sampling)

@@ -160,12 +160,9 @@ class NextRoom:
     def find_wait(self, begun: Rate, now: float) -> float:
         """Return the seconds until a place is free that is promised to no other.
 
-        By the rate of now, also for those that were promised another before; at most
-        `MOST_WAIT_SECONDS`. A second where none has begun lately.
-
-        Args:
-          begun: of requests that leave the queue.
-          now: the time.
+        By the rate of now at which requests leave the queue, also for those that were
+        promised another before; at most `MOST_WAIT_SECONDS`. A second where none has
+        begun lately.
         """
         while self._promised and self._promised[0] <= now:
             heapq.heappop(self._promised)

@@ -142,16 +142,7 @@ class Scheduler:
         return most is None or self.queue.num_waiting < most
 
     def add(self, request: Request, resumed: Parked | None = None) -> None:
-        """Give a request its number, and let it wait.
-
-        Args:
-          request: which.
-          resumed: the parked text that it goes on from.
-
-        Raises:
-          QueueFull: if too many do.
-          EngineError: if the engine cannot go on.
-        """
+        """Number a request, and let it wait; it may go on from a parked text."""
         # The user's detokenizer may be slow: the lock is not held.
         stream = request.make_stream(self._options.detokenize)
         with self._lock:
@@ -173,11 +164,7 @@ class Scheduler:
                 self._deadlines.add(request.request_id, now + request.timeout)
 
     def find(self, request_id: int) -> Request:
-        """Return a request that goes on, or one that ended not long ago.
-
-        Raises:
-          KeyError: for any other.
-        """
+        """Return a request that goes on, or one that ended not long ago."""
         with self._lock:
             going_on = self.queue.requests.get(request_id)
             request = going_on or self._ended.find(request_id)
@@ -202,12 +189,7 @@ class Scheduler:
             self.cancel(request)
 
     def park(self, request_id: int) -> None:
-        """Keep what was computed of a request's texts, when they have ended.
-
-        Raises:
-          KeyError: if it is unknown, or forgotten.
-          UsageError: for a cache without a prefix index, or on several processes.
-        """
+        """Keep what was computed of a request's texts, when they have ended."""
         if isinstance(self.loop, SharedLoop):
             raise UsageError(
                 "texts are parked on one process: on several, submit the text again, "
@@ -225,11 +207,7 @@ class Scheduler:
                 self._park(request, sample)
 
     def take_parked(self, request_id: int, sample: int) -> Parked:
-        """Return a parked text, which is about to be resumed.
-
-        Raises:
-          KeyError: if it is not parked.
-        """
+        """Return a parked text, which is about to be resumed."""
         with self._lock:
             return self.parking.take(request_id, sample)
 
