@@ -15,8 +15,8 @@ from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.model.steps import Steps
 from jkv.decoding.scheduler.data_parallel import generate_on_pools
-from jkv.decoding.scheduler.start import begin_generation
 from jkv.decoding.speculation.loop import run_steps
+from jkv.decoding.stepping import begin_generation
 from jkv.decoding.texts.prompts import Prompts
 from jkv.decoding.texts.results import Generation
 from jkv.metadata.requests import Texts

@@ -12,12 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from jkv.decoding.sampling.stopping import find_first
-from jkv.decoding.scheduler.demand import Loads
-from jkv.decoding.scheduler.holding import has_more_samples
 from jkv.decoding.scheduler.places import LANES, find_oldest
-from jkv.decoding.scheduler.samples import Holder, find_pending
+from jkv.decoding.scheduler.samples import find_pending, has_more_samples
 from jkv.decoding.scheduler.seating import Attempt, may_seat, seat_waiting
-from jkv.decoding.scheduler.state import GenerationState, note_texts
+from jkv.decoding.scheduler.state import GenerationState, Holder, Loads, note_texts
 from jkv.decoding.texts.blocks import Blocks
 from jkv.decoding.texts.prompts import find_texts
 from jkv.decoding.texts.results import FinishReason
@@ -96,16 +94,7 @@ def _find_lanes(
     leads = places.is_pending
     forks = jnp.zeros_like(leads)
     if state.num_samples > 1:
-        # With states a sequence past its prompt's end has the prompt no more.
-        is_past = loads.done > loads.prompt_lengths
-        leads, forks = find_pending(
-            places,
-            state.holder,
-            loads.prompts,
-            loads.prompt_lengths,
-            jnp.where(is_past, -1, loads.done) if has_states else loads.done,
-            state.prompts.lengths.shape[0],
-        )
+        leads, forks = find_pending(state, loads, has_states)
     can_open = leads | forks
     lanes = find_oldest(places, can_open, num_lanes)
     found = _Lanes(

@@ -13,10 +13,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.scheduler.demand import find_demand
 from jkv.decoding.scheduler.places import Places, find_youngest_running, unseat_youngest
-from jkv.decoding.scheduler.samples import Holder
-from jkv.decoding.scheduler.state import GenerationState
+from jkv.decoding.scheduler.state import GenerationState, Holder
 from jkv.decoding.texts.blocks import Blocks, count_free_blocks, reach, subtract, total
 from jkv.sharding.loops import while_loop
 from jkv.state import NO_SEQUENCE, Cache, Metadata
@@ -32,7 +30,7 @@ def preempt_youngest(
     A prompt that is held goes first. One sequence is left at least. Returns also i32[]
     for each group: free blocks that were promised to no sequence.
     """
-    demand = find_demand(state.places, state.loads(cache), state.block_size(cache))
+    demand = state.demand(cache, state.loads(cache))
 
     def lacks_blocks(running: _Running) -> jax.Array:
         can_give = (running.holder.seq_id >= 0) | (running.places.num_running > 1)

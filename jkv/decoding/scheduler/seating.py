@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from jkv.decoding.scheduler import queue
-from jkv.decoding.scheduler.demand import Loads, find_demand
 from jkv.decoding.scheduler.queue import Candidates, Seated
-from jkv.decoding.scheduler.state import GenerationState
+from jkv.decoding.scheduler.state import GenerationState, Loads
 from jkv.decoding.texts.blocks import (
     Blocks,
     blocks_beside_prompt,
@@ -63,7 +62,7 @@ def seat_waiting(
 ) -> tuple[GenerationState, Attempt]:
     """Seat the first that wait, at most K, which is static."""
     places, loads = state.places, state.loads(cache)
-    promised = total(find_demand(places, loads, state.block_size(cache)))
+    promised = total(state.demand(cache, loads))
     slack = subtract(count_free_blocks(cache), promised)
     num_free_places = state.most_running - places.num_running
     offer = _find_offer(cache, state, loads, num_lanes)

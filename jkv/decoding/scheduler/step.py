@@ -20,12 +20,11 @@ from jkv.decoding.model.rows import choose_size, share_rows
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.sampling.choice import Choice
 from jkv.decoding.scheduler.admission import admit
-from jkv.decoding.scheduler.demand import Loads
-from jkv.decoding.scheduler.holding import hold_prompt
 from jkv.decoding.scheduler.new_tokens import choose_tokens
 from jkv.decoding.scheduler.preemption import preempt_youngest
 from jkv.decoding.scheduler.release import release_ended
-from jkv.decoding.scheduler.state import GenerationState
+from jkv.decoding.scheduler.samples import hold_prompt
+from jkv.decoding.scheduler.state import GenerationState, Loads
 from jkv.decoding.texts.blocks import count_used_blocks
 from jkv.decoding.texts.prompts import find_tokens
 from jkv.decoding.texts.results import FinishReason

@@ -13,7 +13,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.model.prefill import Chunk, Pending, Sizes, prefill, run_chunk
+from jkv.decoding.model.prefill import (
+    Chunk,
+    Pending,
+    Sizes,
+    count_cached,
+    prefill,
+    run_chunk,
+)
 from jkv.decoding.sampling.choice import Choice
 from jkv.decoding.sampling.draws import draw
 from jkv.decoding.sampling.filters import by_row, filter_logits
@@ -23,7 +30,6 @@ from jkv.decoding.scheduler.state import GenerationState
 from jkv.decoding.speculation.acceptance import DRAFT
 from jkv.decoding.speculation.guesses import Guesses
 from jkv.decoding.speculation.options import DraftModel
-from jkv.decoding.speculation.state import DraftRows
 from jkv.decoding.steering.rows import SteeredRows, is_nothing_left
 from jkv.decoding.texts.prompts import find_tokens
 from jkv.sharding.loops import fori_loop
@@ -34,6 +40,19 @@ from jkv.verbs.truncation import truncate
 
 # Rows of a step that computes what the draft lacks of texts, prompts too.
 _ROWS = 128
+
+
+class DraftRows(NamedTuple):
+    """What a draft model has computed of the texts in W places."""
+
+    cache: Cache
+    seq_ids: jax.Array  # i32[W], the row of each place, -1 where there was none
+    owners: jax.Array  # i32[W], the sequence of which the row has tokens, -1 of none
+
+    @property
+    def lengths(self) -> jax.Array:
+        """Tokens that the draft has of each place's text, i32[W]."""
+        return count_cached(self.cache, self.seq_ids)
 
 
 class Drafts(NamedTuple):

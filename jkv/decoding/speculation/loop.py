@@ -19,19 +19,53 @@ from jkv.decoding.sampling.choice import Choice
 from jkv.decoding.scheduler.state import GenerationState
 from jkv.decoding.scheduler.step import advance, run_step, schedule
 from jkv.decoding.speculation.acceptance import make_rejection_sampler, sample_rows
-from jkv.decoding.speculation.drafting import Drafts, draft, keep_accepted, open_rows
-from jkv.decoding.speculation.guesses import Guesses, force_guesses, limit_guesses
-from jkv.decoding.speculation.lookup import find_guesses
+from jkv.decoding.speculation.drafting import (
+    DraftRows,
+    Drafts,
+    draft,
+    keep_accepted,
+    open_rows,
+)
+from jkv.decoding.speculation.guesses import (
+    Guesses,
+    find_guesses,
+    force_guesses,
+    limit_guesses,
+)
 from jkv.decoding.speculation.options import DraftModel, PromptLookup, check_speculation
 from jkv.decoding.speculation.pace import Pace
-from jkv.decoding.speculation.state import SpeculationState
 from jkv.decoding.speculation.verification import Sampler, check_guesses
 from jkv.decoding.texts.prompts import find_texts
 from jkv.sharding.loops import when, while_loop
-from jkv.state import Cache
+from jkv.state import NO_SEQUENCE, Cache
 from jkv.status import UsageError
 
 Speculation = PromptLookup | DraftModel
+
+
+class SpeculationState(NamedTuple):
+    """How guesses did of late, and what a draft model has."""
+
+    pace: Pace
+    rows: DraftRows | None  # of a draft model
+
+    @property
+    def draft_cache(self) -> Cache | None:
+        """The cache of a draft model, None without one."""
+        return self.rows and self.rows.cache
+
+    def forget(self, sequences: jax.Array) -> "SpeculationState":
+        """Forget texts whose numbers pass to others, i32[K]."""
+
+        def keep(texts: jax.Array) -> jax.Array:
+            passes = jnp.any(texts[:, None] == sequences[None], axis=1)
+            return jnp.where(passes, NO_SEQUENCE, texts)
+
+        rows = self.rows
+        return SpeculationState(
+            pace=self.pace._replace(texts=keep(self.pace.texts)),
+            rows=rows and rows._replace(owners=keep(rows.owners)),
+        )
 
 
 class _Loop(NamedTuple):

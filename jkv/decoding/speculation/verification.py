@@ -21,9 +21,8 @@ from jkv.decoding.model.runner import Runner
 from jkv.decoding.sampling.choice import Choice
 from jkv.decoding.sampling.next_token import sampling_of
 from jkv.decoding.sampling.options import Sampling
-from jkv.decoding.scheduler.demand import Loads
 from jkv.decoding.scheduler.new_tokens import take_tokens
-from jkv.decoding.scheduler.state import GenerationState
+from jkv.decoding.scheduler.state import GenerationState, Loads
 from jkv.decoding.scheduler.step import count_step, note_refusals
 from jkv.decoding.speculation.guesses import Guesses, Rows, row_sizes
 from jkv.decoding.steering.rows import SteeredRows, mark_refused
