@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.sharding.processes import bring_whole, is_shared
+from jkv.sharding.processes import bring
 from jkv.state import Cache, StateStorage
 
 
@@ -70,9 +70,7 @@ def fetch_states(storage: StateStorage, rows: np.ndarray) -> SwappedStates:
     if isinstance(storage.bases, np.ndarray):
         found: Any = jax.tree.map(lambda array: array[:, rows], arrays)
     else:
-        found = _gather(arrays, rows)
-        shared = any(is_shared(leaf.sharding) for leaf in jax.tree.leaves(found))
-        found = jax.tree.map(bring_whole, found) if shared else jax.device_get(found)
+        found = bring(_gather(arrays, rows))
     return SwappedStates(bases=found[0], rows=found[1], inputs=found[2])
 
 
