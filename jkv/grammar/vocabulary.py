@@ -127,8 +127,8 @@ def _refuse(what: str) -> ValueError:
     )
 
 
-# The byte that each character of byte-level BPE stands for: bytes that print as they are
-# for themselves, the others for the characters from U+0100 on
+# The byte that each character of byte-level BPE stands for: bytes that print as they
+# are for themselves, the others for the characters from U+0100 on
 # (https://github.com/openai/gpt-2, `bytes_to_unicode`).
 _PLAIN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _SHIFTED = [byte for byte in range(256) if byte not in _PLAIN]

@@ -10,8 +10,13 @@ import numpy as np
 
 from jkv.arguments import explains_arguments
 from jkv.sharding.processes import bring_whole
-from jkv.sharding.ranks import PoolSharding, with_rank, without_rank
-from jkv.sharding.storage_sharding import POOL_HEADS, without_copies_of_heads
+from jkv.sharding.storage_sharding import (
+    POOL_HEADS,
+    PoolSharding,
+    with_rank,
+    without_copies_of_heads,
+    without_rank,
+)
 from jkv.state import Cache
 from jkv.status import UsageError
 from jkv.storage.placement import put
