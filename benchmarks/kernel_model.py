@@ -47,14 +47,14 @@ from support.kernel_lowering import find_kernels, lower_kernels, make_shapes  # 
 from support.triton_machine_code import attention_loop, compile_kernel  # noqa: E402
 
 from jkv.attention.call import Requests, make_requests  # noqa: E402
-from jkv.attention.kernel.table import Tile, Tuning  # noqa: E402
-from jkv.attention.kernel.tuning import find_tuning  # noqa: E402
-from jkv.attention.kernel.variant import (  # noqa: E402
+from jkv.attention.kernel.tiles.table import Tile, Tuning  # noqa: E402
+from jkv.attention.kernel.tiles.tuning import find_tuning  # noqa: E402
+from jkv.attention.kernel.tiles.variant import (  # noqa: E402
     count_decode_heads,
     count_head_tiles,
     cut_prefill_rows,
 )
-from jkv.attention.kernel.work import (  # noqa: E402
+from jkv.attention.kernel.work.cutting import (  # noqa: E402
     count_pieces,
     list_decode_work,
     list_prefill_work,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jkv.attention.cards import Card, find_card
 from jkv.attention.choice import PlainReasons, explain_choice
-from jkv.attention.kernel.table import TABLE
+from jkv.attention.kernel.tiles.table import TABLE
 from jkv.config.cache_config import CacheConfig
 from jkv.config.huggingface import read_sizes
 from jkv.formats.table import FORMATS

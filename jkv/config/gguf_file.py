@@ -104,13 +104,12 @@ def read_file(path: Path) -> GGUFile:
     return GGUFile(paths, parts[0][0], tensors)
 
 
-def dequantize(tensor: Tensor, index: int | None = None) -> np.ndarray[Any, Any]:
-    """Return a tensor's numbers, float32 or float16, or those of a part of it.
-
-    Args:
-        tensor: of a file.
-        index: of the first axis, such as an expert's number; None for all.
-    """
+def dequantize(
+    tensor: Tensor,  # of a file
+    # of the first axis, such as an expert's number; None for all
+    index: int | None = None,
+) -> np.ndarray[Any, Any]:
+    """Return a tensor's numbers, float32 or float16, or those of a part of it."""
     from gguf.quants import dequantize
 
     data = tensor.data if index is None else tensor.data[index]

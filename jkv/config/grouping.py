@@ -26,30 +26,21 @@ class LayerSizes(NamedTuple):
 
 
 def fit_context_length(
-    make: Callable[..., Config],
-    layers: Sequence[LayerSizes],
-    sizes: dict[str, Any],
+    make: Callable[..., Config],  # what takes the fields of a `GroupedConfig`
+    layers: Sequence[LayerSizes],  # each layer of the model that keeps keys and values
+    sizes: dict[str, Any],  # fields of `CacheConfig` that are the same for all groups
     *,
-    max_sequences: int | None,
+    max_sequences: int | None,  # sequences that may all be of the longest context
+    # for as many of them as fit these bytes, or text such as "40GB"
     budget_bytes: int | str | None,
-    step_tokens: int,
-    prefix_caching: bool,
+    step_tokens: int,  # the most tokens that one `append` adds to a sequence
+    prefix_caching: bool,  # index full blocks by their tokens
+    # what all layers of the model keep, where some have a state
     kept: Sequence[Kept] | None = None,
+    # fields of `StateConfig` that are the same for all groups with a state
     of_states: Mapping[str, Any] | None = None,
 ) -> Config:
-    """Return one that never lacks blocks: `GroupedConfig.for_context_length`.
-
-    Args:
-      make: what takes the fields of a `GroupedConfig`.
-      layers: each layer of the model that keeps keys and values.
-      sizes: fields of `CacheConfig` that are the same for all groups.
-      max_sequences: sequences that may all be of the longest context.
-      budget_bytes: for as many of them as fit these bytes, or text such as "40GB".
-      step_tokens: the most tokens that one `append` adds to a sequence.
-      prefix_caching: index full blocks by their tokens.
-      kept: what all layers of the model keep, where some have a state.
-      of_states: fields of `StateConfig` that are the same for all groups with a state.
-    """
+    """Return one that never lacks blocks: `GroupedConfig.for_context_length`."""
 
     def fit_sequences(count: int) -> Config:
         groups, layer_groups = _make_groups(layers, count, step_tokens, sizes)
@@ -116,19 +107,12 @@ def _make_state_groups(
 
 
 def _number_groups(
-    kept: Sequence[Kept],
-    layer_groups: Sequence[int],
-    states: Sequence[LayerState],
-    first: int,
+    kept: Sequence[Kept],  # what each layer keeps
+    layer_groups: Sequence[int],  # the group of each layer with keys and values
+    states: Sequence[LayerState],  # those that are groups
+    first: int,  # the number of the first of these
 ) -> tuple[int | tuple[int, ...], ...]:
-    """Return the groups of each layer of the model.
-
-    Args:
-      kept: what each layer keeps.
-      layer_groups: the group of each layer with keys and values.
-      states: those that are groups.
-      first: the number of the first of these.
-    """
+    """Return the groups of each layer of the model."""
     attending, numbers = iter(layer_groups), []
     for layer in kept:
         own: tuple[int, ...] = (next(attending),) if layer.attends else ()

@@ -70,15 +70,12 @@ class Heads(NamedTuple):
 
 
 def list_heads(
-    model: Mapping[str, Any], usual: Heads, windowed: Mapping[int, bool]
+    model: Mapping[str, Any],  # the language model's settings, from a config.json
+    usual: Heads,  # what they say of all layers
+    # for each of these layers, by its number in the model, whether it has a window
+    windowed: Mapping[int, bool],
 ) -> tuple[Heads, ...]:
     """Return the heads of each layer that keeps keys and values.
-
-    Args:
-      model: the language model's settings, from a config.json.
-      usual: what they say of all layers.
-      windowed: for each of these layers, by its number in the model, whether it has a
-        window.
 
     Raises:
       ValueError: for what layers are said to differ in that jkv does not know.

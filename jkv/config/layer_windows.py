@@ -25,15 +25,12 @@ class Windows(NamedTuple):
 
 
 def list_windows(
-    model: dict[str, Any], kinds: Sequence[str] | None, num_layers: int
+    model: dict[str, Any],  # the language model's settings, from a config.json
+    # of all layers of the model, as `name_layers` returns them
+    kinds: Sequence[str] | None,
+    num_layers: int,  # layers that keep keys and values, the first of the model's
 ) -> tuple[int | None, ...]:
-    """Return the window of each layer that keeps keys and values, None for all tokens.
-
-    Args:
-      model: the language model's settings, from a config.json.
-      kinds: of all layers of the model, as `name_layers` returns them.
-      num_layers: layers that keep keys and values, the first of the model's.
-    """
+    """Return the window of each layer that keeps keys and values; None: all tokens."""
     length = model.get("sliding_window") or model.get("attention_chunk_size")
     if model.get("model_type") in PAST_TOKENS and model.get("sliding_window_size"):
         length = model["sliding_window_size"] + 1

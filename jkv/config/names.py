@@ -29,15 +29,13 @@ SYNONYMS = {
 }
 
 
-def check_names(maker: str, make: object, given: Iterable[str], *others: str) -> None:
-    """Refuse names that are no fields, with the nearest that is one.
-
-    Args:
-      maker: the function that was called.
-      make: the class whose fields it takes; anything else is not looked at.
-      given: the names.
-      others: names that the function takes beside the fields.
-    """
+def check_names(
+    maker: str,  # the function that was called
+    make: object,  # the class whose fields it takes; anything else is not looked at
+    given: Iterable[str],
+    *others: str,  # names that the function takes beside the fields
+) -> None:
+    """Refuse names that are no fields, with the nearest that is one."""
     if not (isinstance(make, type) and dataclasses.is_dataclass(make)):
         return
     known = [*others, *(field.name for field in dataclasses.fields(make))]

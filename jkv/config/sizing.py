@@ -65,20 +65,14 @@ AnyConfig = TypeVar("AnyConfig", bound=Weighed)
 
 
 def fit_memory(
-    make: Callable[..., Config],
-    budget_bytes: int | str,
+    make: Callable[..., Config],  # takes the fields of a configuration, and returns it
+    budget_bytes: int | str,  # bytes, or text such as "40GB"
     *,
+    # what of a configuration is to fit; linear in the number of blocks
     weigh: Callable[[Config], int] = operator.attrgetter("bytes"),
-    **sizes: Any,
+    **sizes: Any,  # the fields, but for `num_blocks`
 ) -> Config:
-    """Return the configuration with the most blocks: `CacheConfig.for_memory`.
-
-    Args:
-      make: takes the fields of a configuration, and returns it.
-      budget_bytes: bytes, or text such as "40GB".
-      weigh: what of a configuration is to fit; linear in the number of blocks.
-      **sizes: the fields, but for `num_blocks`.
-    """
+    """Return the configuration with the most blocks: `CacheConfig.for_memory`."""
     check_names("for_memory", make, sizes, "budget_bytes")
     limit = parse_bytes(budget_bytes)
 
@@ -114,18 +108,14 @@ def fit_context_length(
 
 
 def fit_either(
+    # returns the configuration for a number of sequences
     fit_sequences: Callable[[int], AnyConfig],
-    max_context_length: int,
-    max_sequences: int | None,
+    max_context_length: int,  # tokens of each, for the message
+    max_sequences: int | None,  # how many; None for as many as fit the budget
+    # bytes, or text such as "40GB"; None where the number is given
     budget_bytes: int | str | None,
 ) -> AnyConfig:
     """Return what fits so many sequences, or the most that fit a budget.
-
-    Args:
-      fit_sequences: returns the configuration for a number of sequences.
-      max_context_length: tokens of each, for the message.
-      max_sequences: how many; None for as many as fit the budget.
-      budget_bytes: bytes, or text such as "40GB"; None where the number is given.
 
     Raises:
       ValueError: unless one of the two is given; if not even one sequence fits.

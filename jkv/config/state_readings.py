@@ -17,13 +17,10 @@ WIDE = "float32"
 
 
 def list_states(
-    model: Mapping[str, Any], kinds: Sequence[str] | None
+    model: Mapping[str, Any],  # the language model's settings, from a config.json
+    kinds: Sequence[str] | None,  # of all its layers, as `name_layers` returns them
 ) -> tuple[LayerState | None, ...]:
     """Return what each layer of a model keeps, None where it has no state.
-
-    Args:
-      model: the language model's settings, from a config.json.
-      kinds: of all its layers, as `name_layers` returns them.
 
     Raises:
       ValueError: for layers with a state of a model type that is not known here.
@@ -42,19 +39,13 @@ def list_states(
 
 
 def _convolve(
-    channels: Mapping[str, Array],
-    window: int,
+    channels: Mapping[str, Array],  # of a token, by name
+    window: int,  # tokens that a convolution sees, the newest counted
+    # what the layer keeps beside the tokens before the newest
     memory: Mapping[str, Array],
-    inputs: Mapping[str, Array],
+    inputs: Mapping[str, Array],  # what else a token adds
 ) -> LayerState:
-    """Return the state of a layer that convolves channels before it does the rest.
-
-    Args:
-      channels: of a token, by name.
-      window: tokens that a convolution sees, the newest counted.
-      memory: what the layer keeps beside the tokens before the newest.
-      inputs: what else a token adds.
-    """
+    """Return the state of a layer that convolves channels before it does the rest."""
     past = {
         f"past_{name}": Array(
             (window - 1, *array.shape),
@@ -149,18 +140,15 @@ def _read_jamba(model: Mapping[str, Any]) -> LayerState:
 
 
 def _read_delta_rule(
-    key_heads: int, heads: int, key_dim: int, value_dim: int, window: int, gates: int
+    key_heads: int,  # of queries and keys; each serves several heads of the state
+    heads: int,  # of the state
+    key_dim: int,  # of a key
+    value_dim: int,  # of a value
+    window: int,  # tokens that the convolution sees
+    # numbers by which a head forgets: one, or one for each channel of a key
+    gates: int,
 ) -> LayerState:
-    """Return the state of a gated delta rule (https://arxiv.org/abs/2412.06464).
-
-    Args:
-      key_heads: of queries and keys; each serves several heads of the state.
-      heads: of the state.
-      key_dim: of a key.
-      value_dim: of a value.
-      window: tokens that the convolution sees.
-      gates: numbers by which a head forgets: one, or one for each channel of a key.
-    """
+    """Return the state of a gated delta rule (https://arxiv.org/abs/2412.06464)."""
     keys = Array((key_heads, key_dim), None, 0)
     return _convolve(
         dict(query=keys, key=keys, value=Array((heads, value_dim), None, 0)),

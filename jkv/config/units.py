@@ -25,12 +25,11 @@ def human_bytes(count: float) -> str:
     return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
 
 
-def parse_bytes(text: str | int) -> int:
+def parse_bytes(
+    # such as `"192GiB"`, `"1.5 TB"` or a plain count; GB are 10**9 bytes, GiB are 2**30
+    text: str | int,
+) -> int:
     """Return the bytes that an int, or a number with a unit, stands for.
-
-    Args:
-      text: such as `"192GiB"`, `"1.5 TB"` or a plain count; GB are 10**9 bytes, GiB
-        are 2**30.
 
     Raises:
       ValueError: for anything else, and for less than one byte.

@@ -165,20 +165,14 @@ def extend(
 
 def _judge(
     cache: Cache,
-    seq_ids: jax.Array,
-    lengths: jax.Array,
-    reasons: jax.Array,
-    block_size: BlockSize,
+    seq_ids: jax.Array,  # i32[B]
+    lengths: jax.Array,  # i32[B], tokens of each text with those given
+    reasons: jax.Array,  # i32[B], why what was given is not fed
+    block_size: BlockSize,  # how many blocks a text takes
 ) -> jax.Array:
     """Return why sequences are not continued, RUNNING where they are, i32[B].
 
     Which tokens find room is judged before any is fed, in order, as `append` would.
-
-    Args:
-      seq_ids: i32[B].
-      lengths: i32[B], tokens of each text with those given.
-      reasons: i32[B], why what was given is not fed.
-      block_size: how many blocks a text takes.
     """
     groups, running = cache.metadata.block_groups, jnp.int32(FinishReason.RUNNING)
     reasons = jnp.where(

@@ -3,7 +3,7 @@
 The scale is the largest magnitude of the row over the largest number of the dtype, as
 bfloat16, rounded up. The rows are multiplied by the inverse of the rounded scale:
 nothing exceeds the range, and at most 0.8% of it is not used.
-`attention/kernel/rounding.py` has the same bits.
+`attention/kernel/elements/rounding.py` has the same bits.
 
 A row is quantized once, when it is written, and whatever is written later leaves it
 alone. A scale per block would have to be raised whenever a larger token came, and the

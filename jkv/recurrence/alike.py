@@ -23,23 +23,14 @@ LANES = 8
 
 
 def fold_alike(
-    rule: Rule,
-    state: Arrays,
-    outputs: Any,
-    inputs: Arrays,
-    starts: jax.Array,
-    counts: jax.Array,
+    rule: Rule,  # of one token of one sequence
+    state: Arrays,  # {name: [B, ...]}
+    outputs: Any,  # a pytree of [R, ...]
+    inputs: Arrays,  # {name: [R, ...]}
+    starts: jax.Array,  # i32[B], the first of each request's rows
+    counts: jax.Array,  # i32[B]
 ) -> tuple[Arrays, Any]:
-    """Fold the rows of all requests, one row of a few requests in each pass.
-
-    Args:
-      rule: of one token of one sequence.
-      state: {name: [B, ...]}.
-      outputs: a pytree of [R, ...].
-      inputs: {name: [R, ...]}.
-      starts: i32[B], the first of each request's rows.
-      counts: i32[B].
-    """
+    """Fold the rows of all requests, one row of a few requests in each pass."""
     num_requests = counts.shape[0]
     lanes = min(LANES, num_requests)
     order = jnp.argsort(-counts)

@@ -21,16 +21,26 @@ FEW = 8
 
 
 def fold_rows(
+    # `(state, input) -> (state, output)` for one token of one sequence, dicts of
+    # arrays; the output is a pytree of arrays
     rule: Rule,
-    state: Arrays,
-    inputs: Arrays,
-    starts: jax.Array,
-    counts: jax.Array,
+    state: Arrays,  # {name: [B, ...]}, before the rows
+    inputs: Arrays,  # {name: [R, ...]}
+    starts: jax.Array,  # i32[B], the first row of each request
+    counts: jax.Array,  # i32[B], how many it has; 0 leaves its state as it is
     *,
+    # `(state, inputs, count) -> (state, outputs)` for one sequence: the first `count`,
+    # i32[], of the tokens {name: [C, ...]}; the inputs past those are zeros, and
+    # outputs [C, ...] past those are dropped. None: `rule` reads all
     chunk_rule: ChunkRule | None = None,
-    chunk_size: int = 64,
+    chunk_size: int = 64,  # C, the most tokens that `chunk_rule` reads at once
+    # i32[B], the position of each request's first row
     first_positions: jax.Array | None = None,
+    # read every row by `rule`, in passes of one shape: its bits do not depend on the
+    # rows that its own request has in this call either
     alike: bool = False,
+    # False: the states of requests without rows may become anything, since nobody reads
+    # them
     keeps_idle: bool = True,
 ) -> tuple[Any, Arrays]:
     """Fold a rule over the rows of each request, in their order.
@@ -42,23 +52,6 @@ def fold_rows(
     positions that are multiples of `chunk_size`, wherever the request begins. The two
     forms, and other cuts, differ by rounding. Rows and states of other requests are
     never let through, whatever they hold.
-
-    Args:
-      rule: `(state, input) -> (state, output)` for one token of one sequence, dicts of
-        arrays; the output is a pytree of arrays.
-      state: {name: [B, ...]}, before the rows.
-      inputs: {name: [R, ...]}.
-      starts: i32[B], the first row of each request.
-      counts: i32[B], how many it has; 0 leaves its state as it is.
-      chunk_rule: `(state, inputs, count) -> (state, outputs)` for one sequence: the
-        first `count`, i32[], of the tokens {name: [C, ...]}; the inputs past those are
-        zeros, and outputs [C, ...] past those are dropped. None: `rule` reads all.
-      chunk_size: C, the most tokens that `chunk_rule` reads at once.
-      first_positions: i32[B], the position of each request's first row.
-      alike: read every row by `rule`, in passes of one shape: its bits do not depend on
-        the rows that its own request has in this call either.
-      keeps_idle: False: the states of requests without rows may become anything, since
-        nobody reads them.
 
     Returns:
       The outputs, a pytree of [R, ...], zeros in rows of no request; and the states

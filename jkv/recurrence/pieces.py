@@ -28,25 +28,15 @@ class Long(NamedTuple):
 
 
 def fold_pieces(
-    chunk_rule: ChunkRule,
-    state: Arrays,
-    outputs: Any,
-    inputs: Arrays,
-    long: Long,
-    chunk_size: int,
-    most: int,
+    chunk_rule: ChunkRule,  # of some tokens of one sequence
+    state: Arrays,  # {name: [B, ...]}
+    outputs: Any,  # a pytree of [R, ...]
+    inputs: Arrays,  # {name: [R, ...]}
+    long: Long,  # whose rows
+    chunk_size: int,  # C, tokens of a piece
+    most: int,  # requests that can be long, known from the call's shapes
 ) -> tuple[Arrays, Any]:
-    """Fold the rows of long requests, a piece of a few of them in each trip.
-
-    Args:
-      chunk_rule: of some tokens of one sequence.
-      state: {name: [B, ...]}.
-      outputs: a pytree of [R, ...].
-      inputs: {name: [R, ...]}.
-      long: whose rows.
-      chunk_size: C, tokens of a piece.
-      most: requests that can be long, known from the call's shapes.
-    """
+    """Fold the rows of long requests, a piece of a few of them in each trip."""
     done = jnp.zeros_like(long.counts)
     for lanes in (min(LANES, most), 1) if most > 1 else (1,):
         # A single request is left to the narrow form.

@@ -21,13 +21,12 @@ Rule = Callable[[Arrays, Arrays], tuple[Arrays, Any]]
 ChunkRule = Callable[[Arrays, Arrays, jax.Array], tuple[Arrays, Any]]
 
 
-def trace_output(rule: Rule, state: Arrays, inputs: Arrays) -> Any:
+def trace_output(
+    rule: Rule,  # of one token of one sequence
+    state: Arrays,  # {name: [B, ...]}
+    inputs: Arrays,  # {name: [R, ...]}
+) -> Any:
     """Return the shapes and dtypes that a rule puts out for one token.
-
-    Args:
-      rule: of one token of one sequence.
-      state: {name: [B, ...]}.
-      inputs: {name: [R, ...]}.
 
     Raises:
       ValueError: if it returns another state than it was given.

@@ -24,16 +24,15 @@ class Pending(NamedTuple):
     counts: jax.Array  # i32[B]
 
 
-def replay(rule: Rule, state: Arrays, pending: Pending, lacking: Arrays) -> Arrays:
-    """Return the states after tokens whose inputs the cache kept.
-
-    Args:
-      rule: of one token of one sequence.
-      state: {name: [B, ...]}, before those tokens.
-      pending: the tokens.
-      lacking: {name: [R, ...]}, inputs that are not kept, since the state does not
-        depend on them: queries, say. The rule gets zeros of their shapes.
-    """
+def replay(
+    rule: Rule,  # of one token of one sequence
+    state: Arrays,  # {name: [B, ...]}, before those tokens
+    pending: Pending,
+    # {name: [R, ...]}, inputs that are not kept, since the state does not depend on
+    # them: queries, say. The rule gets zeros of their shapes
+    lacking: Arrays,
+) -> Arrays:
+    """Return the states after tokens whose inputs the cache kept."""
 
     def step(t: jax.Array, state: Arrays) -> Arrays:
         is_read = t < pending.counts
@@ -47,25 +46,16 @@ def replay(rule: Rule, state: Arrays, pending: Pending, lacking: Arrays) -> Arra
 
 
 def read_ahead(
-    rule: Rule,
+    rule: Rule,  # of one token of one sequence
+    # {name: [B, ...]}, before the pending tokens; what follows is dropped
     state: Arrays,
-    outputs: Any,
-    pending: Pending,
-    inputs: Arrays,
-    starts: jax.Array,
-    counts: jax.Array,
+    outputs: Any,  # a pytree of [R, ...], as `fold_rows` returned it
+    pending: Pending,  # tokens of before the step that are read first
+    inputs: Arrays,  # {name: [R, ...]}
+    starts: jax.Array,  # i32[B], the first of each request's rows
+    counts: jax.Array,  # i32[B]
 ) -> Any:
-    """Return the outputs with those of rows that may be taken back.
-
-    Args:
-      rule: of one token of one sequence.
-      state: {name: [B, ...]}, before the pending tokens; what follows is dropped.
-      outputs: a pytree of [R, ...], as `fold_rows` returned it.
-      pending: tokens of before the step that are read first.
-      inputs: {name: [R, ...]}.
-      starts: i32[B], the first of each request's rows.
-      counts: i32[B].
-    """
+    """Return the outputs with those of rows that may be taken back."""
 
     def step(t: jax.Array, carry: tuple[Arrays, Any]) -> tuple[Arrays, Any]:
         state, outputs = carry
@@ -81,25 +71,15 @@ def read_ahead(
 
 
 def fold_tokens(
-    rule: Rule,
-    state: Arrays,
-    outputs: Any,
-    inputs: Arrays,
-    starts: jax.Array,
-    counts: jax.Array,
-    first: int = 0,
+    rule: Rule,  # of one token of one sequence
+    state: Arrays,  # {name: [B, ...]}
+    outputs: Any,  # a pytree of [R, ...], or None to drop what the rule puts out
+    inputs: Arrays,  # {name: [R, ...]}
+    starts: jax.Array,  # i32[B]
+    counts: jax.Array,  # i32[B], rows of each request, those before `first` counted
+    first: int = 0,  # of the rows that are folded
 ) -> tuple[Arrays, Any]:
-    """Fold each request's rows from its `first` on, one of each request a pass.
-
-    Args:
-      rule: of one token of one sequence.
-      state: {name: [B, ...]}.
-      outputs: a pytree of [R, ...], or None to drop what the rule puts out.
-      inputs: {name: [R, ...]}.
-      starts: i32[B].
-      counts: i32[B], rows of each request, those before `first` counted.
-      first: of the rows that are folded.
-    """
+    """Fold each request's rows from its `first` on, one of each request a pass."""
 
     def step(t: jax.Array, carry: tuple[Arrays, Any]) -> tuple[Arrays, Any]:
         return fold_one(rule, *carry, inputs, starts + t, t < counts)

@@ -88,18 +88,12 @@ class EngineCollector:
 
     def __init__(
         self,
-        engine: HasStats | Mapping[str, HasStats],
-        prefix: str = "jkv",
+        engine: HasStats | Mapping[str, HasStats],  # an engine, or several by name
+        prefix: str = "jkv",  # what all names of numbers begin with
         *,
-        label: str = "engine",
+        label: str = "engine",  # of several engines: what their names are called
     ):
-        """Take what is told, and how.
-
-        Args:
-          engine: an engine, or several by name.
-          prefix: what all names of numbers begin with.
-          label: of several engines: what their names are called.
-        """
+        """Take what is told, and how."""
         self._engines: dict[tuple[str, ...], HasStats]
         if isinstance(engine, Mapping):
             self._engines = {(name,): found for name, found in engine.items()}
@@ -138,14 +132,12 @@ class EngineCollector:
 
 
 def render(
-    engine: HasStats | Mapping[str, HasStats], *, label: str = "engine"
+    # an engine, or several by name, whose numbers have a label then
+    engine: HasStats | Mapping[str, HasStats],
+    *,
+    label: str = "engine",  # of several: what their names are called
 ) -> bytes:
-    """Return the numbers of engines as the text that Prometheus reads.
-
-    Args:
-      engine: an engine, or several by name, whose numbers have a label then.
-      label: of several: what their names are called.
-    """
+    """Return the numbers of engines as the text that Prometheus reads."""
     registry = prometheus_client.CollectorRegistry()
     registry.register(EngineCollector(engine, label=label))
     return prometheus_client.generate_latest(registry)

@@ -105,14 +105,11 @@ class Turns(Generic[Brought]):
 
 
 def read_events(
-    turns: Turns[list[Event]], request: Request, cancel: Callable[[Request], object]
+    turns: Turns[list[Event]],  # waited for where nothing is new
+    request: Request,
+    cancel: Callable[[Request], object],  # called if the consumer leaves before the end
 ) -> Iterator[Event]:
     """Yield what is new of a request until it has ended.
-
-    Args:
-      turns: waited for where nothing is new.
-      request: which.
-      cancel: called if the consumer leaves before the end.
 
     Raises:
       EngineError: if the request failed.

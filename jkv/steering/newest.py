@@ -9,12 +9,10 @@ import jax
 import jax.numpy as jnp
 
 
-def align_right(tokens: jax.Array) -> jax.Array:
-    """Return lists of tokens with -1 before each one's begin instead of after its end.
-
-    Args:
-      tokens: i32[..., C], -1 after each one's end.
-    """
+def align_right(
+    tokens: jax.Array,  # i32[..., C], -1 after each one's end
+) -> jax.Array:
+    """Return lists of tokens, -1 before each one's begin instead of after its end."""
     num_missing = jnp.sum(tokens < 0, axis=-1, keepdims=True, dtype=jnp.int32)
     column = jnp.arange(tokens.shape[-1], dtype=jnp.int32)
     column = jnp.expand_dims(column, tuple(range(tokens.ndim - 1))) - num_missing
@@ -22,35 +20,29 @@ def align_right(tokens: jax.Array) -> jax.Array:
     return jnp.where(column < 0, -1, moved)
 
 
-def find_newest(prompts: jax.Array, count: int) -> jax.Array:
-    """Return the newest tokens of prompts, i32[N, T], -1 where one has fewer.
-
-    Args:
-      prompts: i32[N, P], -1 after each one's end.
-      count: T.
-    """
+def find_newest(
+    prompts: jax.Array,  # i32[N, P], -1 after each one's end
+    count: int,  # T
+) -> jax.Array:
+    """Return the newest tokens of prompts, i32[N, T], -1 where one has fewer."""
     missing = max(count - prompts.shape[1], 0)
     aligned = jnp.pad(align_right(prompts), ((0, 0), (missing, 0)), constant_values=-1)
     return aligned[:, aligned.shape[1] - count :]
 
 
-def push(newest: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Return the newest tokens after one more, i32[N, T].
-
-    Args:
-      newest: i32[N, T].
-      tokens: i32[N], -1 where there is none: the row stays.
-    """
+def push(
+    newest: jax.Array,  # i32[N, T]
+    tokens: jax.Array,  # i32[N], -1 where there is none: the row stays
+) -> jax.Array:
+    """Return the newest tokens after one more, i32[N, T]."""
     pushed = jnp.concatenate([newest, tokens[:, None]], axis=1)[:, 1:]
     return jnp.where(tokens[:, None] < 0, newest, pushed)
 
 
-def ends_with(newest: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Return which texts end with a list of tokens, bool[N].
-
-    Args:
-      newest: i32[N, T].
-      tokens: i32[C], C at most T.
-    """
+def ends_with(
+    newest: jax.Array,  # i32[N, T]
+    tokens: jax.Array,  # i32[C], C at most T
+) -> jax.Array:
+    """Return which texts end with a list of tokens, bool[N]."""
     last = newest[:, newest.shape[1] - tokens.shape[0] :]
     return jnp.all(last == tokens[None], axis=1)

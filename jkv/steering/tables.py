@@ -11,25 +11,21 @@ import jax.numpy as jnp
 from jkv.status import UsageError
 
 
-def count_variants(table: Any, num_axes: int) -> int:
-    """Return how many variants an array tells apart; one if it holds for all.
-
-    Args:
-      table: an array or a number.
-      num_axes: those that it has when it holds for all.
-    """
+def count_variants(
+    table: Any,  # an array or a number
+    num_axes: int,  # those that it has when it holds for all
+) -> int:
+    """Return how many variants an array tells apart; one if it holds for all."""
     shape = jnp.shape(table)
     return shape[0] if len(shape) > num_axes else 1
 
 
-def find_rows(table: Any, num_axes: int, variants: jax.Array) -> jax.Array:
-    """Return what holds for each sequence, [K, ...].
-
-    Args:
-      table: an array or a number.
-      num_axes: those that it has when it holds for all.
-      variants: i32[K].
-    """
+def find_rows(
+    table: Any,  # an array or a number
+    num_axes: int,  # those that it has when it holds for all
+    variants: jax.Array,  # i32[K]
+) -> jax.Array:
+    """Return what holds for each sequence, [K, ...]."""
     table = jnp.asarray(table)
     if table.ndim > num_axes:
         return table[variants]
@@ -50,13 +46,12 @@ def check_integers(where: str, array: Any, shapes: tuple[str, ...]) -> jax.Array
     return _check(where, array, shapes, jnp.integer, jnp.int32)
 
 
-def check_numbers(where: str, array: Any, shapes: tuple[str, ...]) -> jax.Array:
+def check_numbers(
+    where: str,  # what it is called, in a message
+    array: Any,  # it
+    shapes: tuple[str, ...],  # those that it may have
+) -> jax.Array:
     """Return an array as f32.
-
-    Args:
-      where: what it is called, in a message.
-      array: it.
-      shapes: those that it may have.
 
     Raises:
       UsageError: for no numbers, or another number of axes.

@@ -16,12 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.decoding.texts.text_tree import (
-    TextTree,
-    check_tree,
-    is_known,
-    measure,
-)
+from jkv.decoding.texts.text_tree import TextTree, check_tree, is_known, measure
 from jkv.decoding.texts.tree_numbers import NO_PARENT
 from jkv.status import UsageError
 

@@ -12,7 +12,7 @@ import pytest
 
 import jkv
 from jkv.attention.kernel.backend import Way
-from jkv.attention.kernel.slots import store_rows
+from jkv.attention.kernel.launches.slots import store_rows
 from jkv.commands import bookkeeping, collectives, correctness, diagnosis, stores
 from jkv.commands.cases import CASES
 from jkv.commands.diagnosis import main

@@ -10,7 +10,7 @@ from support.small_caches import copied, opened, small_config
 
 import jkv
 from jkv import serialization
-from jkv.attention.kernel import lists
+from jkv.attention.kernel.work import lists
 
 LEAF = jax.ShapeDtypeStruct((2,), np.int32)
 

@@ -13,11 +13,11 @@ from jaxlib.triton import dialect
 from jkv.attention.call import Call, Requests
 from jkv.attention.derivative import Cotangents
 from jkv.attention.kernel.backend import Way
-from jkv.attention.kernel.derivative import differentiate_kernel
-from jkv.attention.kernel.launches import attend_kernel
-from jkv.attention.kernel.lists import WorkLists
-from jkv.attention.kernel.variant import cut_rows
-from jkv.attention.kernel.work import list_position_work, size_position_work
+from jkv.attention.kernel.launches.attention import attend_kernel
+from jkv.attention.kernel.launches.derivative import differentiate_kernel
+from jkv.attention.kernel.tiles.variant import cut_rows
+from jkv.attention.kernel.work.cutting import list_position_work, size_position_work
+from jkv.attention.kernel.work.lists import WorkLists
 from jkv.attention.pools import Pools
 from jkv.attention.shared_prefixes import find_shared_prefixes
 from jkv.formats.format import Formats

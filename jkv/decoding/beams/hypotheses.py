@@ -184,9 +184,9 @@ def keep_ended(
 
 
 def may_improve(
-    hypotheses: Hypotheses,
-    best: jax.Array,  # f32[Q]
-    length: jax.Array,  # i32[]
+    hypotheses: Hypotheses,  # those that have ended
+    best: jax.Array,  # f32[Q], the best sum of log-probabilities of the beams that run
+    length: jax.Array,  # i32[], new tokens of each
     rules: Rules,
 ) -> jax.Array:
     """Tell whether texts that run may still beat those that have ended, bool[Q].
@@ -194,12 +194,6 @@ def may_improve(
     The best beam is taken at its present length; with `early_stopping="never"` and a
     penalty above 0, which favours long texts, at the greatest length. That is a guess
     from above only where the sum of log-probabilities cannot grow better with length.
-
-    Args:
-      hypotheses: those that have ended.
-      best: the best sum of log-probabilities of the beams that run.
-      length: new tokens of each.
-      rules: of the search.
     """
     if rules.early_stopping == "never":
         favours_long = rules.length_penalty > 0

@@ -82,14 +82,12 @@ class Exact(NamedTuple):
             )
 
     def pad(
-        self, seq_ids: jax.Array, tokens: jax.Array, counts: jax.Array | None
+        self,
+        seq_ids: jax.Array,  # i32[B], -1 for none
+        tokens: jax.Array,  # i32[r]; without counts one of each sequence
+        counts: jax.Array | None,  # i32[B]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Fill a step up to W requests and R rows.
-
-        Args:
-          seq_ids: i32[B], -1 for none.
-          tokens: i32[r]; without counts one of each sequence.
-          counts: i32[B].
 
         Returns:
           i32[W], i32[R] and i32[W].

@@ -36,17 +36,11 @@ def run_chunk(
     runner: Runner,
     cache: Cache,
     texts: Pending,
-    done: jax.Array,
-    counts: jax.Array,
-    num_rows: int,
+    done: jax.Array,  # i32[B], tokens of each that are in the cache
+    counts: jax.Array,  # i32[B], tokens to compute of each, together at most R
+    num_rows: int,  # R
 ) -> tuple[Cache, Batch, jax.Array]:
     """Compute the next tokens of texts in one step.
-
-    Args:
-      texts: B of them.
-      done: i32[B], tokens of each that are in the cache.
-      counts: i32[B], tokens to compute of each, together at most R.
-      num_rows: R.
 
     Returns:
       As `Runner.run`.
@@ -76,9 +70,10 @@ class Sizes(NamedTuple):
 
 def end_at_snapshots(
     cache: Cache,
-    done: jax.Array,
-    counts: jax.Array,
-    left: jax.Array,
+    done: jax.Array,  # i32[B], tokens of each text in it
+    counts: jax.Array,  # i32[B], tokens to compute now
+    left: jax.Array,  # i32[B], tokens to compute at all
+    # i32[B], where each text parts from others, 0 where that is not known
     parting: jax.Array | None = None,
 ) -> jax.Array:
     """Return fewer rows of texts where a snapshot of their states is to be made.
@@ -86,12 +81,6 @@ def end_at_snapshots(
     A text stops at the last multiple of `snapshot_every` before its end, from which a
     prompt that begins like it goes on; at the one up to which it is like a text that is
     known; and, where a chunk does not reach its end, at the last that the chunk has.
-
-    Args:
-      done: i32[B], tokens of each text in it.
-      counts: i32[B], tokens to compute now.
-      left: i32[B], tokens to compute at all.
-      parting: i32[B], where each text parts from others, 0 where that is not known.
 
     Returns:
       i32[B], rows of each, at least one where there was one.

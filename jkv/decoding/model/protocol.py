@@ -58,16 +58,15 @@ def check_model(model: object, params: object) -> None:
 
 
 def call_model(
-    model: Model, params: Any, tokens: jax.Array, cache: Cache, batch: Batch
+    model: Model,  # as the caller of the loop gave them
+    params: Any,
+    tokens: jax.Array,  # i32[R]
+    cache: Cache,  # after the `append` that returned `batch`
+    batch: Batch,
 ) -> tuple[jax.Array, Cache]:
     """Run a model for the logits of last rows; refuse what is not what they look like.
 
     All of it is known when the model is traced.
-
-    Args:
-      model, params: as the caller of the loop gave them.
-      tokens: i32[R].
-      cache: after the `append` that returned `batch`.
 
     Returns:
       float[B, V] and the cache, as `Model`.
@@ -106,9 +105,6 @@ def call_model_for_rows(
     model: Model, params: Any, tokens: jax.Array, cache: Cache, batch: Batch
 ) -> tuple[jax.Array, Cache]:
     """Run a model for the logits of every row; refuse one that cannot give them.
-
-    Args:
-      model, params, tokens, cache, batch: as for `call_model`.
 
     Returns:
       float[R, V] and the cache, as `Model` with `all_rows=True`.

@@ -63,13 +63,12 @@ def spread_row_counts(
     return tuple(sorted({max_running, *counts}))
 
 
-def share_rows(left: jax.Array, ages: jax.Array, num_rows: int) -> jax.Array:
+def share_rows(
+    left: jax.Array,  # i32[W], tokens that each place's sequence has yet to compute
+    ages: jax.Array,  # i32[W], the places' ages
+    num_rows: int,  # rows of the largest step, at least W
+) -> jax.Array:
     """Share the rows of a step.
-
-    Args:
-      left: i32[W], tokens that each place's sequence has yet to compute.
-      ages: i32[W], the places' ages.
-      num_rows: rows of the largest step, at least W.
 
     Returns:
       i32[W], rows of each.
@@ -84,14 +83,11 @@ def share_rows(left: jax.Array, ages: jax.Array, num_rows: int) -> jax.Array:
 
 
 def locate_rows(
-    counts: jax.Array, first: jax.Array, num_rows: int
+    counts: jax.Array,  # i32[W], rows of each; they follow each other
+    first: jax.Array,  # i32[W], the position of each one's first row
+    num_rows: int,  # R, static
 ) -> tuple[jax.Array, jax.Array]:
     """Return whose token each row of a step is, and where it stands in the text.
-
-    Args:
-      counts: i32[W], rows of each; they follow each other.
-      first: i32[W], the position of each one's first row.
-      num_rows: R, static.
 
     Returns:
       i32[R], the place, and i32[R], the position; anything behind the last row.

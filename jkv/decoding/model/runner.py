@@ -26,27 +26,22 @@ class Runner(NamedTuple):
 
     def run(
         self,
-        cache: Cache,
-        seq_ids: jax.Array,
+        cache: Cache,  # where the sequences are open
+        seq_ids: jax.Array,  # i32[B], -1 for none
+        # i32[R], 0 or more, anything where there is no row. Without counts one of each
+        # sequence; else those of the sequences, one behind the other
         tokens: jax.Array,
-        counts: jax.Array | None = None,
+        counts: jax.Array | None = None,  # i32[B], tokens of each
         *,
+        # whether full blocks can be found afterwards, by a prefix index
         commits: bool = True,
+        # i32[], of each sequence's newest tokens how many may be taken back from layers
+        # with a state
         num_pending: jax.Array | int = 0,
+        # i32[B], whose logits are asked for; None is each sequence's last
         asked_rows: jax.Array | None = None,
     ) -> tuple[Cache, Batch, jax.Array]:
         """Append tokens to sequences, compute their rows, and commit them.
-
-        Args:
-          cache: where the sequences are open.
-          seq_ids: i32[B], -1 for none.
-          tokens: i32[R], 0 or more, anything where there is no row. Without counts one
-            of each sequence; else those of the sequences, one behind the other.
-          counts: i32[B], tokens of each.
-          commits: whether full blocks can be found afterwards, by a prefix index.
-          num_pending: i32[], of each sequence's newest tokens how many may be taken
-            back from layers with a state.
-          asked_rows: i32[B], whose logits are asked for; None is each sequence's last.
 
         Returns:
           The cache, the batch, and f32[B, V]: the logits after each sequence's last
@@ -107,14 +102,12 @@ class Runner(NamedTuple):
         return when(jnp.any(batch.query_lengths > 0), call, (empty, cache), *leaves)
 
     def run_planned(
-        self, cache: Cache, batch: Batch, tokens: jax.Array
+        self,
+        cache: Cache,  # after the `append` that returned the batch
+        batch: Batch,  # the step, of R rows
+        tokens: jax.Array,  # i32[R]
     ) -> tuple[Cache, jax.Array]:
         """Compute the rows of a step that was appended, for the logits of each row.
-
-        Args:
-          cache: after the `append` that returned the batch.
-          batch: the step, of R rows.
-          tokens: i32[R].
 
         Returns:
           The cache, with nothing committed, and f32[R, V].

@@ -27,18 +27,12 @@ class Choice(NamedTuple):
 
     def sample(
         self,
-        logits: jax.Array,
-        sampling: Sampling,
-        counts: jax.Array,
-        seen: jax.Array | None,
+        logits: jax.Array,  # f32[K, V]
+        sampling: Sampling,  # of these rows, one number or K
+        counts: jax.Array,  # i32[K], tokens that each has generated
+        seen: jax.Array | None,  # bool[K, V] or None, as for `sample`
     ) -> tuple[jax.Array, jax.Array]:
         """Choose a token for each of K rows.
-
-        Args:
-          logits: f32[K, V].
-          sampling: of these rows, one number or K.
-          counts: i32[K], tokens that each has generated.
-          seen: bool[K, V] or None, as for `sample`.
 
         Returns:
           Tokens i32[K], and their log-probabilities, f32[K].

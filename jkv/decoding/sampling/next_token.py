@@ -38,20 +38,14 @@ class Progress(NamedTuple):
 
 
 def choose_next(
-    progress: Progress,
-    logits: jax.Array,
-    sequences: jax.Array,
+    progress: Progress,  # of N sequences
+    logits: jax.Array,  # f32[K, V]
+    sequences: jax.Array,  # i32[K], N for none
+    # bool[K, V], tokens of their texts; None where no penalty applies to any
     seen: jax.Array | None,
-    choice: Choice,
+    choice: Choice,  # of N sequences
 ) -> tuple[Generation, jax.Array, jax.Array]:
     """Choose a token for sequences, and see whether they end.
-
-    Args:
-      progress: of N sequences.
-      logits: f32[K, V].
-      sequences: i32[K], N for none.
-      seen: bool[K, V], tokens of their texts; None where no penalty applies to any.
-      choice: of N sequences.
 
     Returns:
       What there is then, i32[K], the tokens, and f32[K, V], the logits that they were
@@ -77,22 +71,15 @@ def choose_next(
 
 
 def take_several(
-    progress: Progress,
-    sequences: jax.Array,
-    tokens: jax.Array,
-    logprobs: jax.Array,
+    progress: Progress,  # of N sequences
+    sequences: jax.Array,  # i32[W], N for none
+    tokens: jax.Array,  # i32[W, C]
+    logprobs: jax.Array,  # f32[W, C], as those of a `_New`
+    # bool[W, C], whether the next token may follow this one; not the last
     follows: jax.Array,
-    before: SteeredRows | None,
+    before: SteeredRows | None,  # W * C rows, what steers each of them
 ) -> tuple[Generation, jax.Array]:
     """Give texts several tokens that were chosen at once, as if one by one.
-
-    Args:
-      progress: of N sequences.
-      sequences: i32[W], N for none.
-      tokens: i32[W, C].
-      logprobs: f32[W, C], as those of a `_New`.
-      follows: bool[W, C], whether the next token may follow this one; not the last.
-      before: W * C rows, what steers each of them.
 
     Returns:
       What there is then, and bool[W, C], which tokens texts took.
@@ -168,21 +155,14 @@ def _judge(progress: Progress, new: _New, written: jax.Array) -> jax.Array:
 
 
 def _put(
-    result: Generation,
-    new: _New,
-    written: jax.Array,
-    reasons: jax.Array,
+    result: Generation,  # of N sequences
+    new: _New,  # K tokens
+    written: jax.Array,  # i32[N, G], with them
+    reasons: jax.Array,  # i32[K], why texts end with each
+    # i32[K], the sequence of which it is the newest token, N for none
     newest: jax.Array,
 ) -> Generation:
-    """Add new tokens, and end texts.
-
-    Args:
-      result: of N sequences.
-      new: K tokens.
-      written: i32[N, G], with them.
-      reasons: i32[K], why texts end with each.
-      newest: i32[K], the sequence of which it is the newest token, N for none.
-    """
+    """Add new tokens, and end texts."""
     num_sequences = result.lengths.shape[0]
     served = new.find_served(num_sequences)
     # They all ran until now, and mostly go on.

@@ -80,23 +80,15 @@ def _name_unknown(
 
 def judge_texts(
     prompts: Prompts,
-    stops: Stops,
-    bounds: Bounds,
-    tokens: jax.Array,
-    sequences: jax.Array,
-    lengths: jax.Array,
+    stops: Stops,  # what ends a text
+    bounds: Bounds,  # how long it can become
+    tokens: jax.Array,  # i32[N, G], new ones of N sequences
+    sequences: jax.Array,  # i32[K]
+    lengths: jax.Array,  # i32[K], new tokens up to and with the one in question
+    # bool[K], those that what steers them has ended with it
     has_ended: jax.Array | None = None,
 ) -> jax.Array:
     """Return why texts end after a token, RUNNING where they go on.
-
-    Args:
-      prompts: Q of them.
-      stops: what ends a text.
-      bounds: how long it can become.
-      tokens: i32[N, G], new ones of N sequences.
-      sequences: i32[K].
-      lengths: i32[K], new tokens up to and with the one in question.
-      has_ended: bool[K], those that what steers them has ended with it.
 
     Returns:
       i32[K], `FinishReason`.

@@ -180,21 +180,13 @@ def _note_opened(
 
 
 def _give_up(
-    state: GenerationState,
-    attempt: Attempt,
+    state: GenerationState,  # before anything was opened
+    attempt: Attempt,  # what was tried
     lanes: _Lanes,
-    status: jax.Array,
-    seq_ids: jax.Array,
+    status: jax.Array,  # i32[K], what the cache answered to those that lead
+    seq_ids: jax.Array,  # i32[K], what was opened
 ) -> GenerationState:
-    """Unseat a sequence tried in vain; end one that cannot begin though it is alone.
-
-    Args:
-      state: before anything was opened.
-      attempt: what was tried.
-      lanes: K of them.
-      status: i32[K], what the cache answered to those that lead.
-      seq_ids: i32[K], what was opened.
-    """
+    """Unseat a sequence tried in vain; end one that cannot begin though it is alone."""
     places, result = state.places, state.result
     is_alone = ~jnp.any(places.is_cached) & ~jnp.any(seq_ids >= 0)
     refused = lanes.leads & (status != Status.OK)

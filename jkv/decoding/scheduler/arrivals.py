@@ -119,21 +119,13 @@ def add_prompts(
 
 def _queue_up(
     cache: Cache,
-    state: GenerationState,
-    index: jax.Array,
-    added: Prompts,
-    wanted: jax.Array,
-    steering: Steering | None,
+    state: GenerationState,  # with the prompts
+    index: jax.Array,  # i32[K], which prompts they are; Q for none
+    added: Prompts,  # K prompts
+    wanted: jax.Array,  # i32[K], how many sequences of each begin
+    steering: Steering | None,  # what steers them
 ) -> GenerationState:
-    """Let the sequences of added prompts wait.
-
-    Args:
-      state: with the prompts.
-      index: i32[K], which prompts they are; Q for none.
-      added: K prompts.
-      wanted: i32[K], how many sequences of each begin.
-      steering: what steers them.
-    """
+    """Let the sequences of added prompts wait."""
     num_samples, num_sequences = state.num_samples, state.result.lengths.shape[0]
     sample_index = jnp.arange(num_samples, dtype=jnp.int32)[None]
     sequences = (index[:, None] * num_samples + sample_index).reshape(-1)

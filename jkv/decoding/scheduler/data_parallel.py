@@ -28,21 +28,14 @@ Generate = Callable[[Any, Cache, Prompts, Any], tuple[Cache, Generation]]
 
 
 def generate_on_pools(
-    generate: Generate,
+    generate: Generate,  # what each rank does with the prompts that are its own
     params: Any,
-    cache: Cache,
+    cache: Cache,  # with a pool for each rank
     prompts: Prompts,
-    options: Any,
-    num_samples: int,
+    options: Any,  # how each rank makes tokens, any pytree
+    num_samples: int,  # sequences of each
 ) -> tuple[Cache, Generation]:
     """Deal prompts to the ranks by what is free, and generate on all.
-
-    Args:
-      generate: what each rank does with the prompts that are its own.
-      cache: with a pool for each rank.
-      prompts: Q of them.
-      options: how each rank makes tokens, any pytree.
-      num_samples: sequences of each.
 
     Returns:
       The cache, and the results in the order of the prompts, the same on all ranks.
@@ -74,18 +67,15 @@ def generate_on_pools(
 
 
 def deal(
-    prompts: Prompts, free: jax.Array, block_size: int, num_samples: int
+    prompts: Prompts,
+    free: jax.Array,  # i32[P], free blocks of each rank
+    block_size: int,  # tokens per block
+    num_samples: int,  # sequences of each
 ) -> jax.Array:
     """Return the rank of each prompt, i32[Q].
 
     Each goes, in order, to the rank that has most blocks left when those before it are
     as long as they can become; of equal ones to the first.
-
-    Args:
-      prompts: Q of them.
-      free: i32[P], free blocks of each rank.
-      block_size: tokens per block.
-      num_samples: sequences of each.
     """
     # A prompt is held once, what follows it by each sample.
     prompt_blocks, _ = divide(prompts.lengths + (block_size - 1), block_size)

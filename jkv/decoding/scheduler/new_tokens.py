@@ -19,18 +19,12 @@ from jkv.sharding.loops import while_loop
 
 def choose_tokens(
     state: GenerationState,
-    bounds: Bounds,
-    logits: jax.Array,
-    is_ready: jax.Array,
-    choice: Choice,
+    bounds: Bounds,  # how long a text can become
+    logits: jax.Array,  # f32[W, V], after the last token of each place's text
+    is_ready: jax.Array,  # bool[W], whether they are
+    choice: Choice,  # of N sequences
 ) -> tuple[GenerationState, jax.Array]:
     """Choose the next token of each text that is in the cache whole.
-
-    Args:
-      bounds: how long a text can become.
-      logits: f32[W, V], after the last token of each place's text.
-      is_ready: bool[W], whether they are.
-      choice: of N sequences.
 
     Returns:
       The state, and f32[W, V] as those of `choose_next`.
@@ -49,21 +43,15 @@ def choose_tokens(
 
 
 def take_tokens(
-    state: GenerationState,
+    state: GenerationState,  # as for `choose_tokens`; the texts have a token already
     bounds: Bounds,
     is_ready: jax.Array,
-    tokens: jax.Array,
-    logprobs: jax.Array,
-    follows: jax.Array,
-    before: SteeredRows | None,
+    tokens: jax.Array,  # [W, C], as for `take_several`
+    logprobs: jax.Array,  # [W, C], as for `take_several`
+    follows: jax.Array,  # [W, C], as for `take_several`
+    before: SteeredRows | None,  # W * C rows, as there
 ) -> GenerationState:
-    """Give texts several tokens that were chosen at once.
-
-    Args:
-      state, bounds, is_ready: as for `choose_tokens`; the texts have a token already.
-      tokens, logprobs, follows: [W, C], as for `take_several`.
-      before: W * C rows, as there.
-    """
+    """Give texts several tokens that were chosen at once."""
     sequences = state.places.sequences
     sequences = jnp.where(is_ready, sequences, state.result.lengths.shape[0])
     progress = _find_progress(state, bounds)

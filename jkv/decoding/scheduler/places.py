@@ -75,12 +75,11 @@ def sort_by_age(places: Places) -> jax.Array:
     return jnp.zeros_like(place).at[places.ages].set(place)
 
 
-def find_chosen(chosen: jax.Array, num_lanes: int) -> jax.Array:
+def find_chosen(
+    chosen: jax.Array,  # bool[P]
+    num_lanes: int,  # K, static
+) -> jax.Array:
     """Return the first indices that are chosen.
-
-    Args:
-      chosen: bool[P].
-      num_lanes: K, static.
 
     Returns:
       i32[K] ascending, P where there are no more.
@@ -92,13 +91,12 @@ def find_chosen(chosen: jax.Array, num_lanes: int) -> jax.Array:
     return found.at[lane].set(jnp.arange(size, dtype=jnp.int32), mode="drop")
 
 
-def find_oldest(places: Places, chosen: jax.Array, num_lanes: int) -> jax.Array:
+def find_oldest(
+    places: Places,
+    chosen: jax.Array,  # bool[W]
+    num_lanes: int,  # K, static
+) -> jax.Array:
     """Return the oldest places that are chosen.
-
-    Args:
-      places: W of them.
-      chosen: bool[W].
-      num_lanes: K, static.
 
     Returns:
       i32[K] from the oldest on, W where there are no more.

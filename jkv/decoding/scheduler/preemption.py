@@ -13,20 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from jkv.decoding.scheduler.demand import find_demand
-from jkv.decoding.scheduler.places import (
-    Places,
-    find_youngest_running,
-    unseat_youngest,
-)
+from jkv.decoding.scheduler.places import Places, find_youngest_running, unseat_youngest
 from jkv.decoding.scheduler.samples import Holder
 from jkv.decoding.scheduler.state import GenerationState
-from jkv.decoding.texts.blocks import (
-    Blocks,
-    count_free_blocks,
-    reach,
-    subtract,
-    total,
-)
+from jkv.decoding.texts.blocks import Blocks, count_free_blocks, reach, subtract, total
 from jkv.sharding.loops import while_loop
 from jkv.state import NO_SEQUENCE, Cache, Metadata
 from jkv.state.entry import takes_cache

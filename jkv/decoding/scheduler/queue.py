@@ -55,14 +55,12 @@ class Candidates(NamedTuple):
     is_fresh: jax.Array  # bool[K], whether it never ran
 
 
-def find_candidates(places: Places, queue: Ring, num_lanes: int) -> Candidates:
-    """Find the first that wait.
-
-    Args:
-      places: W of them.
-      queue: the sequences that never ran.
-      num_lanes: K, static.
-    """
+def find_candidates(
+    places: Places,
+    queue: Ring,  # the sequences that never ran
+    num_lanes: int,  # K, static
+) -> Candidates:
+    """Find the first that wait."""
     lane = jnp.arange(num_lanes, dtype=jnp.int32)
     num_preempted = places.num_started - places.num_running
     fresh_rank = lane - num_preempted
@@ -85,21 +83,14 @@ class Seated(NamedTuple):
 
 def choose_seated(
     candidates: Candidates,
-    ended: jax.Array,  # bool[K]
-    costs: Blocks,  # i32[K]
+    # bool[K], those that have ended while they waited; they need nothing
+    ended: jax.Array,
+    costs: Blocks,  # i32[K], blocks that each needs
     *,
-    num_free_blocks: Blocks,
-    num_free_places: jax.Array,
+    num_free_blocks: Blocks,  # i32[], blocks that were promised to no sequence
+    num_free_places: jax.Array,  # i32[]
 ) -> Seated:
-    """Choose which get a place: all up to the first that does not fit.
-
-    Args:
-      candidates: K of them.
-      ended: bool[K], those that have ended while they waited; they need nothing.
-      costs: i32[K], blocks that each needs.
-      num_free_blocks: i32[], blocks that were promised to no sequence.
-      num_free_places: i32[].
-    """
+    """Choose which get a place: all up to the first that does not fit."""
     alive = candidates.exists & ~ended
     blocks = tuple(running_sum(jnp.where(alive, cost, 0)) for cost in costs)
     ranks = running_sum(alive.astype(jnp.int32))

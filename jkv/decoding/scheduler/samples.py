@@ -46,22 +46,14 @@ class Pending(NamedTuple):
 
 def find_pending(
     places: Places,
-    holder: Holder,
-    prompts: jax.Array,  # i32[W]
-    lengths: jax.Array,  # i32[W]
-    done: jax.Array,  # i32[W]
-    num_prompts: int,
+    holder: Holder,  # of a prompt
+    prompts: jax.Array,  # i32[W], the prompt of each place
+    lengths: jax.Array,  # i32[W], its tokens
+    # i32[W], tokens that the place's sequence has in the cache, -1 without one
+    done: jax.Array,
+    num_prompts: int,  # Q, static
 ) -> Pending:
-    """Find what can be done for the sequences that run but are not in the cache.
-
-    Args:
-      places: W of them.
-      holder: of a prompt.
-      prompts: i32[W], the prompt of each place.
-      lengths: i32[W], its tokens.
-      done: i32[W], tokens that the place's sequence has in the cache, -1 without one.
-      num_prompts: Q, static.
-    """
+    """Find what can be done for the sequences that run but are not in the cache."""
     pending = places.is_pending
     running = jnp.where(places.is_cached, prompts, num_prompts)
     most_done = jnp.full((num_prompts,), -1, jnp.int32)
@@ -85,22 +77,14 @@ class HandOver(NamedTuple):
 
 
 def find_hand_over(
-    places: Places,
+    places: Places,  # W of them, the ended ones still in theirs
     ended: jax.Array,  # bool[W]
-    prompts: jax.Array,  # i32[W]
-    is_whole: jax.Array,  # bool[W]
-    unfinished: jax.Array,  # i32[Q]
+    prompts: jax.Array,  # i32[W], the prompt of each place
+    # bool[W], whether the place's sequence has all of its prompt in the cache
+    is_whole: jax.Array,
+    unfinished: jax.Array,  # i32[Q], samples of each prompt that have not ended
 ) -> HandOver:
-    """Find the ended sequences whose prompt other samples still need.
-
-    Args:
-      places: W of them, the ended ones still in theirs.
-      ended: bool[W].
-      prompts: i32[W], the prompt of each place.
-      is_whole: bool[W], whether the place's sequence has all of its prompt in the
-        cache.
-      unfinished: i32[Q], samples of each prompt that have not ended.
-    """
+    """Find the ended sequences whose prompt other samples still need."""
     num_prompts, nothing = unfinished.shape[0], places.num_places
     stays = places.is_running & ~ended
 

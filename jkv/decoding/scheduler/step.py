@@ -56,14 +56,10 @@ def run_step(
     runner: Runner,
     cache: Cache,
     state: GenerationState,
-    choice: Choice,
-    logits: jax.Array,  # f32[W, V]
+    choice: Choice,  # of N sequences
+    logits: jax.Array,  # f32[W, V], the last step's, whose memory is used again
 ) -> tuple[Cache, GenerationState, jax.Array]:
     """Do one step.
-
-    Args:
-      choice: of N sequences.
-      logits: f32[W, V], the last step's, whose memory is used again.
 
     Returns:
       The cache, the state, and logits f32[W, V], whose memory the next step takes.

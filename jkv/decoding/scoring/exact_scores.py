@@ -33,20 +33,14 @@ from jkv.verbs.forking import fork
 
 
 def score_exactly(
-    runner: Runner,
+    runner: Runner,  # the model, with the shape of its calls
+    # the model's sizes; its windows and dtypes hold, its counts do not
     config: GroupedConfig,
-    prompts: jax.Array,
-    continuations: jax.Array,
-    devices: Devices,
+    prompts: jax.Array,  # i32[Q, P], -1 after each one's end
+    continuations: jax.Array,  # i32[N, C] likewise, N a multiple of Q
+    devices: Devices,  # where the cache lies
 ) -> jax.Array:
     """Return the log-probability of each token of continuations.
-
-    Args:
-      runner: the model, with the shape of its calls.
-      config: the model's sizes; its windows and dtypes hold, its counts do not.
-      prompts: i32[Q, P], -1 after each one's end.
-      continuations: i32[N, C] likewise, N a multiple of Q.
-      devices: where the cache lies.
 
     Returns:
       f32[N, C], 0 past each continuation's end; as `score`.

@@ -42,17 +42,11 @@ def run_levels(
     model: Model,
     params: Any,
     config: GroupedConfig,
-    tree: TextTree,
-    levels: list[Level],
-    devices: Devices,
+    tree: TextTree,  # R rows
+    levels: list[Level],  # all of its segments
+    devices: Devices,  # where the cache lies
 ) -> list[jax.Array]:
     """Compute every row of a tree once, level by level.
-
-    Args:
-      model: see `Model`.
-      tree: R rows.
-      levels: all of its segments.
-      devices: where the cache lies.
 
     Returns:
       The logits of each level, [A, V]: of all of its rows, or one for each segment.

@@ -28,19 +28,12 @@ from jkv.verbs.attention_plan import plan_attention
 def run_tree(
     model: Model,
     params: Any,
-    config: GroupedConfig,
-    tree: TextTree,
-    asked_rows: jax.Array,  # i32[A]
-    devices: Devices,
+    config: GroupedConfig,  # of the model, whose layers all keep keys and values
+    tree: TextTree,  # R rows
+    asked_rows: jax.Array,  # i32[A], the rows whose logits are asked for; R for none
+    devices: Devices,  # where keys and values lie
 ) -> tuple[jax.Array, Layout]:
     """Compute every row of a tree once.
-
-    Args:
-      model: see `Model`.
-      config: of the model, whose layers all keep keys and values.
-      tree: R rows.
-      asked_rows: i32[A], the rows whose logits are asked for; R for none.
-      devices: where keys and values lie.
 
     Returns:
       The logits, [A, V], and where the segments stand.

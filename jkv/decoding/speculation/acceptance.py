@@ -85,23 +85,14 @@ def make_rejection_sampler(
 
 
 def accept_or_replace(
-    wanted: jax.Array,  # f32[R, V]
-    drafted: jax.Array,  # f32[R, V]
-    guesses: jax.Array,  # i32[R]
-    is_drafted: jax.Array,  # bool[R]
-    seeds: jax.Array,  # i32[R]
-    counts: jax.Array,  # i32[R]
+    wanted: jax.Array,  # f32[R, V], filtered logits of the model
+    drafted: jax.Array,  # f32[R, V], those that the draft was drawn from
+    guesses: jax.Array,  # i32[R], the draft
+    is_drafted: jax.Array,  # bool[R], whether there is one; else a token is drawn
+    seeds: jax.Array,  # i32[R], of each sequence
+    counts: jax.Array,  # i32[R], tokens that it has generated
 ) -> jax.Array:
-    """Return the draft or what stands in for it, i32[R], distributed as wanted.
-
-    Args:
-      wanted: filtered logits of the model.
-      drafted: those that the draft was drawn from.
-      guesses: the draft.
-      is_drafted: whether there is one; else a token is drawn.
-      seeds: of each sequence.
-      counts: tokens that it has generated.
-    """
+    """Return the draft or what stands in for it, i32[R], distributed as wanted."""
     probability, of_draft = jax.nn.softmax(wanted), jax.nn.softmax(drafted)
 
     def at_guess(values: jax.Array) -> jax.Array:

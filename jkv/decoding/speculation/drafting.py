@@ -92,22 +92,14 @@ class _Targets(NamedTuple):
 
 
 def draft(
-    options: DraftModel,
-    drafts: Drafts,
+    options: DraftModel,  # the draft model
+    drafts: Drafts,  # what it has
     state: GenerationState,
-    lengths: jax.Array,  # i32[W]
-    is_ready: jax.Array,  # bool[W]
-    choice: Choice,
+    lengths: jax.Array,  # i32[W], tokens of the text in each place
+    is_ready: jax.Array,  # bool[W], which texts are drafted for
+    choice: Choice,  # of N sequences
 ) -> Drafts:
-    """Draft for all places that are ready.
-
-    Args:
-      options: the draft model.
-      drafts: what it has.
-      lengths: tokens of the text in each place.
-      is_ready: which texts are drafted for.
-      choice: of N sequences.
-    """
+    """Draft for all places that are ready."""
     sequences, made = state.places.sequences, state.result.lengths
     chosen = sampling_of(choice.sampling, made.shape[0], sequences)
     num_places = sequences.shape[0]

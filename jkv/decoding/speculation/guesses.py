@@ -134,16 +134,15 @@ def limit_guesses(
     return jnp.where(fits, counts, jnp.minimum(counts, owned))
 
 
-def row_sizes(num_places: int, num_tokens: int) -> tuple[int, ...]:
+def row_sizes(
+    num_places: int,  # W
+    num_tokens: int,  # K
+) -> tuple[int, ...]:
     """Return the rows that a step with guesses may have, ascending.
 
     The last holds all guesses of all places. The first holds those of a quarter of the
     places, and a row for each other; where it would hardly be smaller there is none.
     Each is a program to compile.
-
-    Args:
-      num_places: W.
-      num_tokens: K.
     """
     most = num_places * (num_tokens + 1)
     few = num_places + num_tokens * -(-num_places // 4)

@@ -10,16 +10,12 @@ from jkv.decoding.speculation.options import PromptLookup
 
 
 def find_guesses(
-    texts: jax.Array,  # i32[W, L]
+    # i32[W, L], prompts and what was generated; -1 past each one's end
+    texts: jax.Array,
     lengths: jax.Array,  # i32[W]
     options: PromptLookup,
 ) -> tuple[jax.Array, jax.Array]:
     """Guess how texts go on.
-
-    Args:
-      texts: i32[W, L], prompts and what was generated; -1 past each one's end.
-      lengths: i32[W].
-      options: how.
 
     Returns:
       i32[W, K], the guesses, and i32[W], how many there are of each.

@@ -19,19 +19,10 @@ from jkv.decoding.sampling.choice import Choice
 from jkv.decoding.scheduler.state import GenerationState
 from jkv.decoding.scheduler.step import advance, run_step, schedule
 from jkv.decoding.speculation.acceptance import make_rejection_sampler, sample_rows
-from jkv.decoding.speculation.drafting import (
-    Drafts,
-    draft,
-    keep_accepted,
-    open_rows,
-)
+from jkv.decoding.speculation.drafting import Drafts, draft, keep_accepted, open_rows
 from jkv.decoding.speculation.guesses import Guesses, force_guesses, limit_guesses
 from jkv.decoding.speculation.lookup import find_guesses
-from jkv.decoding.speculation.options import (
-    DraftModel,
-    PromptLookup,
-    check_speculation,
-)
+from jkv.decoding.speculation.options import DraftModel, PromptLookup, check_speculation
 from jkv.decoding.speculation.pace import Pace
 from jkv.decoding.speculation.state import SpeculationState
 from jkv.decoding.speculation.verification import Sampler, check_guesses
@@ -82,19 +73,13 @@ def begin_speculation(
 def run_steps(
     runner: Runner,
     cache: Cache,
-    state: GenerationState,
-    choice: Choice,
+    state: GenerationState,  # of `begin_speculation` with options of this kind
+    choice: Choice,  # of N sequences
+    # when to do a further step
     goes_on: Callable[[GenerationState, jax.Array], jax.Array],
-    options: Speculation | None = None,
+    options: Speculation | None = None,  # how to guess; None does plain steps
 ) -> tuple[Cache, GenerationState]:
-    """Do steps for as long as `goes_on(state, steps so far)` is true.
-
-    Args:
-      state: of `begin_speculation` with options of this kind.
-      choice: of N sequences.
-      goes_on: when to do a further step.
-      options: how to guess; None does plain steps.
-    """
+    """Do steps for as long as `goes_on(state, steps so far)` is true."""
     exact = state.exact
     if exact is not None:
         runner = runner._replace(exact=exact)

@@ -41,21 +41,13 @@ class Sampler(Protocol):
 
     def __call__(
         self,
-        logits: jax.Array,
-        rows: Rows,
-        sampling: Sampling,
-        counts: jax.Array,
-        seen: jax.Array,
+        logits: jax.Array,  # f32[R, V]
+        rows: Rows,  # whose they are
+        sampling: Sampling,  # of R rows
+        counts: jax.Array,  # i32[R], tokens that the text has generated then
+        seen: jax.Array,  # bool[R, V], tokens that it has then
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the tokens, i32[R], and the log-probability of each, f32[R].
-
-        Args:
-          logits: f32[R, V].
-          rows: whose they are.
-          sampling: of R rows.
-          counts: i32[R], tokens that the text has generated then.
-          seen: bool[R, V], tokens that it has then.
-        """
+        """Return the tokens, i32[R], and the log-probability of each, f32[R]."""
 
 
 class _Chosen(NamedTuple):
@@ -69,16 +61,11 @@ def check_guesses(
     runner: Runner,
     cache: Cache,
     state: GenerationState,
-    choice: Choice,
-    guesses: Guesses,
-    sampler: Sampler,
+    choice: Choice,  # of N sequences
+    guesses: Guesses,  # for W places
+    sampler: Sampler,  # how tokens are chosen
 ) -> tuple[Cache, GenerationState, jax.Array]:
     """Do a step with guesses, in which each text that runs lacks one token.
-
-    Args:
-      choice: of N sequences.
-      guesses: for W places.
-      sampler: how tokens are chosen.
 
     Returns:
       The cache, the state, and i32[W], how many guesses of each were right.

@@ -89,19 +89,12 @@ class SteeredRows(NamedTuple):
 
 
 def rows_of(
-    steering: Steering | None,
+    steering: Steering | None,  # what steers them
     prompts: Prompts,
-    result: Generation,
-    sequences: jax.Array,
+    result: Generation,  # of N sequences, with the state of each
+    sequences: jax.Array,  # those whose rows they are; of N or more any row
 ) -> SteeredRows | None:
-    """Return the rows of some sequences, i32[K]; None where nothing is steered.
-
-    Args:
-      steering: what steers them.
-      prompts: Q of them.
-      result: of N sequences, with the state of each.
-      sequences: those whose rows they are; of N or more any row.
-    """
+    """Return the rows of some sequences, i32[K]; None where nothing is steered."""
     if steering is None:
         return None
     num_samples = result.lengths.shape[0] // prompts.lengths.shape[0]
@@ -119,18 +112,15 @@ def all_rows(
 
 
 def mark_refused(
-    logits: jax.Array, tokens: jax.Array, logprobs: jax.Array
+    logits: jax.Array,  # f32[K, V], steered
+    tokens: jax.Array,  # i32[K], what was chosen of them
+    logprobs: jax.Array,  # f32[K], of the tokens
 ) -> jax.Array:
     """Return log-probabilities, f32[K], -inf where a row is allowed no token.
 
     A token that was chosen never has -inf, so that this tells no token from NaN, which
     logits without numbers give. Whole rows are read only where the chosen token itself
     was not allowed, which most steps do not have.
-
-    Args:
-      logits: f32[K, V], steered.
-      tokens: i32[K], what was chosen of them.
-      logprobs: f32[K], of the tokens.
     """
     taken = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
     may_be = taken == -jnp.inf
@@ -230,15 +220,14 @@ def _find_unknown(variants: Any, steering: Steering) -> Any:
     return (variants < -1) | (variants >= steering.num_variants)
 
 
-def begin_rows(steering: Steering | None, prompts: Prompts, num_samples: int) -> Any:
+def begin_rows(
+    steering: Steering | None,  # what steers them
+    prompts: Prompts,
+    num_samples: int,  # sequences of each
+) -> Any:
     """Return the state with which texts begin, a pytree of arrays [N, ...].
 
     None where nothing steers them.
-
-    Args:
-      steering: what steers them.
-      prompts: Q of them.
-      num_samples: sequences of each.
     """
     if steering is None:
         return None

@@ -88,16 +88,12 @@ def blocks_beside_prompt(
 
 
 def blocks_to_take(
-    text_lengths: jax.Array, mapped: Blocks, kept: Blocks, size: BlockSize
+    text_lengths: jax.Array,  # i32[...], tokens that there shall be
+    mapped: Blocks,  # i32[...], blocks that were ever taken for the text
+    kept: Blocks,  # i32[...], those that were not given back
+    size: BlockSize,  # of a block
 ) -> Blocks:
-    """Return the blocks that sequences in the cache need for their texts, i32[...].
-
-    Args:
-      text_lengths: i32[...], tokens that there shall be.
-      mapped: i32[...], blocks that were ever taken for the text.
-      kept: i32[...], those that were not given back.
-      size: of a block.
-    """
+    """Return the blocks that sequences in the cache need for their texts, i32[...]."""
     whole = count_columns(text_lengths, size)
 
     def more_in(most: int | None, mapped: jax.Array, kept: jax.Array) -> jax.Array:

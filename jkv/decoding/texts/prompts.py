@@ -142,13 +142,12 @@ def _check_tokens(tokens: np.ndarray[Any, Any], vocabulary: int) -> None:
         )
 
 
-def refuse_unknown(name: str, texts: jax.Array, vocabulary: int) -> None:
+def refuse_unknown(
+    name: str,  # what the texts are, one of them
+    texts: jax.Array,  # i32[B, P], negative past each text's end
+    vocabulary: int,  # tokens that the model knows, V
+) -> None:
     """Refuse texts with a token that the model does not know, outside of jit.
-
-    Args:
-      name: what the texts are, one of them.
-      texts: i32[B, P], negative past each text's end.
-      vocabulary: tokens that the model knows, V.
 
     Raises:
       UsageError: for a token of V or above, where the tokens are known.
@@ -167,15 +166,12 @@ def refuse_unknown(name: str, texts: jax.Array, vocabulary: int) -> None:
 
 
 def find_tokens(
-    prompts: Prompts, result: Generation, sequences: jax.Array, positions: jax.Array
+    prompts: Prompts,
+    result: Generation,  # of N sequences
+    sequences: jax.Array,  # i32[...]
+    positions: jax.Array,  # i32[...], in the text
 ) -> jax.Array:
     """Return tokens of texts, each a prompt and what was generated behind it.
-
-    Args:
-      prompts: Q of them.
-      result: of N sequences.
-      sequences: i32[...].
-      positions: i32[...], in the text.
 
     Returns:
       i32[...], 0 where the text has no token.
@@ -189,14 +185,11 @@ def find_tokens(
 
 
 def find_texts(
-    prompts: Prompts, result: Generation, sequences: jax.Array
+    prompts: Prompts,
+    result: Generation,  # of N sequences
+    sequences: jax.Array,  # i32[K]
 ) -> tuple[jax.Array, jax.Array]:
     """Return whole texts.
-
-    Args:
-      prompts: Q of them.
-      result: of N sequences.
-      sequences: i32[K].
 
     Returns:
       i32[K, P + G], the texts, -1 past each one's end; and i32[K], their lengths.

@@ -36,15 +36,12 @@ def measure_segments(segments: Numbers, parents: Numbers) -> Measures:
 
 
 def check_numbers(
-    tokens: Numbers, segments: Numbers, parents: Numbers, max_length: int
+    tokens: Numbers,  # i32[R]
+    segments: Numbers,  # i32[R]
+    parents: Numbers,  # i32[S]
+    max_length: int,  # most tokens of a text
 ) -> None:
     """Raise for the first number of a tree that breaks an invariant.
-
-    Args:
-      tokens: i32[R].
-      segments: i32[R].
-      parents: i32[S].
-      max_length: most tokens of a text.
 
     Raises:
       UsageError: which names it.

@@ -20,29 +20,20 @@ _score = jax.jit(jkv.score, static_argnames=("model", "config", "exact"))
 
 
 def score_completions(
-    model: PagedModel,
-    weights: nnx.State[Any, Any],
-    config: jkv.CacheConfig,
-    prompt_tokens: jax.Array,  # i32[B, P]
-    completion_tokens: jax.Array,  # i32[B, C]
+    model: PagedModel,  # of tunix
+    weights: nnx.State[Any, Any],  # its state
+    config: jkv.CacheConfig,  # of `configure_score`
+    prompt_tokens: jax.Array,  # i32[B, P], padded on the left
+    completion_tokens: jax.Array,  # i32[B, C], padded on the right
     *,
-    pad_id: int,
-    exact: ExactShape,
+    pad_id: int,  # the padding
+    exact: ExactShape,  # as of `jkv.score`
 ) -> jax.Array:
     """Return the log-probabilities of completions, f32[B, C], 0 past their ends.
 
     Padding is told by its place: a prompt begins with its first other token, and of
     a completion's padding at the end the first is scored too: where texts are padded
     with the token that ends them, it is that one.
-
-    Args:
-      model: of tunix.
-      weights: its state.
-      config: of `configure_score`.
-      prompt_tokens: i32[B, P], padded on the left.
-      completion_tokens: i32[B, C], padded on the right.
-      pad_id: the padding.
-      exact: as of `jkv.score`.
 
     Raises:
       ValueError: for a prompt without tokens.
@@ -112,15 +103,11 @@ def find_ends(completions: np.ndarray, pad_id: int) -> np.ndarray:
 
 
 def configure_score(
-    pages: Pages, block_size: int, cache_dtype: Any | None
+    pages: Pages,  # what a layer keeps
+    block_size: int,  # tokens a block
+    cache_dtype: Any | None,  # of keys and values, None for the model's own
 ) -> jkv.CacheConfig:
-    """Return what `jkv.score` wants to know of a model; it counts blocks itself.
-
-    Args:
-      pages: what a layer keeps.
-      block_size: tokens a block.
-      cache_dtype: of keys and values, None for the model's own.
-    """
+    """Return what `jkv.score` wants to know of a model; it counts blocks itself."""
     return jkv.CacheConfig(
         num_layers=pages.num_layers,
         num_kv_heads=pages.num_kv_heads,

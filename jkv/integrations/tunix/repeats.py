@@ -16,15 +16,14 @@ class Repeats(NamedTuple):
     prompts: np.ndarray
 
 
-def find_repeats(prompts: Sequence[Sequence[int]]) -> Repeats:
+def find_repeats(
+    prompts: Sequence[Sequence[int]],  # token ids of each
+) -> Repeats:
     """Find equal prompts, wherever they stand.
 
     A trainer repeats each prompt as often as the others. Where a batch has one more
     often, by chance, or a micro-batch cuts its samples apart, the number of samples is
     the greatest that divides all counts.
-
-    Args:
-      prompts: token ids of each.
 
     Returns:
       The repeats, in the order in which prompts are first mentioned.

@@ -31,16 +31,15 @@ class CallOptions(NamedTuple):
     wants_logprobs: bool
 
 
-def read_options(config: RolloutConfig, eos_id: int) -> CallOptions:
+def read_options(
+    config: RolloutConfig,
+    eos_id: int,  # what ends a sequence unless `eos_tokens` says
+) -> CallOptions:
     """Return what a call of a rollout is asked for.
 
     The meaning is that of the vanilla engine: without `top_p` tokens are chosen
     greedily, whatever the temperature; a `top_k` below 1 is off; without a seed the key
     is that of 0. A temperature of 0 is greedy too, as `RolloutConfig` says.
-
-    Args:
-      config: the options.
-      eos_id: what ends a sequence unless `eos_tokens` says.
 
     Raises:
       ValueError: for an option that is set and has no meaning here, and a number out

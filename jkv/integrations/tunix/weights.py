@@ -39,14 +39,11 @@ def put_module(model: nnx.Module, mesh: Mesh | None, dtype: Any | None) -> nnx.M
 
 
 def update(
-    model: nnx.Module, params: Any, filter_types: tuple[Any, ...] | None
+    model: nnx.Module,  # changed in place
+    params: Any,  # state of the trainer's model
+    filter_types: tuple[Any, ...] | None,  # which variables `params` has; None is all
 ) -> None:
     """Give a model new weights, in the dtypes of its own, and where these are.
-
-    Args:
-      model: changed in place.
-      params: state of the trainer's model.
-      filter_types: which variables `params` has; None is all.
 
     Raises:
       ValueError: if they are not those of this model.

@@ -10,15 +10,13 @@ from jkv.state import Cache
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
-def keep_text(cache: Cache, texts: jax.Array, salts: jax.Array, keep: Keep) -> Cache:
-    """Let what is found of a text be of no lower class, as used just now.
-
-    Args:
-      cache: donated.
-      texts: i32[1, P], -1 past its end; the last token is never found.
-      salts: i32[1], its domain.
-      keep: its class and time, [1].
-    """
+def keep_text(
+    cache: Cache,
+    texts: jax.Array,  # i32[1, P], -1 past its end; the last token is never found
+    salts: jax.Array,  # i32[1], its domain
+    keep: Keep,  # its class and time, [1]
+) -> Cache:
+    """Let what is found of a text be of no lower class, as used just now."""
     metadata = cache.metadata
     found = metadata.index.find(metadata, texts, salts)
     for number in metadata.block_numbers:

@@ -125,13 +125,11 @@ class Loop:
         )
 
     def start_window(
-        self, changes: Sequence[Change], num_steps: int
+        self,
+        changes: Sequence[Change],  # in their order
+        num_steps: int,  # of the window; 0 is none
     ) -> WindowReport | None:
         """Let requests end and begin, then start the next window.
-
-        Args:
-          changes: in their order.
-          num_steps: of the window; 0 is none.
 
         Returns:
           The window's report, whose arrays come when it is done.

@@ -55,14 +55,12 @@ def move_to_host(cache: Cache, pinned: Pinned) -> tuple[Cache, Swapped | None]:
 
 
 def bring_back(
-    cache: Cache, text: np.ndarray, salt: int, swapped: Swapped
+    cache: Cache,
+    text: np.ndarray,  # i32[P], -1 past its end
+    salt: int,  # its domain
+    swapped: Swapped,  # what `move_to_host` made of it
 ) -> tuple[Cache, Stay]:
     """Pin a text whose blocks are on the host, unless the cache has no room for them.
-
-    Args:
-      text: i32[P], -1 past its end.
-      salt: its domain.
-      swapped: what `move_to_host` made of it.
 
     Returns:
       The cache, and where the blocks are now.

@@ -40,15 +40,13 @@ class Arrivals(NamedTuple):
 
     @classmethod
     def of(
-        cls, sizes: EngineSizes, dispatched: list[tuple[Request, int]]
+        cls,
+        sizes: EngineSizes,  # of the programs
+        # at most K requests, each with the first of the samples that share the prompt;
+        # these know their sequences
+        dispatched: list[tuple[Request, int]],
     ) -> "Arrivals":
-        """Take what requests ask for.
-
-        Args:
-          sizes: of the programs.
-          dispatched: at most K requests, each with the first of the samples that share
-            the prompt; these know their sequences.
-        """
+        """Take what requests ask for."""
         count, samples, stops = sizes.num_lanes, sizes.steps.num_samples, sizes.stops
 
         def filled(value: int, *shape: int) -> np.ndarray[Any, Any]:

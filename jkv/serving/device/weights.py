@@ -31,13 +31,12 @@ def replace_weights(name: str, old: Any, new: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(old), leaves)
 
 
-def check_weights(name: str, old: Any, new: Any) -> None:
+def check_weights(
+    name: str,  # what to call them in an error
+    old: Any,  # a pytree, in use
+    new: Any,  # a pytree of the same structure, shapes and dtypes
+) -> None:
     """Refuse new weights that programs are not compiled for.
-
-    Args:
-      name: what to call them in an error.
-      old: a pytree, in use.
-      new: a pytree of the same structure, shapes and dtypes.
 
     Raises:
       UsageError: for any other, with the path of the first leaf that differs.

@@ -73,15 +73,12 @@ def read_request(limits: Limits, ask: Ask) -> Request:
 
 
 def split_batch(
-    prompts: Texts, limits: Integers | None, salts: Integers, asked: OfAsk
+    prompts: Texts,  # i32[B, P], -1 after each one's end, or a list of lists
+    limits: Integers | None,  # i32[B], None is no limit
+    salts: Integers,  # i32[B] or int
+    asked: OfAsk,  # what holds for all; each field of sampling one number or B * n
 ) -> Iterator[Ask]:
     """Return what is asked for each prompt of a batch.
-
-    Args:
-      prompts: i32[B, P], -1 after each one's end, or a list of lists.
-      limits: i32[B], None is no limit.
-      salts: i32[B] or int.
-      asked: what holds for all; each field of sampling one number or B * n.
 
     Raises:
       RequestRefused: for a field of `sampling` of another length.

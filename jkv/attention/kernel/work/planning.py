@@ -16,22 +16,16 @@ import jax.numpy as jnp
 from jkv.attention.backend import StepShape
 from jkv.attention.call import Requests, make_requests
 from jkv.attention.cards import find_card
-from jkv.attention.kernel.formats import KERNEL_FORMATS
-from jkv.attention.kernel.lists import (
-    DecodeSizes,
-    PositionSizes,
-    PrefillSizes,
-    WorkLists,
-)
-from jkv.attention.kernel.table import Tuning
-from jkv.attention.kernel.tuning import find_tuning
-from jkv.attention.kernel.variant import (
+from jkv.attention.kernel.elements.formats import KERNEL_FORMATS
+from jkv.attention.kernel.tiles.table import Tuning
+from jkv.attention.kernel.tiles.tuning import find_tuning
+from jkv.attention.kernel.tiles.variant import (
     count_decode_heads,
     count_head_tiles,
     cut_prefill_rows,
     cut_rows,
 )
-from jkv.attention.kernel.work import (
+from jkv.attention.kernel.work.cutting import (
     count_pieces,
     list_decode_work,
     list_position_work,
@@ -39,6 +33,12 @@ from jkv.attention.kernel.work import (
     size_decode_work,
     size_position_work,
     size_prefill_work,
+)
+from jkv.attention.kernel.work.lists import (
+    DecodeSizes,
+    PositionSizes,
+    PrefillSizes,
+    WorkLists,
 )
 from jkv.attention.pools import Pools
 from jkv.attention.shared_prefixes import find_shared_prefixes

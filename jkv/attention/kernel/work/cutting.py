@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jkv.attention.call import Requests
-from jkv.attention.kernel.lists import (
+from jkv.attention.kernel.work.lists import (
     DecodeSizes,
     DecodeWork,
     Lanes,

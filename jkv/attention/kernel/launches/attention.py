@@ -1,6 +1,6 @@
 """Attention by the kernel: decode rows piece by piece, then rows of several at once.
 
-Three launches: partial results of all pieces of the requests of one row (`work.py`),
+Three launches: partial results of all pieces of the requests of one row (`work/`),
 their joining, which also clears all other rows, and the tiles of the requests of
 several rows, which fill theirs in. A launch without work ends at once; where no request
 can have several rows there is no third one. Where bits shall depend on a row's position
@@ -14,21 +14,20 @@ import jax.numpy as jnp
 
 from jkv.attention.call import Call, check_call
 from jkv.attention.kernel import backend
-from jkv.attention.kernel.body import attend_range
-from jkv.attention.kernel.formats import KernelFormat
-from jkv.attention.kernel.isolation import isolate_range
-from jkv.attention.kernel.join import join_pieces
-from jkv.attention.kernel.lists import DecodeWork, PositionWork, Work, lists_of
-from jkv.attention.kernel.loads import Operands
-from jkv.attention.kernel.table import Tuning
-from jkv.attention.kernel.variant import (
+from jkv.attention.kernel.bodies.attention import attend_range
+from jkv.attention.kernel.bodies.isolation import isolate_range
+from jkv.attention.kernel.bodies.join import join_pieces
+from jkv.attention.kernel.bodies.loads import Operands
+from jkv.attention.kernel.elements.formats import KernelFormat
+from jkv.attention.kernel.tiles.table import Tuning
+from jkv.attention.kernel.tiles.variant import (
     Variant,
     cut_rows,
     decode_variant,
     position_variant,
     prefill_variant,
 )
-from jkv.attention.kernel.work import (
+from jkv.attention.kernel.work.cutting import (
     count_pieces,
     list_decode_work,
     list_position_work,
@@ -37,6 +36,7 @@ from jkv.attention.kernel.work import (
     size_position_work,
     size_prefill_work,
 )
+from jkv.attention.kernel.work.lists import DecodeWork, PositionWork, Work, lists_of
 
 
 def attend_kernel(

@@ -7,9 +7,9 @@ import numpy as np
 
 from jkv.attention.call import Call
 from jkv.attention.kernel.backend import Way
-from jkv.attention.kernel.formats import KERNEL_FORMATS, KernelFormat
-from jkv.attention.kernel.table import Backward, Tile, Tuning
-from jkv.attention.kernel.tuning import find_operand_dtype, find_weight_dtype
+from jkv.attention.kernel.elements.formats import KERNEL_FORMATS, KernelFormat
+from jkv.attention.kernel.tiles.table import Backward, Tile, Tuning
+from jkv.attention.kernel.tiles.tuning import find_operand_dtype, find_weight_dtype
 
 # The least rows of a tile that the hardware multiplies.
 _MIN_ROWS = 16

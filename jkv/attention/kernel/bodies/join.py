@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jkv.attention.kernel import backend
-from jkv.attention.kernel.lists import Pieces
-from jkv.attention.kernel.sections import cut
-from jkv.attention.kernel.sums import HIDDEN, LN2, TileSums, start_sums
+from jkv.attention.kernel.bodies.sums import HIDDEN, LN2, TileSums, start_sums
+from jkv.attention.kernel.elements.sections import cut
+from jkv.attention.kernel.work.lists import Pieces
 
 # Partial results joined at a time, by one warp and by several: contexts in so many
 # pieces would wait for one trip after the other.

@@ -25,11 +25,11 @@ import jax
 import jax.numpy as jnp
 
 from jkv.attention.kernel import backend
-from jkv.attention.kernel.loads import Operands
-from jkv.attention.kernel.rows import QueryRows, locate_rows
-from jkv.attention.kernel.sums import HIDDEN, LN2, TileSums
-from jkv.attention.kernel.variant import Variant
-from jkv.attention.kernel.walk import Walk, start_walk, walk_tiles
+from jkv.attention.kernel.bodies.loads import Operands
+from jkv.attention.kernel.bodies.rows import QueryRows, locate_rows
+from jkv.attention.kernel.bodies.sums import HIDDEN, LN2, TileSums
+from jkv.attention.kernel.bodies.walk import Walk, start_walk, walk_tiles
+from jkv.attention.kernel.tiles.variant import Variant
 
 
 def attend_range(

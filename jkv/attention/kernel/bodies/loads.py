@@ -12,11 +12,11 @@ import numpy as np
 from jax import lax
 
 from jkv.attention.kernel import backend
-from jkv.attention.kernel.conversion import BFLOAT16, FLOAT32, WORD, bitcast
-from jkv.attention.kernel.formats import KernelFormat
-from jkv.attention.kernel.lists import Lanes, Work
-from jkv.attention.kernel.sections import Section, cut
-from jkv.attention.kernel.variant import Variant
+from jkv.attention.kernel.elements.conversion import BFLOAT16, FLOAT32, WORD, bitcast
+from jkv.attention.kernel.elements.formats import KernelFormat
+from jkv.attention.kernel.elements.sections import Section, cut
+from jkv.attention.kernel.tiles.variant import Variant
+from jkv.attention.kernel.work.lists import Lanes, Work
 
 # Of a tile, whose ids are loaded as scalars.
 _MOST_BLOCKS = 4

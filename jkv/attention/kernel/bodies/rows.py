@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jkv.attention.kernel import backend
-from jkv.attention.kernel.loads import Operands
-from jkv.attention.kernel.variant import Variant
+from jkv.attention.kernel.bodies.loads import Operands
+from jkv.attention.kernel.tiles.variant import Variant
 from jkv.attention.parts import find_held
 
 

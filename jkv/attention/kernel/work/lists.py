@@ -1,4 +1,4 @@
-"""The lists that a kernel's programs read; `work.py` makes them.
+"""The lists that a kernel's programs read; `cutting.py` makes them.
 
 `B` requests, `W` entries, `R` rows.
 """
