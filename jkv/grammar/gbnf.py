@@ -216,7 +216,6 @@ class _Reader:
 
 
 def _names(item: Expression) -> Iterator[str]:
-    """Yield the rules that an item names."""
     match item:
         case _Reference(name):
             yield name

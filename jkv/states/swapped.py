@@ -28,7 +28,6 @@ class SwappedStates:
         """Return that bits are written as they are."""
 
     def fits(self, _columns: int) -> bool:
-        """Return that there are no block tables."""
         return True
 
     def brought(self, _columns: int) -> None:
@@ -37,7 +36,6 @@ class SwappedStates:
     def compare(
         self, cache: Cache, number: int, _lengths: np.ndarray
     ) -> dict[str, tuple[Any, Any]]:
-        """Return what the states are, there and in a cache, by name."""
         storage = cache.storage[number]
         return {
             f"{part} of its state": (
@@ -56,7 +54,6 @@ class SwappedStates:
         *,
         donate: bool,
     ) -> Cache:
-        """Write the states to rows of sequences."""
         storage = cache.storage[number]
         if not storage.num_layers:
             return cache
