@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.attention import lazy_chex as chex
-from jkv.sharding.processes import bring_whole, is_shared
+from jkv.sharding.processes import bring, find_shared_mesh
 from jkv.sharding.storage_sharding import (
     POOL_HEADS,
     StorageSharding,
@@ -125,10 +125,9 @@ def _gather_blocks(
 def _to_host(gathered: Any) -> Any:
     """Start the transfer of all arrays, then wait: storage may go to pinned memory."""
     leaves = jax.tree.leaves(gathered)
-    if any(is_shared(leaf.sharding) for leaf in leaves):
-        return jax.tree.map(bring_whole, gathered)
-    if not leaves or not _has_pinned_memory(leaves[0]):
-        return jax.device_get(gathered)
+    is_shared = find_shared_mesh(gathered) is not None
+    if is_shared or not leaves or not _has_pinned_memory(leaves[0]):
+        return bring(gathered)
 
     def pinned(array: jax.Array) -> jax.Array:
         return jax.device_put(array, array.sharding.with_memory_kind("pinned_host"))

@@ -36,7 +36,6 @@ class Blocks(NamedTuple):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The groups that it answers for."""
         return (self.number,)
 
     def open(
@@ -121,7 +120,6 @@ class Blocks(NamedTuple):
         return metadata.with_group(self.number, group)
 
     def follow(self, storage: BlockStorage, moves: BlockCopies) -> BlockStorage:
-        """Copy blocks."""
         return copy_blocks(storage, moves)
 
     def keep(self, _rows: jax.Array, _places: jax.Array) -> None:
@@ -147,5 +145,4 @@ class Blocks(NamedTuple):
         return {self.number: fetch_group(cache, self.number, lengths, left)}
 
     def num_free(self, metadata: Metadata) -> tuple[jax.Array, ...]:
-        """Return the free blocks of the pool."""
         return (metadata.groups[self.number].free_blocks.count,)

@@ -97,16 +97,10 @@ class Growing(NamedTuple):
         mapped = group.num_mapped_blocks.at[row].add(need, mode="drop")
         group = dataclasses.replace(group, num_mapped_blocks=mapped)
         block = tables.blocks_at(group, step.table_row, step.column)
-        group = _record(group, block, step)
+        if group.tokens is not None and step.tokens is not None:
+            tokens = group.tokens.at[block, step.offset].set(step.tokens, mode="drop")
+            group = dataclasses.replace(group, tokens=tokens)
         return metadata.with_group(number, group), block
-
-
-def _record(group: BlockGroup, block: jax.Array, step: Step) -> BlockGroup:
-    """Record the token of each row in its slot, if the group records tokens."""
-    if group.tokens is None or step.tokens is None:
-        return group
-    tokens = group.tokens.at[block, step.offset].set(step.tokens, mode="drop")
-    return dataclasses.replace(group, tokens=tokens)
 
 
 class Sharing(NamedTuple):

@@ -61,12 +61,10 @@ class SwappedGroup:
         )
 
     def meaning(self, path: str) -> np.dtype[Any] | None:
-        """Return what the bits of an array mean, where they mean another dtype."""
         name = path.removeprefix("contents.storage.")
         return None if name == path else self.formats.meaning(name)
 
     def fits(self, columns: int) -> bool:
-        """Return whether tables of so many columns are wide enough."""
         return not np.any(self.block_tables[:, columns:] < self.num_blocks)
 
     def compare(

@@ -195,36 +195,18 @@ def make_plan(
     snapshot_every: int | None = None,
     **overrides: Any,
 ) -> Plan:
-    """Find out what fits beside a model.
+    """Find out what fits beside a model, of a folder, a config.json or a GGUF file.
 
-    Args:
-      folder: a Hugging Face checkpoint, a folder with its config.json alone, or the
-        path of that file; or a GGUF file, or a folder that holds one.
-      memory: of each device, bytes or text such as "192GiB".
-      tensor_parallel: devices that share the kv heads of each layer. If there are more
-        devices than heads, each head is kept by several.
-      context_parallel: devices that share the tokens of each block, as `init(context=)`
-        spreads them. Each has the weights and the tables that it would have alone.
-      data_parallel: replicas of the model, each on devices of its own, with a pool as
-        `init(pools=)` makes one for each rank. Numbers are of one replica.
-      weights: of the whole model; default the size of the weight files in the folder,
-        and of a GGUF file that of its weights in bfloat16.
-      reserve: share of the memory kept for activations and the rest.
-      step_tokens: the most tokens of a sequence in one step, which layers with a window
-        keep beside it.
-      max_pending: of layers with a state: tokens that may be taken back.
-      num_snapshots: of the same, with prefix caching: copies that are kept.
-      snapshot_every: of the same: the lengths at which copies are made.
-      **overrides: fields of `CacheConfig`. With `num_layers` the plan is for so many
-        layers with keys and values, and for no states.
-
-    Returns:
-      A `Plan`.
-
-    Raises:
-      FileNotFoundError: without a config.json.
-      ModuleNotFoundError: for a GGUF file without the package gguf.
-      ValueError: if nothing fits, the heads cannot be divided, or a number cannot be.
+    Each device has so much memory, bytes or text such as "192GiB", of which a share is
+    kept in reserve. Devices share the kv heads of each layer (more devices than heads:
+    each is kept by several), the tokens of each block, as `init(context=)` spreads
+    them, or are replicas with pools of their own, as `init(pools=)`; numbers are of one
+    replica. Weights are of the whole model: those of the files, unless given. A step
+    has at most `step_tokens` of a sequence, which layers with a window keep beside it.
+    Of layers with a state `max_pending` tokens may be taken back, and copies are kept
+    (`num_snapshots`) at multiples of a length. Overrides are fields of `CacheConfig`;
+    with `num_layers` the plan is for so many layers with keys and values, and for no
+    states. ValueError if nothing fits, or a number cannot be.
     """
     if step_tokens < 1:
         raise ValueError(f"step_tokens must be at least 1, got {step_tokens}")
@@ -397,7 +379,6 @@ def _fit_lengths(
 def _note_windows(
     windows: Windows | None, num_layers: int, step_tokens: int
 ) -> list[str]:
-    """Say what a plan with windows is for."""
     if windows is None:
         return []
     return [

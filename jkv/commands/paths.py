@@ -157,7 +157,6 @@ def ask(layers: Layers, stored: Any, block_size: int, card: Card) -> PlainReason
 
 
 def describe(layers: Layers, block_size: int) -> str:
-    """Say what the layers are."""
     number, heads, dtype = layers
     dims = str(heads["head_dim"])
     if heads.get("value_head_dim") not in (None, heads["head_dim"]):

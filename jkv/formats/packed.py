@@ -49,7 +49,6 @@ class Packed(Scaled):
 
     @property
     def stored_as(self) -> np.dtype[Any]:
-        """Bytes."""
         return np.dtype(np.uint8)
 
     def width_of(self, size: int) -> int:
@@ -75,7 +74,6 @@ class Packed(Scaled):
         return _flip(_transform(rows.astype(jnp.float32))).astype(rows.dtype)
 
     def prepare(self, rows: jax.Array) -> jax.Array:
-        """Return turned rows."""
         return self.turn(super().prepare(rows).astype(jnp.float32))
 
     def put(self, rows: jax.Array) -> Parts:

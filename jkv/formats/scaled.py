@@ -40,7 +40,6 @@ class Scaled(Format):
     is_quantized: ClassVar[bool] = True
 
     def arrays(self, width: int) -> dict[str, Element]:
-        """Return the elements and the scales."""
         return {
             "pool": Element((width,), self.stored_as, self.dtype),
             "scales": Element((), STORED_AS[SCALE_DTYPE], SCALE_DTYPE),

@@ -67,8 +67,11 @@ def minimize(automaton: Automaton, bounds: Bounds) -> Automaton:
     alive = find_reached(table) & find_finishing(table, accepting)
     alive[0] = True
     table, accepting = keep_states(table, accepting, alive)
-    firsts, which = _distinct_columns(table)
-    columns = table[:, firsts]
+    # Columns that are equal are told by hashes.
+    hashes = _odd(np.random.default_rng(1), len(table)) @ table.astype(np.uint64)
+    hashes ^= hashes >> np.uint64(29)
+    _, firsts, which = np.unique(hashes, return_index=True, return_inverse=True)
+    columns, which = table[:, firsts], which.reshape(-1)
     labels = merge_states(columns, accepting.astype(np.int64), bounds)
     firsts = np.unique(labels, return_index=True)[1]
     renamed = np.append(labels, -1)[columns[firsts]].astype(np.int32)
@@ -92,17 +95,6 @@ def begin_at(automaton: Automaton, state: int) -> Automaton:
     names[[0, state, -1]] = state, 0, -1
     order = names[:-1]
     return Automaton(names[automaton.transitions][order], automaton.accepting[order])
-
-
-def _distinct_columns(
-    table: npt.NDArray[np.int32],
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return where distinct columns stand, and which of them each one is, by hashes."""
-    weights = _odd(np.random.default_rng(1), len(table))
-    hashes = weights @ table.astype(np.uint64)
-    hashes ^= hashes >> np.uint64(29)
-    _, firsts, which = np.unique(hashes, return_index=True, return_inverse=True)
-    return firsts, which.reshape(-1)
 
 
 def merge_states(

@@ -57,7 +57,13 @@ def make_table(
     table = np.stack(
         [_follow(automaton.transitions, vocabulary, first) for first in firsts], axis=1
     )
-    table, accepting = _keep_spelled(table, automaton.accepting)
+    # States are dropped that tokens do not reach, or do not finish a text from.
+    alive = find_finishing(table, automaton.accepting)
+    if not alive[0]:
+        raise NoText("the vocabulary can spell no text of this language")
+    table = np.where(np.append(alive, False)[table], table, np.int32(-1))
+    alive &= find_reached(table)
+    table, accepting = keep_states(table, automaton.accepting, alive)
     labels = merge_states(table, accepting.astype(np.int64), bounds)
     merged = np.unique(labels, return_index=True)[1]
     table = np.append(labels, -1)[table[merged]].astype(np.int32)
@@ -110,18 +116,6 @@ def _follow(transitions: Ints, vocabulary: Vocabulary, token: int) -> Ints:
     for byte in spelled:
         states = np.where(states >= 0, transitions[states, byte], np.int32(-1))
     return states
-
-
-def _keep_spelled(
-    table: Ints, accepting: npt.NDArray[np.bool_]
-) -> tuple[Ints, npt.NDArray[np.bool_]]:
-    """Drop states that tokens do not reach, or do not finish a text from."""
-    alive = find_finishing(table, accepting)
-    if not alive[0]:
-        raise NoText("the vocabulary can spell no text of this language")
-    table = np.where(np.append(alive, False)[table], table, np.int32(-1))
-    alive &= find_reached(table)
-    return keep_states(table, accepting, alive)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

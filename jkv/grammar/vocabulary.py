@@ -127,19 +127,13 @@ def _refuse(what: str) -> ValueError:
     )
 
 
-def _characters_of_bytes() -> dict[str, int]:
-    """Return the byte that each character of byte-level BPE stands for.
-
-    Bytes that print as they are stand for themselves, the others for the characters
-    from U+0100 on (https://github.com/openai/gpt-2, `bytes_to_unicode`).
-    """
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain]
-    shifted = {chr(0x100 + rank): byte for rank, byte in enumerate(others)}
-    return {chr(byte): byte for byte in plain} | shifted
-
-
-_BYTES = _characters_of_bytes()
+# The byte that each character of byte-level BPE stands for: bytes that print as they
+# are for themselves, the others for the characters from U+0100 on
+# (https://github.com/openai/gpt-2, `bytes_to_unicode`).
+_PLAIN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_SHIFTED = [byte for byte in range(256) if byte not in _PLAIN]
+_BYTES = {chr(byte): byte for byte in _PLAIN}
+_BYTES |= {chr(0x100 + rank): byte for rank, byte in enumerate(_SHIFTED)}
 
 
 def _spell_byte_level(text: str) -> bytes:

@@ -83,7 +83,9 @@ class StepWatcher:
         named["cache"] = plain
         answer = function(*bound.args, **bound.kwargs)
         if role is Role.CHECKS:
-            self._raise_findings(cache)
+            self.watch.watch_copies(_keys_of(cache))
+            if findings := self.watch.take_findings():
+                raise DebugError(findings)
         if role is Role.SETS_DEBUG:
             return answer
         return after._watch_answer(plain, answer)
@@ -175,12 +177,6 @@ class StepWatcher:
         """Note the stamps of steps not committed yet, or 0, of rows, i32[B]."""
         uncommitted = self.uncommitted.at[row].set(stamp, mode="drop")
         return dataclasses.replace(self, uncommitted=uncommitted)
-
-    def _raise_findings(self, cache: Cache) -> None:
-        """Raise what was found since the last time, if anything was."""
-        self.watch.watch_copies(_keys_of(cache))
-        if findings := self.watch.take_findings():
-            raise DebugError(findings)
 
 
 @takes_cache(role=Role.SETS_DEBUG)

@@ -13,13 +13,14 @@ A part has no arrays: it knows which of the metadata are its own. `()` stands fo
 nothing wrong, nothing lacking, no pool. Symbols as in `jkv.state.metadata`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.metadata import tables
 from jkv.state import BlockGroup, Cache, Metadata
 from jkv.state.index import Found
 
@@ -259,3 +260,29 @@ class Part(Protocol):
 
     def num_free(self, metadata: Metadata) -> tuple[jax.Array, ...]:
         """Return the free blocks of its pools, i32[] each."""
+
+
+def parts_of(metadata: Metadata) -> tuple[Part, ...]:
+    """Return the parts of a cache, as `making` found them."""
+    return metadata.parts
+
+
+def apply_plans(
+    metadata: Metadata, plans: Sequence[Judged | Exchanging], done: Done
+) -> tuple[Metadata, tuple[Moves, ...]]:
+    """Do what is served in each part, and return what its storage is to follow."""
+    moves = []
+    for plan in plans:
+        metadata, of_part = plan.apply(metadata, done)
+        moves.append(of_part)
+    return metadata, tuple(moves)
+
+
+def close_sequences(
+    metadata: Metadata, seq_ids: jax.Array, closable: jax.Array
+) -> Metadata:
+    """Give back rows, i32[B], distinct where bool[B], and all that they have."""
+    metadata = tables.close_rows(metadata, seq_ids, closable)
+    for part in parts_of(metadata):
+        metadata = part.close(metadata, seq_ids, closable)
+    return metadata

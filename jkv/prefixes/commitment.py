@@ -8,8 +8,7 @@ import jax.numpy as jnp
 
 from jkv.metadata.entries import Entries, for_each_entry
 from jkv.metadata.mentions import MOST_COMPARED, find_equals
-from jkv.metadata.part import Moves
-from jkv.metadata.parts import parts_of
+from jkv.metadata.part import Moves, parts_of
 from jkv.prefixes import hash_tables, partners, proofs, snapshots
 from jkv.prefixes.arrays import IndexArrays
 from jkv.prefixes.columns import (

@@ -40,6 +40,13 @@ def bring_whole(array: Any) -> np.ndarray:
     return np.asarray(array)
 
 
+def bring(arrays: Any) -> Any:
+    """Return a pytree of arrays as numpy, those of several processes whole."""
+    if find_shared_mesh(arrays) is not None:
+        return jax.tree.map(bring_whole, arrays)
+    return jax.device_get(arrays)
+
+
 def replicate(array: jax.Array) -> jax.Array:
     """Return an array of several processes on every device; nothing is waited for."""
     if array.is_fully_replicated:

@@ -1,13 +1,15 @@
-"""How keys and values lie on a mesh: kv heads over one axis, tokens over another."""
+"""How a cache lies on a mesh: kv heads over one axis, tokens or pools over another."""
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jkv.sharding.resharding import is_explicit, spread
+
+Arrays = TypeVar("Arrays")
 
 
 class DividedAxes(NamedTuple):
@@ -194,3 +196,70 @@ def _num_devices(mesh: jax.sharding.Mesh, name: str, axis: str) -> int:
 
 def _divides(mesh: jax.sharding.Mesh, axis: str) -> bool:
     return mesh.shape[axis] > 1 or is_explicit(mesh, axis)
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolSharding:
+    """How pools lie on a mesh: every array of the cache has an axis of ranks first."""
+
+    mesh: jax.sharding.Mesh  # the devices
+    axis: str  # the mesh axis of which each rank has a pool
+
+    def __post_init__(self) -> None:
+        """Refuse an axis that the mesh lacks."""
+        if self.axis not in self.mesh.axis_names:
+            names = ", ".join(map(repr, self.mesh.axis_names)) or "none"
+            raise ValueError(
+                f"pools={self.axis!r} is no axis of the mesh; it has {names}"
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """Pools."""
+        return int(self.mesh.shape[self.axis])
+
+    def within(self, spec: jax.sharding.PartitionSpec) -> jax.sharding.NamedSharding:
+        """Return where arrays go that a spec partitions within their rank."""
+        return jax.sharding.NamedSharding(
+            self.mesh, jax.sharding.PartitionSpec(self.axis, *spec)
+        )
+
+    def map(
+        self,
+        function: Callable[[Any, Any], Any],
+        divided: Any,
+        whole: Any,
+        *,
+        out_specs: Any,
+    ) -> Any:
+        """Call `function(divided, whole)` on each rank, with its part of the first.
+
+        Other axes of the mesh stay with the caller. Types do not say what varies over
+        ranks: the function calls models, whose own loops need not know of it.
+        """
+        context = jax.sharding.get_abstract_mesh()
+        mapped = jax.shard_map(
+            function,
+            mesh=self.mesh if context.empty else context,
+            in_specs=(
+                jax.sharding.PartitionSpec(self.axis),
+                jax.sharding.PartitionSpec(),
+            ),
+            out_specs=out_specs,
+            axis_names={self.axis},
+            check_vma=False,
+        )
+        return mapped(
+            spread(divided, self.mesh, self.axis, 0),
+            spread(whole, self.mesh, self.axis, None),
+        )
+
+
+def without_rank(arrays: Arrays) -> Arrays:
+    """Return what one rank has, of arrays [1, ...] inside `shard_map`."""
+    return jax.tree.map(lambda array: array[0], arrays)
+
+
+def with_rank(arrays: Arrays) -> Arrays:
+    """Return what one rank answers, as arrays [1, ...]."""
+    return jax.tree.map(lambda array: array[None], arrays)

@@ -14,8 +14,7 @@ import jax
 import numpy as np
 
 from jkv.config.units import human_bytes
-from jkv.sharding.ranks import PoolSharding
-from jkv.sharding.storage_sharding import StorageSharding
+from jkv.sharding.storage_sharding import PoolSharding, StorageSharding
 from jkv.state.batch import StepSizes
 from jkv.state.metadata import Metadata
 from jkv.state.storage import BlockStorage

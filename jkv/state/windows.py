@@ -64,7 +64,6 @@ class Everything:
         return total - num_found
 
     def is_kept(self, _: object, positions: jax.Array, _size: int) -> np.ndarray:
-        """Return which positions a sequence has kept: all."""
         return np.ones(positions.shape, bool)
 
     def starts_of(self, seq_ids: jax.Array, _size: int) -> jax.Array:

@@ -204,11 +204,8 @@ def _read_header(
         metadata = header.get("__metadata__", {})
         form, version = metadata.get("format"), metadata.get("version", "")
     except (ValueError, AttributeError) as error:
-        fault = (
-            "is damaged: its header cannot be read"
-            if ours
-            else ("is foreign: not a safetensors file")
-        )
+        is_foreign = "is foreign: not a safetensors file"
+        fault = "is damaged: its header cannot be read" if ours else is_foreign
         raise FileError(path, fault) from error
     if form != FORMAT:
         raise FileError(path, "is foreign: a safetensors file that jkv did not write")
@@ -229,7 +226,8 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     try:
         with open(temporary, "xb") as file:
             yield file
-            _copy_permissions(target, temporary)
+            with contextlib.suppress(FileNotFoundError):
+                os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
@@ -243,12 +241,6 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             os.fsync(entry)  # else a loss of power could undo the renaming
         finally:
             os.close(entry)
-
-
-def _copy_permissions(source: str, target: str) -> None:
-    """Give a file the permissions of another, if that one exists."""
-    with contextlib.suppress(FileNotFoundError):
-        os.chmod(target, stat.S_IMODE(os.stat(source).st_mode))
 
 
 def _chunks(parts: Iterable[np.ndarray]) -> Iterator[memoryview]:

@@ -18,10 +18,10 @@ from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig, as_grouped
 from jkv.config.state_config import StateConfig
 from jkv.sharding.processes import is_shared
-from jkv.sharding.ranks import PoolSharding
 from jkv.sharding.resharding import is_explicit
 from jkv.sharding.storage_sharding import (
     POOL_HEADS,
+    PoolSharding,
     StorageSharding,
     copies_of,
     with_copies_of_heads,

@@ -171,7 +171,6 @@ def _lanes(
     part: slice,
     nothing: int,
 ) -> Lanes:
-    """Return the columns of one call."""
     parents = spilled.parents[part]
     num = len(parents)
     above = np.where(parents >= 0, stands[parents], nothing)

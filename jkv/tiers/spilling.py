@@ -206,7 +206,6 @@ def _choose_places(
 
 
 def _take_snapshots(cache: Cache, places: dict[int, int]) -> SpilledSnapshots:
-    """Copy the snapshots at places."""
     at = np.array([*places], np.int32)
     known: Any = snapshots_of(cache.metadata)
     return SpilledSnapshots(

@@ -11,8 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata import counters, requests, tables
-from jkv.metadata.part import Done, Moves, Opening
-from jkv.metadata.parts import apply_plans, close_sequences, parts_of
+from jkv.metadata.part import (
+    Done,
+    Moves,
+    Opening,
+    apply_plans,
+    close_sequences,
+    parts_of,
+)
 from jkv.metadata.requests import Blocks, Integers, Texts
 from jkv.metadata.ring import Keep
 from jkv.state import NO_SEQUENCE, Cache, Metadata

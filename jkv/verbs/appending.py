@@ -15,8 +15,7 @@ import numpy as np
 
 from jkv.metadata import counters, requests, tables
 from jkv.metadata.entries import find_owners
-from jkv.metadata.part import Done, Granted, Growing, Step
-from jkv.metadata.parts import parts_of
+from jkv.metadata.part import Done, Granted, Growing, Step, parts_of
 from jkv.metadata.requests import Integers
 from jkv.state import NO_SEQUENCE, Batch, Cache, Metadata
 from jkv.state.entry import takes_cache

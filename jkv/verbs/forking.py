@@ -14,8 +14,7 @@ import jax.numpy as jnp
 
 from jkv.blocks import sharing
 from jkv.metadata import counters, requests, tables
-from jkv.metadata.part import Done, Judged, Look, Moves
-from jkv.metadata.parts import apply_plans, parts_of
+from jkv.metadata.part import Done, Judged, Look, Moves, apply_plans, parts_of
 from jkv.metadata.requests import Integers
 from jkv.state import Cache, Metadata
 from jkv.state.entry import takes_cache

@@ -10,8 +10,13 @@ import numpy as np
 
 from jkv.arguments import explains_arguments
 from jkv.sharding.processes import bring_whole
-from jkv.sharding.ranks import PoolSharding, with_rank, without_rank
-from jkv.sharding.storage_sharding import POOL_HEADS, without_copies_of_heads
+from jkv.sharding.storage_sharding import (
+    POOL_HEADS,
+    PoolSharding,
+    with_rank,
+    without_copies_of_heads,
+    without_rank,
+)
 from jkv.state import Cache
 from jkv.status import UsageError
 from jkv.storage.placement import put
@@ -179,17 +184,14 @@ def split_pools(cache: Cache) -> list[Cache]:
         raise UsageError("split_pools is for a cache with a pool for each rank")
     ranks = range(cache.pools.num_ranks)
     arrays = jax.tree.map(bring_whole, dataclasses.replace(cache, pools=None))
-    arrays = arrays.with_storage(tuple(map(_without_mesh, arrays.storage)))
+    for number, storage in enumerate(arrays.storage):  # each head once, on no mesh
+        pools = {
+            name: without_copies_of_heads(storage.sharding, pool, POOL_HEADS + 1)
+            for name, pool in storage.arrays.items()
+        }
+        storage = storage.with_arrays(pools).with_sharding(None)
+        arrays = arrays.with_group_storage(number, storage)
     return [
         put(jax.tree.map(lambda array, rank=rank: array[rank], arrays), None)
         for rank in ranks
     ]
-
-
-def _without_mesh(storage: Any) -> Any:
-    """Return the storage of a group with each head once, on no mesh."""
-    arrays = {
-        name: without_copies_of_heads(storage.sharding, pool, POOL_HEADS + 1)
-        for name, pool in storage.arrays.items()
-    }
-    return storage.with_arrays(arrays).with_sharding(None)

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 
 from jkv.blocks import sharing
 from jkv.metadata import counters, requests
-from jkv.metadata.part import Done, Exchanging, Moves
-from jkv.metadata.parts import apply_plans, parts_of
+from jkv.metadata.part import Done, Exchanging, Moves, apply_plans, parts_of
 from jkv.metadata.requests import Integers
 from jkv.metadata.xla_cpu import running_sum
 from jkv.sharding.loops import while_loop

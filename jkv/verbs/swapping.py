@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.metadata import counters, requests, tables
-from jkv.metadata.part import Luggage
-from jkv.metadata.parts import parts_of
+from jkv.metadata.part import Luggage, parts_of
 from jkv.metadata.requests import Integers
 from jkv.state import Cache, Metadata
 from jkv.state.entry import takes_cache

@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata import counters, requests
-from jkv.metadata.part import Done, Moves
-from jkv.metadata.parts import apply_plans, parts_of
+from jkv.metadata.part import Done, Moves, apply_plans, parts_of
 from jkv.metadata.requests import Integers
 from jkv.state import Cache, Metadata
 from jkv.state.entry import takes_cache

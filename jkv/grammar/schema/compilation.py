@@ -227,7 +227,6 @@ class SchemaCompiler:
         return determinize(Choice(found), self.bounds)
 
     def value(self, value: Any, level: int = 0) -> Expression:
-        """Return the texts of one value."""
         if level > MAX_LEVELS:
             raise TooLarge(
                 "a listed value has arrays or objects in each other too deeply"

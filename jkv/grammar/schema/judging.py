@@ -74,7 +74,6 @@ class Judge:
         )
 
     def _holds(self, atom: Atom, word: str, value: Any) -> bool:
-        """Whether a keyword of an atom holds for a value."""
         self._bounds.spend(1)
         said = atom.words[word]
         match word:
@@ -200,7 +199,6 @@ class Judge:
         )
 
     def distinct(self, values: Sequence[Any]) -> list[Any]:
-        """Return each of some values once."""
         return [
             value
             for place, value in enumerate(values)

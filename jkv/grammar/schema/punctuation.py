@@ -39,7 +39,6 @@ class Punctuation:
         return Separated(entries, self.comma, rest, self.space, least, most)
 
     def property(self, key: str | Expression, value: Expression) -> Expression:
-        """Return a key and its value."""
         key = literal_string(key) if isinstance(key, str) else key
         return concat(key, self.space, b":", self.space, value)
 

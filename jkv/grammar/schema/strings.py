@@ -112,7 +112,6 @@ def _longest(texts: Automaton) -> int | None:
 
 
 def any_string(bounds: Bounds) -> Expression:
-    """Return every string."""
     return _in_quotes(Repeat(Leaf(quote(compile_regex("(?s:.)", bounds)))))
 
 
