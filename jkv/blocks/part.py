@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.blocks import plans, sharing
-from jkv.blocks.copies import BlockCopies, copy_blocks
 from jkv.blocks.swapped import SwappedGroup, fetch_group
 from jkv.metadata import allocator, tables
 from jkv.metadata.part import Lack, Lengths
@@ -114,8 +113,8 @@ class Blocks(NamedTuple):
         group = tables.empty_rows(group, seq_ids, closable)
         return metadata.with_group(self.number, group)
 
-    def follow(self, storage: BlockStorage, moves: BlockCopies) -> BlockStorage:
-        return copy_blocks(storage, moves)
+    def follow(self, storage: BlockStorage, moves: sharing.BlockCopies) -> BlockStorage:
+        return sharing.copy_blocks(storage, moves)
 
     def keep(self, _rows: jax.Array, _places: jax.Array) -> None:
         """Copy nothing: blocks are found where they are."""
