@@ -16,8 +16,7 @@ from jkv.config.counts import (
     checked_count,
     checked_num_blocks,
 )
-from jkv.config.description import describe
-from jkv.config.layout import Sizes, lay_out
+from jkv.config.layout import Sizes, describe, lay_out
 from jkv.formats.table import checked_dtype
 
 # The fields that are checked as counts.

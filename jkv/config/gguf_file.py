@@ -59,11 +59,7 @@ class GGUFile(NamedTuple):
 
 
 def find_file(model: str | Path) -> Path | None:
-    """Return the GGUF file that is named, or the one of a folder without a config.json.
-
-    Raises:
-        ValueError: for a folder that holds several models.
-    """
+    """Return the GGUF file that is named, or that of a folder without a config.json."""
     path = Path(model)
     if path.suffix.lower() == SUFFIX and not path.is_dir():
         return path
@@ -83,11 +79,7 @@ def find_file(model: str | Path) -> Path | None:
 def read_file(path: Path) -> GGUFile:
     """Map a GGUF file, and the others that it was split into, and read its metadata.
 
-    Raises:
-        ModuleNotFoundError: without the package gguf.
-        FileNotFoundError: when the file or a part of it is missing.
-        ValueError: for a file that is damaged or cut off, or holds kinds of tensors
-            that are not served.
+    One that is damaged, cut off or missing, and kinds that are not served, are refused.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not there")

@@ -38,11 +38,7 @@ class Head(NamedTuple):
 
 
 def read_head(data: memoryview) -> Head:
-    """Read what stands before a file's tensors, which is as short as it says.
-
-    Raises:
-        ValueError: for a file that is damaged, cut off, or of another version.
-    """
+    """Read what stands before a file's tensors, which is as short as it says."""
     reader = _Reader(data)
     if (version := reader.read_number("<u4")) not in VERSIONS:
         raise ValueError(

@@ -24,11 +24,7 @@ class Kind(NamedTuple):
 
 
 def make_config(file: GGUFile) -> dict[str, Any]:
-    """Return what the config.json of a model's checkpoint would say.
-
-    Raises:
-        ValueError: for an architecture that is not served, or missing metadata.
-    """
+    """Return what the config.json of a model's checkpoint would say."""
     kind = find_kind(file)
     heads, hidden = file.need("attention.head_count"), file.need("embedding_length")
     kv_heads = file.get("attention.head_count_kv", heads)

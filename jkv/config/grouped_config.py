@@ -17,8 +17,7 @@ from jkv.config import grouping
 from jkv.config.arrays import count_bytes
 from jkv.config.cache_config import CacheConfig
 from jkv.config.counts import check_classes, check_window, checked_num_blocks
-from jkv.config.description import describe
-from jkv.config.layout import AnySizes, lay_out
+from jkv.config.layout import AnySizes, describe, lay_out
 from jkv.config.state_config import StateConfig
 
 # The groups of a layer by their numbers: one, or a tuple of none, one, or one with
@@ -80,10 +79,7 @@ class GroupedConfig:
         object.__setattr__(self, "layer_groups", tuple(layers))
         self._check_kinds()
         self._check_layers()
-        for name in SHARED:
-            values = [getattr(group, name) for group in self.groups]
-            if len(set(values)) > 1:
-                raise ValueError(f"all groups need the same {name}, got {values}")
+        _check_same(SHARED, self.groups, "all groups")
         self._check_states()
         if any(group.prefix_caching for group in self.block_groups):
             if len(self.groups) > 1:
@@ -115,12 +111,7 @@ class GroupedConfig:
 
     def _check_states(self) -> None:
         """Reject groups with a state that do not belong together."""
-        for name in OF_STATES:
-            values = [getattr(group, name) for group in self.state_groups]
-            if len(set(values)) > 1:
-                raise ValueError(
-                    f"all groups with a state need the same {name}, got {values}"
-                )
+        _check_same(OF_STATES, self.state_groups, "all groups with a state")
         for group in self.state_groups:
             if self.prefix_caching and not (
                 group.num_snapshots and group.snapshot_every
@@ -343,6 +334,13 @@ class GroupedConfig:
             kept=found.layers,
             of_states=of_states,
         )
+
+
+def _check_same(names: Sequence[str], groups: Sequence[object], which: str) -> None:
+    for name in names:
+        values = [getattr(group, name) for group in groups]
+        if len(set(values)) > 1:
+            raise ValueError(f"{which} need the same {name}, got {values}")
 
 
 def as_grouped(config: CacheConfig | StateConfig | GroupedConfig) -> GroupedConfig:

@@ -83,24 +83,10 @@ def read_sizes(
 ) -> ModelSizes:
     """Read the sizes of a model's cache from its config.json.
 
-    Args:
-      folder: a checkpoint's folder, or the file itself; or a GGUF file, or a folder
-        that holds one.
-      given: fields of `CacheConfig` that are known already; what they stand for is not
-        looked at. With `num_layers` these are the layers with keys and values, and
-        nothing is said of states.
-      with_states: read the states of layers, too. A model without any attention then
-        has no fields for heads.
-
-    Returns:
-      The fields, those given among them, notes on what the cache does not mirror, the
-      window of each layer that keeps keys and values, its heads if layers differ in
-      them, and what all layers keep if some have states that were asked for.
-
-    Raises:
-      FileNotFoundError: without a config.json.
-      ModuleNotFoundError: for a GGUF file without the package gguf.
-      ValueError: for a model whose cache has no such sizes, saying what to give.
+    It lies in a checkpoint's folder, or is named; so is a GGUF file. What fields of
+    `CacheConfig` stand for that are given is not looked at: with `num_layers` these are
+    the layers with keys and values, and nothing is said of states. Those are read if
+    they are asked for, and then a model without any attention has no fields for heads.
     """
     path = find_file(folder)
     raw = make_config(read_file(path)) if path else _read_json(path := Path(folder))

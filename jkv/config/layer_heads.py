@@ -75,11 +75,7 @@ def list_heads(
     # for each of these layers, by its number in the model, whether it has a window
     windowed: Mapping[int, bool],
 ) -> tuple[Heads, ...]:
-    """Return the heads of each layer that keeps keys and values.
-
-    Raises:
-      ValueError: for what layers are said to differ in that jkv does not know.
-    """
+    """Return the heads of each layer that keeps keys and values."""
     given = model.get("per_layer_config")
     if isinstance(given, Mapping):
         own = {int(layer): _read_entry(entry) for layer, entry in given.items()}

@@ -183,6 +183,28 @@ def lay_out(groups: Sequence[AnySizes], prefix_caching: bool) -> Arrays:
     return arrays
 
 
+def describe(
+    groups: Sequence[AnySizes], prefix_caching: bool, *, numbered: bool = False
+) -> list[str]:
+    """Say in two lines for each group what the model and the blocks are, then the rest.
+
+    Groups say their numbers if asked to. The last lines are the tables and the bytes.
+    """
+    lines = []
+    for number, sizes in enumerate(groups):
+        first, second = sizes.describe(prefix_caching)
+        lines += [f"group {number}: {first}" if numbered else first, second]
+    arrays = lay_out(groups, prefix_caching)
+    metadata = [a for path, a in arrays.items() if path.startswith("metadata.")]
+    return [
+        *lines,
+        f"{groups[0].max_sequences:,} sequences of up to "
+        f"{groups[0].max_context_length:,} tokens",
+        f"{human_bytes(count_bytes(arrays.values()))}, "
+        f"{human_bytes(count_bytes(metadata))} of it metadata",
+    ]
+
+
 def _lay_out_sequences(max_sequences: int, has_pending: bool) -> Arrays:
     """Return the arrays of `Sequences`."""
     rows = (max_sequences,)

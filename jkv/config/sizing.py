@@ -115,11 +115,7 @@ def fit_either(
     # bytes, or text such as "40GB"; None where the number is given
     budget_bytes: int | str | None,
 ) -> AnyConfig:
-    """Return what fits so many sequences, or the most that fit a budget.
-
-    Raises:
-      ValueError: unless one of the two is given; if not even one sequence fits.
-    """
+    """Return what fits so many sequences, or the most that fit a budget."""
     if (max_sequences is None) == (budget_bytes is None):
         raise ValueError("give max_sequences or budget_bytes, and not both")
     if budget_bytes is None:

@@ -162,18 +162,10 @@ class StateConfig:
     def sizes(self) -> StateSizes:
         """The fields as `jkv.config.layout` takes them."""
         assert isinstance(self.arrays, ArraysOf) and isinstance(self.inputs, ArraysOf)
-        return StateSizes(
-            num_layers=self.num_layers,
-            arrays=self.arrays.flat,
-            inputs=self.inputs.flat,
-            max_sequences=self.max_sequences,
-            max_context_length=self.max_context_length,
-            block_size=self.block_size,
-            num_snapshots=self.num_snapshots,
-            snapshot_every=self.snapshot_every,
-            max_pending=self.max_pending,
-            heads_axes=tuple(sorted((self.heads_axes or {}).items())),
-        )
+        axes = tuple(sorted((self.heads_axes or {}).items()))
+        arrays, inputs = self.arrays.flat, self.inputs.flat
+        flat = dict(arrays=arrays, inputs=inputs, heads_axes=axes)
+        return StateSizes(**vars(self) | flat)
 
     @property
     def storage_bytes(self) -> int:

@@ -55,11 +55,7 @@ class StateSizes(NamedTuple):
     def divide(
         self, mesh: jax.sharding.Mesh, heads: str | None, _context: str | None
     ) -> Divided:
-        """Return how the arrays lie on a mesh.
-
-        Raises:
-          ValueError: for arrays that the devices of an axis cannot share evenly.
-        """
+        """Return how the arrays lie on a mesh, whose devices share them evenly."""
         arrays = self.lay_out_storage(True)
         shapes = {path: array.shape for path, array in arrays.items()}
         return divide_arrays(self.divided, shapes, mesh, heads)

@@ -20,11 +20,7 @@ def list_states(
     model: Mapping[str, Any],  # the language model's settings, from a config.json
     kinds: Sequence[str] | None,  # of all its layers, as `name_layers` returns them
 ) -> tuple[LayerState | None, ...]:
-    """Return what each layer of a model keeps, None where it has no state.
-
-    Raises:
-      ValueError: for layers with a state of a model type that is not known here.
-    """
+    """Return what each layer of a model keeps, None where it has no state."""
     if kinds is None or WITH_STATE.isdisjoint(kinds):
         return (None,) * len(kinds or ())
     model_type = str(model.get("model_type"))

@@ -19,9 +19,9 @@ from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.model.steps import Steps
 from jkv.decoding.sampling.choice import Choice
-from jkv.decoding.sampling.next_token import Progress, choose_next
+from jkv.decoding.sampling.next_token import choose_next
 from jkv.decoding.sampling.options import Sampling
-from jkv.decoding.sampling.stopping import Bounds, judge_prompts
+from jkv.decoding.sampling.stopping import Bounds, Progress, judge_prompts
 from jkv.decoding.steering.rows import begin_rows, resume_rows
 from jkv.decoding.texts.blocks import (
     BlockSize,
@@ -204,6 +204,9 @@ class _Extension(NamedTuple):
     ) -> tuple[Cache, Progress]:
         """Feed what was given, at most so many tokens of each text at a time."""
         prompts, index = progress.prompts, cache.metadata.index
+        sizes = Sizes(prompts.lengths.shape[0] * most_each, most_each=most_each)
+        if self.runner.exact is not None:
+            sizes = Sizes(self.runner.exact.num_rows)
         partings = index.find_partings_behind(
             cache.metadata, self.seq_ids, self.before, prompts.tokens
         )
@@ -225,16 +228,10 @@ class _Extension(NamedTuple):
             cache,
             Pending(self.seq_ids, find_tokens, partings=partings),
             progress,
-            self.share_rows(prompts.lengths.shape[0], most_each),
+            sizes,
             count_left=count_left,
             note=note,
         )
-
-    def share_rows(self, num_sequences: int, most_each: int) -> Sizes:
-        """Return how the rows of a step are shared out."""
-        if self.runner.exact is not None:
-            return Sizes(self.runner.exact.num_rows)
-        return Sizes(num_sequences * most_each, most_each=most_each)
 
     def decode(self, cache: Cache, progress: Progress) -> tuple[Cache, Progress]:
         """Feed the newest token of each text until all have ended."""
@@ -272,27 +269,20 @@ def _note_step(
     cache: Cache, progress: Progress, batch: Batch, *, is_prompt: bool
 ) -> Progress:
     """Count a step, and end the texts that found no block."""
-    result = _count_step(cache, progress.result, batch, is_prompt)
-    refused = batch.status != Status.OK
-    reason = jnp.int32(FinishReason.OUT_OF_BLOCKS)
-    result = result._replace(reasons=jnp.where(refused, reason, result.reasons))
-    return progress._replace(result=result)
-
-
-def _count_step(
-    cache: Cache, result: Generation, batch: Batch, is_prompt: bool
-) -> Generation:
-    """Count a step."""
     rows = jnp.sum(batch.query_lengths, dtype=jnp.int32)
-    served = jnp.sum(batch.query_lengths > 0, dtype=jnp.int32)
-    result = result.add_counts(
+    result = progress.result.add_counts(
         num_steps=jnp.int32(1),
-        sequence_steps=served,
+        sequence_steps=jnp.sum(batch.query_lengths > 0, dtype=jnp.int32),
         prompt_tokens=rows if is_prompt else jnp.int32(0),
     )
-    used = count_used_blocks(cache)
-    peak = jnp.maximum(result.statistics.peak_blocks, used)
-    return result._replace(statistics=result.statistics._replace(peak_blocks=peak))
+    statistics = result.statistics
+    peak = jnp.maximum(statistics.peak_blocks, count_used_blocks(cache))
+    reason = jnp.int32(FinishReason.OUT_OF_BLOCKS)
+    result = result._replace(
+        reasons=jnp.where(batch.status != Status.OK, reason, result.reasons),
+        statistics=statistics._replace(peak_blocks=peak),
+    )
+    return progress._replace(result=result)
 
 
 def _find_seen(progress: Progress, vocabulary: int, sampling: Sampling) -> jax.Array:

@@ -7,7 +7,7 @@ compared with those that it makes on a cache in float32.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -16,16 +16,15 @@ import numpy as np
 
 from jkv.arguments import explains_arguments
 from jkv.config.cache_config import CacheConfig
-from jkv.config.counts import WITHOUT_INDEX
-from jkv.config.grouped_config import GroupedConfig
+from jkv.config.grouped_config import GroupedConfig, as_grouped
 from jkv.decoding.model.protocol import Model
+from jkv.decoding.scoring.sizes import resize
 from jkv.making.initialization import init
 from jkv.metadata.requests import as_prompts
 from jkv.verbs.allocation import allocate
 from jkv.verbs.appending import append
 from jkv.verbs.commitment import commit
 
-Config: TypeAlias = CacheConfig | GroupedConfig
 Stored: TypeAlias = Any | tuple[Any, Any]  # dtype, or those of keys and of values
 
 FORMATS: tuple[Stored, ...] = ("bfloat16", "int8", "fp8", ("int8", "int4"), "int4")
@@ -89,15 +88,15 @@ def measure_formats(
     texts = _cut(tokens, config.max_context_length)
     rows, exact, exact_mean = [], None, 0.0
     for stored in ("float32", *formats):
-        planned = _with_formats(config, stored)
-        read = jax.jit(functools.partial(_read, model, _for_one_sequence(planned)))
+        planned = _plan(as_grouped(config), stored)
+        read = jax.jit(functools.partial(_read, model, planned))
         found = [jax.device_get(read(params, *text)) for text in texts]
         losses, likeliest = map(np.concatenate, zip(*found, strict=True))
         is_token = np.concatenate([np.arange(len(t)) < n - 1 for t, n in texts])
         mean = float(losses[is_token].mean(dtype=np.float64))
         if exact is None:
             exact, exact_mean = likeliest, mean
-        groups = _groups_of(planned)
+        groups = planned.block_groups
         bytes_per_token = sum(each.bytes_per_token for each in groups)
         rows.append(
             FormatAccuracy(
@@ -127,47 +126,25 @@ def _cut(tokens: Any, max_context_length: int) -> list[tuple[np.ndarray, int]]:
     return [(np.pad(each, (0, padded - len(each))), len(each)) for each in pieces]
 
 
-def _groups_of(config: Config) -> tuple[CacheConfig, ...]:
-    return config.block_groups if isinstance(config, GroupedConfig) else (config,)
-
-
-def _with_formats(config: Config, stored: Stored) -> Config:
-    """Return the configuration with other dtypes of keys and values."""
+def _plan(config: GroupedConfig, stored: Stored) -> GroupedConfig:
+    """Return a configuration for one text, in other dtypes of keys and values."""
     key, value = stored if isinstance(stored, tuple) else (stored, None)
 
-    def change(group: Any) -> Any:
-        if not isinstance(group, CacheConfig):
-            return group
-        of_values = None if group.values_in_keys else value
-        return dataclasses.replace(group, dtype=key, value_dtype=of_values)
+    def of_blocks(group: CacheConfig) -> dict[str, Any]:
+        return dict(
+            max_sequences=1,
+            num_blocks=group.most_blocks(CHUNK_SIZE),
+            dtype=key,
+            value_dtype=None if group.values_in_keys else value,
+        )
 
-    return _replace_groups(config, change)
-
-
-def _for_one_sequence(config: Config) -> Config:
-    """Return a configuration with room for one text and without an index."""
-
-    def change(group: Any) -> Any:
-        fewer: dict[str, Any] = dict(num_snapshots=0, snapshot_every=None)
-        if isinstance(group, CacheConfig):
-            num_blocks = group.most_blocks(CHUNK_SIZE)
-            fewer = dict(num_blocks=num_blocks, **WITHOUT_INDEX)
-        return dataclasses.replace(group, max_sequences=1, **fewer)
-
-    return _replace_groups(config, change)
-
-
-def _replace_groups(config: Config, change: Callable[[Any], Any]) -> Config:
-    if not isinstance(config, GroupedConfig):
-        changed: CacheConfig = change(config)
-        return changed
-    groups = tuple(map(change, config.groups))
-    return dataclasses.replace(config, groups=groups, **WITHOUT_INDEX)
+    of_states = dict(max_sequences=1, num_snapshots=0, snapshot_every=None)
+    return resize(config, of_blocks, of_states)
 
 
 def _read(
     model: Model,
-    config: Config,
+    config: GroupedConfig,
     params: Any,
     text: jax.Array,  # i32[T], T a multiple of the chunks'
     length: jax.Array,  # i32[]

@@ -15,8 +15,8 @@ from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.model.steps import Steps
 from jkv.decoding.scheduler.data_parallel import generate_on_pools
-from jkv.decoding.scheduler.start import begin_generation
-from jkv.decoding.speculation.loop import begin_speculation, run_steps
+from jkv.decoding.speculation.loop import run_steps
+from jkv.decoding.stepping import begin_generation
 from jkv.decoding.texts.prompts import Prompts
 from jkv.decoding.texts.results import Generation
 from jkv.metadata.requests import Texts
@@ -86,20 +86,17 @@ def generate(
       ['STOP', 'LENGTH', 'LENGTH']
     """
     asked = Asked.of("generate", prompts, steps, how, fields)
-    num_samples = asked.steps.num_samples
 
     def run(
         params: Any, cache: Cache, prompts: Prompts, how: How
     ) -> tuple[Cache, Generation]:
         """Do steps on one pool until nothing runs."""
         runner = Runner(model, params)
-        state = begin_generation(
-            runner, cache, prompts, asked.stops, asked.steps, how.steering
-        )
+        mine = asked._replace(prompts=prompts, how=how)
         cache, state = run_steps(
             runner,
             cache,
-            begin_speculation(state, how.speculate),
+            begin_generation(runner, cache, mine),
             how.choice(),
             lambda state, _: jnp.any(state.is_running),
             how.speculate,
@@ -107,6 +104,7 @@ def generate(
         return cache, state.result
 
     if cache.pools is not None:
+        num_samples = asked.steps.num_samples
         return generate_on_pools(
             run, params, cache, asked.prompts, asked.how, num_samples
         )

@@ -14,11 +14,15 @@ from jkv.decoding.arguments.asked import Asked, Fields, How, OfHow, check_names,
 from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.model.steps import Steps
-from jkv.decoding.scheduler.start import begin_generation
-from jkv.decoding.scheduler.state import GenerationState
+from jkv.decoding.sampling.stopping import Bounds, judge_prompts
+from jkv.decoding.scheduler.places import Places
+from jkv.decoding.scheduler.queue import make_queue
+from jkv.decoding.scheduler.state import GenerationState, Holder
 from jkv.decoding.speculation.loop import begin_speculation, run_steps
-from jkv.decoding.steering.rows import check_steering_of
+from jkv.decoding.steering.rows import begin_rows, check_steering_of
+from jkv.decoding.texts.blocks import count_free_blocks, find_block_size
 from jkv.decoding.texts.prompts import Prompts
+from jkv.decoding.texts.results import FinishReason, Generation
 from jkv.metadata.requests import Integer, Texts, as_index
 from jkv.state import Cache
 from jkv.state.entry import takes_cache
@@ -59,13 +63,7 @@ def begin(
       ValueError: for arguments of a wrong shape or type.
     """
     asked = Asked.of("begin", prompts, steps, how, fields)
-    return _begin(Runner(model, params), cache, asked)
-
-
-def _begin(runner: Runner, cache: Cache, asked: Asked) -> GenerationState:
-    prompts, stops, steps, how = asked
-    state = begin_generation(runner, cache, prompts, stops, steps, how.steering)
-    return begin_speculation(state, how.speculate)
+    return begin_generation(Runner(model, params), cache, asked)
 
 
 @takes_cache(argument=2)
@@ -104,7 +102,7 @@ def prefill(
     """
     runner = Runner(model, params)
     asked = Asked.of("prefill", prompts, steps, how, fields)
-    state = _begin(runner, cache, asked)
+    state = begin_generation(runner, cache, asked)
 
     def lacks_token(state: GenerationState, num_steps: jax.Array) -> jax.Array:
         places, lengths = state.places, state.result.lengths
@@ -179,3 +177,43 @@ def decode(
         lambda state, count: (count < most) & jnp.any(state.is_running),
         how.speculate,
     )
+
+
+def begin_generation(runner: Runner, cache: Cache, asked: Asked) -> GenerationState:
+    """Begin with everything in the queue, after sizes were checked."""
+    prompts, stops, steps, how = asked
+    num_samples, exact = steps.num_samples, steps.exact_shape
+    num_sequences = prompts.lengths.shape[0] * num_samples
+    num_places, row_counts = steps.resolve(num_sequences, prompts.tokens.size)
+    if exact is not None:
+        exact.check_cache(cache)
+    num_blocks = count_free_blocks(cache)
+    size = find_block_size(cache, row_counts)
+    bounds = Bounds(cache.max_context_length, size, num_blocks)
+    vocabulary = runner.count_vocabulary(cache, num_places)
+    reasons = judge_prompts(prompts, bounds, vocabulary, how.steering)
+    num_rows = cache.metadata.sequences.free_rows.count
+    has_no_row = (reasons == FinishReason.RUNNING) & (num_rows == 0)
+    reasons = jnp.where(has_no_row, jnp.int32(FinishReason.OUT_OF_SEQUENCES), reasons)
+    reasons = jnp.repeat(reasons, num_samples)
+    has_snapshots = cache.metadata.index.snapshot_every is not None
+    steered = begin_rows(how.steering, prompts, num_samples)
+    state = GenerationState(
+        result=Generation.empty(reasons, steps.max_new_tokens, steered),
+        prompts=prompts,
+        stops=stops,
+        places=Places.empty(num_places),
+        queue=make_queue(reasons == FinishReason.RUNNING),
+        holder=Holder.none(),
+        seen=jnp.zeros((num_places, vocabulary), bool),
+        num_blocks=num_blocks,
+        most_running=jnp.minimum(
+            num_rows, min(num_places, steps.max_running or num_places)
+        ),
+        seating_needs=tuple(jnp.zeros((), jnp.int32) for _ in num_blocks),
+        speculation=None,
+        partings=jnp.zeros((num_places,), jnp.int32) if has_snapshots else None,
+        row_counts=row_counts,
+        exact=exact,
+    )
+    return begin_speculation(state, how.speculate)

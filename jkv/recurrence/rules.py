@@ -26,11 +26,7 @@ def trace_output(
     state: Arrays,  # {name: [B, ...]}
     inputs: Arrays,  # {name: [R, ...]}
 ) -> Any:
-    """Return the shapes and dtypes that a rule puts out for one token.
-
-    Raises:
-      ValueError: if it returns another state than it was given.
-    """
+    """Return the shapes and dtypes that a rule puts out for one token."""
 
     def first(array: jax.Array) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(array.shape[1:], array.dtype)

@@ -109,11 +109,7 @@ def read_events(
     request: Request,
     cancel: Callable[[Request], object],  # called if the consumer leaves before the end
 ) -> Iterator[Event]:
-    """Yield what is new of a request until it has ended.
-
-    Raises:
-      EngineError: if the request failed.
-    """
+    """Yield what is new of a request until it has ended; raise if it failed."""
     cursor = Cursor(request)
     try:
         while not cursor.is_over:

@@ -13,8 +13,7 @@ def find_columns(
 ) -> tuple[jax.Array, jax.Array]:
     """Return where the logits of tokens stand; those of -1 are out of range.
 
-    Returns:
-      Rows i32[K, 1] and columns i32[K, E], for `logits.at` with mode="drop".
+    Rows are i32[K, 1] and columns i32[K, E], for `logits.at` with mode="drop".
     """
     row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
     return row, jnp.where(tokens < 0, logits.shape[1], tokens)

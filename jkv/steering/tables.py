@@ -51,11 +51,7 @@ def check_numbers(
     array: Any,  # it
     shapes: tuple[str, ...],  # those that it may have
 ) -> jax.Array:
-    """Return an array as f32.
-
-    Raises:
-      UsageError: for no numbers, or another number of axes.
-    """
+    """Return an array as f32, as `check_integers` does."""
     return _check(where, array, shapes, jnp.number, jnp.float32)
 
 

@@ -27,8 +27,7 @@ from test_generation import (
 
 import jkv
 from jkv.decoding import PromptLookup
-from jkv.decoding.speculation.guesses import Guesses, row_sizes
-from jkv.decoding.speculation.lookup import find_guesses
+from jkv.decoding.speculation.guesses import Guesses, find_guesses, row_sizes
 from jkv.decoding.speculation.pace import Pace
 
 PROMPTS, SAMPLES, NEW_TOKENS, RUNNING, ROW_COUNTS = 4, 2, 20, 3, (32,)

@@ -61,7 +61,11 @@ def make_trees():
         "step": jax.eval_shape(lambda c: jkv.append(c, [0]), opened(3))[1],
         "lists": [
             fill(lists.WorkLists),
-            fill(lists.DecodeWork, sizes=lists.DecodeSizes(1, 2, 3), is_windowed=True),
+            fill(
+                lists.DecodeWork,
+                sizes=lists.DecodeSizes(1, 2, 3, 4, 5),
+                is_windowed=True,
+            ),
             fill(lists.PrefillWork, work=work, sizes=lists.PrefillSizes(1, 2, 3)),
             fill(lists.PositionWork, sizes=lists.PositionSizes(1, 2, 3, 4, 5)),
         ],

@@ -925,8 +925,8 @@ MUTATIONS = (
         "steered-end-not-told",
         "decoding",
         "A text that has ended by what steers it goes on.",
-        "new.steered and new.steered.has_ended(),",
-        "None,",
+        "ended = new.steered and new.steered.has_ended()",
+        "ended = None",
     ),
     Mutation(
         "guess-steered-one-token-late",

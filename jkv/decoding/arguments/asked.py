@@ -93,11 +93,7 @@ class Asked(NamedTuple):
         fields: Mapping[str, Any],
         kind: Any = Fields,
     ) -> "Asked":
-        """Take what a loop was given; of what is None, fields by name make a value.
-
-        Raises:
-          UsageError: for fields that the loop has not, or that stand in a value, too.
-        """
+        """Take what a loop was given; of what is None, fields by name make a value."""
         check_names(loop, fields, kind)
         if steps is None and "max_new_tokens" not in fields:
             raise UsageError(f"{loop}() needs max_new_tokens, or steps=Steps(...)")
@@ -126,11 +122,7 @@ def select(kind: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
 def take(
     given: Value | None, kind: type[Value], names: Any, fields: Mapping[str, Any]
 ) -> Value:
-    """Return a value that was given, or make one of the fields that it has.
-
-    Raises:
-      UsageError: for both, or for something else than a value.
-    """
+    """Return a value that was given, alone, or make one of the fields that it has."""
     named = select(names, fields)
     if given is None:
         return kind(**named)

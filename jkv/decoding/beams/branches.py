@@ -79,10 +79,7 @@ def open_prompts(
 def make_room_for_forks(
     cache: Cache, state: SearchState, num_blocks: Blocks
 ) -> tuple[Cache, SearchState]:
-    """Let searches wait until the others can fork their prompts.
-
-    Each needs some blocks before it forks, i32[Q].
-    """
+    """Let searches wait until the others, with blocks before it, i32[Q], can fork."""
     _, tail = divide(state.prompts.lengths, cache.block_size)
     more = jnp.int32(state.num_beams - 1)
     # A partly filled block is copied for each beam but the first.
@@ -151,13 +148,8 @@ def make_room_for_beams(
 ) -> tuple[Cache, SearchState, jax.Array]:
     """Let searches wait, the last prompt's first, until the others have room.
 
-    Args:
-      num_blocks: i32[Q], blocks of each group that each search needs if it runs.
-      num_rows: i32[Q], rows.
-
-    Returns:
-      The cache, the state, and i32[Q]: what one lacks that runs alone, else RUNNING. It
-      has given its rows back and does not run any more.
+    Returns also i32[Q]: what one lacks that runs alone, else RUNNING. It has given its
+    rows back and does not run any more.
     """
 
     def lacks(cache: Cache, state: SearchState) -> tuple[jax.Array, jax.Array]:
@@ -184,11 +176,8 @@ def make_room_for_beams(
 def let_last_wait(cache: Cache, state: SearchState, lacks_rows: jax.Array) -> Carry:
     """Let the search of the last prompt that runs give its rows back.
 
-    Args:
-      lacks_rows: bool[], whether rows lack, else it is blocks.
-
-    Returns:
-      The cache, the state, and i32[Q]: what it lacks if it runs alone, else RUNNING.
+    Rows lack if bool[] says so, else blocks. Returns also i32[Q]: what it lacks if it
+    runs alone, else RUNNING.
     """
     number = jnp.arange(state.is_running.shape[0], dtype=jnp.int32)
     last = number == jnp.max(jnp.where(state.is_running, number, -1))

@@ -35,7 +35,7 @@ from jkv.decoding.beams.hypotheses import (
     rank_continuations,
 )
 from jkv.decoding.beams.state import SearchState
-from jkv.decoding.model.prefill import Chunk, Pending, Sizes, prefill
+from jkv.decoding.model.prefill import Chunk, Pending, Sizes, count_cached, prefill
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.sampling.stopping import find_first
 from jkv.decoding.steering.rows import (
@@ -134,9 +134,7 @@ def _compute_prompts_that_fit(
 
     def lacks(cache: Cache, state: SearchState) -> jax.Array:
         seq_ids = state.first_seq_ids
-        row = jnp.where(seq_ids >= 0, seq_ids, cache.max_sequences)
-        lengths = cache.metadata.context_lengths
-        done = lengths.at[row].get(mode="fill", fill_value=0)
+        done = count_cached(cache, seq_ids)
         return jnp.any((seq_ids >= 0) & (done < state.prompts.lengths))
 
     def let_wait(carry: tuple[Cache, SearchState]) -> tuple[Cache, SearchState]:
@@ -204,9 +202,8 @@ def _choose_beams(
 ) -> tuple[SearchState, jax.Array, jax.Array]:
     """Choose the next tokens, and what has ended with them.
 
-    Returns:
-      The state, with one more token in each beam; i32[Q, K], the parents of its beams;
-      and i32[Q], why searches end, RUNNING where they go on.
+    Returns the state, with one more token in each beam; i32[Q, K], the parents of its
+    beams; and i32[Q], why searches end, RUNNING where they go on.
     """
     rules, logprobs = searcher.rules, _find_logprobs(searcher, state, logits)
     # Without numbers there is no token: the search ends with the beams that it had.

@@ -147,14 +147,9 @@ def beam_search(
         lambda carry: run_round(searcher, *carry),
         (cache, state),
     )
-    found = state.hypotheses
-    return cache, BeamSearch(
-        tokens=found.tokens[:, :num_return],
-        lengths=found.lengths[:, :num_return],
-        scores=found.scores[:, :num_return],
-        reasons=state.reasons,
-        statistics=state.statistics,
-    )
+    tokens, lengths, scores = (each[:, :num_return] for each in state.hypotheses)
+    found = BeamSearch(tokens, lengths, scores, state.reasons, state.statistics)
+    return cache, found
 
 
 def _make_rules(

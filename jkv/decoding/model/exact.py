@@ -34,11 +34,7 @@ class Exact(NamedTuple):
 
     @classmethod
     def of(cls, exact: ExactShape) -> Self | None:
-        """Return what was asked for, None for no fixed shape.
-
-        Raises:
-          UsageError: for what is neither a bool nor (W, R).
-        """
+        """Return what was asked for, a bool or (W, R); None for no fixed shape."""
         if exact is False:
             return None
         pair = _DEFAULT if exact is True else exact
@@ -87,11 +83,7 @@ class Exact(NamedTuple):
         tokens: jax.Array,  # i32[r]; without counts one of each sequence
         counts: jax.Array | None,  # i32[B]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Fill a step up to W requests and R rows.
-
-        Returns:
-          i32[W], i32[R] and i32[W].
-        """
+        """Fill a step up to W requests and R rows: i32[W], i32[R] and i32[W]."""
         more = (0, self.num_requests - seq_ids.shape[0])
         if counts is None:
             counts = (seq_ids >= 0).astype(jnp.int32)

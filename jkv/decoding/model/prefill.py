@@ -26,10 +26,11 @@ class Pending(NamedTuple):
     commits: bool = True  # whether full blocks can be found afterwards
     partings: jax.Array | None = None  # i32[B], as for `end_at_snapshots`
 
-    def count_done(self, cache: Cache) -> jax.Array:
-        """Return the tokens of each that are in the cache, i32[B]; 0 for none."""
-        row = jnp.where(self.seq_ids >= 0, self.seq_ids, cache.max_sequences)
-        return cache.metadata.context_lengths.at[row].get(mode="fill", fill_value=0)
+
+def count_cached(cache: Cache, seq_ids: jax.Array) -> jax.Array:
+    """Return the tokens that sequences have in a cache, i32[B]; 0 of none."""
+    row = jnp.where(seq_ids >= 0, seq_ids, cache.max_sequences)
+    return cache.metadata.context_lengths.at[row].get(mode="fill", fill_value=0)
 
 
 def run_chunk(
@@ -40,11 +41,7 @@ def run_chunk(
     counts: jax.Array,  # i32[B], tokens to compute of each, together at most R
     num_rows: int,  # R
 ) -> tuple[Cache, Batch, jax.Array]:
-    """Compute the next tokens of texts in one step.
-
-    Returns:
-      As `Runner.run`.
-    """
+    """Compute the next tokens of texts in one step; returns as `Runner.run`."""
     seq_ids = jnp.where(counts > 0, texts.seq_ids, NO_SEQUENCE)
     tokens = texts.find_tokens(*locate_rows(counts, done, num_rows))
     return runner.run(cache, seq_ids, tokens, counts, commits=texts.commits)
@@ -76,14 +73,12 @@ def end_at_snapshots(
     # i32[B], where each text parts from others, 0 where that is not known
     parting: jax.Array | None = None,
 ) -> jax.Array:
-    """Return fewer rows of texts where a snapshot of their states is to be made.
+    """Return fewer rows of texts, i32[B], where their states are to be copied.
 
     A text stops at the last multiple of `snapshot_every` before its end, from which a
     prompt that begins like it goes on; at the one up to which it is like a text that is
     known; and, where a chunk does not reach its end, at the last that the chunk has.
-
-    Returns:
-      i32[B], rows of each, at least one where there was one.
+    One row is left at least where there was one.
     """
     snapshot_every, end = cache.metadata.index.snapshot_every, done + counts
     if snapshot_every is None:
@@ -132,7 +127,7 @@ def prefill(
     """
 
     def find_left(cache: Cache, carry: Carry) -> tuple[jax.Array, jax.Array]:
-        done = texts.count_done(cache)
+        done = count_cached(cache, texts.seq_ids)
         left = count_left(carry, done)
         return done, jnp.where(texts.seq_ids >= 0, left, 0)
 

@@ -44,11 +44,7 @@ class Model(Protocol):
 
 
 def check_model(model: object, params: object) -> None:
-    """Refuse a model that cannot be called.
-
-    Raises:
-      UsageError: for one, which says so where its params could be.
-    """
+    """Refuse a model that cannot be called, and say where its params could be."""
     if not callable(model):
         swapped = ", as its params are: were they swapped?" if callable(params) else ""
         raise UsageError(
@@ -64,16 +60,7 @@ def call_model(
     cache: Cache,  # after the `append` that returned `batch`
     batch: Batch,
 ) -> tuple[jax.Array, Cache]:
-    """Run a model for the logits of last rows; refuse what is not what they look like.
-
-    All of it is known when the model is traced.
-
-    Returns:
-      float[B, V] and the cache, as `Model`.
-
-    Raises:
-      UsageError: for logits of another shape or dtype, or what is no pair of these.
-    """
+    """Run a model for the logits of last rows; refuse other answers as it is traced."""
     check_model(model, params)
     answer = model(params, tokens, cache, batch)
     if not (
@@ -104,14 +91,7 @@ def call_model(
 def call_model_for_rows(
     model: Model, params: Any, tokens: jax.Array, cache: Cache, batch: Batch
 ) -> tuple[jax.Array, Cache]:
-    """Run a model for the logits of every row; refuse one that cannot give them.
-
-    Returns:
-      float[R, V] and the cache, as `Model` with `all_rows=True`.
-
-    Raises:
-      UsageError: for a model that does not take `all_rows`, or other logits.
-    """
+    """Run a model for the logits of every row; refuse one that cannot give them."""
     try:
         parameters = inspect.signature(model).parameters
         takes = "all_rows" in parameters or any(

@@ -68,11 +68,7 @@ def share_rows(
     ages: jax.Array,  # i32[W], the places' ages
     num_rows: int,  # rows of the largest step, at least W
 ) -> jax.Array:
-    """Share the rows of a step.
-
-    Returns:
-      i32[W], rows of each.
-    """
+    """Return how many rows of a step each place has, i32[W]."""
     first = jnp.minimum(left, 1)
     more = jnp.clip(left - 1, 0, num_rows)
     more_by_age = jnp.zeros_like(more).at[ages].set(more)
@@ -87,10 +83,9 @@ def locate_rows(
     first: jax.Array,  # i32[W], the position of each one's first row
     num_rows: int,  # R, static
 ) -> tuple[jax.Array, jax.Array]:
-    """Return whose token each row of a step is, and where it stands in the text.
+    """Return whose token each row of a step is, i32[R], and its position, i32[R].
 
-    Returns:
-      i32[R], the place, and i32[R], the position; anything behind the last row.
+    Behind the last row they are anything.
     """
     starts = running_sum(counts) - counts
     row = jnp.arange(num_rows, dtype=jnp.int32)

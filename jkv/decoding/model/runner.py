@@ -43,9 +43,8 @@ class Runner(NamedTuple):
     ) -> tuple[Cache, Batch, jax.Array]:
         """Append tokens to sequences, compute their rows, and commit them.
 
-        Returns:
-          The cache, the batch, and f32[B, V]: the logits after each sequence's last
-          row, or those that were asked for; anything without one.
+        Returns the cache, the batch, and f32[B, V]: the logits after each sequence's
+        last row, or those that were asked for; anything without one.
         """
         num_sequences = seq_ids.shape[0]
         if self.exact is not None:
@@ -107,11 +106,7 @@ class Runner(NamedTuple):
         batch: Batch,  # the step, of R rows
         tokens: jax.Array,  # i32[R]
     ) -> tuple[Cache, jax.Array]:
-        """Compute the rows of a step that was appended, for the logits of each row.
-
-        Returns:
-          The cache, with nothing committed, and f32[R, V].
-        """
+        """Compute each row of a step that was appended, f32[R, V]; commit nothing."""
         logits, cache = call_model_for_rows(
             self.model, self.params, tokens, cache, batch
         )

@@ -32,11 +32,7 @@ class Choice(NamedTuple):
         counts: jax.Array,  # i32[K], tokens that each has generated
         seen: jax.Array | None,  # bool[K, V] or None, as for `sample`
     ) -> tuple[jax.Array, jax.Array]:
-        """Choose a token for each of K rows.
-
-        Returns:
-          Tokens i32[K], and their log-probabilities, f32[K].
-        """
+        """Choose a token for each row, i32[K], with its log-probability, f32[K]."""
         if self.num_rows is None or self.num_rows == logits.shape[0]:
             return sample(logits, sampling, counts, seen=seen)
         rows = by_row(sampling, logits.shape[0])

@@ -3,7 +3,7 @@
 Symbols: N sequences, W places, V tokens in the vocabulary, K lanes.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,30 +11,10 @@ import jax.numpy as jnp
 from jkv.decoding.sampling.choice import Choice
 from jkv.decoding.sampling.filters import by_row
 from jkv.decoding.sampling.options import Sampling
-from jkv.decoding.sampling.stopping import Bounds, judge_texts
-from jkv.decoding.steering.rows import SteeredRows, mark_refused, rows_of
-from jkv.decoding.texts.prompts import Prompts
+from jkv.decoding.sampling.stopping import Progress, judge_texts
+from jkv.decoding.steering.rows import SteeredRows, mark_refused
 from jkv.decoding.texts.results import FinishReason, Generation
-from jkv.decoding.texts.stops import Stops
 from jkv.sharding.loops import when
-
-
-class Progress(NamedTuple):
-    """How far the texts of N sequences have come, and what ends them."""
-
-    prompts: Prompts
-    stops: Stops
-    bounds: Bounds
-    result: Generation
-
-    @property
-    def is_running(self) -> jax.Array:
-        """Which of them have not ended, bool[N]."""
-        return self.result.reasons == FinishReason.RUNNING
-
-    def rows_of(self, choice: Choice, sequences: jax.Array) -> SteeredRows | None:
-        """Return what steers some of them, i32[K]; None where nothing does."""
-        return rows_of(choice.steering, self.prompts, self.result, sequences)
 
 
 def choose_next(
@@ -45,18 +25,16 @@ def choose_next(
     seen: jax.Array | None,
     choice: Choice,  # of N sequences
 ) -> tuple[Generation, jax.Array, jax.Array]:
-    """Choose a token for sequences, and see whether they end.
+    """Choose a token for sequences, i32[K], and see whether they end.
 
-    Returns:
-      What there is then, i32[K], the tokens, and f32[K, V], the logits that they were
-      chosen from: a loop that keeps memory for logits keeps these, so that what steers
-      them writes where they are.
+    Returns also f32[K, V], the logits that they were chosen from: a loop that keeps
+    memory for logits keeps these, so that what steers them writes where they are.
     """
     result, num_sequences = progress.result, progress.result.lengths.shape[0]
     known = jnp.minimum(sequences, num_sequences - 1)
     chosen = sampling_of(choice.sampling, num_sequences, known)
     positions = result.lengths[known]
-    steered = progress.rows_of(choice, known)
+    steered = progress.rows_of(choice.steering, known)
     if steered is not None:
         logits = steered.steer(logits)
     tokens, logprobs = choice.sample(logits, chosen, positions, seen)
@@ -79,11 +57,7 @@ def take_several(
     follows: jax.Array,
     before: SteeredRows | None,  # W * C rows, what steers each of them
 ) -> tuple[Generation, jax.Array]:
-    """Give texts several tokens that were chosen at once, as if one by one.
-
-    Returns:
-      What there is then, and bool[W, C], which tokens texts took.
-    """
+    """Give texts tokens chosen at once; return which ones they took, bool[W, C]."""
     result, num_sequences = progress.result, progress.result.lengths.shape[0]
     known = jnp.minimum(sequences, num_sequences - 1)
     after = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
@@ -133,20 +107,10 @@ class _New(NamedTuple):
 
 
 def _judge(progress: Progress, new: _New, written: jax.Array) -> jax.Array:
-    """Return why texts end after new tokens, RUNNING where they go on, i32[K].
-
-    Those are among the tokens written, i32[N, G].
-    """
+    """Return why texts end after tokens, among those written, i32[N, G]; i32[K]."""
     known = jnp.minimum(new.sequences, progress.result.lengths.shape[0] - 1)
-    reasons = judge_texts(
-        progress.prompts,
-        progress.stops,
-        progress.bounds,
-        written,
-        known,
-        new.positions + 1,
-        new.steered and new.steered.has_ended(),
-    )
+    ended = new.steered and new.steered.has_ended()
+    reasons = judge_texts(progress, written, known, new.positions + 1, ended)
     if new.steered is not None:
         nothing = jnp.int32(FinishReason.NOTHING_ALLOWED)
         reasons = jnp.where(new.is_refused, nothing, reasons)
@@ -178,16 +142,11 @@ def _put(
         logprobs=result.logprobs.at[served, new.positions].set(
             new.logprobs, mode="drop"
         ),
-        steering_state=_keep_state(result.steering_state, new.steered, newest),
-    )
-
-
-def _keep_state(old: Any, steered: SteeredRows | None, sequences: jax.Array) -> Any:
-    """Return the state of N sequences, with K rows of it for some, i32[K]."""
-    if steered is None:
-        return old
-    return jax.tree.map(
-        lambda rows, new: rows.at[sequences].set(new, mode="drop"), old, steered.state
+        steering_state=jax.tree.map(
+            lambda rows, new: rows.at[newest].set(new, mode="drop"),
+            result.steering_state,
+            new.steered and new.steered.state,
+        ),
     )
 
 

@@ -97,11 +97,7 @@ class Sampling:
 
 
 def _checked(name: str, value: Any) -> Any:
-    """Return the value of a field, a list as an array.
-
-    Raises:
-      UsageError: for what is no number of the field's range, or holds one.
-    """
+    """Return the value of a field, a list as an array, if it is in its range."""
     low, high, words = _RANGES[name]
     if isinstance(value, list | tuple):
         is_array = any(isinstance(leaf, jax.Array) for leaf in value)
@@ -172,11 +168,7 @@ def _mix(bits: Any) -> Any:
 
 
 def check_sampling(sampling: object) -> None:
-    """Refuse what does not say how tokens are chosen.
-
-    Raises:
-      UsageError: for anything but a `Sampling`.
-    """
+    """Refuse anything but a `Sampling`."""
     if not isinstance(sampling, Sampling):
         raise UsageError(
             f"sampling must be a jkv.Sampling, as in Sampling(temperature=0.7), got "

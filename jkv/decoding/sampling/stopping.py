@@ -10,10 +10,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.steering.rows import find_unknown
+from jkv.decoding.steering.rows import SteeredRows, find_unknown, rows_of
 from jkv.decoding.texts.blocks import Blocks, BlockSize, blocks_for, reach
 from jkv.decoding.texts.prompts import Prompts, find_malformed
-from jkv.decoding.texts.results import FinishReason
+from jkv.decoding.texts.results import FinishReason, Generation
 from jkv.decoding.texts.stops import ANY, Stops
 from jkv.steering import Steering
 
@@ -37,6 +37,26 @@ class Bounds(NamedTuple):
         ]
 
 
+class Progress(NamedTuple):
+    """How far the texts of N sequences have come, and what ends them."""
+
+    prompts: Prompts
+    stops: Stops
+    bounds: Bounds
+    result: Generation
+
+    @property
+    def is_running(self) -> jax.Array:
+        """Which of them have not ended, bool[N]."""
+        return self.result.reasons == FinishReason.RUNNING
+
+    def rows_of(
+        self, steering: Steering | None, sequences: jax.Array
+    ) -> SteeredRows | None:
+        """Return what steers some of them, i32[K]; None where nothing does."""
+        return rows_of(steering, self.prompts, self.result, sequences)
+
+
 def find_first(
     shape: Sequence[int], causes: list[tuple[FinishReason, jax.Array]]
 ) -> jax.Array:
@@ -55,48 +75,36 @@ def judge_prompts(
 ) -> jax.Array:
     """Return why prompts are not begun, RUNNING where they are, i32[Q].
 
-    Raises:
-      UsageError: for a malformed prompt, where the tokens are known: outside of jit.
+    Outside of jit, where the tokens are known, a malformed prompt raises UsageError.
     """
+    unknown = find_unknown(prompts, steering)
+    steered = [] if unknown is None else [(FinishReason.UNKNOWN_VARIANT, unknown)]
     return find_first(
         prompts.lengths.shape,
         [
             (FinishReason.MALFORMED_PROMPT, find_malformed(prompts, vocabulary)),
             (FinishReason.EMPTY_PROMPT, prompts.lengths == 0),
-            *_name_unknown(prompts, steering),
+            *steered,
             (FinishReason.LENGTH, prompts.limits <= 0),
             *bounds.exceeded(prompts.lengths),
         ],
     )
 
 
-def _name_unknown(
-    prompts: Prompts, steering: Steering | None
-) -> list[tuple[FinishReason, jax.Array]]:
-    """Return which prompts name a variant that is not there, if any are steered."""
-    unknown = find_unknown(prompts, steering)
-    return [] if unknown is None else [(FinishReason.UNKNOWN_VARIANT, unknown)]
-
-
 def judge_texts(
-    prompts: Prompts,
-    stops: Stops,  # what ends a text
-    bounds: Bounds,  # how long it can become
-    tokens: jax.Array,  # i32[N, G], new ones of N sequences
+    progress: Progress,
+    tokens: jax.Array,  # i32[N, G], new ones
     sequences: jax.Array,  # i32[K]
     lengths: jax.Array,  # i32[K], new tokens up to and with the one in question
     # bool[K], those that what steers them has ended with it
-    has_ended: jax.Array | None = None,
+    has_ended: jax.Array | None,
 ) -> jax.Array:
-    """Return why texts end after a token, RUNNING where they go on.
-
-    Returns:
-      i32[K], `FinishReason`.
-    """
+    """Return why texts end after a token, RUNNING where they go on, i32[K]."""
+    prompts = progress.prompts
     num_samples = tokens.shape[0] // prompts.lengths.shape[0]
     prompt = jax.lax.div(sequences, jnp.int32(num_samples))
     newest = tokens[sequences, jnp.maximum(lengths - 1, 0)]
-    stops = stops.of_prompts(prompt)
+    stops = progress.stops.of_prompts(prompt)
     is_stop = jnp.any(newest[:, None] == stops.tokens, axis=1)
     if stops.sequences is not None:
         is_stop |= _ends_with_any(tokens, sequences, lengths, stops.sequences)
@@ -107,7 +115,7 @@ def judge_texts(
         [
             (FinishReason.STOP, is_stop),
             (FinishReason.LENGTH, lengths >= prompts.limits[prompt]),
-            *bounds.exceeded(prompts.lengths[prompt] + lengths),
+            *progress.bounds.exceeded(prompts.lengths[prompt] + lengths),
         ],
     )
 
@@ -115,10 +123,7 @@ def judge_texts(
 def _ends_with_any(
     tokens: jax.Array, sequences: jax.Array, lengths: jax.Array, stops: jax.Array
 ) -> jax.Array:
-    """Return which texts, i32[K], end with a stop sequence of theirs, bool[K].
-
-    The stop sequences are i32[K or 1, F, C].
-    """
+    """Return which texts, i32[K], end with one of i32[K or 1, F, C], bool[K]."""
     width = stops.shape[2]
     offset = jnp.arange(width, dtype=jnp.int32)[None]
     column = lengths[:, None] - width + offset

@@ -12,12 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from jkv.decoding.sampling.stopping import find_first
-from jkv.decoding.scheduler.demand import Loads
-from jkv.decoding.scheduler.holding import has_more_samples
 from jkv.decoding.scheduler.places import LANES, find_oldest
-from jkv.decoding.scheduler.samples import Holder, find_pending
+from jkv.decoding.scheduler.samples import find_pending, has_more_samples
 from jkv.decoding.scheduler.seating import Attempt, may_seat, seat_waiting
-from jkv.decoding.scheduler.state import GenerationState, note_texts
+from jkv.decoding.scheduler.state import GenerationState, Holder, Loads, note_texts
 from jkv.decoding.texts.blocks import Blocks
 from jkv.decoding.texts.prompts import find_texts
 from jkv.decoding.texts.results import FinishReason
@@ -63,8 +61,7 @@ def _open_seated(
 ) -> tuple[Cache, GenerationState, jax.Array]:
     """Open rows of the cache for sequences that have places, at most K.
 
-    Returns:
-      The cache, the state, and bool[]: whether there may be more to do.
+    Returns also bool[]: whether there may be more to do.
     """
     loads = state.loads(cache)
     has_states = cache.metadata.has_states
@@ -97,16 +94,7 @@ def _find_lanes(
     leads = places.is_pending
     forks = jnp.zeros_like(leads)
     if state.num_samples > 1:
-        # With states a sequence past its prompt's end has the prompt no more.
-        is_past = loads.done > loads.prompt_lengths
-        leads, forks = find_pending(
-            places,
-            state.holder,
-            loads.prompts,
-            loads.prompt_lengths,
-            jnp.where(is_past, -1, loads.done) if has_states else loads.done,
-            state.prompts.lengths.shape[0],
-        )
+        leads, forks = find_pending(state, loads, has_states)
     can_open = leads | forks
     lanes = find_oldest(places, can_open, num_lanes)
     found = _Lanes(
@@ -124,8 +112,7 @@ def _fork_prompts(
 ) -> tuple[Cache, jax.Array, Holder]:
     """Fork prompts from sequences that have them; the first takes over a held one.
 
-    Returns:
-      The cache; i32[K], the rows of those that fork, -1 where refused; and the holder.
+    Returns also i32[K], the rows of those that fork, -1 where refused; and the holder.
     """
     places, holder = state.places, state.holder
     has_prompt, may_take = loads.has_prompt, jnp.bool_(True)

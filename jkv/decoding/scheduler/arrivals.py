@@ -129,7 +129,8 @@ def _queue_up(
     num_samples, num_sequences = state.num_samples, state.result.lengths.shape[0]
     sample_index = jnp.arange(num_samples, dtype=jnp.int32)[None]
     sequences = (index[:, None] * num_samples + sample_index).reshape(-1)
-    reasons = judge_prompts(added, state.bounds(cache), state.seen.shape[1], steering)
+    bounds = state.progress(cache).bounds
+    reasons = judge_prompts(added, bounds, state.seen.shape[1], steering)
     is_wanted = sample_index < wanted[:, None]
     unwanted = jnp.int32(FinishReason.CANCELLED)
     reasons = jnp.where(is_wanted, reasons[:, None], unwanted).reshape(-1)
@@ -141,23 +142,10 @@ def _queue_up(
         state.result.tokens.shape[1],
         begin_rows(steering, added, num_samples),
     )
-    old = state.result
-
-    def begin(old: jax.Array, new: jax.Array) -> jax.Array:
-        return old.at[sequences].set(new, mode="drop")
-
     state = dataclasses.replace(
         state,
-        result=Generation(
-            tokens=begin(old.tokens, fresh.tokens),
-            lengths=begin(old.lengths, fresh.lengths),
-            reasons=begin(old.reasons, fresh.reasons),
-            logprobs=begin(old.logprobs, fresh.logprobs),
-            statistics=old.statistics,
-            steering_state=jax.tree.map(
-                begin, old.steering_state, fresh.steering_state
-            ),
-            cached_tokens=begin(old.cached_tokens, fresh.cached_tokens),
+        result=state.result.map_sequences(
+            lambda old, new: old.at[sequences].set(new, mode="drop"), fresh
         ),
         seating_needs=jax.tree.map(jnp.zeros_like, state.seating_needs),
         speculation=state.speculation and state.speculation.forget(sequences),

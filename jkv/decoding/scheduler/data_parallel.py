@@ -37,8 +37,7 @@ def generate_on_pools(
 ) -> tuple[Cache, Generation]:
     """Deal prompts to the ranks by what is free, and generate on all.
 
-    Returns:
-      The cache, and the results in the order of the prompts, the same on all ranks.
+    The results, the same on all ranks, are in the order of the prompts.
     """
     pools = cache.pools
     assert pools is not None
@@ -101,12 +100,4 @@ def _collect(result: Generation, is_mine: jax.Array, axis: str) -> Generation:
         return jax.lax.psum(mine, axis)
 
     counts = Statistics(*jax.lax.psum(tuple(result.statistics), axis))
-    return Generation(
-        tokens=choose(result.tokens),
-        lengths=choose(result.lengths),
-        reasons=choose(result.reasons),
-        logprobs=choose(result.logprobs),
-        statistics=counts,
-        steering_state=jax.tree.map(choose, result.steering_state),
-        cached_tokens=choose(result.cached_tokens),
-    )
+    return result.map_sequences(choose)._replace(statistics=counts)

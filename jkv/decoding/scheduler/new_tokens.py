@@ -10,53 +10,54 @@ import jax.numpy as jnp
 from jax import lax
 
 from jkv.decoding.sampling.choice import Choice
-from jkv.decoding.sampling.next_token import Progress, choose_next, take_several
-from jkv.decoding.sampling.stopping import Bounds
+from jkv.decoding.sampling.next_token import choose_next, take_several
+from jkv.decoding.sampling.stopping import Progress
 from jkv.decoding.scheduler.state import GenerationState
 from jkv.decoding.steering.rows import SteeredRows
+from jkv.decoding.texts.results import Generation
 from jkv.sharding.loops import while_loop
+from jkv.state import Cache
 
 
 def choose_tokens(
+    cache: Cache,
     state: GenerationState,
-    bounds: Bounds,  # how long a text can become
     logits: jax.Array,  # f32[W, V], after the last token of each place's text
     is_ready: jax.Array,  # bool[W], whether they are
     choice: Choice,  # of N sequences
 ) -> tuple[GenerationState, jax.Array]:
     """Choose the next token of each text that is in the cache whole.
 
-    Returns:
-      The state, and f32[W, V] as those of `choose_next`.
+    Returns also the logits, f32[W, V], of `choose_next`.
     """
-    places, result = state.places, state.result
-    counts = result.lengths[places.sequences]
-    sequences = jnp.where(is_ready, places.sequences, result.lengths.shape[0])
-    state, tokens, steered = _choose(
-        state, bounds, logits, sequences, state.seen, choice
+    places, lengths = state.places, state.result.lengths
+    sequences = jnp.where(is_ready, places.sequences, lengths.shape[0])
+    progress = state.progress(cache)
+    result, tokens, steered = choose_next(
+        progress, logits, sequences, state.seen, choice
     )
     if state.num_samples > 1:
-        state = _choose_for_samples(
-            state, bounds, logits, is_ready & (counts == 0), choice
-        )
+        is_first = is_ready & (lengths[places.sequences] == 0)
+        progress = progress._replace(result=result)
+        result = _choose_for_samples(progress, state, logits, is_first, choice)
+    state = dataclasses.replace(state, result=result)
     return _note_seen(state, is_ready, tokens), steered
 
 
 def take_tokens(
-    state: GenerationState,  # as for `choose_tokens`; the texts have a token already
-    bounds: Bounds,
-    is_ready: jax.Array,
+    cache: Cache,
+    state: GenerationState,
+    is_ready: jax.Array,  # bool[W], whose texts, which have a token already
     tokens: jax.Array,  # [W, C], as for `take_several`
-    logprobs: jax.Array,  # [W, C], as for `take_several`
-    follows: jax.Array,  # [W, C], as for `take_several`
-    before: SteeredRows | None,  # W * C rows, as there
+    logprobs: jax.Array,
+    follows: jax.Array,
+    before: SteeredRows | None,
 ) -> GenerationState:
     """Give texts several tokens that were chosen at once."""
     sequences = state.places.sequences
     sequences = jnp.where(is_ready, sequences, state.result.lengths.shape[0])
-    progress = _find_progress(state, bounds)
     result, is_taken = take_several(
-        progress, sequences, tokens, logprobs, follows, before
+        state.progress(cache), sequences, tokens, logprobs, follows, before
     )
     return _note_seen(dataclasses.replace(state, result=result), is_taken, tokens)
 
@@ -73,59 +74,36 @@ def _note_seen(
 
 
 def _choose_for_samples(
+    progress: Progress,
     state: GenerationState,
-    bounds: Bounds,
     logits: jax.Array,
     is_first: jax.Array,
     choice: Choice,
-) -> GenerationState:
+) -> Generation:
     """Choose the first tokens of all samples of prompts that are whole, bool[W].
 
     They are chosen at once, wherever those samples are, so that no logits are kept.
     """
-    num_samples = state.num_samples
-    Carry = tuple[jax.Array, GenerationState]
+    num_samples, num_sequences = state.num_samples, state.result.lengths.shape[0]
+    Carry = tuple[jax.Array, Generation]
 
     def trip(carry: Carry) -> Carry:
-        todo, state = carry
+        todo, result = carry
         place = jnp.argmax(todo)
         leader = state.places.sequences[place]
         sample_index = jnp.arange(num_samples, dtype=jnp.int32)
         sequences = lax.div(leader, jnp.int32(num_samples)) * num_samples + sample_index
-        is_open = state.is_running[sequences] & (state.result.lengths[sequences] == 0)
+        before = progress._replace(result=result)
+        is_open = before.is_running[sequences] & (result.lengths[sequences] == 0)
         is_open &= sequences != leader
-        chosen = jnp.where(is_open, sequences, state.result.lengths.shape[0])
+        chosen = jnp.where(is_open, sequences, num_sequences)
 
         def spread(row: jax.Array) -> jax.Array:
             return jnp.broadcast_to(row[None], (num_samples, row.shape[0]))
 
-        state, *_ = _choose(
-            state,
-            bounds,
-            spread(logits[place]),
-            chosen,
-            spread(state.seen[place]),
-            choice,
-        )
-        return todo.at[place].set(False), state
+        rows, seen = spread(logits[place]), spread(state.seen[place])
+        result, *_ = choose_next(before, rows, chosen, seen, choice)
+        return todo.at[place].set(False), result
 
-    _, state = while_loop(lambda carry: jnp.any(carry[0]), trip, (is_first, state))
-    return state
-
-
-def _choose(
-    state: GenerationState,
-    bounds: Bounds,
-    logits: jax.Array,
-    sequences: jax.Array,
-    seen: jax.Array,
-    choice: Choice,
-) -> tuple[GenerationState, jax.Array, jax.Array]:
-    """Choose a token for sequences of a generation, as `choose_next`."""
-    progress = _find_progress(state, bounds)
-    result, tokens, steered = choose_next(progress, logits, sequences, seen, choice)
-    return dataclasses.replace(state, result=result), tokens, steered
-
-
-def _find_progress(state: GenerationState, bounds: Bounds) -> Progress:
-    return Progress(state.prompts, state.stops, bounds, state.result)
+    carry = is_first, progress.result
+    return while_loop(lambda carry: jnp.any(carry[0]), trip, carry)[1]

@@ -79,11 +79,7 @@ def find_chosen(
     chosen: jax.Array,  # bool[P]
     num_lanes: int,  # K, static
 ) -> jax.Array:
-    """Return the first indices that are chosen.
-
-    Returns:
-      i32[K] ascending, P where there are no more.
-    """
+    """Return the first indices that are chosen, i32[K]; P where there are no more."""
     size = chosen.shape[0]
     rank = running_sum(chosen.astype(jnp.int32)) - 1
     lane = jnp.where(chosen & (rank < num_lanes), rank, num_lanes)
@@ -96,11 +92,7 @@ def find_oldest(
     chosen: jax.Array,  # bool[W]
     num_lanes: int,  # K, static
 ) -> jax.Array:
-    """Return the oldest places that are chosen.
-
-    Returns:
-      i32[K] from the oldest on, W where there are no more.
-    """
+    """Return the oldest places that are chosen, i32[K]; W where there are no more."""
     chosen_by_age = jnp.zeros_like(chosen).at[places.ages].set(chosen)
     age = find_chosen(chosen_by_age, num_lanes)
     by_age = sort_by_age(places)

@@ -7,15 +7,14 @@ Symbols: W places.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.scheduler.demand import find_demand
 from jkv.decoding.scheduler.places import Places, find_youngest_running, unseat_youngest
-from jkv.decoding.scheduler.samples import Holder
-from jkv.decoding.scheduler.state import GenerationState
+from jkv.decoding.scheduler.state import GenerationState, Holder
 from jkv.decoding.texts.blocks import Blocks, count_free_blocks, reach, subtract, total
 from jkv.sharding.loops import while_loop
 from jkv.state import NO_SEQUENCE, Cache, Metadata
@@ -28,35 +27,22 @@ def preempt_youngest(
 ) -> tuple[Cache, GenerationState, Blocks]:
     """Preempt the youngest until the free blocks reach for what the others need.
 
-    A prompt that is held goes first. One sequence is left at least.
-
-    Returns:
-      The cache, the state, and i32[] for each group: free blocks that were promised to
-      no sequence.
+    A prompt that is held goes first. One sequence is left at least. Returns also i32[]
+    for each group: free blocks that were promised to no sequence.
     """
-    demand = find_demand(state.places, state.loads(cache), state.block_size(cache))
+    demand = state.demand(cache, state.loads(cache))
 
     def lacks_blocks(running: _Running) -> jax.Array:
         can_give = (running.holder.seq_id >= 0) | (running.places.num_running > 1)
         free = tuple(group.free_blocks.count for group in running.metadata.block_groups)
         return can_give & ~reach(free, running.promised)
 
-    none = jnp.zeros((), jnp.int32)
-    running = while_loop(
-        lacks_blocks,
-        lambda running: _take_back(cache, running, demand),
-        _Running(cache.metadata, state.places, state.holder, total(demand), none),
-    )
-    cache = cache.with_metadata(running.metadata)
-    is_same = running.places.num_running == state.places.num_running
-    state = dataclasses.replace(
-        state,
-        places=running.places,
-        holder=running.holder,
-        seating_needs=tuple(jnp.where(is_same, n, 0) for n in state.seating_needs),
-        result=state.result.add_counts(preemptions=running.num_preempted),
-    )
-    return cache, state, subtract(count_free_blocks(cache), running.promised)
+    before = state.places.num_running
+    cache, state, promised = _preempt_while(lacks_blocks, cache, state, demand)
+    is_same = state.places.num_running == before
+    needs = tuple(jnp.where(is_same, n, 0) for n in state.seating_needs)
+    state = dataclasses.replace(state, seating_needs=needs)
+    return cache, state, subtract(count_free_blocks(cache), promised)
 
 
 @takes_cache()
@@ -91,24 +77,18 @@ def preempt(cache: Cache, state: GenerationState) -> tuple[Cache, GenerationStat
       >>> state.result.tokens.tolist()
       [[6, 8, 10], [41, 43, 45]]
     """
-    none = tuple(jnp.zeros_like(each) for each in state.seating_needs)
-    no_demand = tuple(jnp.zeros_like(state.places.ages) for _ in none)
-    zero = jnp.zeros((), jnp.int32)
-    running = while_loop(
+    cache, state, nothing = _preempt_while(
         lambda running: (running.holder.seq_id >= 0) | (running.places.num_running > 0),
-        lambda running: _take_back(cache, running, no_demand),
-        _Running(cache.metadata, state.places, state.holder, none, zero),
+        cache,
+        state,
+        tuple(jnp.zeros_like(state.places.ages) for _ in state.seating_needs),
     )
     all_sequences = jnp.arange(state.result.lengths.shape[0], dtype=jnp.int32)
-    state = dataclasses.replace(
+    return cache, dataclasses.replace(
         state,
-        places=running.places,
-        holder=running.holder,
-        seating_needs=none,
-        result=state.result.add_counts(preemptions=running.num_preempted),
+        seating_needs=nothing,
         speculation=state.speculation and state.speculation.forget(all_sequences),
     )
-    return cache.with_metadata(running.metadata), state
 
 
 class _Running(NamedTuple):
@@ -119,6 +99,28 @@ class _Running(NamedTuple):
     holder: Holder
     promised: Blocks  # i32[]
     num_preempted: jax.Array  # i32[]
+
+
+def _preempt_while(
+    goes_on: Callable[[_Running], jax.Array],
+    cache: Cache,
+    state: GenerationState,
+    demand: Blocks,  # i32[W], blocks that were promised to each
+) -> tuple[Cache, GenerationState, Blocks]:
+    """Take blocks back as long as it goes on; return what stays promised, i32[]."""
+    begun = cache.metadata, state.places, state.holder, total(demand)
+    running = while_loop(
+        goes_on,
+        lambda running: _take_back(cache, running, demand),
+        _Running(*begun, jnp.zeros((), jnp.int32)),
+    )
+    state = dataclasses.replace(
+        state,
+        places=running.places,
+        holder=running.holder,
+        result=state.result.add_counts(preemptions=running.num_preempted),
+    )
+    return cache.with_metadata(running.metadata), state, running.promised
 
 
 def _take_back(cache: Cache, running: _Running, demand: Blocks) -> _Running:

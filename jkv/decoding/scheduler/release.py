@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jkv.decoding.scheduler.places import LANES, find_chosen, find_oldest, vacate
-from jkv.decoding.scheduler.samples import Holder, find_hand_over
-from jkv.decoding.scheduler.state import GenerationState, note_texts
-from jkv.decoding.texts.results import FinishReason
+from jkv.decoding.scheduler.samples import find_hand_over
+from jkv.decoding.scheduler.state import GenerationState, Holder, note_texts
 from jkv.sharding.loops import when, while_loop
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.status import Status
@@ -71,17 +70,12 @@ def _hand_over(
 ) -> tuple[Cache, GenerationState, jax.Array]:
     """Hand over the prompts of ended sequences, bool[W], that other samples need.
 
-    Returns:
-      The cache, the state, and bool[W]: places whose sequence is not to be freed.
+    Returns also bool[W]: places whose sequence is not to be freed.
     """
     places, loads = state.places, state.loads(cache)
-    wanted = find_hand_over(
-        places, ended, loads.prompts, loads.has_prompt, _count_unfinished(state)
-    )
+    gives, receivers = find_hand_over(state, loads, ended)
     # There is one holder; its prompt is handed over before another is wanted.
-    gives = wanted.gives & (
-        (wanted.receiver < places.num_places) | (state.holder.seq_id < 0)
-    )
+    gives &= (receivers < places.num_places) | (state.holder.seq_id < 0)
     Carry = tuple[Cache, GenerationState, jax.Array, jax.Array]
 
     def trip(carry: Carry) -> Carry:
@@ -91,7 +85,7 @@ def _hand_over(
         cache, status = truncate(cache, seq_id[None], length[None])
         # A sequence that cannot be cut back is freed; the prompt is computed again.
         is_cut = status[0] == Status.OK
-        receiver = jnp.where(is_cut, wanted.receiver[giver], -1)
+        receiver = jnp.where(is_cut, receivers[giver], -1)
         state = _receive(state, receiver, seq_id, loads.prompts[giver])
         return cache, state, left.at[giver].set(False), given.at[giver].set(is_cut)
 
@@ -130,10 +124,3 @@ def _is_holder_unwanted(state: GenerationState) -> jax.Array:
     sample_index = jnp.arange(state.num_samples, dtype=jnp.int32)
     samples = state.holder.prompt * state.num_samples + sample_index
     return (state.holder.seq_id >= 0) & ~jnp.any(state.is_running[samples])
-
-
-def _count_unfinished(state: GenerationState) -> jax.Array:
-    """Return the samples of each prompt that have not ended, i32[Q]."""
-    running = state.result.reasons == FinishReason.RUNNING
-    by_prompt = running.reshape(-1, state.num_samples)
-    return jnp.sum(by_prompt, axis=1, dtype=jnp.int32)

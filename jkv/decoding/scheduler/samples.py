@@ -6,85 +6,61 @@ still need the prompt, its row is handed over: to the oldest sample that has a p
 else to the *holder*, a sequence of the cache that has no place. Samples without a place
 are the first that wait, so all of them are of one prompt, and one holder is enough.
 
-Symbols: Q prompts, W places, K lanes.
+Keys and values of a prompt are shared for as long as a sample has them. A state moves
+on with the first token behind it, so that a copy is held at the prompt's end.
+
+Symbols: Q prompts, W places.
 """
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.scheduler.places import Places
-from jkv.state import NO_SEQUENCE
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Holder:
-    """A prompt that is kept in the cache for samples that wait."""
-
-    seq_id: jax.Array  # i32[], its row in the cache, -1 if there is none
-    prompt: jax.Array  # i32[], which prompt it has, any if there is none
-
-    @classmethod
-    def none(cls) -> "Holder":
-        """Hold nothing."""
-        return cls(seq_id=jnp.full((), NO_SEQUENCE, jnp.int32), prompt=jnp.int32(0))
-
-    def holds(self, prompts: jax.Array) -> jax.Array:
-        """Return which of these prompts, i32[K], it has, bool[K]."""
-        return (self.seq_id >= 0) & (prompts == self.prompt)
-
-
-class Pending(NamedTuple):
-    """What can be done for the sequences that run but are not in the cache, bool[W]."""
-
-    leads: jax.Array  # no sample of its prompt is in the cache or older: it computes
-    forks: jax.Array  # its prompt is computed: it forks
+from jkv.decoding.scheduler.places import find_oldest, sort_by_age
+from jkv.decoding.scheduler.state import GenerationState, Holder, Loads
+from jkv.sharding.loops import when
+from jkv.state import NO_SEQUENCE, Cache
+from jkv.verbs.forking import fork
 
 
 def find_pending(
-    places: Places,
-    holder: Holder,  # of a prompt
-    prompts: jax.Array,  # i32[W], the prompt of each place
-    lengths: jax.Array,  # i32[W], its tokens
-    # i32[W], tokens that the place's sequence has in the cache, -1 without one
-    done: jax.Array,
-    num_prompts: int,  # Q, static
-) -> Pending:
-    """Find what can be done for the sequences that run but are not in the cache."""
+    state: GenerationState, loads: Loads, has_states: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Find what the sequences can do that run but are not in the cache.
+
+    Returns bool[W], those that compute a prompt of which no sample is in the cache or
+    older; and bool[W], those that fork it, as it is computed.
+    """
+    places, prompts, done = state.places, loads.prompts, loads.done
+    if has_states:
+        # A sequence past its prompt's end has the prompt no more.
+        done = jnp.where(done > loads.prompt_lengths, -1, done)
+    num_prompts = state.prompts.lengths.shape[0]
     pending = places.is_pending
     running = jnp.where(places.is_cached, prompts, num_prompts)
     most_done = jnp.full((num_prompts,), -1, jnp.int32)
     most_done = most_done.at[running].max(done, mode="drop")[prompts]
-    is_held = holder.holds(prompts)
+    is_held = state.holder.holds(prompts)
     oldest = jnp.full((num_prompts,), places.num_places, jnp.int32)
     waiting = jnp.where(pending, prompts, num_prompts)
     oldest = oldest.at[waiting].min(places.ages, mode="drop")[prompts]
     is_alone = (most_done < 0) & ~is_held
-    return Pending(
-        leads=pending & is_alone & (places.ages == oldest),
-        forks=pending & ((most_done >= lengths) | is_held),
-    )
-
-
-class HandOver(NamedTuple):
-    """Which sequences give their prompts to which places."""
-
-    gives: jax.Array  # bool[W], ended sequences that are cut back, not freed
-    receiver: jax.Array  # i32[W], the place that takes it, W: the holder does
+    leads = pending & is_alone & (places.ages == oldest)
+    return leads, pending & ((most_done >= loads.prompt_lengths) | is_held)
 
 
 def find_hand_over(
-    places: Places,  # W of them, the ended ones still in theirs
-    ended: jax.Array,  # bool[W]
-    prompts: jax.Array,  # i32[W], the prompt of each place
-    # bool[W], whether the place's sequence has all of its prompt in the cache
-    is_whole: jax.Array,
-    unfinished: jax.Array,  # i32[Q], samples of each prompt that have not ended
-) -> HandOver:
-    """Find the ended sequences whose prompt other samples still need."""
+    state: GenerationState,
+    loads: Loads,
+    ended: jax.Array,  # bool[W], whose sequences are still in their places
+) -> tuple[jax.Array, jax.Array]:
+    """Find the ended sequences whose prompt other samples still need.
+
+    Returns bool[W], those that are cut back, not freed; and i32[W], the place that
+    takes each one's prompt, W for the holder.
+    """
+    places, prompts, unfinished = state.places, loads.prompts, state.num_unfinished
     num_prompts, nothing = unfinished.shape[0], places.num_places
     stays = places.is_running & ~ended
 
@@ -96,13 +72,44 @@ def find_hand_over(
     num_running = none.at[of(stays)].add(1, mode="drop")
     youngest = jnp.full((num_prompts,), nothing, jnp.int32)
     heir = youngest.at[of(stays & ~places.is_cached)].min(places.ages, mode="drop")
-    may_give = ended & places.is_cached & is_whole
+    may_give = ended & places.is_cached & loads.has_prompt
     giver = youngest.at[of(may_give)].min(places.ages, mode="drop")
 
     is_last = may_give & (num_cached[prompts] == 0) & (places.ages == giver[prompts])
     has_heir = heir[prompts] < nothing
     is_wanted = unfinished[prompts] > num_running[prompts]
-    place = jnp.arange(nothing, dtype=jnp.int32)
-    by_age = jnp.zeros_like(place).at[places.ages].set(place)
+    by_age = sort_by_age(places)
     receiver = by_age.at[heir[prompts]].get(mode="fill", fill_value=nothing)
-    return HandOver(is_last & (has_heir | is_wanted), receiver)
+    return is_last & (has_heir | is_wanted), receiver
+
+
+def has_more_samples(state: GenerationState, loads: Loads) -> jax.Array:
+    """Return which prompts have samples that wait without a place, bool[Q]."""
+    num_prompts = state.prompts.lengths.shape[0]
+    of_place = jnp.where(state.places.is_running, loads.prompts, num_prompts)
+    seated = jnp.zeros((num_prompts,), jnp.int32).at[of_place].add(1, mode="drop")
+    return state.num_unfinished > seated
+
+
+def hold_prompt(cache: Cache, state: GenerationState) -> tuple[Cache, GenerationState]:
+    """Fork a prompt that was just computed, if samples wait for it without a place.
+
+    Without layers that keep a state there is nothing to do.
+    """
+    if not cache.metadata.has_states or state.num_samples == 1:
+        return cache, state
+    places, loads, holder = state.places, state.loads(cache), state.holder
+    is_whole = places.is_cached & places.is_running
+    is_whole &= loads.done == loads.prompt_lengths
+    wanted = is_whole & has_more_samples(state, loads)[loads.prompts]
+    wanted &= holder.seq_id < 0
+
+    def hold(carry: tuple[Cache, Holder]) -> tuple[Cache, Holder]:
+        cache, _ = carry
+        place = find_oldest(places, wanted, 1)
+        parent = places.seq_ids.at[place].get(mode="fill", fill_value=NO_SEQUENCE)
+        cache, forked = fork(cache, parent)
+        return cache, Holder(seq_id=forked.seq_ids[0], prompt=loads.prompts[place[0]])
+
+    cache, holder = when(jnp.any(wanted), hold, (cache, holder))
+    return cache, dataclasses.replace(state, holder=holder)

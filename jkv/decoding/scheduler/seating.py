@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from jkv.decoding.scheduler import queue
-from jkv.decoding.scheduler.demand import Loads, find_demand
 from jkv.decoding.scheduler.queue import Candidates, Seated
-from jkv.decoding.scheduler.state import GenerationState
+from jkv.decoding.scheduler.state import GenerationState, Loads
 from jkv.decoding.texts.blocks import (
     Blocks,
     blocks_beside_prompt,
@@ -63,7 +62,7 @@ def seat_waiting(
 ) -> tuple[GenerationState, Attempt]:
     """Seat the first that wait, at most K, which is static."""
     places, loads = state.places, state.loads(cache)
-    promised = total(find_demand(places, loads, state.block_size(cache)))
+    promised = total(state.demand(cache, loads))
     slack = subtract(count_free_blocks(cache), promised)
     num_free_places = state.most_running - places.num_running
     offer = _find_offer(cache, state, loads, num_lanes)
@@ -80,7 +79,8 @@ def seat_waiting(
     has_lane = jnp.sum(places.is_pending, dtype=jnp.int32) < num_lanes
     may_fit = offer.may_cost_less[0] & reach(slack, state.seating_needs)
     is_trial = is_refused & has_lane & (may_fit | (places.num_running == 0))
-    result = _with_first(result, is_trial)
+    forced = is_trial & (jnp.arange(num_lanes, dtype=jnp.int32) == 0)
+    result = Seated(result.seated | forced, result.passed | forced)
     places, waiting = queue.seat(places, state.queue, offer.candidates, result)
     state = dataclasses.replace(
         state,
@@ -131,13 +131,6 @@ def _is_first_sample(
     is_running = state.places.is_running[None]
     joins = jnp.any(is_running & (loads.prompts[None] == prompt[:, None]), axis=1)
     return ~(follows | joins)
-
-
-def _with_first(result: Seated, is_first: jax.Array) -> Seated:
-    """Seat the first candidate too, if bool[]."""
-    first = jnp.arange(result.seated.shape[0], dtype=jnp.int32) == 0
-    forced = first & is_first
-    return Seated(result.seated | forced, result.passed | forced)
 
 
 def _find_needs(offer: _Offer, num_passed: jax.Array) -> Blocks:

@@ -4,21 +4,66 @@ Symbols: N sequences, Q prompts, W places, V tokens in the vocabulary, K lanes.
 """
 
 import dataclasses
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
 
 from jkv.decoding.model.exact import Exact
-from jkv.decoding.sampling.stopping import Bounds
-from jkv.decoding.scheduler.demand import Loads
+from jkv.decoding.sampling.stopping import Bounds, Progress
 from jkv.decoding.scheduler.places import Places
-from jkv.decoding.scheduler.samples import Holder
-from jkv.decoding.texts.blocks import Blocks, BlockSize, find_block_size
+from jkv.decoding.steering.rows import SteeredRows, rows_of
+from jkv.decoding.texts.blocks import (
+    Blocks,
+    BlockSize,
+    blocks_beside_prompt,
+    blocks_to_take,
+    find_block_size,
+)
 from jkv.decoding.texts.prompts import Prompts, find_texts
 from jkv.decoding.texts.results import FinishReason, Generation
 from jkv.decoding.texts.stops import Stops
 from jkv.state import NO_SEQUENCE, Cache, Ring
+from jkv.steering import Steering
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Holder:
+    """A prompt that is kept in the cache for samples that wait."""
+
+    seq_id: jax.Array  # i32[], its row in the cache, -1 if there is none
+    prompt: jax.Array  # i32[], which prompt it has, any if there is none
+
+    @classmethod
+    def none(cls) -> "Holder":
+        """Hold nothing."""
+        return cls(seq_id=jnp.full((), NO_SEQUENCE, jnp.int32), prompt=jnp.int32(0))
+
+    def holds(self, prompts: jax.Array) -> jax.Array:
+        """Return which of these prompts, i32[K], it has, bool[K]."""
+        return (self.seq_id >= 0) & (prompts == self.prompt)
+
+
+class Loads(NamedTuple):
+    """What the sequence of each of W places has, anything where a place is empty."""
+
+    prompts: jax.Array  # i32[W], its prompt
+    prompt_lengths: jax.Array  # i32[W], tokens of that
+    text_lengths: jax.Array  # i32[W], those generated too
+    done: jax.Array  # i32[W], tokens in the cache, 0 where it is not there
+    # i32[W], its blocks, those given back too, 0 where it is not in the cache
+    mapped: Blocks
+    kept: Blocks  # i32[W], its blocks without those
+
+    def count_left(self, places: Places) -> jax.Array:
+        """Return the tokens of each yet to be computed, i32[W]; 0 out of the cache."""
+        return jnp.where(places.is_cached, self.text_lengths - self.done, 0)
+
+    @property
+    def has_prompt(self) -> jax.Array:
+        """Whether all of its prompt is in the cache, bool[W]."""
+        return self.done >= self.prompt_lengths
 
 
 class Companion(Protocol):
@@ -78,9 +123,21 @@ class GenerationState:
         nowhere = jnp.full((num_sequences,), NO_SEQUENCE, jnp.int32)
         return nowhere.at[sequence].set(places.seq_ids, mode="drop")
 
-    def bounds(self, cache: Cache) -> Bounds:
-        """How long a text can become."""
-        return Bounds(cache.max_context_length, self.block_size(cache), self.num_blocks)
+    @property
+    def num_unfinished(self) -> jax.Array:
+        """Samples of each prompt that have not ended, i32[Q]."""
+        by_prompt = self.is_running.reshape(-1, self.num_samples)
+        return jnp.sum(by_prompt, axis=1, dtype=jnp.int32)
+
+    def rows_of(self, steering: Steering | None) -> SteeredRows | None:
+        """Return what steers the text in each place, W rows; None if nothing does."""
+        return rows_of(steering, self.prompts, self.result, self.places.sequences)
+
+    def progress(self, cache: Cache) -> Progress:
+        """How far the texts have come, and what ends them in this cache."""
+        size = self.block_size(cache)
+        bounds = Bounds(cache.max_context_length, size, self.num_blocks)
+        return Progress(self.prompts, self.stops, bounds, self.result)
 
     def block_size(self, cache: Cache) -> BlockSize:
         """How many blocks a text takes in this cache, in steps of these rows."""
@@ -106,6 +163,18 @@ class GenerationState:
             mapped=tuple(of_cached(g.num_mapped_blocks) for g in metadata.block_groups),
             kept=tuple(of_cached(g.num_kept_blocks) for g in metadata.block_groups),
         )
+
+    def demand(self, cache: Cache, loads: Loads) -> Blocks:
+        """Blocks that the running sequence of each place needs for its text, i32[W].
+
+        A sample that waits for its prompt will share it.
+        """
+        places, size = self.places, self.block_size(cache)
+        own = blocks_beside_prompt(loads.prompt_lengths, loads.text_lengths, size)
+        more = blocks_to_take(loads.text_lengths, loads.mapped, loads.kept, size)
+        pairs = zip(more, own, strict=True)
+        needs = [jnp.where(places.is_cached, *each) for each in pairs]
+        return tuple(jnp.where(places.is_running, need, 0) for need in needs)
 
 
 def note_texts(state: GenerationState, lanes: jax.Array) -> GenerationState:

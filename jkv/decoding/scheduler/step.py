@@ -20,12 +20,11 @@ from jkv.decoding.model.rows import choose_size, share_rows
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.sampling.choice import Choice
 from jkv.decoding.scheduler.admission import admit
-from jkv.decoding.scheduler.demand import Loads
-from jkv.decoding.scheduler.holding import hold_prompt
 from jkv.decoding.scheduler.new_tokens import choose_tokens
 from jkv.decoding.scheduler.preemption import preempt_youngest
 from jkv.decoding.scheduler.release import release_ended
-from jkv.decoding.scheduler.state import GenerationState
+from jkv.decoding.scheduler.samples import hold_prompt
+from jkv.decoding.scheduler.state import GenerationState, Loads
 from jkv.decoding.texts.blocks import count_used_blocks
 from jkv.decoding.texts.prompts import find_tokens
 from jkv.decoding.texts.results import FinishReason
@@ -41,16 +40,6 @@ class Computed(NamedTuple):
     status: jax.Array  # i32[W], what the cache answered
     num_rows: jax.Array  # i32[W], rows computed
 
-    @classmethod
-    def nothing(cls, logits: jax.Array) -> "Computed":
-        """No row, in these logits, f32[W, V]."""
-        num_places = logits.shape[0]
-        return cls(
-            logits=logits,
-            status=jnp.full((num_places,), Status.OK, jnp.int32),
-            num_rows=jnp.zeros((num_places,), jnp.int32),
-        )
-
 
 def run_step(
     runner: Runner,
@@ -59,11 +48,7 @@ def run_step(
     choice: Choice,  # of N sequences
     logits: jax.Array,  # f32[W, V], the last step's, whose memory is used again
 ) -> tuple[Cache, GenerationState, jax.Array]:
-    """Do one step.
-
-    Returns:
-      The cache, the state, and logits f32[W, V], whose memory the next step takes.
-    """
+    """Do one step; return the logits, too, whose memory the next step takes."""
     cache, state, logits = advance(runner, cache, state, choice, logits)
     cache, state = schedule(cache, state)
     return cache, state, logits
@@ -76,10 +61,7 @@ def advance(
     choice: Choice,
     logits: jax.Array,  # f32[W, V]
 ) -> tuple[Cache, GenerationState, jax.Array]:
-    """Compute the rows of a step, and choose a token for each text that is whole.
-
-    Arguments and results are those of `run_step`.
-    """
+    """Compute the rows of a step, and choose a token for each text that is whole."""
     loads, places = state.loads(cache), state.places
     left = loads.count_left(places)
     counts = when(
@@ -92,14 +74,8 @@ def advance(
     state = count_step(cache, state, loads, computed.num_rows)
     state = note_refusals(state, computed.status)
     is_whole = loads.done + computed.num_rows == loads.text_lengths
-    state, logits = choose_tokens(
-        state,
-        state.bounds(cache),
-        computed.logits,
-        (computed.num_rows > 0) & is_whole,
-        choice,
-    )
-    return cache, state, logits
+    is_ready = (computed.num_rows > 0) & is_whole
+    return cache, *choose_tokens(cache, state, computed.logits, is_ready, choice)
 
 
 def schedule(cache: Cache, state: GenerationState) -> tuple[Cache, GenerationState]:
@@ -148,7 +124,8 @@ def _compute_rows(
     # Each program on its own: `lax.switch` would copy the pool.
     sizes, work = state.row_counts, jnp.sum(counts, dtype=jnp.int32)
     size, is_decoding = choose_size(work, sizes), jnp.zeros((), bool)
-    carry = cache, Computed.nothing(logits)
+    none = jnp.full((num_places,), Status.OK, jnp.int32)
+    carry = cache, Computed(logits, status=none, num_rows=jnp.zeros_like(none))
     if num_places in sizes and runner.exact is None:
         is_decoding = (size == sizes.index(num_places)) & jnp.all(counts <= 1)
         carry = when(is_decoding & (work > 0), decode, carry, counts)

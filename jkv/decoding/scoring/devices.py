@@ -19,11 +19,7 @@ class Devices(NamedTuple):
     heads: str | None
 
     def check(self) -> None:
-        """Refuse an axis without its mesh, and a mesh of which nothing is said.
-
-        Raises:
-          UsageError: for one of the two alone.
-        """
+        """Refuse an axis without its mesh, and a mesh of which nothing is said."""
         if (self.mesh is None) != (self.heads is None):
             raise UsageError(
                 "score takes mesh= and heads= together, the axis over which heads of "

@@ -9,21 +9,19 @@ Symbols: Q prompts of at most P tokens, N continuations of at most C tokens, W r
 of a call, R rows, V tokens in the vocabulary.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jkv.config.counts import WITHOUT_INDEX
 from jkv.config.grouped_config import GroupedConfig
-from jkv.config.state_config import StateConfig
 from jkv.decoding.model.exact import Exact
 from jkv.decoding.model.prefill import Chunk, Pending, Sizes, prefill
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.sampling.draws import pick_logprobs
 from jkv.decoding.scoring.devices import Devices
+from jkv.decoding.scoring.sizes import WITHOUT_COPIES, resize
 from jkv.decoding.texts.prompts import count_tokens
 from jkv.metadata.xla_cpu import running_sum
 from jkv.sharding.loops import fori_loop, when
@@ -33,28 +31,27 @@ from jkv.verbs.forking import fork
 
 
 def score_exactly(
-    runner: Runner,  # the model, with the shape of its calls
+    runner: Runner,
+    exact: Exact,  # the shape of its calls
     # the model's sizes; its windows and dtypes hold, its counts do not
     config: GroupedConfig,
     prompts: jax.Array,  # i32[Q, P], -1 after each one's end
     continuations: jax.Array,  # i32[N, C] likewise, N a multiple of Q
     devices: Devices,  # where the cache lies
 ) -> jax.Array:
-    """Return the log-probability of each token of continuations.
-
-    Returns:
-      f32[N, C], 0 past each continuation's end; as `score`.
-    """
-    assert runner.exact is not None, "calls have a shape"
+    """Return what `score` does, f32[N, C]."""
+    runner = runner._replace(exact=exact)
     lengths, num_samples = count_tokens(prompts), len(continuations) // len(prompts)
     given = runner.params, prompts, continuations
     cache = devices.init(_resize(config, prompts, continuations), given)
     cache, opened = allocate(cache, jnp.zeros_like(lengths))
-    cache, first = _score_first(runner, cache, opened.seq_ids, prompts, continuations)
-    found = first
+    cache, found = _score_first(
+        runner, exact, cache, opened.seq_ids, prompts, continuations
+    )
     if continuations.shape[1] > 1:
         cache, forked = fork(cache, jnp.repeat(opened.seq_ids, num_samples))
-        found = _score_later(runner, cache, forked.seq_ids, continuations, first)
+        width = exact.num_requests
+        found = _score_later(runner, width, cache, forked.seq_ids, continuations, found)
     return found
 
 
@@ -71,27 +68,15 @@ def _resize(
         # What a model reads from it, a scaled rotation, stays what it was.
         max_context_length=max(config.max_context_length, width + most - 1),
     )
-    of_states: dict[str, Any] = dict(
-        num_snapshots=0, snapshot_every=None, max_pending=0, inputs=None
+    of_blocks = both | dict(
+        num_blocks=num_prompts * prompt_blocks + count * own_blocks, record_tokens=False
     )
-    of_blocks: dict[str, Any] = dict(
-        num_blocks=num_prompts * prompt_blocks + count * own_blocks,
-        record_tokens=False,
-        **WITHOUT_INDEX,
-    )
-    groups = tuple(
-        dataclasses.replace(
-            group,
-            **both,
-            **(of_states if isinstance(group, StateConfig) else of_blocks),
-        )
-        for group in config.groups
-    )
-    return dataclasses.replace(config, groups=groups, **WITHOUT_INDEX)
+    return resize(config, lambda _: of_blocks, both | WITHOUT_COPIES)
 
 
 def _score_first(
     runner: Runner,
+    exact: Exact,
     cache: Cache,
     seq_ids: jax.Array,
     prompts: jax.Array,
@@ -99,11 +84,9 @@ def _score_first(
 ) -> tuple[Cache, jax.Array]:
     """Compute prompts, W at a time, and score the first tokens behind them.
 
-    Returns:
-      The cache, and f32[N, C] with the first column; 0 where a prompt is empty.
+    Returns also f32[N, C] with the first column; 0 where a prompt is empty.
     """
-    exact, num_prompts = _shape_of(runner), prompts.shape[0]
-    lengths = count_tokens(prompts)
+    num_prompts, lengths = prompts.shape[0], count_tokens(prompts)
     chosen = continuations[:, 0].reshape(num_prompts, -1)
     width = exact.num_requests
     lane = jnp.arange(width, dtype=jnp.int32)
@@ -160,6 +143,7 @@ def _pick_each(logits: jax.Array, tokens: jax.Array) -> jax.Array:
 
 def _score_later(
     runner: Runner,
+    width: int,  # W
     cache: Cache,
     seq_ids: jax.Array,
     continuations: jax.Array,
@@ -169,8 +153,7 @@ def _score_later(
 
     The last token of a continuation is not fed: nothing is asked after it.
     """
-    exact, (count, most) = _shape_of(runner), continuations.shape
-    width = exact.num_requests
+    count, most = continuations.shape
     fed = jnp.minimum(jnp.maximum(count_tokens(continuations) - 1, 0), most - 1)
     ends = running_sum(fed)
     starts, total = ends - fed, ends[-1]
@@ -204,8 +187,3 @@ def _score_later(
 
     num_calls = lax.div(total + (width - 1), jnp.int32(width))
     return fori_loop(jnp.int32(0), num_calls, take, (cache, first))[1]
-
-
-def _shape_of(runner: Runner) -> Exact:
-    assert runner.exact is not None, "calls have a shape"
-    return runner.exact

@@ -13,13 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.config.counts import WITHOUT_INDEX
 from jkv.config.grouped_config import GroupedConfig
-from jkv.config.state_config import StateConfig
 from jkv.decoding.model.protocol import Model, call_model
 from jkv.decoding.scoring.devices import Devices
-from jkv.decoding.scoring.layout import count_blocks
-from jkv.decoding.scoring.sizes import size_blocks, size_states
+from jkv.decoding.scoring.sizes import resize_for_tree
 from jkv.decoding.texts.text_tree import TextTree, is_known, measure
 from jkv.status import UsageError
 from jkv.verbs.allocation import allocate
@@ -48,10 +45,10 @@ def run_levels(
 ) -> list[jax.Array]:
     """Compute every row of a tree once, level by level.
 
-    Returns:
-      The logits of each level, [A, V]: of all of its rows, or one for each segment.
+    Returns the logits of each level, [A, V]: of all of its rows, or one for each
+    segment.
     """
-    cache = devices.init(_resize(config, tree), (params, tree))
+    cache = devices.init(resize_for_tree(config, tree), (params, tree))
     seq_ids = jnp.full((tree.num_segments,), -1, jnp.int32)
     lengths, found = tree.lengths, []
     for level in levels:
@@ -80,11 +77,7 @@ def run_levels(
 
 
 def list_levels(tree: TextTree) -> list[Level]:
-    """Return the levels of a tree, whose rows are all asked for.
-
-    Raises:
-      ValueError: for a tree whose numbers are not known.
-    """
+    """Return the levels of a known tree, whose rows are all asked for."""
     if not is_known(tree):
         raise UsageError(
             "a model with layers that keep a state is called once for each level of a "
@@ -111,16 +104,3 @@ def list_levels(tree: TextTree) -> list[Level]:
             )
         )
     return levels
-
-
-def _resize(config: GroupedConfig, tree: TextTree) -> GroupedConfig:
-    """Return sizes that hold the whole tree."""
-    num_blocks = count_blocks(tree.num_rows, tree.num_segments, config.block_size)
-    of_blocks, of_states = size_blocks(tree, num_blocks), size_states(tree)
-    groups = tuple(
-        dataclasses.replace(
-            group, **(of_states if isinstance(group, StateConfig) else of_blocks)
-        )
-        for group in config.groups
-    )
-    return dataclasses.replace(config, groups=groups, **WITHOUT_INDEX)

@@ -7,22 +7,28 @@ nothing the size of a whole cache is kept for them.
 """
 
 import dataclasses
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jkv.config.counts import WITHOUT_INDEX
 from jkv.config.grouped_config import GroupedConfig
 from jkv.decoding.model.protocol import Model, call_model
 from jkv.decoding.scoring.devices import Devices
-from jkv.decoding.scoring.layout import Layout, count_blocks, lay_out
-from jkv.decoding.scoring.one_layer import OneLayerAtATime
-from jkv.decoding.scoring.sizes import size_blocks
+from jkv.decoding.scoring.layout import Layout, lay_out
+from jkv.decoding.scoring.sizes import resize_for_tree
 from jkv.decoding.texts.text_tree import TextTree
-from jkv.state import Batch, Cache
-from jkv.status import Status
+from jkv.metadata.requests import Integer
+from jkv.sharding.mapping import divided, over_devices
+from jkv.sharding.storage_sharding import POOL, ROWS
+from jkv.state import Batch, Cache, GroupLayer
+from jkv.state.cache import Role
+from jkv.status import Status, UsageError
+from jkv.verbs.arguments import locate_layer
 from jkv.verbs.attention_plan import plan_attention
+from jkv.verbs.writing import read_rows
 
 
 def run_tree(
@@ -33,11 +39,7 @@ def run_tree(
     asked_rows: jax.Array,  # i32[A], the rows whose logits are asked for; R for none
     devices: Devices,  # where keys and values lie
 ) -> tuple[jax.Array, Layout]:
-    """Compute every row of a tree once.
-
-    Returns:
-      The logits, [A, V], and where the segments stand.
-    """
+    """Compute every row of a tree once, for logits [A, V]; and lay its segments out."""
     layout = lay_out(tree, config.block_size)
     cache = _make_pools(config, tree, layout, devices, params)
     batch = plan_attention(cache, _plan(cache, tree, layout, asked_rows))
@@ -49,18 +51,13 @@ def _make_pools(
     config: GroupedConfig, tree: TextTree, layout: Layout, devices: Devices, params: Any
 ) -> Cache:
     """Return a cache with the tables of a tree, and a layer's pool in each group."""
-    num_blocks = count_blocks(tree.num_rows, tree.num_segments, config.block_size)
-    sizes = size_blocks(tree, num_blocks)
-    groups = tuple(dataclasses.replace(g, **sizes) for g in config.block_groups)
-    whole = dataclasses.replace(config, groups=groups, **WITHOUT_INDEX)
-    given = params, tree
+    whole, given = resize_for_tree(config, tree), (params, tree)
     cache = devices.init(whole, given, storage=False)
-    tables = layout.block_tables
     metadata = cache.metadata
     for number, group in enumerate(metadata.groups):
-        group = dataclasses.replace(group, block_tables=tables)
+        group = dataclasses.replace(group, block_tables=layout.block_tables)
         metadata = metadata.with_group(number, group)
-    one_layer = [dataclasses.replace(group, num_layers=1) for group in groups]
+    one_layer = [dataclasses.replace(g, num_layers=1) for g in whole.block_groups]
     pools = [devices.init(group, given) for group in one_layer]
     return dataclasses.replace(
         cache,
@@ -90,3 +87,77 @@ def _plan(cache: Cache, tree: TextTree, layout: Layout, asked_rows: jax.Array) -
         is_decoding=False,
         sizes=cache.sizes,
     )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class OneLayerAtATime:
+    """Has each layer fill the whole pool of its group, and attend to it.
+
+    It stands beside the cache as its watcher: a model writes and attends as ever, and
+    may do nothing else.
+    """
+
+    slot_rows: jax.Array  # i32[N, T], the row that each slot holds, R for none
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        cache: Cache,
+        given: tuple[tuple[Any, ...], dict[str, Any]],
+        role: Role | None,
+    ) -> Any:
+        """Call `write` and `attend`, for the first layer of the group."""
+        if role not in (Role.WRITES, Role.READS):
+            raise UsageError(
+                f"{function.__name__}: a model that is scored may write and attend only"
+            )
+        args, kwargs = given
+        bound = inspect.signature(function).bind(*args, **kwargs)
+        bound.apply_defaults()
+        bound.arguments["layer"] = _find_first(cache, bound.arguments["layer"])
+        if role is Role.WRITES:
+            return self._write(**bound.arguments)
+        return function(*bound.args, **bound.kwargs)
+
+    def _write(self, cache: Cache, **given: Any) -> Cache:
+        found, rows = read_rows(cache, **given)
+        storage = cache.storage[found.group]
+        stored = {
+            name: array.astype(storage.arrays[name].dtype)
+            for name, array in rows.items()
+        }
+        gather = over_devices(storage.sharding, _gather, _Gathered, POOL)
+        arrays = gather(_Gathered(rows=stored, slot_rows=self.slot_rows))
+        return cache.with_group_storage(found.group, storage.with_arrays(arrays))
+
+
+def _find_first(cache: Cache, layer: Integer | GroupLayer) -> GroupLayer:
+    """Return the first layer of a layer's group."""
+    if not isinstance(layer, GroupLayer):
+        layer = locate_layer(cache, layer)
+    return GroupLayer(layer.group, 0)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Gathered:
+    """The arrays of a pool that is gathered, and how devices divide them."""
+
+    # What the slots hold, by the names of the group's arrays, [R, K, D].
+    rows: dict[str, jax.Array] = dataclasses.field(metadata=divided(ROWS))
+    slot_rows: jax.Array  # i32[N, T], the row in each slot
+
+
+def _gather(operands: _Gathered) -> dict[str, jax.Array]:
+    """Fill a pool of one layer with the rows that its slots hold, [1, N, K, T, D].
+
+    Every slot is named, so nothing of what the pool held is kept: derivatives flow from
+    the pool to the rows alone.
+    """
+
+    def gather(given: jax.Array) -> jax.Array:
+        slots = jnp.take(given, operands.slot_rows, axis=0, mode="fill", fill_value=0)
+        return jnp.moveaxis(slots, 2, 1)[None]
+
+    return {name: gather(each) for name, each in operands.rows.items()}

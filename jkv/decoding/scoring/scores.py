@@ -159,8 +159,8 @@ def score(
     usual = score_two_levels(model, params, grouped, asked, given, devices)
     if shape is None:
         return usual
-    runner = Runner(model, jax.lax.stop_gradient(params), shape)
-    values = score_exactly(runner, grouped, asked, given, devices)
+    runner = Runner(model, jax.lax.stop_gradient(params))
+    values = score_exactly(runner, shape, grouped, asked, given, devices)
     return _with_derivative_of(values, usual)
 
 

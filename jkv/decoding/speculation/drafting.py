@@ -13,18 +13,24 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.model.prefill import Chunk, Pending, Sizes, prefill, run_chunk
+from jkv.decoding.model.prefill import (
+    Chunk,
+    Pending,
+    Sizes,
+    count_cached,
+    prefill,
+    run_chunk,
+)
 from jkv.decoding.sampling.choice import Choice
 from jkv.decoding.sampling.draws import draw
-from jkv.decoding.sampling.filters import PerRow, by_row, filter_logits
+from jkv.decoding.sampling.filters import by_row, filter_logits
 from jkv.decoding.sampling.next_token import sampling_of
 from jkv.decoding.sampling.options import Sampling
 from jkv.decoding.scheduler.state import GenerationState
 from jkv.decoding.speculation.acceptance import DRAFT
 from jkv.decoding.speculation.guesses import Guesses
 from jkv.decoding.speculation.options import DraftModel
-from jkv.decoding.speculation.state import DraftRows
-from jkv.decoding.steering.rows import SteeredRows, is_nothing_left, rows_of
+from jkv.decoding.steering.rows import SteeredRows, is_nothing_left
 from jkv.decoding.texts.prompts import find_tokens
 from jkv.sharding.loops import fori_loop
 from jkv.state import NO_SEQUENCE, Batch, Cache
@@ -34,6 +40,19 @@ from jkv.verbs.truncation import truncate
 
 # Rows of a step that computes what the draft lacks of texts, prompts too.
 _ROWS = 128
+
+
+class DraftRows(NamedTuple):
+    """What a draft model has computed of the texts in W places."""
+
+    cache: Cache
+    seq_ids: jax.Array  # i32[W], the row of each place, -1 where there was none
+    owners: jax.Array  # i32[W], the sequence of which the row has tokens, -1 of none
+
+    @property
+    def lengths(self) -> jax.Array:
+        """Tokens that the draft has of each place's text, i32[W]."""
+        return count_cached(self.cache, self.seq_ids)
 
 
 class Drafts(NamedTuple):
@@ -80,7 +99,7 @@ class _Targets(NamedTuple):
     state: GenerationState
     lengths: jax.Array  # i32[W]
     chosen: Sampling  # of the sequence in each place
-    rows: PerRow  # the same, one value a place
+    seeds: jax.Array  # i32[W]
     made: jax.Array  # i32[W], new tokens of each
     steered: SteeredRows | None  # W rows, None where nothing is steered
 
@@ -107,9 +126,9 @@ def draft(
         state,
         lengths,
         chosen,
-        by_row(chosen, num_places),
+        by_row(chosen, num_places).seeds,
         made[sequences],
-        rows_of(choice.steering, state.prompts, state.result, sequences),
+        state.rows_of(choice.steering),
     )
     rows = _take_over(drafts.rows, texts, is_ready)
     is_ready = is_ready & (rows.seq_ids >= 0)
@@ -118,26 +137,15 @@ def draft(
 
 
 def keep_accepted(drafts: Drafts, lengths: jax.Array, accepted: jax.Array) -> Drafts:
-    """Cut off what the draft has of guesses that were wrong.
-
-    Of each text, i32[W], some tokens are from before the guesses, and some of these
-    were right.
-    """
+    """Cut off wrong guesses: behind texts of lengths i32[W], and i32[W] right ones."""
     rows = drafts.rows
-    kept = jnp.minimum(_lengths(rows), lengths + accepted)
+    kept = jnp.minimum(rows.lengths, lengths + accepted)
     return drafts._replace(rows=_cut_rows(rows, kept))
-
-
-def _lengths(rows: DraftRows) -> jax.Array:
-    """Return the tokens that the draft has of each place's text, i32[W]."""
-    metadata = rows.cache.metadata
-    row = jnp.where(rows.seq_ids >= 0, rows.seq_ids, metadata.max_sequences)
-    return metadata.context_lengths.at[row].get(mode="fill", fill_value=0)
 
 
 def _cut_rows(rows: DraftRows, lengths: jax.Array) -> DraftRows:
     """Cut rows back to lengths, i32[W]."""
-    is_cut = lengths < _lengths(rows)
+    is_cut = lengths < rows.lengths
     seq_ids = jnp.where(is_cut, rows.seq_ids, NO_SEQUENCE)
     cache, _ = truncate(rows.cache, seq_ids, lengths)
     return rows._replace(cache=cache)
@@ -147,7 +155,7 @@ def _take_over(rows: DraftRows, texts: _Targets, is_ready: jax.Array) -> DraftRo
     """Forget the texts that have left their places."""
     owners = jnp.where(is_ready, texts.state.places.sequences, NO_SEQUENCE)
     stays = is_ready & (owners == rows.owners)
-    rows = _cut_rows(rows, jnp.where(stays, _lengths(rows), 0))
+    rows = _cut_rows(rows, jnp.where(stays, rows.lengths, 0))
     return rows._replace(owners=owners)
 
 
@@ -156,8 +164,7 @@ def _catch_up(
 ) -> tuple[DraftRows, jax.Array]:
     """Compute what the draft lacks of each text, but for its last token or two.
 
-    Returns:
-      The rows, and bool[W]: which texts are still ready. Others have no room.
+    Returns also bool[W]: which texts are still ready. Others have no room.
     """
 
     def count_left(is_ready: jax.Array, done: jax.Array) -> jax.Array:
@@ -201,7 +208,7 @@ def _run_ahead(
             logits = steered.steer(logits)
             is_drafted &= ~is_nothing_left(logits)
         filtered = filter_logits(logits, texts.chosen)
-        drawn = draw(filtered, texts.rows.seeds, texts.made + i, DRAFT)
+        drawn = draw(filtered, texts.seeds, texts.made + i, DRAFT)
         if steered is not None:
             state = steered.advance(jnp.where(is_drafted, drawn, -1)).state
         guesses = Guesses(
@@ -211,7 +218,7 @@ def _run_ahead(
         return guesses, kept.at[:, i].set(filtered), state
 
     # The last token or two of each text.
-    done = _lengths(rows)
+    done = rows.lengths
     missing = jnp.where(is_ready, texts.lengths - done, 0)
     pending = Pending(rows.seq_ids, texts.tokens, commits=False)
     size = 2 * is_ready.shape[0]

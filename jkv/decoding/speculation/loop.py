@@ -19,20 +19,53 @@ from jkv.decoding.sampling.choice import Choice
 from jkv.decoding.scheduler.state import GenerationState
 from jkv.decoding.scheduler.step import advance, run_step, schedule
 from jkv.decoding.speculation.acceptance import make_rejection_sampler, sample_rows
-from jkv.decoding.speculation.drafting import Drafts, draft, keep_accepted, open_rows
-from jkv.decoding.speculation.guesses import Guesses, force_guesses, limit_guesses
-from jkv.decoding.speculation.lookup import find_guesses
+from jkv.decoding.speculation.drafting import (
+    DraftRows,
+    Drafts,
+    draft,
+    keep_accepted,
+    open_rows,
+)
+from jkv.decoding.speculation.guesses import (
+    Guesses,
+    find_guesses,
+    force_guesses,
+    limit_guesses,
+)
 from jkv.decoding.speculation.options import DraftModel, PromptLookup, check_speculation
 from jkv.decoding.speculation.pace import Pace
-from jkv.decoding.speculation.state import SpeculationState
 from jkv.decoding.speculation.verification import Sampler, check_guesses
-from jkv.decoding.steering.rows import rows_of
 from jkv.decoding.texts.prompts import find_texts
 from jkv.sharding.loops import when, while_loop
-from jkv.state import Cache
+from jkv.state import NO_SEQUENCE, Cache
 from jkv.status import UsageError
 
 Speculation = PromptLookup | DraftModel
+
+
+class SpeculationState(NamedTuple):
+    """How guesses did of late, and what a draft model has."""
+
+    pace: Pace
+    rows: DraftRows | None  # of a draft model
+
+    @property
+    def draft_cache(self) -> Cache | None:
+        """The cache of a draft model, None without one."""
+        return self.rows and self.rows.cache
+
+    def forget(self, sequences: jax.Array) -> "SpeculationState":
+        """Forget texts whose numbers pass to others, i32[K]."""
+
+        def keep(texts: jax.Array) -> jax.Array:
+            passes = jnp.any(texts[:, None] == sequences[None], axis=1)
+            return jnp.where(passes, NO_SEQUENCE, texts)
+
+        rows = self.rows
+        return SpeculationState(
+            pace=self.pace._replace(texts=keep(self.pace.texts)),
+            rows=rows and rows._replace(owners=keep(rows.owners)),
+        )
 
 
 class _Loop(NamedTuple):
@@ -184,25 +217,16 @@ def _check(fixed: _Fixed, loop: _Loop, *given: jax.Array) -> _Loop:
     guesses, drafts = Guesses(*given), loop.drafts
     before = loop.state.loads(loop.cache).text_lengths
     running = loop.state.places.num_running
+    sampler: Sampler = sample_rows
+    if drafts is not None:
+        sampler = make_rejection_sampler(guesses, drafts.logits)
     cache, state, accepted = check_guesses(
-        fixed.runner,
-        loop.cache,
-        loop.state,
-        fixed.choice,
-        guesses,
-        _choose_sampler(drafts, guesses),
+        fixed.runner, loop.cache, loop.state, fixed.choice, guesses, sampler
     )
     if drafts is not None:
         drafts = keep_accepted(drafts, before, accepted)
     pace = loop.pace.after_guesses(guesses, accepted, running, fixed.options.cost)
     return _Loop(cache, state, loop.logits, pace, drafts)
-
-
-def _choose_sampler(drafts: Drafts | None, guesses: Guesses) -> Sampler:
-    """Return how tokens are chosen after guesses."""
-    if drafts is None:
-        return sample_rows
-    return make_rejection_sampler(guesses, drafts.logits)
 
 
 def _guess(fixed: _Fixed, loop: _Loop) -> tuple[_Loop, Guesses]:
@@ -213,9 +237,7 @@ def _guess(fixed: _Fixed, loop: _Loop) -> tuple[_Loop, Guesses]:
     lengths = state.result.lengths[places.sequences]
     # A first token is drawn for all samples of a prompt, by a plain step.
     is_decoding = jnp.all((loads.count_left(places) <= 1) & (~is_ready | (lengths > 0)))
-    steered = rows_of(
-        fixed.choice.steering, state.prompts, state.result, places.sequences
-    )
+    steered = state.rows_of(fixed.choice.steering)
     none = Guesses.none(places.num_places, options.num_tokens)
     forced = force_guesses(steered, none)
     Carry = tuple[Guesses, Drafts | None]

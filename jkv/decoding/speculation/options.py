@@ -118,11 +118,7 @@ class DraftModel:
 
 
 def check_speculation(options: object) -> None:
-    """Refuse what does not say how tokens are guessed.
-
-    Raises:
-      UsageError: for anything but a `PromptLookup` or a `DraftModel`.
-    """
+    """Refuse anything but a `PromptLookup` or a `DraftModel`."""
     if not isinstance(options, PromptLookup | DraftModel):
         raise UsageError(
             f"speculate must be a PromptLookup or a DraftModel, as in "

@@ -11,7 +11,7 @@ Symbols: W places, K guesses of each, R rows of a step, V tokens in the vocabula
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,11 @@ from jkv.decoding.model.runner import Runner
 from jkv.decoding.sampling.choice import Choice
 from jkv.decoding.sampling.next_token import sampling_of
 from jkv.decoding.sampling.options import Sampling
-from jkv.decoding.scheduler.demand import Loads
 from jkv.decoding.scheduler.new_tokens import take_tokens
-from jkv.decoding.scheduler.state import GenerationState
+from jkv.decoding.scheduler.state import GenerationState, Loads
 from jkv.decoding.scheduler.step import count_step, note_refusals
 from jkv.decoding.speculation.guesses import Guesses, Rows, row_sizes
-from jkv.decoding.steering.rows import SteeredRows, mark_refused, rows_of
+from jkv.decoding.steering.rows import SteeredRows, mark_refused
 from jkv.decoding.texts.prompts import find_tokens
 from jkv.sharding.loops import when
 from jkv.state import NO_SEQUENCE, Batch, Cache
@@ -35,19 +34,12 @@ from jkv.verbs.attention_plan import plan_attention
 from jkv.verbs.commitment import commit
 from jkv.verbs.truncation import truncate
 
-
-class Sampler(Protocol):
-    """How the token after each row is chosen."""
-
-    def __call__(
-        self,
-        logits: jax.Array,  # f32[R, V]
-        rows: Rows,  # whose they are
-        sampling: Sampling,  # of R rows
-        counts: jax.Array,  # i32[R], tokens that the text has generated then
-        seen: jax.Array,  # bool[R, V], tokens that it has then
-    ) -> tuple[jax.Array, jax.Array]:
-        """Return the tokens, i32[R], and the log-probability of each, f32[R]."""
+# How the token after each row is chosen: of logits f32[R, V], whose rows they are, the
+# sampling, how many new tokens each text has then, i32[R], and which tokens at all,
+# bool[R, V]. It returns tokens, i32[R], and the log-probability of each, f32[R].
+Sampler = Callable[
+    [jax.Array, Rows, Sampling, jax.Array, jax.Array], tuple[jax.Array, jax.Array]
+]
 
 
 class _Chosen(NamedTuple):
@@ -67,11 +59,10 @@ def check_guesses(
 ) -> tuple[Cache, GenerationState, jax.Array]:
     """Do a step with guesses, in which each text that runs lacks one token.
 
-    Returns:
-      The cache, the state, and i32[W], how many guesses of each were right.
+    Returns also i32[W], how many guesses of each were right.
     """
     loads, places = state.loads(cache), state.places
-    steered = rows_of(choice.steering, state.prompts, state.result, places.sequences)
+    steered = state.rows_of(choice.steering)
     if steered is not None:
         steered = steered.advance_through(guesses.mask())
     choose = functools.partial(
@@ -107,11 +98,8 @@ def _compute_guesses(
 ) -> tuple[Cache, Batch, _Chosen]:
     """Compute the newest token of each text and the guesses behind it.
 
-    The step is planned for the most rows that there can be; the model computes the
+    The step, R rows, is planned for the most that there can be; the model computes the
     first of them, as many as the smallest size that holds the guesses.
-
-    Returns:
-      The cache, the batch of the most rows R, and what is chosen after each row.
     """
     sizes, places = row_sizes(*guesses.tokens.shape), state.places
     is_ready = places.is_cached & places.is_running
@@ -205,9 +193,7 @@ def _take_checked(
     guess = jnp.pad(guesses.tokens, ((0, 0), (0, 1)))
     is_right = (after < guesses.counts[:, None]) & (tokens == guess)
     is_ready = batch.query_lengths > 0
-    return take_tokens(
-        state, state.bounds(cache), is_ready, tokens, logprobs, is_right, steered
-    )
+    return take_tokens(cache, state, is_ready, tokens, logprobs, is_right, steered)
 
 
 def _keep(cache: Cache, batch: Batch, loads: Loads, kept: jax.Array) -> Cache:

@@ -51,13 +51,10 @@ class SteeredRows(NamedTuple):
         return self._replace(state=state)
 
     def advance_through(self, tokens: jax.Array) -> "SteeredRows":
-        """Return the rows before each of further tokens and after the last.
+        """Return the rows before each of further tokens, i32[K, C], and after the last.
 
-        Args:
-          tokens: i32[K, C], -1 from where a text has no more.
-
-        Returns:
-          K * (C + 1) rows, those of a text one behind the other.
+        From where a text has no more these are -1. Rows of a text stand behind each
+        other.
         """
         rows = [self]
         for column in range(tokens.shape[1]):
@@ -137,11 +134,7 @@ def is_nothing_left(logits: jax.Array) -> jax.Array:
 
 
 def as_steering(steering: Steering | None) -> Steering | None:
-    """Return what steers with arrays that a loop can index, None for nothing.
-
-    Raises:
-      UsageError: for something without the methods, or that is no pytree of arrays.
-    """
+    """Return what steers with arrays that a loop can index, None for nothing."""
     if steering is None:
         return None
     methods = ("begin", "steer", "advance", "ended", "forced")
@@ -174,9 +167,8 @@ def check_steering_of(state: Any, steering: Steering | None) -> None:
 def with_variants(prompts: Prompts, steering: Steering | None) -> Prompts:
     """Return prompts that say how each is steered, if something steers them.
 
-    Raises:
-      UsageError: for variants that are not there, where their numbers are known:
-        outside of jit.
+    Outside of jit, where their numbers are known, variants that are not there are
+    refused.
     """
     given = prompts.variants
     if steering is None:
@@ -207,10 +199,7 @@ def _say_nothing(variants: jax.Array) -> bool:
 
 
 def find_unknown(prompts: Prompts, steering: Steering | None) -> jax.Array | None:
-    """Return which prompts name a variant that is not there, bool[Q].
-
-    None where nothing is steered.
-    """
+    """Return which prompts name no variant, bool[Q]; None where nothing is steered."""
     if prompts.variants is None or steering is None:
         return None
     return _find_unknown(prompts.variants, steering)
@@ -225,10 +214,7 @@ def begin_rows(
     prompts: Prompts,
     num_samples: int,  # sequences of each
 ) -> Any:
-    """Return the state with which texts begin, a pytree of arrays [N, ...].
-
-    None where nothing steers them.
-    """
+    """Return the state with which texts begin, [N, ...]; None where nothing steers."""
     if steering is None:
         return None
     variants = prompts.variants

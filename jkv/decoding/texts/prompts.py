@@ -116,10 +116,8 @@ def count_tokens(texts: jax.Array) -> jax.Array:
 def find_malformed(prompts: Prompts, vocabulary: int) -> jax.Array:
     """Return which prompts are no texts, bool[Q]: they are never begun.
 
-    A token behind the first -1, an id below -1, or one that the model does not know.
-
-    Raises:
-      UsageError: for one of these, where the tokens are known: outside of jit.
+    A token behind the first -1, an id below -1, or one that the model does not know;
+    outside of jit, where the tokens are known, these raise UsageError.
     """
     tokens = prompts.tokens
     if not isinstance(tokens, jax.core.Tracer):
@@ -147,11 +145,7 @@ def refuse_unknown(
     texts: jax.Array,  # i32[B, P], negative past each text's end
     vocabulary: int,  # tokens that the model knows, V
 ) -> None:
-    """Refuse texts with a token that the model does not know, outside of jit.
-
-    Raises:
-      UsageError: for a token of V or above, where the tokens are known.
-    """
+    """Refuse texts with a token that the model does not know, outside of jit."""
     if isinstance(texts, jax.core.Tracer):
         return
     tokens = np.asarray(texts)
@@ -171,11 +165,7 @@ def find_tokens(
     sequences: jax.Array,  # i32[...]
     positions: jax.Array,  # i32[...], in the text
 ) -> jax.Array:
-    """Return tokens of texts, each a prompt and what was generated behind it.
-
-    Returns:
-      i32[...], 0 where the text has no token.
-    """
+    """Return tokens of texts, prompts and what was generated behind, i32[...]; or 0."""
     num_samples = result.tokens.shape[0] // prompts.tokens.shape[0]
     prompt = jax.lax.div(sequences, jnp.int32(num_samples))
     behind = positions - prompts.lengths[prompt]
@@ -189,11 +179,7 @@ def find_texts(
     result: Generation,  # of N sequences
     sequences: jax.Array,  # i32[K]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return whole texts.
-
-    Returns:
-      i32[K, P + G], the texts, -1 past each one's end; and i32[K], their lengths.
-    """
+    """Return whole texts, i32[K, P + G], -1 behind each, and their lengths, i32[K]."""
     num_samples = result.tokens.shape[0] // prompts.tokens.shape[0]
     prompt = jax.lax.div(sequences, jnp.int32(num_samples))
     lengths = prompts.lengths[prompt] + result.lengths[sequences]

@@ -4,6 +4,7 @@ Symbols: N sequences, G most new tokens of a sequence.
 """
 
 import enum
+from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -95,6 +96,15 @@ class Generation(NamedTuple):
         old = self.statistics._asdict()
         new = {name: old[name] + count for name, count in counts.items()}
         return self._replace(statistics=self.statistics._replace(**new))
+
+    def map_sequences(
+        self, change: Callable[..., jax.Array], *others: "Generation"
+    ) -> "Generation":
+        """Return what a function makes of each array [N, ...]; counts stay."""
+        without: Any = None
+        arrays = (each._replace(statistics=without) for each in (self, *others))
+        changed: Generation = jax.tree.map(change, *arrays)
+        return changed._replace(statistics=self.statistics)
 
     @classmethod
     def empty(

@@ -29,14 +29,7 @@ class Stops:
 
     @classmethod
     def of(cls, tokens: Any, sequences: Any | None, num_prompts: int) -> "Stops":
-        """Take what stops all prompts, or with an axis more each of Q prompts.
-
-        Args:
-          tokens: i32[E] or i32[Q, E]; None for none.
-          sequences: i32[F, C] or i32[Q, F, C], -1 after each one's end, or lists of
-            them, of different lengths too.
-          num_prompts: Q.
-        """
+        """Take what stops all prompts, or with an axis more each of Q prompts."""
         tokens = jnp.asarray(as_stop_tokens(() if tokens is None else tokens))
         if tokens.ndim != 2:
             tokens = tokens.reshape(1, -1)
@@ -60,11 +53,7 @@ class Stops:
         return jax.tree.map(pick, self)
 
     def replace(self, prompts: jax.Array, stops: "Stops", num_prompts: int) -> "Stops":
-        """Return these with those of other prompts instead of some, i32[K] of Q.
-
-        Raises:
-          ValueError: unless each prompt has its own, as many and as long.
-        """
+        """Return these with those, of one shape, of some other prompts, i32[K] of Q."""
 
         def put(old: jax.Array | None, new: jax.Array | None) -> jax.Array | None:
             was, now = [() if rows is None else rows.shape for rows in (old, new)]
@@ -86,12 +75,7 @@ class Stops:
 
 
 def as_stop_tokens(tokens: Any) -> np.ndarray[Any, Any] | jax.Array:
-    """Return stop tokens as i32[], i32[E] or i32[Q, E]; what numpy can hold in numpy.
-
-    Raises:
-      UsageError: for what holds no token ids.
-      ValueError: for ids that do not fit in 32 bits.
-    """
+    """Return stop tokens, i32[], i32[E] or i32[Q, E]; in numpy what it can hold."""
     return _as_integers(
         "stop_tokens",
         tokens,
@@ -105,10 +89,6 @@ def as_stop_sequences(sequences: Any) -> np.ndarray[Any, Any] | jax.Array:
 
     Lists may have different lengths: of sequences, and of how many a prompt has. What
     numpy can hold stays in numpy.
-
-    Raises:
-      UsageError: for what holds no rows of token ids.
-      ValueError: for ids that do not fit in 32 bits.
     """
     expected = (
         "stop_sequences must be i32[F, C], one a row and -1 after its end, or "

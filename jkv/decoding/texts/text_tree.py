@@ -109,10 +109,7 @@ class Rows(NamedTuple):
 
 
 def list_rows(texts: jax.Array) -> Rows:
-    """Return the rows of i32[N, C]: one for each token, or inside jit for each place.
-
-    -1 stands after the end of each text.
-    """
+    """Return a row for each token of i32[N, C], in jit for each place; -1 is none."""
     count, width = texts.shape
     if not isinstance(texts, jax.core.Tracer):
         # In numpy: each number of tokens would be a program of its own.
@@ -169,11 +166,7 @@ def grow(tree: TextTree, texts: Texts, parents: Integers) -> tuple[TextTree, jax
 def grow_rows(
     tree: TextTree, rows: Rows, parents: Integers, shape: tuple[int, ...]
 ) -> tuple[TextTree, jax.Array]:
-    """Add segments whose rows are listed: N of at most C tokens, the shape.
-
-    Raises:
-      ValueError: as `grow`.
-    """
+    """Add segments whose rows are listed: N of at most C tokens, the shape."""
     (known,) = broadcast(shape[0], parents=parents)
     if not isinstance(known, jax.core.Tracer):
         wrong = np.flatnonzero(np.asarray(known) >= tree.num_segments)
@@ -264,11 +257,7 @@ def read_text(tree: TextTree, segment: int) -> list[int]:
 
 
 def check_tree(tree: TextTree) -> None:
-    """Refuse what is no tree: shapes and types always, numbers where they are known.
-
-    Raises:
-      ValueError: naming the invariant's first exception.
-    """
+    """Refuse what is no tree: shapes and types always, numbers where they are known."""
     for name in ("tokens", "segments", "parents"):
         array = getattr(tree, name)
         if array.ndim != 1 or array.dtype != jnp.int32:

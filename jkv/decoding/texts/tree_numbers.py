@@ -41,11 +41,7 @@ def check_numbers(
     parents: Numbers,  # i32[S]
     max_length: int,  # most tokens of a text
 ) -> None:
-    """Raise for the first number of a tree that breaks an invariant.
-
-    Raises:
-      UsageError: which names it.
-    """
+    """Raise UsageError for the first number of a tree that breaks an invariant."""
     numbers = np.arange(len(parents))
     for segment in np.flatnonzero((parents >= numbers) | (parents < NO_PARENT)):
         raise UsageError(

@@ -34,11 +34,7 @@ class Architecture(NamedTuple):
 
 
 def find_architecture(module: Any) -> Architecture:
-    """Return what is known of a model, or say which ones are.
-
-    Raises:
-      ValueError: for a model that is none of them.
-    """
+    """Return what is known of a model, or say which ones are."""
     for known, architecture in _ARCHITECTURES.items():
         if isinstance(module, known):
             return architecture

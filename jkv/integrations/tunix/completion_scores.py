@@ -34,9 +34,6 @@ def score_completions(
     Padding is told by its place: a prompt begins with its first other token, and of
     a completion's padding at the end the first is scored too: where texts are padded
     with the token that ends them, it is that one.
-
-    Raises:
-      ValueError: for a prompt without tokens.
     """
     given = np.asarray(prompt_tokens, np.int32)
     starts = (np.cumsum(given != pad_id, axis=1) == 0).sum(axis=1)

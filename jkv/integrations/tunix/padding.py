@@ -9,11 +9,7 @@ Tokens = Sequence[list[int]]
 
 
 def check_texts(texts: Tokens) -> None:
-    """Refuse what cannot be continued.
-
-    Raises:
-      ValueError: if there is no prompt, or one without tokens.
-    """
+    """Refuse what cannot be continued."""
     if not texts:
         raise ValueError("prompts is empty; give at least one prompt")
     for i, text in enumerate(texts):

@@ -44,11 +44,7 @@ class Pool:
             self.sharding = NamedSharding(mesh, PartitionSpec())
 
     def lend(self, call: CallSizes) -> jkv.Cache:
-        """Return a cache that can do the call.
-
-        Raises:
-          ValueError: if one sequence alone would not fit into `num_blocks`.
-        """
+        """Return a cache that can do the call, if it can do one sequence alone."""
         config = self._fit(call)
         cache, self._cache = self._cache, None
         if cache is None or config != self._config:

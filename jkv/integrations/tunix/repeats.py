@@ -25,9 +25,6 @@ def find_repeats(
     often, by chance, or a micro-batch cuts its samples apart, the number of samples is
     the greatest that divides all counts.
 
-    Returns:
-      The repeats, in the order in which prompts are first mentioned.
-
     Example:
       >>> found = find_repeats([[5], [7], [5], [7], [7], [7]])
       >>> found.first, found.num_samples, found.prompts.tolist()

@@ -40,10 +40,6 @@ def read_options(
     The meaning is that of the vanilla engine: without `top_p` tokens are chosen
     greedily, whatever the temperature; a `top_k` below 1 is off; without a seed the key
     is that of 0. A temperature of 0 is greedy too, as `RolloutConfig` says.
-
-    Raises:
-      ValueError: for an option that is set and has no meaning here, and a number out
-        of its range.
     """
     check_options(config)
     is_greedy = config.top_p is None or config.temperature == 0
@@ -66,11 +62,7 @@ def read_options(
 
 
 def check_options(config: RolloutConfig) -> None:
-    """Refuse options that are set and belong to other engines.
-
-    Raises:
-      ValueError: with their names.
-    """
+    """Refuse options that are set and belong to other engines."""
     refused = [
         field.name
         for field in dataclasses.fields(config)

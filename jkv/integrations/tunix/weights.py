@@ -16,13 +16,8 @@ from tunix.rl import utils as rl_utils
 def put_module(model: nnx.Module, mesh: Mesh | None, dtype: Any | None) -> nnx.Module:
     """Return the model itself if it stands where it should, else a copy.
 
-    Args:
-      model: the trainer's.
-      mesh: where rollouts run; None, or a mesh without devices, is where the model is.
-      dtype: of the weights; None is the dtype they have.
-
-    Returns:
-      `model`, or one with its own arrays, put where their annotations say.
+    Without a mesh, or devices in it, that is where it is; without a dtype they have
+    theirs. A copy is put where its annotations say.
     """
     graph, state = nnx.split(model)
     if mesh is None or mesh.empty or rl_utils.get_pytree_mesh_info(state) == mesh:
@@ -43,11 +38,7 @@ def update(
     params: Any,  # state of the trainer's model
     filter_types: tuple[Any, ...] | None,  # which variables `params` has; None is all
 ) -> None:
-    """Give a model new weights, in the dtypes of its own, and where these are.
-
-    Raises:
-      ValueError: if they are not those of this model.
-    """
+    """Give a model new weights, in the dtypes of its own, and where these are."""
     ours = nnx.state(model) if filter_types is None else nnx.state(model, filter_types)
     given = _by_path(params)
     differing = sorted(given.keys() ^ _by_path(ours).keys())

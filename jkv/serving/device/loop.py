@@ -131,8 +131,7 @@ class Loop:
     ) -> WindowReport | None:
         """Let requests end and begin, then start the next window.
 
-        Returns:
-          The window's report, whose arrays come when it is done.
+        The arrays of its report come when it is done.
         """
         for change in changes:
             self.exchange(change)
@@ -166,12 +165,7 @@ class Loop:
         return report
 
     def replace_steering(self, steering: Steering) -> None:
-        """Steer by other arrays from the next window on.
-
-        Raises:
-          EngineError: for arrays of other shapes or dtypes, which programs are not
-            compiled for.
-        """
+        """Steer by other arrays, of the same shapes and dtypes, from now on."""
 
         def describe(each: Steering | None) -> Any:
             leaves, structure = jax.tree.flatten(each)
@@ -186,15 +180,7 @@ class Loop:
         self._given = self._given._replace(steering=new)
 
     def replace_params(self, params: Any, draft_params: Any) -> None:
-        """Compute with other weights from the next window on.
-
-        Args:
-          params: of the model.
-          draft_params: of the draft model; None leaves those that there are.
-
-        Raises:
-          UsageError: for weights that programs are not compiled for.
-        """
+        """Compute with other weights from the next window on; None leaves a draft's."""
         old = self._given
         if draft_params is not None and old.draft_params is None:
             raise UsageError(
@@ -224,11 +210,8 @@ class Loop:
     def warm_up(self, progress: Progress | None) -> int:
         """Compile all programs, by running each with nothing to do.
 
-        Args:
-          progress: told the name of each program, how many are done, and of how many.
-
-        Returns:
-          How many there are.
+        Returns how many there are; progress is told the name of each, how many are
+        done, and of how many.
         """
         nothing = Change(
             Arrivals.of(self._sizes, []), np.zeros((self._sizes.num_sequences,), bool)
@@ -250,9 +233,8 @@ class Loop:
     def start_again(self) -> None:
         """Make an empty generation, and a new cache where the old one is lost.
 
-        Raises:
-          EngineError: if the cache had sequences that are not the engine's: these are
-            lost, too.
+        Sequences that are not the engine's would be lost, too: with such the engine
+        fails.
         """
         first, first_draft = self._first, self._first_draft
         if first.is_shared or (first_draft is not None and first_draft.is_shared):
@@ -328,11 +310,7 @@ class _First(NamedTuple):
 
 
 def _check_owned(name: str, cache: Cache | None) -> None:
-    """Refuse a cache whose arrays were donated elsewhere.
-
-    Raises:
-      EngineError: for one.
-    """
+    """Refuse a cache whose arrays were donated elsewhere."""
     leaves = [each for each in jax.tree.leaves(cache) if isinstance(each, jax.Array)]
     if any(leaf.is_deleted() for leaf in leaves):
         raise EngineError(

@@ -60,11 +60,7 @@ def bring_back(
     salt: int,  # its domain
     swapped: Swapped,  # what `move_to_host` made of it
 ) -> tuple[Cache, Stay]:
-    """Pin a text whose blocks are on the host, unless the cache has no room for them.
-
-    Returns:
-      The cache, and where the blocks are now.
-    """
+    """Pin a text whose blocks are on the host, unless the cache has no room for it."""
     cache, found = pin(cache, text, salt)
     if int(found.num_tokens[0]) >= int(swapped.context_lengths[0]):
         return cache, found  # nobody has taken them meanwhile

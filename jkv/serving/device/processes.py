@@ -134,11 +134,7 @@ class SharedLoop(Loop):
         self._share(steering)
 
     def start_again(self) -> None:
-        """Refuse: what one process has done, others may not have.
-
-        Raises:
-          EngineError: always.
-        """
+        """Refuse: what one process has done, others may not have."""
         if self.is_followed:
             try:
                 self._tell(Order.FAIL)
@@ -156,11 +152,7 @@ class SharedLoop(Loop):
             self.is_followed = False
 
     def follow(self, find_params: FindParams | None) -> None:
-        """Do what the first process does, until it is closed.
-
-        Raises:
-          EngineError: if it fails, or ends without a word.
-        """
+        """Do what the first process does, until it is closed; fail if it fails."""
         while True:
             try:
                 self._settle()
@@ -276,11 +268,7 @@ def _describe(arrays: Any) -> str:
 
 
 def _check_alike(broadcast: Broadcast, described: dict[str, str]) -> None:
-    """Refuse engines that differ from process to process; each waits for the others.
-
-    Raises:
-      UsageError: on all processes, with what differs.
-    """
+    """Refuse engines that differ from process to process; each waits for the others."""
     own = [zlib.crc32(each.encode()) >> 1 for each in described.values()]
     given = broadcast.gather(np.array(own, np.int32))
     differs = (given != given[0]).any(axis=0)

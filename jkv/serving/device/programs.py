@@ -83,8 +83,7 @@ def exchange(
 ) -> tuple[Cache, GenerationState, Sampling, jax.Array]:
     """End what was cancelled, then let prompts wait: an index may be free only now.
 
-    Returns:
-      The cache, the state, the sampling, and i32[]: blocks that are free then.
+    Returns also i32[]: blocks that are free then.
     """
     cache, state = decoding.cancel(cache, state, cancelled)
     indices, samples = jnp.asarray(arrivals.indices), state.num_samples

@@ -65,11 +65,7 @@ def find_sizes(
     stop_sizes: StopSizes,
     speculate: PromptLookup | DraftModel | None,
 ) -> EngineSizes:
-    """Return the sizes of an engine; the arguments are those of `Engine`.
-
-    Raises:
-      ValueError: for sizes that cannot be.
-    """
+    """Return the sizes of an engine; the arguments are those of `Engine`."""
     running = steps.max_running
     assert running is not None, "an engine says how many sequences run"
     check_counts(

@@ -13,14 +13,8 @@ from jkv.storage.placement import put
 def replace_weights(name: str, old: Any, new: Any) -> Any:
     """Return new weights as programs take them that were compiled for the old ones.
 
-    Args:
-      name: what to call them in an error.
-      old: a pytree, in use.
-      new: a pytree of the same structure, shapes and dtypes. Arrays that are elsewhere
-        are copied to where the old ones are.
-
-    Raises:
-      UsageError: for any other, with the path of the first leaf that differs.
+    Arrays that are elsewhere are copied to where the old ones are; errors begin with
+    the name.
     """
     check_weights(name, old, new)
     paths, _ = jax.tree_util.tree_flatten_with_path(old)
@@ -36,11 +30,7 @@ def check_weights(
     old: Any,  # a pytree, in use
     new: Any,  # a pytree of the same structure, shapes and dtypes
 ) -> None:
-    """Refuse new weights that programs are not compiled for.
-
-    Raises:
-      UsageError: for any other, with the path of the first leaf that differs.
-    """
+    """Refuse weights that programs are not compiled for, by the first that differs."""
     olds, _ = jax.tree_util.tree_flatten_with_path(old)
     news, _ = jax.tree_util.tree_flatten_with_path(new)
     structure: Any = jax.tree.structure(old)

@@ -23,51 +23,39 @@ from jkv.serving.request.request import Request
 
 
 def read_request(limits: Limits, ask: Ask) -> Request:
-    """Return the request that was asked for.
-
-    Raises:
-      RequestRefused: for what is no request, or what the limits do not allow.
-    """
-    if ask.max_new_tokens is None:
-        ask = dataclasses.replace(ask, max_new_tokens=limits.max_new_tokens)
+    """Return the request that was asked for, if it is one that the limits allow."""
+    given = dict(vars(ask))
+    for name in ("max_new_tokens", "stop_tokens"):
+        given[name] = getattr(limits, name) if given[name] is None else given[name]
     for name in ("n", "max_new_tokens", "salt", "priority", "variant", "keep"):
-        count = getattr(ask, name)
-        if not isinstance(count, int | np.integer):
-            raise RequestRefused(f"{name} must be an int, got {count!r:.60}")
+        if not isinstance(given[name], int | np.integer):
+            raise RequestRefused(f"{name} must be an int, got {given[name]!r:.60}")
+        given[name] = int(given[name])
     for name in ("timeout", "keep_seconds"):
-        seconds = getattr(ask, name)
+        seconds = given[name]
         if not isinstance(seconds, int | float | np.number | None):
             raise RequestRefused(f"{name} must be seconds or None, got {seconds!r:.60}")
-    stops = limits.stop_tokens if ask.stop_tokens is None else ask.stop_tokens
-    strings, sequences = ask.stop_strings, ask.stop_sequences
-    if isinstance(strings, str):
-        strings = (strings,)
-    for name, values in (("stop_sequences", sequences), ("stop_strings", strings)):
-        if not isinstance(values, Iterable):
-            raise RequestRefused(f"{name} must be a list, got {values!r:.60}")
-    strings = tuple(strings)
+    if isinstance(ask.stop_strings, str):
+        given["stop_strings"] = (ask.stop_strings,)
+    for name in ("stop_sequences", "stop_strings"):
+        if not isinstance(given[name], Iterable):
+            raise RequestRefused(f"{name} must be a list, got {given[name]!r:.60}")
+    strings = tuple(given["stop_strings"])
     if not all(isinstance(each, str) for each in strings):
         raise RequestRefused(f"stop_strings must be texts, got {strings!r:.60}")
-    assert ask.max_new_tokens is not None
-    request = Request(
+    read = dict(
         tokens=as_token_ids("the prompt", ask.tokens),
-        n=ask.n,
-        max_new_tokens=int(ask.max_new_tokens),
         sampling=_spread_sampling(ask.sampling, ask.n),
-        stop_tokens=tuple(as_token_ids("stop_tokens", stops).tolist()),
+        stop_tokens=tuple(as_token_ids("stop_tokens", given["stop_tokens"]).tolist()),
         stop_sequences=tuple(
             tuple(as_token_ids("a stop sequence", sequence).tolist())
-            for sequence in sequences
+            for sequence in ask.stop_sequences
         ),
         stop_strings=strings,
         salt=int(np.asarray(as_domains("salt", ask.salt))),
-        priority=ask.priority,
         client=_read_client(ask.client),
-        variant=int(ask.variant),
-        timeout=ask.timeout,
-        keep=int(ask.keep),
-        keep_seconds=ask.keep_seconds,
     )
+    request = Request(**given | read)
     limits.check(request)
     return request
 
@@ -78,11 +66,7 @@ def split_batch(
     salts: Integers,  # i32[B] or int
     asked: OfAsk,  # what holds for all; each field of sampling one number or B * n
 ) -> Iterator[Ask]:
-    """Return what is asked for each prompt of a batch.
-
-    Raises:
-      RequestRefused: for a field of `sampling` of another length.
-    """
+    """Return what is asked for each prompt of a batch."""
     if isinstance(prompts, jax.Array):
         prompts = np.asarray(prompts)
     rows = [np.asarray(row, np.int64).reshape(-1) for row in prompts]
@@ -103,11 +87,7 @@ def split_batch(
 
 
 def as_token_ids(name: str, tokens: Integers) -> np.ndarray[Any, Any]:
-    """Return token ids as i32[...]; a list of them, or an array.
-
-    Raises:
-      RequestRefused: for anything else.
-    """
+    """Return token ids, in a list or an array, as i32[...]; refuse anything else."""
     ids = np.asarray(tokens)
     if ids.size == 0:
         return np.zeros((0,), np.int32)
@@ -121,11 +101,7 @@ def as_token_ids(name: str, tokens: Integers) -> np.ndarray[Any, Any]:
 
 
 def _read_client(client: Client) -> Client:
-    """Return who asks; a number of numpy as Python's.
-
-    Raises:
-      RequestRefused: for what is no name.
-    """
+    """Return who asks, a number of numpy as Python's; refuse what is no name."""
     if client is None or isinstance(client, str):
         return client
     if isinstance(client, int | np.integer):
@@ -134,14 +110,9 @@ def _read_client(client: Client) -> Client:
 
 
 def _spread_sampling(sampling: Sampling, count: int) -> dict[str, Any]:
-    """Return the fields of `Sampling` with a value for each sequence.
+    """Return each field of `Sampling`, one number or so many, for each sequence.
 
-    Args:
-      sampling: each field one number or `count`; of one seed each sequence has its own.
-      count: how many sequences there are.
-
-    Raises:
-      RequestRefused: for a field of another length, or out of its range.
+    Of one seed each sequence has its own.
     """
     try:
         check_sampling(sampling)

@@ -55,15 +55,10 @@ class TextStream:
         self._num_tokens = 0
 
     def advance(self, tokens: Sequence[int], *, has_ended: bool = False) -> int | None:
-        """Take the next tokens.
+        """Take the next tokens, and what is left if no more will come.
 
-        Args:
-          tokens: those that follow.
-          has_ended: whether no more will come.
-
-        Returns:
-          The tokens of the whole text, should it end at a stop string: as few as have
-          it. None if it goes on.
+        Returns the tokens of the whole text, should it end at a stop string: as few as
+        have it. None if it goes on.
         """
         if not self._stops:
             self._extend(tokens)

@@ -4,18 +4,21 @@ A request's sequences are freed on the device in the lowest class, or are about 
 Between two windows what the index has of their texts is given the request's class.
 """
 
+import functools
 import heapq
 import math
 import time
 from collections.abc import Callable
 
+import jax
 import numpy as np
 
+from jkv.metadata import allocator
 from jkv.metadata.ring import Keep
 from jkv.prefixes.verbs import demote
-from jkv.serving.device.keeping import keep_text
 from jkv.serving.device.loop import Loop
 from jkv.serving.request.request import Request, Sample
+from jkv.state import Cache
 
 FOREVER = 2**32 - 1  # as a time
 
@@ -76,3 +79,19 @@ class Keeping:
             np.full((1,), salt, np.int32),
             Keep(np.full((1,), keep, np.int32), np.full((1,), until, np.uint32)),
         )
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def keep_text(
+    cache: Cache,
+    texts: jax.Array,  # i32[1, P], -1 past its end; the last token is never found
+    salts: jax.Array,  # i32[1], its domain
+    keep: Keep,  # its class and time, [1]
+) -> Cache:
+    """Let what is found of a text be of no lower class, as used just now."""
+    metadata = cache.metadata
+    found = metadata.index.find(metadata, texts, salts)
+    for number in metadata.block_numbers:
+        block = found.groups[number].blocks[0, ::-1]  # children leave first
+        metadata = allocator.renew(metadata, number, block, keep)
+    return cache.with_metadata(metadata)

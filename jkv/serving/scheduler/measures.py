@@ -160,12 +160,9 @@ class NextRoom:
     def find_wait(self, begun: Rate, now: float) -> float:
         """Return the seconds until a place is free that is promised to no other.
 
-        By the rate of now, also for those that were promised another before; at most
-        `MOST_WAIT_SECONDS`. A second where none has begun lately.
-
-        Args:
-          begun: of requests that leave the queue.
-          now: the time.
+        By the rate of now at which requests leave the queue, also for those that were
+        promised another before; at most `MOST_WAIT_SECONDS`. A second where none has
+        begun lately.
         """
         while self._promised and self._promised[0] <= now:
             heapq.heappop(self._promised)
@@ -222,24 +219,11 @@ class Measures:
 
     def read(self, num_blocks: int, now: float, **present: Any) -> EngineStats:
         """Return all of it, with what holds now: requests by state, and the like."""
+        counts: dict[str, Any] = self._counts | vars(self)
+        told = {name: n for name, n in counts.items() if name in EngineStats._fields}
         return EngineStats(
-            finished=self.finished,
-            cancelled=self.cancelled,
-            failed=self.failed,
-            refused=self.refused,
-            prompt_tokens=self._counts["prompt_tokens"],
-            generated_tokens=self.generated_tokens,
-            recomputed_tokens=self._counts["recomputed_tokens"],
-            cached_tokens=self._counts["cached_tokens"],
-            preemptions=self._counts["preemptions"],
-            draft_tokens=self._counts["draft_tokens"],
-            accepted_tokens=self._counts["accepted_tokens"],
-            num_windows=self.num_windows,
-            num_steps=self._counts["num_steps"],
+            **told,
             num_blocks=num_blocks,
-            free_blocks=self.free_blocks,
-            peak_blocks=self.peak_blocks,
-            empty_slots=self.empty_slots,
             tokens_per_second=self.generated.read(now),
             time_to_first_token=self.first_token.read(),
             time_between_tokens=self.next_token.read(),

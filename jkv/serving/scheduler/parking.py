@@ -101,11 +101,7 @@ class Parking:
         self._by_number[number] = parked
 
     def take(self, request_id: int, sample: int) -> Parked:
-        """Return a text that a request is about to resume.
-
-        Raises:
-          KeyError: if it is not parked.
-        """
+        """Return a text that a request is about to resume."""
         parked = self._by_number.pop((request_id, sample), None)
         if parked is None:
             raise KeyError(

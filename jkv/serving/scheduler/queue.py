@@ -62,14 +62,10 @@ class Queue:
             self._waiting.add(request.priority, request.client, prompt)
 
     def dispatch(self, most: int) -> list[tuple[Request, int]]:
-        """Give free prompts of the generation to the first that wait.
+        """Give free prompts of the generation, some at most, to the first that wait.
 
-        Args:
-          most: how many at one time.
-
-        Returns:
-          Requests, and the first of the samples that share the prompt; each sample
-          knows its sequence now.
+        Returns requests, and the first of the samples that share the prompt; each
+        sample knows its sequence now.
         """
         dispatched: list[tuple[Request, int]] = []
         while self._free and len(dispatched) < most:
@@ -97,11 +93,7 @@ class Queue:
         return taken
 
     def find_begun(self) -> list[list[Sample]]:
-        """Return the samples on the device: those that share a prompt, with ended ones.
-
-        Returns:
-          A list for each prompt of the generation that has one which goes on.
-        """
+        """Return the samples on the device, with ended ones that share their prompt."""
         on_device = [each for each in self._computed if each is not None]
         first = {
             (s.request_id, s.index - s.index % self._num_samples) for s in on_device
@@ -118,13 +110,8 @@ class Queue:
     def end(self, sample: Sample, reason: FinishReason, *, is_computed: bool) -> bool:
         """End a sequence, wherever it is; the one way out of the queue.
 
-        Args:
-          sample: it has not ended.
-          reason: why.
-          is_computed: whether the device may go on with it, unless it is told.
-
-        Returns:
-          Whether that was the last of the request, which is then forgotten.
+        What is computed, the device may go on with, unless it is told. Returns whether
+        that was the last of the request, which is then forgotten.
         """
         request = self.requests[sample.request_id]
         sample.reason = reason

@@ -142,16 +142,7 @@ class Scheduler:
         return most is None or self.queue.num_waiting < most
 
     def add(self, request: Request, resumed: Parked | None = None) -> None:
-        """Give a request its number, and let it wait.
-
-        Args:
-          request: which.
-          resumed: the parked text that it goes on from.
-
-        Raises:
-          QueueFull: if too many do.
-          EngineError: if the engine cannot go on.
-        """
+        """Number a request, and let it wait; it may go on from a parked text."""
         # The user's detokenizer may be slow: the lock is not held.
         stream = request.make_stream(self._options.detokenize)
         with self._lock:
@@ -173,11 +164,7 @@ class Scheduler:
                 self._deadlines.add(request.request_id, now + request.timeout)
 
     def find(self, request_id: int) -> Request:
-        """Return a request that goes on, or one that ended not long ago.
-
-        Raises:
-          KeyError: for any other.
-        """
+        """Return a request that goes on, or one that ended not long ago."""
         with self._lock:
             going_on = self.queue.requests.get(request_id)
             request = going_on or self._ended.find(request_id)
@@ -202,12 +189,7 @@ class Scheduler:
             self.cancel(request)
 
     def park(self, request_id: int) -> None:
-        """Keep what was computed of a request's texts, when they have ended.
-
-        Raises:
-          KeyError: if it is unknown, or forgotten.
-          UsageError: for a cache without a prefix index, or on several processes.
-        """
+        """Keep what was computed of a request's texts, when they have ended."""
         if isinstance(self.loop, SharedLoop):
             raise UsageError(
                 "texts are parked on one process: on several, submit the text again, "
@@ -224,20 +206,6 @@ class Scheduler:
             for sample in request.samples:
                 self._park(request, sample)
 
-    def take_parked(self, request_id: int, sample: int) -> Parked:
-        """Return a parked text, which is about to be resumed.
-
-        Raises:
-          KeyError: if it is not parked.
-        """
-        with self._lock:
-            return self.parking.take(request_id, sample)
-
-    def put_back(self, parked: Parked) -> None:
-        """Go on keeping a text whose request was refused."""
-        with self._lock:
-            self.parking.put_back(parked)
-
     def unpark(self, request_id: int) -> bool:
         """Give up the texts of a request; return whether there were any."""
         with self._lock:
@@ -247,19 +215,9 @@ class Scheduler:
                 pass
             return self.parking.give_up(request_id)
 
-    def unpark_all(self) -> None:
-        """Give up all texts."""
-        with self._lock:
-            self.parking.give_up_all()
-
     def _park(self, request: Request, sample: Sample) -> None:
         if sample.has_ended and sample.reason != FinishReason.FAILED:
             self.parking.add(request, sample)
-
-    def count_refused(self) -> None:
-        """Note a request that was not taken in."""
-        with self._lock:
-            self.measures.refused += 1
 
     def read_stats(self) -> EngineStats:
         """Return a snapshot."""

@@ -210,11 +210,7 @@ class Storing:
 
 
 def find_storing(loop: Loop, options: StoreOptions) -> Storing | NoStoring:
-    """Return what goes between a cache and a store, or no store.
-
-    Raises:
-      ValueError: for a cache whose blocks cannot be stored.
-    """
+    """Return what goes between a cache and a store, or no store."""
     if options.store is None:
         return NoStoring()
     if isinstance(loop, SharedLoop):

@@ -45,11 +45,7 @@ class Versions:
         self.newest = self.oldest_found = 0
 
     def check(self, update: Update) -> None:
-        """Refuse an update that says two things.
-
-        Raises:
-          UsageError: for one.
-        """
+        """Refuse an update that says two things."""
         if update.recompute and update.keep_cached:
             raise UsageError(
                 "recompute=True would find the old blocks again with keep_cached=True; "

@@ -44,7 +44,7 @@ def isolate_range(
 ) -> None:
     """Attend anew from one tile of rows, if any is NaN, as `attend_range` does."""
     o, rows = operands, locate_rows(operands, variant)
-    place = find_places(rows, variant)
+    place = find_places(o, rows, variant)
     is_nan = find_nan(output_before, place, rows.head, rows.valid)
     _, sections = cut_head_dims(o.queries, o.values, variant)
     size, kept = min(_NUM_COLUMNS, sections[0].size), variant.value_format

@@ -48,7 +48,7 @@ class Walk(NamedTuple):
     rows: QueryRows
     valid: jax.Array  # bool[rows], those to store
     window: jax.Array | None  # i32[]
-    seen: Seen | None  # None: the one row sees all tokens of the range
+    seen: Seen | None  # None: the rows see all tokens of the range
     tokens: Range
     key_sections: list[Section]
     value_sections: list[Section]
