@@ -72,6 +72,17 @@ class Judge:
             self._strings[word, value] = found
         return self._strings[word, value]
 
+    def described(self, way: Way, *, is_short: bool = False) -> list[Automaton]:
+        """Return the strings of patterns and of known formats, or of short ones."""
+        found = []
+        for words in (atom.words for atom in way):
+            if "pattern" in words:
+                found.append(self.strings("pattern", words["pattern"]))
+            if (form := words.get("format")) in FORMATS:
+                kind = "short format" if is_short and form in COUNTED else "format"
+                found.append(self.strings(kind, form))
+        return found
+
     def holds(self, part: Part, value: Any) -> bool:
         """Whether a part holds for a value, at any depth."""
         part = part._replace(route=Route(is_wide=part.route.is_wide))
@@ -238,12 +249,7 @@ class Judge:
         return True
 
     def _has_string(self, way: Way) -> bool:
-        found = [
-            self.strings(word, atom.words[word])
-            for atom in way
-            for word in ("pattern", "format")
-            if word in atom.words and (word == "pattern" or atom.words[word] in FORMATS)
-        ]
+        found = self.described(way)
         if not found:
             return True
         both = functools.partial(intersect, bounds=self._bounds)
