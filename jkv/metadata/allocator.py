@@ -27,11 +27,7 @@ def take(metadata: Metadata, number: int, num: jax.Array) -> tuple[Metadata, Rin
 
 
 def enter(
-    metadata: Metadata,
-    number: int,
-    row: jax.Array,
-    column: jax.Array,
-    block: jax.Array,
+    metadata: Metadata, number: int, row: jax.Array, column: jax.Array, block: jax.Array
 ) -> Metadata:
     """Name different blocks that were taken, i32[P], in cells; forget what they had."""
     group = metadata.groups[number]

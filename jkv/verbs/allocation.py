@@ -86,9 +86,7 @@ def allocate(
     prompts = None if tokens is None else requests.as_prompts(tokens)
     num_prompts = None if prompts is None else prompts.shape[0]
     counts, domains = requests.broadcast(
-        num_prompts,
-        num_tokens=num_tokens,
-        salts=requests.as_domains("salts", salts),
+        num_prompts, num_tokens=num_tokens, salts=requests.as_domains("salts", salts)
     )
     kept = jax.tree.map(requests.as_index, keep_free)
     metadata, result, moves = _allocate(cache.metadata, counts, prompts, domains, kept)
@@ -227,10 +225,7 @@ def _free(
 
 
 def _judge_openings(
-    metadata: Metadata,
-    num_tokens: jax.Array,
-    found: Found,
-    keep_free: Blocks = 0,
+    metadata: Metadata, num_tokens: jax.Array, found: Found, keep_free: Blocks = 0
 ) -> tuple[jax.Array, jax.Array, list[Opening]]:
     """Judge requests, i32[B], by the blocks free before the call, less some.
 

@@ -89,10 +89,7 @@ def read(
 
 @takes_cache()
 def read_slot(
-    cache: Cache,
-    layer: Integer | GroupLayer,
-    block_id: Integer,
-    offset: Integer,
+    cache: Cache, layer: Integer | GroupLayer, block_id: Integer, offset: Integer
 ) -> tuple[jax.Array, jax.Array]:
     """Return the key and value stored in one slot.
 
