@@ -23,7 +23,6 @@ class ArraysOf(Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]):
     """Shapes and dtypes by name, as a value that can be hashed."""
 
     def __init__(self, field: str, arrays: Mapping[str, ArrayOf]) -> None:
-        """Check what a user gave for that field."""
         if not isinstance(arrays, Mapping):
             raise ValueError(
                 f"{field} must be a dict of a shape and a dtype for each name, as in "
@@ -33,23 +32,18 @@ class ArraysOf(Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]):
         self._items = tuple(sorted(checked.items()))
 
     def __getitem__(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
-        """Return shape and dtype of one array."""
         return dict(self._items)[name]
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the names, sorted."""
         return iter(name for name, _ in self._items)
 
     def __len__(self) -> int:
-        """Return how many arrays there are."""
         return len(self._items)
 
     def __hash__(self) -> int:
-        """Return the same for the same shapes and dtypes."""
         return hash(self._items)
 
     def __repr__(self) -> str:
-        """Show what a user would write."""
         return repr(
             {name: (shape, dtype.name) for name, (shape, dtype) in self.items()}
         )

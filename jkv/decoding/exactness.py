@@ -46,7 +46,6 @@ class ExactDifference(NamedTuple):
     layer: int | None  # the first that keeps something else; None: behind all layers
 
     def __str__(self) -> str:
-        """Say it in a sentence."""
         where = "behind the last layer" if self.layer is None else f"layer {self.layer}"
         return (
             f"{self.variation}: {self.array} of sequence {self.sequence} differ first "
@@ -247,7 +246,6 @@ class _Player(NamedTuple):
         return known._replace(kept=found.kept)
 
     def score(self, known: _Played, config: CacheConfig | GroupedConfig) -> _Played:
-        """Score what the texts got."""
         found = _score_jitted(
             self.model,
             self.params,

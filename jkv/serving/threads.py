@@ -37,7 +37,6 @@ class Turns(Generic[Brought]):
 
     @property
     def has_thread(self) -> bool:
-        """Whether a thread of its own does the steps."""
         thread = self._thread
         return thread is not None and thread.is_alive()
 

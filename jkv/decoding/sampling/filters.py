@@ -143,7 +143,6 @@ def _remove_by_platform(scaled: jax.Array, rows: PerRow) -> jax.Array:
 
 
 def _remove(scaled: jax.Array, rows: PerRow) -> jax.Array:
-    """Remove what top-k, top-p and min-p remove."""
     # A search that starts at its row's maximum is over before it begins.
     ranks = _ordered_bits(scaled)
     keep_all, keep_best = jnp.min(ranks, axis=-1), jnp.max(ranks, axis=-1)

@@ -37,7 +37,6 @@ class Holder:
 
     @classmethod
     def none(cls) -> "Holder":
-        """Hold nothing."""
         return cls(seq_id=jnp.full((), NO_SEQUENCE, jnp.int32), prompt=jnp.int32(0))
 
     def holds(self, prompts: jax.Array) -> jax.Array:

@@ -133,7 +133,6 @@ class OneLayerAtATime:
 
 
 def _find_first(cache: Cache, layer: Integer | GroupLayer) -> GroupLayer:
-    """Return the first layer of a layer's group."""
     if not isinstance(layer, GroupLayer):
         layer = locate_layer(cache, layer)
     return GroupLayer(layer.group, 0)

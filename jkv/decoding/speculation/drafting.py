@@ -118,7 +118,6 @@ def draft(
     is_ready: jax.Array,  # bool[W], which texts are drafted for
     choice: Choice,  # of N sequences
 ) -> Drafts:
-    """Draft for all places that are ready."""
     sequences, made = state.places.sequences, state.result.lengths
     chosen = sampling_of(choice.sampling, made.shape[0], sequences)
     num_places = sequences.shape[0]

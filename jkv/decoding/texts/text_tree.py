@@ -95,7 +95,6 @@ class TextTree:
 
 
 def empty_tree() -> TextTree:
-    """Return a tree without segments."""
     nothing = jnp.zeros((0,), jnp.int32)
     return TextTree(tokens=nothing, segments=nothing, parents=nothing, max_length=0)
 
@@ -219,7 +218,6 @@ def is_known(tree: TextTree) -> bool:
 
 
 def measure(tree: TextTree) -> Measures:
-    """Measure the segments of a tree whose numbers are known."""
     return measure_segments(np.asarray(tree.segments), np.asarray(tree.parents))
 
 

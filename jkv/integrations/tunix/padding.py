@@ -9,7 +9,6 @@ Tokens = Sequence[list[int]]
 
 
 def check_texts(texts: Tokens) -> None:
-    """Refuse what cannot be continued."""
     if not texts:
         raise ValueError("prompts is empty; give at least one prompt")
     for i, text in enumerate(texts):

@@ -130,7 +130,6 @@ class BoundProgram:
         return self._find(self._kept, dynamic)(**dynamic)
 
     def find_shapes(self, **dynamic: Any) -> Any:
-        """Return the shapes of what it returns."""
         if self._kept is None:
             program = functools.partial(self._program, **self._static)
             return jax.eval_shape(program, **dynamic)

@@ -251,7 +251,6 @@ class Loop:
 
     @property
     def _beginning(self) -> dict[str, Any]:
-        """What a generation begins with."""
         return {
             "given": self._given,
             "cache": self.cache,
@@ -294,7 +293,6 @@ class _First(NamedTuple):
         return bool(np.asarray(self.shapes.metadata.is_open).any())
 
     def make_anew(self) -> Cache:
-        """Make one of the same sizes, and nothing in it."""
         storage = tuple(
             group.with_arrays(
                 {
@@ -310,7 +308,6 @@ class _First(NamedTuple):
 
 
 def _check_owned(name: str, cache: Cache | None) -> None:
-    """Refuse a cache whose arrays were donated elsewhere."""
     leaves = [each for each in jax.tree.leaves(cache) if isinstance(each, jax.Array)]
     if any(leaf.is_deleted() for leaf in leaves):
         raise EngineError(

@@ -124,7 +124,6 @@ class Parking:
         return bool(numbers)
 
     def give_up_all(self) -> None:
-        """Let all texts go."""
         for parked in list(self._by_number.values()):
             self._give_up(parked)
 

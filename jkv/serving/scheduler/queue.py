@@ -41,7 +41,6 @@ class Queue:
 
     @property
     def num_waiting(self) -> int:
-        """Prompts that wait here."""
         return self._waiting.num_waiting
 
     @property
@@ -131,7 +130,6 @@ class Queue:
         return request.has_ended
 
     def count_states(self) -> dict[RequestState, int]:
-        """Return how many requests are in each state."""
         counts = dict.fromkeys(RequestState, 0)
         for request in self.requests.values():
             counts[request.state] += 1

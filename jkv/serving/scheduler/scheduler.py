@@ -137,7 +137,6 @@ class Scheduler:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more request may wait."""
         most = self._options.max_waiting
         return most is None or self.queue.num_waiting < most
 
@@ -184,7 +183,6 @@ class Scheduler:
         return goes_on
 
     def cancel_all(self) -> None:
-        """End everything that goes on."""
         for request in list(self.queue.requests.values()):
             self.cancel(request)
 
@@ -220,7 +218,6 @@ class Scheduler:
             self.parking.add(request, sample)
 
     def read_stats(self) -> EngineStats:
-        """Return a snapshot."""
         with self._lock:
             states = self.queue.count_states()
             if self._unread is None and self.loop.num_free_blocks is not None:

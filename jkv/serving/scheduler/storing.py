@@ -43,7 +43,6 @@ class _Pace:
     seconds: float = 0.0
 
     def add(self, seconds: float, tokens: int) -> None:
-        """Note how long some tokens took."""
         new = seconds / tokens
         self.seconds = new if not self.seconds else 0.7 * self.seconds + 0.3 * new
 

@@ -41,7 +41,6 @@ class Waiting:
         self._ordered: set[int] = set()
 
     def add(self, priority: int, client: Client, prompt: Prompt) -> None:
-        """Let a prompt wait behind the others of its client."""
         level = self._levels.get(priority)
         if level is None:
             level = self._levels[priority] = FairQueue(self._shares)
@@ -52,7 +51,6 @@ class Waiting:
             self._ordered.add(priority)
 
     def pop(self) -> Prompt | None:
-        """Take the prompt that goes next; None if none waits."""
         while self._order:
             level = self._levels.get(self._order[0])
             if level is not None and level.num_waiting:
@@ -62,11 +60,9 @@ class Waiting:
         return None
 
     def charge(self, priority: int, client: Client, num_tokens: int) -> None:
-        """Note tokens that were computed for a client; it has a prompt here."""
         self._levels[priority].charge(client, num_tokens)
 
     def end(self, priority: int, client: Client, prompt: Prompt) -> None:
-        """Forget a prompt that has ended, whether or not it waited."""
         level = self._levels[priority]
         before = level.num_waiting
         level.end(client, prompt)
