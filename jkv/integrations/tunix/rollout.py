@@ -15,11 +15,7 @@ from jkv.decoding.model.exact import Exact, ExactShape
 from jkv.decoding.model.rows import spread_row_counts
 from jkv.decoding.texts.results import Statistics
 from jkv.integrations.tunix import weights
-from jkv.integrations.tunix.completion_scores import (
-    configure_score,
-    score_completions,
-    score_traced,
-)
+from jkv.integrations.tunix.completion_scores import Scorer
 from jkv.integrations.tunix.padding import check_texts, find_width, pad_left, pad_right
 from jkv.integrations.tunix.paged_model import PagedModel, Params
 from jkv.integrations.tunix.pool import CallSizes, Pool, PoolSizes
@@ -97,12 +93,14 @@ class JkvRollout(BaseRollout):
         sizes = PoolSizes(block_size, num_blocks, cache_dtype, prefix_caching)
         pages = self._model.find_pages(state)
         self._pool = Pool(sizes, pages, mesh)
-        self._score_config = configure_score(pages, block_size, cache_dtype)
         shape = Exact.of(exact)
         if shape is not None:
             most = shape.num_requests
             max_running = most if max_running is None else min(max_running, most)
         self._exact: ExactShape = shape or False
+        one = dict(num_blocks=1, max_sequences=1, max_context_length=1)
+        config = pages.configure(cache_dtype, block_size=block_size, **one)
+        self._scorer = Scorer(config, self.pad_id(), self._exact)
         self._max_running = max_running
         self._chunk_size = chunk_size
         self._row_multiple = 1 if mesh is None or mesh.empty else mesh.size
@@ -168,15 +166,8 @@ class JkvRollout(BaseRollout):
         Raises:
           ValueError: for a prompt without tokens.
         """
-        return score_completions(
-            self._model,
-            nnx.state(self._module),
-            self._score_config,
-            prompt_tokens,
-            completion_tokens,
-            pad_id=self.pad_id(),
-            exact=self._exact,
-        )
+        state = nnx.state(self._module)
+        return self._scorer.score(self._model, state, prompt_tokens, completion_tokens)
 
     def score(
         self,
@@ -205,15 +196,9 @@ class JkvRollout(BaseRollout):
           f32[B, C], 0 in the padding at a completion's end, and first without a prompt.
         """
         graph, state = nnx.split(model)
-        return score_traced(
-            PagedModel(graph),
-            Params(state, temperature),
-            self._score_config,
-            prompt_tokens,
-            completion_tokens,
-            pad_id=self.pad_id(),
-            num_samples=num_samples,
-            exact=self._exact,
+        paged, params = PagedModel(graph), Params(state, temperature)
+        return self._scorer.score_traced(
+            paged, params, prompt_tokens, completion_tokens, num_samples
         )
 
     def update_params(
