@@ -41,25 +41,12 @@ class Computed(NamedTuple):
     num_rows: jax.Array  # i32[W], rows computed
 
 
-def run_step(
+def advance(
     runner: Runner,
     cache: Cache,
     state: GenerationState,
     choice: Choice,  # of N sequences
     logits: jax.Array,  # f32[W, V], the last step's, whose memory is used again
-) -> tuple[Cache, GenerationState, jax.Array]:
-    """Do one step; return the logits, too, whose memory the next step takes."""
-    cache, state, logits = advance(runner, cache, state, choice, logits)
-    cache, state = schedule(cache, state)
-    return cache, state, logits
-
-
-def advance(
-    runner: Runner,
-    cache: Cache,
-    state: GenerationState,
-    choice: Choice,
-    logits: jax.Array,  # f32[W, V]
 ) -> tuple[Cache, GenerationState, jax.Array]:
     """Compute the rows of a step, and choose a token for each text that is whole."""
     loads, places = state.loads(cache), state.places

@@ -104,14 +104,13 @@ def _score_first(
 
         def note(_: Cache, found: jax.Array, chunk: Chunk) -> jax.Array:
             at = jnp.where(chunk.is_whole, known, num_prompts)
-            return when(
-                jnp.any(chunk.is_whole),
-                lambda found, logits: found.at[at].set(
-                    _pick_each(logits, chosen[known]), mode="drop"
-                ),
-                found,
-                chunk.logits,
-            )
+
+            def put(found: jax.Array, logits: jax.Array) -> jax.Array:
+                tokens = chosen[known].T
+                scores = lax.map(lambda token: pick_logprobs(logits, token), tokens)
+                return found.at[at].set(scores.T, mode="drop")
+
+            return when(jnp.any(chunk.is_whole), put, found, chunk.logits)
 
         return prefill(
             runner,
@@ -130,15 +129,6 @@ def _score_first(
     scores = jnp.zeros(continuations.shape, jnp.float32)
     scores = scores.at[:, 0].set(found.reshape(-1))
     return cache, jnp.where(is_given, scores, 0.0)
-
-
-def _pick_each(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Return log-probabilities of several tokens a row, i32[W, K], f32[W, K]."""
-
-    def pick(token: jax.Array) -> jax.Array:
-        return pick_logprobs(logits, token)
-
-    return lax.map(pick, tokens.T).T
 
 
 def _score_later(

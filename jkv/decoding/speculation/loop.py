@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.sampling.choice import Choice
 from jkv.decoding.scheduler.state import GenerationState
-from jkv.decoding.scheduler.step import advance, run_step, schedule
+from jkv.decoding.scheduler.step import advance, schedule
 from jkv.decoding.speculation.acceptance import make_rejection_sampler, sample_rows
 from jkv.decoding.speculation.drafting import (
     DraftRows,
@@ -119,11 +119,13 @@ def run_steps(
         choice = choice._replace(num_rows=exact.num_requests)
     logits = jnp.zeros(state.seen.shape, jnp.float32)
     if options is None:
-        cache, state, _ = _repeat(
-            goes_on,
-            lambda loop: run_step(runner, loop[0], loop[1], choice, loop[2]),
-            (cache, state, logits),
-        )
+
+        def take(loop: tuple[Cache, GenerationState, jax.Array]) -> Any:
+            cache, state, logits = loop
+            cache, state, logits = advance(runner, cache, state, choice, logits)
+            return *schedule(cache, state), logits
+
+        cache, state, _ = _repeat(goes_on, take, (cache, state, logits))
         return cache, state
     pace, drafts = _resume(state, options)
     _check_pending("cache", cache, options.num_tokens)

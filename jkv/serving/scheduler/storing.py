@@ -177,7 +177,8 @@ class Storing:
         if not held:
             return
         known = self._match(request)
-        if held <= known or not self._is_worth():
+        copying, computing = self._copying.seconds, self._computing.seconds
+        if held <= known or 0 < computing <= copying:
             return
         start = time.monotonic()
         metadata = self._loop.cache.metadata
@@ -201,11 +202,6 @@ class Storing:
         padded = np.full((1, self._loop.cache.max_context_length), -1, np.int32)
         padded[0, : len(request.tokens)] = request.tokens
         return int(match(self._loop.cache, padded, request.salt)[0])
-
-    def _is_worth(self) -> bool:
-        """Whether copying is faster, or was not timed beside computing yet."""
-        copying, computing = self._copying.seconds, self._computing.seconds
-        return not computing or copying < computing
 
 
 def find_storing(loop: Loop, options: StoreOptions) -> Storing | NoStoring:
