@@ -20,7 +20,7 @@ from jkv.decoding.model.exact import Exact
 from jkv.decoding.model.prefill import Chunk, Pending, Sizes, prefill
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.sampling.draws import pick_logprobs
-from jkv.decoding.scoring.devices import Devices
+from jkv.decoding.scoring.scored import Scored
 from jkv.decoding.scoring.sizes import WITHOUT_COPIES, resize
 from jkv.decoding.texts.prompts import count_tokens
 from jkv.metadata.xla_cpu import running_sum
@@ -31,19 +31,16 @@ from jkv.verbs.forking import fork
 
 
 def score_exactly(
-    runner: Runner,
-    exact: Exact,  # the shape of its calls
-    # the model's sizes; its windows and dtypes hold, its counts do not
-    config: GroupedConfig,
+    scored: Scored,  # its windows and dtypes hold, its counts do not
+    exact: Exact,  # the shape of calls
     prompts: jax.Array,  # i32[Q, P], -1 after each one's end
     continuations: jax.Array,  # i32[N, C] likewise, N a multiple of Q
-    devices: Devices,  # where the cache lies
 ) -> jax.Array:
     """Return what `score` does, f32[N, C]."""
-    runner = runner._replace(exact=exact)
+    runner = Runner(scored.model, scored.params, exact)
     lengths, num_samples = count_tokens(prompts), len(continuations) // len(prompts)
-    given = runner.params, prompts, continuations
-    cache = devices.init(_resize(config, prompts, continuations), given)
+    config = _resize(scored.config, prompts, continuations)
+    cache = scored.init(config, (prompts, continuations))
     cache, opened = allocate(cache, jnp.zeros_like(lengths))
     cache, found = _score_first(
         runner, exact, cache, opened.seq_ids, prompts, continuations
