@@ -29,7 +29,7 @@ import numpy as np
 from harness import Case
 
 from jkv.grammar import Grammar, Vocabulary, from_json_object, from_json_schema
-from jkv.grammar.token_trie import trie_of
+from jkv.grammar.token_table import trie_of
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "grammars.json"
 AIM_BYTES = 4 * 2**20  # of the tables of 20 fields

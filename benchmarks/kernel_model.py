@@ -47,15 +47,15 @@ from support.kernel_lowering import find_kernels, lower_kernels, make_shapes  # 
 from support.triton_machine_code import attention_loop, compile_kernel  # noqa: E402
 
 from jkv.attention.call import Requests, make_requests  # noqa: E402
-from jkv.attention.kernel.table import Tile, Tuning  # noqa: E402
-from jkv.attention.kernel.tuning import find_tuning  # noqa: E402
-from jkv.attention.kernel.variant import (  # noqa: E402
+from jkv.attention.kernel.tiles.table import Tile, Tuning  # noqa: E402
+from jkv.attention.kernel.tiles.tuning import find_tuning  # noqa: E402
+from jkv.attention.kernel.tiles.variant import (  # noqa: E402
     count_decode_heads,
+    count_decode_pieces,
     count_head_tiles,
     cut_prefill_rows,
 )
-from jkv.attention.kernel.work import (  # noqa: E402
-    count_pieces,
+from jkv.attention.kernel.work.cutting import (  # noqa: E402
     list_decode_work,
     list_prefill_work,
     size_decode_work,
@@ -179,7 +179,8 @@ def lay_out(batch: int, rows: int, context: int) -> Requests:
 
 def count_steps(compiled: Compiled, batch: int, context: int) -> np.ndarray:
     """Return the steps of each program of a call that has any, i32[...]."""
-    wanted = count_pieces(compiled.tuning.programs, compiled.head_tiles)
+    model = compiled.model
+    wanted = count_decode_pieces(model.kv_heads, model.heads_per_kv, compiled.tuning)
     sizes = size_decode_work(batch, batch, context, wanted)
     work = list_decode_work(lay_out(batch, 1, context), None, sizes).work
     tokens = np.asarray(work.end - work.first)

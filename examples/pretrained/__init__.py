@@ -95,7 +95,8 @@ def load(
         scan_layers: for many layers: programs compile faster, and tokens take longer
             (`DecoderConfig`).
         loop_layers: for many layers on a CPU (`prefers_loops`): programs compile faster
-            and tokens take as long. Not for training, nor beside ``scan_layers``.
+            and tokens take as long, and matrices that multiply the same rows are one
+            (`layers.JOINED`). Not for training, nor beside ``scan_layers``.
         max_context_length: most tokens that a text will have, at most the model's.
             With longrope (Phi-3) it chooses the factors of all texts: the short ones
             up to the length before scaling, else the long ones. None takes them for
@@ -115,4 +116,5 @@ def load(
     if max_context_length is not None:
         config = fix_context(config, max_context_length)
     put = put_whole if mesh is None else spread_over(mesh, config)
-    return Decoder(config), read_params(folder, config, dtype, put)
+    joined = config.has_loops and mesh is None
+    return Decoder(config), read_params(folder, config, dtype, put, joined=joined)

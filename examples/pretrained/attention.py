@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import jkv
 
 from .config import DecoderConfig
-from .layers import Weights, linear, norm, scale_to_unit
+from .layers import Weights, linear, linear_each, norm, scale_to_unit
 from .parts import Latent
 from .rope import rotate
 
@@ -40,11 +40,14 @@ def attend(
     """
     latent, keys, values = config.latent, None, None
     if latent is None:
-        queries = _project_heads(config, weights, x, turns, "query")
-        if "key" in weights:
+        query_heads, kv_heads = config.num_heads, config.num_kv_heads
+        shares = {"query": query_heads, "key": kv_heads, "value": kv_heads}
+        rows = linear_each(x, weights, shares)
+        queries = _turn_heads(config, weights, rows["query"], turns, "query")
+        if "key" in rows:
             dim = queries.shape[-1]
-            keys = _project_heads(config, weights, x, turns, "key", dim)
-            values = _project_values(config, weights, x, keys.shape[-1])
+            keys = _turn_heads(config, weights, rows["key"], turns, "key", dim)
+            values = _shape_values(config, rows.get("value", rows["key"]), dim)
     else:
         queries, keys = _project_latent(config, latent, weights, x, turns)
     if config.query_growth is not None:
@@ -73,19 +76,18 @@ def attend(
     return linear(heads, weights, "output"), cache
 
 
-def _project_heads(
+def _turn_heads(
     config: DecoderConfig,
     weights: Weights,
-    x: jax.Array,
+    rows: jax.Array,
     turns: Turns,
     name: str,
     dim: int | None = None,
 ) -> jax.Array:
     """Return turned queries [R, H, D], of which the dim is found, or keys [R, K, D]."""
-    rows = linear(x, weights, name)
     if config.qk_norm == "all":
         rows = norm(config, rows, weights, f"{name}_norm")
-    heads = rows.reshape(x.shape[0], -1, dim or rows.shape[-1] // config.num_heads)
+    heads = rows.reshape(rows.shape[0], -1, dim or rows.shape[-1] // config.num_heads)
     if config.qk_norm in ("head", "heads"):
         heads = norm(config, heads, weights, f"{name}_norm")
     heads = rotate(heads, *turns, config.turns_neighbours)
@@ -94,12 +96,9 @@ def _project_heads(
     return heads
 
 
-def _project_values(
-    config: DecoderConfig, weights: Weights, x: jax.Array, dim: int
-) -> jax.Array:
+def _shape_values(config: DecoderConfig, rows: jax.Array, dim: int) -> jax.Array:
     """Return values [R, K, D]."""
-    rows = linear(x, weights, "value" if "value" in weights else "key")
-    heads = rows.reshape(x.shape[0], -1, dim)
+    heads = rows.reshape(rows.shape[0], -1, dim)
     if config.has_value_norm:
         normed = scale_to_unit(heads.astype(jnp.float32), config.norm_epsilon)
         heads = normed.astype(heads.dtype)

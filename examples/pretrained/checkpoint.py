@@ -8,7 +8,7 @@ On a CPU loading takes the memory of the weights and of one tensor; in front of 
 accelerator the host holds, at one time, one parameter of the layers of a run.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from .architectures import ARCHITECTURES
 from .config import DecoderConfig, Run
 from .files import IGNORED_SCALES, SUFFIXES, Tensors, find_tensors
 from .gguf_reading import find_folder
+from .layers import JOINED
 from .spreading import Put, put_whole
 from .tensors import Source, layer_tensors, model_tensors
 
@@ -35,6 +36,8 @@ def read_params(
     config: DecoderConfig,
     dtype: jnp.dtype | None = None,
     put: Put = put_whole,
+    *,
+    joined: bool = False,
 ) -> Params:
     """Read the weights of a checkpoint folder.
 
@@ -44,6 +47,7 @@ def read_params(
         dtype: floating type to cast to; float32 on a CPU and the checkpoint's own
             elsewhere when it is None.
         put: puts each parameter on its devices, as it is read.
+        joined: one parameter of matrices that multiply the same rows (`JOINED`).
 
     Raises:
         FileNotFoundError: when a file is missing.
@@ -56,7 +60,7 @@ def read_params(
         tensors.let_stand_for("lm_head.weight", model_tensors(config)["embedding"].name)
     _refuse_unexpected(tensors.paths, config)
     params: Params = {
-        name: put(name, _read_stack(tensors, source, (source.name,), dtype)[0])
+        name: put(name, _read_stacks(tensors, [source], [(source.name,)], dtype)[0])
         for name, source in model_tensors(config).items()
     }
     if config.tied and "lm_head.weight" in tensors.paths:
@@ -69,9 +73,9 @@ def read_params(
             )
     params["layers"] = [
         {
-            name: put(name, _read_stack(tensors, source, names, dtype))
-            for name, source in layer_tensors(config, run).items()
-            for names in [_layer_names(config, source.name, run)]
+            name: put(name, _read_stacks(tensors, sources, names, dtype))
+            for name, sources in _join(layer_tensors(config, run), joined).items()
+            for names in [[_layer_names(config, each.name, run) for each in sources]]
         }
         for run in config.runs
     ]
@@ -124,15 +128,33 @@ def _layer_names(config: DecoderConfig, name: str, run: Run) -> tuple[str, ...]:
     return tuple(f"{prefix}layers.{layer}.{name}" for layer in layers)
 
 
-def _read_stack(
-    tensors: Tensors, source: Source, names: tuple[str, ...], dtype: jnp.dtype
+def _join(table: dict[str, Source], joined: bool) -> dict[str, list[Source]]:
+    """Return the sources of each parameter."""
+    sources = {name: [source] for name, source in table.items()}
+    for parts in JOINED if joined else ():
+        for kind in ("", "_bias"):
+            names = [f"{part}{kind}" for part in parts]
+            if all(name in sources for name in names):
+                each = [sources.pop(name)[0] for name in names]
+                sources["_".join(parts) + kind] = each
+    return sources
+
+
+def _read_stacks(
+    tensors: Tensors,
+    sources: Sequence[Source],
+    names: Sequence[tuple[str, ...]],
+    dtype: jnp.dtype,
 ) -> np.ndarray:
-    """Return a parameter of some layers, [layers, *shape]."""
-    stack = _aligned((len(names), *source.shape), dtype)
-    for whole, name in zip(stack, names, strict=True):
-        for index, read in _list_pieces(tensors, source, name):
-            # Not kept in a variable: the next one would be read beside it.
-            whole[index] = source.take(read())
+    """Return a parameter of some layers, [layers, *shape], its sources side by side."""
+    heights = [source.shape[0] for source in sources]
+    stack = _aligned((len(names[0]), sum(heights), *sources[0].shape[1:]), dtype)
+    parts = np.split(stack, np.cumsum(heights)[:-1], axis=1)
+    for part, source, of_source in zip(parts, sources, names, strict=True):
+        for whole, name in zip(part, of_source, strict=True):
+            for index, read in _list_pieces(tensors, source, name):
+                # Not kept in a variable: the next one would be read beside it.
+                whole[index] = source.take(read())
     return stack
 
 

@@ -189,6 +189,12 @@ class DecoderConfig:
         return self.mixers or ((ATTENTION,),) * self.num_layers
 
     @property
+    def has_loops(self) -> bool:
+        """Whether layers alike share a loop; others' keys need a layer's own number."""
+        is_told = self.key_layers or self.layer_heads
+        return self.loop_layers and not (self.scan_layers or is_told)
+
+    @property
     def has_states(self) -> bool:
         """Whether layers are unlike in what they keep of a sequence."""
         return any(mixers != (ATTENTION,) for mixers in self.layer_mixers)

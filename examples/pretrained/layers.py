@@ -1,6 +1,7 @@
 """What every part of the model is made of: products, norms and the gated perceptron."""
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 import jax
@@ -12,6 +13,9 @@ Weights = Mapping[str, jax.Array]  # parameters of one layer
 
 # Elements of an array that is copied when a loop asks for a layer's: norms and biases.
 MOST_COPIED = 2**16
+
+# Matrices that multiply the same rows. Joined, they are one product.
+JOINED = ("query", "key", "value"), ("gate", "up")
 
 # Rows up to which a product has the matrix on its left side.
 FEW_ROWS = 32
@@ -110,6 +114,24 @@ def linear(x: jax.Array, weights: Weights, name: str) -> jax.Array:
     return product if bias is None else product + bias[None, :]
 
 
+def linear_each(
+    x: jax.Array, weights: Weights, shares: Mapping[str, int]
+) -> dict[str, jax.Array]:
+    """Apply ``linear`` for those matrices that there are; one product where joined.
+
+    Args:
+        x: [R, in].
+        weights: of the layer.
+        shares: by name, how many of the outputs each matrix makes, in relation.
+    """
+    if (joined := "_".join(shares)) not in weights:
+        return {name: linear(x, weights, name) for name in shares if name in weights}
+    rows, of_all = linear(x, weights, joined), sum(shares.values())
+    ends = itertools.accumulate(shares.values())
+    cuts = [rows.shape[1] * end // of_all for end in ends]
+    return dict(zip(shares, jnp.split(rows, cuts[:-1], axis=1), strict=True))
+
+
 def norm(config: DecoderConfig, x: jax.Array, weights: Weights, name: str) -> jax.Array:
     """Scale to unit root mean square over the last axis, where the layer has this norm.
 
@@ -148,9 +170,9 @@ def perceptron(
     Without gates it is down(activation(up(x))).
     """
     gate_scale, scale = config.mlp_scales
-    up, gate = linear(x, weights, f"{prefix}up"), None
-    if config.is_gated:
-        gate = linear(x, weights, f"{prefix}gate") * gate_scale
+    shares = {f"{prefix}gate": 1, f"{prefix}up": 1}
+    gate, up = map(linear_each(x, weights, shares).get, shares)
+    gate = gate if gate is None else gate * gate_scale
     hidden = activate(config, gate, up)
     return linear(hidden, weights, f"{prefix}down") * scale
 

@@ -118,12 +118,10 @@ def _join_runs(
 ) -> list[tuple[Run, Weights | Layers]]:
     """Return the runs with their arrays; those alike joined where a loop goes through.
 
-    Layers that attend to others' keys must know their numbers, and experts are read out
-    of a stack.
+    Experts are read out of a stack.
     """
     pairs = list(zip(config.runs, layers, strict=True))
-    is_told = config.key_layers or config.layer_heads
-    if config.scan_layers or not config.loop_layers or is_told:
+    if not config.has_loops:
         return pairs
 
     def kind(pair: tuple[Run, Weights]) -> Any:

@@ -78,12 +78,17 @@ def _find_candidates(
     requests: Requests, owners: jax.Array, block_size: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return each request's row, its first block, and whether others have that too."""
-    is_asked = (requests.query_lengths == 1) & (requests.context_lengths > block_size)
-    row = jnp.clip(requests.seq_ids, 0, requests.block_tables.shape[0] - 1)
+    row, is_asked = _find_rows(requests, block_size)
     # One after the other: XLA on CPU takes both in one for work for another thread.
     first_block = lax.optimization_barrier(_read(requests.block_tables[:, 0], row))
     num_owners = lax.optimization_barrier(_read(owners, first_block))
     return row, first_block, is_asked & (num_owners > 1)
+
+
+def _find_rows(requests: Requests, block_size: int) -> tuple[jax.Array, jax.Array]:
+    """Return each request's row, and whether it has one query row and a whole block."""
+    is_asked = (requests.query_lengths == 1) & (requests.context_lengths > block_size)
+    return jnp.clip(requests.seq_ids, 0, requests.block_tables.shape[0] - 1), is_asked
 
 
 def _read(array: jax.Array, *index: jax.Array) -> jax.Array:
@@ -100,12 +105,17 @@ def _search(
     requests: Requests, owners: jax.Array, *, block_size: int, has_branches: bool
 ) -> SharedPrefixes:
     tables = requests.block_tables
-    row, first_block, may_share = _find_candidates(requests, owners, block_size)
+    if has_branches:
+        row, first_block, may_share = _find_candidates(requests, owners, block_size)
+    else:  # who is alone is compared like the others
+        row, may_share = _find_rows(requests, block_size)
+        first_block = _read(tables, row, jnp.zeros_like(row))
     index = jnp.arange(row.shape[0], dtype=jnp.int32)
     last = lax.div(requests.context_lengths - 1, jnp.int32(block_size))
     last = jnp.where(may_share, last, 0)
     keys = [jnp.where(may_share, first_block, owners.shape[0] + index)]
-    keys += [_find_key(tables, owners, row, last, number) for number in _OWNERS]
+    find_keys = _find_keys if has_branches else _find_keys_at_once
+    keys.extend(find_keys(tables, owners, row, last))
     order = lax.sort((*keys, index), num_keys=len(keys))[-1]
     width = min(_COLUMNS, tables.shape[1]) if has_branches else tables.shape[1]
     common = _compare(tables, _read(row, order), _read(last, order), width)
@@ -114,15 +124,15 @@ def _search(
     return SharedPrefixes(order, common, sizes)
 
 
-def _find_key(
-    tables: jax.Array, owners: jax.Array, row: jax.Array, last: jax.Array, number: int
-) -> jax.Array:
+def _find_keys(
+    tables: jax.Array, owners: jax.Array, row: jax.Array, last: jax.Array
+) -> list[jax.Array]:
     """Return the last of the leading blocks that more rows than a number have, i32[B].
 
     Halving finds it if counts never rise along a row.
     """
 
-    def halve(_: jax.Array, ends: tuple[jax.Array, jax.Array]) -> Any:
+    def halve(number: int, _: jax.Array, ends: tuple[jax.Array, jax.Array]) -> Any:
         low, high = ends
         middle = lax.div(low + high + 1, jnp.int32(2))
         is_owned = _read(owners, _read(tables, row, middle - 1)) > number
@@ -130,9 +140,23 @@ def _find_key(
         return jnp.where(is_owned, middle, low), jnp.where(is_owned, high, middle - 1)
 
     ends = jnp.zeros_like(last), last
-    trips = tables.shape[1].bit_length()
-    count, _ = fori_loop(jnp.int32(0), jnp.int32(trips), halve, ends)
-    return _read(tables, row, count - 1)
+    trips = jnp.int32(0), jnp.int32(tables.shape[1].bit_length())
+    halves = (functools.partial(halve, number) for number in _OWNERS)
+    counts = [fori_loop(*trips, each, ends)[0] for each in halves]
+    return [_read(tables, row, count - 1) for count in counts]
+
+
+def _find_keys_at_once(
+    tables: jax.Array, owners: jax.Array, row: jax.Array, last: jax.Array
+) -> jax.Array:
+    """Return the same by a look at all blocks, i32[2, B]: few launches on a card."""
+    width = tables.shape[1]
+    column = jnp.arange(width, dtype=jnp.int32)[None]
+    owned = _read(owners, _read(tables, row[:, None], column))
+    is_owned = owned[None] > jnp.array(_OWNERS, jnp.int32)[:, None, None]
+    is_owned &= (column < last[:, None])[None]
+    count = jnp.min(jnp.where(is_owned, width, column[None]), axis=2)
+    return _read(tables, row[None], count - 1)
 
 
 def _compare(

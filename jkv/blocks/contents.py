@@ -20,9 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.attention import lazy_chex as chex
-from jkv.sharding.heads import with_copies_of_heads, without_copies_of_heads
-from jkv.sharding.processes import bring_whole, is_shared
-from jkv.sharding.storage_sharding import POOL_HEADS, StorageSharding
+from jkv.sharding.processes import bring, find_shared_mesh
+from jkv.sharding.storage_sharding import (
+    POOL_HEADS,
+    StorageSharding,
+    with_copies_of_heads,
+    without_copies_of_heads,
+)
 from jkv.state import Cache
 
 HostArray = np.ndarray | jax.Array  # the latter in pinned host memory
@@ -54,13 +58,7 @@ def cut_array(array: np.ndarray) -> tuple[HostArray, ...]:
 
 
 def fetch(cache: Cache, number: int, blocks: np.ndarray) -> Contents:
-    """Copy what blocks, i32[P], hold to the host.
-
-    Args:
-      cache: on a device, or of numpy arrays, as a file gives it.
-      number: of the group whose blocks these are.
-      blocks: i32[P], ids of blocks, each as often as it is wanted.
-    """
+    """Copy blocks of a group, i32[P], to the host, from a device or a file."""
     of_group, recorded = cache.storage[number], cache.metadata.groups[number].tokens
     arrays, sharding = of_group.arrays, of_group.sharding
     pieces = [blocks[piece] for piece in in_pieces(len(blocks))]
@@ -81,13 +79,10 @@ def fetch(cache: Cache, number: int, blocks: np.ndarray) -> Contents:
 def put(
     cache: Cache, number: int, blocks: np.ndarray, contents: Contents, *, donate: bool
 ) -> Cache:
-    """Write contents from the host to blocks, i32[P], all different.
+    """Write contents from the host to blocks of a group, i32[P], all different.
 
-    Args:
-      number: of the group whose blocks these are.
-      blocks: i32[P].
-      contents: what the P blocks hold; tokens of -1 if it has none.
-      donate: write in place of the old arrays, which are then gone, not in copies.
+    To donate is to write in place of the old arrays, which are then gone, not in
+    copies. Without tokens those are -1.
     """
     if len(blocks) == 0:
         return cache
@@ -106,10 +101,7 @@ def put(
         arrays, tokens = _scatter(
             arrays, tokens, blocks[piece], crossed, rows[piece], sharding
         )
-    metadata = cache.metadata.with_group(
-        number, dataclasses.replace(group, tokens=tokens)
-    )
-    cache = cache.with_metadata(metadata)
+    cache = cache.with_metadata(cache.metadata.changed(number, tokens=tokens))
     return cache.with_group_storage(number, of_group.with_arrays(arrays))
 
 
@@ -133,10 +125,9 @@ def _gather_blocks(
 def _to_host(gathered: Any) -> Any:
     """Start the transfer of all arrays, then wait: storage may go to pinned memory."""
     leaves = jax.tree.leaves(gathered)
-    if any(is_shared(leaf.sharding) for leaf in leaves):
-        return jax.tree.map(bring_whole, gathered)
-    if not leaves or not _has_pinned_memory(leaves[0]):
-        return jax.device_get(gathered)
+    is_shared = find_shared_mesh(gathered) is not None
+    if is_shared or not leaves or not _has_pinned_memory(leaves[0]):
+        return bring(gathered)
 
     def pinned(array: jax.Array) -> jax.Array:
         return jax.device_put(array, array.sharding.with_memory_kind("pinned_host"))

@@ -1,13 +1,31 @@
-"""Copies of whole blocks in storage: the tails of sequences that part ways."""
+"""Copies of whole blocks: where sequences part ways, one gets a copy of the tail."""
+
+import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jkv.attention import lazy_chex as chex
-from jkv.blocks.tails import BlockCopies
 from jkv.sharding.loops import fori_loop
-from jkv.state import BlockStorage
+from jkv.state import BlockGroup, BlockStorage
+
+
+class BlockCopies(NamedTuple):
+    """Blocks of a group whose contents one call copies, at most one per request."""
+
+    source: jax.Array  # i32[B], any block where there is no copy
+    target: jax.Array  # i32[B], N where there is no copy
+
+
+def copy_tokens(group: BlockGroup, copies: BlockCopies) -> BlockGroup:
+    """Copy the recorded tokens of blocks, if the group has tokens."""
+    if group.tokens is None:
+        return group
+    rows = group.tokens.at[copies.source].get(mode="clip")
+    tokens = group.tokens.at[copies.target].set(rows, mode="drop")
+    return dataclasses.replace(group, tokens=tokens)
 
 
 def copy_blocks(storage: BlockStorage, copies: BlockCopies) -> BlockStorage:
@@ -15,16 +33,12 @@ def copy_blocks(storage: BlockStorage, copies: BlockCopies) -> BlockStorage:
 
     Outside jit there is no pass over the storage if nothing is to be copied.
     """
-    if storage.num_layers == 0 or not _copies_any(copies, storage.num_blocks):
+    may_copy = storage.num_layers > 0
+    if may_copy and not isinstance(copies.target, jax.core.Tracer):
+        may_copy = bool(np.any(np.asarray(copies.target) < storage.num_blocks))
+    if not may_copy:
         return storage
     return storage.with_arrays(_copy_blocks(storage.arrays, copies))
-
-
-def _copies_any(copies: BlockCopies, num_blocks: int) -> bool:
-    """Return whether a block is copied; inside jit, whether one may be."""
-    if isinstance(copies.target, jax.core.Tracer):
-        return True
-    return bool(np.any(np.asarray(copies.target) < num_blocks))
 
 
 @jax.jit

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.blocks import sharing
-from jkv.blocks.copies import copy_blocks
+from jkv.blocks.copies import BlockCopies, copy_blocks
 from jkv.blocks.plans import (
     Brought,
     Cutting,
@@ -18,7 +18,6 @@ from jkv.blocks.plans import (
     Sharing,
 )
 from jkv.blocks.swapped import SwappedGroup, fetch_group
-from jkv.blocks.tails import BlockCopies
 from jkv.metadata import allocator, tables
 from jkv.metadata.part import Lack, Lengths
 from jkv.state import BlockStorage, Cache, Metadata
@@ -37,7 +36,6 @@ class Blocks(NamedTuple):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The groups that it answers for."""
         return (self.number,)
 
     def open(
@@ -122,7 +120,6 @@ class Blocks(NamedTuple):
         return metadata.with_group(self.number, group)
 
     def follow(self, storage: BlockStorage, moves: BlockCopies) -> BlockStorage:
-        """Copy blocks."""
         return copy_blocks(storage, moves)
 
     def keep(self, _rows: jax.Array, _places: jax.Array) -> None:
@@ -148,5 +145,4 @@ class Blocks(NamedTuple):
         return {self.number: fetch_group(cache, self.number, lengths, left)}
 
     def num_free(self, metadata: Metadata) -> tuple[jax.Array, ...]:
-        """Return the free blocks of the pool."""
         return (metadata.groups[self.number].free_blocks.count,)

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from jkv.blocks import sharing
-from jkv.blocks.tails import BlockCopies
+from jkv.blocks.copies import BlockCopies
 from jkv.metadata import allocator, tables
-from jkv.metadata.entries import for_each_entry
+from jkv.metadata.entries import Entries, for_each_entry
 from jkv.metadata.part import Done, Granted, Lack, Lengths, Masks, Step
 from jkv.state import BlockGroup, Metadata
 from jkv.state.index import Found
@@ -52,19 +52,12 @@ def _reserve(
     metadata, taken = allocator.take(metadata, number, num_taken)
     group = metadata.groups[number]
     mapped = group.num_mapped_blocks.at[row].set(first + num_fresh, mode="drop")
-    group = dataclasses.replace(group, num_mapped_blocks=mapped)
-    metadata = metadata.with_group(number, group)
+    metadata = metadata.changed(number, num_mapped_blocks=mapped)
 
     # Entry e of the call's reservations is block e of those taken.
-    def reserve(
-        metadata: Metadata,
-        entry: jax.Array,
-        request: jax.Array,
-        rank: jax.Array,
-        valid: jax.Array,
-    ) -> Metadata:
-        table_row = jnp.where(valid, row[request], metadata.max_sequences)
-        column, block = first[request] + rank, taken.block(entry)
+    def reserve(metadata: Metadata, at: Entries) -> Metadata:
+        table_row = jnp.where(at.valid, row[at.request], metadata.max_sequences)
+        column, block = first[at.request] + at.rank, taken.block(at.number)
         return allocator.enter(metadata, number, table_row, column, block)
 
     most = num_fresh.shape[0] * group.max_blocks_per_sequence
@@ -104,16 +97,10 @@ class Growing(NamedTuple):
         mapped = group.num_mapped_blocks.at[row].add(need, mode="drop")
         group = dataclasses.replace(group, num_mapped_blocks=mapped)
         block = tables.blocks_at(group, step.table_row, step.column)
-        group = _record(group, block, step)
+        if group.tokens is not None and step.tokens is not None:
+            tokens = group.tokens.at[block, step.offset].set(step.tokens, mode="drop")
+            group = dataclasses.replace(group, tokens=tokens)
         return metadata.with_group(number, group), block
-
-
-def _record(group: BlockGroup, block: jax.Array, step: Step) -> BlockGroup:
-    """Record the token of each row in its slot, if the group records tokens."""
-    if group.tokens is None or step.tokens is None:
-        return group
-    tokens = group.tokens.at[block, step.offset].set(step.tokens, mode="drop")
-    return dataclasses.replace(group, tokens=tokens)
 
 
 class Sharing(NamedTuple):
@@ -225,12 +212,9 @@ class CutBlocks(NamedTuple):
         row = done.rows(metadata)
         emptied = jnp.where(self.lengths == 0, row, metadata.max_sequences)
         num_mapped = group.num_mapped_blocks.at[row].set(kept, mode="drop")
-        group = dataclasses.replace(
-            group,
-            num_mapped_blocks=num_mapped,
-            window=group.window.with_gaps(emptied, 0),
-        )
-        return metadata.with_group(number, group), copies
+        window = group.window.with_gaps(emptied, 0)
+        changed = metadata.changed(number, num_mapped_blocks=num_mapped, window=window)
+        return changed, copies
 
 
 class Brought(NamedTuple):
@@ -265,11 +249,11 @@ class Entering(NamedTuple):
         # No table names these blocks yet: each entry is a reference.
         group = metadata.groups[number]
         mapped = jnp.sum(mapped, axis=1, dtype=jnp.int32) + brought.num_given_back
-        group = dataclasses.replace(
-            group,
+        metadata = metadata.changed(
+            number,
             block_tables=group.block_tables.at[row].set(block, mode="drop"),
             num_mapped_blocks=group.num_mapped_blocks.at[row].set(mapped, mode="drop"),
             reference_counts=group.reference_counts.at[block].add(1, mode="drop"),
             window=group.window.with_gaps(row, brought.num_given_back),
         )
-        return metadata.with_group(number, group), block
+        return metadata, block

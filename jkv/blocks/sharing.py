@@ -10,13 +10,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.blocks.tails import BlockCopies, copy_tokens
+from jkv.blocks.copies import BlockCopies, copy_tokens
 from jkv.metadata import allocator, tables
-from jkv.metadata.entries import for_each_entry
+from jkv.metadata.entries import Entries, for_each_entry
 from jkv.metadata.part import Done, Lengths
 from jkv.metadata.xla_cpu import divide, running_sum
 from jkv.state import BlockGroup, Metadata
-from jkv.state.index import Found, FoundBlocks
+from jkv.state.index import Found
 from jkv.state.windows import Columns
 
 
@@ -30,12 +30,7 @@ class Past(NamedTuple):
 def find_lengths(
     metadata: Metadata, parents: jax.Array, lengths: jax.Array | None = None
 ) -> Lengths:
-    """Look up how long parents are, i32[B]; for an id that is not open it is rubbish.
-
-    Args:
-      parents: i32[B].
-      lengths: i32[B], how much of each counts, no more than there is; None is all.
-    """
+    """Look up how long open parents are, i32[B]; no more counts than these lengths."""
     tokens = metadata.context_lengths.at[parents].get(mode="clip")
     if lengths is not None:
         tokens = jnp.clip(lengths, 0, tokens)
@@ -56,17 +51,11 @@ def count_owners(
 ) -> BlockGroup:
     """Count one more owner for the full blocks of each past that is served, bool[B]."""
 
-    def count(
-        counts: jax.Array,
-        _entry: jax.Array,
-        request: jax.Array,
-        rank: jax.Array,
-        valid: jax.Array,
-    ) -> jax.Array:
-        gap = past.gap if isinstance(past.gap, int) else past.gap[request]
-        column = group.window.skip(rank, gap, group.block_size)
-        block = past.blocks.at[request, column].get(mode="clip")
-        block = jnp.where(valid, block, group.num_blocks)
+    def count(counts: jax.Array, at: Entries) -> jax.Array:
+        gap = past.gap if isinstance(past.gap, int) else past.gap[at.request]
+        column = group.window.skip(at.rank, gap, group.block_size)
+        block = past.blocks.at[at.request, column].get(mode="clip")
+        block = jnp.where(at.valid, block, group.num_blocks)
         return counts.at[block].add(1, mode="drop")
 
     counts = for_each_entry(
@@ -94,13 +83,12 @@ def adopt(
     last_column = jnp.minimum(length.num_full, column.shape[0] - 1)[:, None]
     source = jnp.take_along_axis(past.blocks, last_column, axis=1)[:, 0]
     mapped = length.num_full + copied.astype(jnp.int32)
-    group = dataclasses.replace(
-        group,
+    metadata = metadata.changed(
+        number,
         block_tables=group.block_tables.at[row].set(shared, mode="drop"),
         num_mapped_blocks=group.num_mapped_blocks.at[row].set(mapped, mode="drop"),
         window=group.window.with_gaps(row, past.gap),
     )
-    metadata = metadata.with_group(number, group)
     return take_tails(metadata, number, copied, done.seq_ids, length.num_full, source)
 
 
@@ -115,20 +103,17 @@ def enter_found(
     group, of_group = metadata.groups[number], found.groups[number]
     if of_group.part is None:
         return metadata
-    return metadata.with_group(number, _enter_found(group, row, of_group))
-
-
-def _enter_found(group: BlockGroup, row: jax.Array, found: FoundBlocks) -> BlockGroup:
     nothing, no_row = group.num_blocks, group.max_sequences
-    blocks = jnp.where((row < no_row)[:, None], found.blocks, nothing)
+    blocks = jnp.where((row < no_row)[:, None], of_group.blocks, nothing)
     columns = jnp.arange(blocks.shape[1], dtype=jnp.int32)[None]
     rows = jnp.where(blocks < nothing, row[:, None], no_row)
     group = dataclasses.replace(
         group,
         block_tables=group.block_tables.at[rows, columns].set(blocks, mode="drop"),
-        window=group.window.with_gaps(row, found.gap),
+        window=group.window.with_gaps(row, of_group.gap),
     )
-    return allocator.add_references(group, blocks.reshape(-1))
+    group = allocator.add_references(group, blocks.reshape(-1))
+    return metadata.with_group(number, group)
 
 
 def copy_part(
@@ -157,16 +142,10 @@ def take_tails(
     column: jax.Array,
     source: jax.Array,
 ) -> tuple[Metadata, BlockCopies]:
-    """Map a fresh block at a column of each sequence that copies its tail.
+    """Map a fresh block at a column of each sequence that copies its tail, bool[B].
 
-    Args:
-      copied: bool[B], which sequences copy.
-      seq_ids: i32[B].
-      column: i32[B], of the block tables.
-      source: i32[B], the block to copy.
-
-    Returns:
-      The metadata, recorded tokens copied, and the copies due in storage.
+    Returned with the metadata, recorded tokens copied, are the copies of the sources
+    due in storage.
     """
     rank = running_sum(copied.astype(jnp.int32))
     num_taken = rank[-1] if rank.shape[0] else jnp.int32(0)

@@ -61,22 +61,16 @@ class SwappedGroup:
         )
 
     def meaning(self, path: str) -> np.dtype[Any] | None:
-        """Return what the bits of an array mean, where they mean another dtype."""
         name = path.removeprefix("contents.storage.")
         return None if name == path else self.formats.meaning(name)
 
     def fits(self, columns: int) -> bool:
-        """Return whether tables of so many columns are wide enough."""
         return not np.any(self.block_tables[:, columns:] < self.num_blocks)
 
     def compare(
         self, cache: Cache, number: int, lengths: np.ndarray
     ) -> dict[str, tuple[Any, Any]]:
-        """Return what the storage of a group is, of the sequences and of the cache.
-
-        Raises:
-          ValueError: if they have given back what the cache's layers would see.
-        """
+        """Return what storage is, here and in a cache; refuse one that sees more."""
         self._check_given_back(cache.metadata.groups[number], lengths)
         storage = cache.storage[number]
         pieces_of, arrays = self.contents.storage, storage.arrays
@@ -157,14 +151,10 @@ def _renumbered(
 ) -> tuple[np.ndarray, int, np.ndarray]:
     """Number the blocks of some sequences anew, in order of their first mention.
 
-    Args:
-      tables: i32[B, M], block ids.
-      filled: bool[B, M], entries whose block holds tokens.
-      mapped: bool[B, M], these and the reserved ones, which are numbered last.
-
-    Returns:
-      i32[P], the old ids of the blocks with tokens; the number of all blocks; and
-      i32[B, M], the tables in new numbers, that number where nothing is mapped.
+    Entries of the tables, i32[B, M], are filled with tokens or only mapped; these are
+    numbered last. Returned are the old ids of the blocks with tokens, i32[P]; the
+    number of all blocks; and the tables in new numbers, that number where nothing is
+    mapped.
     """
     reserved = mapped & ~filled
     named = np.concatenate([tables[filled], tables[reserved]])

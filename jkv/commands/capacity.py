@@ -195,40 +195,27 @@ def make_plan(
     snapshot_every: int | None = None,
     **overrides: Any,
 ) -> Plan:
-    """Find out what fits beside a model.
+    """Find out what fits beside a model, of a folder, a config.json or a GGUF file.
 
-    Args:
-      folder: a Hugging Face checkpoint, a folder with its config.json alone, or the
-        path of that file; or a GGUF file, or a folder that holds one.
-      memory: of each device, bytes or text such as "192GiB".
-      tensor_parallel: devices that share the kv heads of each layer. If there are more
-        devices than heads, each head is kept by several.
-      context_parallel: devices that share the tokens of each block, as `init(context=)`
-        spreads them. Each has the weights and the tables that it would have alone.
-      data_parallel: replicas of the model, each on devices of its own, with a pool as
-        `init(pools=)` makes one for each rank. Numbers are of one replica.
-      weights: of the whole model; default the size of the weight files in the folder,
-        and of a GGUF file that of its weights in bfloat16.
-      reserve: share of the memory kept for activations and the rest.
-      step_tokens: the most tokens of a sequence in one step, which layers with a window
-        keep beside it.
-      max_pending: of layers with a state: tokens that may be taken back.
-      num_snapshots: of the same, with prefix caching: copies that are kept.
-      snapshot_every: of the same: the lengths at which copies are made.
-      **overrides: fields of `CacheConfig`. With `num_layers` the plan is for so many
-        layers with keys and values, and for no states.
-
-    Returns:
-      A `Plan`.
-
-    Raises:
-      FileNotFoundError: without a config.json.
-      ModuleNotFoundError: for a GGUF file without the package gguf.
-      ValueError: if nothing fits, the heads cannot be divided, or a number cannot be.
+    Each device has so much memory, bytes or text such as "192GiB", of which a share is
+    kept in reserve. Devices share the kv heads of each layer (more devices than heads:
+    each is kept by several), the tokens of each block, as `init(context=)` spreads
+    them, or are replicas with pools of their own, as `init(pools=)`; numbers are of one
+    replica. Weights are of the whole model: those of the files, unless given. A step
+    has at most `step_tokens` of a sequence, which layers with a window keep beside it.
+    Of layers with a state `max_pending` tokens may be taken back, and copies are kept
+    (`num_snapshots`) at multiples of a length. Overrides are fields of `CacheConfig`;
+    with `num_layers` the plan is for so many layers with keys and values, and for no
+    states. ValueError if nothing fits, or a number cannot be.
     """
     if step_tokens < 1:
         raise ValueError(f"step_tokens must be at least 1, got {step_tokens}")
-    kept_back = _find_reserve(total := _read_memory(memory), reserve)
+    if not 0 <= reserve < 1:
+        raise ValueError(
+            f"the reserve must be a share from 0 to below 1, got {reserve}"
+        )
+    total = _read_memory(memory)
+    kept_back = int(total * reserve)
     found = read_sizes(folder, overrides, with_states=True)
     refuse_different(found.layer_heads, folder)
     notes, windows = found.notes, count_windows(found.layer_windows)
@@ -255,7 +242,8 @@ def make_plan(
         sizes={name: fields[name] for name in fields.keys() - TABLES},
     )
     config = layers.fit_memory(fields | own, budget) if whole else None
-    lengths = _choose_lengths(fields["max_context_length"])
+    longest = fields["max_context_length"]
+    lengths = [length for length in CONTEXT_LENGTHS if length < longest] + [longest]
     fits = _fit_lengths(layers.divide(tensor_parallel, own), lengths, budget, whole)
     groups = [fit for fit in fits.values() if isinstance(fit, GroupedConfig)]
     shown = groups[-1] if groups else config
@@ -388,15 +376,9 @@ def _fit_lengths(
     return fits
 
 
-def _choose_lengths(longest: int) -> list[int]:
-    """Return the context lengths to plan for, up to the longest."""
-    return [length for length in CONTEXT_LENGTHS if length < longest] + [longest]
-
-
 def _note_windows(
     windows: Windows | None, num_layers: int, step_tokens: int
 ) -> list[str]:
-    """Say what a plan with windows is for."""
     if windows is None:
         return []
     return [
@@ -404,13 +386,6 @@ def _note_windows(
         f"{windows.length} tokens: a GroupedConfig keeps what they see, in steps of up "
         f"to {step_tokens} tokens of a sequence"
     ]
-
-
-def _find_reserve(total: int, share: float) -> int:
-    """Return the bytes that are kept back."""
-    if not 0 <= share < 1:
-        raise ValueError(f"the reserve must be a share from 0 to below 1, got {share}")
-    return int(total * share)
 
 
 def _heads_per_device(num_kv_heads: int, num_devices: int) -> int:

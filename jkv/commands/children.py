@@ -33,14 +33,7 @@ def ask(
     find_limit: Callable[[], float],
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Answer]:
-    """Yield an answer to each name, in order.
-
-    Args:
-      command: of a child, before the names.
-      names: what to try.
-      find_limit: gives the seconds that the next answer may take.
-      environment: what differs from this process's variables.
-    """
+    """Yield an answer of children to each name, each within `find_limit()` seconds."""
     left = list(names)
     preallocate = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     while left and find_limit() > 0:

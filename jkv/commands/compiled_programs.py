@@ -17,14 +17,11 @@ MOST_BYTES = 2**29
 
 
 def keep_compiled_programs(folder: pathlib.Path | None = None) -> pathlib.Path | None:
-    """Let JAX keep what it compiles from now on, and use what is there.
+    """Let JAX keep what it compiles from now on, and use what is there; say where.
 
-    Args:
-      folder: where; None is `jkv/programs` in the user's cache folder. With
-        JAX_COMPILATION_CACHE_DIR set, that is the folder, and nothing changes.
-
-    Returns:
-      The folder, or None where JAX has been told otherwise or nothing can be written.
+    That is `jkv/programs` in the user's cache folder, unless another is given; None
+    where JAX has been told otherwise (JAX_COMPILATION_CACHE_DIR), or nothing can be
+    written.
     """
     settings = jax.config.values
     folder = folder or find_user_cache() / "jkv" / "programs"

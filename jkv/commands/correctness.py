@@ -50,28 +50,49 @@ def check_implementation(
     report: Report, *, implementation: str, dtype: str, cases: tuple[Case, ...]
 ) -> None:
     """Compare one implementation in one dtype: a finding for all cases that agree."""
-    tolerance = TOLERANCES[dtype]
+    find = functools.partial(find_error, implementation=implementation)
+    tries = [(case.name, case, dtype) for case in cases]
+    _compare(report, f"{implementation}, {dtype}", find, tries)
+
+
+def check_derivative(report: Report, *, implementation: str) -> None:
+    """Compare gradients of pools that are floats with those of the reference."""
+    find = functools.partial(find_gradient_error, implementation=implementation)
+    tries = [
+        (f"{dtype}, {case.name}", case, dtype)
+        for case in CASES
+        for dtype in TOLERANCES
+        if case.name in DERIVED_CASES
+        and FORMATS[jnp.dtype(dtype)].stored_as == jnp.dtype(dtype)
+    ]
+    _compare(report, f"gradient of {implementation}", find, tries)
+
+
+def _compare(
+    report: Report,
+    name: str,
+    find: "functools.partial[float]",
+    tries: list[tuple[str, Case, str]],
+) -> None:
+    """Note each case that differs, those it does not apply to, and how many agree."""
     refused: dict[str, list[str]] = {}
-    errors = []
-    for case in cases:
+    agreed = []
+    for what, case, dtype in tries:
         try:
-            error = find_error(case, dtype, implementation)
+            error = find(case, dtype)
         except NotImplementedError as reason:
-            refused.setdefault(str(reason), []).append(case.name)
+            refused.setdefault(str(reason), []).append(what)
             continue
-        errors.append(error)
-        if not error <= tolerance:  # NaN too
-            what = f"{implementation}, {dtype}, {case.name}"
-            report.add("FAILED", what, f"error {error:.2g}")
+        if error <= TOLERANCES[dtype]:
+            agreed.append(error)
+        else:  # NaN too
+            report.add("FAILED", f"{name}, {what}", f"error {error:.2g}")
     for why, names in refused.items():
-        what = f"{implementation}, {dtype}: {', '.join(names)}"
-        report.add("not checked", what, why)
-    if errors:
-        is_interpreted = implementation == "pallas" and on_cpu()
+        report.add("not checked", f"{name}: {', '.join(names)}", why)
+    if agreed:
+        is_interpreted = find.keywords["implementation"] == "pallas" and on_cpu()
         how = " (interpreted)" if is_interpreted else ""
-        what = f"{implementation}, {dtype}{how}: {len(errors)} cases"
-        agree = all(error <= tolerance for error in errors)
-        report.add("ok" if agree else "FAILED", what, f"{np.max(errors):.1e}")
+        report.add("ok", f"{name}{how}: {len(agreed)} cases", f"{max(agreed):.1e}")
 
 
 def find_error(case: Case, dtype: str, implementation: str) -> float:
@@ -83,37 +104,6 @@ def find_error(case: Case, dtype: str, implementation: str) -> float:
     difference = found.astype(jnp.float32) - wanted.astype(jnp.float32)
     # numpy, since XLA on CPU may leave a NaN out of a maximum.
     return float(np.max(np.abs(np.asarray(difference))))
-
-
-def check_derivative(report: Report, *, implementation: str) -> None:
-    """Compare the gradients of one implementation with those of the reference.
-
-    Of dtypes whose pools are floats: raw bits have no gradient.
-    """
-    agreed = []
-    for case in (each for each in CASES if each.name in DERIVED_CASES):
-        for dtype in (name for name in TOLERANCES if _is_kept_as_it_is(name)):
-            what = f"{dtype}, {case.name}"
-            try:
-                error = find_gradient_error(case, dtype, implementation)
-            except NotImplementedError as reason:
-                what = f"gradient of {implementation}, {what}"
-                report.add("not checked", what, str(reason))
-                continue
-            if error <= TOLERANCES[dtype]:
-                agreed.append(error)
-            else:  # NaN too
-                what = f"gradient of {implementation}, {what}"
-                report.add("FAILED", what, f"error {error:.2g}")
-    if agreed:
-        is_interpreted = implementation == "pallas" and on_cpu()
-        how = " (interpreted)" if is_interpreted else ""
-        what = f"gradient of {implementation}{how}: {len(agreed)} cases"
-        report.add("ok", what, f"{max(agreed):.1e}")
-
-
-def _is_kept_as_it_is(dtype: str) -> bool:
-    return FORMATS[jnp.dtype(dtype)].stored_as == jnp.dtype(dtype)
 
 
 def find_gradient_error(case: Case, dtype: str, implementation: str) -> float:

@@ -37,11 +37,7 @@ def collect_facts() -> dict[str, Any]:
         str(each.metadata["Name"]): each.version
         for each in importlib.metadata.distributions()
     }
-    wanted = [
-        name
-        for name in installed
-        if name in PACKAGES or name.startswith(PLUGIN_PREFIXES)
-    ]
+    wanted = [n for n in installed if n in PACKAGES or n.startswith(PLUGIN_PREFIXES)]
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "python": platform.python_version(),
@@ -54,21 +50,17 @@ def collect_facts() -> dict[str, Any]:
         "platform version": device.client.platform_version,
         "devices": [f"{d.id}: {d.device_kind}" for d in jax.devices()],
         "compute capability": str(getattr(device, "compute_capability", "")),
-        "memory": read_memory_statistics(device),
+        "memory": {
+            name: value
+            for name, value in (device.memory_stats() or {}).items()
+            if name in ("bytes_limit", "bytes_in_use")
+        },
         "drivers": read_driver_versions(),
         "environment": {
             name: value
             for name, value in sorted(os.environ.items())
             if name.startswith(ENVIRONMENT)
         },
-    }
-
-
-def read_memory_statistics(device: jax.Device) -> dict[str, int]:
-    """Return what the device says of its memory, if it does."""
-    found = device.memory_stats() or {}
-    return {
-        name: found[name] for name in ("bytes_limit", "bytes_in_use") if name in found
     }
 
 

@@ -23,12 +23,7 @@ class StateBytes(NamedTuple):
 
 
 def count_state_bytes(kept: tuple[Kept, ...] | None, dtype: Any) -> StateBytes | None:
-    """Return the bytes of a sequence's states, None if no layer has one.
-
-    Args:
-      kept: what each layer of the model keeps.
-      dtype: of the model.
-    """
+    """Return the bytes of a sequence's states, None if no layer has one."""
     states = [layer.state for layer in kept or () if layer.state is not None]
     if not states:
         return None
@@ -41,22 +36,15 @@ def count_state_bytes(kept: tuple[Kept, ...] | None, dtype: Any) -> StateBytes |
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """What is the same for sequences of all lengths.
+    """What is the same for sequences of all lengths."""
 
-    windows: of each layer with keys and values; None: all of them are in one pool.
-    kept: what each layer of the model keeps; None: no layer has a state.
-    step_tokens: the most tokens of a sequence in one step.
-    of_states: fields of `StateConfig`.
-    num_parts: devices that share the tokens of each block.
-    sizes: the other fields of `CacheConfig`.
-    """
-
+    # Of each layer with keys and values; None: all of them are in one pool.
     windows: tuple[int | None, ...] | None
-    kept: tuple[Kept, ...] | None
-    step_tokens: int
-    of_states: dict[str, Any]
-    num_parts: int
-    sizes: dict[str, Any]
+    kept: tuple[Kept, ...] | None  # what each layer keeps; None: no layer has a state
+    step_tokens: int  # the most of a sequence in one step
+    of_states: dict[str, Any]  # fields of `StateConfig`
+    num_parts: int  # devices that share the tokens of each block
+    sizes: dict[str, Any]  # the other fields of `CacheConfig`
 
     def divide(self, num_devices: int, sizes: dict[str, Any]) -> "Layers":
         """Return what each device keeps, of these sizes, and its heads of states."""

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jkv.attention.cards import Card, find_card
 from jkv.attention.choice import PlainReasons, explain_choice
-from jkv.attention.kernel.table import TABLE
+from jkv.attention.kernel.tiles.table import TABLE
 from jkv.config.cache_config import CacheConfig
 from jkv.config.huggingface import read_sizes
 from jkv.formats.table import FORMATS
@@ -59,16 +59,9 @@ class Way(NamedTuple):
 def print_paths(model: str, card: str | None, *, block_size: int) -> None:
     """Say for each kind of call whether a kernel serves it, and else why not.
 
-    Args:
-      model: a checkpoint's folder, its config.json, or sizes such as
-        "num_kv_heads=8,head_dim=128,dtype=bfloat16".
-      card: such as "gfx942" or "sm_90"; None for the one at hand or, without one, for
-        all that the kernels were compiled for.
-      block_size: tokens of a block.
-
-    Raises:
-      ValueError: for a model or a card that cannot be read.
-      OSError: without a config.json.
+    The model is a folder, its config.json, or sizes such as
+    "num_kv_heads=8,head_dim=128,dtype=bfloat16"; the card such as "gfx942" or "sm_90",
+    None for that at hand or else all that kernels were compiled for.
     """
     found = read_model(model)
     for note in found.notes:
@@ -89,12 +82,7 @@ def print_paths(model: str, card: str | None, *, block_size: int) -> None:
 
 
 def read_model(model: str) -> Model:
-    """Read a model's layers from its config.json, or from sizes in a text.
-
-    Raises:
-      ValueError: for sizes that cannot be.
-      OSError: without a config.json.
-    """
+    """Read a model's layers from its config.json, or from sizes in a text."""
     is_text = re.fullmatch(r"\w+=[^,/]+(,\w+=[^,/]+)*", model)
     if is_text and not Path(model).exists():
         return Model([_read_text(model)], 0, [])
@@ -114,11 +102,7 @@ def read_model(model: str) -> Model:
 
 
 def find_cards(card: str | None) -> list[Card]:
-    """Return each card to ask for.
-
-    Raises:
-      ValueError: for a name that is none.
-    """
+    """Return each card to ask for; refuse a name that is none."""
     known = sorted({name for family in TABLE.values() for name in family.targets})
     if card is not None:
         if not re.fullmatch(r"gfx[0-9a-f]+|sm_\d+", card):
@@ -173,7 +157,6 @@ def ask(layers: Layers, stored: Any, block_size: int, card: Card) -> PlainReason
 
 
 def describe(layers: Layers, block_size: int) -> str:
-    """Say what the layers are."""
     number, heads, dtype = layers
     dims = str(heads["head_dim"])
     if heads.get("value_head_dim") not in (None, heads["head_dim"]):

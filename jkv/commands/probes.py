@@ -215,11 +215,7 @@ def compare_bits(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def require_equal(found: Any, wanted: Any, when: str = "") -> None:
-    """Compare all bits.
-
-    Raises:
-      ValueError: with the array that differs.
-    """
+    """Compare all bits; name the array that differs."""
     for (path, leaf), other in zip(
         jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True
     ):
@@ -229,11 +225,7 @@ def require_equal(found: Any, wanted: Any, when: str = "") -> None:
 
 
 def find_devices() -> tuple[jax.Device, jax.Device]:
-    """Return the device at hand and the CPU.
-
-    Raises:
-      NotImplementedError: where JAX_PLATFORMS leaves the CPU out.
-    """
+    """Return the device at hand and the CPU, unless JAX_PLATFORMS leaves it out."""
     try:
         return jax.devices()[0], jax.devices("cpu")[0]
     except RuntimeError as error:

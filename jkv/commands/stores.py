@@ -54,13 +54,7 @@ CASES = (
 def check_stores(
     report: Report, *, store: Store | None = None, cases: tuple[Case, ...] = CASES
 ) -> None:
-    """Store the same rows by the kernel and by scatters, and compare all bits.
-
-    Args:
-      report: gets a finding for all that agree, and one for each that does not.
-      store: in place of the kernel for the card at hand.
-      cases: what is stored.
-    """
+    """Compare what the kernel stores of rows with what scatters store, to the bit."""
     agreed, scattered = 0, []
     for case in cases:
         write = draw_write(case)

@@ -15,7 +15,6 @@ class Numbers(Format):
     """Each number for itself: float32, float16, bfloat16; in plain arrays fp8, too."""
 
     def arrays(self, width: int) -> dict[str, Element]:
-        """Return one array."""
         return {"pool": Element((width,), self.stored_as, self.dtype)}
 
     def prepare(self, rows: jax.Array) -> jax.Array:
@@ -25,7 +24,6 @@ class Numbers(Format):
         return rows.astype(self.dtype)
 
     def put(self, rows: jax.Array) -> Parts:
-        """Return the bits."""
         return {"pool": as_stored(rows)}
 
     def get(self, stored: Parts) -> tuple[jax.Array, jax.Array | None]:

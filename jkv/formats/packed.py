@@ -49,7 +49,6 @@ class Packed(Scaled):
 
     @property
     def stored_as(self) -> np.dtype[Any]:
-        """Bytes."""
         return np.dtype(np.uint8)
 
     def width_of(self, size: int) -> int:
@@ -75,7 +74,6 @@ class Packed(Scaled):
         return _flip(_transform(rows.astype(jnp.float32))).astype(rows.dtype)
 
     def prepare(self, rows: jax.Array) -> jax.Array:
-        """Return turned rows."""
         return self.turn(super().prepare(rows).astype(jnp.float32))
 
     def put(self, rows: jax.Array) -> Parts:
@@ -155,10 +153,7 @@ def _flip(rows: jax.Array) -> jax.Array:
 
 
 def _transform(rows: jax.Array) -> jax.Array:
-    """Return the Walsh-Hadamard transform of each block of a row, [..., D].
-
-    By sums and differences, so that the bits of a row do not depend on the others.
-    """
+    """Return the Walsh-Hadamard transform of blocks of a row, by sums of its own."""
     size = _find_block(rows.shape[-1])
     blocks = rows.reshape(*rows.shape[:-1], -1, size)
     for _ in range(int(math.log2(size))):

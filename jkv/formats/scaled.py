@@ -3,7 +3,7 @@
 The scale is the largest magnitude of the row over the largest number of the dtype, as
 bfloat16, rounded up. The rows are multiplied by the inverse of the rounded scale:
 nothing exceeds the range, and at most 0.8% of it is not used.
-`attention/kernel/rounding.py` has the same bits.
+`attention/kernel/elements/rounding.py` has the same bits.
 
 A row is quantized once, when it is written, and whatever is written later leaves it
 alone. A scale per block would have to be raised whenever a larger token came, and the
@@ -40,7 +40,6 @@ class Scaled(Format):
     is_quantized: ClassVar[bool] = True
 
     def arrays(self, width: int) -> dict[str, Element]:
-        """Return the elements and the scales."""
         return {
             "pool": Element((width,), self.stored_as, self.dtype),
             "scales": Element((), STORED_AS[SCALE_DTYPE], SCALE_DTYPE),
@@ -78,10 +77,7 @@ def round_rows(rows: jax.Array, dtype: np.dtype[Any]) -> tuple[jax.Array, jax.Ar
 def scale_rows(
     rows: jax.Array, over_largest: np.float32
 ) -> tuple[jax.Array, jax.Array]:
-    """Return rows, f32[..., D], over their scales, and these, bfloat16[...].
-
-    A row whose largest magnitude is 1 has the scale that is given.
-    """
+    """Return rows, f32[..., D], over their scales, and these, bfloat16[...]."""
     # Of numbers without a sign the larger one has the larger bits, NaN above infinity.
     # XLA's largest float on a CPU passes over NaN from 4,096 numbers on (0.10 to 0.12).
     magnitudes = lax.bitcast_convert_type(rows, jnp.int32) & jnp.int32(0x7FFFFFFF)
@@ -102,10 +98,7 @@ def largest_number(dtype: np.dtype[Any]) -> float:
 
 
 def over_largest(dtype: np.dtype[Any]) -> np.float32:
-    """Return what a row's largest magnitude is multiplied by to be its scale.
-
-    XLA makes this product of a division by a constant.
-    """
+    """Return what a row's largest magnitude is multiplied by to be its scale."""
     return np.float32(1) / np.float32(largest_number(dtype))
 
 

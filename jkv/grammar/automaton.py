@@ -16,21 +16,18 @@ from jkv.grammar.bounds import Bounds
 # states that could be merged, too; long chains of counted characters need as many
 # rounds as the chain is long.
 MAX_ROUNDS = 256
+BYTES_OF_PAIR = 4096  # of a pair of states: its rows of transitions
 
 Run = tuple[int, int, int]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Automaton:
-    """A language of byte strings.
+    """A language of byte strings."""
 
-    Attributes:
-      transitions: i32[S, 256], the state after each byte, -1 for none.
-      accepting: bool[S], whether a text may end there.
-    """
-
+    # i32[S, 256], the state after each byte, -1 for none.
     transitions: npt.NDArray[np.int32]
-    accepting: npt.NDArray[np.bool_]
+    accepting: npt.NDArray[np.bool_]  # bool[S], whether a text may end there
 
     @functools.cached_property
     def runs(self) -> list[list[Run]]:
@@ -46,6 +43,10 @@ class Automaton:
                 return False
         return bool(self.accepting[state])
 
+    def is_empty(self) -> bool:
+        """Return whether a minimal automaton has no text."""
+        return not self.accepting.any()
+
 
 def _find_runs(row: npt.NDArray[np.int32]) -> list[Run]:
     borders = np.flatnonzero(np.diff(row)) + 1
@@ -56,59 +57,55 @@ def _find_runs(row: npt.NDArray[np.int32]) -> list[Run]:
     return [run for run in runs if run[2] >= 0]
 
 
-def trim(automaton: Automaton) -> Automaton:
-    """Drop states that are not reached, or from which no text can be finished.
+def minimize(automaton: Automaton, bounds: Bounds) -> Automaton:
+    """Return the same language in the fewest states; of none, one that leads nowhere.
 
-    Returns:
-      The same language; of none, one state that leads nowhere.
+    States are dropped that are not reached, or from which no text can be finished, and
+    those merged that accept the same continuations.
     """
     table, accepting = automaton.transitions, automaton.accepting
     alive = find_reached(table) & find_finishing(table, accepting)
     alive[0] = True
-    number = np.full(len(alive) + 1, -1, np.int32)
-    number[:-1][alive] = np.arange(alive.sum())
-    return Automaton(number[table[alive]], accepting[alive])
-
-
-def minimize(automaton: Automaton, bounds: Bounds) -> Automaton:
-    """Trim an automaton and merge states that accept the same continuations."""
-    trimmed = trim(automaton)
-    firsts, which = _distinct_columns(trimmed.transitions)
-    columns = trimmed.transitions[:, firsts]
-    labels = merge_states(columns, trimmed.accepting.astype(np.int64), bounds)
-    firsts = np.unique(labels, return_index=True)[1]
-    renamed = np.append(labels, -1)[columns[firsts]].astype(np.int32)
-    return Automaton(renamed[:, which], trimmed.accepting[firsts])
-
-
-def _distinct_columns(
-    table: npt.NDArray[np.int32],
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return where distinct columns stand, and which of them each one is, by hashes."""
-    weights = _odd(np.random.default_rng(1), len(table))
-    hashes = weights @ table.astype(np.uint64)
+    table, accepting = keep_states(table, accepting, alive)
+    # Columns that are equal are told by hashes.
+    hashes = _odd(np.random.default_rng(1), len(table)) @ table.astype(np.uint64)
     hashes ^= hashes >> np.uint64(29)
     _, firsts, which = np.unique(hashes, return_index=True, return_inverse=True)
-    return firsts, which.reshape(-1)
+    columns, which = table[:, firsts], which.reshape(-1)
+    labels = merge_states(columns, accepting.astype(np.int64), bounds)
+    firsts = np.unique(labels, return_index=True)[1]
+    renamed = np.append(labels, -1)[columns[firsts]].astype(np.int32)
+    return Automaton(renamed[:, which], accepting[firsts])
+
+
+def keep_states(
+    table: npt.NDArray[np.int32],
+    accepting: npt.NDArray[np.bool_],
+    alive: npt.NDArray[np.bool_],
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+    """Return a table of the states that are alive, and which of them accept."""
+    number = np.full(len(alive) + 1, -1, np.int32)
+    number[:-1][alive] = np.arange(alive.sum())
+    return number[table[alive]], accepting[alive]
+
+
+def begin_at(automaton: Automaton, state: int) -> Automaton:
+    """Return what may follow in a state: it and the first one change places."""
+    names = np.arange(len(automaton.transitions) + 1, dtype=np.int32)
+    names[[0, state, -1]] = state, 0, -1
+    order = names[:-1]
+    return Automaton(names[automaton.transitions][order], automaton.accepting[order])
 
 
 def merge_states(
     table: npt.NDArray[np.int32], labels: npt.NDArray[np.int64], bounds: Bounds
 ) -> npt.NDArray[np.int64]:
-    """Return a number for each state, equal for states that nothing tells apart.
+    """Return a number for each state, i64[S], equal where nothing tells them apart.
 
     Moore's refinement (E. F. Moore, Gedanken-experiments on sequential machines, 1956)
-    with rows compared by a hash of 64 bits: states stay together while their labels
-    agree and their transitions lead to states that are together.
-
-    Args:
-      table: i32[S, C], -1 for none.
-      labels: i64[S], what tells states apart from the beginning.
-      bounds: of the compilation.
-
-    Returns:
-      i64[S], numbered in the order of the states, so that state 0's is 0. Each state
-      has its own number if `MAX_ROUNDS` were not enough.
+    with rows compared by a hash of 64 bits: states stay together while their labels,
+    i64[S], agree and their transitions, i32[S, C], lead to states that are together.
+    State 0 is number 0. Each has its own number if `MAX_ROUNDS` were not enough.
     """
     rng = np.random.default_rng(0)
     weights = _odd(rng, table.shape[1])
@@ -126,11 +123,58 @@ def merge_states(
     return np.arange(len(table))
 
 
+def intersect(one: Automaton, other: Automaton, bounds: Bounds) -> Automaton:
+    """Return the texts that are in both languages."""
+    pairs, transitions = _pair(one.transitions, other.transitions, bounds)
+    accepting = one.accepting[pairs[0]] & other.accepting[pairs[1]]
+    return minimize(Automaton(transitions, accepting), bounds)
+
+
+def subtract(one: Automaton, other: Automaton, bounds: Bounds) -> Automaton:
+    """Return the texts of a language that are not in another."""
+    # What leads nowhere leads to a state that accepts nothing.
+    nowhere = len(other.transitions)
+    table = np.where(other.transitions < 0, np.int32(nowhere), other.transitions)
+    table = np.concatenate([table, np.full((1, 256), nowhere, np.int32)])
+    pairs, transitions = _pair(one.transitions, table, bounds)
+    accepting = one.accepting[pairs[0]] & ~np.append(other.accepting, False)[pairs[1]]
+    return minimize(Automaton(transitions, accepting), bounds)
+
+
+def _pair(
+    one: npt.NDArray[np.int32], other: npt.NDArray[np.int32], bounds: Bounds
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+    """Return the pairs of states that are reached, i64[2, P], and where they lead."""
+    width = len(other)
+    known = np.zeros(1, np.int64)  # numbers of pairs, in the order of their discovery
+    newest, rows = known, []
+    while len(newest):
+        left, right = one[newest // width], other[newest % width]
+        is_alive = (left >= 0) & (right >= 0)
+        reached = np.where(is_alive, left.astype(np.int64) * width + right, -1)
+        rows.append(reached)
+        distinct = np.unique(reached[is_alive])
+        newest = np.setdiff1d(distinct, known, assume_unique=True)
+        known = np.concatenate([known, newest])
+        bounds.hold(len(known) * BYTES_OF_PAIR, "two languages at once")
+        bounds.spend(1, entries=reached.size)
+    order = np.argsort(known)
+    wanted = np.concatenate(rows)
+    places = order[np.searchsorted(known[order], wanted).clip(max=len(known) - 1)]
+    transitions = np.where(wanted < 0, -1, places).astype(np.int32)
+    return np.stack([known // width, known % width]), transitions
+
+
 def find_reached(table: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
     """Return which states the first one leads to, bool[S]."""
     start = np.zeros(len(table), bool)
     start[0] = True
-    return _spread(table, start)
+
+    def look(states: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        found = table[states].reshape(-1)
+        return found[found >= 0].astype(np.int64)
+
+    return _flood(start, look)
 
 
 def find_finishing(
@@ -150,16 +194,6 @@ def find_finishing(
         return pairs[1][np.repeat(ends[states] - wanted, wanted) + lanes]
 
     return _flood(accepting.copy(), look)
-
-
-def _spread(
-    table: npt.NDArray[np.int32], start: npt.NDArray[np.bool_]
-) -> npt.NDArray[np.bool_]:
-    def look(states: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        found = table[states].reshape(-1)
-        return found[found >= 0].astype(np.int64)
-
-    return _flood(start, look)
 
 
 def _flood(

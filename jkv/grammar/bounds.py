@@ -20,17 +20,12 @@ Timeout: TypeAlias = float | Callable[[], bool] | None
 class Bounds:
     """Bounds of one compilation, which counts its steps.
 
-    Two with the same `max_bytes` are equal: what was compiled within them is the same.
+    `max_bytes` bound the tables, and what compiling holds at one time; steps are
+    bounded in proportion. Past a bound `TooLarge` is raised. Two with the same
+    `max_bytes` are equal: what was compiled within them is the same.
     """
 
     def __init__(self, max_bytes: int, timeout: Timeout = None) -> None:
-        """Begin to count.
-
-        Args:
-          max_bytes: of the tables, and of what compiling holds at one time; steps are
-            bounded in proportion.
-          timeout: when to stop.
-        """
         self.max_bytes = max_bytes
         self._is_over, self._timeout = _read_timeout(timeout), timeout
         self._most_steps = max(_LEAST_STEPS, max_bytes // _BYTES_OF_STEP)
@@ -51,22 +46,14 @@ class Bounds:
         return found
 
     def hold(self, num_bytes: int, what: str) -> None:
-        """Check what is held at one time.
-
-        Raises:
-          TooLarge: it is more than `max_bytes`.
-        """
+        """Check what is held at one time."""
         if num_bytes > self.max_bytes:
             raise TooLarge(
                 f"{what} takes {num_bytes:,} bytes, max_bytes is {self.max_bytes:,}"
             )
 
     def spend(self, steps: int, *, entries: int = 0) -> None:
-        """Count steps, and entries of arrays that are looked at at once.
-
-        Raises:
-          TooLarge: they were too many, or the time is over.
-        """
+        """Count steps, and entries of arrays looked at at once; mind the time."""
         self._steps += steps + entries // _ENTRIES_OF_STEP
         if self._steps < self._next_look:
             return

@@ -13,6 +13,7 @@ import numpy as np
 
 from jkv.grammar.errors import TooLarge
 from jkv.grammar.grammar import PIECE, Grammar
+from jkv.grammar.tables import STATE_ARRAYS, Sizes, move
 from jkv.grammar.vocabulary import Vocabulary
 
 
@@ -20,21 +21,11 @@ class CatalogFull(ValueError):
     """A grammar finds no room beside those that are there; remove one of them."""
 
 
-class _Sizes(NamedTuple):
-    """How much of each array there is, or one grammar takes."""
-
-    states: int
-    transitions: int
-    transition_pieces: int
-    masks: int
-    mask_pieces: int
-
-
 class _Entry(NamedTuple):
     """Where a grammar lies."""
 
-    firsts: _Sizes
-    counts: _Sizes
+    firsts: Sizes
+    counts: Sizes
 
 
 class Catalog:
@@ -78,7 +69,7 @@ class Catalog:
         # Of no grammar: a text that is lost, and one that has ended. They have a class
         # map of their own, behind those of the variants, in which all tokens are alike.
         self._lost, self._ended = max_states, max_states + 1
-        self._most = _Sizes(
+        self._most = Sizes(
             max_states,
             max_transitions,
             max_transition_pieces,
@@ -159,9 +150,7 @@ class Catalog:
           ValueError: for a join, or another vocabulary.
         """
         self._check(grammar)
-        tables = {name: getattr(grammar, name) for name in self._tables}
-        lengths = {name: int(table.shape[0]) for name, table in tables.items()}
-        counts = _Sizes(states=grammar.num_states, **lengths)
+        counts = Sizes.of(grammar)
         if any(count > most for count, most in zip(counts, self._most, strict=True)):
             raise TooLarge(
                 f"a grammar of {counts} finds no room in a catalog of {self._most} "
@@ -201,7 +190,7 @@ class Catalog:
                 f"{grammar.num_variants}"
             )
 
-    def _find_gaps(self, counts: _Sizes) -> _Sizes | None:
+    def _find_gaps(self, counts: Sizes) -> Sizes | None:
         """Return where there is room for so many of each, the first gap that holds."""
         found = []
         for kind in range(len(counts)):
@@ -216,31 +205,15 @@ class Catalog:
             if not fits:
                 return None
             found.append(starts[fits[0]])
-        return _Sizes(*found)
+        return Sizes(*found)
 
     def _put(self, grammar: Grammar, variant: int, entry: _Entry) -> None:
-        firsts, counts = entry
-        first, count = firsts.states, counts.states
-        here = slice(first, first + count)
-        self._class_of_token[variant] = np.asarray(grammar.class_of_token)[0]
-        targets = np.asarray(grammar.transition_pieces).astype(np.int32)
-        behind = np.array([self._lost, self._ended])
-        is_state = targets < count
-        moved = {
-            "transition_pieces": np.where(
-                is_state, targets + first, behind[np.clip(targets - count, 0, 1)]
-            ),
-            "transitions": np.asarray(grammar.transitions).astype(np.int32)
-            + firsts.transition_pieces,
-            "masks": np.asarray(grammar.masks).astype(np.int32) + firsts.mask_pieces,
-            "mask_pieces": np.asarray(grammar.mask_pieces),
-        }
-        for name, rows in moved.items():
-            start = getattr(firsts, name)
-            self._tables[name][start : start + len(rows)] = rows
-        moves = {"row_of_state": firsts.transitions, "mask_of_state": firsts.masks}
-        for name, values in self._of_states.items():
-            own = np.asarray(getattr(grammar, name))[:count]
-            values[here] = own + moves.get(name, 0)
-        self._of_states["variant_of_state"][here] = variant
-        self._starts[variant] = int(np.asarray(grammar.starts)[0]) + first
+        moved = move(grammar, entry.firsts, variant, self._lost)
+        for name, table in self._tables.items():
+            start = getattr(entry.firsts, name)
+            table[start : start + len(moved[name])] = moved[name]
+        first, count = entry.firsts.states, entry.counts.states
+        for name in STATE_ARRAYS:
+            self._of_states[name][first : first + count] = moved[name][:count]
+        self._class_of_token[variant] = moved["class_of_token"][0]
+        self._starts[variant] = moved["starts"][0]

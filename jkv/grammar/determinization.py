@@ -30,11 +30,7 @@ _WHAT = "putting a language together"
 
 
 def determinize(expression: Expression, bounds: Bounds) -> Automaton:
-    """Return the minimal automaton of an expression.
-
-    Raises:
-      TooLarge: it takes more than the bounds on the way.
-    """
+    """Return the minimal automaton of an expression."""
     layout = _Layout(bounds)
     begin, end = layout.lay_out(expression)
     return minimize(layout.follow(begin, end), bounds)

@@ -12,23 +12,14 @@ class Expression:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Literal(Expression):
-    """One text.
-
-    Attributes:
-      text: its bytes.
-    """
+    """One text."""
 
     text: bytes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ByteRange(Expression):
-    """One byte of a range.
-
-    Attributes:
-      low: the first.
-      high: the last.
-    """
+    """One byte of a range."""
 
     low: int
     high: int
@@ -36,70 +27,46 @@ class ByteRange(Expression):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Leaf(Expression):
-    """The language of an automaton.
-
-    Attributes:
-      automaton: it.
-    """
+    """The language of an automaton."""
 
     automaton: Automaton
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Concatenation(Expression):
-    """A text of each part, one after the other.
-
-    Attributes:
-      parts: in order.
-    """
+    """A text of each part, one after the other."""
 
     parts: Sequence[Expression]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Choice(Expression):
-    """A text of any part; of no parts there is none.
-
-    Attributes:
-      parts: to choose from.
-    """
+    """A text of any part; of no parts there is none."""
 
     parts: Sequence[Expression]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Repeat(Expression):
-    """Texts of a part, a number of them.
-
-    Attributes:
-      part: what is repeated.
-      least: how often at least.
-      most: how often at most; None for any number.
-    """
+    """Texts of a part, a number of them."""
 
     part: Expression
-    least: int = 0
-    most: int | None = None
+    least: int = 0  # how often at least
+    most: int | None = None  # how often at most; None for any number
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Separated(Expression):
-    """Entries in order with a separator between those that are there.
+    """Entries in order with a separator between those that are there."""
 
-    Attributes:
-      entries: each with whether it must be there.
-      separator: between two.
-      rest: what follows the entries, any number of times; None for nothing.
-      ending: what stands behind the last one, if there is any.
-      least: how many must be there, of which all of the rest are one.
-      most: how many may be there, of which all of the rest count; None for any number.
-    """
-
-    entries: Sequence[tuple[Expression, bool]]
-    separator: Expression
+    entries: Sequence[tuple[Expression, bool]]  # each with whether it must be there
+    separator: Expression  # between two
+    # What follows the entries, any number of times; None for nothing.
     rest: Expression | None = None
+    # What stands behind the last one, if there is any.
     ending: Expression = Literal(b"")
-    least: int = 0
+    least: int = 0  # how many must be there, of which all of the rest are one
+    # How many may be there, of which all of the rest count; None for any number.
     most: int | None = None
 
 
@@ -108,12 +75,9 @@ def concat(*parts: Expression | bytes) -> Expression:
     return Concatenation([Literal(p) if isinstance(p, bytes) else p for p in parts])
 
 
-def size(expression: Expression) -> int:
-    """Return about how many states an expression takes."""
-    return _size(expression, {})
-
-
-def _size(expression: Expression, known: dict[int, int]) -> int:
+def size(expression: Expression, known: dict[int, int] | None = None) -> int:
+    """Return about how many states an expression takes; some are known, by their id."""
+    known = {} if known is None else known
     if id(expression) in known:
         return known[id(expression)]
     found = 1
@@ -123,12 +87,12 @@ def _size(expression: Expression, known: dict[int, int]) -> int:
         case Leaf(automaton):
             found = len(automaton.transitions)
         case Repeat(part, least, most):
-            found = _size(part, known) * max(1, least, most or 0)
+            found = size(part, known) * max(1, least, most or 0)
         case Concatenation(parts) | Choice(parts):
-            found = sum(_size(part, known) for part in parts)
+            found = sum(size(part, known) for part in parts)
         case Separated(entries=entries, rest=rest):
-            one = sum(_size(entry, known) for entry, _ in entries)
-            one += _size(rest, known) if rest else 0
+            one = sum(size(entry, known) for entry, _ in entries)
+            one += size(rest, known) if rest else 0
             found = one * max(1, expression.least, expression.most or 0)
     known[id(expression)] = found
     return found

@@ -9,7 +9,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 
-from jkv.grammar.characters import Ranges, complement, one_of, unite
+from jkv.grammar.characters import complement, one_of, unite
 from jkv.grammar.errors import Malformed, Unsupported
 from jkv.grammar.expressions import (
     Choice,
@@ -31,62 +31,14 @@ MOST_DEPTH = 64  # of groups in groups
 
 
 @dataclasses.dataclass(frozen=True)
-class _Reference:
+class _Reference(Expression):
     """A rule by its name."""
 
     name: str
 
 
-@dataclasses.dataclass(frozen=True)
-class _Sequence:
-    """One after the other."""
-
-    parts: "tuple[_Item, ...]"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Ways:
-    """One of several."""
-
-    parts: "tuple[_Item, ...]"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Times:
-    """A number of times; None for any number."""
-
-    part: "_Item"
-    least: int
-    most: int | None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Characters:
-    """One character of a set."""
-
-    ranges: Ranges
-
-
-@dataclasses.dataclass(frozen=True)
-class _Text:
-    """A text as it stands."""
-
-    text: str
-
-
-_Item = _Reference | _Sequence | _Ways | _Times | _Characters | _Text
-
-
 def compile_gbnf(text: str, recursion: int) -> Expression:
-    """Return the language of a grammar's rule `root`.
-
-    Args:
-      text: the rules.
-      recursion: how often a rule may stand in itself.
-
-    Raises:
-      Unsupported: it is no such grammar, with the line.
-    """
+    """Return the language of `root`, where rules stand in themselves so often."""
     rules = _Reader(text).read()
     if ROOT not in rules:
         raise Malformed(f"the grammar has no rule {ROOT!r}")
@@ -103,8 +55,8 @@ class _Reader:
     def __init__(self, text: str) -> None:
         self._text, self._at, self._depth = text, 0, 0
 
-    def read(self) -> dict[str, _Item]:
-        rules: dict[str, _Item] = {}
+    def read(self) -> dict[str, Expression]:
+        rules: dict[str, Expression] = {}
         self._skip(_LINES)
         while self._at < len(self._text):
             name = self._take(_NAME, "the name of a rule")
@@ -119,24 +71,24 @@ class _Reader:
             self._skip(_LINES)
         return rules
 
-    def _ways(self, space: "re.Pattern[str]") -> _Item:
+    def _ways(self, space: "re.Pattern[str]") -> Expression:
         """Read what `|` stands between; a group may go over lines."""
         ways = [self._sequence(space)]
         while self._text.startswith("|", self._at):
             self._at += 1
             self._skip(_LINES)
             ways.append(self._sequence(space))
-        return ways[0] if len(ways) == 1 else _Ways(tuple(ways))
+        return ways[0] if len(ways) == 1 else Choice(ways)
 
-    def _sequence(self, space: "re.Pattern[str]") -> _Item:
-        parts: list[_Item] = []
+    def _sequence(self, space: "re.Pattern[str]") -> Expression:
+        parts: list[Expression] = []
         while (part := self._item()) is not None:
             self._skip(space)
             parts.append(self._times(part))
             self._skip(space)
-        return parts[0] if len(parts) == 1 else _Sequence(tuple(parts))
+        return parts[0] if len(parts) == 1 else Concatenation(parts)
 
-    def _item(self) -> _Item | None:
+    def _item(self) -> Expression | None:
         sign = self._text[self._at : self._at + 1]
         if sign == '"':
             return self._literal()
@@ -144,7 +96,7 @@ class _Reader:
             return self._characters()
         if sign == ".":
             self._at += 1
-            return _Characters(_EVERY)
+            return one_of(_EVERY)
         if sign == "(":
             return self._group()
         if sign in "<!":
@@ -157,7 +109,7 @@ class _Reader:
         self._at = found.end()
         return _Reference(found[0])
 
-    def _group(self) -> _Item:
+    def _group(self) -> Expression:
         self._at += 1
         self._depth += 1
         if self._depth > MOST_DEPTH:
@@ -169,12 +121,12 @@ class _Reader:
         self._depth -= 1
         return found
 
-    def _times(self, part: _Item) -> _Item:
+    def _times(self, part: Expression) -> Expression:
         sign = self._text[self._at : self._at + 1]
         if sign and sign in "*+?":
             self._at += 1
             least, most = {"*": (0, None), "+": (1, None), "?": (0, 1)}[sign]
-            return _Times(part, least, most)
+            return Repeat(part, least, most)
         if sign != "{":
             return part
         found = _BOUNDS.match(self._text, self._at)
@@ -185,17 +137,21 @@ class _Reader:
         most = int(found[3]) if found[3] else (None if found[2] else least)
         if most is not None and most < least:
             raise self._wrong("bounds are the wrong way round")
-        return _Times(part, least, most)
+        return Repeat(part, least, most)
 
-    def _literal(self) -> _Item:
+    def _literal(self) -> Expression:
         self._at += 1
         signs = []
         while not self._text.startswith('"', self._at):
             signs.append(self._sign('a text without its second "'))
         self._at += 1
-        return _Text("".join(signs))
+        text = "".join(signs)
+        try:
+            return Literal(text.encode())
+        except UnicodeEncodeError:
+            raise Unsupported(f"{text!r} is no text of Unicode") from None
 
-    def _characters(self) -> _Item:
+    def _characters(self) -> Expression:
         self._at += 1
         is_inverted = self._text.startswith("^", self._at)
         self._at += is_inverted
@@ -212,7 +168,7 @@ class _Reader:
             ranges.append((low, high))
         self._at += 1
         found = unite(*ranges)
-        return _Characters(complement(found) if is_inverted else found)
+        return one_of(complement(found) if is_inverted else found)
 
     def _sign(self, missing: str) -> str:
         """Read one character, escaped or not."""
@@ -259,22 +215,21 @@ class _Reader:
         return Malformed(f"line {line} of the grammar: {what}")
 
 
-def _names(item: _Item) -> Iterator[str]:
-    """Yield the rules that an item names."""
+def _names(item: Expression) -> Iterator[str]:
     match item:
         case _Reference(name):
             yield name
-        case _Sequence(parts) | _Ways(parts):
+        case Concatenation(parts) | Choice(parts):
             for part in parts:
                 yield from _names(part)
-        case _Times(part, _, _):
+        case Repeat(part):
             yield from _names(part)
 
 
 class _Expander:
     """Puts rules in the place of their names."""
 
-    def __init__(self, rules: dict[str, _Item], recursion: int) -> None:
+    def __init__(self, rules: dict[str, Expression], recursion: int) -> None:
         self._rules = rules
         self._reached = {name: self._reach(name) for name in rules}
         self._order: dict[str, int] = {}
@@ -313,21 +268,21 @@ class _Expander:
             )
         return self._known[key]
 
-    def _as_repetition(self, name: str, rule: _Item) -> Expression | None:
+    def _as_repetition(self, name: str, rule: Expression) -> Expression | None:
         """Return a rule that names itself only last, or only first, in its ways.
 
         As in r ::= a r | b, which is a* b (D. N. Arden, Delayed-logic and finite-state
         machines, 1961).
         """
-        ways = rule.parts if isinstance(rule, _Ways) else (rule,)
+        ways = rule.parts if isinstance(rule, Choice) else (rule,)
         for at in (-1, 0):
-            repeated: list[_Item] = []
-            others: list[_Item] = []
+            repeated: list[Expression] = []
+            others: list[Expression] = []
             for way in ways:
-                parts = way.parts if isinstance(way, _Sequence) else (way,)
+                parts = way.parts if isinstance(way, Concatenation) else (way,)
                 if len(parts) > 1 and parts[at] == _Reference(name):
-                    repeated.append(_Sequence(parts[:-1] if at else parts[1:]))
-                elif parts != (_Reference(name),):  # a rule that is itself says nothing
+                    repeated.append(Concatenation(parts[:-1] if at else parts[1:]))
+                elif way != _Reference(name):  # a rule that is itself says nothing
                     others.append(way)
             rest = [*repeated, *others]
             if not repeated or any(self._is_within(name, part) for part in rest):
@@ -337,33 +292,27 @@ class _Expander:
             return Concatenation([loop, end] if at else [end, loop])
         return None
 
-    def _is_within(self, name: str, item: _Item) -> bool:
+    def _is_within(self, name: str, item: Expression) -> bool:
         """Whether an item leads to a rule."""
         return any(
             other == name or name in self._reached[other] for other in _names(item)
         )
 
-    def _choice(self, name: str, items: Sequence[_Item]) -> Expression:
+    def _choice(self, name: str, items: Sequence[Expression]) -> Expression:
         return Choice([self._item(name, item, self._most) for item in items])
 
-    def _item(self, name: str, item: _Item, left: int) -> Expression:
+    def _item(self, name: str, item: Expression, left: int) -> Expression:
         """Return the language of an item of a rule."""
         match item:
-            case _Text(text):
-                try:
-                    return Literal(text.encode())
-                except UnicodeEncodeError:
-                    raise Unsupported(f"{text!r} is no text of Unicode") from None
-            case _Characters(ranges):
-                return one_of(ranges)
-            case _Sequence(parts):
+            case Concatenation(parts):
                 return Concatenation([self._item(name, each, left) for each in parts])
-            case _Ways(parts):
+            case Choice(parts):
                 return Choice([self._item(name, each, left) for each in parts])
-            case _Times(part, least, most):
+            case Repeat(part, least, most):
                 return Repeat(self._item(name, part, left), least, most)
             case _Reference(other):
                 return self._reference(name, other, left)
+        return item
 
     def _reference(self, name: str, other: str, left: int) -> Expression:
         if name not in self._reached[other] and other != name:

@@ -26,34 +26,26 @@ class Grammar(Steering):
 
     A token is allowed exactly if some text of the language that the vocabulary can
     spell goes on with it; an end token, if the text so far is in the language.
-
-    Attributes:
-      class_of_token: u8, u16 or i32 [G, V], for each of the G variants.
-      transition_pieces: u8, u16 or i32[Q, 16], states behind tokens of 16 classes.
-      transitions: u8, u16 or i32[T], pieces of each state, one state after the other.
-      row_of_state: i32[S + 2], where each state's pieces begin in `transitions`.
-      variant_of_state: i32[S + 2].
-      mask_pieces: u32[P, 16], which of 512 tokens are allowed: of them token t is bit
-        t % 32 of word t // 32.
-      masks: u8, u16 or i32[R, ceil(V / 512)], the pieces of each set.
-      mask_of_state: i32[S + 2], which set each state allows.
-      forced_token: i32[S + 2], the only token that a state allows; -1 for several.
-      starts: i32[G], where texts of each variant begin.
-      end_tokens: i32[E].
-      vocabulary_size: V, static, since a row of bits is longer.
     """
 
-    class_of_token: jax.Array
+    class_of_token: jax.Array  # u8, u16 or i32 [G, V], for each of the G variants
+    # u8, u16 or i32[Q, 16], states behind tokens of 16 classes.
     transition_pieces: jax.Array
+    # u8, u16 or i32[T], pieces of each state, one state after the other.
     transitions: jax.Array
+    # i32[S + 2], where each state's pieces begin in `transitions`.
     row_of_state: jax.Array
-    variant_of_state: jax.Array
+    variant_of_state: jax.Array  # i32[S + 2]
+    # u32[P, 16], which of 512 tokens are allowed: of them token t is bit t % 32 of word
+    # t // 32.
     mask_pieces: jax.Array
-    masks: jax.Array
-    mask_of_state: jax.Array
+    masks: jax.Array  # u8, u16 or i32[R, ceil(V / 512)], the pieces of each set
+    mask_of_state: jax.Array  # i32[S + 2], which set each state allows
+    # i32[S + 2], the only token that a state allows; -1 for several.
     forced_token: jax.Array
-    starts: jax.Array
-    end_tokens: jax.Array
+    starts: jax.Array  # i32[G], where texts of each variant begin
+    end_tokens: jax.Array  # i32[E]
+    # V, static, since a row of bits is longer.
     vocabulary_size: int = dataclasses.field(metadata={"static": True})
 
     @property

@@ -13,11 +13,12 @@ import pathlib
 import tempfile
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict
 
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.grammar.bounds import Timeout
 from jkv.grammar.grammar import Grammar
 from jkv.grammar.vocabulary import Vocabulary
 
@@ -29,23 +30,25 @@ MAX_FOLDER_BYTES = 2**30
 Folder = str | os.PathLike[str] | None
 
 
+class Limits(TypedDict, total=False):
+    """What compiling may take, and where grammars are kept, as `concatenate` has it."""
+
+    max_bytes: int
+    timeout: Timeout
+    folder: Folder
+
+
 def keep(
     folder: Folder,
     vocabulary: Vocabulary,
     asked: Any,
     make: Callable[[], Grammar],
 ) -> Grammar:
-    """Return a grammar from a folder, or make it and put it there.
+    """Return a grammar from a folder, or make it and put it there; None keeps nothing.
 
-    A file that is damaged is made anew. Several processes may share a folder: files
-    appear whole. Of more than `MAX_FOLDER_BYTES` those go that were looked up longest
-    ago.
-
-    Args:
-      folder: made where it lacks; None keeps nothing.
-      vocabulary: of the grammar.
-      asked: what else the grammar depends on, of JSON.
-      make: compiles it.
+    What else it depends on is `asked`, of JSON. A file that is damaged is made anew.
+    Several processes may share a folder: files appear whole. Of more than
+    `MAX_FOLDER_BYTES` those go that were looked up longest ago.
     """
     if folder is None:
         return make()

@@ -1,14 +1,13 @@
 """Grammars of choices, patterns, schemas and rules, and of several after each other."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from jkv.grammar.bounds import Bounds, Timeout
 from jkv.grammar.determinization import determinize
 from jkv.grammar.errors import TooLarge
-from jkv.grammar.expressions import Expression
 from jkv.grammar.grammar import Grammar
-from jkv.grammar.kept_files import Folder, keep
+from jkv.grammar.kept_files import Folder, Limits, keep
 from jkv.grammar.parts import (
     DEPTH,
     RECURSION,
@@ -67,34 +66,30 @@ def concatenate(
       >>> chr(grammar.forced(state)[0])
       'o'
     """
-    if len(parts) == 1 and isinstance(parts[0], Part):
-        asked = parts[0].asked()
-    else:
-        asked = ["parts", list_asked(parts)]
 
     def make() -> Grammar:
         bounds = Bounds(max_bytes, timeout)
-        return compile_expression(join_parts(parts, bounds), vocabulary, bounds)
+        try:
+            automaton = determinize(join_parts(parts, bounds), bounds)
+        except RecursionError as error:
+            raise TooLarge("the language is nested too deeply") from error
+        table = make_table(automaton, vocabulary, bounds)
+        return make_grammar(table, vocabulary, bounds)
 
-    return keep(folder, vocabulary, asked, make)
+    return keep(folder, vocabulary, list_asked(parts), make)
 
 
 def from_choices(
     texts: Sequence[str],
     vocabulary: Vocabulary,
-    *,
-    max_bytes: int = MAX_BYTES,
-    timeout: Timeout = None,
-    folder: Folder = None,
+    **limits: Unpack[Limits],
 ) -> Grammar:
     """Make a grammar whose texts are some given ones.
 
     Args:
       texts: to choose from.
       vocabulary: of the model.
-      max_bytes: as `concatenate` has it.
-      timeout: as `concatenate` has it.
-      folder: as `concatenate` has it.
+      **limits: `max_bytes`, `timeout` and `folder`, as `concatenate` has them.
 
     Raises:
       NoText: the vocabulary can spell none of them, or none are given (a ValueError).
@@ -109,22 +104,13 @@ def from_choices(
       >>> grammar.steer(state, jnp.zeros((1, 5))).tolist()
       [[0.0, 0.0, 0.0, -inf, -inf]]
     """
-    return concatenate(
-        [Choices(texts)],
-        vocabulary,
-        max_bytes=max_bytes,
-        timeout=timeout,
-        folder=folder,
-    )
+    return concatenate([Choices(texts)], vocabulary, **limits)
 
 
 def from_regex(
     pattern: str,
     vocabulary: Vocabulary,
-    *,
-    max_bytes: int = MAX_BYTES,
-    timeout: Timeout = None,
-    folder: Folder = None,
+    **limits: Unpack[Limits],
 ) -> Grammar:
     r"""Make a grammar whose texts match a regular expression, from end to end.
 
@@ -132,9 +118,7 @@ def from_regex(
       pattern: in the syntax of Python's `re`, over Unicode characters: `.` is any but
         a line's end, `\d` a digit of any script. Greedy or not makes no difference.
       vocabulary: of the model.
-      max_bytes: as `concatenate` has it.
-      timeout: as `concatenate` has it.
-      folder: as `concatenate` has it.
+      **limits: `max_bytes`, `timeout` and `folder`, as `concatenate` has them.
 
     Raises:
       Unsupported: it is no pattern, or it has look-around, references back, `\b`,
@@ -152,13 +136,7 @@ def from_regex(
       >>> grammar.steer(state, jnp.zeros((1, 5))).tolist()
       [[0.0, -inf, 0.0, -inf, 0.0]]
     """
-    return concatenate(
-        [Pattern(pattern)],
-        vocabulary,
-        max_bytes=max_bytes,
-        timeout=timeout,
-        folder=folder,
-    )
+    return concatenate([Pattern(pattern)], vocabulary, **limits)
 
 
 def from_gbnf(
@@ -166,9 +144,7 @@ def from_gbnf(
     vocabulary: Vocabulary,
     *,
     recursion: int = RECURSION,
-    max_bytes: int = MAX_BYTES,
-    timeout: Timeout = None,
-    folder: Folder = None,
+    **limits: Unpack[Limits],
 ) -> Grammar:
     """Make a grammar whose texts derive from the rule `root`, in llama.cpp's notation.
 
@@ -180,9 +156,7 @@ def from_gbnf(
         what is not read.
       vocabulary: of the model.
       recursion: how often a rule may stand in itself.
-      max_bytes: as `concatenate` has it.
-      timeout: as `concatenate` has it.
-      folder: as `concatenate` has it.
+      **limits: `max_bytes`, `timeout` and `folder`, as `concatenate` has them.
 
     Raises:
       Unsupported: it is no such grammar, with the line (a ValueError); tokens in it are
@@ -198,13 +172,7 @@ def from_gbnf(
       >>> from_gbnf(rules, vocabulary).num_states
       6
     """
-    return concatenate(
-        [Rules(text, recursion)],
-        vocabulary,
-        max_bytes=max_bytes,
-        timeout=timeout,
-        folder=folder,
-    )
+    return concatenate([Rules(text, recursion)], vocabulary, **limits)
 
 
 def from_json_schema(
@@ -216,9 +184,7 @@ def from_json_schema(
     recursion: int = RECURSION,
     strict: bool = False,
     around: str = "",
-    max_bytes: int = MAX_BYTES,
-    timeout: Timeout = None,
-    folder: Folder = None,
+    **limits: Unpack[Limits],
 ) -> Grammar:
     """Make a grammar whose texts are the JSON values that a schema describes.
 
@@ -239,9 +205,7 @@ def from_json_schema(
         they are ignored otherwise, as the standard says.
       around: pattern of what may stand before the value and behind it; nothing unless
         said, as models that begin with a blank rarely stop.
-      max_bytes: as `concatenate` has it.
-      timeout: as `concatenate` has it.
-      folder: as `concatenate` has it.
+      **limits: `max_bytes`, `timeout` and `folder`, as `concatenate` has them.
 
     Raises:
       Unsupported: a keyword that is not served, or has a value that it cannot have,
@@ -261,9 +225,7 @@ def from_json_schema(
     return concatenate(
         [Schema(schema, whitespace, depth, recursion, strict, around)],
         vocabulary,
-        max_bytes=max_bytes,
-        timeout=timeout,
-        folder=folder,
+        **limits,
     )
 
 
@@ -272,9 +234,7 @@ def from_json_object(
     *,
     whitespace: str = WHITESPACE,
     depth: int = DEPTH,
-    max_bytes: int = MAX_BYTES,
-    timeout: Timeout = None,
-    folder: Folder = None,
+    **limits: Unpack[Limits],
 ) -> Grammar:
     """Make a grammar whose texts are any JSON object.
 
@@ -282,30 +242,12 @@ def from_json_object(
       vocabulary: of the model.
       whitespace: as `from_json_schema` has it.
       depth: levels of arrays and objects inside of the object.
-      max_bytes: as `concatenate` has it.
-      timeout: as `concatenate` has it.
-      folder: as `concatenate` has it.
+      **limits: `max_bytes`, `timeout` and `folder`, as `concatenate` has them.
 
     Raises:
       NoText: the vocabulary spells no object (a ValueError).
       TooLarge: `max_bytes` or `timeout` is exceeded (a ValueError).
     """
     return concatenate(
-        [Schema({"type": "object"}, whitespace, depth)],
-        vocabulary,
-        max_bytes=max_bytes,
-        timeout=timeout,
-        folder=folder,
+        [Schema({"type": "object"}, whitespace, depth)], vocabulary, **limits
     )
-
-
-def compile_expression(
-    expression: Expression, vocabulary: Vocabulary, bounds: Bounds
-) -> Grammar:
-    """Make the grammar of an expression over bytes."""
-    try:
-        automaton = determinize(expression, bounds)
-    except RecursionError as error:
-        raise TooLarge("what is nested in the language is nested too deeply") from error
-    table = make_table(automaton, vocabulary, bounds)
-    return make_grammar(table, vocabulary, bounds)

@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jkv.grammar.automaton import subtract
 from jkv.grammar.bounds import Bounds
 from jkv.grammar.errors import NoText
 from jkv.grammar.expressions import (
@@ -16,7 +17,6 @@ from jkv.grammar.expressions import (
     concat,
 )
 from jkv.grammar.gbnf import compile_gbnf
-from jkv.grammar.products import subtract
 from jkv.grammar.regexes import compile_regex
 from jkv.grammar.schema.compilation import Reading, compile_schema
 from jkv.grammar.schema.strings import ANYTHING
@@ -32,71 +32,47 @@ class Part:
         """Return the language over bytes; see the class for what it raises."""
         raise NotImplementedError
 
-    def asked(self) -> Any:
+    def asked(self) -> list[Any]:
         """Return what the language depends on, of JSON."""
-        raise NotImplementedError
+        return [type(self).__name__, *vars(self).values()]
 
 
 @dataclasses.dataclass(frozen=True)
 class Choices(Part):
-    """Texts to choose from.
+    """Texts to choose from."""
 
-    Attributes:
-      texts: at least one; `NoText` is raised for none.
-    """
-
-    texts: Sequence[str]
+    texts: Sequence[str]  # at least one; `NoText` is raised for none
 
     def expression(self, bounds: Bounds) -> Expression:
-        """Return the language."""
         del bounds
         if not self.texts:
             raise NoText("there are no texts to choose from")
         return Choice([Literal(text.encode()) for text in self.texts])
 
-    def asked(self) -> Any:
-        """Return what it depends on."""
-        return ["choices", list(self.texts)]
-
 
 @dataclasses.dataclass(frozen=True)
 class Pattern(Part):
-    """What matches a regular expression from end to end, as `from_regex` has it.
+    """What matches a regular expression from end to end, as `from_regex` has it."""
 
-    Attributes:
-      pattern: in the syntax of Python's `re`.
-    """
-
-    pattern: str
+    pattern: str  # in the syntax of Python's `re`
 
     def expression(self, bounds: Bounds) -> Expression:
-        """Return the language."""
         return Leaf(compile_regex(self.pattern, bounds))
-
-    def asked(self) -> Any:
-        """Return what it depends on."""
-        return ["regex", self.pattern]
 
 
 @dataclasses.dataclass(frozen=True)
 class Schema(Part):
-    """The JSON values that a schema describes, as `from_json_schema` has it.
+    """The JSON values that a schema describes, as `from_json_schema` has it."""
 
-    Attributes:
-      schema: of JSON Schema.
-      whitespace: pattern of what may stand around brackets, commas and colons.
-      depth: levels of arrays and objects in a value of which the schema says nothing.
-      recursion: how often a schema that refers to itself may stand in itself.
-      strict: whether unknown keywords and formats are errors.
-      around: pattern of what may stand before the value and behind it.
-    """
-
-    schema: Mapping[str, Any] | bool
+    schema: Mapping[str, Any] | bool  # of JSON Schema
+    # Pattern of what may stand around brackets, commas and colons.
     whitespace: str = WHITESPACE
+    # Levels of arrays and objects in a value of which the schema says nothing.
     depth: int = DEPTH
+    # How often a schema that refers to itself may stand in itself.
     recursion: int = RECURSION
-    strict: bool = False
-    around: str = ""
+    strict: bool = False  # whether unknown keywords and formats are errors
+    around: str = ""  # pattern of what may stand before the value and behind it
 
     @property
     def reading(self) -> Reading:
@@ -104,51 +80,32 @@ class Schema(Part):
         return Reading(self.whitespace, self.depth, self.recursion, self.strict)
 
     def expression(self, bounds: Bounds) -> Expression:
-        """Return the language."""
         value = compile_schema(self.schema, self.reading, bounds)
         if not self.around:
             return value
         around = Leaf(compile_regex(self.around, bounds))
         return concat(around, value, around)
 
-    def asked(self) -> Any:
-        """Return what it depends on."""
-        around = [self.around] if self.around else []
-        return ["schema", self.schema, *self.reading, *around]
-
 
 @dataclasses.dataclass(frozen=True)
 class Rules(Part):
-    """What a grammar of llama.cpp's notation derives, as `from_gbnf` has it.
+    """What a grammar of llama.cpp's notation derives, as `from_gbnf` has it."""
 
-    Attributes:
-      text: the rules.
-      recursion: how often a rule may stand in itself, where that is no repetition.
-    """
-
-    text: str
+    text: str  # the rules
+    # How often a rule may stand in itself, where that is no repetition.
     recursion: int = RECURSION
 
     def expression(self, bounds: Bounds) -> Expression:
-        """Return the language."""
         del bounds
         return compile_gbnf(self.text, self.recursion)
-
-    def asked(self) -> Any:
-        """Return what it depends on."""
-        return ["gbnf", self.text, self.recursion]
 
 
 @dataclasses.dataclass(frozen=True)
 class Until(Part):
-    """Free text up to a mark, the mark included, which stands in it nowhere else.
+    """Free text up to a mark, the mark included, which stands in it nowhere else."""
 
-    Attributes:
-      mark: at least one character, such as "</think>".
-      is_optional: whether a text may end without the mark, and what follows it.
-    """
-
-    mark: str
+    mark: str  # at least one character, such as "</think>"
+    # Whether a text may end without the mark, and what follows it.
     is_optional: bool = False
 
     def expression(self, bounds: Bounds) -> Expression:
@@ -164,10 +121,6 @@ class Until(Part):
         tagged = compile_regex(self._quoted(), bounds, is_search=True)
         return Leaf(subtract(anything, tagged, bounds))
 
-    def asked(self) -> Any:
-        """Return what it depends on."""
-        return ["until", self.mark, self.is_optional]
-
     def _quoted(self) -> str:
         if not self.mark:
             raise NoText("a mark has a character at least")
@@ -176,22 +129,16 @@ class Until(Part):
 
 @dataclasses.dataclass(frozen=True)
 class Either(Part):
-    """A text of any of several languages.
+    """A text of any of several languages."""
 
-    Attributes:
-      parts: each a value of this module or a text, or a list of those that follow each
-        other.
-    """
-
+    # Each a value of this module or a text, or a list of those that follow each other.
     parts: Sequence["Part | str | Sequence[Part | str]"]
 
     def expression(self, bounds: Bounds) -> Expression:
-        """Return the language."""
         return Choice([join_parts(_listed(part), bounds) for part in self.parts])
 
-    def asked(self) -> Any:
-        """Return what it depends on."""
-        return ["either", [list_asked(_listed(part)) for part in self.parts]]
+    def asked(self) -> list[Any]:
+        return ["Either", [list_asked(_listed(part)) for part in self.parts]]
 
 
 def _listed(part: Part | str | Sequence[Part | str]) -> Sequence[Part | str]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jkv.grammar.automaton import Automaton, minimize
+from jkv.grammar.automaton import Automaton, begin_at, minimize, subtract
 from jkv.grammar.bounds import Bounds
 from jkv.grammar.characters import (
     Ranges,
@@ -41,7 +41,6 @@ from jkv.grammar.expressions import (
     Repeat,
     concat,
 )
-from jkv.grammar.products import subtract
 
 # The standard library's parser has no public name since `sre_parse` was deprecated.
 _parser = importlib.import_module("re._parser")
@@ -65,17 +64,10 @@ _REFUSED_FLAGS = re.MULTILINE | re.LOCALE
 def compile_regex(
     pattern: str, bounds: Bounds, *, is_search: bool = False, shown: str | None = None
 ) -> Automaton:
-    """Return the texts that a pattern matches.
+    """Return the texts that a pattern of Python's `re` matches, or is found in.
 
-    Args:
-      pattern: in the syntax of Python's `re`.
-      bounds: of the compilation.
-      is_search: whether it may be found anywhere; from end to end otherwise.
-      shown: the pattern as errors quote it, if it was written otherwise.
-
-    Raises:
-      TooLarge: it takes more than the bounds.
-      Unsupported: it is no pattern, or none that an automaton can match.
+    Errors quote it as `shown`, if it was written otherwise. `Unsupported` is raised for
+    what is no pattern, or none that an automaton can match.
     """
     name = f"the pattern {_shorten(shown or pattern)}"
     try:
@@ -114,12 +106,7 @@ def _without_anchors(marked: Automaton, bounds: Bounds) -> Automaton:
         ends = further
     accepting = np.append(marked.accepting, False)[ends]
     table[:, [_BEGIN, _END]] = -1
-    # The first state is the one that the anchors led to; the two change places.
-    names = np.arange(len(table) + 1, dtype=np.int32)
-    names[[0, start, -1]] = start, 0, -1
-    table = names[table]
-    table[[0, start]], accepting[[0, start]] = table[[start, 0]], accepting[[start, 0]]
-    return minimize(Automaton(table, accepting), bounds)
+    return minimize(begin_at(Automaton(table, accepting), start), bounds)
 
 
 class _Reader:

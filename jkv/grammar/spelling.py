@@ -150,7 +150,6 @@ class _States:
         return self._allowed[number]
 
     def _follow(self, state: int, token: int) -> int:
-        """Return the state after a token."""
         arrays = self._arrays
         column = arrays["class_of_token"][arrays["variant_of_state"][state], token]
         piece, lane = divmod(int(column), PIECE)

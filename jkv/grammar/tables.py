@@ -1,7 +1,7 @@
 """From automata over tokens to the arrays of a `Grammar`, for one language or many."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,11 +16,7 @@ Ints = npt.NDArray[np.integer[Any]]
 
 
 def make_grammar(table: TokenTable, vocabulary: Vocabulary, bounds: Bounds) -> Grammar:
-    """Lay out one language.
-
-    Raises:
-      TooLarge: the arrays exceed the bounds.
-    """
+    """Lay out one language."""
     num_states, num_tokens = len(table.transitions), len(vocabulary.tokens)
     lost, over = num_states, num_states + 1
     ends = list(vocabulary.end_tokens)
@@ -97,58 +93,68 @@ def join(grammars: Sequence[Grammar]) -> Grammar:
             f"grammars of different vocabularies: sizes {sorted(sizes)}, end tokens "
             f"{sorted(ends)}"
         )
-    total = sum(grammar.num_states for grammar in grammars)
-    parts: dict[str, list[Ints]] = {name: [] for name in _STATE_ARRAYS}
-    tails: dict[str, list[Ints]] = {}
-    first_state = first_entry = first_variant = 0
-    rows: dict[str, list[Ints]] = {name: [] for name in _PIECE_ARRAYS}
-    num_masks = num_mask_pieces = num_pieces = 0
-    for grammar in grammars:
-        own = {name: np.asarray(getattr(grammar, name)) for name in _STATE_ARRAYS}
-        count = grammar.num_states
-        own["row_of_state"] = own["row_of_state"] + first_entry
-        own["variant_of_state"] = own["variant_of_state"] + first_variant
-        own["mask_of_state"] = own["mask_of_state"] + num_masks
-        for name, values in own.items():
-            parts[name].append(values[:count])
-            tails[name] = [values[count:]]
-        targets = np.asarray(grammar.transition_pieces).astype(np.int32)
-        moved = np.where(
-            targets < count, targets + first_state, targets - count + total
-        )
-        rows["transition_pieces"].append(moved)
-        entries = np.asarray(grammar.transitions).astype(np.int32)
-        rows["transitions"].append(entries + num_pieces)
-        rows["mask_pieces"].append(np.asarray(grammar.mask_pieces))
-        masks = np.asarray(grammar.masks).astype(np.int32)
-        rows["masks"].append(masks + num_mask_pieces)
-        first_state += count
-        first_entry += len(entries)
-        first_variant += grammar.num_variants
-        num_masks += len(masks)
-        num_pieces += len(moved)
-        num_mask_pieces += len(rows["mask_pieces"][-1])
-    joined = {name: np.concatenate(parts[name] + tails[name]) for name in parts}
-    joined |= {name: np.concatenate(values) for name, values in rows.items()}
+    counts = [(*Sizes.of(grammar), grammar.num_variants) for grammar in grammars]
+    *firsts, total = np.cumsum([[0] * len(counts[0]), *counts], axis=0).tolist()
+    moved = [
+        move(grammar, Sizes(*first), variant, total[0])
+        for grammar, (*first, variant) in zip(grammars, firsts, strict=True)
+    ]
+    joined = {name: np.concatenate([each[name] for each in moved]) for name in _ROWS}
+    for name in STATE_ARRAYS:  # what is lost, and what has ended, stand behind all
+        own = [each[name][:-2] for each in moved]
+        joined[name] = np.concatenate([*own, moved[-1][name][-2:]])
     for name in ("masks", "transitions"):
         pieces = f"{name.removesuffix('s')}_pieces"
         joined[pieces], which = np.unique(joined[pieces], axis=0, return_inverse=True)
         joined[name] = which.reshape(-1)[joined[name]]
-    firsts = np.cumsum([0, *(grammar.num_states for grammar in grammars[:-1])])
-    starts = [
-        np.asarray(g.starts) + first for g, first in zip(grammars, firsts, strict=True)
-    ]
     return _assemble(
-        class_of_token=np.concatenate([np.asarray(g.class_of_token) for g in grammars]),
-        starts=np.concatenate(starts),
         end_tokens=np.asarray(grammars[0].end_tokens),
         vocabulary_size=grammars[0].vocabulary_size,
         **joined,
     )
 
 
-_PIECE_ARRAYS = "transition_pieces", "transitions", "mask_pieces", "masks"
-_STATE_ARRAYS = "row_of_state", "variant_of_state", "mask_of_state", "forced_token"
+class Sizes(NamedTuple):
+    """How much of each array there is, or one grammar takes."""
+
+    states: int
+    transitions: int
+    transition_pieces: int
+    masks: int
+    mask_pieces: int
+
+    @classmethod
+    def of(cls, grammar: Grammar) -> Self:
+        """Return what a grammar takes."""
+        arrays = (getattr(grammar, name) for name in cls._fields[1:])
+        return cls(grammar.num_states, *(array.shape[0] for array in arrays))
+
+
+STATE_ARRAYS = "row_of_state", "variant_of_state", "mask_of_state", "forced_token"
+_ROWS = "class_of_token", "starts", *Sizes._fields[1:]
+
+
+def move(
+    grammar: Grammar, firsts: Sizes, variant: int, lost: int
+) -> dict[str, npt.NDArray[Any]]:
+    """Return the arrays of a grammar as they are behind others.
+
+    Its rows and variants begin at these. A text that is lost is in the state `lost`,
+    one that has ended in the next.
+    """
+    arrays = {name: np.asarray(values) for name, values in vars(grammar).items()}
+    wide = {name: arrays[name].astype(np.int32) for name in Sizes._fields[1:4]}
+    targets, count = wide["transition_pieces"], grammar.num_states
+    return arrays | {
+        "transition_pieces": targets
+        + np.where(targets < count, firsts.states, lost - count),
+        "transitions": wide["transitions"] + firsts.transition_pieces,
+        "masks": wide["masks"] + firsts.mask_pieces,
+        "row_of_state": arrays["row_of_state"] + firsts.transitions,
+        "variant_of_state": arrays["variant_of_state"] + variant,
+        "mask_of_state": arrays["mask_of_state"] + firsts.masks,
+        "starts": arrays["starts"] + firsts.states,
+    }
 
 
 def _assemble(*, vocabulary_size: int, **arrays: Ints) -> Grammar:

@@ -3,10 +3,14 @@
 Tokens that act alike in every state are one class. They are found by hashes: each token
 adds up a random weight for each pair of states between which it leads, 128 bits wide,
 so that two that differ once have different sums but for a chance of 2**-128.
+
+Tokens are walked as a tree of bytes, from many states at once, level by level. A branch
+is left where no state goes on: most tokens are given up after their first byte.
 """
 
 import dataclasses
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -15,11 +19,11 @@ from jkv.grammar.automaton import (
     Automaton,
     find_finishing,
     find_reached,
+    keep_states,
     merge_states,
 )
 from jkv.grammar.bounds import Bounds
 from jkv.grammar.errors import NoText
-from jkv.grammar.token_trie import TokenTrie, trie_of
 from jkv.grammar.vocabulary import Vocabulary
 
 # Pairs of a state and a node that a walk looks at together, some 100 MB.
@@ -30,29 +34,19 @@ Ints = npt.NDArray[np.int32]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenTable:
-    """Which token leads where.
+    """Which token leads where."""
 
-    Attributes:
-      transitions: i32[S, C], the state after a token of each class, -1 for none. All
-        states are reached from state 0, and a text can be finished from all of them.
-      accepting: bool[S], whether a text may end there.
-      class_of_token: i32[V].
-    """
-
+    # i32[S, C], the state after a token of each class, -1 for none. All states are
+    # reached from state 0, and a text can be finished from all of them.
     transitions: Ints
-    accepting: npt.NDArray[np.bool_]
-    class_of_token: Ints
+    accepting: npt.NDArray[np.bool_]  # bool[S], whether a text may end there
+    class_of_token: Ints  # i32[V]
 
 
 def make_table(
     automaton: Automaton, vocabulary: Vocabulary, bounds: Bounds
 ) -> TokenTable:
-    """Walk a vocabulary over an automaton.
-
-    Raises:
-      NoText: no text of the language can be spelled.
-      TooLarge: states times classes exceed the bounds.
-    """
+    """Walk a vocabulary over an automaton; raise `NoText` if it can spell no text."""
     trie = trie_of(vocabulary)
     tell = vocabulary.progress or (lambda _done, _all: None)
     class_of_token, firsts = _find_classes(automaton.transitions, trie, tell, bounds)
@@ -63,7 +57,13 @@ def make_table(
     table = np.stack(
         [_follow(automaton.transitions, vocabulary, first) for first in firsts], axis=1
     )
-    table, accepting = _keep_spelled(table, automaton.accepting)
+    # States are dropped that tokens do not reach, or do not finish a text from.
+    alive = find_finishing(table, automaton.accepting)
+    if not alive[0]:
+        raise NoText("the vocabulary can spell no text of this language")
+    table = np.where(np.append(alive, False)[table], table, np.int32(-1))
+    alive &= find_reached(table)
+    table, accepting = keep_states(table, automaton.accepting, alive)
     labels = merge_states(table, accepting.astype(np.int64), bounds)
     merged = np.unique(labels, return_index=True)[1]
     table = np.append(labels, -1)[table[merged]].astype(np.int32)
@@ -75,14 +75,11 @@ def make_table(
 
 def _find_classes(
     transitions: Ints,
-    trie: TokenTrie,
+    trie: "TokenTrie",
     tell: Callable[[int, int], None],
     bounds: Bounds,
 ) -> tuple[Ints, list[int]]:
-    """Return the class of each token, i32[V], and a token of each class.
-
-    A class of tokens that lead nowhere has the token -1.
-    """
+    """Return the class of each token, i32[V], and a token of each; -1 leads nowhere."""
     rng = np.random.default_rng(0)
     num_states, num_nodes = len(transitions), len(trie.last_bytes)
     shape = 2, num_states
@@ -121,15 +118,73 @@ def _follow(transitions: Ints, vocabulary: Vocabulary, token: int) -> Ints:
     return states
 
 
-def _keep_spelled(
-    table: Ints, accepting: npt.NDArray[np.bool_]
-) -> tuple[Ints, npt.NDArray[np.bool_]]:
-    """Drop states that tokens do not reach, or do not finish a text from."""
-    alive = find_finishing(table, accepting)
-    if not alive[0]:
-        raise NoText("the vocabulary can spell no text of this language")
-    table = np.where(np.append(alive, False)[table], table, np.int32(-1))
-    alive &= find_reached(table)
-    number = np.full(len(alive) + 1, -1, np.int32)
-    number[:-1][alive] = np.arange(alive.sum())
-    return number[table[alive]], accepting[alive]
+@dataclasses.dataclass(frozen=True, eq=False)
+class TokenTrie:
+    """Beginnings of tokens, node 0 the empty one; children of a node stand together."""
+
+    last_bytes: npt.NDArray[np.uint8]  # u8[N], the byte that leads to each node
+    first_children: Ints  # i32[N], of each node
+    num_children: Ints  # i32[N]
+    node_of_token: Ints  # i32[V], where each token ends; 0 for those that spell nothing
+
+    def walk(self, transitions: Ints, states: Ints) -> Iterator[tuple[Ints, ...]]:
+        """Walk from some states, i32[K], down to the leaves.
+
+        Yields for each level the triples (which of the states, node, state there) that
+        live, by transitions i32[S, 256].
+        """
+        origins = np.arange(len(states), dtype=np.int32)
+        nodes = np.zeros_like(origins)
+        while len(nodes):
+            counts = self.num_children[nodes]
+            begins = np.cumsum(counts) - counts
+            parents = np.repeat(np.arange(len(nodes), dtype=np.int32), counts)
+            lanes = np.arange(len(parents), dtype=np.int32) - begins[parents]
+            below = (self.first_children[nodes[parents]] + lanes).astype(np.int32)
+            reached = transitions[states[parents], self.last_bytes[below]]
+            lives = reached >= 0
+            origins, nodes = origins[parents[lives]], below[lives]
+            states = reached[lives]
+            yield origins, nodes, states
+
+
+_TRIES: "weakref.WeakKeyDictionary[Vocabulary, TokenTrie]" = weakref.WeakKeyDictionary()
+
+
+def trie_of(vocabulary: Vocabulary) -> TokenTrie:
+    """Return the tree of a vocabulary; it is made once."""
+    if vocabulary not in _TRIES:
+        ends = set(vocabulary.end_tokens)
+        tokens = [
+            b"" if token is None or number in ends else bytes(token)
+            for number, token in enumerate(vocabulary.tokens)
+        ]
+        _TRIES[vocabulary] = make_trie(tokens)
+    return _TRIES[vocabulary]
+
+
+def make_trie(tokens: list[bytes]) -> TokenTrie:
+    """Make the tree of some tokens; an empty one spells nothing."""
+    text = np.frombuffer(b"".join(tokens), np.uint8)
+    lengths = np.array([len(token) for token in tokens], np.int64)
+    starts = np.cumsum(lengths) - lengths
+    node = np.zeros(len(tokens), np.int64)
+    last_bytes, parents = [np.zeros(1, np.uint8)], [np.zeros(1, np.int64)]
+    num_nodes = 1
+    for depth in range(int(lengths.max(initial=0))):
+        longer = np.flatnonzero(lengths > depth)
+        keys = node[longer] * 256 + text[starts[longer] + depth]
+        distinct, which = np.unique(keys, return_inverse=True)
+        node[longer] = num_nodes + which
+        last_bytes.append((distinct % 256).astype(np.uint8))
+        parents.append(distinct // 256)
+        num_nodes += len(distinct)
+    # Nodes are numbered level by level, those of a level by their parents.
+    parent = np.concatenate(parents)[1:]
+    num_children = np.bincount(parent, minlength=num_nodes)
+    return TokenTrie(
+        last_bytes=np.concatenate(last_bytes),
+        first_children=(1 + np.cumsum(num_children) - num_children).astype(np.int32),
+        num_children=num_children.astype(np.int32),
+        node_of_token=node.astype(np.int32),
+    )

@@ -4,8 +4,9 @@ A call is written as Hermes, Qwen and others do, `<tool_call>{"name": ..., "argu
 ...}</tool_call>`; a text that has no opening tag in it is free.
 """
 
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from jkv.grammar.bounds import Bounds, Timeout
 from jkv.grammar.determinization import determinize
@@ -19,15 +20,57 @@ from jkv.grammar.expressions import (
     concat,
 )
 from jkv.grammar.grammar import Grammar
-from jkv.grammar.kept_files import Folder, keep
-from jkv.grammar.languages import MAX_BYTES, compile_expression
-from jkv.grammar.parts import DEPTH, RECURSION, WHITESPACE, Until
-from jkv.grammar.products import is_empty
+from jkv.grammar.kept_files import Limits
+from jkv.grammar.languages import MAX_BYTES, concatenate
+from jkv.grammar.parts import DEPTH, RECURSION, WHITESPACE, Part, Until
 from jkv.grammar.regexes import compile_regex
 from jkv.grammar.schema.compilation import Reading, compile_schema
 from jkv.grammar.schema.punctuation import Punctuation
 from jkv.grammar.schema.strings import literal_string
 from jkv.grammar.vocabulary import Vocabulary
+
+
+@dataclasses.dataclass(frozen=True)
+class _Calls(Part):
+    """Texts with calls in them, as `from_tools` has it."""
+
+    functions: Sequence[Mapping[str, Any]]
+    choice: str
+    is_single: bool
+    begin: str
+    end: str
+    any_json: Sequence[str]  # names of functions whose arguments are any JSON object
+    answer: Mapping[str, Any] | bool | None
+    reading: Reading
+
+    def expression(self, bounds: Bounds) -> Expression:
+        calls = [self._call(function, bounds) for function in self.functions]
+        line = Repeat(Literal(b"\n"), 0, 1)
+        begin, end = self.begin.encode(), self.end.encode()
+        inner = concat(begin, line, Choice(calls), line, end)
+        if self.choice == "auto" and self.answer is None:
+            free = Until(self.begin).without(bounds)
+            later = Repeat(concat(inner, free), 0, 1 if self.is_single else None)
+            return concat(free, later)
+        more = Repeat(concat(line, inner), 0, 0 if self.is_single else None)
+        texts = concat(inner, more)
+        if self.choice == "auto":
+            return Choice([texts, compile_schema(self.answer, self.reading, bounds)])
+        return texts
+
+    def _call(self, function: Mapping[str, Any], bounds: Bounds) -> Expression:
+        """Return the calls of one tool, objects of its name and its arguments."""
+        is_free = function["name"] in self.any_json
+        schema = {"type": "object"} if is_free else _schema_of(function)
+        try:
+            texts = compile_schema(schema, self.reading, bounds)
+        except (Unsupported, TooLarge) as error:
+            message = f"tool {function['name']!r}: {error}"
+            raise type(error)(message) from error
+        marks = Punctuation(Leaf(compile_regex(self.reading.whitespace, bounds)))
+        name = marks.property("name", literal_string(function["name"]))
+        arguments = marks.property("arguments", texts)
+        return marks.object(marks.separated([(name, True), (arguments, True)]))
 
 
 def from_tools(
@@ -44,9 +87,7 @@ def from_tools(
     strict: bool = False,
     free_arguments: Collection[str] = (),
     answer: Mapping[str, Any] | bool | None = None,
-    max_bytes: int = MAX_BYTES,
-    timeout: Timeout = None,
-    folder: Folder = None,
+    **limits: Unpack[Limits],
 ) -> Grammar:
     r"""Make a grammar of texts in which tools are called rightly.
 
@@ -72,9 +113,7 @@ def from_tools(
         schemas say: those that `find_refused_tools` has found.
       answer: a JSON schema, for "auto": a text is then JSON that it describes, or calls
         and nothing else.
-      max_bytes: as `from_json_schema` has it.
-      timeout: as `from_json_schema` has it.
-      folder: as `from_json_schema` has it.
+      **limits: `max_bytes`, `timeout` and `folder`, as `concatenate` has them.
 
     Raises:
       NoText: no tool is called `choice` (a ValueError).
@@ -100,37 +139,9 @@ def from_tools(
         raise NoText(f"there is no tool to call; choice is {choice!r}")
     is_single = not is_parallel or choice not in ("auto", "required")
     any_json = sorted({one["name"] for one in functions} & {*free_arguments})
-
-    def make() -> Grammar:
-        bounds = Bounds(max_bytes, timeout)
-        calls = [
-            _call(one, reading, bounds, one["name"] in any_json) for one in functions
-        ]
-        line = Repeat(Literal(b"\n"), 0, 1)
-        inner = concat(begin.encode(), line, Choice(calls), line, end.encode())
-        more = Repeat(concat(line, inner), 0, 0 if is_single else None)
-        texts: Expression = concat(inner, more)
-        if choice == "auto" and answer is None:
-            free = Until(begin).without(bounds)
-            later = Repeat(concat(inner, free), 0, 1 if is_single else None)
-            texts = concat(free, later)
-        elif choice == "auto":
-            texts = Choice([texts, compile_schema(answer, reading, bounds)])
-        return compile_expression(texts, vocabulary, bounds)
-
     reading = Reading(whitespace, depth, recursion, strict)
-    asked = [
-        "tools",
-        functions,
-        choice,
-        is_single,
-        begin,
-        end,
-        any_json,
-        answer,
-        *reading,
-    ]
-    return keep(folder, vocabulary, asked, make)
+    calls = _Calls(functions, choice, is_single, begin, end, any_json, answer, reading)
+    return concatenate([calls], vocabulary, **limits)
 
 
 def find_refused_tools(
@@ -167,7 +178,7 @@ def find_refused_tools(
         bounds = Bounds(max_bytes, timeout)
         try:
             texts = compile_schema(_schema_of(function), reading, bounds)
-            if is_empty(determinize(texts, bounds)):
+            if determinize(texts, bounds).is_empty():
                 raise NoText("no value is valid for its schema")
         except ValueError as error:
             found[function["name"]] = error
@@ -183,19 +194,3 @@ def _functions(tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 def _schema_of(function: Mapping[str, Any]) -> Any:
     return function.get("parameters", {"type": "object", "properties": {}})
-
-
-def _call(
-    function: Mapping[str, Any], reading: Reading, bounds: Bounds, is_free: bool
-) -> Expression:
-    """Return the calls of one tool, objects of its name and its arguments."""
-    schema = {"type": "object"} if is_free else _schema_of(function)
-    try:
-        texts = compile_schema(schema, reading, bounds)
-    except (Unsupported, TooLarge) as error:
-        message = f"tool {function['name']!r}: {error}"
-        raise type(error)(message) from error
-    marks = Punctuation(Leaf(compile_regex(reading.whitespace, bounds)))
-    name = marks.property("name", literal_string(function["name"]))
-    arguments = marks.property("arguments", texts)
-    return marks.object(marks.separated([(name, True), (arguments, True)]))

@@ -20,18 +20,15 @@ class Tokenizer(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Vocabulary:
-    """What each token spells, and which tokens end a text.
+    """What each token spells, and which tokens end a text."""
 
-    Attributes:
-      tokens: bytes of each id. A token of None (a special token, an id without a
-        meaning) or of no bytes is never allowed by a grammar.
-      end_tokens: ids that end a text. They spell nothing, whatever `tokens` says.
-      progress: called while a grammar is made with the states that have been walked so
-        far and with all of them: large ones take seconds.
-    """
-
+    # Bytes of each id. A token of None (a special token, an id without a meaning) or of
+    # no bytes is never allowed by a grammar.
     tokens: Sequence[bytes | None]
+    # Ids that end a text. They spell nothing, whatever `tokens` says.
     end_tokens: Sequence[int]
+    # Called while a grammar is made with the states that have been walked so far and
+    # with all of them: large ones take seconds.
     progress: Callable[[int, int], None] | None = None
 
     def __post_init__(self) -> None:
@@ -90,12 +87,7 @@ def _parts_of_decoder(decoder: Any) -> Iterable[Mapping[str, Any]]:
 
 
 def _find_spelling(parts: Sequence[Mapping[str, Any]]) -> Callable[[str], bytes]:
-    """Return what spells a token, as the parts of a decoder do one after the other.
-
-    Raises:
-      ValueError: one of them is of a kind that is not known, or changes more than
-        single tokens.
-    """
+    """Return what spells a token, as the parts of a decoder do one after the other."""
     kinds = [part["type"] for part in parts]
     rules, is_fused = list[tuple[str, str]](), False
     for part in parts:
@@ -135,19 +127,13 @@ def _refuse(what: str) -> ValueError:
     )
 
 
-def _characters_of_bytes() -> dict[str, int]:
-    """Return the byte that each character of byte-level BPE stands for.
-
-    Bytes that print as they are stand for themselves, the others for the characters
-    from U+0100 on (https://github.com/openai/gpt-2, `bytes_to_unicode`).
-    """
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain]
-    shifted = {chr(0x100 + rank): byte for rank, byte in enumerate(others)}
-    return {chr(byte): byte for byte in plain} | shifted
-
-
-_BYTES = _characters_of_bytes()
+# The byte that each character of byte-level BPE stands for: bytes that print as they
+# are for themselves, the others for the characters from U+0100 on
+# (https://github.com/openai/gpt-2, `bytes_to_unicode`).
+_PLAIN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_SHIFTED = [byte for byte in range(256) if byte not in _PLAIN]
+_BYTES = {chr(byte): byte for byte in _PLAIN}
+_BYTES |= {chr(0x100 + rank): byte for rank, byte in enumerate(_SHIFTED)}
 
 
 def _spell_byte_level(text: str) -> bytes:

@@ -6,10 +6,7 @@ from jkv.state import Cache
 
 
 def named_arrays(cache: Cache) -> dict[str, jax.Array]:
-    """Return all arrays of a cache, by their names in `CacheConfig.arrays`.
-
-    What debug mode keeps beside it is not among them.
-    """
+    """Return the arrays of metadata and storage by their names in a configuration."""
     parts = {"metadata": cache.metadata, "storage": cache.storage}
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): array

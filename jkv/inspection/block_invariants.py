@@ -142,10 +142,7 @@ def check_private_tails(found: Recount) -> Iterator[str]:
 def _compare_ring(
     unit: str, ring: Ring, expected: np.ndarray, total: int | None = None
 ) -> Iterator[str]:
-    """Compare the live entries of a ring with the ids that belong in it.
-
-    In total there are so many in the rings of all classes, if there are several.
-    """
+    """Compare the entries of a ring, of all classes in total, with the ids expected."""
     capacity = ring.ids.shape[0]
     head, span, count, fewest = np.asarray(ring.bounds)[:4].tolist()
     total = count if total is None else total

@@ -83,7 +83,9 @@ class StepWatcher:
         named["cache"] = plain
         answer = function(*bound.args, **bound.kwargs)
         if role is Role.CHECKS:
-            self._raise_findings(cache)
+            self.watch.watch_copies(_keys_of(cache))
+            if findings := self.watch.take_findings():
+                raise DebugError(findings)
         if role is Role.SETS_DEBUG:
             return answer
         return after._watch_answer(plain, answer)
@@ -146,11 +148,8 @@ class StepWatcher:
     ) -> Self:
         """Look whether the steps before one were written, and note the new one.
 
-        Args:
-          cache: the cache after `append`.
-          row: i32[B], its sequences, past the end where it has no rows.
-          created: u32[B], when they were opened.
-          where: the line that appends.
+        Its sequences are rows, i32[B], past the end without tokens, that were opened at
+        times, u32[B].
         """
         planned = self.planned.at[row].get(mode="fill", fill_value=0)
         starts = self.starts.at[row].get(mode="fill", fill_value=0)
@@ -178,12 +177,6 @@ class StepWatcher:
         """Note the stamps of steps not committed yet, or 0, of rows, i32[B]."""
         uncommitted = self.uncommitted.at[row].set(stamp, mode="drop")
         return dataclasses.replace(self, uncommitted=uncommitted)
-
-    def _raise_findings(self, cache: Cache) -> None:
-        """Raise what was found since the last time, if anything was."""
-        self.watch.watch_copies(_keys_of(cache))
-        if findings := self.watch.take_findings():
-            raise DebugError(findings)
 
 
 @takes_cache(role=Role.SETS_DEBUG)
@@ -276,10 +269,7 @@ class _Step:
         _note(self.watcher.watch, self.where, text, *is_wrong)
 
     def find_layer(self, layer: Any) -> tuple[GroupLayer, jax.Array]:
-        """Return where a layer's keys and values are, and whether it is there, bool[].
-
-        The number of one that is not there is past the end of its group.
-        """
+        """Return where a layer is, past the end if nowhere, and whether it is."""
         return self._look_for(*self.cache.find_layer(layer))
 
     def find_state(self, layer: Any) -> tuple[GroupLayer, jax.Array]:
@@ -300,29 +290,19 @@ class _Step:
         return GroupLayer(group, jnp.where(is_there, number, num_layers)), is_there
 
 
-def _look_at_write(step: _Step, layer: Any) -> StepWatcher:
-    """Note that a step was written to a layer, once."""
-    lost = "the first rows are gone"
-    return _note_written(step, layer, *step.find_layer(layer), lost)
-
-
-def _look_at_state_write(step: _Step, layer: Any) -> StepWatcher:
-    """Note that a step's states were written to a layer, once."""
-    lost = "what was read for it is no longer the state before the step"
-    return _note_written(step, layer, *step.find_state(layer), lost)
-
-
 def _look_at_state(step: _Step, layer: Any) -> StepWatcher:
     """Look whether a layer whose state is read is there."""
     step.find_state(layer)
     return step.watcher
 
 
-def _note_written(
-    step: _Step, layer: Any, found: GroupLayer, is_there: jax.Array, lost: str
-) -> StepWatcher:
-    """Note that a step was written to a layer, and what is lost the second time."""
-    group, number = found
+def _look_at_write(step: _Step, layer: Any, *, is_state: bool = False) -> StepWatcher:
+    """Note that a step, or its states, were written to a layer, once."""
+    lost = "the first rows are gone"
+    if is_state:
+        lost = "what was read for it is no longer the state before the step"
+    find = step.find_state if is_state else step.find_layer
+    (group, number), is_there = find(layer)
     written = list(step.watcher.written)
     stamps = written[group].at[number, step.row].get(mode="fill", fill_value=0)
     which = layer if isinstance(layer, int | np.integer) else "(traced)"
@@ -366,7 +346,7 @@ def _look_at_commit(step: _Step, _layer: Any) -> StepWatcher:
 _LOOKS: dict[Role | None, Callable[[_Step, Any], StepWatcher]] = {
     Role.WRITES: _look_at_write,
     Role.READS: _look_at_attend,
-    Role.WRITES_STATE: _look_at_state_write,
+    Role.WRITES_STATE: functools.partial(_look_at_write, is_state=True),
     Role.READS_STATE: _look_at_state,
     Role.COMMITS: _look_at_commit,
 }

@@ -92,11 +92,6 @@ def check_beside(
     finds its block by it. So the two hold the same tokens: no sequence may write to the
     block, and a sequence that has committed the block in a column has that very block
     of the leading group there, as no two indexed blocks are equal.
-
-    Args:
-      leader: the leading group.
-      found: another group.
-      beside: the account of its blocks.
     """
     nothing, no_leader = found.group.num_blocks, leader.group.num_blocks
     partners, above = np.asarray(beside.partners), np.asarray(beside.beside)

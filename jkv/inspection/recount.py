@@ -45,31 +45,20 @@ class Recount(NamedTuple):
 
 
 def recount(metadata: Metadata, number: int) -> Recount:
-    """Count the owners of a group's blocks anew, on the host.
-
-    All that is in the metadata may be wrong, but for the shapes.
-    """
+    """Count the owners of a group's blocks anew, whatever the metadata say of them."""
     group = metadata.groups[number]
     tables = np.asarray(group.block_tables)
     mapped = np.asarray(group.num_mapped_blocks, np.int64)
     entries = tables[np.arange(tables.shape[1]) < mapped[:, None]]
     entries = entries[(entries >= 0) & (entries < group.num_blocks)]
+    # A window has one array, which says it; one that sees everything has none.
+    (given_back,) = jax.tree.leaves(group.window) or [np.zeros(group.max_sequences)]
     return Recount(
         number=number,
         group=group,
         lengths=np.asarray(metadata.context_lengths, np.int64),
         is_open=np.asarray(metadata.is_open),
         mapped=mapped,
-        num_given_back=_count_given_back(group),
+        num_given_back=np.asarray(given_back, np.int64),
         owners=np.bincount(entries, minlength=group.num_blocks),
     )
-
-
-def _count_given_back(group: BlockGroup) -> np.ndarray:
-    """Return how many columns each sequence has given back, i64[S].
-
-    A window has one array, which says it; one that sees everything has none.
-    """
-    for counts in jax.tree.leaves(group.window):
-        return np.asarray(counts, np.int64)
-    return np.zeros((group.max_sequences,), np.int64)

@@ -244,22 +244,17 @@ def num_held_tokens(cache: Cache, sums: Tally) -> int:
 def _sums(metadata: Metadata) -> jax.Array:
     """Return the words of a `Tally`, u32[...], one array to make it one transfer."""
     groups = [_sum_group(metadata, i) for i in metadata.block_numbers]
+    has_snapshots = metadata.index.num_places > 0
     return jnp.concatenate(
         [
             *groups,
             _count_true(metadata.is_open)[None].astype(jnp.uint32),
             _wide_sum(metadata.context_lengths),
-            *_count_snapshots(metadata),
+            *[metadata.index.count_snapshots()[None].astype(jnp.uint32)]
+            * has_snapshots,
             metadata.sequences.counters.reshape(-1),
         ]
     )
-
-
-def _count_snapshots(metadata: Metadata) -> list[jax.Array]:
-    """Return the word for snapshots, u32[1], of a cache that can have some."""
-    if metadata.index.num_places == 0:
-        return []
-    return [metadata.index.count_snapshots()[None].astype(jnp.uint32)]
 
 
 def _sum_group(metadata: Metadata, number: int) -> jax.Array:

@@ -16,7 +16,7 @@ from jkv.config.layout import AnySizes, lay_out
 from jkv.config.state_config import StateConfig
 from jkv.formats.costs import tell_cost
 from jkv.making.kinds import KINDS, with_parts
-from jkv.sharding.heads import copies_of
+from jkv.sharding.storage_sharding import copies_of
 from jkv.state import Cache
 from jkv.status import UsageError
 from jkv.storage import fields

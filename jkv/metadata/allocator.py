@@ -32,10 +32,8 @@ class Taken(NamedTuple):
 
 def take(metadata: Metadata, number: int, num: jax.Array) -> tuple[Metadata, Taken]:
     """Take `num` blocks, i32[], of a group out of its pool."""
-    group = metadata.groups[number]
-    before = ring.expose(group.free_blocks, num)
-    group = dataclasses.replace(group, free_blocks=ring.pop(before, num))
-    return metadata.with_group(number, group), Taken(before)
+    before = ring.expose(metadata.groups[number].free_blocks, num)
+    return metadata.changed(number, free_blocks=ring.pop(before, num)), Taken(before)
 
 
 def enter(
@@ -45,18 +43,15 @@ def enter(
     column: jax.Array,
     block: jax.Array,
 ) -> Metadata:
-    """Name blocks that were taken, i32[P], in cells, and forget what they held.
-
-    A row of S or above is dropped; of the others no block stands twice.
-    """
+    """Name different blocks that were taken, i32[P], in cells; forget what they had."""
     group = metadata.groups[number]
     block = jnp.where(row < group.max_sequences, block, group.num_blocks)
     # The ring stays outside: what a stage is given and others change is copied.
     tables, counts = _enter(
         group.block_tables, group.reference_counts, row, column, block
     )
-    group = dataclasses.replace(group, block_tables=tables, reference_counts=counts)
-    return forget_taken(metadata.with_group(number, group), number, block)
+    metadata = metadata.changed(number, block_tables=tables, reference_counts=counts)
+    return forget_taken(metadata, number, block)
 
 
 @stage
@@ -77,19 +72,20 @@ def _enter(
 def forget_taken(metadata: Metadata, number: int, block: jax.Array) -> Metadata:
     """Forget what blocks of a group, i32[P], held that were taken; N is dropped."""
     metadata, num_forgotten = metadata.index.forget(metadata, number, block)
-    group = metadata.groups[number]
-    free = ring.forget(group.free_blocks, block, num_forgotten)
-    return metadata.with_group(number, dataclasses.replace(group, free_blocks=free))
+    free = ring.forget(metadata.groups[number].free_blocks, block, num_forgotten)
+    return metadata.changed(number, free_blocks=free)
+
+
+def count_forgotten(metadata: Metadata, number: int, num: jax.Array) -> Metadata:
+    """Count free blocks of a group, i32[], that are not found any more."""
+    free = metadata.groups[number].free_blocks.changed(forgotten=num)
+    return metadata.changed(number, free_blocks=free)
 
 
 def lower(metadata: Metadata, number: int, block: jax.Array) -> Metadata:
-    """Let blocks of a group, i32[P], all different, be of class 0; N is dropped.
-
-    Free ones of another class become the last of this one to be handed out.
-    """
-    group = metadata.groups[number]
-    free = ring.lower(group.free_blocks, block)
-    return metadata.with_group(number, dataclasses.replace(group, free_blocks=free))
+    """Let different blocks, i32[P], be of class 0, free ones as its last; N is none."""
+    free = ring.lower(metadata.groups[number].free_blocks, block)
+    return metadata.changed(number, free_blocks=free)
 
 
 def renew(
@@ -103,7 +99,7 @@ def renew(
     group = metadata.groups[number]
     owners = group.reference_counts.at[block].get(mode="fill", fill_value=1)
     free = ring.renew(group.free_blocks, block, owners == 0, keep)
-    return metadata.with_group(number, dataclasses.replace(group, free_blocks=free))
+    return metadata.changed(number, free_blocks=free)
 
 
 def grant(
@@ -114,16 +110,10 @@ def grant(
     rank: jax.Array,
     num: jax.Array,
 ) -> tuple[Metadata, jax.Array]:
-    """Take blocks of a group and name them in cells of its tables.
+    """Take so many blocks of a group, i32[]; name them in cells of its tables, i32[P].
 
-    Args:
-      row: i32[P]; one of S or above is dropped.
-      column: i32[P].
-      rank: i32[P], which of the blocks taken goes to each cell.
-      num: i32[], blocks to take.
-
-    Returns:
-      The metadata, and i32[P]: the blocks, anything where the row is dropped.
+    A row of S or above is dropped. The rank says which block goes to each cell;
+    returned with the metadata are these blocks, anything where a row is dropped.
     """
     metadata, taken = take(metadata, number, num)
     block = taken.block(rank)
@@ -158,10 +148,7 @@ class Revivals(NamedTuple):
 
 
 def find_revivals(group: BlockGroup, blocks: jax.Array) -> Revivals:
-    """Count the free blocks that requests would bring back to life.
-
-    They find blocks, i32[B, C], N for none, of the group as it is before the call.
-    """
+    """Count the free blocks, i32[B, C], that requests would bring back to life."""
     if blocks.size == 0:
         none = jnp.zeros(blocks.shape[:1], jnp.int32)
         return Revivals(none, none > 0)

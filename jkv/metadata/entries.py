@@ -37,44 +37,43 @@ def find_owners(starts: jax.Array, first: jax.Array | int, width: int) -> jax.Ar
     return running_sum(begun) - 1
 
 
-class Chunk(NamedTuple):
-    """The first P entries of all requests."""
+class Entries(NamedTuple):
+    """P entries of all requests, one after the other."""
 
-    owner: jax.Array  # i32[P], the request of each
-    rank: jax.Array  # i32[P], the entry's number within its request
+    number: jax.Array  # i32[P], of each among all
+    request: jax.Array  # i32[P], the one that has it
+    rank: jax.Array  # i32[P], its number within its request
     valid: jax.Array  # bool[P]
-    num_done: jax.Array  # i32[B], entries of each request among them
 
 
-def find_chunk(counts: jax.Array, width: int) -> Chunk:
-    """Find the first P entries of all requests, which have i32[B] of them."""
+def find_chunk(counts: jax.Array, width: int) -> tuple[Entries, jax.Array]:
+    """Find the first P entries of requests, which have i32[B]; count these, i32[B]."""
     ends = running_sum(counts)
     starts = ends - counts
-    owner = find_owners(starts, 0, width)
-    lane = jnp.arange(width, dtype=jnp.int32)
     num_done = jnp.clip(width - starts, 0, counts)
-    return Chunk(owner, lane - starts[owner], lane < ends[-1], num_done)
+    return _list_entries(starts, ends[-1], 0, width), num_done
+
+
+def _list_entries(
+    starts: jax.Array, end: jax.Array, first: jax.Array | int, width: int
+) -> Entries:
+    number = first + jnp.arange(width, dtype=jnp.int32)
+    request = find_owners(starts, first, width)
+    return Entries(number, request, number - starts[request], number < end)
 
 
 def for_each_entry(
     counts: jax.Array,
     max_entries: int,
-    body: Callable[[Carry, jax.Array, jax.Array, jax.Array, jax.Array], Carry],
+    body: Callable[[Carry, Entries], Carry],
     carry: Carry,
     width: int = ENTRIES_PER_TRIP,
 ) -> Carry:
-    """Run `body` over all entries of all requests, some hundred at a time.
+    """Run `body` over all entries of requests, i32[B] each, some hundred at a time.
 
     A loop, because the number of entries is known only at run time: one dense pass
     would cost B * M for every call, this costs what is there, nothing for nothing.
-
-    Args:
-      counts: i32[B], entries of each request.
-      max_entries: static bound on their sum.
-      body: `body(carry, entry i32[P], request i32[P], rank i32[P], valid bool[P])`;
-        entries come in request order, `rank` counts within the request.
-      carry: what the body passes on.
-      width: entries worked on at a time, at most.
+    Entries come in request order; `max_entries` is a static bound.
     """
     if counts.shape[0] == 0 or max_entries == 0:
         return carry
@@ -83,10 +82,7 @@ def for_each_entry(
     width = min(max_entries, width)
 
     def trip(i: jax.Array, carry: Carry) -> Carry:
-        entry = i * width + jnp.arange(width, dtype=jnp.int32)
-        request = find_owners(starts, i * width, width)
-        rank = entry - starts[request]
-        return body(carry, entry, request, rank, entry < ends[-1])
+        return body(carry, _list_entries(starts, ends[-1], i * width, width))
 
     num_trips = (ends[-1] + width - 1) // width
     return fori_loop(jnp.int32(0), num_trips, trip, carry)
@@ -95,14 +91,11 @@ def for_each_entry(
 def for_each_of(
     mask: jax.Array, trip: Callable[[jax.Array, Carry], Carry], carry: Carry
 ) -> Carry:
-    """Call `trip(request i32[1], carry)` for each request of a mask, bool[B], in order.
-
-    A call without any makes no trip.
-    """
+    """Call `trip(request i32[1], carry)` for each request of a mask, in order."""
     return for_each_entry(
         mask.astype(jnp.int32),
         mask.shape[0],
-        lambda carry, _entry, request, _rank, _valid: trip(request, carry),
+        lambda carry, at: trip(at.request, carry),
         carry,
         width=1,
     )

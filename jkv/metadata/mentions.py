@@ -1,8 +1,10 @@
-"""Which of the lanes that name the same id is the first, or the last.
+"""Which of the lanes that name the same id is the first, or the last; their number.
 
 Few lanes are compared with each other. For many a scatter of minima tells, whose cost
 follows their number; of a few it costs more, and more still to compile.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +17,7 @@ MOST_COMPARED = 64
 
 
 def is_first(ids: jax.Array, size: int) -> jax.Array:
-    """Return whether no earlier lane names the same id of `size`, i32[P], bool[P].
-
-    None is negative; what is `size` or above counts as named once.
-    """
+    """Return whether no earlier lane names the same id, bool[P], none negative."""
     num_lanes = ids.shape[0]
     if num_lanes <= MOST_COMPARED:
         earlier = np.tri(num_lanes, k=-1, dtype=bool)
@@ -50,3 +49,21 @@ def find_one(
     lowest = marked.at[ids].get(mode="fill", fill_value=0) == key
     lowest &= ids < nothing
     return marked.at[written_after(lowest, ids, nothing)].set(0, mode="drop"), lowest
+
+
+class Equals(NamedTuple):
+    """The active lanes with the same key as each of P lanes."""
+
+    first: jax.Array  # i32[P], the first of them, P where none is active
+    rank: jax.Array  # i32[P], how many of them come before it
+
+
+def find_equals(keys: jax.Array, active: jax.Array) -> Equals:
+    """Compare the keys of all lanes, [P], with those of active ones, bool[P]."""
+    num_lanes = keys.shape[0]
+    lane = jnp.arange(num_lanes, dtype=jnp.int32)
+    is_equal = (keys[:, None] == keys[None]) & active[None]
+    candidates = jnp.where(is_equal, lane[None], num_lanes)
+    first = jnp.min(candidates, axis=1, initial=num_lanes)
+    earlier = np.tri(num_lanes, k=-1, dtype=bool)
+    return Equals(first, jnp.sum(is_equal & earlier, axis=1, dtype=jnp.int32))

@@ -13,13 +13,14 @@ A part has no arrays: it knows which of the metadata are its own. `()` stands fo
 nothing wrong, nothing lacking, no pool. Symbols as in `jkv.state.metadata`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.metadata import tables
 from jkv.state import BlockGroup, Cache, Metadata
 from jkv.state.index import Found
 
@@ -40,10 +41,7 @@ class Lack(NamedTuple):
     def of(
         cls, group: BlockGroup, num: jax.Array, wants: jax.Array | None = None
     ) -> "Lack":
-        """Return what requests would take from the pool of a group as it is.
-
-        That is i32[B] blocks; those want some that are named, bool[B], or take any.
-        """
+        """Return the blocks that requests would take of a group, i32[B]."""
         wants = num > 0 if wants is None else wants
         return cls(num, wants, group.free_blocks.count, group.num_blocks)
 
@@ -129,10 +127,7 @@ class Growing(Protocol):
     def apply(
         self, metadata: Metadata, step: Step, granted: tuple[Granted, ...]
     ) -> tuple[Metadata, jax.Array | None]:
-        """Take what is granted of each pool; say in which block each row is, i32[R].
-
-        N where a row is invalid; None where a part has no blocks.
-        """
+        """Take what is granted; say in which block each row is, i32[R], N for none."""
 
 
 class Entering(Protocol):
@@ -147,8 +142,8 @@ class Entering(Protocol):
     ) -> tuple[Metadata, jax.Array | None]:
         """Let rows, i32[B], have what they bring: all of them, or all are S.
 
-        Returns:
-          The metadata, and the rows' block tables, i32[B, M]; None without blocks.
+        Returned with the metadata are the rows' block tables, i32[B, M]; None without
+        blocks.
         """
 
 
@@ -198,13 +193,7 @@ class Luggage(Protocol):
         *,
         donate: bool,
     ) -> Cache:
-        """Write all of it to a group of the cache that the sequences have entered.
-
-        Args:
-          seq_ids: i32[B], their new ids.
-          tables: i32[B, M], their new block tables, if there are any.
-          donate: write in place of the old arrays, which are then gone.
-        """
+        """Write it to sequences that entered, of these ids and block tables."""
 
 
 class Part(Protocol):
@@ -271,3 +260,29 @@ class Part(Protocol):
 
     def num_free(self, metadata: Metadata) -> tuple[jax.Array, ...]:
         """Return the free blocks of its pools, i32[] each."""
+
+
+def parts_of(metadata: Metadata) -> tuple[Part, ...]:
+    """Return the parts of a cache, as `making` found them."""
+    return metadata.parts
+
+
+def apply_plans(
+    metadata: Metadata, plans: Sequence[Judged | Exchanging], done: Done
+) -> tuple[Metadata, tuple[Moves, ...]]:
+    """Do what is served in each part, and return what its storage is to follow."""
+    moves = []
+    for plan in plans:
+        metadata, of_part = plan.apply(metadata, done)
+        moves.append(of_part)
+    return metadata, tuple(moves)
+
+
+def close_sequences(
+    metadata: Metadata, seq_ids: jax.Array, closable: jax.Array
+) -> Metadata:
+    """Give back rows, i32[B], distinct where bool[B], and all that they have."""
+    metadata = tables.close_rows(metadata, seq_ids, closable)
+    for part in parts_of(metadata):
+        metadata = part.close(metadata, seq_ids, closable)
+    return metadata

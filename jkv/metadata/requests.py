@@ -44,10 +44,7 @@ def broadcast(
 
     B is `num_requests` if that is given, else what the arrays among the arguments say.
     Integers outside 32 bits keep their meaning ("too large", "negative") by saturating.
-
-    Raises:
-      ValueError: for arguments that are no integers, have more than one axis, or differ
-        in length.
+    What is no integers, or differs in length, is refused.
     """
     arrays = {name: saturated(name, value) for name, value in arguments.items()}
     sizes = {name: a.shape[0] for name, a in arrays.items() if a.ndim == 1}
@@ -63,10 +60,7 @@ def broadcast(
 
 
 def as_index(value: Integer) -> jax.Array:
-    """Return one index or count as i32[]; an int stays on the host for jit to take.
-
-    What lies outside 32 bits keeps its meaning by saturating.
-    """
+    """Return an index or count as i32[], saturated; an int stays on the host."""
     if isinstance(value, jax.Array):
         return value if value.dtype == jnp.int32 else saturated("a number", value)
     try:
@@ -79,10 +73,8 @@ def as_index(value: Integer) -> jax.Array:
 def as_domains(name: str, salts: Integers) -> Integers:
     """Return salts for `broadcast`; unsigned ones keep their 32 bits as signed.
 
-    They must not saturate, as two domains would then be one.
-
-    Raises:
-      ValueError: for numbers that do not fit in 32 bits.
+    They must not saturate, as two domains would then be one: what does not fit is
+    refused.
     """
     if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(salts)):
         if isinstance(salts, jax.Array) and salts.dtype == jnp.uint32:
@@ -101,15 +93,7 @@ def as_domains(name: str, salts: Integers) -> Integers:
 
 
 def as_prompts(prompts: Texts, name: str = "tokens") -> jax.Array:
-    """Return prompts as i32[B, P], -1 after the end of each one.
-
-    Args:
-      prompts: integers [B, P], or B lists of integers, of different lengths too.
-      name: what the caller calls them.
-
-    Raises:
-      ValueError: for what is not a row of tokens for each prompt.
-    """
+    """Return prompts, an array or lists, as i32[B, P], -1 after the end of each one."""
     return jnp.asarray(read_prompts(prompts, name))
 
 
@@ -128,11 +112,7 @@ def read_prompts(prompts: Texts, name: str) -> np.ndarray[Any, Any] | jax.Array:
 
 
 def pad_rows(prompts: Any, expected: str) -> np.ndarray[Any, Any] | jax.Array:
-    """Return lists of token ids as an array, each row filled up with -1.
-
-    Raises:
-      UsageError: for what is no list of rows, with the words of what was expected.
-    """
+    """Return lists of token ids as an array, each row filled up with -1."""
     is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(prompts))
     xp: Any = jnp if is_traced else np
     try:
@@ -170,18 +150,8 @@ def check_static(name: str, number: int, least: int) -> None:
         )
 
 
-def as_tokens(tokens: Integers) -> jax.Array:
-    """Return the token of each row as i32[R]."""
-    (tokens,) = broadcast(tokens=tokens)
-    return tokens
-
-
 def as_ids(name: str, ids: Any) -> Any:
-    """Return token ids as i32, numpy's in numpy; others would wrap to other tokens.
-
-    Raises:
-      ValueError: for ids that are known not to fit.
-    """
+    """Return token ids as i32, in numpy if they are; refuse what would wrap."""
     if isinstance(ids, np.ndarray) and ids.size:
         for extreme in (ids.max(), ids.min()):
             if not I32.min <= extreme <= I32.max:
@@ -190,11 +160,7 @@ def as_ids(name: str, ids: Any) -> Any:
 
 
 def saturated(name: str, value: Integers) -> jax.Array:
-    """Return an i32 array of zero or one axis; concrete host values stay in numpy.
-
-    Raises:
-      ValueError: for what is no integers, or has more than one axis.
-    """
+    """Return an i32 array of zero or one axis; concrete host values stay in numpy."""
     if hasattr(value, "seq_ids"):
         raise UsageError(
             f"{name} must be integers, got a whole {type(value).__name__}; pass one of "
@@ -270,10 +236,7 @@ def find_status(
 
 
 def saturating_cumsum(counts: jax.Array, limit: int) -> jax.Array:
-    """Return running sums that stop at `limit`, i32[B], for counts in 0..limit.
-
-    A plain running sum of large counts would wrap around to negative numbers.
-    """
+    """Return running sums that stop at `limit`, i32[B], for counts in 0..limit."""
     if counts.shape[0] * limit <= I32.max:
         return jnp.minimum(running_sum(counts), limit)
     return jax.lax.associative_scan(lambda a, b: jnp.minimum(a + b, limit), counts)

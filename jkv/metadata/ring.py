@@ -16,7 +16,7 @@ few of them, the first of the next follow behind the last.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,8 @@ from jkv.metadata import fifo
 from jkv.metadata.xla_cpu import running_sum
 from jkv.sharding.loops import while_loop
 from jkv.state import Kept, Ring
+
+Carry = TypeVar("Carry")
 
 
 class Keep(NamedTuple):
@@ -35,10 +37,7 @@ class Keep(NamedTuple):
 
 
 def peek(ring: Ring, ranks: jax.Array) -> jax.Array:
-    """Return the ids that leave at these ranks, i32[...]; the ring is unchanged.
-
-    It has no hole among its first entries. The caller masks ranks outside the count.
-    """
+    """Return the ids that leave at these ranks, i32[...], none of them a hole."""
     return ring.ids.at[fifo.wrap(ring, ring.head + ranks)].get(mode="clip")
 
 
@@ -134,10 +133,7 @@ def _supply_chunk(
 
 
 def remove(ring: Ring, ids: jax.Array, leaving: jax.Array) -> Ring:
-    """Let ids leave from wherever they stand, i32[P], all different where bool[P].
-
-    Holes remain, so the ring is one with indices.
-    """
+    """Let different ids, i32[P], leave from wherever they stand, where bool[P]."""
     num = jnp.sum(leaving, dtype=jnp.int32)
     ring = ring.changed(fewest=jnp.minimum(ring.fewest, ring.count - num), taken=num)
     return _change_each(ring, fifo.remove, ids, leaving)
@@ -146,19 +142,13 @@ def remove(ring: Ring, ids: jax.Array, leaving: jax.Array) -> Ring:
 def renew(
     ring: Ring, ids: jax.Array, leaving: jax.Array, keep: Keep | None = None
 ) -> Ring:
-    """Let ids go from wherever they stand to the tail, in the order they stand here.
-
-    Arguments as for `remove`, and what they are kept by from now on. Nothing is taken.
-    """
+    """Let ids go from wherever they stand to the tail, in this order, kept anew."""
     moved = raise_classes(remove(ring, ids, leaving), ids, keep)
     return push(moved, ids, leaving).with_account_of(ring)
 
 
 def raise_classes(ring: Ring, ids: jax.Array, keep: Keep | None) -> Ring:
-    """Give ids, i32[P], at least these classes and times; N is dropped.
-
-    None of them is in the ring, or gets another class there.
-    """
+    """Give ids, i32[P], that are not free, at least these classes and times."""
     kept = ring.kept
     if kept is None or keep is None:
         return ring
@@ -191,10 +181,7 @@ def _reset(ring: Ring, ids: jax.Array) -> Ring:
 
 
 def lower(ring: Ring, ids: jax.Array) -> Ring:
-    """Let ids, i32[P], all different, be of class 0; N is dropped.
-
-    Those in the ring of another class go to the tail. Nothing is taken.
-    """
+    """Let different ids, i32[P], be of class 0, free ones at its tail; N is dropped."""
     kept = ring.kept
     if kept is None:
         return ring
@@ -207,10 +194,7 @@ def lower(ring: Ring, ids: jax.Array) -> Ring:
 
 
 def arrange(ring: Ring, stays: jax.Array) -> Ring:
-    """Let ids be of class 0 that do not stay, bool[N], in the order of entering.
-
-    A pass over all of them.
-    """
+    """Let ids of class 0 that do not stay, bool[N], stand in the order of entering."""
     kept = ring.kept
     if kept is None:
         return ring
@@ -234,10 +218,7 @@ def arrange(ring: Ring, stays: jax.Array) -> Ring:
 
 
 def in_order(ring: Ring) -> tuple[jax.Array, jax.Array]:
-    """Return the ids of a ring as they leave, i32[N], N behind the last; and how many.
-
-    Where it has classes, N ids of all there are.
-    """
+    """Return the ids as they leave, i32[N], N behind the last, and how many."""
     capacity = sum(each.ids.shape[0] for each in ring.by_class)
     num_ids = ring.ids.shape[0] if ring.indices is None else ring.indices.shape[0]
     ids, is_entry = entries(ring, jnp.arange(capacity, dtype=jnp.int32))
@@ -247,11 +228,8 @@ def in_order(ring: Ring) -> tuple[jax.Array, jax.Array]:
 def refill(ring: Ring, ids: jax.Array, num: jax.Array, kept: Kept | None) -> Ring:
     """Return a ring of other ids, from its first index on, with the old account.
 
-    Args:
-      ring: the old one.
-      ids: i32[N'], as they leave, N' behind the last.
-      num: i32[], how many.
-      kept: what is known of their classes; None where there is one.
+    They are i32[N'], as they leave, N' behind the last of so many, i32[]; kept by
+    classes, if there are.
     """
     if kept is None:
         return fifo.refill(ring, ids, num)
@@ -265,11 +243,33 @@ def refill(ring: Ring, ids: jax.Array, num: jax.Array, kept: Kept | None) -> Rin
     )
 
 
-def entries(ring: Ring, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the ids at distances from the head, i32[P], through all classes.
+def scan(
+    ring: Ring,
+    goes_on: Callable[[Carry], jax.Array],
+    visit: Callable[[Carry, jax.Array, jax.Array], Carry],
+    carry: Carry,
+) -> Carry:
+    """Visit entries from the head on, some hundred at a time, while it goes on.
 
-    And bool[P]: which of them are entries, not holes and not past the tail.
+    `visit(carry, ids, is_entry)` gets ids as they leave, i32[P] and bool[P]. A loop, as
+    how far the entries lie from the head shows only on the way.
     """
+    lanes = jnp.arange(fifo.CHUNK, dtype=jnp.int32)
+
+    def trip(state: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
+        start, carry = state
+        carry = visit(carry, *entries(ring, start + lanes))
+        return start + lanes.shape[0], carry
+
+    return while_loop(
+        lambda state: (state[0] < ring.span) & goes_on(state[1]),
+        trip,
+        (jnp.int32(0), carry),
+    )[1]
+
+
+def entries(ring: Ring, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return ids at distances from the head, i32[P], and which of them are entries."""
     if ring.indices is None:
         return peek(ring, index), index < ring.span
     lowest, *higher = ring.by_class

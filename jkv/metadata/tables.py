@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata import allocator, counters, ring
-from jkv.metadata.entries import find_chunk, for_each_entry
+from jkv.metadata.entries import Entries, find_chunk, for_each_entry
 from jkv.metadata.mentions import MOST_COMPARED
 from jkv.metadata.ring import Keep
 from jkv.metadata.xla_cpu import divide, running_sum, written_after
@@ -31,10 +31,7 @@ def num_blocks_for(num_tokens: jax.Array, size: int) -> jax.Array:
 
 
 def blocks_at(group: BlockGroup, row: jax.Array, column: jax.Array) -> jax.Array:
-    """Return the block in each cell of the tables, i32[...]; N outside of them.
-
-    No row is negative.
-    """
+    """Return the block in each cell of the tables, i32[...]; N outside of them."""
     num_rows, num_columns = group.block_tables.shape
     inside = (row < num_rows) & (column >= 0) & (column < num_columns)
     block = group.block_tables.at[row, column].get(
@@ -56,11 +53,7 @@ def lacks_row(
 
 
 def open_rows(metadata: Metadata, served: jax.Array) -> tuple[Metadata, jax.Array]:
-    """Take a free row for each served request.
-
-    Returns:
-      The metadata, and i32[B] of sequence ids, -1 where not served.
-    """
+    """Take a free row for each served request; return ids, i32[B], -1 for others."""
     sequences = metadata.sequences
     ranks = running_sum(served.astype(jnp.int32))
     row = ring.peek(sequences.free_rows, ranks - 1)
@@ -112,26 +105,21 @@ def keep_blocks(
     group = metadata.groups[number]
     gap = group.window.gaps_of(seq_ids)
 
-    def note(
-        free: Ring,
-        _entry: jax.Array,
-        request: jax.Array,
-        rank: jax.Array,
-        valid: jax.Array,
-    ) -> Ring:
-        row = jnp.where(valid, seq_ids[request], group.max_sequences)
-        gone = gap if isinstance(gap, int) else gap[request]
-        block = blocks_at(group, row, group.window.skip(rank, gone, group.block_size))
+    def note(free: Ring, at: Entries) -> Ring:
+        row = jnp.where(at.valid, seq_ids[at.request], group.max_sequences)
+        gone = gap if isinstance(gap, int) else gap[at.request]
+        column = group.window.skip(at.rank, gone, group.block_size)
+        block = blocks_at(group, row, column)
         is_known = metadata.index.knows(metadata, number, block)
         block = jnp.where(is_known, block, group.num_blocks)
-        of = Keep(keep.classes[request], keep.until[request])
+        of = Keep(keep.classes[at.request], keep.until[at.request])
         return ring.raise_classes(free, block, of)
 
     mapped = group.num_mapped_blocks.at[seq_ids].get(mode="clip")
     num = jnp.where(closable, mapped - gap, 0)
     most = seq_ids.shape[0] * group.max_blocks_per_sequence
     free = for_each_entry(num, most, note, group.free_blocks)
-    return metadata.with_group(number, dataclasses.replace(group, free_blocks=free))
+    return metadata.changed(number, free_blocks=free)
 
 
 def release_blocks(
@@ -139,13 +127,9 @@ def release_blocks(
 ) -> BlockGroup:
     """Unmap table columns first..last-1 of each sequence, the last column first.
 
+    Sequences, i32[B], are distinct where first < last; of others no column is released.
     A block whose reference count reaches zero enters the ring where the last of its
     mentions stands. Lengths and the number of mapped blocks are the caller's to set.
-
-    Args:
-      seq_ids: i32[B], distinct where first < last.
-      first: i32[B].
-      last: i32[B]; no column is released where last <= first.
     """
     return _release(group, seq_ids, jnp.maximum(last - first, 0), last, 0)
 
@@ -153,10 +137,7 @@ def release_blocks(
 def release_kept(
     group: BlockGroup, seq_ids: jax.Array, last: jax.Array, gap: Columns
 ) -> BlockGroup:
-    """Unmap all columns before `last`, i32[B], of each sequence, as `release_blocks`.
-
-    Nothing is released where it is 0. The gap, i32[B] or 0, is given back already.
-    """
+    """Unmap all columns before `last`, i32[B], but for the gap, as `release_blocks`."""
     num_kept = jnp.where(last > 0, last - gap, 0)
     return _release(group, seq_ids, num_kept, num_kept, gap)
 
@@ -166,16 +147,10 @@ def _release(
 ) -> BlockGroup:
     """Release `num` kept blocks of each sequence, from rank `last` - 1 downwards."""
 
-    def release(
-        group: BlockGroup,
-        _entry: jax.Array,
-        request: jax.Array,
-        rank: jax.Array,
-        valid: jax.Array,
-    ) -> BlockGroup:
-        row = jnp.where(valid, seq_ids[request], group.max_sequences)
-        gone = gap if isinstance(gap, int) else gap[request]
-        kept = last[request] - 1 - rank
+    def release(group: BlockGroup, at: Entries) -> BlockGroup:
+        row = jnp.where(at.valid, seq_ids[at.request], group.max_sequences)
+        gone = gap if isinstance(gap, int) else gap[at.request]
+        kept = last[at.request] - 1 - at.rank
         return _unmap(group, row, group.window.skip(kept, gone, group.block_size))
 
     most = seq_ids.shape[0] * group.max_blocks_per_sequence
@@ -194,15 +169,11 @@ def _unmap(group: BlockGroup, row: jax.Array, column: jax.Array) -> BlockGroup:
 def give_back(
     group: BlockGroup, seq_ids: jax.Array, lengths: jax.Array, grows: jax.Array
 ) -> BlockGroup:
-    """Return the blocks that no row of growing sequences sees again.
+    """Return the blocks that no row of growing sequences, bool[B], sees again.
 
-    Request after request, the first columns first. In most steps of decoding few
-    sequences have one: while any has, some dozens of columns are given back at once.
-
-    Args:
-      seq_ids: i32[B], distinct where they grow.
-      lengths: i32[B], positions of their first new rows.
-      grows: bool[B].
+    Their first new rows are at these lengths, i32[B]. Request after request, the first
+    columns first. In most steps of decoding few sequences have one: while any has, some
+    dozens of columns are given back at once.
     """
     unseen = group.window.unseen_from(lengths, group.block_size)
     if isinstance(unseen, int):  # nothing is ever given back
@@ -214,11 +185,11 @@ def give_back(
 
     def trip(carry: Carry) -> Carry:
         group, left = carry
-        chunk = find_chunk(left, width)
-        row = jnp.where(chunk.valid, seq_ids[chunk.owner], group.max_sequences)
-        group = _unmap(group, row, sinks + group.window.gaps_of(row) + chunk.rank)
+        at, num_done = find_chunk(left, width)
+        row = jnp.where(at.valid, seq_ids[at.request], group.max_sequences)
+        group = _unmap(group, row, sinks + group.window.gaps_of(row) + at.rank)
         group = dataclasses.replace(group, window=group.window.with_one_more(row))
-        return group, left - chunk.num_done
+        return group, left - num_done
 
     group, _ = while_loop(
         lambda carry: jnp.any(carry[1] > 0), trip, (group, jnp.maximum(behind, 0))

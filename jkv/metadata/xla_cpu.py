@@ -107,21 +107,16 @@ def divide(numbers: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
 
 
 def written_after(was_read: jax.Array, index: jax.Array, nothing: int) -> jax.Array:
-    """Return the index of a write that comes after a read of the same array.
+    """Return the index of a write, i32[P], that comes after a read of the same array.
 
-    Args:
-      was_read: bool[P], made from what was read; False where nothing is to be written.
-      index: i32[P].
-      nothing: an index past the end, which a scatter drops.
+    `was_read`, bool[P], is made from what was read; False where nothing is to be
+    written.
     """
     return jnp.where(was_read, index, nothing)
 
 
 def unknown(number: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Return a number, i32[], that XLA on CPU does not know; elsewhere as it is.
-
-    It may be a constant; lengths, i32[B], none below 0, are not.
-    """
+    """Return a number, i32[], perhaps constant, that XLA on CPU does not know."""
     if lengths.shape[0] == 0:
         return number
     nothing = lengths[0]

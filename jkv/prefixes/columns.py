@@ -50,10 +50,7 @@ class Columns(NamedTuple):
 
 
 def find_chains(metadata: Metadata, batch: Batch) -> Chains:
-    """Find which sequences go on with what is visible of them, and where.
-
-    The step must continue what is visible, of the sequence that it was planned for.
-    """
+    """Find which sequences go on with what is visible of them, and where."""
     index, seq_ids, size = index_of(metadata), batch.seq_ids, metadata.block_size
     assert batch.epochs is not None, "append stamps its batch if there is an index"
     committed = index.committed.at[seq_ids].get(mode="clip")

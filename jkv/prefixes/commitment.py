@@ -6,9 +6,9 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jkv.metadata.entries import for_each_entry
-from jkv.metadata.part import Moves
-from jkv.metadata.parts import parts_of
+from jkv.metadata.entries import Entries, for_each_entry
+from jkv.metadata.mentions import MOST_COMPARED, find_equals
+from jkv.metadata.part import Moves, parts_of
 from jkv.prefixes import hash_tables, partners, proofs, snapshots
 from jkv.prefixes.arrays import IndexArrays
 from jkv.prefixes.columns import (
@@ -19,7 +19,6 @@ from jkv.prefixes.columns import (
     find_chains,
     first_lanes,
 )
-from jkv.prefixes.equal_lanes import LANES_PER_TRIP, find_equals
 from jkv.prefixes.prefix_index import index_of, put_index, with_index
 from jkv.sharding.loops import fori_loop, while_loop
 from jkv.state import Batch, Metadata
@@ -29,12 +28,8 @@ from jkv.state import Batch, Metadata
 def commit_step(metadata: Metadata, batch: Batch) -> tuple[Metadata, tuple[Moves, ...]]:
     """Make the blocks that a step filled visible, and find places for its states.
 
-    Args:
-      metadata: the state; the step's keys and values are written.
-
-    Returns:
-      The metadata, and of each part the snapshots that are to be made; of none where
-      there are never any.
+    Its keys and values are written. Returned are the metadata and, of each part, the
+    snapshots to be made; of none where there are never any.
     """
     metadata, continues = _commit_blocks(metadata, batch)
     if snapshots.snapshots_of(metadata) is None:
@@ -45,16 +40,12 @@ def commit_step(metadata: Metadata, batch: Batch) -> tuple[Metadata, tuple[Moves
 
 
 def _commit_blocks(metadata: Metadata, batch: Batch) -> tuple[Metadata, jax.Array]:
-    """Make the blocks that a step filled visible.
-
-    Returns:
-      The metadata, and bool[B]: requests that go on with what was visible of them.
-    """
+    """Make the blocks that a step filled visible; return which requests go on."""
     chains = find_chains(metadata, batch)
     start = metadata, jnp.zeros_like(chains.first)
     if not metadata.block_numbers:  # there are no blocks, and what is told is visible
         lengths = chains.num_columns
-    elif batch.is_decoding and len(batch.seq_ids) <= LANES_PER_TRIP:
+    elif batch.is_decoding and len(batch.seq_ids) <= MOST_COMPARED:
         metadata, lengths = _commit_one_each(start, chains)
     else:
         metadata, lengths = _commit_runs(start, chains, batch)
@@ -94,16 +85,10 @@ def _commit_one_each(start: _Carry, chains: Chains) -> _Carry:
 def _commit_runs(start: _Carry, chains: Chains, batch: Batch) -> _Carry:
     """Commit a step of any rows: each sequence fills a run of blocks."""
 
-    def enter(
-        carry: _Carry,
-        _entry: jax.Array,
-        request: jax.Array,
-        rank: jax.Array,
-        valid: jax.Array,
-    ) -> _Carry:
+    def enter(carry: _Carry, at: Entries) -> _Carry:
         metadata, lengths = carry
-        unbroken = lengths[request] == rank[first_lanes(rank)]
-        lanes = CommitLanes(request, rank, valid, unbroken, batch.is_decoding)
+        unbroken = lengths[at.request] == at.rank[first_lanes(at.rank)]
+        lanes = CommitLanes(*at[1:], unbroken, batch.is_decoding)
         return _commit_lanes(metadata, lengths, chains, lanes)
 
     # A batch fills as many blocks as its rows could alone, and one more for each
@@ -111,16 +96,13 @@ def _commit_runs(start: _Carry, chains: Chains, batch: Batch) -> _Carry:
     most = len(batch.seq_ids)
     if not batch.is_decoding:
         most += batch.num_rows // start[0].block_size
-    return for_each_entry(chains.num_columns, most, enter, start, LANES_PER_TRIP)
+    return for_each_entry(chains.num_columns, most, enter, start, MOST_COMPARED)
 
 
 def _commit_lanes(
     metadata: Metadata, lengths: jax.Array, chains: Chains, lanes: CommitLanes
 ) -> tuple[Metadata, jax.Array]:
-    """Make one full block per lane visible.
-
-    Lengths, i32[B], are the columns of each request that trips made visible so far.
-    """
+    """Make one full block per lane visible, behind the columns that are, i32[B]."""
     nothing = metadata.leading.num_blocks
     columns = describe_blocks(metadata, chains, lanes)
     asks = _find_fit(metadata, lengths, lanes, columns)
@@ -199,10 +181,8 @@ def _prove(
     """Cut each chain where a block's parent is not the block before it.
 
     Blocks entered past a cut leave the index again, and whatever relied on them is cut
-    in turn. That takes more than one round only when hashes collide.
-
-    Returns:
-      The index, and i32[B]: the columns of each chain that hold.
+    in turn. That takes more than one round only when hashes collide. Returned are the
+    index and the columns of each chain that hold, i32[B].
     """
     nothing, past_end = index.hashes.shape[0], jnp.iinfo(jnp.int32).max
     request, rank, valid = lanes.request, lanes.rank, lanes.valid

@@ -1,20 +1,26 @@
 """The prefix index as a value with the face that the core knows (`jkv.state.index`)."""
 
 import dataclasses
+import importlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jkv.prefixes import (
-    commitment,
-    prefix_index,
-    prompt_search,
-    rebuilding,
-    sequences,
-    snapshots,
-    texts,
-)
 from jkv.prefixes.arrays import IndexArrays
+
+
+def _later(module: str, name: str) -> Any:
+    """Return a function of this room, which is imported when it is first called.
+
+    A cache without an index has a name for this class, and no use for the room.
+    """
+
+    def call(*arguments: Any) -> Any:
+        home = importlib.import_module(f"jkv.prefixes.{module}")
+        return getattr(home, name)(*arguments)
+
+    return staticmethod(call)
 
 
 @jax.tree_util.register_dataclass
@@ -68,20 +74,20 @@ class PrefixIndex(IndexArrays):
         return committed, salts
 
     # What takes the metadata asks it for the index.
-    find = staticmethod(prompt_search.find)
-    find_state = staticmethod(snapshots.find_at)
-    find_partings = staticmethod(prompt_search.find_partings)
-    find_partings_behind = staticmethod(prompt_search.find_partings_behind)
-    texts_of = staticmethod(texts.texts_of)
-    begin = staticmethod(sequences.begin)
-    enter = staticmethod(sequences.enter)
-    record = staticmethod(texts.record_texts)
-    inherit = staticmethod(sequences.inherit)
-    cut = staticmethod(sequences.cut_back)
-    use = staticmethod(snapshots.mark_used)
-    knows = staticmethod(prefix_index.is_known)
-    forget = staticmethod(prefix_index.forget_taken)
-    forget_rewritten = staticmethod(prefix_index.forget_rewritten)
-    commit = staticmethod(commitment.commit_step)
-    rename = staticmethod(rebuilding.rename_blocks)
-    reenter = staticmethod(rebuilding.reenter)
+    find = _later("prompt_search", "find")
+    find_state = _later("snapshots", "find_at")
+    find_partings = _later("prompt_search", "find_partings")
+    find_partings_behind = _later("prompt_search", "find_partings_behind")
+    texts_of = _later("sequences", "texts_of")
+    begin = _later("sequences", "begin")
+    enter = _later("sequences", "enter")
+    record = _later("sequences", "record_texts")
+    inherit = _later("sequences", "inherit")
+    cut = _later("sequences", "cut_back")
+    use = _later("snapshots", "mark_used")
+    knows = _later("prefix_index", "is_known")
+    forget = _later("prefix_index", "forget_taken")
+    forget_rewritten = _later("prefix_index", "forget_rewritten")
+    commit = _later("commitment", "commit_step")
+    rename = _later("rebuilding", "rename_blocks")
+    reenter = _later("rebuilding", "reenter")

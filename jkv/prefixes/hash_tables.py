@@ -6,15 +6,16 @@ compared with the arrays by block, and a new entry overwrites a stale one.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.metadata.mentions import find_equals
 from jkv.prefixes import hashing
 from jkv.prefixes.arrays import IndexArrays
-from jkv.prefixes.equal_lanes import find_equals
 from jkv.prefixes.prefix_index import index_of, tokens_of
 from jkv.state import Metadata
 
@@ -44,14 +45,10 @@ def resolve(
 ) -> Resolved:
     """Find each block's equal in the index, or else an entry for the block itself.
 
-    Of several equal blocks in one call the first that may enter does, and stands for
-    those after it. A block stays out if its bucket is full, or if its hash is taken by
-    other tokens.
-
-    Args:
-      block: i32[P], distinct but for those that may not enter; N for none.
-      prefixes: [P], what the blocks hold.
-      may_enter: bool[P], False for a block that is only looked for.
+    Blocks are i32[P], N for none, distinct but for those that are only looked for. Of
+    several equal blocks in one call the first that may enter, bool[P], does, and stands
+    for those after it. A block stays out if its bucket is full, or if its hash is taken
+    by other tokens.
     """
     index, nothing = index_of(metadata), metadata.leading.num_blocks
     equal = look_up(index, prefixes.hashes)
@@ -65,10 +62,11 @@ def resolve(
 
     row = row_of(index.buckets, prefixes.hashes)
     width = index.buckets.shape[1]
-    free = _as_bits(_is_free_entry(index, index.buckets[row], row))
+    free = _find_free(index, index.buckets, row, lambda _, hashes: hashes)
     column = _find_entries(free, width, row, wants & (first == lane))
     enters = jnp.where(column < width, block, nothing)
-    follows = (block < nothing) & (first < lane) & _is_same_lane(prefixes, first)
+    theirs = jax.tree.map(lambda each: each.at[first].get(mode="clip"), prefixes)
+    follows = (block < nothing) & (first < lane) & _agree(theirs, prefixes)
     new = enters[jnp.where(follows, first, lane)]
     return Resolved(jnp.where(is_equal, equal, new), enters, row, column)
 
@@ -80,10 +78,7 @@ def enter(
     parents: jax.Array,
     hashes_above: jax.Array,
 ) -> IndexArrays:
-    """Enter the blocks that have no equal in the index, and what they hold, [P].
-
-    Their parents are i32[P], N for none, and u32[P] the hashes of the prefixes above.
-    """
+    """Enter blocks without an equal, and what they hold, [P], behind their parents."""
     block = resolved.enters
     index = dataclasses.replace(
         index,
@@ -111,7 +106,7 @@ def insert_children(
     """
     table, lists = index.children, block < index.hashes.shape[0]
     row, width = row_of(table, ~parent_hash), table.shape[1]
-    free = _as_bits(_is_free_child(index, table[row], row))
+    free = _find_free(index, table, row, lambda listed, _: ~hash_above(index, listed))
     free = jnp.where(free == 0, 1 << (block % width), free)
     column = _find_entries(free, width, row, lists)
     return dataclasses.replace(index, children=_put(table, row, column, block))
@@ -130,35 +125,33 @@ def look_up(index: IndexArrays, hashes: jax.Array) -> jax.Array:
 def is_same(metadata: Metadata, block: jax.Array, prefixes: Prefixes) -> jax.Array:
     """Return whether indexed blocks, i32[...], hold what is asked for, bool[...]."""
     index = index_of(metadata)
-    tokens = tokens_of(metadata).at[block].get(mode="clip")
-    same = jnp.all(tokens == prefixes.tokens, axis=block.ndim)
-    theirs = index.salts.at[block].get(mode="clip")
-    same &= (block < metadata.leading.num_blocks) & (theirs == prefixes.salts)
-    if prefixes.parents is not None:
-        same &= index.parents.at[block].get(mode="clip") == prefixes.parents
-    if prefixes.wide is None or index.wide_hashes is None:
-        return same
-    wide = index.wide_hashes.at[block].get(mode="clip")
-    return same & jnp.all(wide == prefixes.wide, axis=-1)
+
+    def get(array: jax.Array) -> jax.Array:
+        return array.at[block].get(mode="clip")
+
+    theirs = Prefixes(
+        tokens=get(tokens_of(metadata)),
+        salts=get(index.salts),
+        hashes=prefixes.hashes,
+        wide=None if index.wide_hashes is None else get(index.wide_hashes),
+        parents=None if prefixes.parents is None else get(index.parents),
+    )
+    return (block < metadata.leading.num_blocks) & _agree(theirs, prefixes)
 
 
-def _is_same_lane(prefixes: Prefixes, other: jax.Array) -> jax.Array:
-    """Return whether lanes hold what other lanes, i32[P], hold, bool[P]."""
-    theirs = jax.tree.map(lambda each: each.at[other].get(mode="clip"), prefixes)
-    same = jnp.all(theirs.tokens == prefixes.tokens, axis=1)
+def _agree(theirs: Prefixes, prefixes: Prefixes) -> jax.Array:
+    """Return which blocks hold the same, whatever their hashes, bool[...]."""
+    same = jnp.all(theirs.tokens == prefixes.tokens, axis=-1)
     same &= theirs.salts == prefixes.salts
     if prefixes.parents is not None:
         same &= theirs.parents == prefixes.parents
-    if prefixes.wide is None:
+    if prefixes.wide is None or theirs.wide is None:
         return same
-    return same & jnp.all(theirs.wide == prefixes.wide, axis=1)
+    return same & jnp.all(theirs.wide == prefixes.wide, axis=-1)
 
 
 def hash_above(index: IndexArrays, block: jax.Array) -> jax.Array:
-    """Return the hash of the prefix up to where blocks, i32[...], begin, u32[...].
-
-    It is 0 where the parent is not indexed.
-    """
+    """Return the hash of the prefix before blocks, u32[...]; 0 without a parent."""
     if index.hashes_above is not None:
         return index.hashes_above.at[block].get(mode="clip")
     parent = index.parents.at[block].get(mode="clip")
@@ -183,10 +176,24 @@ def _find_entries(
     return jnp.min(jnp.where(is_mine, entry, width), axis=1)
 
 
-def _as_bits(entries: jax.Array) -> jax.Array:
-    """Return entries of rows, bool[P, W], as the bits of integers, i32[P]."""
-    bits = np.left_shift(1, np.arange(entries.shape[1]), dtype=np.int32)[None]
-    return jnp.sum(jnp.where(entries, bits, 0), axis=1, dtype=jnp.int32)
+def _find_free(
+    index: IndexArrays,
+    table: jax.Array,
+    row: jax.Array,
+    keys_of: Callable[[jax.Array, jax.Array], jax.Array],
+) -> jax.Array:
+    """Return which entries of rows, i32[P], name no block listed there, as bits.
+
+    Blocks and their hashes have keys, u32[P, W], by which they are listed.
+    """
+    listed = table[row]
+    hashes = index.hashes.at[listed].get(mode="fill", fill_value=0)
+    is_stale = (hashes == 0) | (row_of(table, keys_of(listed, hashes)) != row[:, None])
+    # What stands further left in its row, too, is repeated.
+    earlier = np.tri(listed.shape[1], k=-1, dtype=bool)[None]
+    is_repeated = jnp.any((listed[:, :, None] == listed[:, None, :]) & earlier, axis=2)
+    bits = np.left_shift(1, np.arange(listed.shape[1]), dtype=np.int32)[None]
+    return jnp.sum(jnp.where(is_stale | is_repeated, bits, 0), axis=1, dtype=jnp.int32)
 
 
 def _put(
@@ -195,27 +202,6 @@ def _put(
     """Name blocks, i32[P], in different entries of a table; N is dropped."""
     row = jnp.where(block < table.shape[0], row, table.shape[0])
     return table.at[row, column].set(block, mode="drop")
-
-
-def _is_free_entry(index: IndexArrays, bucket: jax.Array, row: jax.Array) -> jax.Array:
-    """Return which entries of buckets, i32[P, W], name no block indexed there."""
-    hashes = index.hashes.at[bucket].get(mode="fill", fill_value=0)
-    is_stale = (hashes == 0) | (row_of(index.buckets, hashes) != row[:, None])
-    return is_stale | _is_repeated(bucket)
-
-
-def _is_free_child(index: IndexArrays, listed: jax.Array, row: jax.Array) -> jax.Array:
-    """Return which entries, i32[P, W], name no child listed there."""
-    hashes = index.hashes.at[listed].get(mode="fill", fill_value=0)
-    above = hash_above(index, listed)
-    is_stale = (hashes == 0) | (row_of(index.children, ~above) != row[:, None])
-    return is_stale | _is_repeated(listed)
-
-
-def _is_repeated(ids: jax.Array) -> jax.Array:
-    """Return which ids of each row, i32[P, W], stand further left in it, too."""
-    earlier = np.tri(ids.shape[1], k=-1, dtype=bool)[None]
-    return jnp.any((ids[:, :, None] == ids[:, None, :]) & earlier, axis=2)
 
 
 def row_of(table: jax.Array, hashes: jax.Array) -> jax.Array:

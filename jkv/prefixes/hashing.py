@@ -21,10 +21,7 @@ def salt_hash(salts: jax.Array) -> jax.Array:
 
 
 def column_hash(tokens: jax.Array, column: jax.Array) -> jax.Array:
-    """Return what a block of tokens, i32[..., T], adds to its prefix's hash, u32[...].
-
-    Its column, i32[...], is its number in its sequence.
-    """
+    """Return what tokens, i32[..., T], of a column add to a prefix's hash, u32[...]."""
     size = tokens.shape[-1]
     weights = np.arange(1, size + 1, dtype=np.uint32) * _GOLDEN
     terms = mixed(as_bits(tokens) ^ weights.reshape((1,) * (tokens.ndim - 1) + (size,)))
@@ -39,10 +36,7 @@ def wide_salt_hash(salts: jax.Array) -> jax.Array:
 
 
 def wide_column_hash(tokens: jax.Array, column: jax.Array) -> jax.Array:
-    """Return what a block adds to the two other hashes of its prefix, u32[..., 2].
-
-    Arguments are those of `column_hash`; tokens and columns are mixed differently.
-    """
+    """Return the same of the two other hashes of a prefix, u32[..., 2]."""
     number = as_bits(column + 1)
     words = []
     for seed in _SEEDS:

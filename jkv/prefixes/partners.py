@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata import allocator, tables
+from jkv.metadata.mentions import find_equals
 from jkv.prefixes.columns import Columns
-from jkv.prefixes.equal_lanes import find_equals
 from jkv.prefixes.prefix_index import (
-    beside_of,
     find_partners,
-    with_follower,
+    forget_partners,
+    set_partners,
 )
 from jkv.state import BlockGroup, Metadata
 
@@ -29,29 +29,20 @@ def pair_blocks(
     leaders: jax.Array,
     entered: jax.Array,
 ) -> Metadata:
-    """Make a group's blocks found beside those that became visible.
+    """Make a group's blocks found beside the leader's that stand for columns, i32[P].
 
-    A block that was found before replaces a sequence's own, as equal blocks
-    of the leading group do. Of several that were not found before the first is kept.
-
-    Args:
-      number: of the group, not the leading one.
-      columns: the cells of the tables, [P].
-      leaders: i32[P], the leading group's block that stands for each column, N_0 for
-        one that is not visible.
-      entered: bool[P], whether it has just entered the index.
+    N_0 is not visible; some have just entered the index, bool[P]. A block that was
+    found before replaces a sequence's own, as equal blocks of the leading group do. Of
+    several that were not the first is kept.
     """
     group, no_leader = metadata.groups[number], metadata.leading.num_blocks
     is_visible, nothing = leaders < no_leader, group.num_blocks
     row = jnp.where(is_visible, columns.row, group.max_sequences)
     own = tables.blocks_at(group, row, columns.column)
 
-    # A block that has just entered has no partner of an earlier text.
-    beside = beside_of(metadata, number)
     anew = jnp.where(entered & is_visible, leaders, no_leader)
-    partners = beside.partners.at[anew].set(nothing, mode="drop")
-    beside = dataclasses.replace(beside, partners=partners)
-    known = find_partners(with_follower(metadata, number, beside), number, leaders)
+    metadata = forget_partners(metadata, number, anew)
+    known = find_partners(metadata, number, leaders)
 
     offered = (own < nothing) & (known == nothing)
     first = find_equals(leaders, offered).first
@@ -61,12 +52,7 @@ def pair_blocks(
         jnp.where(chosen, ids, none)
         for ids, none in ((leaders, no_leader), (own, nothing))
     )
-    beside = dataclasses.replace(
-        beside,
-        partners=beside.partners.at[leader].set(own, mode="drop"),
-        beside=beside.beside.at[partner].set(leaders, mode="drop"),
-    )
-    metadata = with_follower(metadata, number, beside)
+    metadata = set_partners(metadata, number, leader, partner)
 
     new = own.at[first].get(mode="fill", fill_value=nothing)
     other = jnp.where(known < nothing, known, new)
@@ -82,10 +68,7 @@ def exchange(
     other: jax.Array,
     replaced: jax.Array,
 ) -> BlockGroup:
-    """Replace own blocks, i32[P], by known equal ones where bool[P].
-
-    The replaced ones go back to the pool.
-    """
+    """Give back own blocks, i32[P], for known equal ones where bool[P]."""
     nothing = group.num_blocks
     row = jnp.where(replaced, columns.row, group.max_sequences)
     block_tables = group.block_tables.at[row, columns.column].set(other, mode="drop")

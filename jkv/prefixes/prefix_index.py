@@ -60,6 +60,26 @@ def beside_of(metadata: Metadata, number: int) -> Beside:
     return index_of(metadata).followers[metadata.followers.index(number)]
 
 
+def set_partners(
+    metadata: Metadata, number: int, leaders: jax.Array, blocks: jax.Array
+) -> Metadata:
+    """Let blocks of a group stand beside the leader's; N and N_0 are dropped."""
+    beside = beside_of(metadata, number)
+    beside = Beside(
+        partners=beside.partners.at[leaders].set(blocks, mode="drop"),
+        beside=beside.beside.at[blocks].set(leaders, mode="drop"),
+    )
+    return with_follower(metadata, number, beside)
+
+
+def forget_partners(metadata: Metadata, number: int, leaders: jax.Array) -> Metadata:
+    """Forget partners of an earlier text of the leader's blocks that just entered."""
+    beside, nothing = beside_of(metadata, number), metadata.groups[number].num_blocks
+    partners = beside.partners.at[leaders].set(nothing, mode="drop")
+    beside = dataclasses.replace(beside, partners=partners)
+    return with_follower(metadata, number, beside)
+
+
 def tokens_of(metadata: Metadata) -> jax.Array:
     """Return the recorded tokens, i32[N, T] of the leading group."""
     assert metadata.tokens is not None, "an index comes with recorded tokens"
@@ -73,10 +93,7 @@ def is_indexed(metadata: Metadata, block: jax.Array) -> jax.Array:
 
 
 def find_partners(metadata: Metadata, number: int, block: jax.Array) -> jax.Array:
-    """Return a group's block beside each of the leader's, i32[...]; N where none is.
-
-    The leader's indexed blocks, N_0 for none, are their own partners.
-    """
+    """Return a group's block beside each of the leader's, i32[...]; N where none is."""
     if number == metadata.leader:
         return block
     nothing = metadata.groups[number].num_blocks
@@ -93,10 +110,7 @@ def _agree(beside: Beside, block: jax.Array, *, nothing: int) -> jax.Array:
 
 
 def is_known(metadata: Metadata, number: int, block: jax.Array) -> jax.Array:
-    """Return whether blocks of a group, i32[...], can be found, bool[...].
-
-    The leader's are those in the index, the others' stand beside one of them.
-    """
+    """Return whether blocks of a group, i32[...], can be found, bool[...]."""
     if number == metadata.leader:
         return is_indexed(metadata, block)
     above = _find_above(metadata, number, block)
@@ -112,10 +126,7 @@ def _find_above(metadata: Metadata, number: int, block: jax.Array) -> jax.Array:
 
 
 def forget_blocks(metadata: Metadata, number: int, block: jax.Array) -> Metadata:
-    """Take blocks of a group, i32[P], out of the index; N is dropped.
-
-    What was found beside a block of the leading group is not found any more.
-    """
+    """Take blocks of a group, i32[P], out of the index; N is dropped."""
     if number == metadata.leader:
         hashes = index_of(metadata).hashes.at[block].set(jnp.uint32(0), mode="drop")
         return with_index(metadata, hashes=hashes)
@@ -127,10 +138,7 @@ def forget_blocks(metadata: Metadata, number: int, block: jax.Array) -> Metadata
 def forget_taken(
     metadata: Metadata, number: int, block: jax.Array
 ) -> tuple[Metadata, jax.Array]:
-    """Forget blocks of a group that are handed out, i32[P]; N is dropped.
-
-    Returned with the metadata is how many of them could be found, i32[].
-    """
+    """Forget blocks of a group that are handed out, i32[P]; count those known."""
     was_known = is_known(metadata, number, block)
     was_read = was_known
     if number != metadata.leader:
@@ -143,21 +151,11 @@ def forget_taken(
 
 
 def forget_rewritten(metadata: Metadata, number: int, block: jax.Array) -> Metadata:
-    """Forget blocks of a group, i32[B], that will be written again; N is dropped.
-
-    With a block of the leading group all blocks that follow it are forgotten.
-    """
-    if number == metadata.leader:
-        return _forget_from(metadata, block)
-    return forget_blocks(metadata, number, block)
-
-
-def _forget_from(metadata: Metadata, block: jax.Array) -> Metadata:
-    """Forget the leader's blocks, i32[B], and all that follow one of them.
-
-    What was found by way of a block leaves the index with it: the blocks that its
-    sequence has after it, and cached ones.
-    """
+    """Forget blocks that are written again, and what follows those of the leader."""
+    if number != metadata.leader:
+        return forget_blocks(metadata, number, block)
+    # What was found by way of a block leaves the index with it: the blocks that its
+    # sequence has after it, and cached ones.
     index, nothing = index_of(metadata), metadata.leading.num_blocks
     indexed = jnp.where(is_indexed(metadata, block), block, nothing)
 

@@ -23,7 +23,7 @@ from jkv.prefixes.snapshots import (
     snapshots_of,
     state_at,
 )
-from jkv.state import BlockGroup, Metadata
+from jkv.state import Metadata
 from jkv.state.index import Found, FoundBlocks, FoundState
 from jkv.state.no_index import find_nothing
 
@@ -57,7 +57,10 @@ def find(metadata: Metadata, tokens: jax.Array | None, salts: jax.Array) -> Foun
     groups = {}
     for number, blocks in whole.blocks.items():
         group, part = metadata.groups[number], parts[number]
-        needed = _is_needed(group, whole.num, num_tokens, blocks.shape[1])
+        num_columns = blocks.shape[1]
+        column = jnp.arange(num_columns, dtype=jnp.int32)[None]
+        needs = group.window.needs(num_tokens, num_columns, group.block_size)
+        needed = (column < whole.num[:, None]) & needs
         blocks = jnp.where(needed, blocks, group.num_blocks)
         gap = group.window.unseen_from(num_tokens, group.block_size)
         groups[number] = FoundBlocks(blocks, gap, part)
@@ -76,10 +79,7 @@ def _measure(metadata: Metadata, tokens: jax.Array, salts: jax.Array) -> _Prompt
 def find_partings(
     metadata: Metadata, tokens: jax.Array, salts: jax.Array
 ) -> jax.Array | None:
-    """Return up to where prompts are like a text that is known, i32[B].
-
-    They are i32[B, P], negative from each one's end on.
-    """
+    """Return up to where prompts, i32[B, P], are like a text that is known, i32[B]."""
     if snapshots_of(metadata) is None:
         return None
     return _find_partings(metadata, tokens, salts)
@@ -88,10 +88,7 @@ def find_partings(
 def find_partings_behind(
     metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array, tokens: jax.Array
 ) -> jax.Array | None:
-    """Return the same of sequences' first tokens, i32[B], and of those behind them.
-
-    These are i32[B, P], negative from each one's end on.
-    """
+    """Return the same of sequences' first tokens, i32[B], and of those behind them."""
     snapshots = snapshots_of(metadata)
     if snapshots is None:
         return None
@@ -210,25 +207,14 @@ def _reach(
     return blocks, functools.reduce(operator.and_, reaches)
 
 
-def _is_needed(
-    group: BlockGroup, num: jax.Array, num_tokens: jax.Array, num_columns: int
-) -> jax.Array:
-    """Return which of C columns a group needs of those found, i32[B], bool[B, C]."""
-    column = jnp.arange(num_columns, dtype=jnp.int32)[None]
-    needs = group.window.needs(num_tokens, num_columns, group.block_size)
-    return (column < num[:, None]) & needs
-
-
 def _find_part(
     metadata: Metadata, prompts: _Prompts, whole: _Whole
 ) -> tuple[dict[int, jax.Array], jax.Array]:
     """Find the block behind those found that begins most like what follows them.
 
-    It is a child of the last one, and all groups have a block beside it. With states
-    there is none: they cannot go on from within a block.
-
-    Returns:
-      By group the block, i32[B], N for none; and i32[B], the tokens in common.
+    It is a child of the last one, and all groups have a block beside it: by group
+    i32[B], N for none. With it come the tokens in common, i32[B]. With states there is
+    none: they cannot go on from within a block.
     """
     groups = {number: metadata.groups[number] for number in metadata.block_numbers}
     if whole.tip is None:

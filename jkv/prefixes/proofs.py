@@ -31,10 +31,7 @@ class Tip(NamedTuple):
 def hash_prompts(
     index: IndexArrays, whole: jax.Array, column: jax.Array, salts: jax.Array
 ) -> jax.Array | None:
-    """Return the wide hashes of prompts up to each column's end, u32[B, C, 2].
-
-    Their columns have tokens i32[B, C, T]. None where the index knows parents.
-    """
+    """Return the wide hashes of prompts up to columns' ends, u32[B, C, 2], if any."""
     if index.wide_hashes is None:
         return None
     terms = hashing.wide_column_hash(whole, column)
@@ -52,13 +49,8 @@ def hash_lanes(
 ) -> jax.Array | None:
     """Return the wide hashes up to the end of the lanes' blocks, u32[P, 2].
 
-    Args:
-      index: None is returned where it knows parents.
-      salts: i32[P].
-      tokens: i32[P, T], of the blocks.
-      column: i32[P], their columns.
-      before: i32[P], the block before each, which counts for first lanes.
-      first_lane: i32[P], where the request of each lane begins; None: all are alone.
+    The block before, i32[P], counts for the first lane of each request, i32[P]; None
+    where all are alone. None is returned where the index knows parents.
     """
     if index.wide_hashes is None:
         return None

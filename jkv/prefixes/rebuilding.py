@@ -7,9 +7,10 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
+from jkv.metadata import allocator
+from jkv.metadata.mentions import MOST_COMPARED
 from jkv.prefixes import hash_tables
 from jkv.prefixes.arrays import Beside, IndexArrays
-from jkv.prefixes.equal_lanes import LANES_PER_TRIP
 from jkv.prefixes.hash_tables import Prefixes, hash_above
 from jkv.prefixes.prefix_index import (
     beside_of,
@@ -30,11 +31,7 @@ Moved = Callable[[jax.Array, int], jax.Array]
 def rename_blocks(
     metadata: Metadata, number: int, renamed: Renamed, moved: Moved
 ) -> Metadata:
-    """Give the blocks of a group new ids wherever the index names them.
-
-    All else is renumbered. `renamed` gives new ids, N' for none, and `moved` values of
-    the new blocks from those of the old, with a fill for new ones.
-    """
+    """Give blocks of a group new ids wherever the index names them (`Index.rename`)."""
     if number == metadata.leader:
         return _rename_leaders(metadata, renamed, moved)
     beside, no_leader = beside_of(metadata, number), metadata.leading.num_blocks
@@ -103,18 +100,11 @@ def reenter(metadata: Metadata) -> Metadata:
     group = metadata.leading
     lost = was_indexed & (hashes == 0) & (group.reference_counts == 0)
     num_lost = jnp.sum(lost, dtype=jnp.int32)
-    free = group.free_blocks.changed(forgotten=num_lost)
-    group = dataclasses.replace(group, free_blocks=free)
-    return metadata.with_group(metadata.leader, group)
+    return allocator.count_forgotten(metadata, metadata.leader, num_lost)
 
 
 def _enter_anew(metadata: Metadata) -> tuple[Metadata, jax.Array]:
-    """Fill empty hash tables with the indexed blocks.
-
-    Returns:
-      The metadata with the tables, no child listed, and u32[N], the hash of each block
-      that stays in the index, 0 for the others.
-    """
+    """Fill empty tables; return the hashes of blocks that stay, u32[N], or 0."""
     before, num_blocks = index_of(metadata), metadata.leading.num_blocks
     empty = dataclasses.replace(
         before,
@@ -160,13 +150,11 @@ def _for_all_blocks(
     num_blocks: int, body: Callable[[Carry, jax.Array], Carry], carry: Carry
 ) -> Carry:
     """Run `body(carry, block)` over all blocks, i32[P] at a time, N behind the last."""
-    lane = jnp.arange(LANES_PER_TRIP, dtype=jnp.int32)
+    lane = jnp.arange(MOST_COMPARED, dtype=jnp.int32)
     return fori_loop(
         jnp.int32(0),
-        jnp.int32(-(-num_blocks // LANES_PER_TRIP)),
-        lambda i, carry: body(
-            carry, jnp.minimum(i * LANES_PER_TRIP + lane, num_blocks)
-        ),
+        jnp.int32(-(-num_blocks // MOST_COMPARED)),
+        lambda i, carry: body(carry, jnp.minimum(i * MOST_COMPARED + lane, num_blocks)),
         carry,
     )
 
@@ -177,12 +165,7 @@ def _emptied(table: jax.Array, num_rows: int) -> jax.Array:
 
 
 def _still_committed(metadata: Metadata, hashes: jax.Array) -> jax.Array:
-    """Return what sequences have committed, i32[S], up to the first block not indexed.
-
-    Args:
-      metadata: the state, where `committed` counts as if all blocks still were.
-      hashes: u32[N], 0 for blocks that are not indexed.
-    """
+    """Return what sequences have committed, i32[S], before a block whose hash is 0."""
     group, committed = metadata.leading, index_of(metadata).committed
     size, num_columns = jnp.int32(group.block_size), group.max_blocks_per_sequence
     visible = hashes.at[group.block_tables].get(mode="fill", fill_value=0) != 0

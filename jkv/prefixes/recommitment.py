@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jkv.metadata import requests
 from jkv.metadata.requests import Integers, Texts
 from jkv.prefixes.prefix_index import index_of, with_index
-from jkv.prefixes.texts import record_texts
+from jkv.prefixes.sequences import record_texts
 from jkv.state import Batch, Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.verbs.commitment import commit

@@ -1,15 +1,22 @@
-"""What the prefix index notes of each sequence: its domain, and how far it is visible.
+"""What the prefix index notes of sequences: domains, texts, how far they are visible.
 
 A sequence has an *epoch*, the clock when it was opened, cut back or reordered last. A
 step that was planned in another epoch makes nothing visible.
+
+Texts are the tokens told of sequences, which snapshots take theirs from. Without
+snapshots tokens are recorded with the blocks alone, and no text is noted.
 """
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from jkv.metadata import counters
+from jkv.metadata.entries import for_each_of
 from jkv.prefixes.prefix_index import index_of, with_index
-from jkv.prefixes.texts import copy_texts, forget_texts, record_texts
+from jkv.prefixes.snapshots import snapshots_of, with_snapshots
+from jkv.sharding.loops import when
 from jkv.state import Metadata
 from jkv.status import Counter
 
@@ -46,7 +53,7 @@ def enter(
     metadata: Metadata, row: jax.Array, salts: jax.Array, known: jax.Array
 ) -> Metadata:
     """Note the domains of rows from elsewhere, and the tokens visible, i32[B] each."""
-    metadata = forget_texts(metadata, row)
+    metadata = _change(metadata, lambda texts: texts.at[row].set(-1, mode="drop"))
     return _note_opened(metadata, row, salts, known)
 
 
@@ -57,10 +64,7 @@ def inherit(
     lengths: jax.Array,
     is_exchange: bool = False,
 ) -> Metadata:
-    """Let rows continue from the first tokens of what their parents are, i32[B] each.
-
-    A row of S or above is dropped. With an exchange a parent may be one of the rows.
-    """
+    """Let rows go on from the first tokens of what their parents are, i32[B] each."""
     nothing = metadata.max_sequences
     source = jnp.where((row < nothing) & (lengths > 0), parents, nothing)
     metadata = copy_texts(metadata, row, source, is_exchange=is_exchange)
@@ -95,3 +99,49 @@ def _note_opened(
         sequence_salts=index.sequence_salts.at[row].set(salts, mode="drop"),
         epochs=index.epochs.at[row].set(stamp, mode="drop"),
     )
+
+
+def texts_of(metadata: Metadata, row: jax.Array) -> jax.Array:
+    """Return the tokens told of rows, i32[..., X], -1 for none."""
+    snapshots = snapshots_of(metadata)
+    if snapshots is None:
+        return jnp.full((*row.shape, metadata.max_context_length), -1, jnp.int32)
+    return snapshots.sequence_texts.at[row].get(mode="fill", fill_value=-1)
+
+
+def record_texts(
+    metadata: Metadata, row: jax.Array, position: jax.Array, tokens: jax.Array
+) -> Metadata:
+    """Note tokens, i32[...], at positions of rows; a row of S is dropped."""
+    return _change(
+        metadata, lambda texts: texts.at[row, position].set(tokens, mode="drop")
+    )
+
+
+def copy_texts(
+    metadata: Metadata, row: jax.Array, source: jax.Array, *, is_exchange: bool
+) -> Metadata:
+    """Let rows, i32[B], have the texts of others, S for none, or exchange theirs."""
+    is_copied = source < metadata.max_sequences
+
+    def exchange(texts: jax.Array, source: jax.Array) -> jax.Array:
+        rows = texts.at[source].get(mode="clip")
+        return texts.at[row].set(rows, mode="drop")
+
+    def copy(request: jax.Array, texts: jax.Array) -> jax.Array:
+        text = texts.at[source[request]].get(mode="clip")
+        return texts.at[row[request]].set(text, mode="drop")
+
+    if is_exchange:
+        return _change(
+            metadata, lambda texts: when(jnp.any(is_copied), exchange, texts, source)
+        )
+    return _change(metadata, lambda texts: for_each_of(is_copied, copy, texts))
+
+
+def _change(metadata: Metadata, change: Callable[[jax.Array], jax.Array]) -> Metadata:
+    """Return the metadata with other texts of sequences, where there are snapshots."""
+    snapshots = snapshots_of(metadata)
+    if snapshots is None:
+        return metadata
+    return with_snapshots(metadata, sequence_texts=change(snapshots.sequence_texts))

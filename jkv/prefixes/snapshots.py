@@ -10,6 +10,7 @@ That copies are worth while where texts part is from Marconi
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,15 +47,9 @@ def find_longest(
 ) -> tuple[jax.Array, jax.Array]:
     """Find the longest snapshot of each prompt from which all groups can go on.
 
-    Args:
-      snapshots: its snapshots.
-      tokens: i32[B, P], the prompts.
-      salts: i32[B].
-      hashes: u32[B, C], of the prompts up to each column's end.
-      goes_on: bool[B, C], whether the groups with blocks can go on from there.
-
-    Returns:
-      i32[B], the columns before the snapshot, 0 for none; i32[B], its place.
+    Prompts, i32[B, P], have hashes up to each column's end, u32[B, C], and groups with
+    blocks go on from there, bool[B, C]. Returned are the columns before the snapshot,
+    i32[B], 0 for none, and its place.
     """
     none, num_columns = snapshots.lengths.shape[0], hashes.shape[1]
     if num_columns == 0:
@@ -101,10 +96,7 @@ def find_longest(
 
 
 def find_common(metadata: Metadata, tokens: jax.Array, salts: jax.Array) -> jax.Array:
-    """Return up to where prompts are like the text of a snapshot, i32[B].
-
-    They are i32[B, P], negative from each one's end on.
-    """
+    """Return up to where prompts, i32[B, P], are like the text of a snapshot."""
     snapshots = snapshots_of(metadata)
     assert snapshots is not None
     width = min(tokens.shape[1], snapshots.texts.shape[1])
@@ -132,10 +124,7 @@ def state_at(snapshots: Snapshots, place: jax.Array) -> FoundState:
 def find_at(
     metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array
 ) -> FoundState | None:
-    """Return snapshots of sequences' own texts at lengths, i32[B] each; or None.
-
-    Of length 0 none is looked for.
-    """
+    """Return snapshots of sequences' own texts at lengths above 0, i32[B]; or None."""
     snapshots = snapshots_of(metadata)
     if snapshots is None:
         return None
@@ -154,10 +143,7 @@ def find_at(
 def _find_text(
     snapshots: Snapshots, text: jax.Array, length: jax.Array, salt: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the place of a text's first tokens, i32[1], P for none.
-
-    And whether all of its tokens, i32[X], are known.
-    """
+    """Return the place of a text's first tokens, or P, and whether all are told."""
     counts = jnp.arange(text.shape[0], dtype=jnp.int32) < length
     is_told = jnp.all((text >= 0) | ~counts)
     alike = jnp.all((snapshots.texts == text[None]) | ~counts[None], axis=1)
@@ -187,13 +173,9 @@ def make(
 ) -> tuple[Metadata, jax.Array]:
     """Make room for the states of sequences that a step left at a multiple.
 
-    Args:
-      metadata: the state; `committed` is noted already.
-      continues: bool[B], requests whose step was made visible.
-
-    Returns:
-      The metadata, and i32[B]: the place that each request's row is copied to, P for
-      none. Of several requests with one place the last has it.
+    That is of requests whose step was made visible, bool[B], and noted as committed.
+    Returned with the metadata are the places that their rows are copied to, i32[B], P
+    for none. Of several requests with one place the last has it.
     """
     snapshots = snapshots_of(metadata)
     assert snapshots is not None
@@ -232,30 +214,33 @@ def _make_one(
     used = jnp.where(is_new, oldest, place)
     stamp = snapshots.num_uses + is_told.astype(jnp.uint32)
 
-    def put(field: jax.Array, value: jax.Array) -> jax.Array:
-        return field.at[target].set(value, mode="drop")
-
-    hashes = hash_text(text, salt, length, metadata.block_size)
-    pending = metadata.sequences.pending_of(seq_id)
-    return dataclasses.replace(
+    snapshots = put_at(
         snapshots,
-        lengths=put(snapshots.lengths, length),
-        salts=put(snapshots.salts, salt),
-        hashes=put(snapshots.hashes, hashes),
-        num_pending=put(snapshots.num_pending, pending),
-        texts=put(snapshots.texts, text[None]),
-        last_used=snapshots.last_used.at[used].set(stamp, mode="drop"),
-        num_uses=stamp,
-    ), places.at[request].set(target)
+        target,
+        lengths=length,
+        salts=salt,
+        hashes=hash_text(text, salt, length, metadata.block_size),
+        num_pending=metadata.sequences.pending_of(seq_id),
+        texts=text[None],
+    )
+    snapshots = put_at(snapshots, used, last_used=stamp)
+    snapshots = dataclasses.replace(snapshots, num_uses=stamp)
+    return snapshots, places.at[request].set(target)
+
+
+def put_at(snapshots: Snapshots, places: jax.Array, **values: jax.Array) -> Snapshots:
+    """Return snapshots with other values at places, i32[W]; P is dropped."""
+    changed: dict[str, Any] = {
+        name: getattr(snapshots, name).at[places].set(value, mode="drop")
+        for name, value in values.items()
+    }
+    return dataclasses.replace(snapshots, **changed)
 
 
 def hash_text(
     text: jax.Array, salt: jax.Array, length: jax.Array, block_size: int
 ) -> jax.Array:
-    """Return the hash of a text's first tokens, i32[X], as the index has it, u32[1].
-
-    Their number, i32[1], is a multiple of the block size.
-    """
+    """Return the hash of a text's whole blocks, as the index has it, u32[1]."""
     columns = jnp.pad(text, (0, -text.shape[0] % block_size)).reshape(-1, block_size)
     column = jnp.arange(columns.shape[0], dtype=jnp.int32)
     terms = hashing.column_hash(columns, column)

@@ -12,13 +12,10 @@ blocks in a group that sees everything, the window's and the sinks' in one that 
 not.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 
 from jkv.metadata import allocator, requests, ring
-from jkv.metadata.entries import ENTRIES_PER_TRIP
 from jkv.metadata.requests import Integer, Integers, Texts
 from jkv.metadata.xla_cpu import running_sum
 from jkv.prefixes import prefix_index, prompt_search
@@ -28,7 +25,6 @@ from jkv.prefixes.snapshots import (
     forget_snapshots,
     snapshots_of,
 )
-from jkv.sharding.loops import while_loop
 from jkv.state import Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.verbs.lookups import length_of, row_of
@@ -263,31 +259,25 @@ def _evict_from(
 ) -> tuple[Metadata, jax.Array]:
     """Forget the cached blocks of one group that have been free longest; count them."""
     group = metadata.groups[number]
-    free, lanes = group.free_blocks, jnp.arange(ENTRIES_PER_TRIP, dtype=jnp.int32)
-    State = tuple[Metadata, jax.Array, jax.Array]
+    Carry = tuple[Metadata, jax.Array]
 
-    # A loop, because how far the oldest lie from the head shows only on the way.
-    def chunk(state: State) -> State:
-        metadata, start, evicted = state
-        block, is_entry = ring.entries(free, start + lanes)
+    def visit(carry: Carry, block: jax.Array, is_entry: jax.Array) -> Carry:
+        metadata, evicted = carry
         is_cached = prefix_index.is_known(metadata, number, block) & is_entry
         rank = running_sum(is_cached.astype(jnp.int32))
         goes = is_cached & (evicted + rank <= num_blocks)
         gone = jnp.where(goes, block, group.num_blocks)
         metadata = prefix_index.forget_blocks(metadata, number, gone)
         metadata = allocator.lower(metadata, number, gone)
-        evicted += jnp.sum(goes, dtype=jnp.int32)
-        return metadata, start + lanes.shape[0], evicted
+        return metadata, evicted + jnp.sum(goes, dtype=jnp.int32)
 
-    metadata, _, evicted = while_loop(
-        lambda state: (state[1] < free.span) & (state[2] < num_blocks),
-        chunk,
-        (metadata, jnp.int32(0), jnp.int32(0)),
+    metadata, evicted = ring.scan(
+        group.free_blocks,
+        lambda carry: carry[1] < num_blocks,
+        visit,
+        (metadata, jnp.int32(0)),
     )
-    group = metadata.groups[number]
-    free = group.free_blocks.changed(forgotten=evicted)
-    group = dataclasses.replace(group, free_blocks=free)
-    return metadata.with_group(number, group), evicted
+    return allocator.count_forgotten(metadata, number, evicted), evicted
 
 
 @jax.jit
@@ -313,10 +303,7 @@ def _forget(metadata: Metadata, salt: jax.Array | None) -> Metadata:
 
 @jax.jit
 def _demote(metadata: Metadata, bits: jax.Array | None) -> Metadata:
-    """Let what holds nothing be of class 0, and what was kept until a time.
-
-    Of that it is given the bits, i32[1], or None.
-    """
+    """Let what holds nothing be of class 0, and what was kept until a time, as bits."""
     for number in metadata.block_numbers:
         group = metadata.groups[number]
         kept = group.free_blocks.kept
@@ -328,6 +315,5 @@ def _demote(metadata: Metadata, bits: jax.Array | None) -> Metadata:
             time = jax.lax.bitcast_convert_type(bits, jnp.uint32)
             stays &= (group.reference_counts > 0) | (kept.kept_until > time)
         free = ring.arrange(group.free_blocks, stays)
-        group = dataclasses.replace(group, free_blocks=free)
-        metadata = metadata.with_group(number, group)
+        metadata = metadata.changed(number, free_blocks=free)
     return metadata

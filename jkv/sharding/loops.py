@@ -72,12 +72,6 @@ def when(
     what does not change inside a loop in front of it, where it is computed even if no
     trip is made. So the arrays that the work begins with are a part of what changes:
     they are `given`, and a trip leaves zeros of them.
-
-    Args:
-      condition: bool[].
-      function: what to do.
-      carry: what it changes.
-      given: arrays that its work begins with.
     """
 
     def trip(_: jax.Array, old: Any) -> Any:

@@ -33,15 +33,10 @@ def over_devices(
 ) -> Callable[[Any], Any]:
     """Return a function that does its work on each device for what is held there.
 
-    Args:
-      sharding: of the storage; with None, and inside a `shard_map` over its axes, the
-        function is returned as it is.
-      function: takes operands, and static arguments by keyword; a function of a module,
-        so that what is made of it can be kept.
-      kind: the dataclass of the operands. Its fields are pytrees of arrays, and each
-        field's `divided` says which of their axes are divided; without it none is.
-      result: which axes are of the arrays that it returns.
-      **static: hashable.
+    Without a sharding, and inside a `shard_map` over its axes, the function is returned
+    as it is. It takes operands of a dataclass, each field of which says which axes of
+    its arrays are `divided`, and static arguments by keyword; it is of a module, so
+    that what is made of it can be kept.
     """
     axes = frozenset() if sharding is None else sharding.open_axes
     if sharding is None or not axes:

@@ -40,6 +40,13 @@ def bring_whole(array: Any) -> np.ndarray:
     return np.asarray(array)
 
 
+def bring(arrays: Any) -> Any:
+    """Return a pytree of arrays as numpy, those of several processes whole."""
+    if find_shared_mesh(arrays) is not None:
+        return jax.tree.map(bring_whole, arrays)
+    return jax.device_get(arrays)
+
+
 def replicate(array: jax.Array) -> jax.Array:
     """Return an array of several processes on every device; nothing is waited for."""
     if array.is_fully_replicated:
@@ -118,9 +125,8 @@ class Broadcast:
     def gather(self, array: np.ndarray) -> np.ndarray:
         """Return what each process gives, [P, ...], to all of them.
 
-        Raises:
-          RuntimeError: in the first call, if the others do not come to theirs within
-            the 30 seconds in which JAX connects processors.
+        RuntimeError, in the first call, if the others do not come to theirs within the
+        30 seconds in which JAX connects processors.
         """
         try:
             return np.asarray(self._all(self._spread(array)))

@@ -29,10 +29,7 @@ def spread(
 
 
 def as_auto(array: jax.Array) -> jax.Array:
-    """Return an array that any index may take apart, on axes that are all Auto.
-
-    It has the same buffers. For the host, outside jit.
-    """
+    """Return an array on axes that are all Auto, of the same buffers; outside jit."""
     where: Any = getattr(array, "sharding", None)  # numpy has none
     if not isinstance(where, jax.sharding.NamedSharding):
         return array

@@ -1,12 +1,15 @@
-"""How keys and values lie on a mesh: kv heads over one axis, tokens over another."""
+"""How a cache lies on a mesh: kv heads over one axis, tokens or pools over another."""
 
 import dataclasses
-from collections.abc import Iterable
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
+import jax.numpy as jnp
 
-from jkv.sharding.resharding import is_explicit
+from jkv.sharding.resharding import is_explicit, spread
+
+Arrays = TypeVar("Arrays")
 
 
 class DividedAxes(NamedTuple):
@@ -25,20 +28,16 @@ PER_HEAD, WHOLE = DividedAxes(0), DividedAxes()
 
 @dataclasses.dataclass(frozen=True)
 class StorageSharding:
-    """How the keys and values of a cache lie on a mesh.
+    """How the keys and values of a cache lie on a mesh."""
 
-    Attributes:
-      mesh: the devices.
-      heads: the mesh axis over which the kv heads are spread, None for no axis.
-      context: the mesh axis over which the tokens of each block are spread: of a block
-        of T tokens the first device has the first T / n, and so on. None for no axis.
-      copies: how often the pool has each head of the model: more than once where the
-        axis has more devices than the model has kv heads. Each device then holds one.
-    """
-
-    mesh: jax.sharding.Mesh
+    mesh: jax.sharding.Mesh  # the devices
+    # The mesh axis over which the kv heads are spread, None for no axis.
     heads: str | None = None
+    # The mesh axis over which the tokens of each block are spread: of a block of T
+    # tokens the first device has the first T / n, and so on. None for no axis.
     context: str | None = None
+    # How often the pool has each head of the model: more than once where the axis has
+    # more devices than the model has kv heads. Each device then holds one.
     copies: int = 1
 
     @classmethod
@@ -55,10 +54,7 @@ class StorageSharding:
 
         None where there is nothing to divide. An axis of one device divides nothing,
         unless types say even then that arrays are divided by it, as those of an
-        Explicit axis do.
-
-        Raises:
-          ValueError: for an axis that the mesh lacks, or that the numbers do not fit.
+        Explicit axis do. Numbers that do not fit are refused.
         """
         copies = 1
         if heads is not None:
@@ -154,6 +150,40 @@ def divide_pools(
     return sharding, dict.fromkeys(paths, sharding.spec(POOL))
 
 
+def copies_of(sharding: StorageSharding | None) -> int:
+    """Return how often a pool, as it is seen here, holds the same head."""
+    if sharding is None or sharding.heads not in sharding.open_axes:
+        return 1
+    return sharding.copies
+
+
+def heads_on_device(sharding: StorageSharding | None, num_stored: int) -> int:
+    """Return how many kv heads a device has of those stored in a pool as seen here."""
+    if sharding is None or sharding.heads not in sharding.open_axes:
+        return num_stored
+    return num_stored // int(sharding.mesh.shape[sharding.heads])
+
+
+def with_copies_of_heads(
+    sharding: StorageSharding | None, array: jax.Array, head_axis: int
+) -> jax.Array:
+    """Return an array with each head as often as the pool has it, side by side."""
+    copies = copies_of(sharding)
+    return array if copies == 1 else jnp.repeat(array, copies, axis=head_axis)
+
+
+def without_copies_of_heads(
+    sharding: StorageSharding | None, array: Any, head_axis: int
+) -> Any:
+    """Return an array, of JAX or numpy, with each head once, and then whole."""
+    copies = copies_of(sharding)
+    if sharding is None or sharding.heads is None or copies == 1:
+        return array
+    if isinstance(array, jax.Array):
+        array = spread(array, sharding.mesh, sharding.heads, None)
+    return array[(slice(None),) * head_axis + (slice(None, None, copies),)]
+
+
 def _num_devices(mesh: jax.sharding.Mesh, name: str, axis: str) -> int:
     """Return how many devices an axis has; refuse one that the mesh lacks."""
     if axis not in mesh.axis_names:
@@ -166,3 +196,70 @@ def _num_devices(mesh: jax.sharding.Mesh, name: str, axis: str) -> int:
 
 def _divides(mesh: jax.sharding.Mesh, axis: str) -> bool:
     return mesh.shape[axis] > 1 or is_explicit(mesh, axis)
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolSharding:
+    """How pools lie on a mesh: every array of the cache has an axis of ranks first."""
+
+    mesh: jax.sharding.Mesh  # the devices
+    axis: str  # the mesh axis of which each rank has a pool
+
+    def __post_init__(self) -> None:
+        """Refuse an axis that the mesh lacks."""
+        if self.axis not in self.mesh.axis_names:
+            names = ", ".join(map(repr, self.mesh.axis_names)) or "none"
+            raise ValueError(
+                f"pools={self.axis!r} is no axis of the mesh; it has {names}"
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """Pools."""
+        return int(self.mesh.shape[self.axis])
+
+    def within(self, spec: jax.sharding.PartitionSpec) -> jax.sharding.NamedSharding:
+        """Return where arrays go that a spec partitions within their rank."""
+        return jax.sharding.NamedSharding(
+            self.mesh, jax.sharding.PartitionSpec(self.axis, *spec)
+        )
+
+    def map(
+        self,
+        function: Callable[[Any, Any], Any],
+        divided: Any,
+        whole: Any,
+        *,
+        out_specs: Any,
+    ) -> Any:
+        """Call `function(divided, whole)` on each rank, with its part of the first.
+
+        Other axes of the mesh stay with the caller. Types do not say what varies over
+        ranks: the function calls models, whose own loops need not know of it.
+        """
+        context = jax.sharding.get_abstract_mesh()
+        mapped = jax.shard_map(
+            function,
+            mesh=self.mesh if context.empty else context,
+            in_specs=(
+                jax.sharding.PartitionSpec(self.axis),
+                jax.sharding.PartitionSpec(),
+            ),
+            out_specs=out_specs,
+            axis_names={self.axis},
+            check_vma=False,
+        )
+        return mapped(
+            spread(divided, self.mesh, self.axis, 0),
+            spread(whole, self.mesh, self.axis, None),
+        )
+
+
+def without_rank(arrays: Arrays) -> Arrays:
+    """Return what one rank has, of arrays [1, ...] inside `shard_map`."""
+    return jax.tree.map(lambda array: array[0], arrays)
+
+
+def with_rank(arrays: Arrays) -> Arrays:
+    """Return what one rank answers, as arrays [1, ...]."""
+    return jax.tree.map(lambda array: array[None], arrays)

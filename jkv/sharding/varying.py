@@ -46,10 +46,6 @@ def vary_with(arrays: Arrays, others: Any) -> Arrays:
 
     Outside of `shard_map` these are the arrays. What is made inside varies over no
     axis, and a model's `lax.scan` refuses to carry it through its writes.
-
-    Args:
-      arrays: a pytree of arrays, or dataclasses of them.
-      others: a pytree, of whose leaves only JAX's arrays count.
     """
     if not is_manual():
         return arrays
@@ -68,10 +64,7 @@ def type_alike(kind: jax.core.ShapedArray) -> dict[str, Any]:
 
 
 def unvarying(kind: Any) -> Any:
-    """Return an array's type, or a `ShapeDtypeStruct`, that varies over no axis.
-
-    What a device computes by itself is traced with such types, as they are.
-    """
+    """Return an array's type that varies over no axis, as one device traces it."""
     nowhere = jax.typeof(np.zeros(())).manual_axis_type
     return kind.update(manual_axis_type=nowhere)
 

@@ -23,11 +23,7 @@ class StepSizes(NamedTuple):
 
 
 def check_group(number: int, has_blocks: Sequence[bool]) -> None:
-    """Refuse the number of a group that is not there, or has no blocks.
-
-    Raises:
-      UsageError: for one.
-    """
+    """Refuse the number of a group that is not there, or has no blocks."""
     if not 0 <= number < len(has_blocks):
         raise UsageError(f"group must be in 0..{len(has_blocks) - 1}, got {number}")
     if not has_blocks[number]:

@@ -14,8 +14,7 @@ import jax
 import numpy as np
 
 from jkv.config.units import human_bytes
-from jkv.sharding.ranks import PoolSharding
-from jkv.sharding.storage_sharding import StorageSharding
+from jkv.sharding.storage_sharding import PoolSharding, StorageSharding
 from jkv.state.batch import StepSizes
 from jkv.state.metadata import Metadata
 from jkv.state.storage import BlockStorage
@@ -68,14 +67,7 @@ class Watcher(Protocol):
         role: Role | None,
         /,
     ) -> Any:
-        """Call a function that was given this cache, and look at what it does.
-
-        Args:
-          function: the function, as it is for a cache that is not watched.
-          cache: the cache, with the watcher beside it.
-          given: all its arguments, by position and by name.
-          role: what the function is to debug mode, if anything of its own.
-        """
+        """Call a function that was given this cache, and look at what it does."""
 
 
 @jax.tree_util.register_dataclass
@@ -128,6 +120,18 @@ class Cache:
         """Return the cache with other keys and values, or states, of one group."""
         before, behind = self.storage[:group], self.storage[group + 1 :]
         return self.with_storage((*before, storage, *behind))
+
+    def follow(self, metadata: Metadata, moves: tuple[Any, ...]) -> Self:
+        """Return the cache with new metadata, and its storage as a call says.
+
+        That is the moves of each part; of none where nothing is to be moved. Outside
+        jit there is no pass over storage of which nothing is.
+        """
+        storage = list(self.storage)
+        for part, of_part in zip(metadata.parts, moves, strict=bool(moves)):
+            for number in () if of_part is None else part.numbers:
+                storage[number] = part.follow(storage[number], of_part)
+        return self.with_metadata(metadata).with_storage(tuple(storage))
 
     def find_layer(self, layer: Any) -> GroupLayer:
         """Return where the keys and values of a layer are.

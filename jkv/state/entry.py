@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.arguments import as_arrays, explain, explains_arguments
-from jkv.sharding.ranks import PoolSharding
+from jkv.sharding.storage_sharding import PoolSharding
 from jkv.state.cache import Cache, Role
 from jkv.status import CacheError, UsageError
 

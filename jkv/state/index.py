@@ -88,18 +88,14 @@ class Index(Protocol[Metadata]):
     ) -> Found:
         """Look up prompts; the last token of each is never found.
 
-        Args:
-          tokens: i32[B, P], negative from each prompt's end on; None for no prompts.
-          salts: i32[B], their domains.
+        They are i32[B, P], negative from each one's end on, or None; their domains
+        i32[B].
         """
 
     def find_state(
         self, metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array
     ) -> FoundState | None:
-        """Look up snapshots of sequences' own texts, i32[B], at lengths, i32[B].
-
-        Of length 0 there is none. None without snapshots.
-        """
+        """Look up snapshots of sequences' own texts at lengths above 0, or None."""
 
     def find_partings(
         self, metadata: Metadata, tokens: jax.Array, salts: jax.Array
@@ -132,10 +128,7 @@ class Index(Protocol[Metadata]):
     def enter(
         self, metadata: Metadata, row: jax.Array, salts: jax.Array, known: jax.Array
     ) -> Metadata:
-        """Note the domain of rows from elsewhere, and the tokens visible of each.
-
-        All are i32[B]. Their texts are not told.
-        """
+        """Note the domains of rows from elsewhere, and the tokens visible, i32[B]."""
 
     def record(
         self, metadata: Metadata, row: jax.Array, position: jax.Array, tokens: jax.Array
@@ -177,10 +170,7 @@ class Index(Protocol[Metadata]):
     def forget(
         self, metadata: Metadata, number: int, block: jax.Array
     ) -> tuple[Metadata, jax.Array]:
-        """Forget blocks of a group that are handed out, i32[P]; count those known.
-
-        N is dropped.
-        """
+        """Forget blocks of a group that are handed out, i32[P]; count those known."""
 
     def forget_rewritten(
         self, metadata: Metadata, number: int, block: jax.Array
@@ -193,11 +183,7 @@ class Index(Protocol[Metadata]):
     def commit(
         self, metadata: Metadata, batch: Batch
     ) -> tuple[Metadata, tuple[Any, ...]]:
-        """Make the blocks that a step filled visible.
-
-        Returns:
-          The metadata, and what storage is to follow (`jkv.storage.following`).
-        """
+        """Make the blocks that a step filled visible, for `Cache.follow`."""
 
     def rename(
         self,
@@ -208,11 +194,9 @@ class Index(Protocol[Metadata]):
     ) -> Metadata:
         """Give the blocks of a group new ids wherever the index names them.
 
-        Args:
-          metadata: the state, everything else renumbered.
-          renamed: new ids of old ones, N' where there is none.
-          moved: values of the new blocks from those of the old, with a fill for new
-            ones.
+        Everything else is renumbered. `renamed` gives new ids, N' where there is none,
+        `moved` values of the new blocks from those of the old, with a fill for new
+        ones.
         """
 
     def reenter(self, metadata: Metadata) -> Metadata:

@@ -156,6 +156,11 @@ class Metadata:
         groups = (*self.groups[:number], group, *self.groups[number + 1 :])
         return dataclasses.replace(self, groups=groups)
 
+    def changed(self, number: int, **changes: Any) -> Self:
+        """Return the metadata with other values in fields of one group."""
+        group = dataclasses.replace(self.groups[number], **changes)
+        return self.with_group(number, group)
+
     def with_sequences(self, **changes: jax.Array | Ring) -> Self:
         """Return the metadata with other values in fields of the sequences."""
         sequences = dataclasses.replace(self.sequences, **changes)  # type: ignore[arg-type]

@@ -19,27 +19,21 @@ class NoIndex:
     num_places = 0
 
     def find(self, metadata: Metadata, _tokens: object, salts: jax.Array) -> Found:
-        """Find nothing of prompts."""
         return find_nothing(metadata, salts.shape)
 
     def texts_of(self, metadata: Metadata, row: jax.Array) -> jax.Array:
-        """Return that no token is told."""
         return jnp.full((*row.shape, metadata.max_context_length), -1, jnp.int32)
 
     def knows(self, _metadata: Metadata, _number: int, block: jax.Array) -> jax.Array:
-        """Return that no block can be found."""
         return jnp.zeros(block.shape, bool)
 
     def count_snapshots(self) -> jax.Array:
-        """Return that there is none."""
         return jnp.int32(0)
 
     def forget(self, metadata: Metadata, *_: object) -> tuple[Metadata, jax.Array]:
-        """Forget nothing."""
         return metadata, jnp.int32(0)
 
     def commit(self, metadata: Metadata, _batch: object) -> tuple[Metadata, tuple[()]]:
-        """Make nothing visible."""
         return metadata, ()
 
     def _find_none(self, *_: object) -> None:
@@ -49,7 +43,6 @@ class NoIndex:
     epochs_of = leave = _find_none
 
     def _note_nothing(self, metadata: Metadata, *_: object) -> Metadata:
-        """Return the metadata as it is."""
         return metadata
 
     begin = enter = record = inherit = cut = use = _note_nothing

@@ -94,7 +94,10 @@ class Ring:
             low, high = self.bounds[first], self.bounds[first + 1]
             if more is not None:
                 old, low = low, low + more
-                high = high + _is_below(low, old).astype(jnp.int32)
+                words = [
+                    jax.lax.bitcast_convert_type(w, jnp.uint32) for w in (low, old)
+                ]
+                high = high + (words[0] < words[1]).astype(jnp.int32)
             bounds += [low, high]
         return dataclasses.replace(
             self,
@@ -135,9 +138,3 @@ NUMBERS = ("head", "span", "count", "fewest")
 def _sum(counts: list[jax.Array]) -> jax.Array:
     """Return the sum of at least one count, i32[]."""
     return functools.reduce(operator.add, counts)
-
-
-def _is_below(low: jax.Array, old: jax.Array) -> jax.Array:
-    """Compare two words, i32[], as unsigned."""
-    bits = [jax.lax.bitcast_convert_type(word, jnp.uint32) for word in (low, old)]
-    return bits[0] < bits[1]

@@ -12,12 +12,12 @@ import numpy as np
 from jkv.config.layout import Sizes
 from jkv.formats.format import STORAGE_NAMES, Formats
 from jkv.formats.table import formats_of
-from jkv.sharding.heads import copies_of
 from jkv.sharding.storage_sharding import (
     POOL,
     Divided,
     DividedAxes,
     StorageSharding,
+    copies_of,
     divide_pools,
 )
 from jkv.state.metadata import BlockGroup, Metadata

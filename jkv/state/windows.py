@@ -34,72 +34,52 @@ class Everything:
     length = None
     num_sink_tokens = 0
 
-    def most_blocks(self, _size: int, _num_tokens: int) -> None:
+    def most_blocks(self, *_: object) -> None:
         """Return that no number of blocks is enough for every text."""
 
-    def sink_columns(self, _size: int) -> int:
-        """Return the columns at the start of a row that are never given back."""
+    def _nothing(self, *_: object) -> int:
+        """Return that no columns are those of sinks, given back, or seen no more."""
         return 0
 
-    def gaps_of(self, _seq_ids: jax.Array) -> Columns:
-        """Return the columns that sequences have given back: none."""
-        return 0
+    sink_columns = gaps_of = unseen_from = _nothing
 
-    def skip(self, rank: jax.Array, _gap: Columns, _size: int) -> jax.Array:
+    def skip(self, rank: jax.Array, *_: object) -> jax.Array:
         """Return the column of the kept block of each rank: the rank."""
         return rank
 
-    def with_gaps(self, _row: jax.Array, _gap: Columns) -> Self:
-        """Note the columns given back of rows: there are none."""
+    def _as_it_is(self, *_: object) -> Self:
+        """Note nothing: no column is ever given back."""
         return self
 
-    def with_one_more(self, _row: jax.Array) -> Self:
-        """Note one more column given back of rows: there is none to give."""
-        return self
+    with_gaps = with_one_more = _as_it_is
 
-    def unseen_from(self, _lengths: jax.Array, _size: int) -> Columns:
-        """Return the columns that no row from these lengths on sees: none."""
-        return 0
-
-    def cuts_off(
-        self, _seq_ids: jax.Array, lengths: jax.Array, _size: int
-    ) -> np.ndarray:
+    def cuts_off(self, _: object, lengths: jax.Array, _size: int) -> np.ndarray:
         """Return which sequences cannot go on from earlier lengths: none."""
         return np.zeros(lengths.shape, bool)
 
     def to_reserve(
-        self, total: jax.Array, num_found: jax.Array, _gap: Columns, _size: int
+        self, total: jax.Array, num_found: jax.Array, *_: object
     ) -> jax.Array:
         """Return the blocks to reserve for texts behind those found: all the others."""
         return total - num_found
 
-    def is_kept(
-        self, _seq_id: jax.Array, positions: jax.Array, _size: int
-    ) -> np.ndarray | jax.Array:
-        """Return which positions a sequence has kept: all."""
+    def is_kept(self, _: object, positions: jax.Array, _size: int) -> np.ndarray:
         return np.ones(positions.shape, bool)
 
     def starts_of(self, seq_ids: jax.Array, _size: int) -> jax.Array:
         """Return the position from which sequences have their tokens: 0."""
         return jnp.zeros(seq_ids.shape, jnp.int32)
 
-    def gone_cells(self, num_columns: int, _size: int) -> np.ndarray | jax.Array:
+    def gone_cells(self, num_columns: int, _size: int) -> np.ndarray:
         """Return which cells of the tables were given back: none."""
         return np.zeros((1, num_columns), bool)
 
     def reaches(self, is_found: jax.Array, _size: int) -> jax.Array:
-        """Return which leading columns suffice to go on behind them, bool[B, C].
-
-        Args:
-          is_found: bool[B, C], the columns that are there.
-          size: T.
-        """
+        """Return which leading columns suffice to go on behind them, bool[B, C]."""
         return jnp.cumprod(is_found, axis=1, dtype=jnp.int32) > 0
 
-    def needs(
-        self, _num_tokens: jax.Array, num_columns: int, _size: int
-    ) -> np.ndarray | jax.Array:
-        """Return the columns that texts need to go on: bool[B, C] or bool[1, C]."""
+    def needs(self, _: object, num_columns: int, _size: int) -> np.ndarray:
+        """Return the columns that texts need to go on: all."""
         return np.ones((1, num_columns), bool)
 
 
@@ -127,10 +107,7 @@ class SlidingWindow:
         return -(-self.num_sink_tokens // size)
 
     def gaps_of(self, seq_ids: jax.Array) -> jax.Array:
-        """Return the columns that sequences have given back, i32[...].
-
-        For an id that is not open it is anything.
-        """
+        """Return the columns that open sequences have given back, i32[...]."""
         return self.num_given_back.at[seq_ids].get(mode="clip")
 
     def skip(self, rank: jax.Array, gap: Columns, size: int) -> jax.Array:
@@ -143,10 +120,7 @@ class SlidingWindow:
         return dataclasses.replace(self, num_given_back=given_back)
 
     def with_one_more(self, row: jax.Array) -> Self:
-        """Note one more column given back for each mention of a row, i32[P].
-
-        A row of S or above is dropped.
-        """
+        """Note one more column given back for each mention of a row, i32[P]."""
         given_back = self.num_given_back.at[row].add(1, mode="drop")
         return dataclasses.replace(self, num_given_back=given_back)
 
@@ -174,13 +148,8 @@ class SlidingWindow:
     ) -> jax.Array:
         """Return the blocks to reserve for texts behind those found, i32[B].
 
-        No more than a sequence has at one time that grows token by token.
-
-        Args:
-          total: i32[B], blocks of each text.
-          num_found: i32[B], leading columns found.
-          gap: i32[B] or 0, of those, the columns given back.
-          size: T.
+        No more than a sequence has at one time that grows token by token. Of the
+        leading columns found a gap was given back.
         """
         most = self.most_blocks(size, 1) - (num_found - gap)
         return jnp.minimum(total - num_found, most)
@@ -192,10 +161,7 @@ class SlidingWindow:
         return (column < first) | (column >= first + self.gaps_of(seq_id))
 
     def starts_of(self, seq_ids: jax.Array, size: int) -> jax.Array:
-        """Return the position from which sequences, i32[...], have their tokens.
-
-        Those of sinks come before; 0 where nothing was given back.
-        """
+        """Return the position, i32[...], from which sequences have tokens."""
         gap = self.gaps_of(seq_ids)
         return jnp.where(gap > 0, (self.sink_columns(size) + gap) * size, 0)
 
@@ -208,11 +174,7 @@ class SlidingWindow:
     def reaches(self, is_found: jax.Array, size: int) -> jax.Array:
         """Return which leading columns suffice to go on behind them, bool[B, C].
 
-        What the next row sees must be there, and the sinks.
-
-        Args:
-          is_found: bool[B, C], the columns that are there.
-          size: T.
+        What the next row sees must be found, bool[B, C], and the sinks.
         """
         num_columns = is_found.shape[1]
         column = jnp.arange(num_columns, dtype=jnp.int32)[None]

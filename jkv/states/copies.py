@@ -1,6 +1,7 @@
 """Copies of states: between rows, and between rows and the places of snapshots."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,26 +10,42 @@ import numpy as np
 from jkv.metadata.entries import for_each_of
 from jkv.sharding.loops import fori_loop
 from jkv.state import StateStorage
-from jkv.states.moves import SnapshotCopies, StateMoves
 
 Arrays = dict[str, jax.Array]
 
 
-def move_states(storage: StateStorage, moves: StateMoves) -> StateStorage:
-    """Return a group's states moved between rows, and from snapshots to rows.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class StateMoves:
+    """What one call does to the states of rows, for each of B requests.
 
-    Outside jit nothing is done if no row is a target.
+    No row is a target twice. Sources are as they were before the call.
     """
+
+    target: jax.Array  # i32[B], the row, S for none
+    base: jax.Array  # i32[B], at how many tokens its state stands then; 0: at none
+    source: jax.Array | None = None  # i32[B], the row it is copied from, S for none
+    place: jax.Array | None = None  # i32[B], or the snapshot's place, P for none
+    # Static: whether a source may be the target of another request.
+    is_exchange: bool = dataclasses.field(default=False, metadata={"static": True})
+
+
+class SnapshotCopies(NamedTuple):
+    """Rows whose states one call copies to places of snapshots."""
+
+    rows: jax.Array  # i32[B]
+    places: jax.Array  # i32[B], P for none
+
+
+def move_states(storage: StateStorage, moves: StateMoves) -> StateStorage:
+    """Return a group's states moved; outside jit nothing is done without a target."""
     if not storage.num_layers or not _has_any(moves.target, storage.bases.shape[1]):
         return storage
     return _move(storage, moves)
 
 
 def copy_to_snapshots(storage: StateStorage, copies: SnapshotCopies) -> StateStorage:
-    """Return a group with the states of rows copied to the places of snapshots.
-
-    Outside jit nothing is done if there is no place.
-    """
+    """Return a group with rows' states copied to snapshots, if there are places."""
     places = next(iter(storage.snapshot_rows.values())).shape[1]
     if not storage.num_layers or not _has_any(copies.places, places):
         return storage
@@ -38,17 +55,11 @@ def copy_to_snapshots(storage: StateStorage, copies: SnapshotCopies) -> StateSto
 def read_rows(
     arrays: Arrays, layer: jax.Array, rows: jax.Array, is_empty: jax.Array
 ) -> Arrays:
-    """Return rows of a layer, zeros for those that hold nothing.
+    """Return rows of a layer, i32[B], zeros for those that hold nothing, bool[B].
 
     XLA on CPU would make a pass over all rows for the zeros, as it puts nothing into
     the gather that it could be a part of. So there a loop writes those of the few rows
     that are empty.
-
-    Args:
-      arrays: by name [L, S, ...].
-      layer: i32[].
-      rows: i32[B], past the end for none.
-      is_empty: bool[B], true where there is none.
     """
 
     def clear(arrays: Arrays) -> Arrays:

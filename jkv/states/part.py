@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.metadata.part import Done, Granted, Lack, Lengths, Masks, Step
+from jkv.metadata.part import Done, Lack, Lengths, Masks
 from jkv.state import Cache, Metadata, StateStorage
-from jkv.state.index import Found
-from jkv.states.copies import copy_to_snapshots, move_states
-from jkv.states.moves import Cut, SnapshotCopies, StateMoves, find_cut
+from jkv.state.index import Found, FoundState
+from jkv.states.copies import SnapshotCopies, StateMoves, copy_to_snapshots, move_states
 from jkv.states.swapped import SwappedStates, fetch_states
 
 
@@ -28,57 +27,39 @@ class OfStates(NamedTuple):
         """Return the part of groups: one for all."""
         return (cls(numbers),)
 
-    def open(
-        self,
-        _metadata: Metadata,
-        found: Found,
-        _num_tokens: jax.Array,
-        _eligible: jax.Array,
-    ) -> "_Opening":
+    def open(self, _metadata: Metadata, found: Found, *_: object) -> "_Opening":
         """Begin with the snapshots found, or with none."""
         return _Opening(found)
 
-    def grow(
-        self,
-        _metadata: Metadata,
-        _seq_ids: jax.Array,
-        _new_length: jax.Array,
-        _eligible: jax.Array,
-    ) -> "_Growing":
+    def grow(self, *_: object) -> "_Nothing":
         """Do nothing: `write_state` stores what a step leaves."""
-        return _Growing()
+        return _Nothing()
 
     def share(
         self, metadata: Metadata, parents: jax.Array, length: Lengths
     ) -> "_Sharing":
         """Copy what parents have at lengths."""
-        cut = find_cut(metadata, parents, length.tokens)
+        cut = _find_cut(metadata, parents, length.tokens)
         return _Sharing(parents, length.tokens, cut, False, (cut.is_wrong,))
 
     def cut(
         self, metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array
     ) -> "_Cutting":
         """Take back tokens that are pending, or go on from a snapshot."""
-        cut = find_cut(metadata, seq_ids, lengths)
+        cut = _find_cut(metadata, seq_ids, lengths)
         return _Cutting(lengths, cut, (cut.is_wrong,))
 
-    def enter(self, _metadata: Metadata, _brought: object) -> "_Entering":
+    def enter(self, *_: object) -> "_Nothing":
         """Do nothing: what is pending is noted of the sequences."""
-        return _Entering()
+        return _Nothing()
 
     def exchange(
-        self,
-        metadata: Metadata,
-        _seq_ids: jax.Array,
-        parents: jax.Array,
-        length: Lengths,
+        self, metadata: Metadata, _: object, parents: jax.Array, length: Lengths
     ) -> "_Sharing":
         """Copy what parents have; all rows are read before one is written."""
         return self.share(metadata, parents, length)._replace(is_exchange=True)
 
-    def close(
-        self, metadata: Metadata, _seq_ids: jax.Array, _closable: jax.Array
-    ) -> Metadata:
+    def close(self, metadata: Metadata, *_: object) -> Metadata:
         """Do nothing: whatever an empty sequence's row holds, it begins anew."""
         return metadata
 
@@ -94,19 +75,46 @@ class OfStates(NamedTuple):
         """Copy the states of rows to places of snapshots, i32[B] each."""
         return SnapshotCopies(rows, places)
 
-    def leave(self, _metadata: Metadata, _seq_ids: jax.Array) -> tuple[()]:
+    def leave(self, *_: object) -> tuple[()]:
         """Return nothing: a sequence's states are in its row."""
         return ()
 
+    def num_free(self, _: object) -> tuple[()]:
+        """Return nothing: there is no pool."""
+        return ()
+
     def fetch(
-        self, cache: Cache, seq_ids: np.ndarray, _lengths: np.ndarray, _left: tuple[()]
+        self, cache: Cache, seq_ids: np.ndarray, *_: object
     ) -> dict[int, SwappedStates]:
         """Copy the states of rows to the host."""
         return {i: fetch_states(cache.storage[i], seq_ids) for i in self.numbers}
 
-    def num_free(self, _metadata: Metadata) -> tuple[jax.Array, ...]:
-        """Return nothing: there is no pool."""
-        return ()
+
+class _Cut(NamedTuple):
+    """What B sequences that are cut back to a length go on from."""
+
+    is_wrong: jax.Array  # bool[B], no state stands at that length or can be had there
+    num_pending: jax.Array  # i32[B], tokens that are pending then
+    snapshot: FoundState | None  # what is at that length; None without snapshots
+
+
+def _find_cut(metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array) -> _Cut:
+    """Return what sequences cut back to lengths, i32[B] each, go on from.
+
+    The length may be the present one, 0, any from the base on, or a snapshot's.
+    """
+    length = metadata.context_lengths.at[seq_ids].get(mode="clip")
+    base = length - metadata.sequences.pending_of(seq_ids)
+    stands = (lengths == 0) | ((lengths >= base) & (lengths <= length))
+    pending = jnp.where(lengths == 0, 0, lengths - base)
+    looked_for = jnp.where(stands | (lengths > length), 0, lengths)
+    looked_for = jnp.maximum(looked_for, 0)
+    found = metadata.index.find_state(metadata, seq_ids, looked_for)
+    if found is None:
+        return _Cut(~stands, pending, None)
+    is_there = found.place < found.none
+    pending = jnp.where(is_there, found.num_pending, pending)
+    return _Cut(~(stands | is_there), pending, found)
 
 
 class _Opening(NamedTuple):
@@ -128,19 +136,10 @@ class _Opening(NamedTuple):
         return metadata, StateMoves(row, base, place=state.place)
 
 
-class _Growing(NamedTuple):
+class _Nothing(NamedTuple):
     lacks: tuple[Lack, ...] = ()
 
-    def apply(
-        self, metadata: Metadata, _step: Step, _granted: tuple[Granted, ...]
-    ) -> tuple[Metadata, None]:
-        return metadata, None
-
-
-class _Entering(NamedTuple):
-    lacks: tuple[Lack, ...] = ()
-
-    def apply(self, metadata: Metadata, _row: jax.Array) -> tuple[Metadata, None]:
+    def apply(self, metadata: Metadata, *_: object) -> tuple[Metadata, None]:
         return metadata, None
 
 
@@ -149,7 +148,7 @@ class _Sharing(NamedTuple):
 
     parents: jax.Array  # i32[B]
     lengths: jax.Array  # i32[B], tokens that each row takes over
-    found: Cut  # what the parents have there
+    found: _Cut  # what the parents have there
     is_exchange: bool  # static: whether a parent may be a row of another request
     wrongs: Masks
     lacks: tuple[Lack, ...] = ()
@@ -174,7 +173,7 @@ class _Cutting(NamedTuple):
     """Rows that go back to an earlier state."""
 
     lengths: jax.Array  # i32[B]
-    found: Cut  # what there is
+    found: _Cut  # what there is
     wrongs: Masks
     lacks: tuple[Lack, ...] = ()
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.sharding.processes import bring_whole, is_shared
+from jkv.sharding.processes import bring
 from jkv.state import Cache, StateStorage
 
 
@@ -28,7 +28,6 @@ class SwappedStates:
         """Return that bits are written as they are."""
 
     def fits(self, _columns: int) -> bool:
-        """Return that there are no block tables."""
         return True
 
     def brought(self, _columns: int) -> None:
@@ -37,7 +36,6 @@ class SwappedStates:
     def compare(
         self, cache: Cache, number: int, _lengths: np.ndarray
     ) -> dict[str, tuple[Any, Any]]:
-        """Return what the states are, there and in a cache, by name."""
         storage = cache.storage[number]
         return {
             f"{part} of its state": (
@@ -56,7 +54,6 @@ class SwappedStates:
         *,
         donate: bool,
     ) -> Cache:
-        """Write the states to rows of sequences."""
         storage = cache.storage[number]
         if not storage.num_layers:
             return cache
@@ -70,9 +67,7 @@ def fetch_states(storage: StateStorage, rows: np.ndarray) -> SwappedStates:
     if isinstance(storage.bases, np.ndarray):
         found: Any = jax.tree.map(lambda array: array[:, rows], arrays)
     else:
-        found = _gather(arrays, rows)
-        shared = any(is_shared(leaf.sharding) for leaf in jax.tree.leaves(found))
-        found = jax.tree.map(bring_whole, found) if shared else jax.device_get(found)
+        found = bring(_gather(arrays, rows))
     return SwappedStates(bases=found[0], rows=found[1], inputs=found[2])
 
 

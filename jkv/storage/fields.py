@@ -22,10 +22,7 @@ _type_hints: Callable[[type], dict[str, Any]] = functools.cache(typing.get_type_
 
 
 def list_leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Walk the fields of a value down to its leaves; what is None has none.
-
-    It is a dataclass, a tuple of such, a dict or a leaf, and has a name of its own.
-    """
+    """Walk the fields of a value, members of tuples and dicts, down to leaves."""
     parts: dict[str, Any] = {}
     if dataclasses.is_dataclass(value):
         parts = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
@@ -42,18 +39,12 @@ def list_leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 def build(
     kind: type[Value], leaves: dict[str, Any], kinds: Kinds, name: str = ""
 ) -> Value:
-    """Make a value of its leaves.
+    """Make a value of its leaves. They are taken out: what remains is not its own.
 
-    Args:
-      kind: the dataclass to make.
-      leaves: by the names that `list_leaves` gives them, dtypes and tuples as JSON has
-        them too. They are taken out: what remains does not belong to the value.
-      kinds: the classes of which one stands where a field's type is a face, or that of
-        the members of a tuple.
-      name: of the value itself.
-
-    Raises:
-      ValueError: if a leaf is missing that cannot be None.
+    They have the names that `list_leaves` gives them, dtypes and tuples as JSON has
+    them too. `kinds` are the classes of which one stands where a field's type is a
+    face, or that of the members of a tuple. ValueError if a leaf is missing that cannot
+    be None.
     """
     parts = {
         field: _build_field(hint, leaves, kinds, _join(name, field))

@@ -104,17 +104,10 @@ class Tensor(NamedTuple):
 def write_file(
     path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]
 ) -> None:
-    """Write a file, whole or not at all.
+    """Write a file, whole or not at all; it replaces one that is there.
 
-    Args:
-      path: where; a file that is there is replaced when the new one is complete.
-      tensors: the arrays by name, large elements first: then each begins at a multiple
-        of its element size.
-      metadata: what else the header shall say.
-
-    Raises:
-      OSError: if it cannot be written.
-      ValueError: if the parts of a tensor do not make up its shape.
+    Arrays of large elements come first: then each begins at a multiple of its element
+    size.
     """
     start, entries = 0, {}
     for name, tensor in tensors.items():
@@ -139,18 +132,7 @@ def write_file(
 
 
 def read_file(path: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
-    """Verify a file and map its arrays into memory.
-
-    Args:
-      path: of the file.
-
-    Returns:
-      What the header says of the whole, and the arrays by name.
-
-    Raises:
-      FileError: if it is not a file of ours, or not as it was written.
-      OSError: if it cannot be read.
-    """
+    """Verify a file of ours; return its metadata, and its arrays by name, mapped."""
     with open(os.fspath(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         raw, header = _read_header(path, file, size)
@@ -222,11 +204,8 @@ def _read_header(
         metadata = header.get("__metadata__", {})
         form, version = metadata.get("format"), metadata.get("version", "")
     except (ValueError, AttributeError) as error:
-        fault = (
-            "is damaged: its header cannot be read"
-            if ours
-            else ("is foreign: not a safetensors file")
-        )
+        is_foreign = "is foreign: not a safetensors file"
+        fault = "is damaged: its header cannot be read" if ours else is_foreign
         raise FileError(path, fault) from error
     if form != FORMAT:
         raise FileError(path, "is foreign: a safetensors file that jkv did not write")
@@ -247,7 +226,8 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     try:
         with open(temporary, "xb") as file:
             yield file
-            _copy_permissions(target, temporary)
+            with contextlib.suppress(FileNotFoundError):
+                os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
@@ -261,12 +241,6 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             os.fsync(entry)  # else a loss of power could undo the renaming
         finally:
             os.close(entry)
-
-
-def _copy_permissions(source: str, target: str) -> None:
-    """Give a file the permissions of another, if that one exists."""
-    with contextlib.suppress(FileNotFoundError):
-        os.chmod(target, stat.S_IMODE(os.stat(source).st_mode))
 
 
 def _chunks(parts: Iterable[np.ndarray]) -> Iterator[memoryview]:

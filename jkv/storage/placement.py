@@ -17,11 +17,15 @@ import numpy as np
 from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig, as_grouped
 from jkv.config.state_config import StateConfig
-from jkv.sharding.heads import copies_of, with_copies_of_heads
 from jkv.sharding.processes import is_shared
-from jkv.sharding.ranks import PoolSharding
 from jkv.sharding.resharding import is_explicit
-from jkv.sharding.storage_sharding import POOL_HEADS, StorageSharding
+from jkv.sharding.storage_sharding import (
+    POOL_HEADS,
+    PoolSharding,
+    StorageSharding,
+    copies_of,
+    with_copies_of_heads,
+)
 from jkv.state.cache import Cache, Device
 
 Placement: TypeAlias = Device | jax.sharding.Sharding | None  # None: JAX's choice
@@ -53,19 +57,7 @@ def choose_placements(
     context: str | None = None,
     pools: str | None = None,
 ) -> Placements:
-    """Return where a cache goes, on a device or on a mesh.
-
-    Args:
-      cache: the cache, or its configuration.
-      device: a device or a sharding, for all arrays.
-      mesh: devices instead.
-      heads: the mesh axis over which the kv heads are spread, None for no axis.
-      context: the mesh axis over which the tokens of each block are spread, likewise.
-      pools: the mesh axis of which each rank has a pool, None for one pool.
-
-    Raises:
-      ValueError: for arguments that exclude each other, or sizes that do not fit.
-    """
+    """Return where a cache goes, on a device or on a mesh, by the names of axes."""
     named = {"heads": heads, "context": context, "pools": pools}
     axes = {name: axis for name, axis in named.items() if axis is not None}
     groups: Sequence[Any] = (
@@ -127,14 +119,9 @@ def put_by_layers(
 ) -> jax.Array:
     """Put an array of storage, [L, N, K, ...], on its devices a layer at a time.
 
-    One mapped from a file is then never in the host's memory as a whole. Of an array
-    with an axis of ranks first, that is a layer of each rank.
-
-    Args:
-      array: with the model's heads, each once.
-      where: of the cache.
-      group: whose array it is.
-      path: of the array in the group's storage.
+    It has the model's heads, each once. One mapped from a file is then never in the
+    host's memory as a whole. Of an array with an axis of ranks first, that is a layer
+    of each rank.
     """
     axis = 0 if where.pools is None else 1  # of the layers
     sharding, device = where.shardings[group], where.of(group, path)
@@ -158,10 +145,7 @@ def put_by_layers(
 def _find_layer_placement(
     device: Placement, axis: int, ndim: int, copies: int
 ) -> jax.sharding.NamedSharding | None:
-    """Return where one layer of an array goes; None where JAX may choose.
-
-    Copies of heads are made where the array is.
-    """
+    """Return where one layer of an array goes; None where JAX may choose."""
     if not isinstance(device, jax.sharding.NamedSharding):
         return None
     axes = [*device.spec, *[None] * ndim][:ndim]

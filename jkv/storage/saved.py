@@ -19,10 +19,9 @@ import numpy as np
 from jkv.blocks import contents
 from jkv.blocks.contents import HostArray
 from jkv.formats.bits import STORED_AS
-from jkv.sharding.heads import copies_of, without_copies_of_heads
 from jkv.sharding.processes import agree, bring_whole, is_shared, is_writer
 from jkv.sharding.resharding import as_auto
-from jkv.sharding.storage_sharding import POOL_HEADS
+from jkv.sharding.storage_sharding import POOL_HEADS, copies_of, without_copies_of_heads
 from jkv.state import Cache
 from jkv.storage import fields, files
 from jkv.storage.files import FileError, Path, Tensor
@@ -42,10 +41,7 @@ def write_value(path: Path, value: Cache | Swapped) -> None:
     """Write a value to a file, whole or not at all, K/V a layer at a time.
 
     Of a cache that lies on devices of several processes, all of them call this and get
-    each layer, and one writes.
-
-    Raises:
-      OSError: if it cannot be written, on every process.
+    each layer, and one writes. OSError on every process if it cannot be written.
     """
     tensors: dict[str, Tensor] = {}
     constants: dict[str, Any] = {}
@@ -59,7 +55,10 @@ def write_value(path: Path, value: Cache | Swapped) -> None:
             constants[name] = _as_json(leaf)
         else:
             tensors[name] = Tensor(leaf.dtype, leaf.shape, (bring_whole(leaf),))
-    metadata = {"holds": _kind_of(value), "fields": json.dumps(constants)}
+    kind = "sequences"
+    if isinstance(value, Cache):
+        kind = "cache" if value.pools is None else "pools"
+    metadata = {"holds": kind, "fields": json.dumps(constants)}
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
     # All groups lie on the same devices.
     where: Any = None
@@ -72,11 +71,7 @@ def write_value(path: Path, value: Cache | Swapped) -> None:
 
 
 def read_value(path: Path, kinds: fields.Kinds) -> Cache | Swapped:
-    """Return what a file holds, its arrays mapped from the file; kinds as for `build`.
-
-    Raises:
-      FileError: if the file is not one that `write_value` wrote.
-    """
+    """Return what a file of `write_value` holds, mapped; kinds as for `build`."""
     metadata, arrays = files.read_file(path)
     leaves: dict[str, Any] = {
         name: array.view(STORED_AS.get(array.dtype, array.dtype))
@@ -97,10 +92,7 @@ def read_value(path: Path, kinds: fields.Kinds) -> Cache | Swapped:
 
 
 def _kept(value: Cache | Swapped) -> Cache | Swapped:
-    """Return what a file keeps: it holds the model's heads and knows nothing of a mesh.
-
-    Nor of debug mode.
-    """
+    """Return what a file keeps: the model's heads, on no mesh, and no debug mode."""
     if isinstance(value, Swapped):
         return value
     storage = tuple(each.with_sharding(None) for each in value.storage)
@@ -125,12 +117,6 @@ def _find_meaning(value: Cache | Swapped, name: str) -> np.dtype[Any] | None:
     groups = value.storage if isinstance(value, Cache) else value.groups
     meaning: np.dtype[Any] | None = groups[int(numbers[0])].meaning(numbers[1])
     return meaning
-
-
-def _kind_of(value: Cache | Swapped) -> str:
-    if isinstance(value, Swapped):
-        return "sequences"
-    return "cache" if value.pools is None else "pools"
 
 
 def _by_layers(

@@ -81,12 +81,8 @@ class Swapped:
 def copy_out(cache: Cache, seq_ids: Integers) -> Swapped:
     """Return sequences as a host value; the cache stays as it is.
 
-    Args:
-      cache: on a device, or of numpy arrays, as a file gives it.
-      seq_ids: i32[B] or int, the sequences; -1 is padding.
-
-    Raises:
-      InvalidSequence: for an id that is not open or is named twice.
+    It is on a device, or of numpy arrays, as a file gives it. Padding is left out;
+    InvalidSequence for an id that is not open or is named twice.
     """
     (seq_ids,) = requests.broadcast(seq_ids=seq_ids)
     found = jax.device_get(_look_up(cache.metadata, seq_ids))
@@ -120,13 +116,9 @@ def _look_up(metadata: Metadata, seq_ids: jax.Array) -> dict[str, Any]:
 
 
 def match_groups(cache: Cache, swapped: Swapped) -> tuple[Luggage, ...]:
-    """Return what sequences have for each group of a cache.
+    """Return what sequences have for each group of a cache; refuse others.
 
     Each group takes the next of its kind: files of 0.2 have those with blocks first.
-
-    Raises:
-      ValueError: if they left a cache of other groups, or another shape or dtype, or
-        have given back what this cache's layers see.
     """
     there, here = (_count_groups(groups) for groups in (swapped.groups, cache.storage))
     if there != here:

@@ -5,7 +5,6 @@ longest, so that is the order here, too. A block goes before the blocks that lea
 it, and with a block of the leading group go those that other groups have beside it.
 """
 
-import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -13,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata import allocator, ring
-from jkv.metadata.entries import ENTRIES_PER_TRIP
 from jkv.metadata.xla_cpu import running_sum
 from jkv.prefixes.prefix_index import (
     beside_of,
@@ -23,8 +21,10 @@ from jkv.prefixes.prefix_index import (
     is_known,
 )
 from jkv.prefixes.snapshots import forget_places, snapshots_of
-from jkv.sharding.loops import while_loop
 from jkv.state import Metadata
+
+# Entries that were counted so far, and what was found: i32[], and i32[...].
+_Counted = tuple[jax.Array, jax.Array]
 
 
 class Chosen(NamedTuple):
@@ -78,52 +78,28 @@ def choose(metadata: Metadata, count: jax.Array, *, width: int) -> Chosen:
 def find_free(
     metadata: Metadata, number: int, count: jax.Array, *, width: int, known: bool
 ) -> jax.Array:
-    """Return the free blocks of a group that leave next, of those that are known.
+    """Return so many free blocks, i32[W], that leave next, known or not; N behind."""
+    group, count = metadata.groups[number], jnp.minimum(count, width)
 
-    Args:
-      metadata: with an index.
-      number: of the group.
-      count: i32[], how many; W at most.
-      width: W, static.
-      known: whether those that can be found are looked for, or those that hold nothing.
-
-    Returns:
-      i32[W], in that order, N behind the last.
-    """
-    group = metadata.groups[number]
-    free, lanes = group.free_blocks, jnp.arange(ENTRIES_PER_TRIP, dtype=jnp.int32)
-    count = jnp.minimum(count, width)
-
-    def chunk(
-        state: tuple[jax.Array, jax.Array, jax.Array],
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        start, num, found = state
-        block, is_entry = ring.entries(free, start + lanes)
+    def visit(carry: _Counted, block: jax.Array, is_entry: jax.Array) -> _Counted:
+        num, found = carry
         fits = is_entry & (is_known(metadata, number, block) == known)
         rank = num + running_sum(fits.astype(jnp.int32)) - 1
         place = jnp.where(fits & (rank < count), rank, width)
         num += jnp.sum(fits, dtype=jnp.int32)
-        return start + lanes.shape[0], num, found.at[place].set(block, mode="drop")
+        return num, found.at[place].set(block, mode="drop")
 
     nothing = jnp.full((width,), group.num_blocks, jnp.int32)
-    return while_loop(
-        lambda state: (state[0] < free.span) & (state[1] < count),
-        chunk,
-        (jnp.int32(0), jnp.int32(0), nothing),
-    )[2]
+    start = jnp.int32(0), nothing
+    return ring.scan(group.free_blocks, lambda c: c[0] < count, visit, start)[1]
 
 
 @jax.jit
 def count_next(metadata: Metadata, wanted: jax.Array) -> jax.Array:
-    """Return how many of the blocks that leave next are cached.
+    """Return how many of the blocks that leave next are cached, i32[G].
 
-    Args:
-      metadata: with an index.
-      wanted: i32[G], how many leave of each group with blocks; with states one more, of
-        places for snapshots.
-
-    Returns:
-      i32[G], cached blocks among these.
+    Of each group with blocks so many leave, i32[G]; with states one more, of places for
+    snapshots.
     """
     found = [
         _count_cached(metadata, number, wanted[at])
@@ -138,24 +114,16 @@ def count_next(metadata: Metadata, wanted: jax.Array) -> jax.Array:
 
 def _count_cached(metadata: Metadata, number: int, wanted: jax.Array) -> jax.Array:
     """Count cached blocks among those of a group that leave next, i32[]."""
-    free = metadata.groups[number].free_blocks
-    lanes = jnp.arange(ENTRIES_PER_TRIP, dtype=jnp.int32)
 
-    def chunk(
-        state: tuple[jax.Array, jax.Array, jax.Array],
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        start, num, cached = state
-        block, is_entry = ring.entries(free, start + lanes)
+    def visit(carry: _Counted, block: jax.Array, is_entry: jax.Array) -> _Counted:
+        num, cached = carry
         rank = num + running_sum(is_entry.astype(jnp.int32))
         leaves = is_entry & (rank <= wanted)
         cached += jnp.sum(leaves & is_known(metadata, number, block), dtype=jnp.int32)
-        return start + lanes.shape[0], rank[-1], cached
+        return rank[-1], cached
 
-    return while_loop(
-        lambda state: (state[0] < free.span) & (state[1] < wanted),
-        chunk,
-        (jnp.int32(0), jnp.int32(0), jnp.int32(0)),
-    )[2]
+    free, start = metadata.groups[number].free_blocks, (jnp.int32(0), jnp.int32(0))
+    return ring.scan(free, lambda carry: carry[0] < wanted, visit, start)[1]
 
 
 @jax.jit
@@ -185,8 +153,5 @@ def forget(
         num = jnp.sum(was_known & is_free, dtype=jnp.int32)
         metadata = forget_blocks(metadata, number, block)
         metadata = allocator.lower(metadata, number, block)
-        group = metadata.groups[number]
-        free = group.free_blocks.changed(forgotten=num)
-        group = dataclasses.replace(group, free_blocks=free)
-        metadata = metadata.with_group(number, group)
+        metadata = allocator.count_forgotten(metadata, number, num)
     return forget_places(metadata, places)

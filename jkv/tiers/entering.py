@@ -5,7 +5,6 @@ as `commit` proves it, and the block goes into a free block that holds nothing. 
 blocks of the chains that are free are made the last to be handed out, children first.
 """
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -17,12 +16,12 @@ from jkv.metadata.ring import Keep
 from jkv.prefixes import hash_tables, hashing
 from jkv.prefixes.hash_tables import Prefixes
 from jkv.prefixes.prefix_index import (
-    beside_of,
     find_partners,
+    forget_partners,
     index_of,
     put_index,
+    set_partners,
     tokens_of,
-    with_follower,
 )
 from jkv.sharding.loops import fori_loop
 from jkv.state import Metadata
@@ -112,28 +111,18 @@ def _enter_one(
     index = hash_tables.enter(index, resolved, prefixes, before, hash_above)
     index = hash_tables.insert_children(index, resolved.enters, hash_above)
     metadata = put_index(metadata, index)
-    group = dataclasses.replace(
-        metadata.leading,
-        tokens=tokens_of(metadata).at[resolved.enters].set(tokens, mode="drop"),
-    )
-    metadata = metadata.with_group(metadata.leader, group)
-
-    written = list(entered.written)
-    used = list(num_used)
+    told = tokens_of(metadata).at[resolved.enters].set(tokens, mode="drop")
+    metadata = metadata.changed(metadata.leader, tokens=told)
+    written, used = list(entered.written), list(num_used)
     written[leader] = written[leader].at[lane].set(resolved.enters)
     used[leader] += (resolved.enters < nothing).astype(jnp.int32)
     for number in metadata.followers:
         at = numbers.index(number)
-        is_held = jnp.asarray(lanes.held[at])[lane]
-        own = (
-            blanks[at]
-            .at[used[at]]
-            .get(mode="fill", fill_value=metadata.groups[number].num_blocks)
-        )
-        metadata, partner = _pair(metadata, number, resolved, own, is_held)
+        none, is_held = metadata.groups[number].num_blocks, jnp.asarray(lanes.held[at])
+        own = blanks[at].at[used[at]].get(mode="fill", fill_value=none)
+        metadata, partner = _pair(metadata, number, resolved, own, is_held[lane])
         written[at] = written[at].at[lane].set(partner)
-        is_taken = partner < metadata.groups[number].num_blocks
-        used[at] += is_taken.astype(jnp.int32)
+        used[at] += (partner < none).astype(jnp.int32)
     stands = entered.stands.at[lane].set(resolved.stands)
     return _Carry(metadata, Entered(stands, tuple(written)), tuple(used))
 
@@ -145,38 +134,22 @@ def _pair(
     own: jax.Array,
     is_held: jax.Array,
 ) -> tuple[Metadata, jax.Array]:
-    """Give a group a block beside a column's, i32[1], if its contents are held.
-
-    Returns:
-      The metadata, and the block that is to be written, N for none.
-    """
+    """Give a group a block beside a column's, if it is held; return it, N for none."""
     nothing, no_leader = metadata.groups[number].num_blocks, metadata.leading.num_blocks
-    # A block that has just entered has no partner of an earlier text.
-    beside = beside_of(metadata, number)
-    partners = beside.partners.at[resolved.enters].set(nothing, mode="drop")
-    beside = dataclasses.replace(beside, partners=partners)
-    metadata = with_follower(metadata, number, beside)
+    metadata = forget_partners(metadata, number, resolved.enters)
     known = find_partners(metadata, number, resolved.stands)
     is_given = is_held & (own < nothing)
     is_given &= (resolved.stands < no_leader) & (known == nothing)
     leader = jnp.where(is_given, resolved.stands, no_leader)
     own = jnp.where(is_given, own, nothing)
-    beside = dataclasses.replace(
-        beside,
-        partners=beside.partners.at[leader].set(own, mode="drop"),
-        beside=beside.beside.at[own].set(leader, mode="drop"),
-    )
-    return with_follower(metadata, number, beside), own
+    return set_partners(metadata, number, leader, own), own
 
 
 def _renew(metadata: Metadata, blocks: jax.Array, keep: Keep | None) -> Metadata:
     """Make blocks of the leading group and those beside them the last to be handed out.
 
-    Args:
-      metadata: the state.
-      blocks: i32[W], all different, in the order in which they shall go; N_0 for none.
-        What is not free stays where it is.
-      keep: the least class and time of each, [W]; None where there is one class.
+    They are i32[W], all different, in the order in which they shall go, N_0 for none,
+    and kept at least by class and time, [W]. What is not free stays where it is.
     """
     for number in metadata.block_numbers:
         own = find_partners(metadata, number, blocks)

@@ -64,15 +64,7 @@ class Folder:
         return self._waiting_bytes > MOST_WAITING_BYTES // 2
 
     def agree(self, version: str, layout: Layout | None) -> Layout | None:
-        """Return the layout of what lies here; None if nothing does.
-
-        Args:
-          version: of the model.
-          layout: noted where nothing lies here yet.
-
-        Raises:
-          ValueError: if what lies here is of another version or layout.
-        """
+        """Return the layout of what lies here, or note one; refuse any other."""
         path = self._layout_path
         try:
             with open(path, encoding="utf-8") as file:
@@ -110,13 +102,9 @@ class Folder:
     def write(self, digest: bytes, text: np.ndarray, held: Held, said: Any) -> None:
         """Write a column soon; until then it is found as if it were written.
 
-        Where too much waits it is lost, as the disk is slower than what comes.
-
-        Args:
-          digest: of the text.
-          text: i32[n T], all tokens up to the column's end.
-          held: what the column holds.
-          said: the header: domain, version and layout.
+        Its text, i32[n T], ends with the column, and the header says domain, version
+        and layout. Where too much waits it is lost, as the disk is slower than what
+        comes.
         """
         name = digest.hex()
         with self._lock:

@@ -118,14 +118,10 @@ def put_together(
     held: dict[int, Held],
     layout: Layout,
 ) -> Spilled:
-    """Return columns as `restore` takes them.
+    """Return columns of a domain as `restore` takes them.
 
-    Args:
-      tokens: i32[Q, T].
-      parents: i32[Q], the node before each, -1 for a text's first.
-      salt: the domain.
-      held: what nodes hold, by number.
-      layout: of all that is held.
+    They have tokens, i32[Q, T], parents, i32[Q], -1 for a text's first, and what nodes
+    hold, by number.
     """
     groups = tuple(
         _group(number, held, of_group) for number, of_group in enumerate(layout.groups)

@@ -36,7 +36,6 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, cache: Cache) -> Self:
-        """Return the layout of a cache."""
         groups = []
         for storage in cache.block_storage:
             kinds = tuple(
@@ -61,7 +60,6 @@ class Layout(NamedTuple):
 
     @classmethod
     def of_json(cls, text: str) -> Self:
-        """Return what `to_json` wrote."""
         block_size, groups, states = _as_tuples(json.loads(text))
         return cls(
             block_size,

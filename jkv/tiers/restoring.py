@@ -107,9 +107,8 @@ def _enter_all(
 ) -> tuple[Cache, np.ndarray, list[np.ndarray]]:
     """Enter all columns in the index, and make them the last to be handed out.
 
-    Returns:
-      The cache; i32[Q], the leading group's block of each node, N_0 for none; and of
-      each group i32[Q], the blocks that are to be written, N for none.
+    Returned with the cache are the leading group's block of each node, i32[Q], N_0 for
+    none, and of each group the blocks that are to be written, i32[Q], N for none.
     """
     metadata, nothing = cache.metadata, cache.metadata.leading.num_blocks
     num_nodes = len(spilled.parents)
@@ -150,10 +149,7 @@ def _take_back(values: np.ndarray, start: int, fill: int) -> np.ndarray:
 def _raise_parents(
     spilled: Spilled, is_there: np.ndarray, num_classes: int
 ) -> Keep | None:
-    """Return how nodes are kept, none less than what follows it and is there, bool[Q].
-
-    None where all are of one class.
-    """
+    """Return how nodes are kept, if at all: none less than what follows it here."""
     if num_classes == 1:
         return None
     if spilled.classes is None or spilled.kept_until is None:
@@ -175,7 +171,6 @@ def _lanes(
     part: slice,
     nothing: int,
 ) -> Lanes:
-    """Return the columns of one call."""
     parents = spilled.parents[part]
     num = len(parents)
     above = np.where(parents >= 0, stands[parents], nothing)
@@ -228,10 +223,7 @@ def text_of(spilled: Spilled, node: int) -> np.ndarray:
 
 
 def warm_up(cache: Cache, most: int) -> Cache:
-    """Compile what restores so many blocks at most, by copying some to where they are.
-
-    The cache is donated.
-    """
+    """Compile what restores so many blocks, by copying some; the cache is donated."""
     layout = Layout.of(cache)
     tokens = np.zeros((1, layout.block_size), np.int32)
     bare = put_together(tokens, np.full(1, -1, np.int32), 0, {}, layout)

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.prefixes.snapshots import hash_text, snapshots_of, with_snapshots
+from jkv.prefixes.prefix_index import with_index
+from jkv.prefixes.snapshots import hash_text, put_at, snapshots_of
 from jkv.state import Cache, Metadata, StateStorage
 from jkv.states.swapped import SwappedStates, fetch_states
 
@@ -28,14 +29,7 @@ def put_snapshots(
     *,
     donate: bool,
 ) -> Cache:
-    """Write states from the host to places, i32[P], all different.
-
-    Args:
-      cache: the cache.
-      states: of each group with a state.
-      places: i32[P].
-      donate: write in place of the old arrays, which are then gone, not in copies.
-    """
+    """Write states of each group with some to places, i32[P], all different."""
     for number, held in zip(_find_numbers(cache), states, strict=True):
         old = cache.storage[number]
         if not old.num_layers or not len(places):
@@ -74,14 +68,8 @@ def note_snapshots(
 ) -> tuple[Metadata, np.ndarray]:
     """Give places to the snapshots of texts: empty ones, and those unused for longest.
 
-    Args:
-      metadata: the state, with snapshots.
-      texts: i32[n T] of each.
-      salts: the domain of each.
-      pending: i32[P], of each text's last tokens those pending.
-
-    Returns:
-      The metadata, and i32[P]: the places, that of no snapshot for a text that has one.
+    Of texts, i32[n T] each, so many last tokens are pending, i32[P]. Returned with the
+    metadata are the places, i32[P], that of no snapshot for a text that has one.
     """
     known: Any = snapshots_of(metadata)
     lengths, last_used, theirs = map(
@@ -117,18 +105,15 @@ def _note(
     known: Any = snapshots_of(metadata)
     hash_one = functools.partial(hash_text, block_size=metadata.block_size)
     hashes = jax.vmap(hash_one)(texts, salts[:, None], lengths[:, None])[:, 0]
-    stamps = known.num_uses + 1 + jnp.arange(len(texts), dtype=jnp.uint32)
-
-    def put(field: jax.Array, values: jax.Array) -> jax.Array:
-        return field.at[places].set(values, mode="drop")
-
-    return with_snapshots(
-        metadata,
-        lengths=put(known.lengths, lengths),
-        salts=put(known.salts, salts),
-        hashes=put(known.hashes, hashes),
-        num_pending=put(known.num_pending, pending),
-        texts=put(known.texts, texts),
-        last_used=put(known.last_used, stamps),
-        num_uses=known.num_uses + jnp.uint32(len(texts)),
+    noted = put_at(
+        known,
+        places,
+        lengths=lengths,
+        salts=salts,
+        hashes=hashes,
+        num_pending=pending,
+        texts=texts,
+        last_used=known.num_uses + 1 + jnp.arange(len(texts), dtype=jnp.uint32),
     )
+    num_uses = known.num_uses + jnp.uint32(len(texts))
+    return with_index(metadata, snapshots=dataclasses.replace(noted, num_uses=num_uses))

@@ -160,15 +160,7 @@ def _take_group(
     over: np.ndarray,
     nodes: dict[int, int],
 ) -> SpilledGroup:
-    """Copy blocks of one group, i32[W], parents before children.
-
-    Args:
-      cache: the cache.
-      number: of the group.
-      blocks: N for none.
-      over: the leading group's block beside each.
-      nodes: of the leading group's blocks.
-    """
+    """Copy blocks of one group, i32[W], N for none, parents before children."""
     is_there = blocks < cache.metadata.groups[number].num_blocks
     above = np.array([nodes[b] for b in over[is_there].tolist()], int)
     order = np.argsort(above)
@@ -179,15 +171,10 @@ def _take_group(
 def _choose_places(
     cache: Cache, count: int, texts: TextBuilder, gone: dict[int, int]
 ) -> dict[int, int] | None:
-    """Choose snapshots to go; return their nodes by place, None without states.
+    """Choose snapshots to go, so that places are empty; return their nodes by place.
 
-    Those at the end of blocks that go, and those unused for longest.
-
-    Args:
-      cache: the cache.
-      count: how many places shall be empty.
-      texts: of the blocks that go; those of the snapshots are added.
-      gone: nodes of the leading group's blocks that go, and the hashes of their texts.
+    Those at the end of blocks that go, which have nodes and hashes, and those unused
+    for longest, whose texts are added. None without states.
     """
     known = snapshots_of(cache.metadata)
     if known is None:
@@ -219,7 +206,6 @@ def _choose_places(
 
 
 def _take_snapshots(cache: Cache, places: dict[int, int]) -> SpilledSnapshots:
-    """Copy the snapshots at places."""
     at = np.array([*places], np.int32)
     known: Any = snapshots_of(cache.metadata)
     return SpilledSnapshots(

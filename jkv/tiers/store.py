@@ -209,7 +209,11 @@ class BlockStore:
     ) -> Spilled | None:
         """Return what is held of the last columns of a text; None for nothing."""
         for node in wanted:
-            self._fetch(node)
+            if self._folder is not None and node.held is None:
+                said = self._said(node)
+                found = self._folder.find(node.digest, node.text(), said)
+                if found is not None:
+                    self._hold(node, found)
         start = len(path) - len(wanted)
         held = {
             start + i: node.held
@@ -301,19 +305,10 @@ class BlockStore:
         if node.held is None:
             node.held = held
             self._used[node] = None
-            self._nbytes += held.nbytes
-            return
-        self._nbytes -= node.held.nbytes
-        node.held.add(held)
+        else:
+            self._nbytes -= node.held.nbytes
+            node.held.add(held)
         self._nbytes += node.held.nbytes
-
-    def _fetch(self, node: _Node) -> None:
-        """Bring a column from the folder, if it is there and not in memory."""
-        if self._folder is None or node.held is not None:
-            return
-        held = self._folder.find(node.digest, node.text(), self._said(node))
-        if held is not None:
-            self._hold(node, held)
 
     def _touch(self, nodes: list[_Node]) -> None:
         """Note a use: what leads up to a column goes after it."""

@@ -11,15 +11,20 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata import counters, requests, tables
-from jkv.metadata.part import Done, Moves, Opening
-from jkv.metadata.parts import apply_plans, close_sequences, parts_of
+from jkv.metadata.part import (
+    Done,
+    Moves,
+    Opening,
+    apply_plans,
+    close_sequences,
+    parts_of,
+)
 from jkv.metadata.requests import Blocks, Integers, Texts
 from jkv.metadata.ring import Keep
 from jkv.state import NO_SEQUENCE, Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.state.index import Found
 from jkv.status import Status
-from jkv.storage.following import follow
 
 
 class Allocation(NamedTuple):
@@ -87,7 +92,7 @@ def allocate(
     )
     kept = jax.tree.map(requests.as_index, keep_free)
     metadata, result, moves = _allocate(cache.metadata, counts, prompts, domains, kept)
-    return follow(cache, metadata, moves), result
+    return cache.follow(metadata, moves), result
 
 
 @takes_cache()

@@ -15,8 +15,7 @@ import numpy as np
 
 from jkv.metadata import counters, requests, tables
 from jkv.metadata.entries import find_owners
-from jkv.metadata.part import Done, Granted, Growing, Step
-from jkv.metadata.parts import parts_of
+from jkv.metadata.part import Done, Granted, Growing, Step, parts_of
 from jkv.metadata.requests import Integers
 from jkv.state import NO_SEQUENCE, Batch, Cache, Metadata
 from jkv.state.entry import takes_cache
@@ -90,18 +89,24 @@ def append(
     else:
         requests.check_static("max_query_length", max_query_length, 1)
         num_rows = num_requests * max_query_length
-    told = None if tokens is None else requests.as_tokens(tokens)
-    if told is not None and told.shape != (num_rows,):
-        raise ValueError(
-            f"tokens must be i32[R] with R = {num_rows} rows, got "
-            f"{told.dtype}{list(told.shape)}"
-        )
+    told = None
+    if tokens is not None:
+        (told,) = requests.broadcast(tokens=tokens)
+        if told.shape != (num_rows,):
+            raise ValueError(
+                f"tokens must be i32[R] with R = {num_rows} rows, got "
+                f"{told.dtype}{list(told.shape)}"
+            )
+    if not cache.metadata.records_tokens:
+        told = None
+    elif told is None:
+        told = jnp.full((num_rows,), -1, jnp.int32)
     pending = _read_pending_counts(cache.metadata, num_tokens, num_pending)
     metadata, plan = _append(
         cache.metadata,
         seq_ids,
         num_tokens,
-        _as_rows(told, num_rows) if cache.metadata.records_tokens else None,
+        told,
         pending,
         num_rows=num_rows,
         max_query_length=max_query_length,
@@ -278,11 +283,7 @@ def _note_pending(
     growth: _Growth,
     num_pending: jax.Array | None,
 ) -> tuple[Metadata, tuple[jax.Array, jax.Array] | None]:
-    """Note the tokens that are pending after the step, if any may be.
-
-    Returns:
-      The metadata; and i32[B] each, the tokens pending before the step and after it.
-    """
+    """Note the tokens that are pending; return those before the step and after it."""
     if num_pending is None:
         return metadata, None
     seq_ids = step.done.seq_ids
@@ -296,10 +297,7 @@ def _note_pending(
 def _read_pending_counts(
     metadata: Metadata, num_tokens: jax.Array, num_pending: Integers | None
 ) -> jax.Array | None:
-    """Return how many tokens each request asks to take back, i32[B]; None if none may.
-
-    Without a number that is as many of the new ones as can be.
-    """
+    """Return the tokens that each request may take back, i32[B]; None if none may."""
     most = metadata.max_pending
     is_known = num_pending is not None and not isinstance(num_pending, jax.core.Tracer)
     if is_known and np.any(np.asarray(num_pending) > most):
@@ -314,10 +312,3 @@ def _read_pending_counts(
         return jnp.clip(num_tokens, 0, most)
     (counts,) = requests.broadcast(num_pending=num_pending)
     return jnp.broadcast_to(counts, num_tokens.shape)
-
-
-def _as_rows(tokens: jax.Array | None, num_rows: int) -> jax.Array:
-    """Return the token of each row, i32[R], -1 where none is told."""
-    if tokens is None:
-        return jnp.full((num_rows,), -1, jnp.int32)
-    return tokens

@@ -20,10 +20,7 @@ from jkv.status import UsageError
 
 
 def locate_layer(cache: Cache, layer: Integer | GroupLayer) -> GroupLayer:
-    """Return where a layer's keys and values are.
-
-    Reject a layer that is known not to exist; a traced one cannot be checked.
-    """
+    """Return where a layer's keys and values are; reject one known not to exist."""
     if cache.num_layers == 0:
         raise ValueError(
             "this cache has no storage (init(..., storage=False)); make one with "
@@ -46,10 +43,7 @@ def locate_layer(cache: Cache, layer: Integer | GroupLayer) -> GroupLayer:
 
 
 def check_batch(cache: Cache, batch: Batch, *, resized: bool = False) -> None:
-    """Reject what is no batch, or the batch of a cache of other sizes.
-
-    Resized pools may have had other numbers of blocks.
-    """
+    """Reject what is no batch, or one of a cache of other sizes, if not resized."""
     if not isinstance(batch, Batch):
         raise UsageError(
             f"batch must be the jkv.Batch that append returned, got {name_kind(batch)}"
@@ -69,13 +63,14 @@ def _compare_sizes(planned: StepSizes, found: StepSizes, resized: bool) -> None:
     there, here = (_named_sizes(each) for each in (planned, found))
     # A rank inside shard_map sees its part of the storage, a plan without storage none.
     is_whole = not jax.sharding.get_abstract_mesh().manual_axes
+    has_layers = any(group.num_layers for group in planned.groups)
     of_storage = "num_layers", "num_kv_heads", "head_dim", "value_head_dim"
     differing = [
         f"{name} {there.get(name)} there and {here.get(name)} here"
         for name in there | here
         if there.get(name) != here.get(name)
         and not (resized and name.endswith("num_blocks"))
-        and (is_whole and _has_layers(planned) or not name.endswith(of_storage))
+        and (is_whole and has_layers or not name.endswith(of_storage))
     ]
     if differing:
         raise ValueError(
@@ -92,10 +87,6 @@ def _named_sizes(sizes: StepSizes) -> dict[str, int]:
         prefix = f"group {i} " if len(sizes.groups) > 1 else ""
         named |= {f"{prefix}{name}": n for name, n in group._asdict().items()}
     return named
-
-
-def _has_layers(sizes: StepSizes) -> bool:
-    return any(group.num_layers for group in sizes.groups)
 
 
 def check_dtypes(storage: BlockStorage) -> None:

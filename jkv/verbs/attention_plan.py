@@ -7,16 +7,12 @@ from jkv.attention import choice
 from jkv.attention.backend import StepShape
 from jkv.attention.call import Requests
 from jkv.attention.pools import Pools
-from jkv.sharding.heads import heads_on_device
+from jkv.sharding.storage_sharding import heads_on_device
 from jkv.state import Batch, BlockGroup, BlockStorage, Cache
 
 
 def plan_attention(cache: Cache, batch: Batch) -> Batch:
-    """Return the step with what backends find out about it, if any does.
-
-    Args:
-      cache: after the step was planned.
-    """
+    """Return a step that was planned with what backends find out about it."""
     pairs = zip(cache.metadata.groups, cache.storage, strict=True)
     plans = tuple(
         _plan_group(group, storage, batch) if group.kind == "blocks" else {}

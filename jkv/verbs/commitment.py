@@ -3,7 +3,6 @@
 from jkv.state import Batch, Cache
 from jkv.state.cache import Role
 from jkv.state.entry import takes_cache
-from jkv.storage.following import follow
 from jkv.verbs.arguments import check_batch
 
 
@@ -49,4 +48,4 @@ def commit(cache: Cache, batch: Batch) -> Cache:
     # A step that was planned before a `resize` may still be committed.
     check_batch(cache, batch, resized=True)
     metadata, moves = cache.metadata.index.commit(cache.metadata, batch)
-    return follow(cache, metadata, moves)
+    return cache.follow(metadata, moves)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jkv.blocks.renumbering import FreeBlocks, count_compaction, in_order, renumber
 from jkv.sharding.loops import fori_loop
-from jkv.state import BlockGroup, BlockStorage, Cache, Metadata
+from jkv.state import Cache, Metadata
 from jkv.state.entry import takes_cache
 
 
@@ -44,11 +44,13 @@ def compact(cache: Cache) -> Cache:
       ([0, 1, 4, 4], 1)
     """
     metadata, sources = _compact(cache.metadata)
-    storage = tuple(
-        _permute_pools(each, sources[number]) if number in sources else each
-        for number, each in enumerate(cache.storage)
-    )
-    return cache.with_metadata(metadata).with_storage(storage)
+    cache = cache.with_metadata(metadata)
+    for number, source in sources.items():
+        storage = cache.storage[number]
+        if storage.num_layers:
+            moved = {n: _permute(pool, source) for n, pool in storage.arrays.items()}
+            cache = cache.with_group_storage(number, storage.with_arrays(moved))
+    return cache
 
 
 @jax.jit
@@ -58,26 +60,13 @@ def _compact(metadata: Metadata) -> tuple[Metadata, dict[int, jax.Array]]:
     for number in metadata.block_numbers:
         group = metadata.groups[number]
         source, num_live = in_order(group)
-        free = _list_free(group, num_live)
+        # The free blocks are those behind the live ones.
+        rank, count = jnp.arange(len(source), dtype=jnp.int32), group.free_blocks.count
+        ids = jnp.where(rank < count, rank + num_live, len(source))
+        free = FreeBlocks(ids, count, group.free_blocks.fewest)
         metadata = renumber(metadata, number, source, free)
         sources[number] = source
     return count_compaction(metadata), sources
-
-
-def _list_free(group: BlockGroup, num_live: jax.Array) -> FreeBlocks:
-    """Return the free blocks of a compacted group: those behind the live ones."""
-    rank = jnp.arange(group.num_blocks, dtype=jnp.int32)
-    count = group.free_blocks.count
-    ids = jnp.where(rank < count, rank + num_live, group.num_blocks)
-    return FreeBlocks(ids, count, group.free_blocks.fewest)
-
-
-def _permute_pools(storage: BlockStorage, source: jax.Array) -> BlockStorage:
-    """Move the blocks of a group, if there is storage for them."""
-    if storage.num_layers == 0:
-        return storage
-    moved = {name: _permute(pool, source) for name, pool in storage.arrays.items()}
-    return storage.with_arrays(moved)
 
 
 @jax.jit

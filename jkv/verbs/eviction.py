@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.metadata import counters, requests
-from jkv.metadata.parts import close_sequences, parts_of
+from jkv.metadata.part import close_sequences, parts_of
 from jkv.metadata.requests import Integer, Integers
 from jkv.sharding.loops import while_loop
 from jkv.state import NO_SEQUENCE, Cache, Metadata

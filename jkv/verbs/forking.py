@@ -14,13 +14,11 @@ import jax.numpy as jnp
 
 from jkv.blocks import sharing
 from jkv.metadata import counters, requests, tables
-from jkv.metadata.part import Done, Judged, Look, Moves
-from jkv.metadata.parts import apply_plans, parts_of
+from jkv.metadata.part import Done, Judged, Look, Moves, apply_plans, parts_of
 from jkv.metadata.requests import Integers
 from jkv.state import Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.status import Status
-from jkv.storage.following import follow
 
 
 class Fork(NamedTuple):
@@ -75,7 +73,7 @@ def fork(
     else:
         parents, kept = requests.broadcast(seq_ids=seq_ids, lengths=lengths)
     metadata, result, moves = _fork(cache.metadata, parents, kept)
-    return follow(cache, metadata, moves), result
+    return cache.follow(metadata, moves), result
 
 
 @jax.jit

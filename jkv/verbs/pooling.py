@@ -3,16 +3,20 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jkv.arguments import explains_arguments
-from jkv.sharding.heads import without_copies_of_heads
 from jkv.sharding.processes import bring_whole
-from jkv.sharding.ranks import PoolSharding, with_rank, without_rank
-from jkv.sharding.storage_sharding import POOL_HEADS
+from jkv.sharding.storage_sharding import (
+    POOL_HEADS,
+    PoolSharding,
+    with_rank,
+    without_copies_of_heads,
+    without_rank,
+)
 from jkv.state import Cache
 from jkv.status import UsageError
 from jkv.storage.placement import put
@@ -90,13 +94,11 @@ def over_pools(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-@dataclasses.dataclass(frozen=True)
-class _Keywords:
+class _Keywords(NamedTuple):
     """Keyword arguments without their arrays, hashable."""
 
     structure: Any  # of the arguments by name, a leaf for each array or other value
-    others: tuple[Any, ...]  # by leaf: what is no array; None for an array
-    is_array: tuple[bool, ...]  # by leaf
+    others: tuple[Any, ...]  # by leaf: what is no array, and whether it is one
 
     @classmethod
     def of(cls, whole: dict[str, Any]) -> "tuple[_Keywords, list[Any]]":
@@ -109,18 +111,13 @@ class _Keywords:
                         f"hashable; keyword arguments are arrays or static"
                     )
         leaves, structure = jax.tree.flatten(whole)
-        is_array = tuple(map(_is_array, leaves))
-        arrays = [leaf for leaf in leaves if _is_array(leaf)]
-        others = tuple(None if _is_array(leaf) else leaf for leaf in leaves)
-        return cls(structure, others, is_array), arrays
+        others = tuple((None, True) if _is_array(x) else (x, False) for x in leaves)
+        return cls(structure, others), [leaf for leaf in leaves if _is_array(leaf)]
 
     def join(self, arrays: list[jax.Array]) -> dict[str, Any]:
         """Return the keyword arguments with their arrays."""
         rest = iter(arrays)
-        leaves = [
-            next(rest) if is_array else other
-            for is_array, other in zip(self.is_array, self.others, strict=True)
-        ]
+        leaves = [next(rest) if is_array else x for x, is_array in self.others]
         return jax.tree.unflatten(self.structure, leaves)
 
 
@@ -187,17 +184,14 @@ def split_pools(cache: Cache) -> list[Cache]:
         raise UsageError("split_pools is for a cache with a pool for each rank")
     ranks = range(cache.pools.num_ranks)
     arrays = jax.tree.map(bring_whole, dataclasses.replace(cache, pools=None))
-    arrays = arrays.with_storage(tuple(map(_without_mesh, arrays.storage)))
+    for number, storage in enumerate(arrays.storage):  # each head once, on no mesh
+        pools = {
+            name: without_copies_of_heads(storage.sharding, pool, POOL_HEADS + 1)
+            for name, pool in storage.arrays.items()
+        }
+        storage = storage.with_arrays(pools).with_sharding(None)
+        arrays = arrays.with_group_storage(number, storage)
     return [
         put(jax.tree.map(lambda array, rank=rank: array[rank], arrays), None)
         for rank in ranks
     ]
-
-
-def _without_mesh(storage: Any) -> Any:
-    """Return the storage of a group with each head once, on no mesh."""
-    arrays = {
-        name: without_copies_of_heads(storage.sharding, pool, POOL_HEADS + 1)
-        for name, pool in storage.arrays.items()
-    }
-    return storage.with_arrays(arrays).with_sharding(None)

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jkv.formats.format import parts_of
 from jkv.metadata import requests
 from jkv.metadata.requests import Integer
-from jkv.sharding.heads import without_copies_of_heads
 from jkv.sharding.mapping import with_whole_blocks
+from jkv.sharding.storage_sharding import without_copies_of_heads
 from jkv.state import BlockStorage, Cache, GroupLayer, Metadata
 from jkv.state.entry import takes_cache
 from jkv.verbs.arguments import locate_layer
@@ -181,10 +181,7 @@ def _whole(storage: BlockStorage, blocks: jax.Array, token_axis: int) -> jax.Arr
 def _restored(
     storage: BlockStorage, head_axis: int, gather: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return keys and values of what a function gathers from each array.
-
-    What it gathers has the heads on one axis.
-    """
+    """Return keys and values of what is gathered from each array, heads on one axis."""
     found = {
         name: without_copies_of_heads(storage.sharding, gather(pool), head_axis)
         for name, pool in storage.arrays.items()

@@ -5,15 +5,13 @@ import jax.numpy as jnp
 
 from jkv.blocks import sharing
 from jkv.metadata import counters, requests
-from jkv.metadata.part import Done, Exchanging, Moves
-from jkv.metadata.parts import apply_plans, parts_of
+from jkv.metadata.part import Done, Exchanging, Moves, apply_plans, parts_of
 from jkv.metadata.requests import Integers
 from jkv.metadata.xla_cpu import running_sum
 from jkv.sharding.loops import while_loop
 from jkv.state import Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.status import Status
-from jkv.storage.following import follow
 
 
 @takes_cache()
@@ -55,7 +53,7 @@ def reorder(
     """
     seq_ids, parents = requests.broadcast(seq_ids=seq_ids, parents=parents)
     metadata, status, moves = _reorder(cache.metadata, seq_ids, parents)
-    return follow(cache, metadata, moves), status
+    return cache.follow(metadata, moves), status
 
 
 @jax.jit

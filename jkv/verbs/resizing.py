@@ -71,9 +71,9 @@ def resize(cache: Cache, num_blocks: int | Sequence[int]) -> Cache:
     # What the leading group loses is found in no other any more.
     for number in (metadata.leader, *metadata.followers):
         if sizes[number] != metadata.groups[number].num_blocks:
-            plan = _plan_resize(
-                _find_known(cache.metadata, number), *orders[number], sizes[number]
-            )
+            block = jnp.arange(metadata.groups[number].num_blocks, dtype=jnp.int32)
+            known = cache.metadata.index.knows(cache.metadata, number, block)
+            plan = _plan_resize(np.asarray(known), *orders[number], sizes[number])
             cache = _apply(cache, number, plan)
             compacts |= bool(plan.compacts)
     if not compacts:
@@ -98,11 +98,7 @@ def _sizes_of_groups(metadata: Metadata, num_blocks: Any) -> dict[int, int]:
 def _order_blocks(
     metadata: Metadata, number: int, num_blocks: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the live blocks of a group in order, and the free ones behind them.
-
-    Raises:
-      ValueError: if the live ones do not fit.
-    """
+    """Return the live blocks of a group in order, if they fit, and the free ones."""
     blocks, num_live = jax.device_get(in_order(metadata.groups[number]))
     if num_live > num_blocks:
         where = f" of group {number}" if len(metadata.block_numbers) > 1 else ""
@@ -111,12 +107,6 @@ def _order_blocks(
             f"sequences first, or resize to {num_live} blocks or more"
         )
     return blocks[:num_live], blocks[num_live:]
-
-
-def _find_known(metadata: Metadata, number: int) -> np.ndarray:
-    """Return which blocks of a group the index finds, bool[N]."""
-    block = jnp.arange(metadata.groups[number].num_blocks, dtype=jnp.int32)
-    return np.asarray(metadata.index.knows(metadata, number, block))
 
 
 def _apply(cache: Cache, number: int, plan: "Resizing") -> Cache:

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.metadata import counters, requests, tables
-from jkv.metadata.part import Luggage
-from jkv.metadata.parts import parts_of
+from jkv.metadata.part import Luggage, parts_of
 from jkv.metadata.requests import Integers
 from jkv.state import Cache, Metadata
 from jkv.state.entry import takes_cache
@@ -145,47 +144,30 @@ class _Entering(NamedTuple):
         cls, swapped: Swapped, groups: tuple[Luggage, ...], cache: Cache
     ) -> "_Entering":
         """Fit swapped sequences to a cache."""
-        columns = cache.max_blocks_per_sequence
-        lengths, salts = swapped.context_lengths, swapped.salts
+        columns, lengths = cache.max_blocks_per_sequence, swapped.context_lengths
+        zeros, salts, pending = 0 * lengths, swapped.salts, swapped.num_pending
+        # Their blocks are not in the index of the cache they enter. They may not be
+        # replaced by equal ones that are, as the last bits of the contents can differ,
+        # and no block may be visible before its parent. So a sequence that had begun to
+        # make blocks visible is done with that (-1).
+        visible = lengths if swapped.committed is None else swapped.committed
         return cls(
             context_lengths=lengths,
             num_uses=swapped.num_uses,
-            committed=_committed_on_return(swapped),
-            salts=np.zeros_like(lengths) if salts is None else salts,
-            num_pending=(
-                np.zeros_like(lengths)
-                if swapped.num_pending is None
-                else swapped.num_pending
-            ),
+            committed=np.where(visible != 0, np.int32(-1), np.int32(0)),
+            salts=zeros if salts is None else salts,
+            num_pending=zeros if pending is None else pending,
             too_long=not all(each.fits(columns) for each in groups)
             or np.any(lengths > cache.max_context_length),
             brought={i: each.brought(columns) for i, each in enumerate(groups)},
         )
 
 
-def _committed_on_return(swapped: Swapped) -> np.ndarray:
-    """Return `PrefixIndex.committed` of the sequences in the cache they enter, i32[B].
-
-    Their blocks are not in its index. They may not be replaced by equal ones that are,
-    as the last bits of the contents can differ, and no block may be visible before its
-    parent. So a sequence that had begun to make blocks visible is done with that (-1).
-    """
-    if swapped.committed is None:
-        begun = swapped.context_lengths > 0
-    else:
-        begun = swapped.committed != 0
-    return np.where(begun, np.int32(-1), np.int32(0))
-
-
 @jax.jit
 def _open(
     metadata: Metadata, entering: _Entering
 ) -> tuple[Metadata, SwapIn, dict[int, jax.Array]]:
-    """Open sequences with blocks for all in every group, or refuse them all.
-
-    Returns:
-      The metadata, the answer, and by group i32[B, M], the sequences' new block tables.
-    """
+    """Open sequences with blocks for all, or none; return new tables by group, too."""
     num_rows = entering.context_lengths.shape[0]
     parts = parts_of(metadata)
     plans = [part.enter(metadata, entering.brought) for part in parts]

@@ -4,13 +4,11 @@ import jax
 import jax.numpy as jnp
 
 from jkv.metadata import counters, requests
-from jkv.metadata.part import Done, Moves
-from jkv.metadata.parts import apply_plans, parts_of
+from jkv.metadata.part import Done, Moves, apply_plans, parts_of
 from jkv.metadata.requests import Integers
 from jkv.state import Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.status import Status
-from jkv.storage.following import follow
 
 
 @takes_cache()
@@ -58,7 +56,7 @@ def truncate(
     """
     seq_ids, lengths = requests.broadcast(seq_ids=seq_ids, lengths=lengths)
     metadata, status, moves = _truncate(cache.metadata, seq_ids, lengths)
-    return follow(cache, metadata, moves), status
+    return cache.follow(metadata, moves), status
 
 
 @jax.jit

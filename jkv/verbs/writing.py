@@ -10,9 +10,8 @@ from jkv.attention.choice import find_stores, store
 from jkv.attention.slots import SlotWrite
 from jkv.formats.format import Formats
 from jkv.metadata.requests import Integer
-from jkv.sharding.heads import with_copies_of_heads
 from jkv.sharding.mapping import divided, over_devices
-from jkv.sharding.storage_sharding import POOL, ROW_HEADS, ROWS
+from jkv.sharding.storage_sharding import POOL, ROW_HEADS, ROWS, with_copies_of_heads
 from jkv.state import Batch, Cache, GroupLayer, Slots
 from jkv.state.cache import Role
 from jkv.state.entry import takes_cache
@@ -96,12 +95,7 @@ def read_rows(
     keys: jax.Array,
     values: jax.Array | None,
 ) -> tuple[GroupLayer, dict[str, jax.Array]]:
-    """Check what is to be written.
-
-    Returns:
-      Where the layer's keys and values are, and the rows [R, K, D] by the names of the
-      group's arrays, with a copy of each head for each that the pool holds.
-    """
+    """Return where a layer is, and rows for its arrays, [R, K, D], heads copied."""
     found = locate_layer(cache, layer)
     check_batch(cache, batch)
     storage = cache.storage[found.group]

@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import unittest.mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.jax_versions import further
@@ -12,7 +14,12 @@ from support.tolerances import assert_close
 
 import jkv
 from jkv.attention.call import Requests
+from jkv.attention.kernel.tiles.table import INTERPRETED
+from jkv.attention.kernel.work import planning
+from jkv.attention.kernel.work.cutting import list_decode_work, size_decode_work
+from jkv.attention.kernel.work.lists import WorkLists
 from jkv.attention.shared_prefixes import find_shared_prefixes
+from jkv.verbs.attention_plan import plan_attention
 
 BLOCK_SIZE, NUM_COLUMNS, NUM_REQUESTS = 4, 90, 12
 
@@ -29,14 +36,85 @@ def draw_tables(rng):
     return rng.permutation(tables), counts
 
 
-def find(tables, counts, fewest=3):
-    """What is found of requests that have all but the last token of their blocks."""
+def make_requests(tables, counts):
+    """Requests that have all but the last token of their blocks."""
     rows = np.arange(NUM_REQUESTS, dtype=np.int32)
     ones, contexts = np.ones_like(rows), np.int32(counts * BLOCK_SIZE - 1)
+    return Requests(tables, rows, rows, ones, contexts)
+
+
+def find(tables, counts, fewest=3, has_branches=True):
+    """What is found of them, as on a CPU or, without branches, on a card."""
+    requests = make_requests(tables, counts)
     used = np.arange(NUM_COLUMNS)[None] < counts[:, None]
     owners = np.bincount(tables[used], minlength=tables.max() + 1).astype(np.int32)
-    requests = Requests(tables, rows, rows, ones, contexts)
-    return find_shared_prefixes(requests, owners, block_size=BLOCK_SIZE, fewest=fewest)
+    return find_shared_prefixes(
+        requests,
+        owners,
+        block_size=BLOCK_SIZE,
+        fewest=fewest,
+        has_branches=has_branches,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("num_lanes", "wanted"))
+def list_lanes(requests, shared, num_lanes, wanted=40):
+    """The kernel's list of them: lanes of a tile, and pieces that a device wants."""
+    most = NUM_COLUMNS * BLOCK_SIZE
+    given = NUM_REQUESTS, NUM_REQUESTS, most, wanted
+    sizes = size_decode_work(*given, num_lanes=num_lanes)
+    return list_decode_work(requests, None, sizes, part_size=BLOCK_SIZE, shared=shared)
+
+
+@pytest.mark.one_end
+@pytest.mark.parametrize("num_lanes", [2, 4, 16])
+def test_lanes_have_every_token_of_theirs_once(num_lanes):
+    """In order, by places of their own, and of no block that is not in their table."""
+    rng, num_shared = np.random.default_rng(4), 0
+    for _ in range(20):
+        tables, counts = draw_tables(rng)
+        requests = make_requests(tables, counts)
+        listed = list_lanes(
+            requests, find(tables, counts, has_branches=False), num_lanes
+        )
+        work, pieces, lanes = jax.tree.map(
+            np.asarray, (listed.work, listed.pieces, listed.lanes)
+        )
+        found = {}
+        for entry, count in enumerate(work.num_rows):
+            tokens = range(work.first[entry], work.end[entry])
+            assert len(tokens) > 0 if count else not len(tokens)
+            read = tables[work.table[entry], np.array(tokens, int) // BLOCK_SIZE]
+            rows, places = (each[entry, :count] for each in lanes)
+            for row, place in zip(rows, places, strict=True):
+                own = tables[row, np.array(tokens, int) // BLOCK_SIZE]
+                assert (read == own).all() and place not in found
+                found[place] = row, tokens
+            num_shared += len(tokens) * max(count - 1, 0)
+        for row, count in enumerate(counts):
+            mine = [found.pop(n) for n in range(pieces.first[row], pieces.end[row])]
+            assert {each[0] for each in mine} == {row}
+            tokens = [token for each in mine for token in each[1]]
+            assert tokens == [*range(count * BLOCK_SIZE - 1)]
+        assert not found
+    assert num_shared > 20 * 64
+
+
+@pytest.mark.one_end
+def test_where_nothing_is_shared_pieces_are_as_without():
+    rng = np.random.default_rng(5)
+    tables, counts = draw_tables(rng)
+    tables = np.arange(tables.size, dtype=np.int32).reshape(tables.shape)
+    found = find(tables, counts)
+    assert not np.any(found.common)
+    with_lanes = list_lanes(make_requests(tables, counts), found, 4)
+    alone = list_lanes(make_requests(tables, counts), None, 1)
+    alive = np.flatnonzero(alone.work.num_rows)
+    assert with_lanes.work.num_rows.sum() == len(alive) > NUM_REQUESTS
+    for one, other in zip(with_lanes.work, alone.work, strict=True):
+        np.testing.assert_array_equal(one[alive], other[alive])
+    for one, other in zip(with_lanes.pieces, alone.pieces, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_what_is_shared_is_what_tables_have_in_common():
@@ -50,21 +128,24 @@ def test_what_is_shared_is_what_tables_have_in_common():
         in_front = [
             row[: n - 1] for row, n in zip(tables.tolist(), counts, strict=True)
         ]
-        total += check_prefixes(find(tables, counts), in_front, 3)
-    assert total > 1000
+        for has_branches in (True, False):
+            found = find(tables, counts, has_branches=has_branches)
+            total += check_prefixes(found, in_front, 3)
+    assert total > 2000
 
 
-def test_random_trees_give_what_the_reference_gives():
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+def test_random_trees_give_what_the_reference_gives(implementation):
     """Lanes come and leave anywhere; none sees a block of another's."""
     rng = np.random.default_rng(2)
-    size = NUM_REQUESTS * NUM_COLUMNS + 1, 2, BLOCK_SIZE, 8
-    pools = [rng.standard_normal((1, *size), np.float32) for _ in "kv"]
-    queries = rng.standard_normal((NUM_REQUESTS, 4, 8), np.float32)
+    size = NUM_REQUESTS * NUM_COLUMNS + 1, 2, BLOCK_SIZE, 16
+    pools = [jnp.array(rng.standard_normal((1, *size), np.float32)) for _ in "kv"]
+    queries = rng.standard_normal((NUM_REQUESTS, 4, 16), np.float32)
     rows = np.arange(NUM_REQUESTS, dtype=np.int32)
-    num_left = 0
+    num_left = num_spoiled = 0
 
     @functools.partial(jax.jit, static_argnames="implementation")
-    def attend(tables, contexts, lists=None, implementation="xla"):
+    def attend(tables, contexts, lists=None, pools=pools, implementation="xla"):
         given = tables, None, rows, np.ones_like(rows), contexts
         return jkv.paged_attention(
             *(queries, *pools, 0, *given),
@@ -76,11 +157,31 @@ def test_random_trees_give_what_the_reference_gives():
     for _ in range(12):
         tables, counts = draw_tables(rng)
         contexts, found = np.int32(counts * BLOCK_SIZE - 1), find(tables, counts)
-        output = attend(tables, contexts, {"xla": found})
+        lists = {"xla": found}
+        if implementation == "pallas":
+            requests = make_requests(tables, counts)
+            work = list_lanes(
+                requests, find(tables, counts, has_branches=False), 8, wanted=8
+            )
+            assert work.lanes is not None
+            lists = {"pallas": WorkLists(decode=(work,), prefill=())}
+        attend_listed = functools.partial(
+            attend, tables, contexts, lists, implementation=implementation
+        )
+        output = attend_listed()
         assert_close(output, attend(tables, contexts, implementation="reference"))
+        # What is not finite in a block reaches those that have it, and no others.
+        row = rng.integers(NUM_REQUESTS)
+        block = tables[row, rng.integers(counts[row])]
+        used = np.arange(NUM_COLUMNS)[None] < counts[:, None]
+        has_block = ((tables == block) & used).any(axis=1)
+        spoiled = attend_listed(pools=[each.at[0, block].set(np.nan) for each in pools])
+        np.testing.assert_array_equal(spoiled[~has_block], output[~has_block])
+        assert np.isnan(spoiled[has_block]).all()
+        num_spoiled += has_block.sum()
         common = np.asarray(found.common)
         num_left += np.sum((common[1:-1] > common[2:]) & (common[2:] > 0))
-    assert num_left > 10
+    assert num_left > 10 and num_spoiled > 12
 
 
 def test_groups_of_groups_lie_side_by_side():
@@ -143,8 +244,11 @@ def make_config(case: Case):
 
 
 @functools.cache
-def make_branches(case: Case):
-    """A cache of ten texts, nine of which branch off one, and a step of all of them."""
+def make_branches(case: Case, lengths=(41, 30, 20)):
+    """A cache of ten texts, nine of which branch off one, and a step of all of them.
+
+    Lengths of the one, of the tenth, and of what five have in common beside it.
+    """
     config, rng = make_config(case), np.random.default_rng(0)
 
     def grow(cache, seq_ids, count):
@@ -166,10 +270,10 @@ def make_branches(case: Case):
 
     cache, opened = jkv.allocate(jkv.init(config), [0, 0])
     root, alone = np.asarray(opened.seq_ids)
-    cache, _ = grow(cache, [root], 41)
-    cache, _ = grow(cache, [alone], 30)
+    cache, _ = grow(cache, [root], lengths[0])
+    cache, _ = grow(cache, [alone], lengths[1])
     cache, children = fork(cache, [root] * 5)
-    cache, _ = grow(cache, children[:1], 20)
+    cache, _ = grow(cache, children[:1], lengths[2])
     cache, grandchildren = fork(cache, [children[0]] * 4)
     cache, _ = jkv.free(cache, [root])
     texts = rng.permutation([alone, *children, *grandchildren])
@@ -240,6 +344,81 @@ def test_attention_finds_what_it_finds_without(name):
     for one, other in zip(
         attend(broken, batch, queries, case), (output, lse), strict=True
     ):
+        np.testing.assert_array_equal(one, other)
+
+
+def plan_on_a_card(cache, batch):
+    """The step as on a card for which kernels are cut as they are interpreted."""
+    with unittest.mock.patch.object(
+        planning, "find_card_tuning", lambda _: INTERPRETED
+    ):
+        return plan_attention(cache, without_plan(batch))
+
+
+# Tokens that are not read again, by whether the four or the five of nine come first.
+SAVED = {
+    "plain": {8 * 128 + 4 * 128},
+    "sinks, soft cap, grouped": {3 * 128 + 3 * 256},
+    "int8 keys, int4 values": {4 * 128 + 3 * 256, 3 * 128 + 4 * 256},
+    "fp8": {8 * 128 + 4 * 128},
+    "latent": {2 * 128 + 2 * 256},
+}
+
+
+@pytest.mark.parametrize("name", ["sinks, soft cap, grouped", *further(FURTHER)])
+@pytest.mark.one_end
+def test_the_kernel_reads_what_lanes_share_once(name):
+    """By the table of the first: those of the others may hold anything there."""
+    case = CASES[name]
+    cache, batch, queries = make_branches(case, (170, 30, 90))
+    batch = plan_on_a_card(cache, batch)
+    found = attend(cache, batch, queries, case, implementation="pallas")
+    expected = attend(cache, batch, queries, case, implementation="reference")
+    for one, other in zip(found, expected, strict=True):
+        assert_close(one, other)
+
+    lists = batch.plan[0]["pallas"].decode
+    (listed,) = (each for each in lists if each.sizes.num_lanes == 16 // case.group)
+    work, lanes = jax.tree.map(np.asarray, (listed.work, listed.lanes))
+    num_read = (work.end - work.first).sum()
+    assert np.asarray(batch.context_lengths).sum() - num_read in SAVED[name]
+    tables = np.array(cache.metadata.groups[0].block_tables)
+    for entry, count in enumerate(work.num_rows):
+        others = np.asarray(batch.seq_ids)[lanes.row[entry, 1:count]]
+        first, end = work.first[entry] // BLOCK_SIZE, work.end[entry] // BLOCK_SIZE
+        tables[others, first:end] = 2**20
+    broken = with_tables(cache, tables)
+    again = attend(broken, batch, queries, case, implementation="pallas")
+    for one, other in zip(again, found, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.one_end
+def test_windows_are_read_for_each():
+    case = CASES["plain"]
+    cache, batch, queries = make_branches(case, (170, 30, 90))
+    batch = plan_on_a_card(cache, batch)
+    given = cache, batch, queries, case
+    output = attend(*given, window=150, implementation="pallas")[0]
+    assert_close(output, attend(*given, window=150, implementation="reference")[0])
+
+
+@pytest.mark.one_end
+def test_kernels_have_the_bits_of_those_without_lanes():
+    """Where nothing is shared, in the program that reads what is."""
+    case = CASES["sinks, soft cap, grouped"]
+    cache, batch, queries = make_branches(case, (170, 30, 90))
+    alone = np.asarray(batch.plan[0]["xla"].common) == 0
+    seq_ids = np.asarray(batch.seq_ids)[np.asarray(batch.plan[0]["xla"].order)[alone]]
+    seq_ids = np.concatenate([seq_ids, np.full(ROWS - 2, jkv.NO_SEQUENCE)])
+    cache, batch = jkv.append(cache, seq_ids)
+    batch = plan_on_a_card(cache, batch)
+    assert any(each.lanes is not None for each in batch.plan[0]["pallas"].decode)
+    found = attend(cache, batch, queries, case, implementation="pallas")
+    batch = without_plan(batch)
+    expected = attend(cache, batch, queries, case, implementation="pallas")
+    assert np.abs(expected[0]).max() > 0.1
+    for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one, other)
 
 

@@ -17,7 +17,7 @@ from support.tolerances import assert_close, is_close
 
 import jkv
 from jkv.attention.kernel.backend import Way
-from jkv.attention.kernel.slots import store_rows
+from jkv.attention.kernel.launches.slots import store_rows
 from jkv.sharding.storage_sharding import StorageSharding
 from jkv.verbs import writing
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import re
 
 import jax
@@ -23,13 +24,8 @@ PROMPTS = np.arange(12, dtype=np.int32) % 7 + 3  # of five tokens and of seven
 
 
 @functools.cache
-def load(name):
-    return pretrained.load(fixtures.checkpoint_folder(name), jnp.float32)
-
-
-def looped(model):
-    config = dataclasses.replace(model.config, loop_layers=True)
-    return pretrained.Decoder(config)
+def load(name, **options):
+    return pretrained.load(fixtures.checkpoint_folder(name), jnp.float32, **options)
 
 
 def run(model, params):
@@ -52,9 +48,9 @@ def no_copies(monkeypatch):
 @pytest.mark.usefixtures("no_copies")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_loop_gives_what_layers_give_one_by_one(name):
-    model, params = load(name)
+    (model, params), (looped, joined) = load(name), load(name, loop_layers=True)
     expected = jax.jit(functools.partial(run, model))(params)
-    found = jax.jit(functools.partial(run, looped(model)))(params)
+    found = jax.jit(functools.partial(run, looped))(joined)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-5, rtol=1e-5)
 
@@ -76,16 +72,32 @@ def count_switches(jaxpr, num_branches):
 @pytest.mark.usefixtures("no_copies")
 def test_each_matrix_has_a_branch():
     """Of as many as there are layers, in one body for all of them."""
-    model, params = load("llama3")
-    num_layers = model.config.num_layers
-    matrices = [each for each in params["layers"][0].values() if each.size > 64]
+    model, params = load("llama3", loop_layers=True)
+    matrices = {name for name, each in params["layers"][0].items() if each.size > 64}
+    assert matrices == {"query_key_value", "output", "gate_up", "down"}
+    plain = pretrained.Decoder(dataclasses.replace(model.config, loop_layers=False))
 
     def count(model):
         trace = jax.make_jaxpr(functools.partial(run, model))(params)
-        return count_switches(trace.jaxpr, num_layers)
+        return count_switches(trace.jaxpr, model.config.num_layers)
 
     # Two steps, of prompts and of single tokens.
-    assert count(looped(model)) - count(model) == 2 * len(matrices)
+    assert count(model) - count(plain) == 2 * len(matrices)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "phi3", "gemma4"])
+def test_matrices_of_the_same_rows_lie_one_after_the_other(name):
+    """With biases; also where a file has them so. Not where heads differ by layer."""
+    (_, plain), (_, joined) = load(name), load(name, loop_layers=True)
+    for one, both in zip(plain["layers"], joined["layers"], strict=True):
+        assert ("gate_up" in both) == (name != "gemma4")
+        found = dict(both)
+        for parts, kind in itertools.product(layers.JOINED, ("", "_bias")):
+            if (rows := found.pop("_".join(parts) + kind, None)) is not None:
+                names = [f"{part}{kind}" for part in parts]
+                ends = np.cumsum([one[each].shape[1] for each in names])
+                found |= zip(names, np.split(rows, ends[:-1], axis=1), strict=True)
+        jax.tree.map(np.testing.assert_array_equal, found, dict(one))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 32, 33])

@@ -17,7 +17,7 @@ from support.small_caches import (
 )
 
 import jkv
-from jkv.prefixes.equal_lanes import LANES_PER_TRIP, find_equals
+from jkv.metadata.mentions import MOST_COMPARED, find_equals
 
 pytestmark = pytest.mark.one_end
 
@@ -82,7 +82,7 @@ def commit_in_order(texts, tables, is_shared):
 @pytest.mark.parametrize("seed", range(3))
 def test_a_call_of_many_trips_goes_on_in_request_order(seed):
     """Half of the sequences are forked somewhere before the commit."""
-    assert NUM_TEXTS * LENGTH > 2 * LANES_PER_TRIP
+    assert NUM_TEXTS * LENGTH > 2 * MOST_COMPARED
     rng = np.random.default_rng(seed)
     cache = small_cache(
         prefix_caching=True,

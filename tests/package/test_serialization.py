@@ -10,7 +10,7 @@ from support.small_caches import copied, opened, small_config
 
 import jkv
 from jkv import serialization
-from jkv.attention.kernel import lists
+from jkv.attention.kernel.work import lists
 
 LEAF = jax.ShapeDtypeStruct((2,), np.int32)
 
@@ -61,7 +61,11 @@ def make_trees():
         "step": jax.eval_shape(lambda c: jkv.append(c, [0]), opened(3))[1],
         "lists": [
             fill(lists.WorkLists),
-            fill(lists.DecodeWork, sizes=lists.DecodeSizes(1, 2, 3), is_windowed=True),
+            fill(
+                lists.DecodeWork,
+                sizes=lists.DecodeSizes(1, 2, 3, 4, 5),
+                is_windowed=True,
+            ),
             fill(lists.PrefillWork, work=work, sizes=lists.PrefillSizes(1, 2, 3)),
             fill(lists.PositionWork, sizes=lists.PositionSizes(1, 2, 3, 4, 5)),
         ],

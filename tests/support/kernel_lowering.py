@@ -13,11 +13,20 @@ from jaxlib.triton import dialect
 from jkv.attention.call import Call, Requests
 from jkv.attention.derivative import Cotangents
 from jkv.attention.kernel.backend import Way
-from jkv.attention.kernel.derivative import differentiate_kernel
-from jkv.attention.kernel.launches import attend_kernel
-from jkv.attention.kernel.lists import WorkLists
-from jkv.attention.kernel.variant import cut_rows
-from jkv.attention.kernel.work import list_position_work, size_position_work
+from jkv.attention.kernel.launches.attention import attend_kernel
+from jkv.attention.kernel.launches.derivative import differentiate_kernel
+from jkv.attention.kernel.tiles.variant import (
+    count_decode_pieces,
+    count_lanes,
+    cut_rows,
+)
+from jkv.attention.kernel.work.cutting import (
+    list_decode_work,
+    list_position_work,
+    size_decode_work,
+    size_position_work,
+)
+from jkv.attention.kernel.work.lists import WorkLists
 from jkv.attention.pools import Pools
 from jkv.attention.shared_prefixes import find_shared_prefixes
 from jkv.formats.format import Formats
@@ -147,11 +156,19 @@ def lower_kernels(
 
 
 def plan_lanes(call, tuning):
-    """The list by position that a step plans in which requests may share blocks."""
+    """The lists that a step plans in which requests may share blocks."""
+    max_tokens = call.max_blocks * call.pools.block_size
+    of_decode = size_decode_work(
+        call.num_rows,
+        call.num_requests,
+        max_tokens,
+        count_decode_pieces(call.pools.num_kv_heads, call.heads_per_kv, tuning),
+        num_lanes=count_lanes(call.heads_per_kv, tuning),
+    )
     sizes = size_position_work(
         call.num_rows,
         call.num_requests,
-        call.max_blocks * call.pools.block_size,
+        max_tokens,
         cut_rows(call.heads_per_kv, tuning.position_tile(None))[1],
         piece_tokens=tuning.piece_tokens,
         max_pieces=tuning.max_pieces,
@@ -161,8 +178,10 @@ def plan_lanes(call, tuning):
     shared = find_shared_prefixes(
         call.requests, counts, block_size=size, has_branches=False
     )
-    listed = list_position_work(call.requests, sizes, part_size=size, shared=shared)
-    return {"pallas": WorkLists(decode=(), prefill=(), by_position=(listed,))}
+    given = {"part_size": size, "shared": shared}
+    decode = list_decode_work(call.requests, None, of_decode, **given)
+    listed = list_position_work(call.requests, sizes, **given)
+    return {"pallas": WorkLists(decode=(decode,), prefill=(), by_position=(listed,))}
 
 
 def lower_derivative(queries, pools, tuning, platform, *, way=PALLAS, **options):

@@ -166,11 +166,14 @@ def kernels_of(
         options["sinks"] = shape(queries.shape[1], dtype=jnp.float32)
     call = queries, pools, tuning, platform
     found = find_kernels(lower_one(*call, **options))
-    if wanted == "all" and lower is lower_kernels:
-        options["by_position"] = True
-        found += find_kernels(lower_one(*call, **options))[:1]
-        if fields.get("group", 4) <= 8:  # or a tile has no room for others' rows
-            del options["window"]
-            with_lanes = lower_one(*call, has_lanes=True, **options)
-            found += find_kernels(with_lanes)[:1]
+    if lower is not lower_kernels:
+        return found
+    lanes = {"has_lanes": True, **options, "window": None}
+    has_lanes = fields.get("group", 4) <= 8  # or a tile has no room for others' rows
+    if has_lanes and wanted in ("none", "all"):
+        found += find_kernels(lower_one(*call, **lanes))[:1]
+    if wanted == "all":
+        found += find_kernels(lower_one(*call, by_position=True, **options))[:1]
+        if has_lanes:
+            found += find_kernels(lower_one(*call, by_position=True, **lanes))[:1]
     return found

@@ -114,21 +114,21 @@ MUTATIONS = (
         "hit-by-hash-alone",
         "metadata",
         "A block whose hash is right is taken for a hit without comparing its tokens.",
-        "same &= (block < metadata.leading.num_blocks) & (theirs == prefixes.salts)",
-        "same = (block < metadata.leading.num_blocks) & (theirs == prefixes.salts)",
+        "same = jnp.all(theirs.tokens == prefixes.tokens, axis=-1)",
+        "same = theirs.salts == theirs.salts",
     ),
     Mutation(
         "hit-in-another-domain",
         "metadata",
         "A block of another domain whose hash is right is taken for a hit.",
-        "same &= (block < metadata.leading.num_blocks) & (theirs == prefixes.salts)",
-        "same &= (block < metadata.leading.num_blocks) & (theirs == theirs)",
+        "same &= theirs.salts == prefixes.salts",
+        "same &= theirs.salts == theirs.salts",
     ),
     Mutation(
         "parents-not-confirmed",
         "metadata",
         "A hit need not have the hit of the column before as its parent.",
-        'same &= index.parents.at[block].get(mode="clip") == prefixes.parents',
+        "same &= theirs.parents == prefixes.parents",
         "same &= prefixes.parents >= 0",
     ),
     Mutation(
@@ -143,15 +143,15 @@ MUTATIONS = (
         "moved-block-keeps-its-place",
         "metadata",
         "A place in a bucket is not free if its block was indexed anew somewhere else.",
-        "(hashes == 0) | (row_of(index.buckets, hashes) != row[:, None])",
+        "(hashes == 0) | (row_of(table, keys_of(listed, hashes)) != row[:, None])",
         "hashes == 0",
     ),
     Mutation(
         "holes-handed-out",
         "metadata",
         "Blocks are taken from the head of the ring with the holes between them.",
-        "before = ring.expose(group.free_blocks, num)",
-        "before = group.free_blocks",
+        "before = ring.expose(metadata.groups[number].free_blocks, num)",
+        "before = metadata.groups[number].free_blocks",
     ),
     # Classes of cached blocks.
     Mutation(
@@ -201,7 +201,7 @@ MUTATIONS = (
         "partners-of-an-earlier-life",
         "metadata",
         "What stood beside a block before it was handed out is found beside it again.",
-        'partners = beside.partners.at[anew].set(nothing, mode="drop")',
+        'partners = beside.partners.at[leaders].set(nothing, mode="drop")',
         "partners = beside.partners",
     ),
     Mutation(
@@ -229,9 +229,8 @@ MUTATIONS = (
         "rewritten-beside-an-indexed-block",
         "metadata",
         "A block that a sequence writes again is still found beside the leader's.",
-        "return _forget_from(metadata, block) "
-        "return forget_blocks(metadata, number, block)",
-        "return _forget_from(metadata, block)\n    return metadata",
+        "if number != metadata.leader: return forget_blocks(metadata, number, block)",
+        "if number != metadata.leader:\n        return metadata",
     ),
     Mutation(
         "evicts-for-one-group",
@@ -385,8 +384,8 @@ MUTATIONS = (
         "storage",
         "A sequence whose chain had a gap may make blocks visible again once it was "
         "swapped out and in.",
-        "begun = swapped.committed != 0",
-        "begun = swapped.committed > 0",
+        "np.where(visible != 0, np.int32(-1), np.int32(0))",
+        "np.where(visible > 0, np.int32(-1), np.int32(0))",
     ),
     # check, stats, memory profile, fragmentation.
     Mutation(
@@ -775,8 +774,8 @@ MUTATIONS = (
         "doctor-takes-nan-for-right",
         "commands",
         "The doctor does not report attention that comes out as NaN.",
-        "if not error <= tolerance:",
-        "if error > tolerance:",
+        "if error <= TOLERANCES[dtype]:",
+        "if not error > TOLERANCES[dtype]:",
     ),
     Mutation(
         "doctor-overlooks-a-hidden-card",
@@ -861,8 +860,8 @@ MUTATIONS = (
         "cut-to-where-no-state-is",
         "metadata",
         "A sequence may be cut to any length, whether its state stands there or not.",
-        "return Cut(~(stands | is_there), pending, found)",
-        "return Cut(lengths < 0, pending, found)",
+        "return _Cut(~(stands | is_there), pending, found)",
+        "return _Cut(lengths < 0, pending, found)",
     ),
     Mutation(
         "refused-request-advances-its-state",

@@ -1,7 +1,7 @@
 """The backend of the kernels: Pallas, which traces and interprets them.
 
 The only file that imports it. What is traced becomes Triton's IR by Pallas' lowering
-or by jkv's own (`triton/`). The kernels (`body.py`, `join.py`) are written with what is
+or by jkv's own (`triton/`). The kernels (`bodies/`) are written with what is
 offered here, `jax.numpy` and loads by index; another backend with the same few
 functions could replace it.
 """

@@ -12,36 +12,10 @@ from jkv.attention.backend import Backend, StepShape
 from jkv.attention.call import Call, Requests
 from jkv.attention.cards import Card
 from jkv.attention.derivative import Cotangents, Gradients
-from jkv.attention.kernel import backend, lists
-from jkv.attention.kernel.formats import KERNEL_FORMATS
-from jkv.attention.kernel.table import Backward, Tile, Tuning
-from jkv.attention.kernel.tuning import (
-    find_backward,
-    find_family,
-    find_tuning,
-    why_never,
-    why_no_derivative,
-    why_no_tile,
-    why_not,
-)
+from jkv.attention.kernel import backend
+from jkv.attention.kernel.work import lists
 from jkv.attention.pools import Pools
 from jkv.attention.slots import SlotWrite
-
-# Interpreting is for checking numbers: small tiles, to have several of everything.
-_INTERPRETED = Tuning(
-    decode=Tile(rows=16, tokens=16, num_warps=1, num_stages=1),
-    prefill=Tile(rows=32, tokens=16, num_warps=1, num_stages=1, has_full_loop=True),
-    programs=16,
-    piece_tokens=16,
-    max_pieces=8,
-)
-
-
-_INTERPRETED_BACKWARD = Backward(
-    576,
-    queries=Tile(rows=32, tokens=16, num_warps=1, num_stages=1),
-    tokens=Tile(rows=32, tokens=32, num_warps=1, num_stages=1),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,43 +28,44 @@ class Kernels(Backend):
 
     def why_not(self, call: Call, card: Card) -> str | None:
         """Say whether there is a row in the table; without a card, for any of them."""
-        given = call.queries, call.pools
-        if card.platform == "cpu":
-            return self._why_missing(card) or why_never(*given)
-        return self._why_missing(card) or why_not(*given, *card)
+        from jkv.attention.kernel.tiles.tuning import why_not
+
+        return self._why_missing(card) or why_not(call.queries, call.pools, *card)
 
     def attend(self, call: Call, card: Card) -> tuple[jax.Array, jax.Array]:
         """Run the kernels with the tiles for the card."""
-        from jkv.attention.kernel.launches import attend_kernel
+        from jkv.attention.kernel.launches.attention import attend_kernel
+        from jkv.attention.kernel.tiles.tuning import find_tuning
 
-        way, given = self._find_way(card), (call.queries, call.pools)
-        tuning = _INTERPRETED if way.interpret else find_tuning(*given, *card)
+        tuning = find_tuning(call.queries, call.pools, *card)
         assert tuning is not None  # or there was a reason
-        return attend_kernel(call, tuning=tuning, way=way)
+        return attend_kernel(call, tuning=tuning, way=self._find_way(card))
 
     def why_not_derived(self, call: Call, card: Card) -> str | None:
         """Say the same of the derivative's table."""
-        given = call.queries, call.pools
-        if card.platform == "cpu":
-            return self._why_missing(card) or why_no_derivative(*given)
-        return self._why_missing(card) or why_no_tile(*given, *card)
+        from jkv.attention.kernel.tiles.tuning import why_no_tile
+
+        return self._why_missing(card) or why_no_tile(call.queries, call.pools, *card)
 
     def differentiate(
         self, call: Call, cotangents: Cotangents, card: Card
     ) -> Gradients:
         """Run the derivative's kernels."""
-        from jkv.attention.kernel.derivative import differentiate_kernel
+        from jkv.attention.kernel.launches.derivative import differentiate_kernel
+        from jkv.attention.kernel.tiles.tuning import find_backward
 
-        way, given = self._find_way(card), (call.queries, call.pools)
-        tuning = (
-            _INTERPRETED_BACKWARD if way.interpret else find_backward(*given, *card)
+        tuning, way = (
+            find_backward(call.queries, call.pools, *card),
+            self._find_way(card),
         )
         assert tuning is not None  # or there was a reason
         return differentiate_kernel(call, cotangents, tuning=tuning, way=way)
 
     def why_not_stored(self, write: SlotWrite, card: Card) -> str | None:
         """Say why scatters store rows; they do where no card of the platform is."""
-        from jkv.attention.kernel.slots import why_scattered
+        from jkv.attention.kernel.elements.formats import KERNEL_FORMATS
+        from jkv.attention.kernel.launches.slots import why_scattered
+        from jkv.attention.kernel.tiles.tuning import find_family
 
         if card.target is None or find_family(*card) is None:
             return f"there are no kernels for {card.target or card.platform}"
@@ -100,7 +75,7 @@ class Kernels(Backend):
 
     def store(self, write: SlotWrite, card: Card) -> dict[str, jax.Array]:
         """Store by one launch for all arrays."""
-        from jkv.attention.kernel.slots import store_rows
+        from jkv.attention.kernel.launches.slots import store_rows
 
         return store_rows(write, way=self._find_way(card))
 
@@ -135,7 +110,7 @@ class Pallas(Kernels):
         step: StepShape,
     ) -> lists.WorkLists | None:
         """List what the programs of a step read, where there is a card."""
-        from jkv.attention.kernel.planning import plan_work
+        from jkv.attention.kernel.work.planning import plan_work
 
         return plan_work(pools, requests, reference_counts, step)
 

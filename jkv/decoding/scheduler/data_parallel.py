@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from jkv.decoding.texts.prompts import Prompts
 from jkv.decoding.texts.results import Generation, Statistics
 from jkv.metadata.xla_cpu import divide
-from jkv.sharding.ranks import with_rank, without_rank
+from jkv.sharding.storage_sharding import with_rank, without_rank
 from jkv.state import Cache
 from jkv.verbs.lookups import num_free_blocks
 from jkv.verbs.pooling import enter_pool, leave_pool

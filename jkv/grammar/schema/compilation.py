@@ -43,30 +43,20 @@ _SMALL = 32  # states up to which an expression is repeated as it is
 
 
 class Reading(NamedTuple):
-    """How schemas are read.
+    """How schemas are read."""
 
-    Attributes:
-      whitespace: pattern of what may stand around brackets, commas and colons.
-      depth: levels of arrays and objects in a value of which nothing is said.
-      recursion: how often a schema may be opened again where it is open.
-      strict: whether unknown keywords and formats are refused.
-    """
-
-    whitespace: str
-    depth: int
-    recursion: int
-    strict: bool
+    whitespace: str  # pattern of what may stand around brackets, commas and colons
+    depth: int  # levels of arrays and objects in a value of which nothing is said
+    recursion: int  # how often a schema may be opened again where it is open
+    strict: bool  # whether unknown keywords and formats are refused
 
 
 def compile_schema(root: Any, reading: Reading, bounds: Bounds) -> Expression:
     """Return the texts of a schema.
 
     Schemas stand in themselves less often than `reading` allows where that takes too
-    many states.
-
-    Raises:
-      Unsupported: a keyword that is not served.
-      TooLarge: a schema that takes more than the bounds, or is nested too deeply.
+    many states. `Unsupported` names a keyword that is not served; `TooLarge` is also
+    what is nested too deeply.
     """
     found, sizes = list[Expression](), list[int]()
     for recursion in range(reading.recursion + 1):
@@ -91,7 +81,7 @@ def compile_schema(root: Any, reading: Reading, bounds: Bounds) -> Expression:
 
 
 class SchemaCompiler:
-    """What all parts of a schema share while they are compiled."""
+    """What all parts of a schema share; each may count up to so many states."""
 
     def __init__(
         self,
@@ -100,14 +90,6 @@ class SchemaCompiler:
         bounds: Bounds,
         max_counted: int = _MAX_STATES,
     ) -> None:
-        """Take the whole schema, in which references are looked up.
-
-        Args:
-          root: the schema.
-          reading: how it is read.
-          bounds: of the compilation.
-          max_counted: states that what is counted may take, in each place.
-        """
         self.bounds, self._reading, self.max_counted = bounds, reading, max_counted
         self.document = Document(root, is_strict=reading.strict)
         self._expander = Expander(self.document, reading.recursion, bounds)
@@ -126,10 +108,6 @@ class SchemaCompiler:
         """Return the texts of the whole schema.
 
         Numbers of characters and items that take too many states are lowered.
-
-        Raises:
-          Unsupported: a keyword that is not served.
-          TooLarge: a schema that takes more than the bounds, or is nested too deeply.
         """
         try:
             found = self.compile([Part(self.document.root)])
@@ -249,7 +227,6 @@ class SchemaCompiler:
         return determinize(Choice(found), self.bounds)
 
     def value(self, value: Any, level: int = 0) -> Expression:
-        """Return the texts of one value."""
         if level > MAX_LEVELS:
             raise TooLarge(
                 "a listed value has arrays or objects in each other too deeply"

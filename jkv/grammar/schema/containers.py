@@ -1,9 +1,9 @@
 """Arrays and objects: what may stand between their brackets, in which order."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
-from jkv.grammar.automaton import Automaton
+from jkv.grammar.automaton import Automaton, intersect, subtract
 from jkv.grammar.bounds import Bounds
 from jkv.grammar.determinization import determinize
 from jkv.grammar.errors import TooLarge, Unsupported
@@ -17,14 +17,18 @@ from jkv.grammar.expressions import (
     concat,
     size,
 )
-from jkv.grammar.products import intersect, is_empty, subtract
 from jkv.grammar.regexes import compile_regex
-from jkv.grammar.schema.expansion import Part, Way
+from jkv.grammar.schema.expansion import (
+    Part,
+    Way,
+    counts_of,
+    num_first_items,
+    parts_of_item,
+)
 from jkv.grammar.schema.judging import Judge
-from jkv.grammar.schema.negation import ABSENT, NUMBERS, items_of
+from jkv.grammar.schema.negation import ABSENT, NUMBERS
 from jkv.grammar.schema.punctuation import Punctuation
-from jkv.grammar.schema.quoting import quote
-from jkv.grammar.schema.strings import ANYTHING, in_quotes
+from jkv.grammar.schema.strings import ANYTHING, quoted
 from jkv.grammar.schema.uniqueness import by_first_sign, listed_once
 
 _MAX_REGIONS = 64  # into which patterns divide the keys of an object
@@ -56,15 +60,9 @@ class Compiler(Protocol):
 
 
 def array_expression(way: Way, compiler: Compiler) -> Expression:
-    """Return the arrays that atoms describe.
-
-    Raises:
-      Unsupported: `uniqueItems` or `contains` where items cannot be told apart.
-    """
-    items = _Items(way)
-    least = int(max((atom.words.get("minItems", 0) for atom in way), default=0))
-    mosts = [int(atom.words["maxItems"]) for atom in way if "maxItems" in atom.words]
-    most = min(mosts, default=None)
+    """Return the arrays that atoms describe."""
+    items = _Items.of(way)
+    least, most = counts_of(way, "Items")
     if items.rest is None:
         most = len(items.first) if most is None else min(most, len(items.first))
     if most is not None and least > most:
@@ -90,30 +88,20 @@ def _both(one: Expression, other: Expression, bounds: Bounds) -> Expression:
     return Leaf(intersect(automata[0], automata[1], bounds))
 
 
-class _Items:
-    """Which parts hold for the items of an array.
+class _Items(NamedTuple):
+    """Which parts hold for the items of an array."""
 
-    Attributes:
-      first: those of each of the first items.
-      rest: those of the others; None where there are none.
-    """
+    first: list[list[Part]]  # those of each of the first items
+    rest: list[Part] | None  # those of the others; None where there are none
 
-    def __init__(self, way: Way) -> None:
-        schemas = [(atom, *items_of(atom.words)) for atom in way]
-        longest = max((len(first) for _, first, _ in schemas), default=0)
-        self.first = [
-            [
-                atom.part(schema)
-                for atom, first, more in schemas
-                if (schema := first[place] if place < len(first) else more) is not None
-            ]
-            for place in range(longest)
-        ]
-        rest = [atom.part(more) for atom, _, more in schemas if more is not None]
-        is_open = bool(rest) or not longest
-        self.rest = rest if is_open else None
-        if any(part.schema is False for part in rest):
-            self.rest = None
+    @classmethod
+    def of(cls, way: Way) -> Self:
+        num_first = num_first_items(way)
+        first = [parts_of_item(way, place) for place in range(num_first)]
+        rest = parts_of_item(way, num_first)
+        is_open = bool(rest) or not num_first
+        is_closed = any(part.schema is False for part in rest)
+        return cls(first, rest if is_open and not is_closed else None)
 
 
 def _in_order(
@@ -208,10 +196,6 @@ def object_expression(way: Way, compiler: Compiler) -> Expression:
 
     Named properties stand in the order of `properties`, then of `required`; those that
     have no name follow in any order.
-
-    Raises:
-      Unsupported: `minProperties` above 1 where properties without a name would count.
-      TooLarge: patterns that divide keys in too many ways.
     """
     marks, keys = compiler.marks, _Keys(way, compiler)
     entries = [
@@ -220,11 +204,9 @@ def object_expression(way: Way, compiler: Compiler) -> Expression:
     ]
     if keys.required - keys.named.keys():
         return Choice([])  # one of them cannot be there
-    least = int(max((atom.words.get("minProperties", 0) for atom in way), default=0))
-    mosts = [int(a.words["maxProperties"]) for a in way if "maxProperties" in a.words]
-    most = min(mosts, default=None)
+    least, most = counts_of(way, "Properties")
     rest = [
-        marks.property(in_quotes(Leaf(quote(found))), compiler.compile(parts))
+        marks.property(quoted(found), compiler.compile(parts))
         for found, parts in keys.regions()
     ]
     other = Choice(rest) if rest else None
@@ -263,22 +245,13 @@ class _Keys:
             for atom in way
             if "propertyNames" in atom.words
         ]
-        self.named = {
-            key: self._parts_of(key)
-            for key in self._all
-            if key not in absent and self._may_be(key)
-        }
-
-    def _may_be(self, key: str) -> bool:
-        is_false = any(part.schema is part.is_negated for part in self._parts_of(key))
-        return not is_false and all(self._judge.holds(p, key) for p in self._names)
-
-    def _parts_of(self, key: str) -> list[Part]:
-        return [
-            atom.part(schema)
-            for atom in self._way
-            for schema in self._judge.schemas_of(atom.words, key)
-        ]
+        self.named: dict[str, list[Part]] = {}
+        for key in self._all:
+            parts = self._judge.parts_of(way, key)
+            is_false = any(part.schema is part.is_negated for part in parts)
+            if key not in absent and not is_false:
+                if all(self._judge.holds(name, key) for name in self._names):
+                    self.named[key] = parts
 
     def regions(self) -> Iterable[tuple[Automaton, list[Part]]]:
         """Yield sets of other keys, each with the parts that hold for its values."""
@@ -326,7 +299,7 @@ class _Keys:
                 inside = intersect(keys, found, self._bounds)
                 outside = subtract(keys, found, self._bounds)
                 divided += [(inside, [*known, pattern]), (outside, known)]
-            regions = [one for one in divided if not is_empty(one[0])]
+            regions = [one for one in divided if not one[0].is_empty()]
             if len(regions) > _MAX_REGIONS:
                 raise TooLarge(f"'patternProperties' of {len(patterns)} patterns")
         return regions

@@ -23,31 +23,16 @@ _REFERENCES = "$ref", "$dynamicRef", "$recursiveRef"
 
 
 class Place(NamedTuple):
-    """Where a schema stands.
+    """Where a schema stands."""
 
-    Attributes:
-      pointer: from the root, "#/properties/a".
-      base: what references in it are relative to, a URI without a fragment.
-    """
-
-    pointer: str
-    base: str
+    pointer: str  # from the root, "#/properties/a"
+    base: str  # what references in it are relative to, a URI without a fragment
 
 
 class Document:
-    """A whole schema, copied."""
+    """A whole schema, copied; if strict, of known keywords and formats alone."""
 
     def __init__(self, root: Any, *, is_strict: bool) -> None:
-        """Look at every place of a schema.
-
-        Args:
-          root: of JSON.
-          is_strict: whether keywords and formats that are unknown are refused.
-
-        Raises:
-          Unsupported: it is none, or an old one (draft 3).
-          TooLarge: schemas stand in each other too deeply.
-        """
         self.root, self._is_strict = _copy(root), is_strict
         if not is_schema(self.root):
             raise Malformed(
@@ -80,12 +65,7 @@ class Document:
         return words
 
     def words(self, schema: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a schema's keywords without those that are ignored.
-
-        Raises:
-          Unsupported: one has a value that it cannot have, or an unknown one is there
-            and this document is strict.
-        """
+        """Return a schema's keywords but those ignored; refuse a wrong value."""
         if id(schema) not in self._words:
             self._words[id(schema)] = self._read_words(schema)
         return self._words[id(schema)]
@@ -113,12 +93,7 @@ class Document:
         return found
 
     def target(self, schema: Mapping[str, Any], word: str) -> Any:
-        """Return the schema that a reference in another one names.
-
-        Raises:
-          Unsupported: it is not in this document, or no schema, or which one it is
-            depends on where it is referred to from.
-        """
+        """Return the schema that a reference names; refuse one of elsewhere."""
         reference = schema[word]
         where = f"{word} {reference!r} at {self.place(schema)}"
         if self._dynamic.get(f"{word} {reference.rpartition('#')[2]}", 0) > 1:

@@ -27,32 +27,21 @@ _MAX_WAYS = 512
 
 
 class Route(NamedTuple):
-    """Which schemas that lead back to themselves a schema stands in.
+    """Which schemas that lead back to themselves a schema stands in."""
 
-    Attributes:
-      opened: ids of their schemas.
-      repeats: how often one was opened that was open already.
-      is_wide: whether ways are asked for that hold for more values rather than for
-        less, where not all can be told.
-    """
-
-    opened: frozenset[int] = frozenset()
-    repeats: int = 0
+    opened: frozenset[int] = frozenset()  # ids of their schemas
+    repeats: int = 0  # how often one was opened that was open already
+    # Whether ways are asked for that hold for more values rather than for less, where
+    # not all can be told.
     is_wide: bool = False
 
 
 class Part(NamedTuple):
-    """A schema that must hold somewhere, or must not.
+    """A schema that must hold somewhere, or must not."""
 
-    Attributes:
-      schema: a mapping or a boolean, of the document.
-      route: where it stands.
-      is_negated: whether it must not hold.
-    """
-
-    schema: Any
-    route: Route = Route()
-    is_negated: bool = False
+    schema: Any  # a mapping or a boolean, of the document
+    route: Route = Route()  # where it stands
+    is_negated: bool = False  # whether it must not hold
 
     def of(self, schema: Any, is_negated: bool = False) -> "Part":
         """Return another schema of the same place."""
@@ -70,19 +59,13 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Atom:
-    """Keywords that hold at once, none of which joins schemas.
+    """Keywords that hold at once, none of which joins schemas."""
 
-    Attributes:
-      words: the keywords.
-      origin: the schema that they are of.
-      route: of schemas in them.
-      is_muted: whether it comes from a schema that must not hold, so that what it says
-        of properties and items does not count as evaluated.
-    """
-
-    words: Mapping[str, Any]
-    origin: Any
-    route: Route
+    words: Mapping[str, Any]  # the keywords
+    origin: Any  # the schema that they are of
+    route: Route  # of schemas in them
+    # Whether it comes from a schema that must not hold, so that what it says of
+    # properties and items does not count as evaluated.
     is_muted: bool = False
 
     def part(self, schema: Any, *, is_negated: bool = False) -> Part:
@@ -95,16 +78,9 @@ Ways = list[Way]
 
 
 class Expander:
-    """Takes the schemas of a document apart."""
+    """Takes schemas apart, and opens one so often where it is open already."""
 
     def __init__(self, document: Document, recursion: int, bounds: Bounds) -> None:
-        """Take what bounds it.
-
-        Args:
-          document: of the schemas.
-          recursion: how often a schema may be opened where it is open already.
-          bounds: of the compilation.
-        """
         self.document, self._recursion, self._bounds = document, recursion, bounds
         self._known: dict[tuple[int, Route, bool], tuple[Any, Ways]] = {}
         self.is_cut = False  # whether recursion has ended somewhere
@@ -113,12 +89,7 @@ class Expander:
         self.finds: Callable[[str, str], bool] = lambda _, __: False
 
     def expand(self, parts: Iterable[Part]) -> Ways:
-        """Return the ways in which all parts hold.
-
-        Raises:
-          Unsupported: for what cannot be taken apart.
-          TooLarge: for too many ways.
-        """
+        """Return the ways in which all parts hold; refuse too many of them."""
         ways: Ways = [[]]
         for part in parts:
             ways = self._both(ways, self._expand(part), part.schema)
@@ -140,7 +111,7 @@ class Expander:
                 for atom in way
                 for word in ("properties", "required")
                 for key in atom.words.get(word, ())
-                if self._is_meant(others, key)
+                if others.mean(key, self.finds)
             )
             rest = [atom for atom in way if atom is not found]
             for key in reversed(keys):
@@ -154,12 +125,6 @@ class Expander:
                     open_.append(chosen)
             self._check_number(settled + open_, found.origin)
         return settled
-
-    def _is_meant(self, others: Others, key: str) -> bool:
-        is_found = any(self.finds(pattern, key) for pattern in others.patterns)
-        if others.is_outside:
-            return key not in others.named and not is_found
-        return is_found
 
     def _negation(self, schema: Any, like: Any) -> Any:
         if isinstance(schema, bool):
@@ -292,8 +257,8 @@ class Expander:
             has_rest = any(items_of(one)[1] is not None for one in said)
             if "unevaluatedItems" in words and not has_rest:
                 first = max((len(items_of(one)[0]) for one in said), default=0)
-                added |= {"prefixItems": [True] * first}
-                added |= {"items": words["unevaluatedItems"]}
+                added["prefixItems"] = [True] * first
+                added["items"] = words["unevaluatedItems"]
             new = [Atom(added, part.schema, part.route)] if added else []
             closed.append([*way, *new])
         return closed
@@ -359,6 +324,30 @@ class Expander:
                 "hold ('not', 'oneOf' with values in common, or 'if')"
             )
         return found
+
+
+def counts_of(way: Way, what: str) -> tuple[int, int | None]:
+    """Return the least and the most that atoms allow of "Items", say; None for any."""
+    words = [atom.words for atom in way]
+    least = max((int(one.get(f"min{what}", 0)) for one in words), default=0)
+    mosts = [int(one[f"max{what}"]) for one in words if f"max{what}" in one]
+    return least, min(mosts, default=None)
+
+
+def num_first_items(way: Way) -> int:
+    """Return of how many items of an array atoms speak one by one."""
+    return max((len(items_of(atom.words)[0]) for atom in way), default=0)
+
+
+def parts_of_item(way: Way, place: int) -> list[Part]:
+    """Return the schemas that atoms have for an item of an array."""
+    found = []
+    for atom in way:
+        first, more = items_of(atom.words)
+        schema = first[place] if place < len(first) else more
+        if schema is not None:
+            found.append(atom.part(schema))
+    return found
 
 
 def say(part: Part, words: Mapping[str, Any]) -> Way:

@@ -1,14 +1,23 @@
 """Whether a value is described by a schema, and whether any can be."""
 
 import fractions
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jkv.grammar.automaton import Automaton
+from jkv.grammar.automaton import Automaton, intersect
 from jkv.grammar.bounds import Bounds
-from jkv.grammar.products import intersect, is_empty
 from jkv.grammar.regexes import compile_regex
-from jkv.grammar.schema.expansion import Atom, Expander, Part, Route, Way
+from jkv.grammar.schema.expansion import (
+    Atom,
+    Expander,
+    Part,
+    Route,
+    Way,
+    counts_of,
+    num_first_items,
+    parts_of_item,
+)
 from jkv.grammar.schema.formats import COUNTED, FORMATS
 from jkv.grammar.schema.keywords import OF_TYPE, is_number
 from jkv.grammar.schema.negation import (
@@ -19,7 +28,6 @@ from jkv.grammar.schema.negation import (
     NOT_PATTERN,
     NOT_VALUES,
     SOME_PROPERTY,
-    Others,
     items_of,
     kinds_of,
 )
@@ -66,7 +74,6 @@ class Judge:
         )
 
     def _holds(self, atom: Atom, word: str, value: Any) -> bool:
-        """Whether a keyword of an atom holds for a value."""
         self._bounds.spend(1)
         said = atom.words[word]
         match word:
@@ -148,17 +155,11 @@ class Judge:
             return not value.keys() & {*said}
         if word == SOME_PROPERTY:
             return any(
-                self.is_meant(said, key) and not self.holds(atom.part(said.schema), one)
+                said.mean(key, self.finds)
+                and not self.holds(atom.part(said.schema), one)
                 for key, one in value.items()
             )
         return True
-
-    def is_meant(self, others: Others, key: str) -> bool:
-        """Whether a key is one of those that are meant."""
-        is_found = any(self.finds(pattern, key) for pattern in others.patterns)
-        if others.is_outside:
-            return key not in others.named and not is_found
-        return is_found
 
     def schemas_of(self, words: Mapping[str, Any], key: str) -> list[Any]:
         """Return the schemas that keywords have for a property."""
@@ -170,6 +171,14 @@ class Judge:
         if not found and "additionalProperties" in words:
             found.append(words["additionalProperties"])
         return found
+
+    def parts_of(self, way: Way, key: str) -> list[Part]:
+        """Return the schemas that atoms have for a property."""
+        return [
+            atom.part(schema)
+            for atom in way
+            for schema in self.schemas_of(atom.words, key)
+        ]
 
     def listed(self, way: Way) -> list[Any] | None:
         """Return the values that atoms list, of which all hold; None for no list."""
@@ -190,7 +199,6 @@ class Judge:
         )
 
     def distinct(self, values: Sequence[Any]) -> list[Any]:
-        """Return each of some values once."""
         return [
             value
             for place, value in enumerate(values)
@@ -198,12 +206,7 @@ class Judge:
         ]
 
     def is_possible(self, way: Way, is_thorough: bool) -> bool:
-        """Whether a value may exist for which all atoms hold; True where in doubt.
-
-        Args:
-          way: the atoms.
-          is_thorough: whether strings are compared by their languages, too.
-        """
+        """Whether a value may exist for which all atoms hold; true where in doubt."""
         return self._is_possible(way, is_thorough, _LEVELS if is_thorough else 1)
 
     def _is_possible(self, way: Way, is_thorough: bool, levels: int) -> bool:
@@ -246,27 +249,19 @@ class Judge:
             for word in ("pattern", "format")
             if word in atom.words and (word == "pattern" or atom.words[word] in FORMATS)
         ]
-        texts = found[0] if found else None
-        for other in found[1:]:
-            texts = intersect(texts, other, self._bounds) if texts else other
-        return texts is None or not is_empty(texts)
+        if not found:
+            return True
+        both = functools.partial(intersect, bounds=self._bounds)
+        return not functools.reduce(both, found).is_empty()
 
     def _has_array(self, way: Way, is_thorough: bool, levels: int) -> bool:
         if _contradict(way, ("minItems",), ("maxItems",)):
             return False
-        least = max((atom.words.get("minItems", 0) for atom in way), default=0)
-        items = [(atom, *items_of(atom.words)) for atom in way]
-        first = max((len(first) for _, first, _ in items), default=0)
-        for place in range(min(int(least), first + 1)):
-            parts = [
-                atom.part(schema)
-                for atom, first_, more in items
-                if (schema := first_[place] if place < len(first_) else more)
-                is not None
-            ]
-            if not self._is_part_possible(parts, is_thorough, levels):
-                return False
-        return True
+        least, _ = counts_of(way, "Items")
+        return all(
+            self._is_part_possible(parts_of_item(way, place), is_thorough, levels)
+            for place in range(min(least, num_first_items(way) + 1))
+        )
 
     def _has_object(self, way: Way, is_thorough: bool, levels: int) -> bool:
         if _contradict(way, ("minProperties",), ("maxProperties",)):
@@ -275,15 +270,10 @@ class Judge:
         absent = {key for atom in way for key in atom.words.get(ABSENT, ())}
         if required & absent:
             return False
-        for key in required:
-            parts = [
-                atom.part(schema)
-                for atom in way
-                for schema in self.schemas_of(atom.words, key)
-            ]
-            if not self._is_part_possible(parts, is_thorough, levels):
-                return False
-        return True
+        return all(
+            self._is_part_possible(self.parts_of(way, key), is_thorough, levels)
+            for key in required
+        )
 
     def _is_part_possible(
         self, parts: list[Part], is_thorough: bool, levels: int

@@ -6,39 +6,16 @@ from typing import Any
 
 # Keywords that say something of values of a type.
 OF_TYPE = {
-    "string": {"minLength", "maxLength", "pattern", "format"},
-    "number": {
-        "minimum",
-        "maximum",
-        "exclusiveMinimum",
-        "exclusiveMaximum",
-        "multipleOf",
-    },
-    "array": {
-        "items",
-        "prefixItems",
-        "additionalItems",
-        "minItems",
-        "maxItems",
-        "uniqueItems",
-        "contains",
-        "minContains",
-        "maxContains",
-        "unevaluatedItems",
-    },
-    "object": {
-        "properties",
-        "required",
-        "additionalProperties",
-        "patternProperties",
-        "propertyNames",
-        "minProperties",
-        "maxProperties",
-        "dependentRequired",
-        "dependentSchemas",
-        "dependencies",
-        "unevaluatedProperties",
-    },
+    name: {*words.split()}
+    for name, words in {
+        "string": "minLength maxLength pattern format",
+        "number": "minimum maximum exclusiveMinimum exclusiveMaximum multipleOf",
+        "array": "items prefixItems additionalItems minItems maxItems uniqueItems "
+        "contains minContains maxContains unevaluatedItems",
+        "object": "properties required additionalProperties patternProperties "
+        "propertyNames minProperties maxProperties dependentRequired dependentSchemas "
+        "dependencies unevaluatedProperties",
+    }.items()
 }
 # Keywords that join schemas, or list values.
 JOINING = {
@@ -48,28 +25,10 @@ JOINING = {
 SERVED = JOINING.union(*OF_TYPE.values())
 # They say nothing of what a text may be, or are looked up by `$ref`.
 IGNORED = {
-    "$anchor",
-    "$comment",
-    "$defs",
-    "$dynamicAnchor",
-    "$id",
-    "$recursiveAnchor",
-    "$schema",
-    "$vocabulary",
-    "contentEncoding",
-    "contentMediaType",
-    "contentSchema",
-    "default",
-    "definitions",
-    "deprecated",
-    "description",
-    "discriminator",
-    "example",
-    "examples",
-    "id",
-    "readOnly",
-    "title",
-    "writeOnly",
+    *("$anchor", "$comment", "$defs", "$dynamicAnchor", "$id", "$recursiveAnchor"),
+    *("$schema", "$vocabulary", "contentEncoding", "contentMediaType", "contentSchema"),
+    *("default", "definitions", "deprecated", "description", "discriminator"),
+    *("example", "examples", "id", "readOnly", "title", "writeOnly"),
 }
 TYPES = {"null", "boolean", "integer", "number", "string", "array", "object"}
 

@@ -19,19 +19,17 @@ Words = Mapping[str, Any]
 
 
 class Others(NamedTuple):
-    """Properties but those named or found by a pattern; or those found by one.
+    """Properties but those named or found by a pattern; or those found by one."""
 
-    Attributes:
-      named: keys.
-      patterns: of keys.
-      is_outside: whether neither is meant, or what a pattern finds.
-      schema: that does not hold for one of them.
-    """
+    named: frozenset[str]  # keys
+    patterns: tuple[str, ...]  # of keys
+    is_outside: bool  # whether neither is meant, or what a pattern finds
+    schema: Any  # that does not hold for one of them
 
-    named: frozenset[str]
-    patterns: tuple[str, ...]
-    is_outside: bool
-    schema: Any
+    def mean(self, key: str, finds: Callable[[str, str], bool]) -> bool:
+        """Whether a key is one of them; `finds` says whether a pattern is in a text."""
+        is_found = any(finds(pattern, key) for pattern in self.patterns)
+        return key not in self.named and not is_found if self.is_outside else is_found
 
 
 def contraries(
@@ -39,10 +37,7 @@ def contraries(
 ) -> list[dict[str, Any]] | None:
     """Return keywords of which some set holds where one does not; None if none tell.
 
-    Args:
-      word: the one that does not hold.
-      words: of the whole schema.
-      negate: returns the schema that holds where another one does not.
+    `negate` returns the schema that holds where another one does not.
     """
     value = words[word]
     match word:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Set
 
 import numpy as np
 
-from jkv.grammar.automaton import Automaton, minimize
+from jkv.grammar.automaton import Automaton, intersect, minimize, subtract
 from jkv.grammar.bounds import Bounds
 from jkv.grammar.determinization import determinize
 from jkv.grammar.expressions import (
@@ -24,7 +24,6 @@ from jkv.grammar.expressions import (
     concat,
     optional,
 )
-from jkv.grammar.products import intersect, subtract
 from jkv.grammar.schema.expansion import Way
 from jkv.grammar.schema.keywords import is_number
 from jkv.grammar.schema.negation import NOT_MULTIPLE, NOT_VALUES
@@ -49,16 +48,7 @@ _Bound = tuple[decimal.Decimal, bool]  # and whether the bound itself is left ou
 
 
 def number_expression(way: Way, kinds: Set[str], bounds: Bounds) -> Expression:
-    """Return the numbers that atoms describe.
-
-    Args:
-      way: the atoms.
-      kinds: "integer" for whole numbers, "fraction" for others; either or both.
-      bounds: of the compilation.
-
-    Raises:
-      TooLarge: a number of `multipleOf` with too many digits.
-    """
+    """Return the numbers that atoms describe, of one or both kinds."""
     shape = _within_bounds(way, "fraction" not in kinds, bounds)
     wanted = [atom.words["multipleOf"] for atom in way if "multipleOf" in atom.words]
     unwanted = [atom.words[NOT_MULTIPLE] for atom in way if NOT_MULTIPLE in atom.words]
@@ -133,10 +123,7 @@ def _decimal(value: int | float) -> decimal.Decimal:
 
 
 def _multiples(number: int | float, bounds: Bounds) -> Automaton:
-    """Return the multiples of a number, digit by digit, with what is left over.
-
-    What is no number may be among them.
-    """
+    """Return the multiples of a number (and no numbers), digit by digit."""
     _, digits, exponent = _decimal(number).as_tuple()
     places = max(0, -int(exponent))
     divisor = int("".join(map(str, digits))) * 10 ** max(0, int(exponent))
@@ -192,10 +179,7 @@ def _magnitudes(
 
 
 def _at_least(bound: decimal.Decimal, is_exclusive: bool) -> Expression:
-    """Return numbers from a bound on (or above it), by their first higher digit.
-
-    What is no number may be among them.
-    """
+    """Return numbers from a bound on (and no numbers), by their first higher digit."""
     whole, _, fraction = f"{bound:f}".partition(".")
     fraction = fraction.rstrip("0")
     any_fraction = optional(concat(b".", _DIGITS))

@@ -51,12 +51,7 @@ _LONG_NAMES = {
 
 
 def find_pattern(pattern: str, bounds: Bounds) -> Automaton:
-    """Return the texts in which a pattern of a schema is found.
-
-    Raises:
-      Unsupported: it is none of ECMA-262, or none that an automaton can match.
-      TooLarge: it takes more than the bounds.
-    """
+    """Return the texts in which a pattern of a schema is found."""
     written = _Translator(pattern).translate()
     return compile_regex(written, bounds, is_search=True, shown=pattern)
 

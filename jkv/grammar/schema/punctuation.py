@@ -18,12 +18,9 @@ from jkv.grammar.schema.strings import literal_string
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Punctuation:
-    """What stands between values.
+    """What stands between values."""
 
-    Attributes:
-      space: white space, allowed around each of the others but outside of the value.
-    """
-
+    # White space, allowed around each of the others but outside of the value.
     space: Expression
 
     @functools.cached_property
@@ -42,7 +39,6 @@ class Punctuation:
         return Separated(entries, self.comma, rest, self.space, least, most)
 
     def property(self, key: str | Expression, value: Expression) -> Expression:
-        """Return a key and its value."""
         key = literal_string(key) if isinstance(key, str) else key
         return concat(key, self.space, b":", self.space, value)
 

@@ -1,55 +1,55 @@
-"""Strings: their characters, patterns and lengths, in quotes."""
+"""Strings: their characters, patterns and lengths, in quotes.
 
-from jkv.grammar.automaton import Automaton
+Some characters are escaped between quotes. An escape stands for one byte of the text,
+so an automaton of texts becomes one of JSON by other ways from state to state. A quote
+and a backslash have one escape; control characters (and U+007F, which many tools write
+so) have `\\u00XX`, five of them a short one too. Other characters are written as they
+are.
+"""
+
+import numpy as np
+
+from jkv.grammar.automaton import BYTES_OF_PAIR, Automaton, intersect, subtract
 from jkv.grammar.bounds import UNBOUNDED, Bounds
 from jkv.grammar.determinization import determinize
 from jkv.grammar.errors import TooLarge
 from jkv.grammar.expressions import Choice, Expression, Leaf, Literal, Repeat, concat
-from jkv.grammar.products import BYTES_OF_PAIR, intersect, subtract
 from jkv.grammar.regexes import compile_regex
-from jkv.grammar.schema.expansion import Way
+from jkv.grammar.schema.expansion import Way, counts_of
 from jkv.grammar.schema.formats import COUNTED, FORMATS
 from jkv.grammar.schema.judging import Judge
 from jkv.grammar.schema.negation import NOT_PATTERN, NOT_VALUES
-from jkv.grammar.schema.quoting import quote
 
 ANYTHING = "(?s:.*)"
 # States that a character takes, and those that the signs of a pattern that are counted
 # may take: a longer `maxLength` is taken for a shorter one.
 _STATES_OF_CHARACTER, _MAX_COUNTED = 15, 2**12
+_SHORT = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 0x22: '"', 0x5C: "\\"}
+_BY_NUMBER = [*range(0x20), 0x7F]
+_ESCAPED = sorted({*_SHORT, *_BY_NUMBER})
 
 
 def string_expression(
     way: Way, judge: Judge, bounds: Bounds, max_counted: int
 ) -> Expression:
-    """Return the strings that atoms describe, with their quotes.
-
-    Args:
-      way: the atoms.
-      judge: of their schemas.
-      bounds: of the compilation.
-      max_counted: states that counted characters may take.
-    """
+    """Return the strings that atoms describe, with their quotes."""
     found = string_automaton(way, judge, bounds)
     if isinstance(found, Automaton):
-        return in_quotes(Leaf(quote(found)))
+        return quoted(found)
     least, most = found
     if most is not None:
         most = max(least, min(most, max_counted // _STATES_OF_CHARACTER))
     character = quote(compile_regex("(?s:.)", bounds))
-    return in_quotes(Repeat(Leaf(character), least, most))
+    return _in_quotes(Repeat(Leaf(character), least, most))
 
 
 def string_automaton(
     way: Way, judge: Judge, bounds: Bounds
 ) -> Automaton | tuple[int, int | None]:
     """Return the strings without their quotes; lengths if nothing else is said."""
-    words = [atom.words for atom in way]
-    least = int(max((one.get("minLength", 0) for one in words), default=0))
-    longest = [one["maxLength"] for one in words if "maxLength" in one]
-    most = int(min(longest)) if longest else None
+    least, most = counts_of(way, "Length")
     described, others = list[Automaton](), list[Automaton]()
-    for one in words:
+    for one in (atom.words for atom in way):
         for word in ("pattern", "format"):
             if word in one and (word == "pattern" or one[word] in FORMATS):
                 is_short = most is not None and one[word] in COUNTED
@@ -112,16 +112,57 @@ def _longest(texts: Automaton) -> int | None:
 
 
 def any_string(bounds: Bounds) -> Expression:
-    """Return every string."""
-    return in_quotes(Repeat(Leaf(quote(compile_regex("(?s:.)", bounds)))))
+    return _in_quotes(Repeat(Leaf(quote(compile_regex("(?s:.)", bounds)))))
 
 
 def literal_string(text: str) -> Expression:
     """Return a given string, in every way that its characters may be escaped."""
-    automaton = determinize(Literal(text.encode()), UNBOUNDED)
-    return in_quotes(Leaf(quote(automaton)))
+    return quoted(determinize(Literal(text.encode()), UNBOUNDED))
 
 
-def in_quotes(inner: Expression) -> Expression:
-    """Put quotes around what stands between them."""
+def quoted(texts: Automaton) -> Expression:
+    """Return the texts of a language as JSON writes them, with quotes."""
+    return _in_quotes(Leaf(quote(texts)))
+
+
+def _in_quotes(inner: Expression) -> Expression:
     return concat(b'"', inner, b'"')
+
+
+def quote(texts: Automaton) -> Automaton:
+    """Return what stands between the quotes for each text of a language."""
+    inner = texts.transitions
+    rows = [inner.copy()]
+    rows[0][:, _ESCAPED] = -1
+    count = len(inner)
+    escaping = np.flatnonzero((inner[:, _ESCAPED] >= 0).any(axis=1))
+
+    def add(num: int) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
+        nonlocal count
+        count += num
+        rows.append(np.full((num, 256), -1, np.int32))
+        return rows[-1]
+
+    for state in escaping.tolist():
+        behind = inner[state]
+        first = count
+        after = add(1)[0]  # behind the backslash
+        rows[0][state, ord("\\")] = first
+        for byte, letter in _SHORT.items():
+            after[ord(letter)] = behind[byte]
+        tens = sorted({byte >> 4 for byte in _BY_NUMBER if behind[byte] >= 0})
+        if not tens:
+            continue
+        # Behind "\\u", "\\u0" and "\\u00", and behind each next digit.
+        after[ord("u")] = first + 1
+        digits = add(3 + len(tens))
+        digits[0, ord("0")], digits[1, ord("0")] = first + 2, first + 3
+        for rank, ten in enumerate(tens):
+            digits[2, ord(str(ten))] = first + 4 + rank
+            for byte in _BY_NUMBER:
+                if byte >> 4 == ten:
+                    for digit in f"{byte & 15:x}{byte & 15:X}":
+                        digits[3 + rank, ord(digit)] = behind[byte]
+    accepting = np.zeros(count, bool)
+    accepting[: len(inner)] = texts.accepting
+    return Automaton(np.concatenate(rows), accepting)

@@ -6,9 +6,7 @@ or with which sign the newest began.
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from jkv.grammar.automaton import Automaton, minimize
+from jkv.grammar.automaton import begin_at, intersect, minimize, subtract
 from jkv.grammar.bounds import Bounds
 from jkv.grammar.determinization import determinize
 from jkv.grammar.errors import Unsupported
@@ -20,7 +18,6 @@ from jkv.grammar.expressions import (
     concat,
     optional,
 )
-from jkv.grammar.products import intersect, subtract
 from jkv.grammar.schema.numbers import PLAIN, ZEROS
 from jkv.grammar.schema.punctuation import Punctuation
 from jkv.grammar.schema.strings import any_string
@@ -60,11 +57,8 @@ def by_first_sign(
 ) -> list[Expression]:
     """Return disjoint parts of strings and numbers, which begin with different signs.
 
-    Numbers have no exponent, and zero no sign: so those that begin with different
-    signs are different numbers.
-
-    Raises:
-      Unsupported: they are too few for so many items.
+    Numbers have no exponent, and zero no sign: so those that begin with different signs
+    are different numbers.
     """
     shown = determinize(Choice([any_string(bounds), PLAIN]), bounds)
     minus_zero = determinize(concat(b"-0", optional(ZEROS)), bounds)
@@ -84,16 +78,11 @@ def by_first_sign(
     groups = [signs[place : place + share] for place in range(0, len(signs), share)]
     if least > len(groups):
         raise Unsupported(f"'uniqueItems' of {least} strings or numbers")
+
+    def behind(state: int) -> Expression:
+        return Leaf(minimize(begin_at(found, state), bounds))
+
     return [
-        Choice([concat(sign, Leaf(_behind(found, to, bounds))) for sign, to in group])
+        Choice([concat(sign, behind(state)) for sign, state in group])
         for group in groups
     ]
-
-
-def _behind(automaton: Automaton, state: int, bounds: Bounds) -> Automaton:
-    """Return what may follow in a state."""
-    names = np.arange(len(automaton.transitions) + 1, dtype=np.int32)
-    names[[0, state, -1]] = state, 0, -1
-    order = names[:-1]
-    table = names[automaton.transitions][order]
-    return minimize(Automaton(table, automaton.accepting[order]), bounds)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from jkv.attention import paged_attention
-from jkv.attention.kernel.conversion import round_by_bits
-from jkv.attention.kernel.formats import KERNEL_FORMATS
-from jkv.attention.kernel.scores import exp2_in_pairs
+from jkv.attention.kernel.bodies.scores import exp2_in_pairs
+from jkv.attention.kernel.elements.conversion import round_by_bits
+from jkv.attention.kernel.elements.formats import KERNEL_FORMATS
 from jkv.formats.scaled import Scaled
 
 pytestmark = pytest.mark.one_end

@@ -19,7 +19,7 @@ from support.tolerances import assert_close, is_close
 import jkv
 from jkv.attention import cards, paged_attention
 from jkv.attention.call import Call, Requests, make_requests
-from jkv.attention.kernel.readers import list_readers
+from jkv.attention.kernel.work.readers import list_readers
 from jkv.attention.pools import make_pools
 
 # Rows of each request, and its context in whole blocks and tokens. The first block is

@@ -28,8 +28,8 @@ from support.kernel_table import (
 )
 from support.slot_writes import shape_write
 
-from jkv.attention.kernel.slots import store_rows
-from jkv.attention.kernel.tuning import find_backward, find_tuning
+from jkv.attention.kernel.launches.slots import store_rows
+from jkv.attention.kernel.tiles.tuning import find_backward, find_tuning
 
 
 def list_calls():

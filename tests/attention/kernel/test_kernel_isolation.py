@@ -18,7 +18,8 @@ from support.jax_versions import with_further
 from support.tolerances import is_close
 
 from jkv.attention import paged_attention
-from jkv.attention.kernel import face, join, walk
+from jkv.attention.kernel.bodies import join, walk
+from jkv.attention.kernel.tiles import table as tile_table
 
 pytestmark = pytest.mark.one_end
 
@@ -239,13 +240,13 @@ def test_what_is_not_finite_stays_where_it_is_seen(name):
 def test_as_on_cdna(monkeypatch):
     """Weights of two tokens at a time, and maxima that pass over NaN."""
     tile = dataclasses.replace(
-        face._INTERPRETED.prefill,
+        tile_table.INTERPRETED.prefill,
         is_carried=True,
         has_exp2_in_pairs=True,
         is_rounded_by_bits=True,
     )
-    tuning = dataclasses.replace(face._INTERPRETED, prefill=tile)
-    monkeypatch.setattr(face, "_INTERPRETED", tuning)
+    tuning = dataclasses.replace(tile_table.INTERPRETED, prefill=tile)
+    monkeypatch.setattr(tile_table, "INTERPRETED", tuning)
     # Triton's are not XLA's, on any card.
     as_triton = types.SimpleNamespace(**vars(jnp))
     as_triton.maximum, as_triton.max = jnp.fmax, jnp.nanmax

@@ -32,9 +32,9 @@ from support.kernel_table import (
 from support.paths import ROOT
 from support.slot_writes import shape_write
 
-from jkv.attention.kernel.slots import store_rows
-from jkv.attention.kernel.table import TABLE
-from jkv.attention.kernel.tuning import find_backward, find_tuning
+from jkv.attention.kernel.launches.slots import store_rows
+from jkv.attention.kernel.tiles.table import TABLE
+from jkv.attention.kernel.tiles.tuning import find_backward, find_tuning
 
 triton = pytest.importorskip(
     "triton", reason="machine code needs the extra: pip install '.[amd-compile]'"

@@ -25,8 +25,8 @@ from support.slot_writes import Sizes, shape_write
 from jkv.attention import paged_attention
 from jkv.attention.kernel import backend
 from jkv.attention.kernel.face import Pallas, Triton
-from jkv.attention.kernel.slots import store_rows
-from jkv.attention.kernel.tuning import find_backward, find_tuning
+from jkv.attention.kernel.launches.slots import store_rows
+from jkv.attention.kernel.tiles.tuning import find_backward, find_tuning
 
 
 def lower_call(platform, target, way, *, head_dim=128, options="all", **fields):

@@ -14,8 +14,9 @@ from support.tolerances import assert_close
 
 import jkv
 from jkv.attention import cards
-from jkv.attention.kernel import launches, planning
-from jkv.attention.kernel.face import _INTERPRETED
+from jkv.attention.kernel.launches import attention as launches
+from jkv.attention.kernel.tiles.table import INTERPRETED
+from jkv.attention.kernel.work import planning
 from jkv.verbs.attention_plan import plan_attention
 
 # Two kv heads, so that the pieces are dealt to them.
@@ -25,7 +26,7 @@ CONFIG = small_config(num_kv_heads=2, head_dim=16, num_layers=2)
 @pytest.fixture
 def with_card(monkeypatch):
     """As on a machine with a card for which kernels are cut as they are interpreted."""
-    monkeypatch.setattr(planning, "find_card_tuning", lambda _: _INTERPRETED)
+    monkeypatch.setattr(planning, "find_card_tuning", lambda _: INTERPRETED)
 
 
 @pytest.fixture
@@ -104,7 +105,7 @@ def test_layers_use_the_lists_of_the_step(num_listed, call):
         assert_close(one, other)
     assert expected[0].any() == (call != "nothing")
     lists = batch.plan[0]["pallas"]
-    (decode,) = lists.decode
+    decode = lists.decode[0]
     assert decode.is_windowed == ("sliding_window" in CALLS[call])
     assert bool(lists.prefill) == ("num_tokens" in CALLS[call])
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.jax_versions import few
 
-from jkv.attention.kernel.rounding import invert, round_row
+from jkv.attention.kernel.elements.rounding import invert, round_row
 from jkv.formats.bits import STORED_AS
 from jkv.formats.scaled import round_rows
 

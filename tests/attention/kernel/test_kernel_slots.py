@@ -15,7 +15,7 @@ from support.slot_writes import Sizes, make_write, shape_write
 import jkv
 from jkv.attention import cards, choice
 from jkv.attention.kernel.backend import Way
-from jkv.attention.kernel.slots import store_rows, why_scattered
+from jkv.attention.kernel.launches.slots import store_rows, why_scattered
 from jkv.attention.slots import SlotWrite, scatter
 from jkv.verbs import writing
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jkv.attention.call import Requests, make_requests
-from jkv.attention.kernel.work import (
+from jkv.attention.kernel.work.cutting import (
     list_decode_work,
     list_prefill_work,
     size_decode_work,

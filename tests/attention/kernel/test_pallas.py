@@ -20,8 +20,10 @@ from support.tolerances import assert_close, is_close
 
 from jkv.attention import paged_attention
 from jkv.attention.cards import find_target
-from jkv.attention.kernel import conversion, face, loads, scores, walk
-from jkv.attention.kernel.tuning import find_family, why_not
+from jkv.attention.kernel.bodies import loads, scores, walk
+from jkv.attention.kernel.elements import conversion
+from jkv.attention.kernel.tiles import table as tile_table
+from jkv.attention.kernel.tiles.tuning import find_family, why_not
 from jkv.attention.pools import make_pools
 
 PLATFORM = "rocm" if find_target("rocm") else "cuda" if find_target("cuda") else "cpu"
@@ -414,7 +416,7 @@ def test_tiles_that_are_carried_from_trip_to_trip(monkeypatch, kernel):
         count(function.__name__, function)
     is_prefill = kernel == "prefill"
     tile = dataclasses.replace(
-        getattr(face._INTERPRETED, kernel),
+        getattr(tile_table.INTERPRETED, kernel),
         is_carried=True,
         has_words=True,
         section=32,
@@ -422,8 +424,8 @@ def test_tiles_that_are_carried_from_trip_to_trip(monkeypatch, kernel):
         has_exp2_in_pairs=is_prefill,
         is_rounded_by_bits=is_prefill,
     )
-    tuning = dataclasses.replace(face._INTERPRETED, **{kernel: tile})
-    monkeypatch.setattr(face, "_INTERPRETED", tuning)
+    tuning = dataclasses.replace(tile_table.INTERPRETED, **{kernel: tile})
+    monkeypatch.setattr(tile_table, "INTERPRETED", tuning)
     # Shapes that no other test has, whose traces would be taken.
     this = case(
         group=3,
@@ -449,13 +451,13 @@ def test_tiles_that_are_carried_from_trip_to_trip(monkeypatch, kernel):
 def test_prompts_as_on_cdna(monkeypatch):
     """Tiles of two blocks, a negative scale, and a key whose scores are -inf."""
     tile = dataclasses.replace(
-        face._INTERPRETED.prefill,
+        tile_table.INTERPRETED.prefill,
         has_scalar_ids=True,
         has_exp2_in_pairs=True,
         is_rounded_by_bits=True,
     )
-    tuning = dataclasses.replace(face._INTERPRETED, prefill=tile)
-    monkeypatch.setattr(face, "_INTERPRETED", tuning)
+    tuning = dataclasses.replace(tile_table.INTERPRETED, prefill=tile)
+    monkeypatch.setattr(tile_table, "INTERPRETED", tuning)
     this = case(head_dim=32, value_dim=16, block_size=8, options={"scale": -0.2})
     this = dataclasses.replace(this, **BITS)
     operands = this.operands("mixed")

@@ -12,11 +12,11 @@ import numpy as np
 from jax import lax
 
 from jkv.attention.kernel import backend
-from jkv.attention.kernel.conversion import BFLOAT16, FLOAT32, WORD, bitcast
-from jkv.attention.kernel.formats import KernelFormat
-from jkv.attention.kernel.lists import Lanes, Work
-from jkv.attention.kernel.sections import Section, cut
-from jkv.attention.kernel.variant import Variant
+from jkv.attention.kernel.elements.conversion import BFLOAT16, FLOAT32, WORD, bitcast
+from jkv.attention.kernel.elements.formats import KernelFormat
+from jkv.attention.kernel.elements.sections import Section, cut
+from jkv.attention.kernel.tiles.variant import Variant
+from jkv.attention.kernel.work.lists import Lanes, SharedLanes, Work
 
 # Of a tile, whose ids are loaded as scalars.
 _MOST_BLOCKS = 4
@@ -26,7 +26,7 @@ class Operands(NamedTuple):
     """What the attention kernel reads. Refs inside it, arrays outside."""
 
     work: Work  # i32[W] each
-    lanes: Lanes | None
+    lanes: Lanes | SharedLanes | None
     layer: jax.Array  # i32[1]
     scale: jax.Array  # f32[1]
     window: jax.Array | None  # i32[1]

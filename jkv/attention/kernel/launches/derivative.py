@@ -15,20 +15,20 @@ import jax.numpy as jnp
 from jkv.attention.call import Call, check_call
 from jkv.attention.derivative import Cotangents, Gradients, shape_gradients
 from jkv.attention.kernel import backend
-from jkv.attention.kernel.launches import find_compilation, make_operands
-from jkv.attention.kernel.query_gradients import (
+from jkv.attention.kernel.bodies.query_gradients import (
     differentiate_queries,
     isolate_queries,
 )
-from jkv.attention.kernel.readers import list_readers
-from jkv.attention.kernel.table import Backward
-from jkv.attention.kernel.token_gradients import (
+from jkv.attention.kernel.bodies.token_gradients import (
     PoolGradients,
     TokenOperands,
     differentiate_tokens,
 )
-from jkv.attention.kernel.variant import Variant, query_variant, token_variant
-from jkv.attention.kernel.work import list_prefill_work, size_prefill_work
+from jkv.attention.kernel.launches.attention import find_compilation, make_operands
+from jkv.attention.kernel.tiles.table import Backward
+from jkv.attention.kernel.tiles.variant import Variant, query_variant, token_variant
+from jkv.attention.kernel.work.cutting import list_prefill_work, size_prefill_work
+from jkv.attention.kernel.work.readers import list_readers
 
 
 def differentiate_kernel(

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.attention.kernel.sections import MIN_SIZE, Section
+from jkv.attention.kernel.elements.sections import MIN_SIZE, Section
 
 # The maximum of no scores, and the log2 of no sum: exp2(-inf - HIDDEN) is not NaN.
 HIDDEN = -3e38

@@ -25,11 +25,12 @@ import jax
 import jax.numpy as jnp
 
 from jkv.attention.kernel import backend
-from jkv.attention.kernel.loads import Operands
-from jkv.attention.kernel.rows import QueryRows, locate_rows
-from jkv.attention.kernel.sums import HIDDEN, LN2, TileSums
-from jkv.attention.kernel.variant import Variant
-from jkv.attention.kernel.walk import Walk, start_walk, walk_tiles
+from jkv.attention.kernel.bodies.loads import Operands
+from jkv.attention.kernel.bodies.rows import QueryRows, locate_rows
+from jkv.attention.kernel.bodies.sums import HIDDEN, LN2, TileSums
+from jkv.attention.kernel.bodies.walk import Walk, start_walk, walk_tiles
+from jkv.attention.kernel.tiles.variant import Variant
+from jkv.attention.kernel.work.lists import SharedLanes
 
 
 def attend_range(
@@ -51,7 +52,7 @@ def attend_range(
     walk = start_walk(operands, variant, locate_rows(operands, variant))
     sums = walk_tiles(walk)
     store_means(walk, sums if variant.is_decode else _spread_nan(sums), output_ref)
-    where = find_places(walk.rows, variant), walk.rows.head
+    where = find_places(operands, walk.rows, variant), walk.rows.head
     lse = _find_lse(walk, sums) * (1.0 if variant.is_partial else LN2)
     backend.store_masked(lse_ref, where, lse, walk.valid)
 
@@ -59,7 +60,7 @@ def attend_range(
 def store_means(walk: Walk, sums: TileSums, output_ref: jax.Array) -> None:
     """Store the weighted means of the values."""
     # Stores are never clamped: two of them would share an address.
-    row, head = find_places(walk.rows, walk.variant), walk.rows.head
+    row, head = find_places(walk.operands, walk.rows, walk.variant), walk.rows.head
     means = _find_means(walk, sums)
     for section, value in zip(walk.value_sections, means, strict=True):
         where = (row[:, None], head[:, None], section.columns)
@@ -67,8 +68,10 @@ def store_means(walk: Walk, sums: TileSums, output_ref: jax.Array) -> None:
         backend.store_masked(output_ref, where, value, section.over(walk.valid))
 
 
-def find_places(rows: QueryRows, variant: Variant) -> jax.Array:
+def find_places(o: Operands, rows: QueryRows, variant: Variant) -> jax.Array:
     """Return where each row is stored, i32[rows]."""
+    if isinstance(o.lanes, SharedLanes):
+        return o.lanes.place[rows.entry, rows.offset]
     if variant.is_decode:
         return jnp.broadcast_to(rows.entry, rows.head.shape)
     if variant.num_pieces:

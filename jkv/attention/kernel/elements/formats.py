@@ -18,15 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jkv.attention.kernel.conversion import (
+from jkv.attention.kernel.elements.conversion import (
     BFLOAT16,
     FLOAT32,
     WORD,
     bitcast,
     narrow,
 )
-from jkv.attention.kernel.rounding import round_row
-from jkv.attention.kernel.sections import Section
+from jkv.attention.kernel.elements.rounding import round_row
+from jkv.attention.kernel.elements.sections import Section
 from jkv.formats.format import Format
 from jkv.formats.numbers import Numbers
 from jkv.formats.packed import MIDDLE, Packed, unit_of

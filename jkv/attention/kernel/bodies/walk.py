@@ -1,4 +1,4 @@
-"""The walk of a program's rows over its tokens, tile by tile: what `body.py` stores."""
+"""The walk of a program's rows over its tokens, tile by tile."""
 
 import functools
 from collections.abc import Callable
@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jkv.attention.kernel import backend
-from jkv.attention.kernel.conversion import FLOAT32, round_by_bits
-from jkv.attention.kernel.loads import (
+from jkv.attention.kernel.bodies.loads import (
     Operands,
     Range,
     TokenTile,
@@ -20,7 +19,7 @@ from jkv.attention.kernel.loads import (
     load_tokens,
     to_operands,
 )
-from jkv.attention.kernel.rows import (
+from jkv.attention.kernel.bodies.rows import (
     QueryRows,
     Seen,
     find_last,
@@ -29,15 +28,16 @@ from jkv.attention.kernel.rows import (
     read_window,
     see,
 )
-from jkv.attention.kernel.scores import (
+from jkv.attention.kernel.bodies.scores import (
     add_dot,
     cap_in_log2,
     dot_sections,
     exp2_in_pairs,
 )
-from jkv.attention.kernel.sections import Section
-from jkv.attention.kernel.sums import LOG2E, ONES, TileSums, start_sums
-from jkv.attention.kernel.variant import Variant
+from jkv.attention.kernel.bodies.sums import LOG2E, ONES, TileSums, start_sums
+from jkv.attention.kernel.elements.conversion import FLOAT32, round_by_bits
+from jkv.attention.kernel.elements.sections import Section
+from jkv.attention.kernel.tiles.variant import Variant
 
 
 class Walk(NamedTuple):
@@ -48,7 +48,7 @@ class Walk(NamedTuple):
     rows: QueryRows
     valid: jax.Array  # bool[rows], those to store
     window: jax.Array | None  # i32[]
-    seen: Seen | None  # None: the one row sees all tokens of the range
+    seen: Seen | None  # None: the rows see all tokens of the range
     tokens: Range
     key_sections: list[Section]
     value_sections: list[Section]

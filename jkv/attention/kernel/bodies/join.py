@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jkv.attention.kernel import backend
-from jkv.attention.kernel.lists import Pieces
-from jkv.attention.kernel.sections import cut
-from jkv.attention.kernel.sums import HIDDEN, LN2, TileSums, start_sums
+from jkv.attention.kernel.bodies.sums import HIDDEN, LN2, TileSums, start_sums
+from jkv.attention.kernel.elements.sections import cut
+from jkv.attention.kernel.work.lists import Pieces
 
 # Partial results joined at a time, by one warp and by several: contexts in so many
 # pieces would wait for one trip after the other.
@@ -31,10 +31,14 @@ def join_pieces(
     partial_lse: jax.Array,  # f32[W, H], log2
     dtype: jax.typing.DTypeLike,
     *,
+    num_entries: int,
     way: backend.Way,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return [R, H, Dv] and the log-sum-exp f32[R, H]; no piece, no output."""
-    num_rows, (num_entries, num_heads, value_dim) = pieces.first.shape[0], partial.shape
+    """Return [R, H, Dv] and the log-sum-exp f32[R, H]; no piece, no output.
+
+    Of `num_entries` pieces, W of them or, of shared ones, fewer.
+    """
+    num_rows, (_, num_heads, value_dim) = pieces.first.shape[0], partial.shape
     num_warps = 1 if value_dim <= _MAX_WARP_DIM else 2
     num_pieces = _FEW_PIECES
     if num_entries > 2 * _FEW_PIECES * num_rows:

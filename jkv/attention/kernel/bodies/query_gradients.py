@@ -1,6 +1,6 @@
 """The kernel of the queries' derivative: tiles of rows, each over what it sees.
 
-The loops of the forward kernel (`body.py`), with the weights computed anew from the
+The loops of the kernel that attends, with the weights computed anew from the
 log-sum-exp (FlashAttention-2, arXiv 2307.08691): no sums are carried but those of the
 gradient itself. A request of one row is a tile, too.
 """
@@ -15,8 +15,8 @@ from jax import lax
 
 from jkv.attention.derivative import Cotangents
 from jkv.attention.kernel import backend
-from jkv.attention.kernel.isolation import find_token, narrow, take_between
-from jkv.attention.kernel.loads import (
+from jkv.attention.kernel.bodies.isolation import find_token, narrow, take_between
+from jkv.attention.kernel.bodies.loads import (
     Operands,
     Range,
     TokenTile,
@@ -27,7 +27,7 @@ from jkv.attention.kernel.loads import (
     load_rows,
     load_tokens,
 )
-from jkv.attention.kernel.rows import (
+from jkv.attention.kernel.bodies.rows import (
     QueryRows,
     Seen,
     find_range,
@@ -36,15 +36,15 @@ from jkv.attention.kernel.rows import (
     read_window,
     see,
 )
-from jkv.attention.kernel.scores import (
+from jkv.attention.kernel.bodies.scores import (
     add_dot,
     cap_in_log2,
     dot_sections,
     slope_of_cap,
 )
-from jkv.attention.kernel.sections import Section
-from jkv.attention.kernel.sums import LOG2E
-from jkv.attention.kernel.variant import Variant
+from jkv.attention.kernel.bodies.sums import LOG2E
+from jkv.attention.kernel.elements.sections import Section
+from jkv.attention.kernel.tiles.variant import Variant
 
 
 def differentiate_queries(

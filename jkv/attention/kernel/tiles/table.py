@@ -422,3 +422,17 @@ TABLE = {
         ),
     ),
 }
+
+# Interpreting is for checking numbers: small tiles, to have several of everything.
+INTERPRETED = Tuning(
+    decode=Tile(rows=16, tokens=16, num_warps=1, num_stages=1),
+    prefill=Tile(rows=32, tokens=16, num_warps=1, num_stages=1, has_full_loop=True),
+    programs=16,
+    piece_tokens=16,
+    max_pieces=8,
+)
+INTERPRETED_BACKWARD = Backward(
+    576,
+    queries=Tile(rows=32, tokens=16, num_warps=1, num_stages=1),
+    tokens=Tile(rows=32, tokens=32, num_warps=1, num_stages=1),
+)

@@ -18,16 +18,22 @@ import jax.numpy as jnp
 from jax import lax
 
 from jkv.attention.call import Requests
-from jkv.attention.kernel.lists import (
+from jkv.attention.kernel.work.lists import (
     DecodeSizes,
     DecodeWork,
-    Lanes,
     Pieces,
     PositionSizes,
     PositionWork,
     PrefillSizes,
     PrefillWork,
     Work,
+)
+from jkv.attention.kernel.work.sharing import (
+    Stretches,
+    find_lanes,
+    list_lanes,
+    running_sum,
+    share,
 )
 from jkv.attention.parts import find_held
 from jkv.attention.shared_prefixes import SharedPrefixes
@@ -52,13 +58,13 @@ def count_least(wanted: int) -> int:
     return -(-wanted // 2)
 
 
-def count_pieces(programs: int, head_tiles: int) -> int:
-    """Return the pieces that make so many programs, one for each head tile."""
-    return -(-programs // head_tiles)
-
-
 def size_decode_work(
-    num_rows: int, num_requests: int, max_tokens: int, wanted: int
+    num_rows: int,
+    num_requests: int,
+    max_tokens: int,
+    wanted: int,
+    *,
+    num_lanes: int = 1,
 ) -> DecodeSizes:
     """Return the sizes of a list in which pieces of one length fit any contexts.
 
@@ -67,6 +73,7 @@ def size_decode_work(
       num_requests: B.
       max_tokens: most tokens of one context.
       wanted: pieces that keep the device busy.
+      num_lanes: requests that may share a tile.
     """
     # n requests over p pieces' worth of tokens make at most n + p pieces. More of them
     # than keep the device busy would find no room, and a second turn for a few.
@@ -75,8 +82,11 @@ def size_decode_work(
     spare = max(wanted - most_listed, least)
     most_pieces = most_listed * -(-max_tokens // (_UNIT_TOKENS * _MIN_PIECE_UNITS))
     most_short = most_listed * -(-max_tokens // _UNIT_TOKENS)
-    num_entries = most_listed + min(spare, max(most_pieces, min(least, most_short)))
-    return DecodeSizes(num_rows, num_entries, least)
+    spare = min(spare, max(most_pieces, min(least, most_short)))
+    num_entries = most_listed + spare
+    if num_lanes > 1:  # each request may begin to share what the one before does not
+        num_entries = max(num_entries, 2 * most_listed + min(spare, least))
+    return DecodeSizes(num_rows, num_entries, least, spare, num_lanes)
 
 
 def list_decode_work(
@@ -86,8 +96,11 @@ def list_decode_work(
     *,
     num_parts: int = 1,
     part_size: int = 1,
+    shared: SharedPrefixes | None = None,
 ) -> DecodeWork:
     """Cut the contexts of all requests of one row into pieces of about equal length.
+
+    What some of them share is cut once: they are lanes of its pieces.
 
     Args:
       requests: B of them.
@@ -96,55 +109,75 @@ def list_decode_work(
       num_parts: parts of each block, of which the pools have any one; tokens are then
         counted as the part has them that has most.
       part_size: tokens of a part of a block.
+      shared: what they have in common, without windows and of whole blocks; None where
+        each is read for itself.
     """
-    num_rows, num_entries, least = sizes
     last = requests.context_lengths - 1
     first, context = _find_contexts(last, window, num_parts, part_size)
     listed = (requests.query_lengths == 1) & (context > 0)
     if window is not None:
         listed &= window > 0
-    first_unit = first // _UNIT_TOKENS
-    units = (context + _UNIT_TOKENS - 1) // _UNIT_TOKENS - first_unit
+    units = (context + _UNIT_TOKENS - 1) // _UNIT_TOKENS - first // _UNIT_TOKENS
     units = jnp.where(listed, units, 0)  # sums of units stay far below 2**31
+    request = jnp.arange(context.shape[0], dtype=jnp.int32)
+    read, runs = Stretches(request, first, context, units), None
+    spare: jax.Array | int = sizes.spare
+    if shared is not None:
+        unit, num_lanes = _UNIT_TOKENS, sizes.num_lanes
+        read, runs = share(read, shared, num_lanes, block_size=part_size, unit=unit)
+        num_read = jnp.sum(read.units > 0, dtype=jnp.int32)
+        spare = jnp.minimum(spare, sizes.num_entries - num_read)
+    counts, length = _cut_evenly(read.units, spare, sizes.least)
+    ends = running_sum(counts)
 
-    num_listed = min(num_rows, context.shape[0])
-    spare = max(num_entries - num_listed, 1)
-    total = jnp.sum(units, dtype=jnp.int32)
-    enough = jnp.clip(total // least, 1, _MIN_PIECE_UNITS)
-    length = jnp.maximum((total + spare - 1) // spare, enough)
-    counts = (units + length - 1) // length
-    # The pieces of one request share its tokens evenly, which may take one less.
-    length = jnp.maximum((units + counts - 1) // jnp.maximum(counts, 1), 1)
-    counts = (units + length - 1) // length
-    ends = _running_sum(counts)
-
-    entry = jnp.arange(num_entries, dtype=jnp.int32)
-    request, index = _owners(ends, counts, entry)
-    length = length[request]
-    start = (first_unit[request] + index * length) * _UNIT_TOKENS
-    stop = jnp.minimum(start + length * _UNIT_TOKENS, context[request])
-    start = jnp.maximum(start, first[request])
+    entry = jnp.arange(sizes.num_entries, dtype=jnp.int32)
+    which, index = _owners(ends, counts, entry)
     alive = entry < ends[-1]
+    lanes, ends_of, num_pieces = None, ends, counts
+    num_rows = alive.astype(jnp.int32)
+    if runs is not None:
+        given = requests, runs, counts, which, index
+        lanes, ends_of, num_pieces = find_lanes(*given, sizes)
+        num_rows *= runs.num_lanes[which]
+    request, length = read.request[which], length[which]
+    start = (read.first[which] // _UNIT_TOKENS + index * length) * _UNIT_TOKENS
+    stop = jnp.minimum(start + length * _UNIT_TOKENS, read.end[which])
+    start = jnp.maximum(start, read.first[which])
     work = Work(
         table=jnp.where(alive, requests.seq_ids[request], 0),
         row=jnp.where(alive, requests.query_starts[request], 0),
-        num_rows=alive.astype(jnp.int32),
+        num_rows=num_rows,
         position=last[request],
         first=jnp.where(alive, start, 0),
         end=jnp.where(alive, stop, 0),
     )
     # Each row looks for its request: no scatter, whose target XLA would copy first.
-    row = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
+    row = jnp.arange(sizes.num_rows, dtype=jnp.int32)[:, None]
     mine = listed[None, :] & (requests.query_starts[None, :] == row)
-    pieces = Pieces(
-        first=jnp.sum(jnp.where(mine, (ends - counts)[None, :], 0), 1, jnp.int32),
-        end=jnp.sum(jnp.where(mine, ends[None, :], 0), 1, jnp.int32),
-    )
+    pieces = [jnp.where(mine, n[None, :], 0) for n in (ends_of - num_pieces, ends_of)]
+    first, end = (jnp.sum(n, 1, jnp.int32) for n in pieces)
     # A row that several requests name gets wrong numbers, but no piece past the list.
-    pieces = pieces._replace(end=jnp.minimum(pieces.end, num_entries))
+    end = jnp.minimum(end, sizes.num_entries * sizes.num_lanes)
     return DecodeWork(
-        work=work, pieces=pieces, sizes=sizes, is_windowed=window is not None
+        work=work,
+        pieces=Pieces(first, end),
+        lanes=lanes,
+        sizes=sizes,
+        is_windowed=window is not None,
     )
+
+
+def _cut_evenly(
+    units: jax.Array, spare: jax.Array | int, least: int
+) -> tuple[jax.Array, jax.Array]:
+    """Return into how many pieces each stretch is cut, and their lengths, i32[n]."""
+    total = jnp.sum(units, dtype=jnp.int32)
+    enough = jnp.clip(total // least, 1, _MIN_PIECE_UNITS)
+    length = jnp.maximum((total + spare - 1) // spare, enough)
+    counts = (units + length - 1) // length
+    # The pieces of one stretch share its tokens evenly, which may take one less.
+    length = jnp.maximum((units + counts - 1) // jnp.maximum(counts, 1), 1)
+    return (units + length - 1) // length, length
 
 
 def _find_contexts(
@@ -205,7 +238,7 @@ def _list_tiles(
     lengths, context = requests.query_lengths, requests.context_lengths
     is_listed = lengths >= min_rows
     counts = jnp.where(is_listed, (lengths + tile_rows - 1) // tile_rows, 0)
-    ends = _running_sum(counts)
+    ends = running_sum(counts)
 
     entry = jnp.arange(num_entries, dtype=jnp.int32)
     request, index = _owners(ends, counts, entry)
@@ -295,73 +328,13 @@ def list_position_work(
     place = row[:, 0] * sizes.num_pieces
     lanes = None
     if shared is not None:
-        lanes = _list_lanes(requests, work, owner, sizes, shared, part_size)
+        lanes = list_lanes(requests, work, owner, sizes, shared, part_size)
     return PositionWork(
         work=work,
         pieces=Pieces(first=place, end=place + counts),
         lanes=lanes,
         sizes=sizes,
     )
-
-
-def _list_lanes(
-    requests: Requests,
-    work: Work,
-    owner: jax.Array,  # i32[W], request of each tile
-    sizes: PositionSizes,
-    shared: SharedPrefixes,
-    block_size: int,
-) -> Lanes:
-    """Put rows of requests that share pieces into the tiles of others."""
-    num_places, num_lanes = shared.order.shape[0], sizes.tile_rows
-    place = jnp.arange(num_places, dtype=jnp.int32)
-    common = lax.div(shared.common * block_size, jnp.int32(sizes.piece_tokens))
-    # Of those that have something in common one in so many begins a tile of its own.
-    begins = (common == 0)[None] & (place[None] <= place[:, None])
-    start = jnp.max(jnp.where(begins, place[None], 0), axis=1)
-    is_cut = lax.rem(place - start, jnp.int32(num_lanes)) == 0
-    common = jnp.where(is_cut, 0, common)
-    padded = jnp.pad(common, (0, num_lanes))
-    along = [padded[lane : lane + num_places] for lane in range(1, num_lanes)]
-    # Past the last piece that each of the next places goes along with one, i32[B, Q].
-    reach = jnp.stack(
-        [
-            common,
-            *(functools.reduce(jnp.minimum, along[:n]) for n in range(1, num_lanes)),
-        ]
-    ).T
-    lane = jnp.arange(num_lanes, dtype=jnp.int32)[None]
-    is_one = place[None] == shared.order[:, None]  # [place, request]
-    place_of = jnp.sum(jnp.where(is_one, place[:, None], 0), axis=0)[owner]
-    first = jnp.where(work.num_rows > 0, common[place_of], 0)
-    goes_along = (lane > 0) & (reach[place_of] > first[:, None])
-    goes_along &= (work.num_rows > 0)[:, None]
-    which = shared.order[jnp.minimum(place_of[:, None] + lane, num_places - 1)]
-    pieces = lax.div(work.end + (sizes.piece_tokens - 1), jnp.int32(sizes.piece_tokens))
-    is_own = lane < work.num_rows[:, None]
-    # Rows that nobody owns have numbers that no other row of the tile has.
-    own = jnp.where(is_own, work.row[:, None], sizes.num_rows) + lane
-
-    def choose(others: jax.Array, own: jax.Array) -> jax.Array:
-        return jnp.where(goes_along, others, own)
-
-    return Lanes(
-        row=choose(requests.query_starts[which], own),
-        position=choose(
-            requests.context_lengths[which] - 1, work.position[:, None] + lane
-        ),
-        first=first,
-        end=choose(reach[place_of], jnp.where(is_own, pieces[:, None], 0)),
-    )
-
-
-# What these lists cost is launches: a comparison of all with all is one, a scan or a
-# search is several.
-def _running_sum(counts: jax.Array) -> jax.Array:
-    """Return the sums up to and with each entry, i32[B]."""
-    index = jnp.arange(counts.shape[0], dtype=jnp.int32)
-    before = index[None, :] <= index[:, None]
-    return jnp.sum(jnp.where(before, counts[None, :], 0), 1, jnp.int32)
 
 
 def _owners(

@@ -7,9 +7,9 @@ import numpy as np
 
 from jkv.attention.call import Call
 from jkv.attention.kernel.backend import Way
-from jkv.attention.kernel.formats import KERNEL_FORMATS, KernelFormat
-from jkv.attention.kernel.table import Backward, Tile, Tuning
-from jkv.attention.kernel.tuning import find_operand_dtype, find_weight_dtype
+from jkv.attention.kernel.elements.formats import KERNEL_FORMATS, KernelFormat
+from jkv.attention.kernel.tiles.table import Backward, Tile, Tuning
+from jkv.attention.kernel.tiles.tuning import find_operand_dtype, find_weight_dtype
 
 # The least rows of a tile that the hardware multiplies.
 _MIN_ROWS = 16
@@ -19,9 +19,9 @@ _MIN_ROWS = 16
 class Variant:
     """What the attention kernel is compiled for, beside the shapes of its operands."""
 
-    is_decode: bool  # one row that sees all tokens of its range, and partial results
+    is_decode: bool  # rows that see all tokens of their range, and partial results
     tile: Tile
-    row_tokens: int  # tokens whose query rows share a tile; 1 for decoding
+    row_tokens: int  # tokens whose query rows share a tile; of decoding, its lanes
     row_heads: int  # query heads of one kv head in a tile; the rows are both together
     head_tiles: int  # tiles that all query heads make: the second axis of the grid
     value_dim: int
@@ -72,11 +72,11 @@ class Variant:
         return self.is_decode or self.num_pieces > 0
 
 
-def decode_variant(call: Call, tuning: Tuning, *, way: Way) -> Variant:
-    """Return the variant for requests of one row."""
-    row_heads = count_decode_heads(call.heads_per_kv, tuning)
+def decode_variant(call: Call, tuning: Tuning, num_lanes: int, *, way: Way) -> Variant:
+    """Return the variant for requests of one row, of which some may share a tile."""
+    row_heads = count_decode_heads(call.heads_per_kv, tuning) // num_lanes
     tile = tuning.decode_tile(call.soft_cap)
-    return _make_variant(call, tile, row_heads, 1, True, way)
+    return _make_variant(call, tile, row_heads, num_lanes, True, way)
 
 
 def prefill_variant(call: Call, tuning: Tuning, *, way: Way) -> Variant:
@@ -121,6 +121,12 @@ def count_decode_heads(heads_per_kv: int, tuning: Tuning) -> int:
     return max(_MIN_ROWS, min(_pad(heads_per_kv), tuning.decode.rows))
 
 
+def count_lanes(heads_per_kv: int, tuning: Tuning) -> int:
+    """Return the requests of one row whose query heads would fill a decode tile."""
+    row_heads = min(_pad(heads_per_kv), tuning.decode.rows)
+    return count_decode_heads(heads_per_kv, tuning) // row_heads
+
+
 def cut_prefill_rows(heads_per_kv: int, tuning: Tuning) -> tuple[int, int]:
     """Return how many of a kv head's query heads, of how many tokens, share a tile."""
     return cut_rows(heads_per_kv, tuning.prefill)
@@ -135,6 +141,14 @@ def cut_rows(heads_per_kv: int, tile: Tile) -> tuple[int, int]:
 def count_head_tiles(num_kv_heads: int, heads_per_kv: int, row_heads: int) -> int:
     """Return the tiles of `row_heads` query heads that those of all kv heads make."""
     return num_kv_heads * -(-heads_per_kv // row_heads)
+
+
+def count_decode_pieces(num_kv_heads: int, heads_per_kv: int, tuning: Tuning) -> int:
+    """Return the pieces that make the programs wanted, one for each head tile."""
+    row_heads = count_decode_heads(heads_per_kv, tuning)
+    return -(
+        -tuning.programs // count_head_tiles(num_kv_heads, heads_per_kv, row_heads)
+    )
 
 
 def _pad(number: int) -> int:

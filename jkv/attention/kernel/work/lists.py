@@ -1,4 +1,4 @@
-"""The lists that a kernel's programs read; `work.py` makes them.
+"""The lists that a kernel's programs read; `cutting.py` makes them.
 
 `B` requests, `W` entries, `R` rows.
 """
@@ -44,8 +44,19 @@ class Lanes(NamedTuple):
     end: jax.Array  # i32[W, Q], past the last piece that it is taken to for the row
 
 
+class SharedLanes(NamedTuple):
+    """The rows of each entry of a decode list whose tiles requests may share.
+
+    Rows of a tile see all tokens of its range: it is cut where one leaves. The results
+    of a row have places one after the other. Q rows of a tile.
+    """
+
+    row: jax.Array  # i32[W, Q], query row
+    place: jax.Array  # i32[W, Q], of its partial result; W * Q or more for no row
+
+
 class Pieces(NamedTuple):
-    """Which entries of the decode list belong to which row."""
+    """Which partial results, those of entries or of their lanes, each row has."""
 
     first: jax.Array  # i32[R]
     end: jax.Array  # i32[R], equal to `first` for rows of other requests
@@ -57,6 +68,8 @@ class DecodeSizes(NamedTuple):
     num_rows: int  # R
     num_entries: int  # W
     least: int  # pieces that there shall be, if need be short ones
+    spare: int  # entries beside one for each request, where nothing is shared
+    num_lanes: int  # Q, requests that may share a tile; 1 for none
 
 
 class PrefillSizes(NamedTuple):
@@ -84,6 +97,7 @@ class DecodeWork:
 
     work: Work
     pieces: Pieces
+    lanes: SharedLanes | None  # None: each request is read for itself
     sizes: DecodeSizes = dataclasses.field(metadata={"static": True})
     # Whether tokens before a window are left out: for calls with no larger one.
     is_windowed: bool = dataclasses.field(metadata={"static": True})
@@ -143,5 +157,8 @@ def lists_of(call: Call) -> WorkLists:
     return listed
 
 
-NODES = WorkLists, DecodeWork, PrefillWork, PositionWork, Work, Pieces, Lanes
+NODES = (
+    *(WorkLists, DecodeWork, PrefillWork, PositionWork),
+    *(Work, Pieces, Lanes, SharedLanes),
+)
 SIZES = DecodeSizes, PrefillSizes, PositionSizes

@@ -1,6 +1,6 @@
 """Attention by the kernel: decode rows piece by piece, then rows of several at once.
 
-Three launches: partial results of all pieces of the requests of one row (`work.py`),
+Three launches: partial results of all pieces of the requests of one row (`work/`),
 their joining, which also clears all other rows, and the tiles of the requests of
 several rows, which fill theirs in. A launch without work ends at once; where no request
 can have several rows there is no third one. Where bits shall depend on a row's position
@@ -14,22 +14,22 @@ import jax.numpy as jnp
 
 from jkv.attention.call import Call, check_call
 from jkv.attention.kernel import backend
-from jkv.attention.kernel.body import attend_range
-from jkv.attention.kernel.formats import KernelFormat
-from jkv.attention.kernel.isolation import isolate_range
-from jkv.attention.kernel.join import join_pieces
-from jkv.attention.kernel.lists import DecodeWork, PositionWork, Work, lists_of
-from jkv.attention.kernel.loads import Operands
-from jkv.attention.kernel.table import Tuning
-from jkv.attention.kernel.variant import (
+from jkv.attention.kernel.bodies.attention import attend_range
+from jkv.attention.kernel.bodies.isolation import isolate_range
+from jkv.attention.kernel.bodies.join import join_pieces
+from jkv.attention.kernel.bodies.loads import Operands
+from jkv.attention.kernel.elements.formats import KernelFormat
+from jkv.attention.kernel.tiles.table import Tuning
+from jkv.attention.kernel.tiles.variant import (
     Variant,
+    count_decode_pieces,
+    count_lanes,
     cut_rows,
     decode_variant,
     position_variant,
     prefill_variant,
 )
-from jkv.attention.kernel.work import (
-    count_pieces,
+from jkv.attention.kernel.work.cutting import (
     list_decode_work,
     list_position_work,
     list_prefill_work,
@@ -37,6 +37,7 @@ from jkv.attention.kernel.work import (
     size_position_work,
     size_prefill_work,
 )
+from jkv.attention.kernel.work.lists import DecodeWork, PositionWork, Work, lists_of
 
 
 def attend_kernel(
@@ -86,8 +87,7 @@ def _launch_by_position(
 def _launch_all(
     call: Call, *, tuning: Tuning, way: backend.Way
 ) -> tuple[jax.Array, jax.Array]:
-    variant = decode_variant(call, tuning, way=way)
-    output, lse = decode_rows(call, variant, tuning.programs)
+    output, lse = decode_rows(call, tuning, way=way)
     if call.num_rows < 2 or call.is_decoding:
         return output, lse
     variant = prefill_variant(call, tuning, way=way)
@@ -95,22 +95,30 @@ def _launch_all(
 
 
 def decode_rows(
-    call: Call, variant: Variant, programs: int
+    call: Call, tuning: Tuning, *, way: backend.Way
 ) -> tuple[jax.Array, jax.Array]:
     """Return the results of requests of one row; other rows are zeros and -inf."""
-    listed = _find_decode_work(call, variant, programs)
-    num_places = listed.work.row.shape[0]
+    listed = _find_decode_work(call, tuning)
+    num_lanes = listed.sizes.num_lanes
+    variant = decode_variant(call, tuning, num_lanes, way=way)
+    num_places = listed.sizes.num_entries * num_lanes
     return attend_pieces("jkv_decode", call, listed, variant, num_places)
 
 
-def _find_decode_work(call: Call, variant: Variant, programs: int) -> DecodeWork:
+def _find_decode_work(call: Call, tuning: Tuning) -> DecodeWork:
     """Return the list that was made with the step, or else one of the call's own."""
-    wanted = count_pieces(programs, variant.head_tiles)
+    heads_per_kv, has_window = call.heads_per_kv, call.window is not None
+    wanted = count_decode_pieces(call.pools.num_kv_heads, heads_per_kv, tuning)
     max_tokens = call.max_blocks * call.pools.block_size
-    sizes = size_decode_work(call.num_rows, call.num_requests, max_tokens, wanted)
-    listed = lists_of(call).find_decode(sizes, call.window is not None)
-    if listed is not None:
-        return listed
+    size = functools.partial(
+        size_decode_work, call.num_rows, call.num_requests, max_tokens, wanted
+    )
+    # Each of the lanes would have a window of its own.
+    lanes = 1 if has_window else count_lanes(heads_per_kv, tuning)
+    for sizes in (size(num_lanes=lanes), size()):
+        listed = lists_of(call).find_decode(sizes, has_window)
+        if listed is not None:
+            return listed
     return list_decode_work(
         call.requests,
         call.window,
@@ -191,9 +199,7 @@ def attend_pieces(
       num_places: of partial results; those of pieces that are not there are left as
         they are found.
     """
-    lanes = None
-    if isinstance(listed, PositionWork) and call.window is None:
-        lanes = listed.lanes
+    lanes = listed.lanes if call.window is None else None
     operands = make_operands(call, listed.work, variant)
     operands = operands._replace(sinks=None, lanes=lanes)
     shape = num_places, call.num_heads, variant.value_dim
@@ -213,6 +219,7 @@ def attend_pieces(
         partial,
         partial_lse,
         call.output_dtype,
+        num_entries=num_places // (variant.row_tokens if variant.is_decode else 1),
         way=variant.way,
     )
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jkv.attention.kernel.sums import LOG2E
-from jkv.attention.kernel.variant import Variant
+from jkv.attention.kernel.bodies.sums import LOG2E
+from jkv.attention.kernel.tiles.variant import Variant
 
 
 def cap_in_log2(scores: jax.Array, soft_cap: float | None) -> jax.Array:

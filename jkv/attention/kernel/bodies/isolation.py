@@ -1,9 +1,9 @@
 """Isolation: values that are not finite reach no rows that do not see them.
 
 A tile of rows gives no weight to what some of them do not see, but 0 * NaN is NaN. It
-is rare, so the kernel that attends (`body.py`) pays nothing for it: it leaves rows that
-have any NaN as NaN in all columns. A second launch over the same tiles, which ends at
-once where there are none, walks them again: by the same loops, with the same bits,
+is rare, so the kernel that attends (`attention.py`) pays nothing for it: it leaves rows
+that have any NaN as NaN in all columns. A second launch over the same tiles, which ends
+at once where there are none, walks them again: by the same loops, with the same bits,
 between one such value and the next. Of these rows those that see what lies between and
 nothing else are stored anew; all others stay.
 """
@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jkv.attention.kernel.body import find_places, store_means
-from jkv.attention.kernel.loads import (
+from jkv.attention.kernel.bodies.attention import find_places, store_means
+from jkv.attention.kernel.bodies.loads import (
     Operands,
     Range,
     cut_head_dims,
@@ -24,10 +24,10 @@ from jkv.attention.kernel.loads import (
     find_nan,
     to_operands,
 )
-from jkv.attention.kernel.rows import Seen, locate_rows
-from jkv.attention.kernel.sections import Section
-from jkv.attention.kernel.variant import Variant
-from jkv.attention.kernel.walk import Walk, start_walk, walk_tiles
+from jkv.attention.kernel.bodies.rows import Seen, locate_rows
+from jkv.attention.kernel.bodies.walk import Walk, start_walk, walk_tiles
+from jkv.attention.kernel.elements.sections import Section
+from jkv.attention.kernel.tiles.variant import Variant
 
 # A position that no token has.
 NOWHERE = 2**31 - 1
@@ -44,7 +44,7 @@ def isolate_range(
 ) -> None:
     """Attend anew from one tile of rows, if any is NaN, as `attend_range` does."""
     o, rows = operands, locate_rows(operands, variant)
-    place = find_places(rows, variant)
+    place = find_places(o, rows, variant)
     is_nan = find_nan(output_before, place, rows.head, rows.valid)
     _, sections = cut_head_dims(o.queries, o.values, variant)
     size, kept = min(_NUM_COLUMNS, sections[0].size), variant.value_format

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jkv.attention.kernel import backend
-from jkv.attention.kernel.loads import Operands
-from jkv.attention.kernel.variant import Variant
+from jkv.attention.kernel.bodies.loads import Operands
+from jkv.attention.kernel.tiles.variant import Variant
+from jkv.attention.kernel.work.lists import Lanes, SharedLanes
 from jkv.attention.parts import find_held
 
 
@@ -62,6 +63,10 @@ def locate_rows(o: Operands, variant: Variant) -> QueryRows:
     head += index & (variant.row_heads - 1)
     valid = head < heads_per_kv
     head += kv_head * heads_per_kv
+    if isinstance(o.lanes, SharedLanes):
+        valid &= offset < work.num_rows[entry]
+        row, position = o.lanes.row[entry, offset], work.position[entry]
+        return QueryRows(entry, piece, kv_head, row, head, offset, valid, position)
     if o.lanes is not None:
         lanes, lane = o.lanes, offset
         valid &= (piece >= lanes.first[entry]) & (piece < lanes.end[entry, lane])
@@ -100,7 +105,7 @@ def find_range(
     if variant.num_pieces:
         first = rows.piece * variant.piece_tokens
         end = jnp.minimum(end, first + variant.piece_tokens)
-    if o.lanes is not None:
+    if isinstance(o.lanes, Lanes):
         # What comes before is read for these rows in the tile of another.
         end = jnp.where(rows.piece < o.lanes.first[entry], 0, end)
     if o.part is not None:

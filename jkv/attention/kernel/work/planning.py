@@ -16,29 +16,28 @@ import jax.numpy as jnp
 from jkv.attention.backend import StepShape
 from jkv.attention.call import Requests, make_requests
 from jkv.attention.cards import find_card
-from jkv.attention.kernel.formats import KERNEL_FORMATS
-from jkv.attention.kernel.lists import (
-    DecodeSizes,
-    PositionSizes,
-    PrefillSizes,
-    WorkLists,
-)
-from jkv.attention.kernel.table import Tuning
-from jkv.attention.kernel.tuning import find_tuning
-from jkv.attention.kernel.variant import (
-    count_decode_heads,
-    count_head_tiles,
+from jkv.attention.kernel.elements.formats import KERNEL_FORMATS
+from jkv.attention.kernel.tiles.table import Tuning
+from jkv.attention.kernel.tiles.tuning import find_tuning
+from jkv.attention.kernel.tiles.variant import (
+    count_decode_pieces,
+    count_lanes,
     cut_prefill_rows,
     cut_rows,
 )
-from jkv.attention.kernel.work import (
-    count_pieces,
+from jkv.attention.kernel.work.cutting import (
     list_decode_work,
     list_position_work,
     list_prefill_work,
     size_decode_work,
     size_position_work,
     size_prefill_work,
+)
+from jkv.attention.kernel.work.lists import (
+    DecodeSizes,
+    PositionSizes,
+    PrefillSizes,
+    WorkLists,
 )
 from jkv.attention.pools import Pools
 from jkv.attention.shared_prefixes import find_shared_prefixes
@@ -71,6 +70,7 @@ def plan_work(
     counts = _HEADS_PER_KV if pools.values is not None else _LATENT_HEADS
     decode, prefill, position = set(), set(), set()
     max_tokens = max_blocks * step.part_size
+    has_shared = _may_share(step)
     for heads_per_kv in counts:
         if step.by_position:
             position.add(
@@ -84,10 +84,10 @@ def plan_work(
                 )
             )
             continue
-        row_heads = count_decode_heads(heads_per_kv, tuning)
-        head_tiles = count_head_tiles(step.num_kv_heads, heads_per_kv, row_heads)
-        wanted = count_pieces(tuning.programs, head_tiles)
-        decode.add(size_decode_work(num_rows, num_requests, max_tokens, wanted))
+        wanted = count_decode_pieces(step.num_kv_heads, heads_per_kv, tuning)
+        given = num_rows, num_requests, max_tokens, wanted
+        for lanes in {1, count_lanes(heads_per_kv, tuning) if has_shared else 1}:
+            decode.add(size_decode_work(*given, num_lanes=lanes))
         if num_rows > 1 and not step.is_decoding:
             tile_rows = cut_prefill_rows(heads_per_kv, tuning)[1]
             prefill.add(size_prefill_work(num_rows, num_requests, tile_rows))
@@ -113,20 +113,23 @@ def _list_work(
         block_size=step.num_parts * step.part_size,
         max_query_length=1 if step.is_decoding else None,
     )
-    list_decode = functools.partial(
-        list_decode_work,
-        requests,
-        step.window,
-        num_parts=step.num_parts,
-        part_size=step.part_size,
-    )
     shared = None
-    if step.by_position and step.num_parts == 1 and step.window is None:
+    if _may_share(step):
         shared = find_shared_prefixes(
             requests, reference_counts, block_size=step.part_size, has_branches=False
         )
     lists = WorkLists(
-        decode=tuple(map(list_decode, sizes.decode)),
+        decode=tuple(
+            list_decode_work(
+                requests,
+                step.window,
+                each,
+                num_parts=step.num_parts,
+                part_size=step.part_size,
+                shared=shared if each.num_lanes > 1 else None,
+            )
+            for each in sizes.decode
+        ),
         prefill=tuple(list_prefill_work(requests, each) for each in sizes.prefill),
         by_position=tuple(
             list_position_work(
@@ -143,6 +146,11 @@ def _list_work(
     # card full, and computes anew in each layer what it can; not what a barrier keeps.
     kept: WorkLists = jax.lax.optimization_barrier(lists)
     return kept
+
+
+def _may_share(step: StepShape) -> bool:
+    """Return whether tiles of a step may have rows of several requests."""
+    return step.num_parts == 1 and step.window is None and step.num_rows > 1
 
 
 def find_card_tuning(pools: Pools) -> Tuning | None:

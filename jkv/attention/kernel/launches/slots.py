@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from jkv.attention.kernel import backend
-from jkv.attention.kernel.conversion import bitcast
-from jkv.attention.kernel.formats import KERNEL_FORMATS, KernelFormat
-from jkv.attention.kernel.sections import MIN_SIZE, cut
+from jkv.attention.kernel.elements.conversion import bitcast
+from jkv.attention.kernel.elements.formats import KERNEL_FORMATS, KernelFormat
+from jkv.attention.kernel.elements.sections import MIN_SIZE, cut
 from jkv.attention.slots import SlotWrite
 from jkv.formats.format import name_parts
 

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.attention.kernel.formats import KERNEL_FORMATS
-from jkv.attention.kernel.sections import MIN_SIZE, fill_head_dim
-from jkv.attention.kernel.table import TABLE, Backward, Tuning
+from jkv.attention.kernel.elements.formats import KERNEL_FORMATS
+from jkv.attention.kernel.elements.sections import MIN_SIZE, fill_head_dim
+from jkv.attention.kernel.tiles import table
+from jkv.attention.kernel.tiles.table import TABLE, Backward, Tuning
 from jkv.attention.pools import Pools
 
 _CDNA = ("gfx90a", "gfx940", "gfx941", "gfx942")
@@ -42,6 +43,8 @@ def find_tuning(
     queries: jax.Array, pools: Pools, platform: str, target: str | None
 ) -> Tuning | None:
     """Return how a call is cut on a target, None if the table has no row for it."""
+    if platform == "cpu":
+        return table.INTERPRETED
     name = find_family(platform, target)
     if name is None:
         return None
@@ -59,8 +62,12 @@ def find_backward(
     queries: jax.Array, pools: Pools, platform: str, target: str | None
 ) -> Backward | None:
     """Return how a derivative is cut on a target, None if no row of the table is."""
+    if why_no_derivative(queries, pools):
+        return None
+    if platform == "cpu":
+        return table.INTERPRETED_BACKWARD
     name = find_family(platform, target)
-    if name is None or why_no_derivative(queries, pools):
+    if name is None:
         return None
     kind, dims = find_kind(queries, pools), (pools.head_dim, pools.value_dim)
     for row in TABLE[name].backward:
@@ -118,7 +125,7 @@ def why_not(
     Args:
       queries: [R, H, D]; only shape and dtype matter.
       pools: likewise.
-      platform: "rocm" or "cuda".
+      platform: "rocm" or "cuda"; "cpu", where it is interpreted.
       target: as `Card` has it, None for a card that is not known.
     """
     reason = why_never(queries, pools)

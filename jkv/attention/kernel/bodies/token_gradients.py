@@ -1,0 +1,288 @@
+"""The kernel of the keys' and values' derivative: tiles of tokens, over their readers.
+
+A program has some tokens of one block and one kv head, loads their keys and values
+once, and walks over the rows that see them: request by request of those whose tables
+name the block (`readers.py`), and in each over the query heads of all its rows. What a
+prefix collects from all texts that share it is so added up by one program, in one
+order, and written once.
+
+Tokens are the rows of all products here, as those of the sums are.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jkv.attention.derivative import Cotangents
+from jkv.attention.kernel import backend
+from jkv.attention.kernel.bodies.loads import (
+    clamp_index,
+    cut_head_dims,
+    load_numbers,
+    load_rows,
+)
+from jkv.attention.kernel.bodies.scores import (
+    add_dot,
+    cap_in_log2,
+    dot_sections,
+    slope_of_cap,
+)
+from jkv.attention.kernel.bodies.sums import LOG2E
+from jkv.attention.kernel.elements.sections import Section
+from jkv.attention.kernel.tiles.variant import Variant
+from jkv.attention.kernel.work.readers import Readers
+
+
+class TokenOperands(NamedTuple):
+    """What the kernel reads. Refs inside it, arrays outside."""
+
+    readers: Readers
+    query_starts: jax.Array  # i32[B]
+    query_lengths: jax.Array  # i32[B]
+    context_lengths: jax.Array  # i32[B]
+    layer: jax.Array  # i32[1]
+    scale: jax.Array  # f32[1]
+    window: jax.Array | None  # i32[1]
+    part: jax.Array | None  # i32[1], of each block, where the pools have only one
+    queries: jax.Array  # [R, H, D]
+    keys: jax.Array  # [L, N, K, T, D]
+    values: jax.Array | None  # [L, N, K, T, Dv]; None: the first Dv of the keys
+    cotangents: Cotangents
+
+
+class PoolGradients(NamedTuple):
+    """The gradients of the pools, in their dtypes."""
+
+    keys: jax.Array  # [L, N, K, T, D]
+    values: jax.Array | None  # [L, N, K, T, Dv], None if they lie in the keys
+
+
+_Sum = tuple[jax.Array, ...]  # f32[tokens, size] for each section
+_Sums = tuple[_Sum, _Sum]  # of keys and of values
+
+
+class _Tokens(NamedTuple):
+    """The tokens of a program, in sections of the head dims."""
+
+    keys: list[jax.Array]  # [tokens, size] each
+    values: list[jax.Array]
+
+
+class _Tile(NamedTuple):
+    """Which tokens a program has: slots of one block and one kv head."""
+
+    operands: TokenOperands
+    variant: Variant
+    first_reader: jax.Array  # i32[]
+    end_reader: jax.Array  # i32[], past the last one
+    layer: jax.Array  # i32[]
+    block: jax.Array  # i32[]
+    kv_head: jax.Array  # i32[]
+    first_slot: jax.Array  # i32[]
+    slot: jax.Array  # i32[tokens], of the last tile some past the block
+    key_sections: list[Section]
+    value_sections: list[Section]
+    scale: jax.Array  # f32[], of scores in units of log2 or, with a soft cap, before it
+
+    @property
+    def block_size(self) -> int:
+        """T."""
+        return self.operands.keys.shape[3]
+
+    @property
+    def heads_per_kv(self) -> int:
+        """Query heads of a kv head."""
+        return self.operands.queries.shape[1] // self.operands.keys.shape[2]
+
+    def load(self, shift: jax.Array | int) -> _Tokens:
+        """Load the tokens; the shift is zero."""
+        o, dtype = self.operands, self.variant.operand_dtype
+        clamped = clamp_index(self.slot, self.block_size) + shift
+
+        def load(pool: jax.Array, sections: list[Section]) -> list[jax.Array]:
+            where = self.layer, self.block, self.kv_head, clamped[:, None]
+            return [pool[*where, each.columns].astype(dtype) for each in sections]
+
+        keys = load(o.keys, self.key_sections)
+        if o.values is None:
+            return _Tokens(keys, keys[: len(self.value_sections)])
+        return _Tokens(keys, load(o.values, self.value_sections))
+
+    def store(self, ref: jax.Array, sections: list[Section], sums: _Sum) -> None:
+        """Store what the tokens that a table names have got."""
+        valid = (self.slot < self.block_size) & (self.first_reader < self.end_reader)
+        for section, value in zip(sections, sums, strict=True):
+            where = self.layer, self.block, self.kv_head, self.slot[:, None]
+            value, mask = value.astype(ref.dtype), section.over(valid)
+            backend.store_masked(ref, (*where, section.columns), value, mask)
+
+
+class _Reader(NamedTuple):
+    """A request that reads the tile, and which of its rows do."""
+
+    request_start: jax.Array  # i32[], its first row
+    first_position: jax.Array  # i32[], of that row
+    first: jax.Array  # i32[], the first row that sees any of the tokens
+    num_pairs: jax.Array  # i32[], of such rows and query heads of the kv head
+    token: jax.Array  # i32[tokens], positions
+    window: jax.Array | None  # i32[]
+    none: jax.Array  # i32[], zero, but not to the compiler's knowledge
+
+
+class _Rows(NamedTuple):
+    """Some rows of one request: a query head of a token each."""
+
+    row: jax.Array  # i32[rows]
+    head: jax.Array  # i32[rows]
+    position: jax.Array  # i32[rows]
+    valid: jax.Array  # bool[rows]
+
+
+def differentiate_tokens(
+    operands: TokenOperands,
+    before: PoolGradients,
+    d_keys_ref: jax.Array,
+    d_values_ref: jax.Array | None,
+    *,
+    variant: Variant,
+) -> None:
+    """Write the gradients of the tokens of one block and one kv head.
+
+    Blocks that no table names keep what the arrays before, which are aliased, have.
+    """
+    del before
+    tile = _locate_tile(operands, variant)
+    of_keys, of_values = _walk_readers(tile)
+    of_keys = tuple(each * operands.scale[0] for each in of_keys)
+    if operands.values is None:
+        num_shared = len(tile.value_sections)
+        shared = zip(of_keys[:num_shared], of_values, strict=True)
+        of_keys = tuple(one + other for one, other in shared) + of_keys[num_shared:]
+    tile.store(d_keys_ref, tile.key_sections, of_keys)
+    if d_values_ref is not None:
+        tile.store(d_values_ref, tile.value_sections, of_values)
+
+
+def _locate_tile(o: TokenOperands, variant: Variant) -> _Tile:
+    """Find the tokens of this program."""
+    num_layers, _, _, block_size, _ = o.keys.shape
+    key_sections, value_sections = cut_head_dims(o.queries, o.values, variant)
+    program, kv_head = backend.program_id(0), backend.program_id(1)
+    # The last tile of a block may be larger than the rest.
+    tile_tokens = variant.tile.tokens
+    tiles = jnp.int32(-(-block_size // tile_tokens))
+    entry = lax.div(program, tiles)
+    first_slot = lax.rem(program, tiles) * tile_tokens
+    return _Tile(
+        operands=o,
+        variant=variant,
+        first_reader=o.readers.first[entry],
+        end_reader=o.readers.end[entry],
+        layer=jnp.clip(o.layer[0], 0, num_layers - 1),
+        block=o.readers.block[entry],
+        kv_head=kv_head,
+        first_slot=first_slot,
+        slot=first_slot + jnp.arange(tile_tokens, dtype=jnp.int32),
+        key_sections=key_sections,
+        value_sections=value_sections,
+        scale=o.scale[0] * (LOG2E if variant.soft_cap is None else 1.0),
+    )
+
+
+def _walk_readers(tile: _Tile) -> _Sums:
+    """Return what the rows bring that see the tile, of all requests that read it."""
+    variant = tile.variant
+    kept = None if variant.tile.is_reloaded else tile.load(0)
+    num_rows, heads_per_kv = variant.tile.rows, jnp.int32(tile.heads_per_kv)
+
+    def add_reader(index: jax.Array, sums: _Sums) -> _Sums:
+        reader = _find_reader(tile, index)
+
+        def add(trip: jax.Array, sums: _Sums) -> _Sums:
+            pair = trip * num_rows + jnp.arange(num_rows, dtype=jnp.int32)
+            offset = reader.first + lax.div(pair, heads_per_kv)
+            rows = _Rows(
+                row=reader.request_start + offset,
+                head=tile.kv_head * heads_per_kv + lax.rem(pair, heads_per_kv),
+                position=reader.first_position + offset,
+                valid=pair < reader.num_pairs,
+            )
+            tokens = tile.load(trip * reader.none) if kept is None else kept
+            return _add_rows(tile, reader, rows, tokens, sums)
+
+        trips = lax.div(reader.num_pairs + (num_rows - 1), jnp.int32(num_rows))
+        return lax.fori_loop(jnp.int32(0), trips, add, sums)
+
+    def zeros(sections: list[Section]) -> _Sum:
+        shape = variant.tile.tokens
+        return tuple(jnp.zeros((shape, each.size), jnp.float32) for each in sections)
+
+    sums = zeros(tile.key_sections), zeros(tile.value_sections)
+    return lax.fori_loop(tile.first_reader, tile.end_reader, add_reader, sums)
+
+
+def _find_reader(tile: _Tile, index: jax.Array) -> _Reader:
+    """Find which rows of a request see the tile: those from its first token on."""
+    o, block_size = tile.operands, tile.block_size
+    request, column = o.readers.request[index], o.readers.column[index]
+    length, context = o.query_lengths[request], o.context_lengths[request]
+    column_of_part = column * tile.variant.num_parts
+    if o.part is not None:
+        column_of_part += o.part[0]
+    first_position = context - length
+    first_token = column_of_part * block_size + tile.first_slot
+    first = jnp.clip(first_token - first_position, 0, length)
+    end, window = length, None
+    if o.window is not None:
+        # No larger than what it can hide, so that no sum overflows.
+        window = jnp.clip(o.window[0], 0, context)
+        last_token = first_token + (min(tile.variant.tile.tokens, block_size) - 1)
+        end = jnp.clip(last_token + window - first_position, first, length)
+    return _Reader(
+        request_start=o.query_starts[request],
+        first_position=first_position,
+        first=first,
+        num_pairs=(end - first) * tile.heads_per_kv,
+        token=column_of_part * block_size + tile.slot,
+        window=window,
+        none=jnp.minimum(length, 0),
+    )
+
+
+def _add_rows(
+    tile: _Tile, reader: _Reader, rows: _Rows, tokens: _Tokens, sums: _Sums
+) -> _Sums:
+    """Add what some rows bring."""
+    o, variant, token = tile.operands, tile.variant, reader.token
+    where, dtype = (rows.row, rows.head, rows.valid), variant.operand_dtype
+
+    def load(array: jax.Array, sections: list[Section]) -> list[jax.Array]:
+        return [load_rows(array, *where, each, dtype) for each in sections]
+
+    queries = load(o.queries, tile.key_sections)
+    d_output = load(o.cotangents.d_output, tile.value_sections)
+    lse = load_numbers(o.cotangents.lse, *where) * LOG2E
+    delta = load_numbers(o.cotangents.delta, *where)
+
+    visible = token[:, None] <= rows.position[None, :]
+    visible &= rows.valid[None, :]
+    if reader.window is not None:
+        visible &= token[:, None] > (rows.position - reader.window)[None, :]
+    scores = dot_sections(variant, tokens.keys, queries) * tile.scale
+    scores = cap_in_log2(scores, variant.soft_cap)
+    weights = jnp.where(visible, jnp.exp2(scores - lse[None, :]), 0.0)
+    d_weights = dot_sections(variant, tokens.values, d_output)
+    d_scores = weights * (d_weights - delta[None, :])
+    if variant.soft_cap is not None:
+        d_scores *= slope_of_cap(scores, variant.soft_cap)
+    # Slots that no row sees may hold NaN, and 0 * NaN is NaN.
+    d_scores = jnp.where(visible, d_scores, 0.0).astype(dtype)
+    weights = weights.astype(dtype)
+
+    def add(sums: _Sum, factor: jax.Array, rows: list[jax.Array]) -> _Sum:
+        pairs = zip(sums, rows, strict=True)
+        return tuple(add_dot(variant, old, factor, each) for old, each in pairs)
+
+    return add(sums[0], d_scores, queries), add(sums[1], weights, d_output)

@@ -1,0 +1,1 @@
+"""What the elements of pools become inside a kernel, and in which columns."""

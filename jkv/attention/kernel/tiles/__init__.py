@@ -1,0 +1,1 @@
+"""How calls are cut on each card."""
