@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jkv.decoding.sampling.choice import Choice
+from jkv.decoding.sampling.draws import Choice
 from jkv.decoding.sampling.next_token import choose_next
 from jkv.decoding.sampling.stopping import Progress
 from jkv.decoding.scheduler.state import GenerationState

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jkv.decoding.model.prefill import Pending, end_at_snapshots, run_chunk
 from jkv.decoding.model.rows import choose_size, share_rows
 from jkv.decoding.model.runner import Runner
-from jkv.decoding.sampling.choice import Choice
+from jkv.decoding.sampling.draws import Choice
 from jkv.decoding.scheduler.admission import admit
 from jkv.decoding.scheduler.new_tokens import choose_tokens
 from jkv.decoding.scheduler.preemption import preempt_youngest

@@ -21,8 +21,7 @@ from jkv.decoding.model.prefill import (
     prefill,
     run_chunk,
 )
-from jkv.decoding.sampling.choice import Choice
-from jkv.decoding.sampling.draws import draw
+from jkv.decoding.sampling.draws import Choice, draw
 from jkv.decoding.sampling.filters import by_row, filter_logits
 from jkv.decoding.sampling.next_token import sampling_of
 from jkv.decoding.sampling.options import Sampling

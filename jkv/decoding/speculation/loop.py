@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.decoding.model.runner import Runner
-from jkv.decoding.sampling.choice import Choice
+from jkv.decoding.sampling.draws import Choice
 from jkv.decoding.scheduler.state import GenerationState
 from jkv.decoding.scheduler.step import advance, schedule
 from jkv.decoding.speculation.acceptance import make_rejection_sampler, sample_rows

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jkv.decoding.model.rows import choose_size
 from jkv.decoding.model.runner import Runner
-from jkv.decoding.sampling.choice import Choice
+from jkv.decoding.sampling.draws import Choice
 from jkv.decoding.sampling.next_token import sampling_of, take_several
 from jkv.decoding.sampling.options import Sampling
 from jkv.decoding.scheduler.new_tokens import note_seen

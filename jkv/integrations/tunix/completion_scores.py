@@ -12,9 +12,8 @@ from flax import nnx
 
 import jkv
 from jkv.decoding.model.exact import ExactShape
-from jkv.integrations.tunix.padding import check_texts, pad_right
 from jkv.integrations.tunix.paged_model import PagedModel, Params
-from jkv.integrations.tunix.repeats import find_repeats
+from jkv.integrations.tunix.prompts import check_texts, find_repeats, pad_right
 
 _score = jax.jit(jkv.score, static_argnames=("model", "config", "exact"))
 

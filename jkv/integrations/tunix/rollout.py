@@ -16,10 +16,16 @@ from jkv.decoding.model.rows import spread_row_counts
 from jkv.decoding.texts.results import Statistics
 from jkv.integrations.tunix import weights
 from jkv.integrations.tunix.completion_scores import Scorer
-from jkv.integrations.tunix.padding import check_texts, find_width, pad_left, pad_right
 from jkv.integrations.tunix.paged_model import PagedModel, Params
 from jkv.integrations.tunix.pool import CallSizes, Pool, PoolSizes
-from jkv.integrations.tunix.repeats import Repeats, find_repeats
+from jkv.integrations.tunix.prompts import (
+    Repeats,
+    check_texts,
+    find_repeats,
+    find_width,
+    pad_left,
+    pad_right,
+)
 from jkv.integrations.tunix.rollout_options import (
     CallOptions,
     check_options,
