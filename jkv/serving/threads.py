@@ -21,13 +21,10 @@ Brought = TypeVar("Brought")
 
 
 class Turns(Generic[Brought]):
-    """Steps, one at a time, and the threads that wait for what they bring.
-
-    Attributes:
-      lock: held while requests are read or changed; not while the device computes.
-    """
+    """Steps, one at a time, and the threads that wait for what they bring."""
 
     def __init__(self, step: Callable[[], Brought], is_idle: Callable[[], bool]):
+        # Held while requests are read or changed; not while the device computes.
         self.lock = threading.RLock()
         self._news = threading.Condition(self.lock)
         self._turn = threading.Lock()

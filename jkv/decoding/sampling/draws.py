@@ -125,10 +125,7 @@ def draw(
 
 
 def draw_uniforms(seeds: jax.Array, counts: jax.Array, purpose: int = 0) -> jax.Array:
-    """Return two numbers in [0, 1) a row, f32[B, 2], that depend on nothing else.
-
-    Numbers for one purpose are independent of those for another.
-    """
+    """Return numbers in [0, 1), f32[B, 2], by a row's seed, count and purpose alone."""
 
     def of_row(seed: jax.Array, count: jax.Array) -> jax.Array:
         # The generator is named: others give a batch other numbers than its rows.

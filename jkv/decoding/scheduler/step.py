@@ -79,12 +79,9 @@ def _compute_rows(
     state: GenerationState,
     loads: Loads,
     counts: jax.Array,  # i32[W]
-    logits: jax.Array,  # f32[W, V]
+    logits: jax.Array,  # f32[W, V], memory for the new ones
 ) -> tuple[Cache, Computed]:
-    """Compute rows of the texts, i32[W], in the smallest step that holds them.
-
-    The logits, f32[W, V], are memory for the new ones.
-    """
+    """Compute rows of the texts, i32[W], in the smallest step that holds them."""
     places, num_places = state.places, counts.shape[0]
     Carry = tuple[Cache, Computed]
 

@@ -136,10 +136,7 @@ def _score_later(
     continuations: jax.Array,
     first: jax.Array,
 ) -> jax.Array:
-    """Feed continuations, W rows in a call, and score the token after each row.
-
-    The last token of a continuation is not fed: nothing is asked after it.
-    """
+    """Feed continuations, W rows in a call, and score the token after each row."""
     count, most = continuations.shape
     fed = jnp.minimum(jnp.maximum(count_tokens(continuations) - 1, 0), most - 1)
     ends = running_sum(fed)

@@ -141,11 +141,7 @@ class _Gathered:
 
 
 def _gather(operands: _Gathered) -> dict[str, jax.Array]:
-    """Fill a pool of one layer with the rows that its slots hold, [1, N, K, T, D].
-
-    Every slot is named, so nothing of what the pool held is kept: derivatives flow from
-    the pool to the rows alone.
-    """
+    """Fill a pool of one layer with the rows that its slots hold, [1, N, K, T, D]."""
 
     def gather(given: jax.Array) -> jax.Array:
         slots = jnp.take(given, operands.slot_rows, axis=0, mode="fill", fill_value=0)

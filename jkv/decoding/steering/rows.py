@@ -236,10 +236,7 @@ def begin_rows(
 
 
 def resume_rows(steering: Steering | None, begun: Any, given: Any) -> Any:
-    """Return the state that an earlier call left, if it is one of this steering.
-
-    One as it would begin tells what it is to be like.
-    """
+    """Return the state that an earlier call left, if it is like one that begins."""
     if steering is None:
         raise UsageError("steering_state goes on with a steering: give it, too")
     _check_same(steering, begun, given, "the steering_state of the call before")

@@ -38,9 +38,7 @@ FindParams = Callable[[], tuple[Any, Any]]
 class SharedLoop(Loop):
     """A loop whose cache lies on a mesh of several processes: all do what one is told.
 
-    Attributes:
-      leads: whether this process decides.
-      is_followed: whether the others have not been told to return since the last call.
+    One process leads, and the others follow until they are told to return.
     """
 
     num_classes = 1  # followers are not told what to keep

@@ -145,12 +145,9 @@ class Parking:
     # Between two windows.
 
     def settle(self, lengths: list[int], dispatched: list[Request]) -> None:
-        """Do what is to be done before the next window.
+        """Do what is to be done before the next window, to which requests go.
 
-        Args:
-          lengths: tokens that each sequence on the device can have after the window
-            under way and the next one.
-          dispatched: requests that go to the device now.
+        The lengths are tokens that each sequence on the device can have after it.
         """
         for parked in list(self._texts):
             if parked.is_over or parked.has_begun:

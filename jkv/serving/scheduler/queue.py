@@ -21,16 +21,12 @@ from jkv.serving.scheduler.waiting import Waiting
 
 
 class Queue:
-    """Requests that have not ended.
-
-    Attributes:
-      requests: all of them by number, those that wait here and those on the device.
-    """
+    """Requests that have not ended, those that wait here and those on the device."""
 
     def __init__(
         self, num_prompts: int, num_samples: int, shares: Mapping[Client, float]
     ):
-        self.requests: dict[int, Request] = {}
+        self.requests: dict[int, Request] = {}  # by number
         self._num_samples = num_samples
         # Each is a request's number and the first of the samples that share it.
         self._waiting = Waiting(shares)

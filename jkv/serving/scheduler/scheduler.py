@@ -77,15 +77,7 @@ class _Window(NamedTuple):
 
 
 class Scheduler:
-    """The host's side of an engine; one thread at a time does its steps.
-
-    Attributes:
-      loop: the device's side.
-      queue: requests that have not ended.
-      measures: what was done.
-      parking: texts that have ended and are kept.
-      storing: what goes between the cache and a store.
-    """
+    """The host's side of an engine; one thread at a time does its steps."""
 
     def __init__(
         self,

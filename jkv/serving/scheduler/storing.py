@@ -91,12 +91,10 @@ class Storing:
         self.num_spilled = self.num_restored = self.num_tokens = 0
 
     def settle(self, dispatched: list[Request], *, is_running: bool) -> None:
-        """Do what is to be done before the next window.
+        """Do what is to be done before the next window, to which requests go.
 
-        Args:
-          dispatched: requests that go to the device now.
-          is_running: whether a window is under way: what is asked of the cache then
-            waits for its end. Where no prompt begins what was asked before it does.
+        While one is running, what is asked of the cache waits for its end; where no
+        prompt begins, what was asked before it does.
         """
         requests = dict.fromkeys(dispatched)
         if requests or not is_running:

@@ -21,11 +21,7 @@ Prompt = tuple[int, int]
 
 
 class Waiting:
-    """Prompts of all priorities, those on the device too, until they end.
-
-    Attributes:
-      num_waiting: how many wait.
-    """
+    """Prompts of all priorities, those on the device too, until they end."""
 
     def __init__(self, shares: Mapping[Client, float]):
         for client, share in shares.items():
@@ -92,15 +88,10 @@ class _Line:
 
 
 class FairQueue:
-    """Prompts of one priority, a line for each client.
-
-    Attributes:
-      num_waiting: prompts that wait.
-      num_open: prompts that have not ended, these and others.
-    """
+    """Prompts of one priority, a line for each client."""
 
     def __init__(self, shares: Mapping[Client, float]):
-        self.num_waiting = self.num_open = 0
+        self.num_waiting = self.num_open = 0  # open ones have not ended
         self._shares = shares
         self._lines: dict[Client, _Line] = {}
         # An entry for each line where something waits, and for each idle one that is
