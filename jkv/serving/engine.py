@@ -40,9 +40,8 @@ from jkv.serving.request.results import (
 )
 from jkv.serving.request.texts import Detokenize
 from jkv.serving.scheduler.measures import EngineStats
-from jkv.serving.scheduler.parking import Parked, ParkingOptions
+from jkv.serving.scheduler.parking import Parked
 from jkv.serving.scheduler.scheduler import HostOptions, QueueFull, Scheduler
-from jkv.serving.scheduler.storing import StoreOptions
 from jkv.serving.scheduler.versions import Update
 from jkv.serving.threads import Turns, await_events, read_events
 from jkv.sharding.processes import find_shared_mesh
@@ -217,8 +216,10 @@ class Engine:
             shares or {},
             max_results,
             result_seconds,
-            ParkingOptions(park_seconds, max_parked_bytes),
-            StoreOptions(store, store_share),
+            park_seconds,
+            max_parked_bytes,
+            store,
+            store_share,
             checks,
             clock,
         )

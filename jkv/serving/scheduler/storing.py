@@ -8,7 +8,6 @@ compute, is restored.
 
 import dataclasses
 import time
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -27,13 +26,6 @@ from jkv.tiers.store import BlockStore
 BLOCKS_PER_SPILL = 64  # at most, between two windows
 # Shorter prompts tell little of how fast they are computed.
 FEWEST_TIMED = 64
-
-
-class StoreOptions(NamedTuple):
-    """Where blocks go, and when; the fields are arguments of `Engine`."""
-
-    store: BlockStore | None
-    share: float
 
 
 @dataclasses.dataclass
@@ -202,13 +194,15 @@ class Storing:
         return int(match(self._loop.cache, padded, request.salt)[0])
 
 
-def find_storing(loop: Loop, options: StoreOptions) -> Storing | NoStoring:
+def find_storing(
+    loop: Loop, store: BlockStore | None, share: float
+) -> Storing | NoStoring:
     """Return what goes between a cache and a store, or no store."""
-    if options.store is None:
+    if store is None:
         return NoStoring()
     if isinstance(loop, SharedLoop):
         raise UsageError(
             "a store is of one process: on a mesh of several, leave store= out"
         )
     check_has_texts(loop.cache)
-    return Storing(loop, options.store, options.share)
+    return Storing(loop, store, share)
