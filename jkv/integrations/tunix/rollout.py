@@ -111,7 +111,13 @@ class JkvRollout(BaseRollout):
         self._chunk_size = chunk_size
         self._row_multiple = 1 if mesh is None or mesh.empty else mesh.size
         self._num_calls = 0
-        self._run = _jit_generate(self._pool.sharding)
+        static = "model", "max_new_tokens", "num_samples", "max_running", "row_counts"
+        self._run: Any = jax.jit(
+            jkv.generate,
+            static_argnames=(*static, "exact"),
+            donate_argnames="cache",
+            out_shardings=self._pool.sharding,
+        )
         self.statistics: Statistics | None = None
 
     def generate(
@@ -294,18 +300,6 @@ def count_rows(running: int, chunk_size: int, multiple: int) -> tuple[int, ...]:
     """Return the row counts of a step, each a multiple that a mesh can divide."""
     counts = spread_row_counts(running, chunk_size)
     return tuple(sorted({-(-count // multiple) * multiple for count in counts}))
-
-
-def _jit_generate(sharding: Any) -> Any:
-    return jax.jit(
-        jkv.generate,
-        static_argnames=(
-            *("model", "max_new_tokens", "num_samples", "max_running", "row_counts"),
-            "exact",
-        ),
-        donate_argnames="cache",
-        out_shardings=sharding,
-    )
 
 
 def _cut(

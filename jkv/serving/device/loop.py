@@ -77,8 +77,8 @@ class Loop:
         if self._generation is None:
             return [self.cache]
         speculation = self._generation[0].speculation
-        rows = None if speculation is None else speculation.rows
-        return [self.cache] if rows is None else [self.cache, rows.cache]
+        draft = speculation and speculation.draft_cache
+        return [self.cache] if draft is None else [self.cache, draft]
 
     @property
     def num_classes(self) -> int:
