@@ -19,7 +19,11 @@ import numpy as np
 from harness import Case
 
 import jkv
+from jkv.attention import choice
+from jkv.attention.backend import StepShape
+from jkv.attention.call import Requests
 from jkv.formats.format import name_parts
+from jkv.verbs.attention_plan import pools_of
 
 BLOCK_SIZE, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS = 64, 128, 32, 8
 LATENT_DIM, LATENT_VALUE_DIM = 576, 512
@@ -44,6 +48,7 @@ class Workload(NamedTuple):
     block_size: int = BLOCK_SIZE
     calls: int | None = None  # in a program, if not as many as make it long
     forks: int = 1  # sequences that have three quarters of their tokens in common
+    reads_once: bool = False  # what they have in common, by a step's plan
 
     @property
     def label(self) -> str:
@@ -61,6 +66,7 @@ class Workload(NamedTuple):
             words += [f"blocks of {self.block_size}"]
         if self.forks > 1:
             words += [f"{self.forks} forks of each prompt"]
+        words += ["read once"] if self.reads_once else []
         return ", ".join(words)
 
     @property
@@ -133,6 +139,7 @@ class Operands(NamedTuple):
     storage: dict[str, jax.Array]  # of a cache; random blocks in random order
     tables: jax.Array  # i32[B, M]
     lengths: jax.Array  # i32[B]
+    plan: dict[str, Any] | None = None  # as `append` makes it
 
 
 # Attention of some queries in a layer.
@@ -231,7 +238,31 @@ def attend_by_jkv(
         key_scales=storage.get("key_scales"),
         value_scales=storage.get("value_scales"),
         max_query_length=None if workload.is_prefill else 1,
+        work_lists=operands.plan,
     )
+
+
+def plan_step(workload: Workload, operands: Operands) -> dict[str, Any]:
+    """Return what `append` plans for a step of these sequences, a token each."""
+    (storage,) = jax.eval_shape(functools.partial(jkv.init, workload.config)).storage
+    tables, lengths, batch = operands.tables, operands.lengths, len(workload.lengths)
+    starts, counts = cut_rows(workload, lengths)
+    used = -(-lengths // workload.block_size)
+    columns = jnp.arange(tables.shape[1], dtype=jnp.int32)[None]
+    is_used = (columns < used[:, None]).astype(jnp.int32)
+    owners = jnp.zeros(storage.key_pool.shape[1], jnp.int32).at[tables].add(is_used)
+    numbers = jnp.arange(batch, dtype=jnp.int32)
+    step = StepShape(
+        num_rows=batch,
+        is_decoding=True,
+        by_position=False,
+        num_kv_heads=storage.key_pool.shape[2],
+        part_size=workload.block_size,
+        num_parts=1,
+        window=None,
+    )
+    requests = Requests(tables, numbers, starts, counts, lengths)
+    return choice.plan(pools_of(storage), requests, owners, step)
 
 
 def cut_rows(workload: Workload, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -270,6 +301,8 @@ def make_program(workload: Workload, attend: Attend) -> Callable[[Operands], jax
     """
 
     def program(operands: Operands) -> jax.Array:
+        if workload.reads_once:
+            operands = operands._replace(plan=plan_step(workload, operands))
         first = queries = operands.queries
         for number in range(workload.num_calls):
             output = attend(queries, operands, number % workload.num_layers)
@@ -355,8 +388,14 @@ def find_workloads(memory: float, quick: bool = False) -> list[Workload]:
         *(Workload(batch, block_size=size) for size in (16, 256)),
         Workload(batch, dtype="float32"),
         Workload(batch, dtype="int8", value_dtype="int4"),
-        # What caches of the card give beside as many different prompts.
-        *(Workload((contexts[0],) * some, forks=forks) for forks in (8, 64)),
+        # What caches of the card give beside as many different prompts, and reading
+        # once.
+        *(
+            Workload((length,) * some, forks=forks, reads_once=once)
+            for length in contexts[:2]
+            for forks in (8, 64)
+            for once in (False, True)
+        ),
     ]
     fitting = {w for w in found if w.num_bytes * w.num_layers <= 0.6 * memory}
     if quick:  # of a pool that a card's cache may hold, in fewer calls

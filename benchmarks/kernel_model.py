@@ -53,6 +53,7 @@ from jkv.attention.kernel.tiles.variant import (  # noqa: E402
     count_decode_heads,
     count_decode_pieces,
     count_head_tiles,
+    count_lanes,
     cut_prefill_rows,
 )
 from jkv.attention.kernel.work.cutting import (  # noqa: E402
@@ -61,6 +62,8 @@ from jkv.attention.kernel.work.cutting import (  # noqa: E402
     size_decode_work,
     size_prefill_work,
 )
+from jkv.attention.kernel.work.lists import DecodeWork, Work  # noqa: E402
+from jkv.attention.shared_prefixes import find_shared_prefixes  # noqa: E402
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "kernel_model.json"
 TARGET = "gfx942"
@@ -73,6 +76,8 @@ BLOCK_SIZE = 16
 CALLS = ((1, 2_048), (1, 8_192), (1, 131_072), (8, 1_024), (64, 1_024), (64, 8_192))
 ELEMENTS = ("bfloat16", "int8", "float8_e4m3fn")
 FOUR_BITS = "int8 keys, int4 values"
+# Sequences that share so many tokens and have some of their own beside them.
+FORKS, OWN_TOKENS = ((64, 2_048), (64, 8_192)), 512
 # Of prefill: operations a second of 16-bit numbers, and bytes of shared memory.
 PEAK, SHARED = 1307e12, 65_536
 PROMPTS = ((1, 8_192), (8, 1_024))
@@ -94,6 +99,8 @@ class Model(NamedTuple):
 
 # Of Llama 3 8B, and of DeepSeek V3 (latent: values of 512 in the keys).
 LLAMA, DEEPSEEK = Model(128, 8, 4), Model(576, 1, 128)
+# With one, four and eight query heads of a kv head.
+FORKED = Model(128, 32, 1), LLAMA, Model(128, 8, 8)
 
 
 class Compiled(NamedTuple):
@@ -140,12 +147,15 @@ def count_waves(registers: int) -> int:
     return REGISTERS // (-(-registers // 8) * 8)
 
 
-def compile_decode(elements: str, model: Model = LLAMA, **changes: Any) -> Compiled:
+def compile_decode(
+    elements: str, model: Model = LLAMA, *, has_lanes: bool = False, **changes: Any
+) -> Compiled:
     """Compile the kernel for a pool of these elements, the tile changed perhaps."""
     queries, pools, found = find_shapes(elements, model)
     decode = dataclasses.replace(found.decode, **changes)
     tuning = dataclasses.replace(found, decode=decode)
-    lowered = lower_kernels(queries, pools, tuning, "rocm", max_query_length=1)
+    options = {"max_query_length": 1, "has_lanes": has_lanes}
+    lowered = lower_kernels(queries, pools, tuning, "rocm", **options)
     (kernel,) = (k for k in find_kernels(lowered) if k.name == "jkv_decode")
     code = compile_kernel(kernel, TARGET)
     arrays = [each for each in (pools.keys, pools.values) if each is not None]
@@ -160,12 +170,15 @@ def compile_decode(elements: str, model: Model = LLAMA, **changes: Any) -> Compi
     )
 
 
-def lay_out(batch: int, rows: int, context: int) -> Requests:
-    """Return requests of so many rows and tokens each."""
+def lay_out(batch: int, rows: int, context: int, shared: int = 0) -> Requests:
+    """Return requests of so many rows and tokens each, the first of which all share."""
     number = jnp.arange(batch, dtype=jnp.int32)
+    tables = np.arange(batch * -(-context // BLOCK_SIZE), dtype=np.int32)
+    tables = tables.reshape(batch, -1)
+    tables[:, : shared // BLOCK_SIZE] = tables[0, : shared // BLOCK_SIZE]
     return make_requests(
         Requests(
-            block_tables=jnp.zeros((batch, -(-context // BLOCK_SIZE)), jnp.int32),
+            block_tables=jnp.asarray(tables),
             seq_ids=number,
             query_starts=number * rows,
             query_lengths=jnp.full(batch, rows, jnp.int32),
@@ -177,21 +190,36 @@ def lay_out(batch: int, rows: int, context: int) -> Requests:
     )
 
 
-def count_steps(compiled: Compiled, batch: int, context: int) -> np.ndarray:
-    """Return the steps of each program of a call that has any, i32[...]."""
+def list_work(
+    compiled: Compiled, batch: int, context: int, shared: int = 0
+) -> DecodeWork:
+    """Return the list of a call, in which what requests share is read once."""
     model = compiled.model
     wanted = count_decode_pieces(model.kv_heads, model.heads_per_kv, compiled.tuning)
-    sizes = size_decode_work(batch, batch, context, wanted)
-    work = list_decode_work(lay_out(batch, 1, context), None, sizes).work
+    given, requests = (
+        (batch, batch, context, wanted),
+        lay_out(batch, 1, context, shared),
+    )
+    if not shared:
+        return list_decode_work(requests, None, size_decode_work(*given))
+    lanes = count_lanes(model.heads_per_kv, compiled.tuning)
+    owners = jnp.zeros(requests.block_tables.size, jnp.int32)
+    found = find_shared_prefixes(
+        requests, owners, block_size=BLOCK_SIZE, has_branches=False
+    )
+    sizes = size_decode_work(*given, num_lanes=lanes)
+    return list_decode_work(requests, None, sizes, part_size=BLOCK_SIZE, shared=found)
+
+
+def count_steps(compiled: Compiled, work: Work) -> np.ndarray:
+    """Return the steps of each program of a list that has any, i32[...]."""
     tokens = np.asarray(work.end - work.first)
     return -(-tokens[tokens > 0] // compiled.tuning.decode.tokens)
 
 
-def estimate(
-    compiled: Compiled, batch: int, context: int, latency: int
-) -> dict[str, float]:
+def estimate(compiled: Compiled, listed: DecodeWork, latency: int) -> dict[str, float]:
     """Return the three bounds in microseconds, and the share of the bandwidth."""
-    steps = count_steps(compiled, batch, context)
+    steps = count_steps(compiled, listed.work)
     warps = compiled.tuning.decode.num_warps
     step = walk(compiled.loop, round(latency * CLOCK / 1e9))
     resident = UNITS * SIMDS * count_waves(compiled.registers) // warps
@@ -205,16 +233,18 @@ def estimate(
     share = seconds["memory"] / max(seconds.values())
     model = compiled.model
     value_dim = min(model.head_dim, 512)
-    partial_bytes = len(steps) * model.kv_heads * model.heads_per_kv * value_dim * 4
+    num_pieces = int(np.sum(listed.pieces.end - listed.pieces.first))
+    partial_bytes = num_pieces * model.kv_heads * model.heads_per_kv * value_dim * 4
     seconds["partial results"] = 2 * partial_bytes / BANDWIDTH
     return {name: value * 1e6 for name, value in seconds.items()} | {"share": share}
 
 
 def describe(
-    compiled: Compiled, elements: str, batch: int, context: int
+    compiled: Compiled, elements: str, batch: int, context: int, shared: int = 0
 ) -> dict[str, Any]:
     """Return a row of the table: a call at all latencies."""
-    programs = len(count_steps(compiled, batch, context)) * compiled.head_tiles
+    listed = list_work(compiled, batch, context, shared)
+    programs = len(count_steps(compiled, listed.work)) * compiled.head_tiles
     row: dict[str, Any] = {
         "head dim": compiled.model.head_dim,
         "elements": elements,
@@ -223,7 +253,7 @@ def describe(
         "programs": programs,
     }
     for latency in LATENCIES:
-        found = estimate(compiled, batch, context, latency)
+        found = estimate(compiled, listed, latency)
         bounds = "memory", "partial results", "issue"
         row |= {name: round(found[name], 2) for name in bounds}
         row[f"latency, {latency} ns"] = round(found["latency"], 2)
@@ -323,6 +353,20 @@ def describe_prefill(
     return row
 
 
+def list_forks(is_quick: bool) -> list[dict[str, Any]]:
+    """Return the rows of sequences that share a prompt: read for each, and once."""
+    rows = []
+    for model in FORKED[1:2] if is_quick else FORKED:
+        for has_lanes in (False, True):
+            compiled = compile_decode(ELEMENTS[0], model, has_lanes=has_lanes)
+            for batch, shared in FORKS[:1] if is_quick else FORKS:
+                call = batch, shared + OWN_TOKENS, shared if has_lanes else 0
+                row = {"query heads of a kv head": model.heads_per_kv}
+                row |= {"shared": shared, "read once": has_lanes}
+                rows.append(row | describe(compiled, ELEMENTS[0], *call))
+    return rows
+
+
 def list_prefill(is_quick: bool) -> list[dict[str, Any]]:
     """Return the rows of prefill: the tile before this model was asked, and now."""
     rows = []
@@ -349,11 +393,13 @@ def main() -> None:
         for batch, context in CALLS[:1] if options.quick else CALLS:
             rows.append(describe(compiled, elements, batch, context))
     print(harness.table(rows, {key: key for key in rows[0]}))
+    forks = list_forks(options.quick)
+    print(harness.table(forks, {key: key for key in forks[0]}))
     prompts = list_prefill(options.quick)
     print(harness.table(prompts, {key: key for key in prompts[0]}))
     if not options.quick:
         run = {"benchmark": "kernel_model", "machine": where, "unit": "us"}
-        harness.save(RESULTS, run | {"rows": rows, "prompts": prompts})
+        harness.save(RESULTS, run | {"rows": rows, "forks": forks, "prompts": prompts})
         print(f"\nwritten to {RESULTS.name}")
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.blocks import sharing
-from jkv.blocks.copies import BlockCopies
+from jkv.blocks.sharing import BlockCopies
 from jkv.metadata import allocator, tables
 from jkv.metadata.entries import Entries, for_each_entry
 from jkv.metadata.part import Done, Granted, Lack, Lengths, Masks, Step
