@@ -387,6 +387,8 @@ class Engine:
 
     def results(self, request_id: int, *, wait: bool = True) -> list[Completion]:
         """Return what came of a request, one for each of its n sequences.
+
+        Args:
           wait: until it has ended; else what there is, with the reason RUNNING.
 
         Raises:
