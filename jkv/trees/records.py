@@ -309,9 +309,7 @@ def _add(
     if logprobs is None:
         added: Any = np.zeros(rows.places.shape, np.float32)
     else:
-        arrays = logprobs, rows.places
-        is_traced = any(isinstance(each, jax.core.Tracer) for each in arrays)
-        xp: Any = jnp if is_traced else np
+        xp: Any = np if is_known((logprobs, rows.places)) else jnp
         values = xp.asarray(logprobs).reshape(-1)[rows.places]
         added = xp.where(rows.owners >= 0, values, xp.float32(0))
     record = dataclasses.replace(
@@ -356,8 +354,7 @@ def _check_unfed(
 ) -> None:
     """Refuse texts that lack what the cache does not have, outside jit."""
     arrays = texts, tips, num_unfed
-    is_traced = any(isinstance(each, jax.core.Tracer) for each in arrays)
-    if is_traced or not is_known(record.tree):
+    if not is_known((arrays, record.tree)):
         return
     for text, tip, count in zip(*map(np.asarray, arrays), strict=True):
         if count:
