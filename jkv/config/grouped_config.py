@@ -70,7 +70,6 @@ class GroupedConfig:
     keep_classes: int = 1
 
     def __post_init__(self) -> None:
-        """Reject groups that do not belong together."""
         object.__setattr__(self, "groups", tuple(self.groups))
         layers = (
             tuple(each) if isinstance(each, Iterable) else each
@@ -101,7 +100,6 @@ class GroupedConfig:
             )
 
     def _check_kinds(self) -> None:
-        """Reject what is no group."""
         for group in self.groups:
             if not isinstance(group, KINDS):
                 raise ValueError(
@@ -110,7 +108,6 @@ class GroupedConfig:
                 )
 
     def _check_states(self) -> None:
-        """Reject groups with a state that do not belong together."""
         _check_same(OF_STATES, self.state_groups, "all groups with a state")
         for group in self.state_groups:
             if self.prefix_caching and not (

@@ -43,17 +43,16 @@ def fit_context_length(
     """Return one that never lacks blocks: `GroupedConfig.for_context_length`."""
 
     def fit_sequences(count: int) -> Config:
-        groups, layer_groups = _make_groups(layers, count, step_tokens, sizes)
-        if kept is None:
-            fields = dict(groups=groups, layer_groups=layer_groups)
-        else:
-            states = _make_state_groups(kept, count, sizes, of_states or {})
-            fields = dict(
-                groups=(*groups, *states.values()),
-                layer_groups=_number_groups(kept, layer_groups, [*states], len(groups)),
-            )
-        return make(prefix_caching=prefix_caching, keep_classes=keep_classes, **fields)
+        groups, numbers = _make_groups(layers, count, step_tokens, sizes)
+        states = _make_state_groups(of_all, count, sizes, of_states or {})
+        return make(
+            groups=(*groups, *states.values()),
+            layer_groups=_number_groups(of_all, numbers, [*states], len(groups)),
+            prefix_caching=prefix_caching,
+            keep_classes=keep_classes,
+        )
 
+    of_all = kept or [Kept(True, None)] * len(layers)
     sizes = dict(sizes)
     keep_classes = sizes.pop("keep_classes", 1)
     length = sizes["max_context_length"]

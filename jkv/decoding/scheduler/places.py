@@ -34,7 +34,6 @@ class Places:
 
     @classmethod
     def empty(cls, num_places: int) -> "Places":
-        """Make places that are empty."""
         return cls(
             sequences=jnp.zeros((num_places,), jnp.int32),
             seq_ids=jnp.full((num_places,), NO_SEQUENCE, jnp.int32),

@@ -60,7 +60,6 @@ def find_candidates(
     queue: Ring,  # the sequences that never ran
     num_lanes: int,  # K, static
 ) -> Candidates:
-    """Find the first that wait."""
     lane = jnp.arange(num_lanes, dtype=jnp.int32)
     num_preempted = places.num_started - places.num_running
     fresh_rank = lane - num_preempted
