@@ -338,9 +338,10 @@ def measure_samples(subject: Subject, rounds: int) -> list[dict[str, Any]]:
 def measure_prefixes(subject: Subject, rounds: int) -> list[dict[str, Any]]:
     """Return a row for each model: a decode step of samples behind a long prompt."""
     smollm2 = models.fetch("smollm2")
+    loaded = pretrained.load(smollm2, dtype=jnp.float32, loop_layers=True)
     subjects = [
         ("bundled", 2048, subject.model, subject.params, FOLDER),
-        ("SmolLM2 135M", 1500, *pretrained.load(smollm2, dtype=jnp.float32), smollm2),
+        ("SmolLM2 135M", 1500, *loaded, smollm2),
     ]
     text = (ROOT / "docs" / "design.md").read_text() * 2
     rows = []
@@ -383,11 +384,19 @@ class Steps:
     def __init__(self, model: Any, params: Any, prompt: list[int], *, shares: bool):
         plan = Xla.plan if shares else Backend.plan
         options = {"sampling": Sampling(temperature=1.0, seeds=1)}
-        cache = make_cache(model, SAMPLES + 1, len(prompt) + PREFIX_STEPS + 8)
+        num_new = PREFIX_STEPS + 8
+        # The prompt once, and what each sample writes: a call copies the pool.
+        config = jkv.CacheConfig(
+            num_blocks=-(-len(prompt) // 16) + SAMPLES * (num_new // 16 + 2),
+            max_sequences=SAMPLES + 1,
+            max_context_length=len(prompt) + num_new,
+            dtype=jnp.float32,
+            **model.cache_fields,
+        )
 
         @jax.jit
         def begin(params: Any, cache: jkv.Cache, prompts: jax.Array) -> Any:
-            limits = {"max_new_tokens": PREFIX_STEPS + 8, "num_samples": SAMPLES}
+            limits = {"max_new_tokens": num_new, "num_samples": SAMPLES}
             begun = prefill(model, params, cache, prompts, **limits, **options)
             return decode(model, params, *begun[:2], num_steps=2, **options)[:2]
 
@@ -397,7 +406,8 @@ class Steps:
 
         with unittest.mock.patch.object(Xla, "plan", plan):
             self._params = params
-            self._begun = begin(params, cache, jnp.asarray([prompt], jnp.int32))
+            prompts = jnp.asarray([prompt], jnp.int32)
+            self._begun = begin(params, jkv.init(config), prompts)
             # Without what was traced for the other.
             jax.clear_caches()
             self._go_on = go_on.lower(params, self._begun).compile()

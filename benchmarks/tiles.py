@@ -137,12 +137,10 @@ def attend_with(
 def pools_of(workload: Workload, storage: dict[str, jax.Array]) -> Pools:
     """Return the arrays of a cache as the kernel takes them."""
     return make_pools(
-        storage["key_pool"],
-        storage.get("value_pool"),
-        storage.get("key_scales"),
-        storage.get("value_scales"),
+        (storage["key_pool"], storage.get("key_scales")),
+        (storage.get("value_pool"), storage.get("value_scales")),
         has_layers=True,
-        kv_dtype=workload.config.dtype,
+        dtypes=[workload.config.dtype] * 2,
         value_head_dim=LATENT_VALUE_DIM if workload.is_latent else None,
     )
 

@@ -17,7 +17,7 @@ from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig
 from jkv.config.state_config import StateConfig
 from jkv.lazy import imports_later
-from jkv.prefixes.face import PrefixIndex
+from jkv.prefixes.arrays import PrefixIndex
 from jkv.state import (
     NO_SEQUENCE,
     Batch,

@@ -23,8 +23,7 @@ from jkv.decoding.beams.state import BeamSearch, BeamStatistics
 from jkv.decoding.sampling.options import Sampling
 from jkv.decoding.speculation.options import PromptLookup
 from jkv.decoding.texts.results import Generation, Statistics
-from jkv.prefixes.arrays import Beside, Snapshots
-from jkv.prefixes.face import PrefixIndex
+from jkv.prefixes.arrays import Beside, PrefixIndex, Snapshots
 from jkv.state.batch import StepSizes
 from jkv.state.states import StateSizes
 from jkv.state.storage import GroupSizes

@@ -204,13 +204,10 @@ def paged_attention(
       Array([[[6.]]], dtype=float32)
     """
     pools = make_pools(
-        key_pool,
-        value_pool,
-        key_scales,
-        value_scales,
+        (key_pool, key_scales),
+        (value_pool, value_scales),
         has_layers=layer is not None,
-        kv_dtype=kv_dtype,
-        value_dtype=kv_dtype if value_dtype is None else value_dtype,
+        dtypes=(kv_dtype, kv_dtype if value_dtype is None else value_dtype),
         value_head_dim=value_head_dim,
     )
     require_queries(queries, pools.keys, pools.values, sinks, key_dim=pools.head_dim)

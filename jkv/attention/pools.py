@@ -6,6 +6,7 @@ and only the gathered chunk is turned into numbers, by its format.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -89,21 +90,20 @@ def _those_there(parts: dict[str, jax.Array | None]) -> Parts:
 
 
 def make_pools(
-    keys: jax.Array,
-    values: jax.Array | None,
-    key_scales: jax.Array | None,
-    value_scales: jax.Array | None,
+    keys_and_scales: tuple[jax.Array, jax.Array | None],
+    values_and_scales: tuple[jax.Array | None, jax.Array | None],
     *,
     has_layers: bool,
-    kv_dtype: jax.typing.DTypeLike | None,
-    value_dtype: jax.typing.DTypeLike | None = None,
-    value_head_dim: int | None,
+    dtypes: Sequence[jax.typing.DTypeLike | None] = (None, None),
+    value_head_dim: int | None = None,
 ) -> Pools:
-    """Check the arrays and bring them to five axes, with one layer if they have none.
+    """Check pools with their scales, and bring them to five axes.
 
     Raises:
       ValueError: saying what does not fit.
     """
+    keys, key_scales = keys_and_scales
+    values, value_scales = values_and_scales
     if not has_layers:
         require_rank("key_pool", keys, 4, "[N, K, T, D] when layer is None")
         if values is not None:
@@ -113,10 +113,10 @@ def make_pools(
             lambda array: array[None], (keys, values, key_scales, value_scales)
         )
     require_pools(keys, values)
-    of_keys = of_values = require_format("key", keys, key_scales, kv_dtype)
+    of_keys = of_values = require_format("key", keys, key_scales, dtypes[0])
     head_dim, value_dim = of_keys.width_of(keys.shape[4]), None
     if values is not None:
-        of_values = require_format("value", values, value_scales, value_dtype)
+        of_values = require_format("value", values, value_scales, dtypes[1])
         value_dim = of_values.width_of(values.shape[4])
     elif value_scales is not None:
         raise ValueError(

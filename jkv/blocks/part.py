@@ -6,17 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.blocks import sharing
-from jkv.blocks.copies import BlockCopies, copy_blocks
-from jkv.blocks.plans import (
-    Brought,
-    Cutting,
-    Entering,
-    Exchanging,
-    Growing,
-    Opening,
-    Sharing,
-)
+from jkv.blocks import plans, sharing
 from jkv.blocks.swapped import SwappedGroup, fetch_group
 from jkv.metadata import allocator, tables
 from jkv.metadata.part import Lack, Lengths
@@ -44,7 +34,7 @@ class Blocks(NamedTuple):
         found: Found,
         num_tokens: jax.Array,
         eligible: jax.Array,
-    ) -> Opening:
+    ) -> plans.Opening:
         """Count the blocks to reserve, and what those found cost.
 
         What is found need not be taken, but a cached block is free no more: it costs
@@ -63,7 +53,7 @@ class Blocks(NamedTuple):
         fresh = jnp.where(eligible, fresh, 0)
         wants = (fresh > 0) | revivals.wants
         lack = Lack.of(group, fresh + revivals.costs, wants)
-        return Opening(self.number, found, fresh, (lack,))
+        return plans.Opening(self.number, found, fresh, (lack,))
 
     def grow(
         self,
@@ -71,34 +61,38 @@ class Blocks(NamedTuple):
         seq_ids: jax.Array,
         new_length: jax.Array,
         eligible: jax.Array,
-    ) -> Growing:
+    ) -> plans.Growing:
         """Count the blocks that lengths, i32[B], need beside those mapped."""
         group = metadata.groups[self.number]
         mapped = group.num_mapped_blocks.at[seq_ids].get(mode="clip")
         blocks = tables.num_blocks_for(new_length, group.block_size)
         need = jnp.where(eligible, jnp.maximum(blocks - mapped, 0), 0)
-        return Growing(self.number, mapped, (Lack.of(group, need),))
+        return plans.Growing(self.number, mapped, (Lack.of(group, need),))
 
-    def share(self, metadata: Metadata, parents: jax.Array, length: Lengths) -> Sharing:
+    def share(
+        self, metadata: Metadata, parents: jax.Array, length: Lengths
+    ) -> plans.Sharing:
         """Share full blocks, and copy partly filled tails."""
         group = metadata.groups[self.number]
         cut_off = group.window.cuts_off(parents, length.tokens, group.block_size)
         past = sharing.find_past(group, parents, length)
-        return Sharing(self.number, group, length, past, (cut_off,))
+        return plans.Sharing(self.number, group, length, past, (cut_off,))
 
     def cut(
         self, metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array
-    ) -> Cutting:
+    ) -> plans.Cutting:
         """Release the blocks past the new end; copy a tail that others share."""
         group = metadata.groups[self.number]
         cut_off = group.window.cuts_off(seq_ids, lengths, group.block_size)
-        return Cutting(self.number, group, seq_ids, lengths, (cut_off,))
+        return plans.Cutting(self.number, group, seq_ids, lengths, (cut_off,))
 
-    def enter(self, metadata: Metadata, brought: dict[int, Brought]) -> Entering:
+    def enter(
+        self, metadata: Metadata, brought: dict[int, plans.Brought]
+    ) -> plans.Entering:
         """Take a block for each that is brought."""
         own = brought[self.number]
         lack = Lack.of(metadata.groups[self.number], own.num_blocks[None])
-        return Entering(self.number, own, (lack,))
+        return plans.Entering(self.number, own, (lack,))
 
     def exchange(
         self,
@@ -106,10 +100,10 @@ class Blocks(NamedTuple):
         seq_ids: jax.Array,
         parents: jax.Array,
         length: Lengths,
-    ) -> Exchanging:
+    ) -> plans.Exchanging:
         """Share full blocks, and copy tails, after giving up what there was."""
         past = sharing.find_past(metadata.groups[self.number], parents, length)
-        return Exchanging(self.number, seq_ids, length, past)
+        return plans.Exchanging(self.number, seq_ids, length, past)
 
     def close(
         self, metadata: Metadata, seq_ids: jax.Array, closable: jax.Array
@@ -119,8 +113,8 @@ class Blocks(NamedTuple):
         group = tables.empty_rows(group, seq_ids, closable)
         return metadata.with_group(self.number, group)
 
-    def follow(self, storage: BlockStorage, moves: BlockCopies) -> BlockStorage:
-        return copy_blocks(storage, moves)
+    def follow(self, storage: BlockStorage, moves: sharing.BlockCopies) -> BlockStorage:
+        return sharing.copy_blocks(storage, moves)
 
     def keep(self, _rows: jax.Array, _places: jax.Array) -> None:
         """Copy nothing: blocks are found where they are."""

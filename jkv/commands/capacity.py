@@ -214,6 +214,9 @@ def make_plan(
         raise ValueError(
             f"the reserve must be a share from 0 to below 1, got {reserve}"
         )
+    for number in (tensor_parallel, context_parallel, data_parallel):
+        if number < 1:
+            raise ValueError(f"there must be at least 1 device, got {number}")
     total = _read_memory(memory)
     kept_back = int(total * reserve)
     found = read_sizes(folder, overrides, with_states=True)
@@ -223,12 +226,16 @@ def make_plan(
         windows = None  # the one that is given, of all layers
     fields = {"max_sequences": DEFAULT_SEQUENCES} | found.fields | overrides
     whole = CacheConfig(num_blocks=1, **fields) if fields["num_layers"] else None
-    own = _share_heads(whole, tensor_parallel, notes)
-    _refuse_no_devices(data_parallel)
+    own = _share_heads(whole, tensor_parallel, notes) if whole else {}
     _check_parts(whole, context_parallel)
     weighed = _weights(folder, weights, notes)
     budget = _find_budget(total, kept_back, weighed, tensor_parallel)
-    notes += _note_windows(windows, fields["num_layers"], step_tokens)
+    if windows:
+        notes.append(
+            f"{windows.num_layers} of {fields['num_layers']} layers have a window of "
+            f"{windows.length} tokens: a GroupedConfig keeps what they see, in steps "
+            f"of up to {step_tokens} tokens of a sequence"
+        )
     layers = Layers(
         windows=found.layer_windows if windows else None,
         kept=found.layers,
@@ -244,7 +251,13 @@ def make_plan(
     config = layers.fit_memory(fields | own, budget) if whole else None
     longest = fields["max_context_length"]
     lengths = [length for length in CONTEXT_LENGTHS if length < longest] + [longest]
-    fits = _fit_lengths(layers.divide(tensor_parallel, own), lengths, budget, whole)
+    on_each = layers.divide(tensor_parallel, own)
+    fits = {length: on_each.fit_most(length, budget) for length in lengths}
+    if whole is None and not any(fits.values()):
+        raise ValueError(
+            f"not even one sequence of {lengths[0]} tokens fits {human_bytes(budget)}; "
+            f"use more or larger devices"
+        )
     groups = [fit for fit in fits.values() if isinstance(fit, GroupedConfig)]
     shown = groups[-1] if groups else config
     assert shown is not None  # without keys and values there are groups, or an error
@@ -334,22 +347,22 @@ def _find_budget(total: int, kept_back: int, weights: int, num_devices: int) -> 
 
 
 def _share_heads(
-    whole: CacheConfig | None, num_devices: int, notes: list[str]
+    whole: CacheConfig, num_devices: int, notes: list[str]
 ) -> dict[str, int]:
-    """Return the field that says the kv heads of each device, if there are some."""
-    if whole is None:
-        _refuse_no_devices(num_devices)
-        return {}
-    heads = _heads_per_device(whole.num_kv_heads, num_devices)
-    if num_devices > whole.num_kv_heads:
-        copies = num_devices // whole.num_kv_heads
-        notes.append(f"each kv head is kept by {copies} devices")
-    return {"num_kv_heads": heads}
+    """Return the field that says the kv heads of each device."""
+    num_kv_heads = whole.num_kv_heads
+    if num_kv_heads % num_devices and num_devices % num_kv_heads:
+        raise ValueError(
+            f"{num_kv_heads} kv heads cannot be shared evenly by {num_devices} "
+            f"devices; use a divisor or a multiple of {num_kv_heads}"
+        )
+    if num_devices > num_kv_heads:
+        notes.append(f"each kv head is kept by {num_devices // num_kv_heads} devices")
+    return {"num_kv_heads": max(num_kv_heads // num_devices, 1)}
 
 
 def _check_parts(whole: CacheConfig | None, num_parts: int) -> None:
     """Refuse blocks that devices cannot share, and devices that have none to share."""
-    _refuse_no_devices(num_parts)
     if num_parts > 1 and whole is None:
         raise ValueError(
             f"no layer of this model has keys and values, and its states lie whole on "
@@ -361,47 +374,6 @@ def _check_parts(whole: CacheConfig | None, num_parts: int) -> None:
             f"{num_parts} devices; make the block_size a multiple of {num_parts}, such "
             f"as {16 * num_parts}"
         )
-
-
-def _fit_lengths(
-    layers: Layers, lengths: list[int], budget: int, whole: CacheConfig | None
-) -> dict[int, CacheConfig | GroupedConfig | None]:
-    """Return what holds the most sequences of each length."""
-    fits = {length: layers.fit_most(length, budget) for length in lengths}
-    if whole is None and not any(fits.values()):
-        raise ValueError(
-            f"not even one sequence of {lengths[0]} tokens fits {human_bytes(budget)}; "
-            f"use more or larger devices"
-        )
-    return fits
-
-
-def _note_windows(
-    windows: Windows | None, num_layers: int, step_tokens: int
-) -> list[str]:
-    if windows is None:
-        return []
-    return [
-        f"{windows.num_layers} of {num_layers} layers have a window of "
-        f"{windows.length} tokens: a GroupedConfig keeps what they see, in steps of up "
-        f"to {step_tokens} tokens of a sequence"
-    ]
-
-
-def _heads_per_device(num_kv_heads: int, num_devices: int) -> int:
-    """Return the kv heads that each device stores."""
-    _refuse_no_devices(num_devices)
-    if num_kv_heads % num_devices and num_devices % num_kv_heads:
-        raise ValueError(
-            f"{num_kv_heads} kv heads cannot be shared evenly by {num_devices} "
-            f"devices; use a divisor or a multiple of {num_kv_heads}"
-        )
-    return max(num_kv_heads // num_devices, 1)
-
-
-def _refuse_no_devices(num_devices: int) -> None:
-    if num_devices < 1:
-        raise ValueError(f"there must be at least 1 device, got {num_devices}")
 
 
 def _weights(folder: str | Path, given: int | str | None, notes: list[str]) -> int:

@@ -32,7 +32,7 @@ from jkv.commands.correctness import (
     check_implementation,
     note_missing_kernel,
 )
-from jkv.commands.ending import FAILED, INTERRUPTED, Parser, run_process
+from jkv.commands.ending import Parser, run_process
 from jkv.commands.facts import collect_facts, list_known_faults
 from jkv.commands.first_light import shed_light
 from jkv.commands.paths import print_paths
@@ -89,9 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.report:
         report.write(options.report)
     print(report.summary)
-    if report.was_interrupted:
-        return INTERRUPTED
-    return FAILED if report.has_failed else 0
+    return report.exit_status
 
 
 def plan_steps(*, is_quick: bool) -> list[Step]:

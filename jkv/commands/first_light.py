@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from jkv.commands.children import Answer, ask
-from jkv.commands.ending import FAILED, INTERRUPTED
 from jkv.commands.facts import list_known_faults
 from jkv.commands.probes import DRAWS, LOOPS, MACHINE, list_tries
 from jkv.commands.report import Report
@@ -81,9 +80,7 @@ def shed_light(path: pathlib.Path | None) -> int:
         print(f"\nset in the environment: XLA_FLAGS={' '.join([*flags, *needed])!r}")
     report.write(path or REPORT)
     print(report.summary)
-    if report.was_interrupted:
-        return INTERRUPTED
-    return FAILED if report.has_failed else 0
+    return report.exit_status
 
 
 def try_in_order(light: FirstLight) -> list[str] | None:

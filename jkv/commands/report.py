@@ -11,7 +11,9 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import Any
+
+from jkv.commands.ending import FAILED, INTERRUPTED
 
 # Of a text in a written report, what is longer is cut.
 MOST_LETTERS = 2000
@@ -38,6 +40,13 @@ class Report:
     def has_failed(self) -> bool:
         """Whether any check failed."""
         return any(each["verdict"] == "FAILED" for each in self.findings)
+
+    @property
+    def exit_status(self) -> int:
+        """What the command ends with."""
+        if self.was_interrupted:
+            return INTERRUPTED
+        return FAILED if self.has_failed else 0
 
     @property
     def summary(self) -> str:
@@ -67,7 +76,7 @@ class Step:
     run: Callable[[Report], None]
 
 
-def run_checks(report: Report, steps: list[Step], out: TextIO | None = None) -> None:
+def run_checks(report: Report, steps: list[Step]) -> None:
     """Run all steps, each under its title with the time that is left, roughly.
 
     Ctrl-C ends them early: what was not reached is noted as not checked.
@@ -79,8 +88,7 @@ def run_checks(report: Report, steps: list[Step], out: TextIO | None = None) -> 
         if done:
             seconds = (time.monotonic() - began) * (total - done) / done
             left = f", about {say_duration(seconds)} left"
-        title = f"{step.title} ({number} of {len(steps)}{left})"
-        print(title, file=out or sys.stdout, flush=True)
+        print(f"{step.title} ({number} of {len(steps)}{left})", flush=True)
         before = len(report.findings)
         try:
             step.run(report)

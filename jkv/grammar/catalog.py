@@ -6,7 +6,7 @@ ranges of the arrays, and gives them back when it goes. The others stay where th
 so that texts under way go on.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,16 +16,11 @@ from jkv.grammar.grammar import PIECE, Grammar
 from jkv.grammar.tables import STATE_ARRAYS, Sizes, move
 from jkv.grammar.vocabulary import Vocabulary
 
+Array = np.ndarray[Any, Any]
+
 
 class CatalogFull(ValueError):
     """A grammar finds no room beside those that are there; remove one of them."""
-
-
-class _Entry(NamedTuple):
-    """Where a grammar lies."""
-
-    firsts: Sizes
-    counts: Sizes
 
 
 class Catalog:
@@ -76,48 +71,44 @@ class Catalog:
             max_masks,
             max_mask_pieces,
         )
-        self._class_of_token = np.zeros((max_grammars + 1, num_tokens), np.uint16)
-        self._tables = self._make_tables()
-        self._of_states = self._make_states(max_grammars)
-        self._starts = np.full(max_grammars, self._lost, np.int32)
-        self._entries: dict[int, _Entry] = {}  # by variant
+        # By the names of a grammar's arrays.
+        self._arrays: dict[str, Array] = {
+            "class_of_token": np.zeros((max_grammars + 1, num_tokens), np.uint16),
+            "starts": np.full(max_grammars, self._lost, np.int32),
+            "end_tokens": self._end_tokens,
+            **self._make_tables(),
+            **self._make_states(max_grammars),
+        }
+        # By variant, where each grammar begins and what it takes.
+        self._entries: dict[int, tuple[Sizes, Sizes]] = {}
 
-    def _make_tables(self) -> dict[str, np.ndarray[Any, Any]]:
+    def _make_tables(self) -> dict[str, Array]:
         """Return tables without a grammar, the rows of no grammar at their ends."""
         most = self._most
-        lost = np.full((most.transition_pieces + 2, PIECE), self._lost, np.int32)
-        lost[-1] = self._ended
-        transitions = np.full(most.transitions + 2, most.transition_pieces, np.int32)
-        transitions[-1] = most.transition_pieces + 1
+        lost, nothing = most.transition_pieces, most.mask_pieces
         # What nobody allows, and the pieces of the end tokens, stand behind the others.
         ends = np.zeros((-(-self._vocabulary_size // (32 * PIECE)), PIECE), np.uint32)
         for token in self._end_tokens:
             ends.reshape(-1)[token // 32] |= np.uint32(1 << (token % 32))
-        nothing = np.zeros((most.mask_pieces + 1, PIECE), np.uint32)
-        masks = np.full((most.masks + 2, len(ends)), most.mask_pieces, np.int32)
-        masks[-1] = most.mask_pieces + 1 + np.arange(len(ends))
+        pieces_of_ends = nothing + 1 + np.arange(len(ends))
         return {
-            "transitions": transitions,
-            "transition_pieces": lost,
-            "masks": masks,
-            "mask_pieces": np.concatenate([nothing, ends]),
+            "transitions": _filled((most.transitions + 2,), lost, lost + 1),
+            "transition_pieces": _filled((lost + 2, PIECE), self._lost, self._ended),
+            "masks": _filled((most.masks + 2, len(ends)), nothing, pieces_of_ends),
+            "mask_pieces": np.concatenate(
+                [np.zeros((nothing + 1, PIECE), np.uint32), ends]
+            ),
         }
 
-    def _make_states(self, max_grammars: int) -> dict[str, np.ndarray[Any, Any]]:
+    def _make_states(self, max_grammars: int) -> dict[str, Array]:
         """Return what each state has; none is of a grammar yet, the last has ended."""
-        most, shape = self._most, self._most.states + 2
-        row_of_state = np.full(shape, most.transitions, np.int32)
-        row_of_state[-1] = most.transitions + 1
-        mask_of_state = np.full(shape, most.masks, np.int32)
-        mask_of_state[-1] = most.masks + 1
-        forced = np.full(shape, -1, np.int32)
-        if len(self._end_tokens) == 1:
-            forced[-1] = self._end_tokens[0]
+        most, shape = self._most, (self._most.states + 2,)
+        forced = self._end_tokens[0] if len(self._end_tokens) == 1 else -1
         return {
-            "row_of_state": row_of_state,
+            "row_of_state": _filled(shape, most.transitions, most.transitions + 1),
             "variant_of_state": np.full(shape, max_grammars, np.int32),
-            "mask_of_state": mask_of_state,
-            "forced_token": forced,
+            "mask_of_state": _filled(shape, most.masks, most.masks + 1),
+            "forced_token": _filled(shape, -1, forced),
         }
 
     @property
@@ -127,19 +118,9 @@ class Catalog:
         Give it to `Engine(steering=)`, and to `Engine.replace_steering` whenever one
         was added. A variant that is free allows nothing.
         """
-
-        def place(array: np.ndarray[Any, Any]) -> Any:
-            # A copy: a device may look at the memory of the array itself.
-            return jnp.array(array, copy=True)
-
-        return Grammar(
-            class_of_token=place(self._class_of_token),
-            starts=place(self._starts),
-            end_tokens=place(self._end_tokens),
-            vocabulary_size=self._vocabulary_size,
-            **{name: place(values) for name, values in self._of_states.items()},
-            **{name: place(values) for name, values in self._tables.items()},
-        )
+        # Copies: a device may look at the memory of the arrays themselves.
+        placed = {n: jnp.array(values, copy=True) for n, values in self._arrays.items()}
+        return Grammar(vocabulary_size=self._vocabulary_size, **placed)
 
     def add(self, grammar: Grammar) -> int:
         """Take in a grammar of one language; return its variant from now on.
@@ -156,15 +137,15 @@ class Catalog:
                 f"a grammar of {counts} finds no room in a catalog of {self._most} "
                 "(max_states and so on)"
             )
-        free = [v for v in range(len(self._starts)) if v not in self._entries]
+        free = [v for v in range(len(self._arrays["starts"])) if v not in self._entries]
         firsts = self._find_gaps(counts)
         if not free or firsts is None:
             raise CatalogFull(
                 f"{len(self._entries)} grammars leave no room for one of {counts}"
             )
         variant = free[0]
-        self._entries[variant] = _Entry(firsts, counts)
-        self._put(grammar, variant, self._entries[variant])
+        self._entries[variant] = firsts, counts
+        self._put(grammar, variant, firsts)
         return variant
 
     def remove(self, variant: int) -> None:
@@ -173,11 +154,10 @@ class Catalog:
         Raises:
           KeyError: if there is none.
         """
-        entry = self._entries.pop(variant)
-        first, count = entry.firsts.states, entry.counts.states
-        self._of_states["mask_of_state"][first : first + count] = self._most.masks
-        self._of_states["forced_token"][first : first + count] = -1
-        self._starts[variant] = self._lost
+        first, count = (sizes.states for sizes in self._entries.pop(variant))
+        self._arrays["mask_of_state"][first : first + count] = self._most.masks
+        self._arrays["forced_token"][first : first + count] = -1
+        self._arrays["starts"][variant] = self._lost
 
     def _check(self, grammar: Grammar) -> None:
         ends = np.asarray(grammar.end_tokens)
@@ -195,8 +175,8 @@ class Catalog:
         found = []
         for kind in range(len(counts)):
             taken = sorted(
-                (entry.firsts[kind], entry.firsts[kind] + entry.counts[kind])
-                for entry in self._entries.values()
+                (firsts[kind], firsts[kind] + own[kind])
+                for firsts, own in self._entries.values()
             )
             starts = [0, *(stop for _, stop in taken)]
             stops = [*(start for start, _ in taken), self._most[kind]]
@@ -207,13 +187,20 @@ class Catalog:
             found.append(starts[fits[0]])
         return Sizes(*found)
 
-    def _put(self, grammar: Grammar, variant: int, entry: _Entry) -> None:
-        moved = move(grammar, entry.firsts, variant, self._lost)
-        for name, table in self._tables.items():
-            start = getattr(entry.firsts, name)
-            table[start : start + len(moved[name])] = moved[name]
-        first, count = entry.firsts.states, entry.counts.states
+    def _put(self, grammar: Grammar, variant: int, firsts: Sizes) -> None:
+        moved = move(grammar, firsts, variant, self._lost)
+        for name in Sizes._fields[1:]:
+            start = getattr(firsts, name)
+            self._arrays[name][start : start + len(moved[name])] = moved[name]
+        first, count = firsts.states, grammar.num_states
         for name in STATE_ARRAYS:
-            self._of_states[name][first : first + count] = moved[name][:count]
-        self._class_of_token[variant] = moved["class_of_token"][0]
-        self._starts[variant] = moved["starts"][0]
+            self._arrays[name][first : first + count] = moved[name][:count]
+        for name in ("class_of_token", "starts"):
+            self._arrays[name][variant] = moved[name][0]
+
+
+def _filled(shape: tuple[int, ...], value: int, last: Any) -> Array:
+    """Return an array of one value, with another at its end, i32[...]."""
+    array = np.full(shape, value, np.int32)
+    array[-1] = last
+    return array

@@ -7,17 +7,11 @@ as the caller says.
 
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from jkv.grammar.characters import complement, one_of, unite
 from jkv.grammar.errors import Malformed, Unsupported
-from jkv.grammar.expressions import (
-    Choice,
-    Concatenation,
-    Expression,
-    Literal,
-    Repeat,
-)
+from jkv.grammar.expressions import Choice, Concatenation, Expression, Literal, Repeat
 
 ROOT = "root"
 _NAME = re.compile(r"[A-Za-z_][\w-]*")
@@ -26,6 +20,11 @@ _LINES = re.compile(r"(?:\s|#[^\n]*)*")
 _BOUNDS = re.compile(r"\{\s*(\d+)\s*(,?)\s*(\d*)\s*\}")
 _HEX = {"x": 2, "u": 4, "U": 8}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r"}
+_TIMES: dict[str, tuple[int, int | None]] = {
+    "*": (0, None),
+    "+": (1, None),
+    "?": (0, 1),
+}
 _EVERY = complement(())
 MOST_DEPTH = 64  # of groups in groups
 
@@ -74,8 +73,7 @@ class _Reader:
     def _ways(self, space: "re.Pattern[str]") -> Expression:
         """Read what `|` stands between; a group may go over lines."""
         ways = [self._sequence(space)]
-        while self._text.startswith("|", self._at):
-            self._at += 1
+        while self._accept("|"):
             self._skip(_LINES)
             ways.append(self._sequence(space))
         return ways[0] if len(ways) == 1 else Choice(ways)
@@ -89,20 +87,16 @@ class _Reader:
         return parts[0] if len(parts) == 1 else Concatenation(parts)
 
     def _item(self) -> Expression | None:
-        sign = self._text[self._at : self._at + 1]
-        if sign == '"':
+        if self._accept('"'):
             return self._literal()
-        if sign == "[":
+        if self._accept("["):
             return self._characters()
-        if sign == ".":
-            self._at += 1
+        if self._accept("."):
             return one_of(_EVERY)
-        if sign == "(":
+        if self._accept("("):
             return self._group()
-        if sign in "<!":
-            if sign:
-                raise Unsupported("tokens in a grammar are not served: spell the text")
-            return None
+        if self._accept("<") or self._accept("!"):
+            raise Unsupported("tokens in a grammar are not served: spell the text")
         found = _NAME.match(self._text, self._at)
         if found is None:
             return None
@@ -110,7 +104,6 @@ class _Reader:
         return _Reference(found[0])
 
     def _group(self) -> Expression:
-        self._at += 1
         self._depth += 1
         if self._depth > MOST_DEPTH:
             raise self._wrong("groups are nested too deeply")
@@ -122,12 +115,10 @@ class _Reader:
         return found
 
     def _times(self, part: Expression) -> Expression:
-        sign = self._text[self._at : self._at + 1]
-        if sign and sign in "*+?":
-            self._at += 1
-            least, most = {"*": (0, None), "+": (1, None), "?": (0, 1)}[sign]
-            return Repeat(part, least, most)
-        if sign != "{":
+        for sign, (least, most) in _TIMES.items():
+            if self._accept(sign):
+                return Repeat(part, least, most)
+        if not self._text.startswith("{", self._at):
             return part
         found = _BOUNDS.match(self._text, self._at)
         if found is None or (not found[2] and found[3]):
@@ -140,11 +131,9 @@ class _Reader:
         return Repeat(part, least, most)
 
     def _literal(self) -> Expression:
-        self._at += 1
         signs = []
-        while not self._text.startswith('"', self._at):
+        while not self._accept('"'):
             signs.append(self._sign('a text without its second "'))
-        self._at += 1
         text = "".join(signs)
         try:
             return Literal(text.encode())
@@ -152,21 +141,15 @@ class _Reader:
             raise Unsupported(f"{text!r} is no text of Unicode") from None
 
     def _characters(self) -> Expression:
-        self._at += 1
-        is_inverted = self._text.startswith("^", self._at)
-        self._at += is_inverted
+        is_inverted = self._accept("^")
         ranges = []
-        while not self._text.startswith("]", self._at):
+        while not self._accept("]"):
             low = high = ord(self._sign("a set without its ]"))
-            if self._text.startswith("-", self._at) and not self._text.startswith(
-                "-]", self._at
-            ):
-                self._at += 1
+            if not self._text.startswith("-]", self._at) and self._accept("-"):
                 high = ord(self._sign("a set without its ]"))
             if high < low:
                 raise self._wrong("a range of characters is the wrong way round")
             ranges.append((low, high))
-        self._at += 1
         found = unite(*ranges)
         return one_of(complement(found) if is_inverted else found)
 
@@ -205,10 +188,15 @@ class _Reader:
         self._at = found.end()
         return found[0]
 
+    def _accept(self, text: str) -> bool:
+        """Read a text if it stands here."""
+        stands = self._text.startswith(text, self._at)
+        self._at += len(text) * stands
+        return stands
+
     def _expect(self, text: str) -> None:
-        if not self._text.startswith(text, self._at):
+        if not self._accept(text):
             raise self._wrong(f"here should be {text}")
-        self._at += len(text)
 
     def _wrong(self, what: str) -> Malformed:
         line = self._text.count("\n", 0, self._at) + 1
@@ -231,30 +219,20 @@ class _Expander:
 
     def __init__(self, rules: dict[str, Expression], recursion: int) -> None:
         self._rules = rules
-        self._reached = {name: self._reach(name) for name in rules}
-        self._order: dict[str, int] = {}
-        self._number(ROOT)
+        self._reached = {name: self._reach(_names(rules[name])) for name in rules}
+        self._order = {name: i for i, name in enumerate(self._reach([ROOT]))}
         self._most = recursion
         self._known: dict[tuple[str, int], Expression] = {}
 
-    def _number(self, name: str) -> None:
-        """Number rules in the order in which texts come to them."""
-        ahead = [name]
+    def _reach(self, names: Iterable[str]) -> dict[str, None]:
+        """Return rules and those they lead to, in the order that texts come to them."""
+        found: dict[str, None] = {}
+        ahead = [*names][::-1]
         while ahead:
             name = ahead.pop()
-            if name not in self._order:
-                self._order[name] = len(self._order)
+            if name not in found:
+                found[name] = None
                 ahead += reversed([*_names(self._rules[name])])
-
-    def _reach(self, name: str) -> set[str]:
-        """Return the rules that one leads to."""
-        found: set[str] = set()
-        new = [name]
-        while new:
-            for other in _names(self._rules[new.pop()]):
-                if other not in found:
-                    found.add(other)
-                    new.append(other)
         return found
 
     def expand(self, name: str, left: int) -> Expression:
@@ -304,10 +282,8 @@ class _Expander:
     def _item(self, name: str, item: Expression, left: int) -> Expression:
         """Return the language of an item of a rule."""
         match item:
-            case Concatenation(parts):
-                return Concatenation([self._item(name, each, left) for each in parts])
-            case Choice(parts):
-                return Choice([self._item(name, each, left) for each in parts])
+            case Concatenation(parts) | Choice(parts):
+                return type(item)([self._item(name, each, left) for each in parts])
             case Repeat(part, least, most):
                 return Repeat(self._item(name, part, left), least, most)
             case _Reference(other):

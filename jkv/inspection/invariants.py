@@ -5,7 +5,6 @@ tables (`jkv.inspection.recount`), group after group.
 """
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -40,13 +39,7 @@ def check(cache: Cache) -> None:
       ...     num_blocks=4, max_sequences=2, max_context_length=64)))
     """
     for broken in _find_broken(cache):
-        raise InvariantError(f"{broken.invariant}: {broken.where}{broken.text}")
-
-
-class _Broken(NamedTuple):
-    invariant: str
-    where: str  # "group 1: " where there are several
-    text: str
+        raise InvariantError(broken)
 
 
 # Tables first: the recounts of the others rely on them.
@@ -68,47 +61,41 @@ _OF_SEQUENCES: tuple[tuple[str, Callable[[Metadata], Iterator[str]]], ...] = (
 )
 
 
-def _find_broken(cache: Cache) -> Iterator[_Broken]:
+def _find_broken(cache: Cache) -> Iterator[str]:
     """Yield all that is wrong; what comes later relies on what came before."""
     for text in _shapes(cache):
-        yield _Broken("shapes", "", text)
+        yield f"shapes: {text}"
     metadata: Metadata = jax.device_get(cache.metadata)
     groups = {i: recount(metadata, i) for i in metadata.block_numbers}
     for found in groups.values():
         for invariant, find in _OF_A_GROUP:
             for text in find(found):
-                yield _Broken(invariant, _name(metadata, found), text)
+                yield f"{invariant}: {found.name}{text}"
     for invariant, find_in_all in _OF_SEQUENCES:
         for text in find_in_all(metadata):
-            yield _Broken(invariant, "", text)
-    yield from _find_broken_index(metadata, groups)
+            yield f"{invariant}: {text}"
+    if isinstance(metadata.index, IndexArrays):
+        yield from _find_broken_index(metadata, metadata.index, groups)
 
 
 def _find_broken_index(
-    metadata: Metadata, groups: dict[int, Recount]
-) -> Iterator[_Broken]:
-    """Yield what is wrong with the prefix index, if there is one."""
-    index = metadata.index
-    if not isinstance(index, IndexArrays):
-        return
+    metadata: Metadata, index: IndexArrays, groups: dict[int, Recount]
+) -> Iterator[str]:
+    """Yield what is wrong with the prefix index."""
     if index.snapshots is not None:
         for text in prefixes.check_snapshots(index.snapshots, metadata.max_pending):
-            yield _Broken("snapshots", "", text)
+            yield f"snapshots: {text}"
     if not groups:
         return
     leader = groups[metadata.leader]
     for text in prefixes.check_indexed(index, leader):
-        yield _Broken("prefix_index", _name(metadata, leader), text)
+        yield f"prefix_index: {leader.name}{text}"
     for text in prefixes.check_committed(index, leader):
-        yield _Broken("committed", _name(metadata, leader), text)
+        yield f"committed: {leader.name}{text}"
     for number, beside in zip(metadata.followers, index.followers, strict=True):
         found = groups[number]
         for text in prefixes.check_beside(index, leader, found, beside):
-            yield _Broken("prefix_index", _name(metadata, found), text)
-
-
-def _name(metadata: Metadata, found: Recount) -> str:
-    return f"group {found.number}: " if len(metadata.groups) > 1 else ""
+            yield f"prefix_index: {found.name}{text}"
 
 
 def _shapes(cache: Cache) -> Iterator[str]:

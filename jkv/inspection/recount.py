@@ -15,7 +15,7 @@ from jkv.state import BlockGroup, Metadata
 class Recount(NamedTuple):
     """A group, and what was counted anew of it; letters as in `jkv.state.metadata`."""
 
-    number: int  # of the group
+    name: str  # "group 1: " where there are several
     group: BlockGroup  # its arrays on the host
     lengths: np.ndarray  # i64[S], the context lengths
     is_open: np.ndarray  # bool[S]
@@ -54,7 +54,7 @@ def recount(metadata: Metadata, number: int) -> Recount:
     # A window has one array, which says it; one that sees everything has none.
     (given_back,) = jax.tree.leaves(group.window) or [np.zeros(group.max_sequences)]
     return Recount(
-        number=number,
+        name=f"group {number}: " if len(metadata.groups) > 1 else "",
         group=group,
         lengths=np.asarray(metadata.context_lengths, np.int64),
         is_open=np.asarray(metadata.is_open),

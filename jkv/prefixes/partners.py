@@ -13,12 +13,8 @@ import jax.numpy as jnp
 
 from jkv.metadata import allocator, tables
 from jkv.metadata.mentions import find_equals
+from jkv.prefixes import prefix_index
 from jkv.prefixes.columns import Columns
-from jkv.prefixes.prefix_index import (
-    find_partners,
-    forget_partners,
-    set_partners,
-)
 from jkv.state import BlockGroup, Metadata
 
 
@@ -41,8 +37,8 @@ def pair_blocks(
     own = tables.blocks_at(group, row, columns.column)
 
     anew = jnp.where(entered & is_visible, leaders, no_leader)
-    metadata = forget_partners(metadata, number, anew)
-    known = find_partners(metadata, number, leaders)
+    metadata = prefix_index.forget_partners(metadata, number, anew)
+    known = prefix_index.find_partners(metadata, number, leaders)
 
     offered = (own < nothing) & (known == nothing)
     first = find_equals(leaders, offered).first
@@ -52,7 +48,7 @@ def pair_blocks(
         jnp.where(chosen, ids, none)
         for ids, none in ((leaders, no_leader), (own, nothing))
     )
-    metadata = set_partners(metadata, number, leader, partner)
+    metadata = prefix_index.set_partners(metadata, number, leader, partner)
 
     new = own.at[first].get(mode="fill", fill_value=nothing)
     other = jnp.where(known < nothing, known, new)

@@ -14,8 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jkv.sharding.resharding import spread
-from jkv.sharding.storage_sharding import WHOLE, DividedAxes, StorageSharding
+from jkv.sharding.storage_sharding import WHOLE, DividedAxes, StorageSharding, spread
 from jkv.sharding.varying import vary_over
 
 

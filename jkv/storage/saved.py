@@ -20,8 +20,12 @@ from jkv.blocks import contents
 from jkv.blocks.contents import HostArray
 from jkv.formats.bits import STORED_AS
 from jkv.sharding.processes import agree, bring_whole, is_shared, is_writer
-from jkv.sharding.resharding import as_auto
-from jkv.sharding.storage_sharding import POOL_HEADS, copies_of, without_copies_of_heads
+from jkv.sharding.storage_sharding import (
+    POOL_HEADS,
+    as_auto,
+    copies_of,
+    without_copies_of_heads,
+)
 from jkv.state import Cache
 from jkv.storage import fields, files
 from jkv.storage.files import FileError, Path, Tensor

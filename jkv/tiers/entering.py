@@ -13,16 +13,8 @@ import jax.numpy as jnp
 
 from jkv.metadata import allocator
 from jkv.metadata.ring import Keep
-from jkv.prefixes import hash_tables, hashing
+from jkv.prefixes import hash_tables, hashing, prefix_index
 from jkv.prefixes.hash_tables import Prefixes
-from jkv.prefixes.prefix_index import (
-    find_partners,
-    forget_partners,
-    index_of,
-    put_index,
-    set_partners,
-    tokens_of,
-)
 from jkv.sharding.loops import fori_loop
 from jkv.state import Metadata
 from jkv.tiers.choosing import find_free
@@ -97,7 +89,7 @@ def _enter_one(
     before = jnp.where(parents < 0, above, before)
     has_parent = is_first | (before < nothing)
 
-    index = index_of(metadata)
+    index = prefix_index.index_of(metadata)
     hash_above = index.hashes.at[before].get(mode="clip")
     hash_above = jnp.where(is_first, hashing.salt_hash(salts), hash_above)
     hashes = hash_above + hashing.column_hash(tokens, columns)
@@ -110,8 +102,8 @@ def _enter_one(
     resolved = hash_tables.resolve(metadata, block, prefixes, may_enter)
     index = hash_tables.enter(index, resolved, prefixes, before, hash_above)
     index = hash_tables.insert_children(index, resolved.enters, hash_above)
-    metadata = put_index(metadata, index)
-    told = tokens_of(metadata).at[resolved.enters].set(tokens, mode="drop")
+    metadata = prefix_index.put_index(metadata, index)
+    told = prefix_index.tokens_of(metadata).at[resolved.enters].set(tokens, mode="drop")
     metadata = metadata.changed(metadata.leader, tokens=told)
     written, used = list(entered.written), list(num_used)
     written[leader] = written[leader].at[lane].set(resolved.enters)
@@ -136,13 +128,13 @@ def _pair(
 ) -> tuple[Metadata, jax.Array]:
     """Give a group a block beside a column's, if it is held; return it, N for none."""
     nothing, no_leader = metadata.groups[number].num_blocks, metadata.leading.num_blocks
-    metadata = forget_partners(metadata, number, resolved.enters)
-    known = find_partners(metadata, number, resolved.stands)
+    metadata = prefix_index.forget_partners(metadata, number, resolved.enters)
+    known = prefix_index.find_partners(metadata, number, resolved.stands)
     is_given = is_held & (own < nothing)
     is_given &= (resolved.stands < no_leader) & (known == nothing)
     leader = jnp.where(is_given, resolved.stands, no_leader)
     own = jnp.where(is_given, own, nothing)
-    return set_partners(metadata, number, leader, own), own
+    return prefix_index.set_partners(metadata, number, leader, own), own
 
 
 def _renew(metadata: Metadata, blocks: jax.Array, keep: Keep | None) -> Metadata:
@@ -152,7 +144,7 @@ def _renew(metadata: Metadata, blocks: jax.Array, keep: Keep | None) -> Metadata
     and kept at least by class and time, [W]. What is not free stays where it is.
     """
     for number in metadata.block_numbers:
-        own = find_partners(metadata, number, blocks)
+        own = prefix_index.find_partners(metadata, number, blocks)
         metadata = allocator.renew(metadata, number, own, keep)
     return metadata
 

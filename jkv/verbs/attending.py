@@ -15,13 +15,7 @@ from jkv.sharding.storage_sharding import PER_HEAD, POOL, ROWS
 from jkv.state import Batch, Cache
 from jkv.state.cache import Role
 from jkv.state.entry import takes_cache
-from jkv.verbs.arguments import (
-    any_layer,
-    check_batch,
-    check_queries,
-    checked_window,
-    locate_layer,
-)
+from jkv.verbs import arguments
 from jkv.verbs.attention_plan import requests_of
 
 
@@ -129,10 +123,10 @@ def attend(
       >>> jkv.attend(cache, 0, batch, jnp.ones((1, 2, 8))).shape
       (1, 2, 8)
     """
-    found = locate_layer(cache, layer)
-    check_batch(cache, batch)
+    found = arguments.locate_layer(cache, layer)
+    arguments.check_batch(cache, batch)
     group, storage = cache.metadata.groups[found.group], cache.storage[found.group]
-    check_queries(storage, batch, queries)
+    arguments.check_queries(storage, batch, queries)
     sharding = storage.sharding
     attend_on_device = over_devices(
         sharding,
@@ -154,11 +148,11 @@ def attend(
         queries=queries,
         arrays=storage.arrays,
         sinks=sinks,
-        layer=any_layer(found.layer, batch),
+        layer=arguments.any_layer(found.layer, batch),
         requests=requests_of(group, batch),
         plan=None if batch.plan is None else batch.plan[found.group],
         scale=scale,
-        window=checked_window(group, window),
+        window=arguments.checked_window(group, window),
     )
     answer: jax.Array | tuple[jax.Array, jax.Array] = attend_on_device(operands)
     return answer

@@ -15,13 +15,7 @@ from jkv.sharding.storage_sharding import POOL, ROW_HEADS, ROWS, with_copies_of_
 from jkv.state import Batch, Cache, GroupLayer, Slots
 from jkv.state.cache import Role
 from jkv.state.entry import takes_cache
-from jkv.verbs.arguments import (
-    any_layer,
-    check_batch,
-    check_dtypes,
-    check_rows,
-    locate_layer,
-)
+from jkv.verbs import arguments
 
 # An environment variable: "0" has scatters store rows on every card, not the kernel.
 # It is read when a program is traced.
@@ -80,7 +74,7 @@ def write(
     operands = _Operands(
         arrays=storage.arrays,
         rows=rows,
-        layer=any_layer(found.layer, batch),
+        layer=arguments.any_layer(found.layer, batch),
         slots=batch.slots_of(found.group),
         valid=batch.valid,
     )
@@ -96,10 +90,10 @@ def read_rows(
     values: jax.Array | None,
 ) -> tuple[GroupLayer, dict[str, jax.Array]]:
     """Return where a layer is, and rows for its arrays, [R, K, D], heads copied."""
-    found = locate_layer(cache, layer)
-    check_batch(cache, batch)
+    found = arguments.locate_layer(cache, layer)
+    arguments.check_batch(cache, batch)
     storage = cache.storage[found.group]
-    check_dtypes(storage)
+    arguments.check_dtypes(storage)
     if (values is None) != (storage.value_pool is None):
         raise ValueError(
             "this cache's values lie in its keys (values_in_keys): leave values out"
@@ -108,7 +102,7 @@ def read_rows(
         )
     rows = {"key_pool": keys} | ({} if values is None else {"value_pool": values})
     for name, array in rows.items():
-        check_rows(storage, batch, name, array)
+        arguments.check_rows(storage, batch, name, array)
         rows[name] = with_copies_of_heads(storage.sharding, array, ROW_HEADS)
     return found, rows
 
@@ -135,11 +129,7 @@ class _Operands:
 
 @functools.partial(jax.jit, static_argnames=("formats", "context", "may_use_kernel"))
 def _write(
-    operands: _Operands,
-    *,
-    formats: Formats,
-    context: str | None,
-    may_use_kernel: bool,
+    operands: _Operands, *, formats: Formats, context: str | None, may_use_kernel: bool
 ) -> dict[str, jax.Array]:
     """Store rows of keys and values, [R, K, D] each, in the slots of valid ones.
 

@@ -188,7 +188,7 @@ BROUGHT = {"tunix": {"tunix", "flax"}}  # by the extra of each integration
 
 
 # That `import jkv` loads of its own.
-MOST_MODULES = 133
+MOST_MODULES = 130
 
 
 def name_room(module: str) -> str:

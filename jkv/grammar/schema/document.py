@@ -6,16 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jkv.grammar.errors import Malformed, TooLarge, Unsupported
+from jkv.grammar.schema import keywords
 from jkv.grammar.schema.formats import FORMATS
-from jkv.grammar.schema.keywords import (
-    FORMS,
-    IGNORED,
-    LIST_WORDS,
-    MAP_WORDS,
-    SCHEMA_WORDS,
-    SERVED,
-    is_schema,
-)
 
 MAX_LEVELS = 64  # of schemas in schemas, and of lists and objects in a listed value
 _OLD_DRAFTS = "draft-04", "draft-05", "draft-06", "draft-07"
@@ -34,7 +26,7 @@ class Document:
 
     def __init__(self, root: Any, *, is_strict: bool) -> None:
         self.root, self._is_strict = _copy(root), is_strict
-        if not is_schema(self.root):
+        if not keywords.is_schema(self.root):
             raise Malformed(
                 f"a schema is an object or a boolean, this is {_shorten(root)}"
             )
@@ -74,14 +66,14 @@ class Document:
         found = {}
         is_reference = self._is_old and "$ref" in schema
         for name, value in schema.items():
-            if name not in SERVED:
-                is_known = name in IGNORED or name.startswith("x-")
+            if name not in keywords.SERVED:
+                is_known = name in keywords.IGNORED or name.startswith("x-")
                 if self._is_strict and not is_known:
                     raise Unsupported(f"keyword {name!r} at {self.place(schema)}")
                 continue
             if is_reference and name != "$ref":
                 continue  # until draft 7 nothing counts beside a reference
-            check, form = FORMS.get(name, (lambda _: True, ""))
+            check, form = keywords.FORMS.get(name, (lambda _: True, ""))
             if not check(value):
                 raise Malformed(
                     f"{name!r} at {self.place(schema)} must be {form}, not "
@@ -108,7 +100,7 @@ class Document:
             found = self._anchors.get((uri, urllib.parse.unquote(fragment)))
         elif fragment:
             found = self._follow(found, fragment)
-        if not is_schema(found):
+        if not keywords.is_schema(found):
             raise Malformed(f"{where} points to nothing, or to no schema")
         if isinstance(found, dict) and id(found) not in self._places:
             self._look(found, Place(f"#{fragment}", uri), 0)
@@ -191,11 +183,11 @@ def _parts(
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield the schemas that stand directly in a schema, each with its path."""
     for word, value in schema.items():
-        if word in SCHEMA_WORDS and isinstance(value, Mapping):
+        if word in keywords.SCHEMA_WORDS and isinstance(value, Mapping):
             yield (word,), value
-        elif word in LIST_WORDS and isinstance(value, list):
+        elif word in keywords.LIST_WORDS and isinstance(value, list):
             yield from (((word, str(i)), part) for i, part in enumerate(value))
-        elif word in MAP_WORDS and isinstance(value, Mapping):
+        elif word in keywords.MAP_WORDS and isinstance(value, Mapping):
             if with_definitions or word not in ("$defs", "definitions"):
                 yield from (((word, key), part) for key, part in value.items())
 

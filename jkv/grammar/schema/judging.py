@@ -22,16 +22,26 @@ from jkv.grammar.schema.formats import COUNTED, FORMATS
 from jkv.grammar.schema.keywords import OF_TYPE, is_number
 from jkv.grammar.schema.negation import (
     ABSENT,
+    COUNTS,
     KIND,
     KINDS,
     NOT_MULTIPLE,
     NOT_PATTERN,
     NOT_VALUES,
+    NUMBERS,
     SOME_PROPERTY,
     items_of,
     kinds_of,
 )
 from jkv.grammar.schema.patterns import find_pattern
+
+# Keywords that say the least and the most of a kind of values.
+_BOUNDS = {
+    **{kind: ((f"min{what}",), (f"max{what}",)) for what, kind in COUNTS.items()},
+    **dict.fromkeys(
+        NUMBERS, (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))
+    ),
+}
 
 _LEVELS = 3  # into which it is looked, to see whether two schemas exclude each other
 
@@ -61,6 +71,17 @@ class Judge:
             self._strings[word, value] = found
         return self._strings[word, value]
 
+    def described(self, way: Way, *, is_short: bool = False) -> list[Automaton]:
+        """Return the strings of patterns and of known formats, or of short ones."""
+        found = []
+        for words in (atom.words for atom in way):
+            if "pattern" in words:
+                found.append(self.strings("pattern", words["pattern"]))
+            if (form := words.get("format")) in FORMATS:
+                kind = "short format" if is_short and form in COUNTED else "format"
+                found.append(self.strings(kind, form))
+        return found
+
     def holds(self, part: Part, value: Any) -> bool:
         """Whether a part holds for a value, at any depth."""
         part = part._replace(route=Route(is_wide=part.route.is_wide))
@@ -87,6 +108,8 @@ class Judge:
             return kind_of(value) in said
         if word == NOT_VALUES:
             return not any(equal(value, one) for one in said)
+        if COUNTS.get(word[3:]) == kind_of(value):
+            return len(value) >= said if word[:3] == "min" else len(value) <= said
         if isinstance(value, str):
             return self._holds_for_string(word, said, value)
         if is_number(value):
@@ -99,10 +122,6 @@ class Judge:
 
     def _holds_for_string(self, word: str, said: Any, value: str) -> bool:
         match word:
-            case "minLength":
-                return len(value) >= said
-            case "maxLength":
-                return len(value) <= said
             case "pattern":
                 return self.finds(said, value)
             case "format":
@@ -113,10 +132,6 @@ class Judge:
     def _holds_for_array(self, atom: Atom, word: str, value: list[Any]) -> bool:
         said, (first, more) = atom.words[word], items_of(atom.words)
         match word:
-            case "minItems":
-                return len(value) >= said
-            case "maxItems":
-                return len(value) <= said
             case "uniqueItems":
                 pairs = ((one, two) for i, one in enumerate(value) for two in value[:i])
                 return not said or not any(equal(one, two) for one, two in pairs)
@@ -137,10 +152,6 @@ class Judge:
     ) -> bool:
         said = atom.words[word]
         match word:
-            case "minProperties":
-                return len(value) >= said
-            case "maxProperties":
-                return len(value) <= said
             case "required":
                 return value.keys() >= {*said}
             case "propertyNames":
@@ -225,15 +236,11 @@ class Judge:
     def _is_kind_possible(
         self, kind: str, way: Way, is_thorough: bool, levels: int
     ) -> bool:
+        if _contradict(way, *_BOUNDS.get(kind, ((), ()))):
+            return False
         match kind:
             case "string":
                 return not is_thorough or self._has_string(way)
-            case "integer" | "fraction":
-                return not _contradict(
-                    way,
-                    ("minimum", "exclusiveMinimum"),
-                    ("maximum", "exclusiveMaximum"),
-                )
             case "array":
                 return self._has_array(way, is_thorough, levels)
             case "object":
@@ -241,22 +248,13 @@ class Judge:
         return True
 
     def _has_string(self, way: Way) -> bool:
-        if _contradict(way, ("minLength",), ("maxLength",)):
-            return False
-        found = [
-            self.strings(word, atom.words[word])
-            for atom in way
-            for word in ("pattern", "format")
-            if word in atom.words and (word == "pattern" or atom.words[word] in FORMATS)
-        ]
+        found = self.described(way)
         if not found:
             return True
         both = functools.partial(intersect, bounds=self._bounds)
         return not functools.reduce(both, found).is_empty()
 
     def _has_array(self, way: Way, is_thorough: bool, levels: int) -> bool:
-        if _contradict(way, ("minItems",), ("maxItems",)):
-            return False
         least, _ = counts_of(way, "Items")
         return all(
             self._is_part_possible(parts_of_item(way, place), is_thorough, levels)
@@ -264,8 +262,6 @@ class Judge:
         )
 
     def _has_object(self, way: Way, is_thorough: bool, levels: int) -> bool:
-        if _contradict(way, ("minProperties",), ("maxProperties",)):
-            return False
         required = {key for atom in way for key in atom.words.get("required", ())}
         absent = {key for atom in way for key in atom.words.get(ABSENT, ())}
         if required & absent:

@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 KINDS = "null", "boolean", "integer", "fraction", "string", "array", "object"
 NUMBERS = ("integer", "fraction")
 
+# Of which kind something is counted: "minLength" and so on.
+COUNTS = {"Length": "string", "Items": "array", "Properties": "object"}
+
 # Keywords that no schema has.
 KIND = " kinds"  # those that are allowed
 ABSENT = " absent"  # keys that are not there
@@ -92,9 +95,8 @@ def _other_side(word: str, words: Words) -> list[dict[str, Any]]:
 
 
 def _other_count(word: str, value: Any) -> list[dict[str, Any]] | None:
-    types = {"Length": "string", "Items": "array", "Properties": "object"}
-    kind = types.get(word[3:])
-    if kind is None or word[:3] not in ("min", "max"):
+    kind = COUNTS.get(word[3:])
+    if kind is None:
         return None
     if word[:3] == "max":
         return [{"type": kind, f"min{word[3:]}": value + 1}]

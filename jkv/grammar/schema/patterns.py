@@ -225,14 +225,12 @@ def _name(code: int) -> str:
 @functools.cache
 def _category(name: str) -> Ranges:
     """Return the characters of a general category, or of one of its first letters."""
-    codes = range(sys.maxunicode + 1)
     if name not in _LONG_NAMES.values() and len(name) != 2:
         return ()
-    runs: list[tuple[int, int]] = []
-    for code in codes:
-        if unicodedata.category(chr(code)).startswith(name):
-            if runs and runs[-1][1] == code - 1:
-                runs[-1] = runs[-1][0], code
-            else:
-                runs.append((code, code))
-    return tuple(runs)
+    return unite(
+        *(
+            (code, code)
+            for code in range(sys.maxunicode + 1)
+            if unicodedata.category(chr(code)).startswith(name)
+        )
+    )

@@ -16,7 +16,6 @@ from jkv.grammar.errors import TooLarge
 from jkv.grammar.expressions import Choice, Expression, Leaf, Literal, Repeat, concat
 from jkv.grammar.regexes import compile_regex
 from jkv.grammar.schema.expansion import Way, counts_of
-from jkv.grammar.schema.formats import COUNTED, FORMATS
 from jkv.grammar.schema.judging import Judge
 from jkv.grammar.schema.negation import NOT_PATTERN, NOT_VALUES
 
@@ -48,13 +47,8 @@ def string_automaton(
 ) -> Automaton | tuple[int, int | None]:
     """Return the strings without their quotes; lengths if nothing else is said."""
     least, most = counts_of(way, "Length")
-    described, others = list[Automaton](), list[Automaton]()
+    described, others = judge.described(way, is_short=most is not None), []
     for one in (atom.words for atom in way):
-        for word in ("pattern", "format"):
-            if word in one and (word == "pattern" or one[word] in FORMATS):
-                is_short = most is not None and one[word] in COUNTED
-                kind = "short format" if is_short and word == "format" else word
-                described.append(judge.strings(kind, one[word]))
         if NOT_PATTERN in one:
             others.append(judge.strings("pattern", one[NOT_PATTERN]))
         taken = [v for v in one.get(NOT_VALUES, ()) if isinstance(v, str)]

@@ -237,12 +237,7 @@ def make_call_of(this, requests):
     asked = Requests(tables, jnp.arange(len(ROWS)), *lengths)
     return Call(
         queries=queries,
-        pools=make_pools(
-            *(keys, values, None, None),
-            has_layers=True,
-            kv_dtype=None,
-            value_head_dim=None,
-        ),
+        pools=make_pools((keys, None), (values, None), has_layers=True),
         layer=jnp.int32(LAYER),
         requests=make_requests(
             asked,

@@ -304,11 +304,9 @@ def skip_what_has_no_row(this):
         return
     arguments = this.arguments(this.operands("decode"))
     pools = make_pools(
-        *arguments[1:3],
-        *arguments[9:11],
+        *zip(arguments[1:3], arguments[9:11], strict=True),
         has_layers=True,
-        kv_dtype=this.dtypes[0],
-        value_dtype=this.dtypes[1],
+        dtypes=this.dtypes,
         value_head_dim=this.value_dim if this.is_latent else None,
     )
     if why_not(arguments[0], pools, PLATFORM, find_target(PLATFORM)):
