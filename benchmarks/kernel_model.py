@@ -54,7 +54,7 @@ from jkv.attention.kernel.tiles.variant import (  # noqa: E402
     count_decode_pieces,
     count_head_tiles,
     count_lanes,
-    cut_prefill_rows,
+    cut_rows,
 )
 from jkv.attention.kernel.work.cutting import (  # noqa: E402
     list_decode_work,
@@ -287,7 +287,7 @@ def compile_prefill(elements: str, tile: Tile | None = None) -> Prefill:
     code = compile_kernel(kernel, TARGET)
     return Prefill(
         tile=tuning.prefill,
-        row_tokens=cut_prefill_rows(LLAMA.heads_per_kv, tuning)[1],
+        row_tokens=cut_rows(LLAMA.heads_per_kv, tuning.prefill)[1],
         loop=attention_loop(kernel, TARGET),
         registers=code.registers,
         shared_bytes=code.shared_bytes,

@@ -66,22 +66,14 @@ class Choice:
         found = _find(
             named, backends, lambda one, card: one.why_not_derived(call, card)
         )
-        functions = {
-            platform: functools.partial(one.differentiate, card=find_card(platform))
-            for platform, one in found.items()
-        }
-        return choose_platform(call, cotangents, **functions)
+        return choose_platform(call, cotangents, **_on_cards(found, "differentiate"))
 
     def _attend(self, named: Backend | None, call: Call) -> tuple[jax.Array, jax.Array]:
         backends = self.backends
         if call.by_position:
             backends = tuple(one for one in backends if one.is_by_position)
         found = _find(named, backends, lambda one, card: one.why_not(call, card))
-        functions = {
-            platform: functools.partial(one.attend, card=find_card(platform))
-            for platform, one in found.items()
-        }
-        return choose_platform(call, **functions)
+        return choose_platform(call, **_on_cards(found, "attend"))
 
     @property
     def _named_with_lse(self) -> Backend | None:
@@ -174,10 +166,7 @@ def find_stores(write: SlotWrite) -> dict[str, Store]:
       write: of which only formats, shapes and dtypes matter.
     """
     found = find_first(BACKENDS, lambda one, card: one.why_not_stored(write, card))
-    return {
-        platform: functools.partial(one.store, card=find_card(platform))
-        for platform, one in found.items()
-    }
+    return _on_cards(found, "store")
 
 
 def store(write: SlotWrite, stores: Mapping[str, Store]) -> dict[str, jax.Array]:
@@ -234,6 +223,14 @@ def find_first(backends: tuple[Backend, ...], why_not: WhyNot) -> dict[str, Back
                 break
     default = found.get(DEFAULT)
     return {p: one for p, one in found.items() if p == DEFAULT or one != default}
+
+
+def _on_cards(found: dict[str, Backend], method: str) -> dict[str, Any]:
+    """Return a method of each platform's backend, told of the card."""
+    return {
+        platform: functools.partial(getattr(one, method), card=find_card(platform))
+        for platform, one in found.items()
+    }
 
 
 def _insist(named: Backend, why_not: WhyNot) -> dict[str, Backend]:

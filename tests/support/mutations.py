@@ -628,6 +628,20 @@ MUTATIONS = (
         "is_mine = piece <= end",
     ),
     Mutation(
+        "kernel-lanes-leave-late",
+        "attention/kernel",
+        "A lane goes along to the end of a unit in which its table leaves the others'.",
+        "common = lax.div(shared.common * block_size, jnp.int32(unit))",
+        "common = lax.div(shared.common * block_size + unit - 1, jnp.int32(unit))",
+    ),
+    Mutation(
+        "kernel-lanes-store-before",
+        "attention/kernel",
+        "What lanes share takes the places of what more of them share before it.",
+        "number = (ends - totals)[request] + (before[stretch] + index)[:, None]",
+        "number = (ends - totals)[request] + (0 * before[stretch] + index)[:, None]",
+    ),
+    Mutation(
         "kernel-hides-broken-numbers",
         "attention/kernel",
         "A piece whose sums are NaN counts as one that sees nothing.",

@@ -221,21 +221,14 @@ def _finish_rows(walk: Walk, sums: Sums) -> tuple[jax.Array, jax.Array]:
 
 def _slice(sums: Sums, base: jax.Array, size: int) -> Sums:
     """Return the sums of `size` ranks from `base`, which is not negative."""
-    return Sums(
-        *(
-            lax.dynamic_slice_in_dim(array, base, size, allow_negative_indices=False)
-            for array in sums
-        )
-    )
+    cut = functools.partial(lax.dynamic_slice_in_dim, allow_negative_indices=False)
+    return Sums(*(cut(array, base, size) for array in sums))
 
 
 def _update(sums: Sums, base: jax.Array, part: Sums) -> Sums:
     """Put a part back where `_slice` took it."""
-    return Sums(
-        *(
-            lax.dynamic_update_slice_in_dim(
-                array, new, base, 0, allow_negative_indices=False
-            )
-            for array, new in zip(sums, part, strict=True)
-        )
+    put = functools.partial(
+        lax.dynamic_update_slice_in_dim, axis=0, allow_negative_indices=False
     )
+    pairs = zip(sums, part, strict=True)
+    return Sums(*(put(array, new, base) for array, new in pairs))

@@ -97,12 +97,8 @@ def attend_shared(
         mine = jnp.where(is_lane, gather(rank, tile.request), sums.total.shape[0])
         old = Sums(*(gather(each, mine) for each in sums))
         new = _attend_tile(call, queries, tile, old)
-        return Sums(
-            *(
-                each.at[mine].set(part, mode="drop")
-                for each, part in zip(sums, new, strict=True)
-            )
-        )
+        pairs = zip(sums, new, strict=True)
+        return Sums(*(each.at[mine].set(part, mode="drop") for each, part in pairs))
 
     return fori_loop(jnp.int32(0), tiles.ends[-1], take, sums)
 

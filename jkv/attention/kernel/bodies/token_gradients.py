@@ -131,15 +131,6 @@ class _Reader(NamedTuple):
     none: jax.Array  # i32[], zero, but not to the compiler's knowledge
 
 
-class _Rows(NamedTuple):
-    """Some rows of one request: a query head of a token each."""
-
-    row: jax.Array  # i32[rows]
-    head: jax.Array  # i32[rows]
-    position: jax.Array  # i32[rows]
-    valid: jax.Array  # bool[rows]
-
-
 def differentiate_tokens(
     operands: TokenOperands,
     before: PoolGradients,
@@ -195,22 +186,15 @@ def _walk_readers(tile: _Tile) -> _Sums:
     """Return what the rows bring that see the tile, of all requests that read it."""
     variant = tile.variant
     kept = None if variant.tile.is_reloaded else tile.load(0)
-    num_rows, heads_per_kv = variant.tile.rows, jnp.int32(tile.heads_per_kv)
+    num_rows = variant.tile.rows
 
     def add_reader(index: jax.Array, sums: _Sums) -> _Sums:
         reader = _find_reader(tile, index)
 
         def add(trip: jax.Array, sums: _Sums) -> _Sums:
             pair = trip * num_rows + jnp.arange(num_rows, dtype=jnp.int32)
-            offset = reader.first + lax.div(pair, heads_per_kv)
-            rows = _Rows(
-                row=reader.request_start + offset,
-                head=tile.kv_head * heads_per_kv + lax.rem(pair, heads_per_kv),
-                position=reader.first_position + offset,
-                valid=pair < reader.num_pairs,
-            )
             tokens = tile.load(trip * reader.none) if kept is None else kept
-            return _add_rows(tile, reader, rows, tokens, sums)
+            return _add_pairs(tile, reader, pair, tokens, sums)
 
         trips = lax.div(reader.num_pairs + (num_rows - 1), jnp.int32(num_rows))
         return lax.fori_loop(jnp.int32(0), trips, add, sums)
@@ -251,12 +235,16 @@ def _find_reader(tile: _Tile, index: jax.Array) -> _Reader:
     )
 
 
-def _add_rows(
-    tile: _Tile, reader: _Reader, rows: _Rows, tokens: _Tokens, sums: _Sums
+def _add_pairs(
+    tile: _Tile, reader: _Reader, pair: jax.Array, tokens: _Tokens, sums: _Sums
 ) -> _Sums:
-    """Add what some rows bring."""
+    """Add what some rows bring, a query head each, i32[rows] of the reader's pairs."""
     o, variant, token = tile.operands, tile.variant, reader.token
-    where, dtype = (rows.row, rows.head, rows.valid), variant.operand_dtype
+    heads_per_kv, dtype = jnp.int32(tile.heads_per_kv), variant.operand_dtype
+    offset = reader.first + lax.div(pair, heads_per_kv)
+    head = tile.kv_head * heads_per_kv + lax.rem(pair, heads_per_kv)
+    position, valid = reader.first_position + offset, pair < reader.num_pairs
+    where = reader.request_start + offset, head, valid
 
     def load(array: jax.Array, sections: list[Section]) -> list[jax.Array]:
         return [load_rows(array, *where, each, dtype) for each in sections]
@@ -266,10 +254,9 @@ def _add_rows(
     lse = load_numbers(o.cotangents.lse, *where) * LOG2E
     delta = load_numbers(o.cotangents.delta, *where)
 
-    visible = token[:, None] <= rows.position[None, :]
-    visible &= rows.valid[None, :]
+    visible = (token[:, None] <= position[None, :]) & valid[None, :]
     if reader.window is not None:
-        visible &= token[:, None] > (rows.position - reader.window)[None, :]
+        visible &= token[:, None] > (position - reader.window)[None, :]
     scores = dot_sections(variant, tokens.keys, queries) * tile.scale
     scores = cap_in_log2(scores, variant.soft_cap)
     weights = jnp.where(visible, jnp.exp2(scores - lse[None, :]), 0.0)

@@ -49,7 +49,8 @@ def find_tuning(
     if name is None:
         return None
     family, kind = TABLE[name], find_kind(queries, pools)
-    dims = _find_dims(pools)
+    # Columns of keys and of values that are multiplied.
+    dims = fill_head_dim(pools.head_dim), fill_head_dim(pools.value_dim)
     if set(dims) & set(family.spilling.get(kind, ())):
         return None
     for row in family.rows:
@@ -76,11 +77,6 @@ def find_backward(
         if kind in row.kinds and max(dims) <= row.max_head_dim and is_whole:
             return row
     return None
-
-
-def _find_dims(pools: Pools) -> tuple[int, int]:
-    """Return how many columns of keys and of values are multiplied."""
-    return fill_head_dim(pools.head_dim), fill_head_dim(pools.value_dim)
 
 
 def find_kind(queries: jax.Array, pools: Pools) -> str:

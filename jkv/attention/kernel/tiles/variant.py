@@ -81,7 +81,7 @@ def decode_variant(call: Call, tuning: Tuning, num_lanes: int, *, way: Way) -> V
 
 def prefill_variant(call: Call, tuning: Tuning, *, way: Way) -> Variant:
     """Return the variant for requests of several rows."""
-    row_heads, row_tokens = cut_prefill_rows(call.heads_per_kv, tuning)
+    row_heads, row_tokens = cut_rows(call.heads_per_kv, tuning.prefill)
     return _make_variant(call, tuning.prefill, row_heads, row_tokens, False, way)
 
 
@@ -125,11 +125,6 @@ def count_lanes(heads_per_kv: int, tuning: Tuning) -> int:
     """Return the requests of one row whose query heads would fill a decode tile."""
     row_heads = min(_pad(heads_per_kv), tuning.decode.rows)
     return count_decode_heads(heads_per_kv, tuning) // row_heads
-
-
-def cut_prefill_rows(heads_per_kv: int, tuning: Tuning) -> tuple[int, int]:
-    """Return how many of a kv head's query heads, of how many tokens, share a tile."""
-    return cut_rows(heads_per_kv, tuning.prefill)
 
 
 def cut_rows(heads_per_kv: int, tile: Tile) -> tuple[int, int]:

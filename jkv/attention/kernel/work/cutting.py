@@ -65,18 +65,6 @@ def list_work(
     return list_decode_work(requests, window, sizes, **parts, shared=shared)
 
 
-def count_least(wanted: int) -> int:
-    """Return how many pieces there shall be at the least, if need be short ones.
-
-    A device with fewer waits for the loads of one piece after the other. Half of what
-    keeps it busy are, on AMD's cards, one for each SIMD.
-
-    Args:
-      wanted: pieces that keep the device busy.
-    """
-    return -(-wanted // 2)
-
-
 def size_decode_work(
     num_rows: int,
     num_requests: int,
@@ -99,7 +87,9 @@ def size_decode_work(
     # n requests over p pieces' worth of tokens make at most n + p pieces. More of them
     # than keep the device busy would find no room, and a second turn for a few.
     most_listed = min(num_rows, num_requests)
-    least = count_least(wanted)
+    # A device with fewer waits for the loads of one piece after the other. Half of what
+    # keeps it busy are, on AMD's cards, one for each SIMD.
+    least = -(-wanted // 2)
     spare = max(wanted - most_listed, least)
     most_pieces = most_listed * -(-max_tokens // (_UNIT_TOKENS * _MIN_PIECE_UNITS))
     most_short = most_listed * -(-max_tokens // _UNIT_TOKENS)

@@ -22,7 +22,6 @@ from jkv.attention.kernel.tiles.tuning import find_tuning
 from jkv.attention.kernel.tiles.variant import (
     count_decode_pieces,
     count_lanes,
-    cut_prefill_rows,
     cut_rows,
 )
 from jkv.attention.kernel.work.cutting import (
@@ -77,7 +76,7 @@ def plan_work(
         if has_shared:
             sizes.add(size(num_lanes=count_lanes(heads_per_kv, tuning)))
         if num_rows > 1 and not step.is_decoding:
-            tile_rows = cut_prefill_rows(heads_per_kv, tuning)[1]
+            tile_rows = cut_rows(heads_per_kv, tuning.prefill)[1]
             sizes.add(size_prefill_work(num_rows, num_requests, tile_rows))
     return _list_all(requests, reference_counts, sizes=tuple(sorted(sizes)), step=step)
 

@@ -8,7 +8,7 @@ Symbols: `B` requests and places, `W` entries, `n` stretches, of which the first
 the requests' own.
 """
 
-import functools
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -143,12 +143,7 @@ def list_lanes(
     padded = jnp.pad(common, (0, num_lanes))
     along = [padded[lane : lane + num_places] for lane in range(1, num_lanes)]
     # Past the last piece that each of the next places goes along with one, i32[B, Q].
-    reach = jnp.stack(
-        [
-            common,
-            *(functools.reduce(jnp.minimum, along[:n]) for n in range(1, num_lanes)),
-        ]
-    ).T
+    reach = jnp.stack([common, *itertools.accumulate(along, jnp.minimum)]).T
     lane = jnp.arange(num_lanes, dtype=jnp.int32)[None]
     place_of = _invert(shared.order)[owner]
     first = jnp.where(work.num_rows > 0, common[place_of], 0)
