@@ -12,7 +12,6 @@ _BYTES_OF_STEP, _ENTRIES_OF_STEP = 32, 256
 _LEAST_STEPS = 2**18
 _STEPS_BETWEEN_LOOKS = 2**12  # at the clock
 
-
 # Seconds from now, or what is asked now and then whether to stop; None for any time.
 Timeout: TypeAlias = float | Callable[[], bool] | None
 

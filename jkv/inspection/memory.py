@@ -5,7 +5,7 @@ import operator
 from typing import Any
 
 from jkv.config.units import human_bytes
-from jkv.inspection.arrays import named_arrays
+from jkv.inspection.recount import named_arrays
 from jkv.inspection.statistics import num_held_tokens, tally
 from jkv.state import Cache
 from jkv.state.entry import takes_cache
