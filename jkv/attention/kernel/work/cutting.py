@@ -94,9 +94,9 @@ def size_decode_work(
     most_pieces = most_listed * -(-max_tokens // (_UNIT_TOKENS * _MIN_PIECE_UNITS))
     most_short = most_listed * -(-max_tokens // _UNIT_TOKENS)
     spare = min(spare, max(most_pieces, min(least, most_short)))
-    num_entries = most_listed + spare
-    if num_lanes > 1:  # each request may begin to share what the one before does not
-        num_entries = max(num_entries, 2 * most_listed + min(spare, least))
+    # Each lane of a tile but the first may share something with the one before alone.
+    most_shared = most_listed * (num_lanes - 1) // num_lanes
+    num_entries = most_listed + max(spare, most_shared + min(spare, least))
     return DecodeSizes(num_rows, num_entries, least, spare, num_lanes, is_windowed)
 
 
