@@ -62,7 +62,7 @@ from jkv.attention.kernel.work.cutting import (  # noqa: E402
     size_decode_work,
     size_prefill_work,
 )
-from jkv.attention.kernel.work.lists import DecodeWork, Work  # noqa: E402
+from jkv.attention.kernel.work.lists import Work, WorkList  # noqa: E402
 from jkv.attention.shared_prefixes import find_shared_prefixes  # noqa: E402
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "kernel_model.json"
@@ -192,7 +192,7 @@ def lay_out(batch: int, rows: int, context: int, shared: int = 0) -> Requests:
 
 def list_work(
     compiled: Compiled, batch: int, context: int, shared: int = 0
-) -> DecodeWork:
+) -> WorkList:
     """Return the list of a call, in which what requests share is read once."""
     model = compiled.model
     wanted = count_decode_pieces(model.kv_heads, model.heads_per_kv, compiled.tuning)
@@ -217,7 +217,7 @@ def count_steps(compiled: Compiled, work: Work) -> np.ndarray:
     return -(-tokens[tokens > 0] // compiled.tuning.decode.tokens)
 
 
-def estimate(compiled: Compiled, listed: DecodeWork, latency: int) -> dict[str, float]:
+def estimate(compiled: Compiled, listed: WorkList, latency: int) -> dict[str, float]:
     """Return the three bounds in microseconds, and the share of the bandwidth."""
     steps = count_steps(compiled, listed.work)
     warps = compiled.tuning.decode.num_warps
@@ -233,6 +233,7 @@ def estimate(compiled: Compiled, listed: DecodeWork, latency: int) -> dict[str, 
     share = seconds["memory"] / max(seconds.values())
     model = compiled.model
     value_dim = min(model.head_dim, 512)
+    assert listed.pieces is not None
     num_pieces = int(np.sum(listed.pieces.end - listed.pieces.first))
     partial_bytes = num_pieces * model.kv_heads * model.heads_per_kv * value_dim * 4
     seconds["partial results"] = 2 * partial_bytes / BANDWIDTH

@@ -132,15 +132,7 @@ class InvalidArgument(CacheError):
 
 
 EXCEPTIONS: dict[Status, type[CacheError]] = {
-    error.status: error
-    for error in (
-        OutOfBlocks,
-        OutOfSequences,
-        ContextFull,
-        BatchFull,
-        InvalidSequence,
-        InvalidArgument,
-    )
+    error.status: error for error in CacheError.__subclasses__() if error.status
 }
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jkv.blocks import sharing
 from jkv.blocks.sharing import BlockCopies
-from jkv.metadata import allocator, tables
+from jkv.metadata import allocator, ring, tables
 from jkv.metadata.entries import Entries, for_each_entry
 from jkv.metadata.part import Done, Granted, Lack, Lengths, Masks, Step
 from jkv.state import BlockGroup, Metadata
@@ -49,7 +49,7 @@ def _reserve(
     A row of S or above is dropped.
     """
     num_taken = jnp.sum(num_fresh, dtype=jnp.int32)
-    metadata, taken = allocator.take(metadata, number, num_taken)
+    metadata, before = allocator.take(metadata, number, num_taken)
     group = metadata.groups[number]
     mapped = group.num_mapped_blocks.at[row].set(first + num_fresh, mode="drop")
     metadata = metadata.changed(number, num_mapped_blocks=mapped)
@@ -57,7 +57,7 @@ def _reserve(
     # Entry e of the call's reservations is block e of those taken.
     def reserve(metadata: Metadata, at: Entries) -> Metadata:
         table_row = jnp.where(at.valid, row[at.request], metadata.max_sequences)
-        column, block = first[at.request] + at.rank, taken.block(at.number)
+        column, block = first[at.request] + at.rank, ring.peek(before, at.number)
         return allocator.enter(metadata, number, table_row, column, block)
 
     most = num_fresh.shape[0] * group.max_blocks_per_sequence
@@ -241,8 +241,8 @@ class Entering(NamedTuple):
         mapped = served[:, None] & (brought.block_tables < brought.num_blocks)
         num_taken = jnp.where(jnp.any(served), brought.num_blocks, 0)
         # The blocks are numbered in the order in which they leave the pool.
-        metadata, taken = allocator.take(metadata, number, num_taken)
-        block = jnp.where(mapped, taken.block(brought.block_tables), nothing)
+        metadata, before = allocator.take(metadata, number, num_taken)
+        block = jnp.where(mapped, ring.peek(before, brought.block_tables), nothing)
         first = jnp.where(brought.is_first, block, nothing)
         metadata = allocator.forget_taken(metadata, number, first.reshape(-1))
 

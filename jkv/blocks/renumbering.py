@@ -1,7 +1,7 @@
 """New ids for a group's blocks, wherever one is named: for `compact` and `resize`."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,10 +41,10 @@ def _extend(
 class FreeBlocks(NamedTuple):
     """The free blocks of a renumbered pool."""
 
-    ids: jax.Array  # i32[N'], new ids in ring order, then N'
-    num: jax.Array  # i32[]
-    fewest: jax.Array  # i32[], lowest count so far
-    forgotten: jax.Array | None = None  # i32[], cached blocks that are gone
+    ids: Any  # i32[N'], new ids in ring order, then N'
+    num: Any  # i32[]
+    fewest: Any  # i32[], lowest count so far
+    forgotten: Any = None  # i32[], cached blocks that are gone
 
 
 def renumber(

@@ -206,8 +206,5 @@ def _copy_blocks(
     # conditional it leaves the storage in place.
     any_copy = jnp.any(copies.target < arrays["key_pool"].shape[1]).astype(jnp.int32)
     return fori_loop(
-        jnp.int32(0),
-        any_copy,
-        lambda _, arrays: jax.tree.map(copy, arrays),
-        arrays,
+        jnp.int32(0), any_copy, lambda _, arrays: jax.tree.map(copy, arrays), arrays
     )

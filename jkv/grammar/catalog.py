@@ -6,7 +6,7 @@ ranges of the arrays, and gives them back when it goes. The others stay where th
 so that texts under way go on.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,13 +21,6 @@ Array = np.ndarray[Any, Any]
 
 class CatalogFull(ValueError):
     """A grammar finds no room beside those that are there; remove one of them."""
-
-
-class _Entry(NamedTuple):
-    """Where a grammar lies."""
-
-    firsts: Sizes
-    counts: Sizes
 
 
 class Catalog:
@@ -86,7 +79,8 @@ class Catalog:
             **self._make_tables(),
             **self._make_states(max_grammars),
         }
-        self._entries: dict[int, _Entry] = {}  # by variant
+        # By variant, where each grammar begins and what it takes.
+        self._entries: dict[int, tuple[Sizes, Sizes]] = {}
 
     def _make_tables(self) -> dict[str, Array]:
         """Return tables without a grammar, the rows of no grammar at their ends."""
@@ -150,8 +144,8 @@ class Catalog:
                 f"{len(self._entries)} grammars leave no room for one of {counts}"
             )
         variant = free[0]
-        self._entries[variant] = _Entry(firsts, counts)
-        self._put(grammar, variant, self._entries[variant])
+        self._entries[variant] = firsts, counts
+        self._put(grammar, variant, firsts)
         return variant
 
     def remove(self, variant: int) -> None:
@@ -160,8 +154,7 @@ class Catalog:
         Raises:
           KeyError: if there is none.
         """
-        entry = self._entries.pop(variant)
-        first, count = entry.firsts.states, entry.counts.states
+        first, count = (sizes.states for sizes in self._entries.pop(variant))
         self._arrays["mask_of_state"][first : first + count] = self._most.masks
         self._arrays["forced_token"][first : first + count] = -1
         self._arrays["starts"][variant] = self._lost
@@ -182,8 +175,8 @@ class Catalog:
         found = []
         for kind in range(len(counts)):
             taken = sorted(
-                (entry.firsts[kind], entry.firsts[kind] + entry.counts[kind])
-                for entry in self._entries.values()
+                (firsts[kind], firsts[kind] + own[kind])
+                for firsts, own in self._entries.values()
             )
             starts = [0, *(stop for _, stop in taken)]
             stops = [*(start for start, _ in taken), self._most[kind]]
@@ -194,12 +187,12 @@ class Catalog:
             found.append(starts[fits[0]])
         return Sizes(*found)
 
-    def _put(self, grammar: Grammar, variant: int, entry: _Entry) -> None:
-        moved = move(grammar, entry.firsts, variant, self._lost)
+    def _put(self, grammar: Grammar, variant: int, firsts: Sizes) -> None:
+        moved = move(grammar, firsts, variant, self._lost)
         for name in Sizes._fields[1:]:
-            start = getattr(entry.firsts, name)
+            start = getattr(firsts, name)
             self._arrays[name][start : start + len(moved[name])] = moved[name]
-        first, count = entry.firsts.states, entry.counts.states
+        first, count = firsts.states, grammar.num_states
         for name in STATE_ARRAYS:
             self._arrays[name][first : first + count] = moved[name][:count]
         for name in ("class_of_token", "starts"):

@@ -39,10 +39,7 @@ class Limits(TypedDict, total=False):
 
 
 def keep(
-    folder: Folder,
-    vocabulary: Vocabulary,
-    asked: Any,
-    make: Callable[[], Grammar],
+    folder: Folder, vocabulary: Vocabulary, asked: Any, make: Callable[[], Grammar]
 ) -> Grammar:
     """Return a grammar from a folder, or make it and put it there; None keeps nothing.
 

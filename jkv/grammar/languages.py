@@ -80,9 +80,7 @@ def concatenate(
 
 
 def from_choices(
-    texts: Sequence[str],
-    vocabulary: Vocabulary,
-    **limits: Unpack[Limits],
+    texts: Sequence[str], vocabulary: Vocabulary, **limits: Unpack[Limits]
 ) -> Grammar:
     """Make a grammar whose texts are some given ones.
 
@@ -108,9 +106,7 @@ def from_choices(
 
 
 def from_regex(
-    pattern: str,
-    vocabulary: Vocabulary,
-    **limits: Unpack[Limits],
+    pattern: str, vocabulary: Vocabulary, **limits: Unpack[Limits]
 ) -> Grammar:
     r"""Make a grammar whose texts match a regular expression, from end to end.
 

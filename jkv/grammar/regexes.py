@@ -26,11 +26,7 @@ from jkv.grammar.characters import (
     one_of,
     unite,
 )
-from jkv.grammar.determinization import (
-    determinize,
-    subtract_expression,
-    without_bytes,
-)
+from jkv.grammar.determinization import determinize, subtract_expression, without_bytes
 from jkv.grammar.errors import Malformed, TooLarge, Unsupported
 from jkv.grammar.expressions import (
     ByteRange,

@@ -11,14 +11,7 @@ from typing import Any, Unpack
 from jkv.grammar.bounds import Bounds, Timeout
 from jkv.grammar.determinization import determinize
 from jkv.grammar.errors import NoText, TooLarge, Unsupported
-from jkv.grammar.expressions import (
-    Choice,
-    Expression,
-    Leaf,
-    Literal,
-    Repeat,
-    concat,
-)
+from jkv.grammar.expressions import Choice, Expression, Leaf, Literal, Repeat, concat
 from jkv.grammar.grammar import Grammar
 from jkv.grammar.kept_files import Limits
 from jkv.grammar.languages import MAX_BYTES, concatenate

@@ -139,12 +139,7 @@ class StepWatcher:
         return dataclasses.replace(cache, watcher=after), watched
 
     def _watch_unwritten(
-        self,
-        cache: Cache,
-        batch: Batch,
-        row: jax.Array,
-        created: jax.Array,
-        where: str,
+        self, cache: Cache, batch: Batch, row: jax.Array, created: jax.Array, where: str
     ) -> Self:
         """Look whether the steps before one were written, and note the new one.
 

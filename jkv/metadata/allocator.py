@@ -20,28 +20,14 @@ from jkv.metadata.xla_cpu import stage, written_after
 from jkv.state import BlockGroup, Metadata, Ring
 
 
-class Taken(NamedTuple):
-    """Blocks that were taken from a pool, by rank."""
-
-    before: Ring  # the ring as it was before they left
-
-    def block(self, rank: jax.Array) -> jax.Array:
-        """Return the blocks of ranks, i32[...]; callers mask what they did not take."""
-        return ring.peek(self.before, rank)
-
-
-def take(metadata: Metadata, number: int, num: jax.Array) -> tuple[Metadata, Taken]:
-    """Take `num` blocks, i32[], of a group out of its pool."""
+def take(metadata: Metadata, number: int, num: jax.Array) -> tuple[Metadata, Ring]:
+    """Take `num` blocks, i32[], of a group; with the ring that they left, to `peek`."""
     before = ring.expose(metadata.groups[number].free_blocks, num)
-    return metadata.changed(number, free_blocks=ring.pop(before, num)), Taken(before)
+    return metadata.changed(number, free_blocks=ring.pop(before, num)), before
 
 
 def enter(
-    metadata: Metadata,
-    number: int,
-    row: jax.Array,
-    column: jax.Array,
-    block: jax.Array,
+    metadata: Metadata, number: int, row: jax.Array, column: jax.Array, block: jax.Array
 ) -> Metadata:
     """Name different blocks that were taken, i32[P], in cells; forget what they had."""
     group = metadata.groups[number]
@@ -115,8 +101,8 @@ def grant(
     A row of S or above is dropped. The rank says which block goes to each cell;
     returned with the metadata are these blocks, anything where a row is dropped.
     """
-    metadata, taken = take(metadata, number, num)
-    block = taken.block(rank)
+    metadata, before = take(metadata, number, num)
+    block = ring.peek(before, rank)
     return enter(metadata, number, row, column, block), block
 
 

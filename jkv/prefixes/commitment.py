@@ -165,9 +165,7 @@ def _find_fit(
         return more, jnp.any(more & ~asks)
 
     return while_loop(
-        lambda state: state[1],
-        round_,
-        (in_chains(is_fit), jnp.any(is_told & ~is_fit)),
+        lambda state: state[1], round_, (in_chains(is_fit), jnp.any(is_told & ~is_fit))
     )[0]
 
 

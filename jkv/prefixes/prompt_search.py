@@ -17,12 +17,7 @@ from jkv.prefixes import hash_tables, hashing, proofs
 from jkv.prefixes.hash_tables import Prefixes
 from jkv.prefixes.prefix_index import find_partners, index_of, tokens_of
 from jkv.prefixes.proofs import Tip
-from jkv.prefixes.snapshots import (
-    find_common,
-    find_longest,
-    snapshots_of,
-    state_at,
-)
+from jkv.prefixes.snapshots import find_common, find_longest, snapshots_of, state_at
 from jkv.state import Metadata
 from jkv.state.index import Found, FoundBlocks, FoundState
 from jkv.state.no_index import find_nothing

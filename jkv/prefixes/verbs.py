@@ -20,11 +20,7 @@ from jkv.metadata.requests import Integer, Integers, Texts
 from jkv.metadata.xla_cpu import running_sum
 from jkv.prefixes import prefix_index, prompt_search
 from jkv.prefixes.prefix_index import index_of, with_index
-from jkv.prefixes.snapshots import (
-    evict_snapshots,
-    forget_snapshots,
-    snapshots_of,
-)
+from jkv.prefixes.snapshots import evict_snapshots, forget_snapshots, snapshots_of
 from jkv.state import Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.verbs.lookups import length_of, row_of

@@ -14,12 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jkv.sharding.storage_sharding import (
-    WHOLE,
-    DividedAxes,
-    StorageSharding,
-    spread,
-)
+from jkv.sharding.storage_sharding import WHOLE, DividedAxes, StorageSharding, spread
 from jkv.sharding.varying import vary_over
 
 

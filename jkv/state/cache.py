@@ -240,8 +240,7 @@ class Cache:
     @property
     def num_blocks(self) -> int:
         """Blocks in the pool, N, of a cache of one group."""
-        self._require_one_group("num_blocks", "cache.metadata.groups[i].num_blocks")
-        return self.metadata.block_groups[0].num_blocks
+        return self._only_storage("num_blocks").num_blocks
 
     @property
     def num_kv_heads(self) -> int:
@@ -329,17 +328,14 @@ class Cache:
         return self._list_arrays()
 
     def _only_storage(self, name: str) -> BlockStorage:
-        self._require_one_group(name, f"cache.storage[i].{name}")
-        return self.block_storage[0]
-
-    def _require_one_group(self, name: str, instead: str) -> None:
         """Refuse to say of a cache of several groups what each has for itself."""
         num_groups = len(self.block_storage)
         if num_groups != 1:
             raise UsageError(
-                f"cache.{name} is one number, and each of the {num_groups} "
-                f"groups of layers with blocks has its own: take {instead}"
+                f"cache.{name} is one number, and each of the {num_groups} groups of "
+                f"layers with blocks has its own: take cache.storage[i].{name}"
             )
+        return self.block_storage[0]
 
     def _list_arrays(self) -> str:
         """Say of each leaf, an array or not, what it is, a line each."""

@@ -239,11 +239,7 @@ def _read_inputs(
 
 @jax.jit
 def _write(
-    storage: StateStorage,
-    layer: jax.Array,
-    batch: Batch,
-    state: Arrays,
-    inputs: Arrays,
+    storage: StateStorage, layer: jax.Array, batch: Batch, state: Arrays, inputs: Arrays
 ) -> StateStorage:
     grows, no_row = batch.query_lengths > 0, storage.bases.shape[1]
     row = jnp.where(grows, batch.seq_ids, no_row)

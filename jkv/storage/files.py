@@ -138,8 +138,8 @@ def read_file(path: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
         raw, header = _read_header(path, file, size)
         metadata = header.pop("__metadata__")
         try:
-            entries = {name: _Entry.of(entry) for name, entry in header.items()}
-            length = max((entry.stop for entry in entries.values()), default=0)
+            entries = {name: _read_entry(entry) for name, entry in header.items()}
+            length = max((where.stop for *_, where in entries.values()), default=0)
             checksum = metadata["checksum"].encode()
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise FileError(path, "is damaged: its header makes no sense") from error
@@ -154,29 +154,20 @@ def read_file(path: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
             raise FileError(path, "is damaged: its checksum does not match")
         data = np.memmap(file, np.uint8, "r")[8 + len(raw) :]
     arrays = {
-        name: data[entry.start : entry.stop].view(entry.dtype).reshape(entry.shape)
-        for name, entry in entries.items()
+        name: data[where].view(dtype).reshape(shape)
+        for name, (dtype, shape, where) in entries.items()
     }
     return metadata, arrays
 
 
-class _Entry(NamedTuple):
-    """One array of a header."""
-
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-    @classmethod
-    def of(cls, entry: dict[str, Any]) -> "_Entry":
-        """Check an entry of the header, raising whatever error it leads to."""
-        dtype, shape = DTYPES[entry["dtype"]], tuple(map(int, entry["shape"]))
-        start, stop = map(int, entry["data_offsets"])
-        nbytes = Tensor(dtype, shape, ()).nbytes
-        if min(shape, default=0) < 0 or start < 0 or stop - start != nbytes:
-            raise ValueError("an array's shape and its bytes do not agree")
-        return cls(dtype, shape, start, stop)
+def _read_entry(entry: dict[str, Any]) -> tuple[Any, tuple[int, ...], slice]:
+    """Return dtype, shape and bytes of an array; raise whatever a wrong one does."""
+    dtype, shape = DTYPES[entry["dtype"]], tuple(map(int, entry["shape"]))
+    start, stop = map(int, entry["data_offsets"])
+    nbytes = Tensor(dtype, shape, ()).nbytes
+    if min(shape, default=0) < 0 or start < 0 or stop - start != nbytes:
+        raise ValueError("an array's shape and its bytes do not agree")
+    return dtype, shape, slice(start, stop)
 
 
 def _header(metadata: dict[str, str], entries: dict[str, Any], checksum: str) -> bytes:

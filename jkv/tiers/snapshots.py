@@ -23,11 +23,7 @@ def fetch_snapshots(cache: Cache, places: np.ndarray) -> tuple[SwappedStates, ..
 
 
 def put_snapshots(
-    cache: Cache,
-    states: tuple[SwappedStates, ...],
-    places: np.ndarray,
-    *,
-    donate: bool,
+    cache: Cache, states: tuple[SwappedStates, ...], places: np.ndarray, *, donate: bool
 ) -> Cache:
     """Write states of each group with some to places, i32[P], all different."""
     for number, held in zip(_find_numbers(cache), states, strict=True):

@@ -86,9 +86,7 @@ def allocate(
     prompts = None if tokens is None else requests.as_prompts(tokens)
     num_prompts = None if prompts is None else prompts.shape[0]
     counts, domains = requests.broadcast(
-        num_prompts,
-        num_tokens=num_tokens,
-        salts=requests.as_domains("salts", salts),
+        num_prompts, num_tokens=num_tokens, salts=requests.as_domains("salts", salts)
     )
     kept = jax.tree.map(requests.as_index, keep_free)
     metadata, result, moves = _allocate(cache.metadata, counts, prompts, domains, kept)
@@ -180,25 +178,25 @@ def _allocate(
     keep_free: Blocks,
 ) -> tuple[Metadata, Allocation, tuple[Moves, ...]]:
     found = metadata.index.find(metadata, tokens, salts)
-    decision = _judge_openings(metadata, num_tokens, found, keep_free)
-    served = decision.served
+    status, served, plans = _judge_openings(metadata, num_tokens, found, keep_free)
     metadata, seq_ids = tables.open_rows(metadata, served)
     row = jnp.where(served, seq_ids, metadata.max_sequences)
     # Found blocks are pinned before any block is taken, so that none of them is.
-    for plan in decision.plans:
+    for plan in plans:
         metadata = plan.pin(metadata, row)
     done = Done(served, seq_ids)
-    metadata, moves = apply_plans(metadata, decision.plans, done)
+    metadata, moves = apply_plans(metadata, plans, done)
     num_cached = jnp.where(served, found.num_tokens(metadata.block_size), 0)
     metadata = metadata.index.begin(metadata, row, salts, num_cached, tokens)
-    metadata = counters.settle(metadata, decision.status, served)
-    return metadata, Allocation(seq_ids, decision.status, num_cached), moves
+    metadata = counters.settle(metadata, status, served)
+    return metadata, Allocation(seq_ids, status, num_cached), moves
 
 
 @jax.jit
 def _can_allocate(metadata: Metadata, num_tokens: jax.Array) -> jax.Array:
     found = metadata.index.find(metadata, None, num_tokens)
-    return _judge_openings(metadata, num_tokens, found).status == Status.OK
+    status, _, _ = _judge_openings(metadata, num_tokens, found)
+    return status == Status.OK
 
 
 @jax.jit
@@ -226,21 +224,13 @@ def _free(
     return counters.settle(metadata, status, closable), status
 
 
-class _Decision(NamedTuple):
-    """What becomes of each `allocate` request."""
-
-    status: jax.Array  # i32[B], `Status`
-    served: jax.Array  # bool[B], OK and not padding
-    plans: list[Opening]  # of each part
-
-
 def _judge_openings(
-    metadata: Metadata,
-    num_tokens: jax.Array,
-    found: Found,
-    keep_free: Blocks = 0,
-) -> _Decision:
-    """Judge requests, i32[B], by the blocks free before the call, less some."""
+    metadata: Metadata, num_tokens: jax.Array, found: Found, keep_free: Blocks = 0
+) -> tuple[jax.Array, jax.Array, list[Opening]]:
+    """Judge requests, i32[B], by the blocks free before the call, less some.
+
+    Returned are their statuses, i32[B], which are served, bool[B], and plans.
+    """
     padding = num_tokens == NO_SEQUENCE
     negative = num_tokens < 0
     too_long = num_tokens > metadata.max_context_length
@@ -260,4 +250,4 @@ def _judge_openings(
         ],
     )
     served = (status == Status.OK) & ~padding
-    return _Decision(status, served, plans)
+    return status, served, plans

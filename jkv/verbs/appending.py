@@ -278,10 +278,7 @@ def _make_step(
 
 
 def _note_pending(
-    metadata: Metadata,
-    step: Step,
-    growth: _Growth,
-    num_pending: jax.Array | None,
+    metadata: Metadata, step: Step, growth: _Growth, num_pending: jax.Array | None
 ) -> tuple[Metadata, tuple[jax.Array, jax.Array] | None]:
     """Note the tokens that are pending; return those before the step and after it."""
     if num_pending is None:

@@ -77,23 +77,19 @@ def read(
       ((20, 2, 8), 0)
     """
     group, layer_in_group = locate_layer(cache, layer)
-    *found, start = _read(
+    keys, values, length, start = _read(
         cache.metadata,
         cache.storage[group],
         requests.as_index(layer_in_group),
         requests.as_index(seq_id),
         number=group,
     )
-    keys, values, length = found
     return (keys, values, length, start) if return_start else (keys, values, length)
 
 
 @takes_cache()
 def read_slot(
-    cache: Cache,
-    layer: Integer | GroupLayer,
-    block_id: Integer,
-    offset: Integer,
+    cache: Cache, layer: Integer | GroupLayer, block_id: Integer, offset: Integer
 ) -> tuple[jax.Array, jax.Array]:
     """Return the key and value stored in one slot.
 
@@ -149,12 +145,11 @@ def _read(
         tokens = blocks.swapaxes(1, 2).reshape(-1, blocks.shape[1], blocks.shape[3])
         return jnp.where(valid, tokens[:most], jnp.zeros((), tokens.dtype))
 
-    # [M, K, T, ...] of each array
-    keys, values = _restored(
-        storage,
-        1,
-        lambda pool: _whole(storage, pool.at[layer, row].get(mode="clip"), 2),
-    )
+    def gather(pool: jax.Array) -> jax.Array:
+        blocks = pool.at[layer, row].get(mode="clip")  # [M, K, T, ...]
+        return with_whole_blocks(storage.sharding, blocks, 2)
+
+    keys, values = _restored(storage, 1, gather)
     return in_order(keys), in_order(values), length, start
 
 
@@ -168,14 +163,10 @@ def _read_slot(
 
     def gather(pool: jax.Array) -> jax.Array:
         block = pool.at[layer, block_id].get(mode="fill", fill_value=0)
-        return _whole(storage, block, 1).at[:, offset].get(mode="fill", fill_value=0)
+        block = with_whole_blocks(storage.sharding, block, 1)
+        return block.at[:, offset].get(mode="fill", fill_value=0)
 
     return _restored(storage, 0, gather)
-
-
-def _whole(storage: BlockStorage, blocks: jax.Array, token_axis: int) -> jax.Array:
-    """Return blocks with all their tokens, which are on this axis."""
-    return with_whole_blocks(storage.sharding, blocks, token_axis)
 
 
 def _restored(

@@ -7,7 +7,7 @@ planned in numpy; what names or holds a block then follows as in `compact`.
 import functools
 import logging
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,8 +74,8 @@ def resize(cache: Cache, num_blocks: int | Sequence[int]) -> Cache:
             block = jnp.arange(metadata.groups[number].num_blocks, dtype=jnp.int32)
             known = cache.metadata.index.knows(cache.metadata, number, block)
             plan = _plan_resize(np.asarray(known), *orders[number], sizes[number])
-            cache = _apply(cache, number, plan)
-            compacts |= bool(plan.compacts)
+            cache = _apply(cache, number, *plan)
+            compacts |= plan[-1]
     if not compacts:
         return cache
     return cache.with_metadata(_count_compaction(cache.metadata))
@@ -109,45 +109,36 @@ def _order_blocks(
     return blocks[:num_live], blocks[num_live:]
 
 
-def _apply(cache: Cache, number: int, plan: "Resizing") -> Cache:
+def _apply(
+    cache: Cache, number: int, source: np.ndarray, free: FreeBlocks, compacts: bool
+) -> Cache:
     """Return the cache with a pool of another size for one group."""
     storage = cache.storage[number]
-    moved = {
-        name: _gather_pool(pool, plan.source) for name, pool in storage.arrays.items()
-    }
-    resized = cache.with_metadata(_resize(cache.metadata, number, plan))
+    moved = {name: _gather_pool(pool, source) for name, pool in storage.arrays.items()}
+    resized = cache.with_metadata(_resize(cache.metadata, number, source, free))
     resized = resized.with_group_storage(number, storage.with_arrays(moved))
-    num_live = len(plan.source) - int(plan.num_free)
     logger.info(
         "resized a pool from %d to %d blocks (%s to %s), %d live%s, %d cached dropped",
         cache.metadata.groups[number].num_blocks,
-        len(plan.source),
+        len(source),
         human_bytes(cache.nbytes),
         human_bytes(resized.nbytes),
-        num_live,
-        " and renumbered" if plan.compacts else "",
-        plan.num_evicted,
+        len(source) - int(free.num),
+        " and renumbered" if compacts else "",
+        free.forgotten,
     )
     return resized
 
 
-class Resizing(NamedTuple):
-    """Where the blocks of a pool of another size come from."""
-
-    source: np.ndarray  # i32[N'], old id of each block, N or above for a new one
-    free_ids: np.ndarray  # i32[N'], new ids of the free blocks in ring order, then N'
-    num_free: np.int32
-    compacts: np.bool_  # whether blocks are renumbered
-    num_evicted: np.int32  # cached blocks dropped
-
-
 def _plan_resize(
     known: np.ndarray, live: np.ndarray, free: np.ndarray, num_blocks: int
-) -> Resizing:
+) -> tuple[np.ndarray, FreeBlocks, bool]:
     """Choose which free blocks stay, and whether live ones must move.
 
     The index finds some of the old blocks, bool[N]. Live ones are in sequence order,
-    free ones in ring order, i32[...]; the new pool has room for the live ones.
+    free ones in ring order, i32[...]; the new pool has room for the live ones. Returned
+    are the old id of each block, i32[N'], N or above for a new one; the free blocks;
+    and whether blocks are renumbered.
     """
     num_old, new_ids = len(known), np.arange(num_blocks, dtype=np.int32)
     # First to go is what is not cached, then the oldest: a stable sort keeps the ring's
@@ -164,28 +155,24 @@ def _plan_resize(
         ring_order = np.concatenate([new_ids[num_old:], free[free < num_blocks]])
     free_ids = np.full(num_blocks, num_blocks, np.int32)
     free_ids[: len(ring_order)] = ring_order
-    return Resizing(
+    num_evicted = np.int32(np.sum(known[free[leaving]]))
+    return (
         source,
-        free_ids,
-        np.int32(len(ring_order)),
-        np.bool_(compacts),
-        np.int32(np.sum(known[free[leaving]])),
+        FreeBlocks(free_ids, np.int32(len(ring_order)), None, num_evicted),
+        compacts,
     )
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _resize(metadata: Metadata, number: int, plan: Resizing) -> Metadata:
+def _resize(
+    metadata: Metadata, number: int, source: jax.Array, free: FreeBlocks
+) -> Metadata:
     """Return the metadata with a pool of N' blocks for one group."""
     # The peak use stays what it was, as far as the pool is still that large.
     old = metadata.groups[number]
-    grown = plan.source.shape[0] - old.num_blocks
-    free = FreeBlocks(
-        ids=jnp.asarray(plan.free_ids),
-        num=jnp.asarray(plan.num_free),
-        fewest=jnp.maximum(old.free_blocks.fewest + grown, 0),
-        forgotten=jnp.asarray(plan.num_evicted),
-    )
-    metadata = renumber(metadata, number, jnp.asarray(plan.source), free)
+    fewest = old.free_blocks.fewest + (source.shape[0] - old.num_blocks)
+    free = free._replace(fewest=jnp.maximum(fewest, 0))
+    metadata = renumber(metadata, number, source, free)
     # Only the leading group's blocks stand in hash tables, a row for each of them.
     is_leader = number == metadata.leader
     return metadata.index.reenter(metadata) if is_leader else metadata

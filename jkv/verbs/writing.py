@@ -129,11 +129,7 @@ class _Operands:
 
 @functools.partial(jax.jit, static_argnames=("formats", "context", "may_use_kernel"))
 def _write(
-    operands: _Operands,
-    *,
-    formats: Formats,
-    context: str | None,
-    may_use_kernel: bool,
+    operands: _Operands, *, formats: Formats, context: str | None, may_use_kernel: bool
 ) -> dict[str, jax.Array]:
     """Store rows of keys and values, [R, K, D] each, in the slots of valid ones.
 

@@ -17,7 +17,6 @@ from jkv.attention.call import Requests
 from jkv.attention.kernel.tiles.table import INTERPRETED
 from jkv.attention.kernel.work import planning
 from jkv.attention.kernel.work.cutting import list_decode_work, size_decode_work
-from jkv.attention.kernel.work.lists import WorkLists
 from jkv.attention.shared_prefixes import find_shared_prefixes
 from jkv.verbs.attention_plan import plan_attention
 
@@ -164,7 +163,7 @@ def test_random_trees_give_what_the_reference_gives(implementation):
                 requests, find(tables, counts, has_branches=False), 8, wanted=8
             )
             assert work.lanes is not None
-            lists = {"pallas": WorkLists(decode=(work,), prefill=())}
+            lists = {"pallas": (work,)}
         attend_listed = functools.partial(
             attend, tables, contexts, lists, implementation=implementation
         )
@@ -377,8 +376,8 @@ def test_the_kernel_reads_what_lanes_share_once(name):
     for one, other in zip(found, expected, strict=True):
         assert_close(one, other)
 
-    lists = batch.plan[0]["pallas"].decode
-    (listed,) = (each for each in lists if each.sizes.num_lanes == 16 // case.group)
+    lists, num_lanes = batch.plan[0]["pallas"], 16 // case.group
+    (listed,) = (each for each in lists if each.sizes.num_lanes == num_lanes)
     work, lanes = jax.tree.map(np.asarray, (listed.work, listed.lanes))
     num_read = (work.end - work.first).sum()
     assert np.asarray(batch.context_lengths).sum() - num_read in SAVED[name]
@@ -413,7 +412,7 @@ def test_kernels_have_the_bits_of_those_without_lanes():
     seq_ids = np.concatenate([seq_ids, np.full(ROWS - 2, jkv.NO_SEQUENCE)])
     cache, batch = jkv.append(cache, seq_ids)
     batch = plan_on_a_card(cache, batch)
-    assert any(each.lanes is not None for each in batch.plan[0]["pallas"].decode)
+    assert any(each.lanes is not None for each in batch.plan[0]["pallas"])
     found = attend(cache, batch, queries, case, implementation="pallas")
     batch = without_plan(batch)
     expected = attend(cache, batch, queries, case, implementation="pallas")

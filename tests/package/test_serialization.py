@@ -60,14 +60,12 @@ def make_trees():
         ],
         "step": jax.eval_shape(lambda c: jkv.append(c, [0]), opened(3))[1],
         "lists": [
-            fill(lists.WorkLists),
-            fill(
-                lists.DecodeWork,
-                sizes=lists.DecodeSizes(1, 2, 3, 4, 5),
-                is_windowed=True,
-            ),
-            fill(lists.PrefillWork, work=work, sizes=lists.PrefillSizes(1, 2, 3)),
-            fill(lists.PositionWork, sizes=lists.PositionSizes(1, 2, 3, 4, 5)),
+            fill(lists.WorkList, work=work, sizes=sizes)
+            for sizes in (
+                lists.DecodeSizes(1, 2, 3, 4, 5, True),
+                lists.PrefillSizes(1, 2, 3),
+                lists.PositionSizes(1, 2, 3, 4, 5),
+            )
         ],
         "options": [jkv.Sampling(temperature=0.5), jkv.PromptLookup(cost=3.0)],
         "results": [

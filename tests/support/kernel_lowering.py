@@ -26,7 +26,6 @@ from jkv.attention.kernel.work.cutting import (
     size_decode_work,
     size_position_work,
 )
-from jkv.attention.kernel.work.lists import WorkLists
 from jkv.attention.pools import Pools
 from jkv.attention.shared_prefixes import find_shared_prefixes
 from jkv.formats.format import Formats
@@ -181,7 +180,7 @@ def plan_lanes(call, tuning):
     given = {"part_size": size, "shared": shared}
     decode = list_decode_work(call.requests, None, of_decode, **given)
     listed = list_position_work(call.requests, sizes, **given)
-    return {"pallas": WorkLists(decode=(decode,), prefill=(), by_position=(listed,))}
+    return {"pallas": (decode, listed)}
 
 
 def lower_derivative(queries, pools, tuning, platform, *, way=PALLAS, **options):

@@ -108,7 +108,7 @@ class Pallas(Kernels):
         requests: Requests,
         reference_counts: jax.Array,
         step: StepShape,
-    ) -> lists.WorkLists | None:
+    ) -> tuple[lists.WorkList, ...] | None:
         """List what the programs of a step read, where there is a card."""
         from jkv.attention.kernel.work.planning import plan_work
 

@@ -18,12 +18,7 @@ from jkv.grammar.regexes import compile_regex
 from jkv.grammar.schema.containers import array_expression, object_expression
 from jkv.grammar.schema.document import MAX_LEVELS, Document
 from jkv.grammar.schema.expansion import Expander, Part, Way
-from jkv.grammar.schema.judging import (
-    Judge,
-    allowed_kinds,
-    kind_of,
-    spoken_kinds,
-)
+from jkv.grammar.schema.judging import Judge, allowed_kinds, kind_of, spoken_kinds
 from jkv.grammar.schema.negation import KINDS, NOT_VALUES, NUMBERS
 from jkv.grammar.schema.numbers import number_expression
 from jkv.grammar.schema.punctuation import Punctuation

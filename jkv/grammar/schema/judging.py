@@ -39,8 +39,7 @@ from jkv.grammar.schema.patterns import find_pattern
 _BOUNDS = {
     **{kind: ((f"min{what}",), (f"max{what}",)) for what, kind in COUNTS.items()},
     **dict.fromkeys(
-        NUMBERS,
-        (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")),
+        NUMBERS, (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))
     ),
 }
 

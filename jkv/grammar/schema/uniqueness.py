@@ -10,14 +10,7 @@ from jkv.grammar.automaton import begin_at, intersect, minimize, subtract
 from jkv.grammar.bounds import Bounds
 from jkv.grammar.determinization import determinize
 from jkv.grammar.errors import Unsupported
-from jkv.grammar.expressions import (
-    Choice,
-    Expression,
-    Leaf,
-    Literal,
-    concat,
-    optional,
-)
+from jkv.grammar.expressions import Choice, Expression, Leaf, Literal, concat, optional
 from jkv.grammar.schema.numbers import PLAIN, ZEROS
 from jkv.grammar.schema.punctuation import Punctuation
 from jkv.grammar.schema.strings import any_string

@@ -11,7 +11,7 @@ from support.tolerances import assert_close, is_close
 from jkv.attention import paged_attention
 from jkv.attention.call import Requests
 from jkv.attention.kernel.work.cutting import list_position_work, size_position_work
-from jkv.attention.kernel.work.lists import PositionSizes, WorkLists
+from jkv.attention.kernel.work.lists import PositionSizes
 from jkv.attention.shared_prefixes import find_shared_prefixes
 
 ROWS, REQUESTS, BLOCK, COLUMNS = 12, 4, 8, 9
@@ -151,7 +151,7 @@ def test_what_is_shared_is_read_in_one_tile_with_the_same_bits(options):
     attend, arguments = make_attend(options), make_branches()
     expected = attend(*arguments)
     listed = list_branches(arguments)
-    lists = {"pallas": WorkLists(decode=(), prefill=(), by_position=(listed,))}
+    lists = {"pallas": (listed,)}
     shared = jax.jit(functools.partial(attend, work_lists=lists))
     assert np.abs(expected[0]).max() > 0.1
     for one, other in zip(shared(*arguments), expected, strict=True):

@@ -17,6 +17,7 @@ from jkv.attention import cards
 from jkv.attention.kernel.launches import attention as launches
 from jkv.attention.kernel.tiles.table import INTERPRETED
 from jkv.attention.kernel.work import planning
+from jkv.attention.kernel.work.lists import DecodeSizes, PositionSizes, PrefillSizes
 from jkv.verbs.attention_plan import plan_attention
 
 # Two kv heads, so that the pieces are dealt to them.
@@ -44,14 +45,8 @@ def num_listed(monkeypatch):
         made.append(1)
         return function(*arguments, **options)
 
-    users = {
-        "list_decode_work": launches,
-        "list_prefill_work": launches,
-        "list_position_work": launches,
-    }
-    for name, module in users.items():
-        listing = functools.partial(list_work, getattr(planning, name))
-        monkeypatch.setattr(module, name, listing)
+    listing = functools.partial(list_work, planning.list_work)
+    monkeypatch.setattr(launches, "list_work", listing)
     return made
 
 
@@ -84,6 +79,11 @@ def step(
     return batch, jax.device_get(answer)
 
 
+def sizes_of(lists, kind):
+    """The sizes of the lists of a kind."""
+    return [each.sizes for each in lists if isinstance(each.sizes, kind)]
+
+
 # What a call adds to a step with one token each, or some, of three sequences.
 CALLS = {
     "decode": {},
@@ -105,9 +105,9 @@ def test_layers_use_the_lists_of_the_step(num_listed, call):
         assert_close(one, other)
     assert expected[0].any() == (call != "nothing")
     lists = batch.plan[0]["pallas"]
-    decode = lists.decode[0]
-    assert decode.is_windowed == ("sliding_window" in CALLS[call])
-    assert bool(lists.prefill) == ("num_tokens" in CALLS[call])
+    is_windowed = "sliding_window" in CALLS[call]
+    assert {each.is_windowed for each in sizes_of(lists, DecodeSizes)} == {is_windowed}
+    assert bool(sizes_of(lists, PrefillSizes)) == ("num_tokens" in CALLS[call])
 
 
 @pytest.mark.one_end
@@ -117,7 +117,7 @@ def test_pieces_by_position_are_listed_once(num_listed):
     expected = step(**call, implementation="reference")[1]
     batch, answer = step(**call, is_exact=True)
     lists = batch.plan[0]["pallas"]
-    assert lists.by_position and not (lists.decode or lists.prefill or num_listed)
+    assert len(sizes_of(lists, PositionSizes)) == len(lists) > 0 and not num_listed
     for one, other in zip(answer, expected, strict=True):
         assert_close(one, other)
 
@@ -161,7 +161,8 @@ def test_a_card_is_known_by_its_table():
     cache = jax.eval_shape(lambda: jkv.init(CONFIG))
     batch = jax.eval_shape(lambda cache: jkv.append(cache, [0, 1])[1], cache)
     # As many programs as an MI300X holds, for two kv heads.
-    assert batch.plan[0]["pallas"].decode[0].sizes.least == 8 * 304 // 2 // 2
+    (sizes, *_) = sizes_of(batch.plan[0]["pallas"], DecodeSizes)
+    assert sizes.least == 8 * 304 // 2 // 2
 
 
 @pytest.mark.one_end
@@ -231,6 +232,7 @@ def test_each_group_has_lists_of_its_own():
         first = plan_attention(cache, batch.first_rows(12))
         return [[each["pallas"] for each in step.plan] for step in (batch, first)]
 
-    for lists in jax.eval_shape(plan, cache):
-        assert [each.decode[0].is_windowed for each in lists] == [False, True]
-        assert all(each.prefill for each in lists)
+    for groups in jax.eval_shape(plan, cache):
+        decode = [sizes_of(lists, DecodeSizes)[0] for lists in groups]
+        assert [each.is_windowed for each in decode] == [False, True]
+        assert all(sizes_of(lists, PrefillSizes) for lists in groups)

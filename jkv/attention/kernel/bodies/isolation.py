@@ -24,7 +24,7 @@ from jkv.attention.kernel.bodies.loads import (
     find_nan,
     to_operands,
 )
-from jkv.attention.kernel.bodies.rows import Seen, locate_rows
+from jkv.attention.kernel.bodies.rows import locate_rows
 from jkv.attention.kernel.bodies.walk import Walk, start_walk, walk_tiles
 from jkv.attention.kernel.elements.sections import Section
 from jkv.attention.kernel.tiles.variant import Variant
@@ -59,7 +59,7 @@ def isolate_range(
         walk = walk._replace(valid=walk.valid & is_nan)
 
         def attend(before: jax.Array, behind: jax.Array) -> None:
-            part = _between(walk, before, behind)
+            part = between(walk, before, behind)
             save(part, walk_tiles(part))
 
         find = functools.partial(_find_broken_value, walk)
@@ -103,21 +103,15 @@ def _of_columns(walk: Walk, sections: list[Section]) -> Walk:
     return walk._replace(operands=o, value_sections=sections)
 
 
-def _between(walk: Walk, before: jax.Array, behind: jax.Array) -> Walk:
+def between(walk: Walk, before: jax.Array, behind: jax.Array) -> Walk:
+    """Return the walk of rows that see only tokens between two, over these."""
     assert walk.seen is not None
-    valid, tokens = narrow(walk.valid, walk.seen, walk.tokens, before, behind)
-    start = tokens.first & -walk.variant.tile.tokens
+    first, last = walk.seen.bound(walk.tokens.first, walk.tokens.end)
+    valid = walk.valid & (before < first) & (last < behind)
+    start = jnp.maximum(walk.tokens.first, before + 1)
+    tokens = walk.tokens._replace(first=start, end=jnp.minimum(walk.tokens.end, behind))
+    start = start & -walk.variant.tile.tokens
     return walk._replace(valid=valid, tokens=tokens, start=start)
-
-
-def narrow(
-    valid: jax.Array, seen: Seen, tokens: Range, before: jax.Array, behind: jax.Array
-) -> tuple[jax.Array, Range]:
-    """Return which rows see only tokens between two, and the range of these."""
-    first, last = seen.bound(tokens.first, tokens.end)
-    valid &= (before < first) & (last < behind)
-    first = jnp.maximum(tokens.first, before + 1)
-    return valid, tokens._replace(first=first, end=jnp.minimum(tokens.end, behind))
 
 
 def _find_broken_value(walk: Walk, before: jax.Array) -> jax.Array:

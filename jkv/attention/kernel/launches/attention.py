@@ -30,14 +30,18 @@ from jkv.attention.kernel.tiles.variant import (
     prefill_variant,
 )
 from jkv.attention.kernel.work.cutting import (
-    list_decode_work,
-    list_position_work,
-    list_prefill_work,
+    list_work,
     size_decode_work,
     size_position_work,
     size_prefill_work,
 )
-from jkv.attention.kernel.work.lists import DecodeWork, PositionWork, Work, lists_of
+from jkv.attention.kernel.work.lists import (
+    DecodeSizes,
+    Sizes,
+    Work,
+    WorkList,
+    find_list,
+)
 
 
 def attend_kernel(
@@ -71,12 +75,7 @@ def _launch_by_position(
         piece_tokens=tuning.piece_tokens,
         max_pieces=tuning.max_pieces,
     )
-    listed = lists_of(call).find_by_position(sizes)
-    if listed is None:
-        num_parts, part_size = call.num_parts, call.pools.block_size
-        listed = list_position_work(
-            call.requests, sizes, num_parts=num_parts, part_size=part_size
-        )
+    listed = _find_list(call, sizes)
     variant = position_variant(
         call, tuning, sizes.piece_tokens, sizes.num_pieces, way=way
     )
@@ -98,34 +97,40 @@ def decode_rows(
     call: Call, tuning: Tuning, *, way: backend.Way
 ) -> tuple[jax.Array, jax.Array]:
     """Return the results of requests of one row; other rows are zeros and -inf."""
-    listed = _find_decode_work(call, tuning)
+    heads_per_kv, max_tokens = (
+        call.heads_per_kv,
+        call.max_blocks * call.pools.block_size,
+    )
+    wanted = count_decode_pieces(call.pools.num_kv_heads, heads_per_kv, tuning)
+    size = functools.partial(
+        size_decode_work, call.num_rows, call.num_requests, max_tokens, wanted
+    )
+    if call.window is None:
+        lanes = size(num_lanes=count_lanes(heads_per_kv, tuning))
+        listed = _find_list(call, lanes, size())
+    else:  # each of the lanes would have a window of its own
+        listed = _find_list(call, size(), size(is_windowed=True))
+    assert isinstance(listed.sizes, DecodeSizes)
     num_lanes = listed.sizes.num_lanes
     variant = decode_variant(call, tuning, num_lanes, way=way)
     num_places = listed.sizes.num_entries * num_lanes
     return attend_pieces("jkv_decode", call, listed, variant, num_places)
 
 
-def _find_decode_work(call: Call, tuning: Tuning) -> DecodeWork:
-    """Return the list that was made with the step, or else one of the call's own."""
-    heads_per_kv, has_window = call.heads_per_kv, call.window is not None
-    wanted = count_decode_pieces(call.pools.num_kv_heads, heads_per_kv, tuning)
-    max_tokens = call.max_blocks * call.pools.block_size
-    size = functools.partial(
-        size_decode_work, call.num_rows, call.num_requests, max_tokens, wanted
-    )
-    # Each of the lanes would have a window of its own.
-    lanes = 1 if has_window else count_lanes(heads_per_kv, tuning)
-    for sizes in (size(num_lanes=lanes), size()):
-        listed = lists_of(call).find_decode(sizes, has_window)
+def _find_list(call: Call, *sizes: Sizes) -> WorkList:
+    """Return the first that was listed with the step, or else the last, for the call.
+
+    Args:
+      call: which makes its own where nothing was planned for it.
+      sizes: of the lists that serve it.
+    """
+    for each in sizes:
+        listed = find_list(call, each)
         if listed is not None:
             return listed
-    return list_decode_work(
-        call.requests,
-        call.window,
-        sizes,
-        num_parts=call.num_parts,
-        part_size=call.pools.block_size,
-    )
+    num_parts, part_size = call.num_parts, call.pools.block_size
+    given = call.requests, sizes[-1], call.window
+    return list_work(*given, num_parts=num_parts, part_size=part_size)
 
 
 def prefill_rows(
@@ -136,10 +141,7 @@ def prefill_rows(
 ) -> tuple[jax.Array, jax.Array]:
     """Return both with the rows of requests of several rows replaced, in place."""
     sizes = size_prefill_work(call.num_rows, call.num_requests, variant.row_tokens)
-    listed = lists_of(call).find_prefill(sizes)
-    if listed is None:
-        listed = list_prefill_work(call.requests, sizes)
-    operands = make_operands(call, listed.work, variant)
+    operands = make_operands(call, _find_list(call, sizes).work, variant)
     return _launch_rows(operands, output, lse, variant)
 
 
@@ -185,7 +187,7 @@ def _view(pool: jax.Array, kept: KernelFormat, variant: Variant) -> jax.Array:
 def attend_pieces(
     name: str,
     call: Call,
-    listed: DecodeWork | PositionWork,
+    listed: WorkList,
     variant: Variant,
     num_places: int,
 ) -> tuple[jax.Array, jax.Array]:
@@ -199,6 +201,7 @@ def attend_pieces(
       num_places: of partial results; those of pieces that are not there are left as
         they are found.
     """
+    assert listed.pieces is not None
     lanes = listed.lanes if call.window is None else None
     operands = make_operands(call, listed.work, variant)
     operands = operands._replace(sinks=None, lanes=lanes)

@@ -20,13 +20,12 @@ from jax import lax
 from jkv.attention.call import Requests
 from jkv.attention.kernel.work.lists import (
     DecodeSizes,
-    DecodeWork,
     Pieces,
     PositionSizes,
-    PositionWork,
     PrefillSizes,
-    PrefillWork,
+    Sizes,
     Work,
+    WorkList,
 )
 from jkv.attention.kernel.work.sharing import (
     Stretches,
@@ -44,6 +43,26 @@ _UNIT_TOKENS = 64
 
 
 _MIN_PIECE_UNITS = 4
+
+
+def list_work(
+    requests: Requests,
+    sizes: Sizes,
+    window: jax.Array | int | None,
+    *,
+    num_parts: int,
+    part_size: int,
+    shared: SharedPrefixes | None = None,
+) -> WorkList:
+    """Return the list of these sizes; arguments as below."""
+    parts = {"num_parts": num_parts, "part_size": part_size}
+    if isinstance(sizes, PrefillSizes):
+        return list_prefill_work(requests, sizes)
+    if isinstance(sizes, PositionSizes):
+        shared = shared if sizes.tile_rows > 1 else None
+        return list_position_work(requests, sizes, **parts, shared=shared)
+    shared = shared if sizes.num_lanes > 1 else None
+    return list_decode_work(requests, window, sizes, **parts, shared=shared)
 
 
 def count_least(wanted: int) -> int:
@@ -65,6 +84,7 @@ def size_decode_work(
     wanted: int,
     *,
     num_lanes: int = 1,
+    is_windowed: bool = False,
 ) -> DecodeSizes:
     """Return the sizes of a list in which pieces of one length fit any contexts.
 
@@ -74,6 +94,7 @@ def size_decode_work(
       max_tokens: most tokens of one context.
       wanted: pieces that keep the device busy.
       num_lanes: requests that may share a tile.
+      is_windowed: whether what comes before a window is left out.
     """
     # n requests over p pieces' worth of tokens make at most n + p pieces. More of them
     # than keep the device busy would find no room, and a second turn for a few.
@@ -86,7 +107,7 @@ def size_decode_work(
     num_entries = most_listed + spare
     if num_lanes > 1:  # each request may begin to share what the one before does not
         num_entries = max(num_entries, 2 * most_listed + min(spare, least))
-    return DecodeSizes(num_rows, num_entries, least, spare, num_lanes)
+    return DecodeSizes(num_rows, num_entries, least, spare, num_lanes, is_windowed)
 
 
 def list_decode_work(
@@ -97,7 +118,7 @@ def list_decode_work(
     num_parts: int = 1,
     part_size: int = 1,
     shared: SharedPrefixes | None = None,
-) -> DecodeWork:
+) -> WorkList:
     """Cut the contexts of all requests of one row into pieces of about equal length.
 
     What some of them share is cut once: they are lanes of its pieces.
@@ -154,17 +175,12 @@ def list_decode_work(
     # Each row looks for its request: no scatter, whose target XLA would copy first.
     row = jnp.arange(sizes.num_rows, dtype=jnp.int32)[:, None]
     mine = listed[None, :] & (requests.query_starts[None, :] == row)
-    pieces = [jnp.where(mine, n[None, :], 0) for n in (ends_of - num_pieces, ends_of)]
-    first, end = (jnp.sum(n, 1, jnp.int32) for n in pieces)
+    both = [jnp.where(mine, n[None, :], 0) for n in (ends_of - num_pieces, ends_of)]
+    first, end = (jnp.sum(n, 1, jnp.int32) for n in both)
     # A row that several requests name gets wrong numbers, but no piece past the list.
     end = jnp.minimum(end, sizes.num_entries * sizes.num_lanes)
-    return DecodeWork(
-        work=work,
-        pieces=Pieces(first, end),
-        lanes=lanes,
-        sizes=sizes,
-        is_windowed=window is not None,
-    )
+    pieces = Pieces(first, end)
+    return WorkList(work=work, pieces=pieces, lanes=lanes, sizes=sizes)
 
 
 def _cut_evenly(
@@ -219,7 +235,7 @@ def size_prefill_work(
 
 def list_prefill_work(
     requests: Requests, sizes: PrefillSizes, *, min_rows: int = 2
-) -> PrefillWork:
+) -> WorkList:
     """Cut the rows of all requests of at least `min_rows` into tiles.
 
     Args:
@@ -228,7 +244,7 @@ def list_prefill_work(
       min_rows: as the sizes are made for.
     """
     work, _ = _list_tiles(requests, sizes.num_entries, sizes.tile_rows, min_rows)
-    return PrefillWork(work=work, sizes=sizes)
+    return WorkList(work=work, pieces=None, lanes=None, sizes=sizes)
 
 
 def _list_tiles(
@@ -300,7 +316,7 @@ def list_position_work(
     num_parts: int = 1,
     part_size: int = 1,
     shared: SharedPrefixes | None = None,
-) -> PositionWork:
+) -> WorkList:
     """Cut the rows of all requests into tiles, single rows like those of chunks.
 
     Args:
@@ -329,12 +345,8 @@ def list_position_work(
     lanes = None
     if shared is not None:
         lanes = list_lanes(requests, work, owner, sizes, shared, part_size)
-    return PositionWork(
-        work=work,
-        pieces=Pieces(first=place, end=place + counts),
-        lanes=lanes,
-        sizes=sizes,
-    )
+    pieces = Pieces(first=place, end=place + counts)
+    return WorkList(work=work, pieces=pieces, lanes=lanes, sizes=sizes)
 
 
 def _owners(

@@ -4,7 +4,7 @@
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 
@@ -70,6 +70,7 @@ class DecodeSizes(NamedTuple):
     least: int  # pieces that there shall be, if need be short ones
     spare: int  # entries beside one for each request, where nothing is shared
     num_lanes: int  # Q, requests that may share a tile; 1 for none
+    is_windowed: bool  # whether it leaves out what comes before a window
 
 
 class PrefillSizes(NamedTuple):
@@ -90,75 +91,32 @@ class PositionSizes(NamedTuple):
     num_pieces: int  # that the longest context has
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class DecodeWork:
-    """The contexts of all requests of one row in pieces of about equal length."""
-
-    work: Work
-    pieces: Pieces
-    lanes: SharedLanes | None  # None: each request is read for itself
-    sizes: DecodeSizes = dataclasses.field(metadata={"static": True})
-    # Whether tokens before a window are left out: for calls with no larger one.
-    is_windowed: bool = dataclasses.field(metadata={"static": True})
+Sizes: TypeAlias = DecodeSizes | PrefillSizes | PositionSizes
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class PrefillWork:
-    """The rows of all requests of several rows in tiles."""
+class WorkList:
+    """What the programs of a call do, by one kind of list.
 
-    work: Work
-    sizes: PrefillSizes = dataclasses.field(metadata={"static": True})
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class PositionWork:
-    """All rows in tiles, and which pieces of its context each row is joined from."""
-
-    work: Work  # of tiles: a program finds its piece of the range by itself
-    pieces: Pieces  # row r has places r * num_pieces and the following ones
-    lanes: Lanes | None  # None: all rows of a tile are of one request
-    sizes: PositionSizes = dataclasses.field(metadata={"static": True})
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class WorkLists:
-    """The lists of a step for all that its calls may be cut into.
-
-    How many query heads there are only a call knows. What no call asks for the compiler
-    leaves out.
+    Decoding, the contexts of all requests of one row in pieces of about equal length;
+    prefill, the rows of all requests of several rows in tiles; by position all rows in
+    tiles, of which a program finds its piece of the range by itself.
     """
 
-    decode: tuple[DecodeWork, ...]
-    prefill: tuple[PrefillWork, ...]
-    # Instead of both, where bits depend on a row's position alone.
-    by_position: tuple[PositionWork, ...] = ()
-
-    def find_decode(self, sizes: DecodeSizes, has_window: bool) -> DecodeWork | None:
-        """Return the decode list that suits a call, None if there is none."""
-        suit = [each for each in self.decode if has_window or not each.is_windowed]
-        return next((one for one in suit if one.sizes == sizes), None)
-
-    def find_prefill(self, sizes: PrefillSizes) -> PrefillWork | None:
-        """Return the prefill list that suits a call, None if there is none."""
-        return next((one for one in self.prefill if one.sizes == sizes), None)
-
-    def find_by_position(self, sizes: PositionSizes) -> PositionWork | None:
-        """Return the list by position that suits a call, None if there is none."""
-        return next((one for one in self.by_position if one.sizes == sizes), None)
+    work: Work
+    # Row r has by position places r * num_pieces and the following ones. None: whole.
+    pieces: Pieces | None
+    # None: all rows of a tile are of one request.
+    lanes: SharedLanes | Lanes | None
+    sizes: Sizes = dataclasses.field(metadata={"static": True})
 
 
-def lists_of(call: Call) -> WorkLists:
-    """Return what was listed when the call's step was planned, if anything was."""
-    listed: WorkLists = call.plans.get(NAME, WorkLists(decode=(), prefill=()))
-    return listed
+def find_list(call: Call, sizes: Sizes) -> WorkList | None:
+    """Return what was listed of a size when the call's step was planned, if it was."""
+    lists: tuple[WorkList, ...] = call.plans.get(NAME, ())
+    return next((one for one in lists if one.sizes == sizes), None)
 
 
-NODES = (
-    *(WorkLists, DecodeWork, PrefillWork, PositionWork),
-    *(Work, Pieces, Lanes, SharedLanes),
-)
+NODES = WorkList, Work, Pieces, Lanes, SharedLanes
 SIZES = DecodeSizes, PrefillSizes, PositionSizes

@@ -8,7 +8,7 @@ what no call asks for, XLA leaves out. A call that is otherwise makes its own.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,19 +26,12 @@ from jkv.attention.kernel.tiles.variant import (
     cut_rows,
 )
 from jkv.attention.kernel.work.cutting import (
-    list_decode_work,
-    list_position_work,
-    list_prefill_work,
+    list_work,
     size_decode_work,
     size_position_work,
     size_prefill_work,
 )
-from jkv.attention.kernel.work.lists import (
-    DecodeSizes,
-    PositionSizes,
-    PrefillSizes,
-    WorkLists,
-)
+from jkv.attention.kernel.work.lists import Sizes, WorkList
 from jkv.attention.pools import Pools
 from jkv.attention.shared_prefixes import find_shared_prefixes
 
@@ -47,17 +40,9 @@ from jkv.attention.shared_prefixes import find_shared_prefixes
 _HEADS_PER_KV, _LATENT_HEADS = (1, 2, 4, 8, 16), (8, 16, 32, 64, 128)
 
 
-class _Sizes(NamedTuple):
-    """Which lists a step may need. Static."""
-
-    decode: tuple[DecodeSizes, ...]
-    prefill: tuple[PrefillSizes, ...]
-    by_position: tuple[PositionSizes, ...]
-
-
 def plan_work(
     pools: Pools, requests: Requests, reference_counts: jax.Array, step: StepShape
-) -> WorkLists | None:
+) -> tuple[WorkList, ...] | None:
     """List what the programs of a step read, for the card at hand.
 
     None where there is no card with a kernel, or there are no requests.
@@ -68,12 +53,12 @@ def plan_work(
     if tuning is None or not num_rows or not num_requests:
         return None
     counts = _HEADS_PER_KV if pools.values is not None else _LATENT_HEADS
-    decode, prefill, position = set(), set(), set()
+    sizes: set[Sizes] = set()
     max_tokens = max_blocks * step.part_size
-    has_shared = _may_share(step)
+    is_windowed, has_shared = step.window is not None, _may_share(step)
     for heads_per_kv in counts:
         if step.by_position:
-            position.add(
+            sizes.add(
                 size_position_work(
                     num_rows,
                     num_requests,
@@ -85,28 +70,26 @@ def plan_work(
             )
             continue
         wanted = count_decode_pieces(step.num_kv_heads, heads_per_kv, tuning)
-        given = num_rows, num_requests, max_tokens, wanted
-        for lanes in {1, count_lanes(heads_per_kv, tuning) if has_shared else 1}:
-            decode.add(size_decode_work(*given, num_lanes=lanes))
+        size = functools.partial(
+            size_decode_work, num_rows, num_requests, max_tokens, wanted
+        )
+        sizes.add(size(is_windowed=is_windowed))
+        if has_shared:
+            sizes.add(size(num_lanes=count_lanes(heads_per_kv, tuning)))
         if num_rows > 1 and not step.is_decoding:
             tile_rows = cut_prefill_rows(heads_per_kv, tuning)[1]
-            prefill.add(size_prefill_work(num_rows, num_requests, tile_rows))
-    return _list_work(
-        requests,
-        reference_counts,
-        sizes=_Sizes(
-            decode=tuple(sorted(decode)),
-            prefill=tuple(sorted(prefill)),
-            by_position=tuple(sorted(position)),
-        ),
-        step=step,
-    )
+            sizes.add(size_prefill_work(num_rows, num_requests, tile_rows))
+    return _list_all(requests, reference_counts, sizes=tuple(sorted(sizes)), step=step)
 
 
 @functools.partial(jax.jit, static_argnames=("sizes", "step"))
-def _list_work(
-    asked: Requests, reference_counts: jax.Array, *, sizes: _Sizes, step: StepShape
-) -> WorkLists:
+def _list_all(
+    asked: Requests,
+    reference_counts: jax.Array,
+    *,
+    sizes: tuple[Sizes, ...],
+    step: StepShape,
+) -> tuple[WorkList, ...]:
     requests = make_requests(
         asked,
         num_rows=step.num_rows,
@@ -118,33 +101,13 @@ def _list_work(
         shared = find_shared_prefixes(
             requests, reference_counts, block_size=step.part_size, has_branches=False
         )
-    lists = WorkLists(
-        decode=tuple(
-            list_decode_work(
-                requests,
-                step.window,
-                each,
-                num_parts=step.num_parts,
-                part_size=step.part_size,
-                shared=shared if each.num_lanes > 1 else None,
-            )
-            for each in sizes.decode
-        ),
-        prefill=tuple(list_prefill_work(requests, each) for each in sizes.prefill),
-        by_position=tuple(
-            list_position_work(
-                requests,
-                each,
-                num_parts=step.num_parts,
-                part_size=step.part_size,
-                shared=shared if each.tile_rows > 1 else None,
-            )
-            for each in sizes.by_position
-        ),
+    parts = {"num_parts": step.num_parts, "part_size": step.part_size}
+    lists = tuple(
+        list_work(requests, each, step.window, **parts, shared=shared) for each in sizes
     )
     # XLA counts a pool again for each operation that changes it in place, finds the
     # card full, and computes anew in each layer what it can; not what a barrier keeps.
-    kept: WorkLists = jax.lax.optimization_barrier(lists)
+    kept: tuple[WorkList, ...] = jax.lax.optimization_barrier(lists)
     return kept
 
 
