@@ -248,7 +248,9 @@ class GroupedConfig:
         """
         return grouping.fit_context_length(
             cls,
-            [grouping.LayerSizes(window, None) for window in layer_windows],
+            grouping.ModelLayers(
+                [grouping.LayerSizes(each, None) for each in layer_windows]
+            ),
             sizes | {"max_context_length": max_context_length},
             max_sequences=max_sequences,
             budget_bytes=budget_bytes,
@@ -322,14 +324,12 @@ class GroupedConfig:
         ]
         return grouping.fit_context_length(
             cls,
-            layers,
+            grouping.ModelLayers(layers, found.layers, of_states),
             sizes,
             max_sequences=max_sequences,
             budget_bytes=budget_bytes,
             step_tokens=step_tokens,
             prefix_caching=prefix_caching,
-            kept=found.layers,
-            of_states=of_states,
         )
 
 

@@ -138,7 +138,7 @@ def _take_back(cache: Cache, running: _Running, demand: Blocks) -> _Running:
     return _Running(
         metadata=cache.metadata,
         places=places,
-        holder=dataclasses.replace(running.holder, seq_id=jnp.int32(NO_SEQUENCE)),
+        holder=running.holder._replace(seq_id=jnp.int32(NO_SEQUENCE)),
         promised=subtract(
             running.promised,
             tuple(jnp.where(is_held, 0, blocks[youngest]) for blocks in demand),

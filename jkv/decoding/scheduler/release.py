@@ -41,7 +41,7 @@ def release_ended(
         return cache, dataclasses.replace(
             state,
             places=vacate(state.places, ended),
-            holder=dataclasses.replace(state.holder, seq_id=kept),
+            holder=state.holder._replace(seq_id=kept),
             seating_needs=jax.tree.map(jnp.zeros_like, state.seating_needs),
         )
 
@@ -157,8 +157,8 @@ def _receive(
     is_held = receiver == places.num_places
     state = dataclasses.replace(
         state,
-        places=dataclasses.replace(
-            places, seq_ids=places.seq_ids.at[place].set(seq_id, mode="drop")
+        places=places._replace(
+            seq_ids=places.seq_ids.at[place].set(seq_id, mode="drop")
         ),
         holder=Holder(
             seq_id=jnp.where(is_held, seq_id, holder.seq_id),

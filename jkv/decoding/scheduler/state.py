@@ -27,9 +27,7 @@ from jkv.state import NO_SEQUENCE, Cache, Ring
 from jkv.steering import Steering
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Holder:
+class Holder(NamedTuple):
     """A prompt that is kept in the cache for samples that wait."""
 
     seq_id: jax.Array  # i32[], its row in the cache, -1 if there is none
