@@ -317,6 +317,18 @@ def test_layers_with_a_state():
 
 
 @pytest.mark.one_end
+def test_scores_keep_nothing_of_what_may_be_taken_back():
+    """Neither its inputs nor the axes over which they are spread."""
+    spread = dict(inputs=INPUTS, max_pending=2, heads_axes={"sum": 1, "x": 0})
+    texts = make_prompts()[:2], jnp.array([[3, 1], [4, 1]])
+    plain, found = (
+        jkv.score(state_model, STATE_WEIGHTS, *texts, config=config, exact=EXACT)
+        for config in (make_state_config(), make_state_config(**spread))
+    )
+    np.testing.assert_array_equal(found, plain)
+
+
+@pytest.mark.one_end
 def test_what_gives_steps_another_shape_is_refused():
     call = dict(max_new_tokens=2, exact=EXACT)
     model = attention_model, attention_params()

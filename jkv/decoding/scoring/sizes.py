@@ -12,9 +12,10 @@ from jkv.config.grouped_config import GroupedConfig
 from jkv.decoding.scoring.layout import count_blocks
 from jkv.decoding.texts.text_tree import TextTree
 
-# Fields of a `StateConfig` whose states are neither found again nor taken back.
+# Fields of a `StateConfig` whose states are neither found again nor taken back. They
+# are whole on each device, as what is spread may be an input.
 WITHOUT_COPIES: dict[str, Any] = dict(
-    num_snapshots=0, snapshot_every=None, max_pending=0, inputs=None
+    num_snapshots=0, snapshot_every=None, max_pending=0, inputs=None, heads_axes=None
 )
 
 
@@ -47,5 +48,4 @@ def resize_for_tree(config: GroupedConfig, tree: TextTree) -> GroupedConfig:
         sliding_window=None,
         num_sink_tokens=0,
     )
-    of_states = both | WITHOUT_COPIES | dict(heads_axes=None)
-    return resize(config, lambda _: of_blocks, of_states)
+    return resize(config, lambda _: of_blocks, both | WITHOUT_COPIES)
