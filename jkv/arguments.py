@@ -77,21 +77,14 @@ def as_array(value: Any) -> Any:
 
 
 def explain(
-    function: Callable[..., Any],
+    function: Callable[..., Any],  # that was called with these
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    error: Exception,
+    error: Exception,  # that it raised
 ) -> None:
-    """Raise a better error where an argument is not what its annotation asks for.
+    """Raise a UsageError that names an argument which is not of its annotation's kind.
 
-    Args:
-      function: that was called.
-      args: it got.
-      kwargs: it got.
-      error: it raised; what the package raised on purpose is left as it is.
-
-    Raises:
-      UsageError: that names the argument, from the error.
+    What the package raised on purpose is left as it is.
     """
     if isinstance(error, OWN_ERRORS) or _is_on_purpose(error):
         return

@@ -9,7 +9,7 @@ import dataclasses
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jkv.commands.ending import BAD_VALUE, Parser
 from jkv.commands.model_layers import Layers, StateBytes, count_state_bytes
@@ -180,70 +180,76 @@ class Plan:
             yield f"{name:12}{line}"
 
 
-def make_plan(
-    folder: str | Path,
-    memory: int | str,
-    *,
-    tensor_parallel: int = 1,
-    context_parallel: int = 1,
-    data_parallel: int = 1,
-    weights: int | str | None = None,
-    reserve: float = 0.1,
-    step_tokens: int = 512,
-    max_pending: int = 0,
-    num_snapshots: int = 0,
-    snapshot_every: int | None = None,
-    **overrides: Any,
-) -> Plan:
+class Asked(NamedTuple):
+    """What a plan is asked for, beside fields of the cache's configuration.
+
+    Devices share the kv heads of each layer (more devices than heads: each is kept by
+    several), the tokens of each block, as `init(context=)` spreads them, or are
+    replicas with pools of their own, as `init(pools=)`; numbers are of one replica.
+    """
+
+    tensor_parallel: int = 1
+    context_parallel: int = 1
+    data_parallel: int = 1
+    weights: int | str | None = None  # of the whole model; None: the files'
+    reserve: float = 0.1  # the share of the memory that is kept back
+    step_tokens: int = 512  # of a sequence, which a window keeps beside it
+    # Of layers with a state: what may be taken back, and copies, where they are made.
+    max_pending: int = 0
+    num_snapshots: int = 0
+    snapshot_every: int | None = None
+
+    def check(self) -> None:
+        """Refuse numbers that cannot be."""
+        if self.step_tokens < 1:
+            raise ValueError(f"step_tokens must be at least 1, got {self.step_tokens}")
+        if not 0 <= self.reserve < 1:
+            raise ValueError(
+                f"the reserve must be a share from 0 to below 1, got {self.reserve}"
+            )
+        for number in self[:3]:
+            if number < 1:
+                raise ValueError(f"there must be at least 1 device, got {number}")
+
+
+def make_plan(folder: str | Path, memory: int | str, **options: Any) -> Plan:
     """Find out what fits beside a model, of a folder, a config.json or a GGUF file.
 
-    Each device has so much memory, bytes or text such as "192GiB", of which a share is
-    kept in reserve. Devices share the kv heads of each layer (more devices than heads:
-    each is kept by several), the tokens of each block, as `init(context=)` spreads
-    them, or are replicas with pools of their own, as `init(pools=)`; numbers are of one
-    replica. Weights are of the whole model: those of the files, unless given. A step
-    has at most `step_tokens` of a sequence, which layers with a window keep beside it.
-    Of layers with a state `max_pending` tokens may be taken back, and copies are kept
-    (`num_snapshots`) at multiples of a length. Overrides are fields of `CacheConfig`;
-    with `num_layers` the plan is for so many layers with keys and values, and for no
-    states. ValueError if nothing fits, or a number cannot be.
+    Each device has so much memory, bytes or text such as "192GiB". Options are those of
+    `Asked` and fields of `CacheConfig`; with `num_layers` the plan is for so many
+    layers with keys and values, and for no states. ValueError if nothing fits, or a
+    number cannot be.
     """
-    if step_tokens < 1:
-        raise ValueError(f"step_tokens must be at least 1, got {step_tokens}")
-    if not 0 <= reserve < 1:
-        raise ValueError(
-            f"the reserve must be a share from 0 to below 1, got {reserve}"
-        )
-    for number in (tensor_parallel, context_parallel, data_parallel):
-        if number < 1:
-            raise ValueError(f"there must be at least 1 device, got {number}")
+    asked = Asked(**{n: options.pop(n) for n in Asked._fields if n in options})
+    asked.check()
+    tensor_parallel, context_parallel, data_parallel, *_ = asked
     total = _read_memory(memory)
-    kept_back = int(total * reserve)
-    found = read_sizes(folder, overrides, with_states=True)
+    kept_back = int(total * asked.reserve)
+    found = read_sizes(folder, options, with_states=True)
     refuse_different(found.layer_heads, folder)
     notes, windows = found.notes, count_windows(found.layer_windows)
-    if "sliding_window" in overrides:
+    if "sliding_window" in options:
         windows = None  # the one that is given, of all layers
-    fields = {"max_sequences": DEFAULT_SEQUENCES} | found.fields | overrides
+    fields = {"max_sequences": DEFAULT_SEQUENCES} | found.fields | options
     whole = CacheConfig(num_blocks=1, **fields) if fields["num_layers"] else None
     own = _share_heads(whole, tensor_parallel, notes) if whole else {}
     _check_parts(whole, context_parallel)
-    weighed = _weights(folder, weights, notes)
+    weighed = _weights(folder, asked.weights, notes)
     budget = _find_budget(total, kept_back, weighed, tensor_parallel)
     if windows:
         notes.append(
             f"{windows.num_layers} of {fields['num_layers']} layers have a window of "
             f"{windows.length} tokens: a GroupedConfig keeps what they see, in steps "
-            f"of up to {step_tokens} tokens of a sequence"
+            f"of up to {asked.step_tokens} tokens of a sequence"
         )
     layers = Layers(
         windows=found.layer_windows if windows else None,
         kept=found.layers,
-        step_tokens=step_tokens,
+        step_tokens=asked.step_tokens,
         of_states=dict(
-            max_pending=max_pending,
-            num_snapshots=num_snapshots,
-            snapshot_every=snapshot_every,
+            max_pending=asked.max_pending,
+            num_snapshots=asked.num_snapshots,
+            snapshot_every=asked.snapshot_every,
         ),
         num_parts=context_parallel,
         sizes={name: fields[name] for name in fields.keys() - TABLES},

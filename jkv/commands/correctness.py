@@ -18,7 +18,6 @@ IMPLEMENTATIONS = ("xla", "pallas")
 # values around 1.
 TOLERANCES = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
 
-
 # What a quick look compares: requests of all kinds, and quantized storage.
 QUICK_DTYPE = "float32"
 

@@ -26,7 +26,6 @@ REPORT = pathlib.Path("jkv-first-light.json")
 
 WITHOUT_BUFFERS = f"{LOOPS}, without command buffers"
 
-
 # What to set where an answer is wrong: by how its name begins, and what it says.
 CURES = (
     (

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jkv.config.arrays import count_bytes
 from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig, as_grouped
-from jkv.config.grouping import LayerSizes, fit_context_length
+from jkv.config.grouping import LayerSizes, ModelLayers, fit_context_length
 from jkv.config.layer_states import Kept
 from jkv.config.sizing import find_most, fit_memory
 
@@ -72,15 +72,14 @@ class Layers:
             )
         left_out = {"num_layers", "prefix_caching"}
         sizes = {n: value for n, value in self.sizes.items() if n not in left_out}
-        num_layers = self.sizes["num_layers"]
+        windows = self.windows or (None,) * self.sizes["num_layers"]
+        attending = [LayerSizes(window, None) for window in windows]
         return fit_context_length(
             GroupedConfig,
-            [LayerSizes(each, None) for each in self.windows or (None,) * num_layers],
+            ModelLayers(attending, self.kept, self.of_states),
             sizes | {"max_context_length": length},
             step_tokens=self.step_tokens,
             prefix_caching=self.sizes.get("prefix_caching", False),
-            kept=self.kept,
-            of_states=self.of_states,
             max_sequences=max_sequences,
             budget_bytes=None,
         )

@@ -40,22 +40,6 @@ class Layers(NamedTuple):
     dtype: Any  # of the model
 
 
-class Model(NamedTuple):
-    """What the attention of a model depends on."""
-
-    layers: list[Layers]
-    num_states: int  # layers that keep a state instead
-    notes: list[str]
-
-
-class Way(NamedTuple):
-    """How a kind of call goes."""
-
-    calls: str  # who makes it
-    stored: list[str]  # dtypes of keys and values, each of which goes so
-    reasons: PlainReasons
-
-
 def print_paths(model: str, card: str | None, *, block_size: int) -> None:
     """Say for each kind of call whether a kernel serves it, and else why not.
 
@@ -63,42 +47,43 @@ def print_paths(model: str, card: str | None, *, block_size: int) -> None:
     "num_kv_heads=8,head_dim=128,dtype=bfloat16"; the card such as "gfx942" or "sm_90",
     None for that at hand or else all that kernels were compiled for.
     """
-    found = read_model(model)
-    for note in found.notes:
+    all_layers, num_states, notes = read_model(model)
+    for note in notes:
         print(f"note: {note}")
     cards = find_cards(card)
     if card is None and len(cards) > 1:
         print("no GPU is at hand: XLA serves all here; of cards the kernels know")
     for one in cards:
         print(f"{one.target}:")
-        for layers in found.layers:
+        for layers in all_layers:
             print(f"  {describe(layers, block_size)}")
-            for line in report(list_ways(layers, block_size, one)):
+            for line in tell_ways(layers, block_size, one):
                 print(f"    {line}")
-        if found.num_states:
-            print(
-                f"  {found.num_states} layers with a state: no kernel, XLA folds them"
-            )
+        if num_states:
+            print(f"  {num_states} layers with a state: no kernel, XLA folds them")
 
 
-def read_model(model: str) -> Model:
-    """Read a model's layers from its config.json, or from sizes in a text."""
+def read_model(model: str) -> tuple[list[Layers], int, list[str]]:
+    """Read a model's layers from its config.json, or from sizes in a text.
+
+    Returned with them are the number of layers that keep a state instead, and notes.
+    """
     is_text = re.fullmatch(r"\w+=[^,/]+(,\w+=[^,/]+)*", model)
     if is_text and not Path(model).exists():
-        return Model([_read_text(model)], 0, [])
+        return [_read_text(model)], 0, []
     sizes = read_sizes(model, {}, with_states=True)
     number, dtype = sizes.fields["num_layers"], sizes.fields["dtype"]
     num_states = sum(layer.state is not None for layer in sizes.layers or ())
     if not number:
-        return Model([], num_states, sizes.notes)
+        return [], num_states, sizes.notes
     if sizes.layer_heads is None:
         heads = {name: sizes.fields[name] for name in OF_HEADS if name in sizes.fields}
-        return Model([Layers(number, heads, dtype)], num_states, sizes.notes)
+        return [Layers(number, heads, dtype)], num_states, sizes.notes
     layers = [
         Layers(sizes.layer_heads.count(each), each.as_fields(), dtype)
         for each in dict.fromkeys(sizes.layer_heads)
     ]
-    return Model(layers, num_states, sizes.notes)
+    return layers, num_states, sizes.notes
 
 
 def find_cards(card: str | None) -> list[Card]:
@@ -117,8 +102,8 @@ def find_cards(card: str | None) -> list[Card]:
     return [Card("rocm" if name.startswith("gfx") else "cuda", name) for name in known]
 
 
-def list_ways(layers: Layers, block_size: int, card: Card) -> Iterator[Way]:
-    """Yield how calls of each kind go, by what keys and values are stored as."""
+def tell_ways(layers: Layers, block_size: int, card: Card) -> Iterator[str]:
+    """Yield how calls of each kind go, by what rows are stored as, and why."""
     widths = layers.heads["head_dim"], layers.heads.get("value_head_dim") or 0
     quantized = [
         dtype
@@ -130,11 +115,20 @@ def list_ways(layers: Layers, block_size: int, card: Card) -> Iterator[Way]:
         reasons = ask(layers, stored, block_size, card)
         # Nothing differentiates what is generated.
         alike.setdefault(reasons._replace(derivative=None), []).append(stored.name)
-    for reasons, names in alike.items():
-        yield Way(GENERATING, names, reasons)
+    ways = [(GENERATING, names, reasons) for reasons, names in alike.items()]
     float32 = jnp.dtype(jnp.float32)
     reasons = ask(layers, float32, block_size, card)
-    yield Way(SCORING, [float32.name], reasons)
+    ways.append((SCORING, [float32.name], reasons))
+    for calls, names, (forward, derivative) in ways:
+        how = "the kernel, with exact= too" if forward is None else "the plain path"
+        line = f"{calls}, kept in {', '.join(names)}: {how}"
+        if calls == SCORING:
+            back = "a kernel" if derivative is None else "the plain path"
+            line += f"; its gradient: {back}"
+        yield line
+        for reason in dict.fromkeys((forward, derivative)):
+            if reason is not None:
+                yield f"  because {reason}"
 
 
 def ask(layers: Layers, stored: Any, block_size: int, card: Card) -> PlainReasons:
@@ -165,20 +159,6 @@ def describe(layers: Layers, block_size: int) -> str:
         f"{number} layers, {heads['num_kv_heads']} kv heads of {dims}, "
         f"{jnp.dtype(dtype).name}, blocks of {block_size}"
     )
-
-
-def report(ways: Iterator[Way]) -> Iterator[str]:
-    """Yield a line for each way, and the reasons that it has."""
-    for calls, stored, (forward, derivative) in ways:
-        how = "the kernel, with exact= too" if forward is None else "the plain path"
-        line = f"{calls}, kept in {', '.join(stored)}: {how}"
-        if calls == SCORING:
-            back = "a kernel" if derivative is None else "the plain path"
-            line += f"; its gradient: {back}"
-        yield line
-        for reason in dict.fromkeys((forward, derivative)):
-            if reason is not None:
-                yield f"  because {reason}"
 
 
 def _read_text(text: str) -> Layers:

@@ -20,12 +20,10 @@ class ArrayLayout(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the array."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def struct(self) -> jax.ShapeDtypeStruct:
-        """Shape and dtype, as JAX has them."""
         return jax.ShapeDtypeStruct(self.shape, self.dtype)
 
 
@@ -33,7 +31,6 @@ Arrays: TypeAlias = dict[str, ArrayLayout]
 
 
 def count_bytes(arrays: Iterable[ArrayLayout]) -> int:
-    """Return the bytes of arrays together."""
     return sum(array.nbytes for array in arrays)
 
 

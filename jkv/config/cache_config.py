@@ -93,7 +93,6 @@ class CacheConfig:
     keep_classes: int = 1
 
     def __post_init__(self) -> None:
-        """Normalise the dtype and reject what cannot work."""
         if self.value_head_dim is None:
             object.__setattr__(self, "value_head_dim", self.head_dim)
         object.__setattr__(self, "dtype", checked_dtype(self.dtype))

@@ -49,7 +49,6 @@ class GGUFile(NamedTuple):
 
     @property
     def architecture(self) -> str:
-        """As GGUF calls it."""
         return str(self.metadata.get("general.architecture"))
 
     @property

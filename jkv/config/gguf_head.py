@@ -91,7 +91,6 @@ class _Reader:
         return name, Place(shape, self.read_number("<u4"), self.read_number("<u8"))
 
     def read_number(self, dtype: str) -> Any:
-        """Return one number."""
         return self._read_numbers(dtype, 1)[0]
 
     def _read_value(self, kind: int) -> Any:

@@ -70,7 +70,6 @@ class GroupedConfig:
     keep_classes: int = 1
 
     def __post_init__(self) -> None:
-        """Reject groups that do not belong together."""
         object.__setattr__(self, "groups", tuple(self.groups))
         layers = (
             tuple(each) if isinstance(each, Iterable) else each
@@ -101,7 +100,6 @@ class GroupedConfig:
             )
 
     def _check_kinds(self) -> None:
-        """Reject what is no group."""
         for group in self.groups:
             if not isinstance(group, KINDS):
                 raise ValueError(
@@ -110,7 +108,6 @@ class GroupedConfig:
                 )
 
     def _check_states(self) -> None:
-        """Reject groups with a state that do not belong together."""
         _check_same(OF_STATES, self.state_groups, "all groups with a state")
         for group in self.state_groups:
             if self.prefix_caching and not (
@@ -251,7 +248,9 @@ class GroupedConfig:
         """
         return grouping.fit_context_length(
             cls,
-            [grouping.LayerSizes(window, None) for window in layer_windows],
+            grouping.ModelLayers(
+                [grouping.LayerSizes(each, None) for each in layer_windows]
+            ),
             sizes | {"max_context_length": max_context_length},
             max_sequences=max_sequences,
             budget_bytes=budget_bytes,
@@ -325,14 +324,12 @@ class GroupedConfig:
         ]
         return grouping.fit_context_length(
             cls,
-            layers,
+            grouping.ModelLayers(layers, found.layers, of_states),
             sizes,
             max_sequences=max_sequences,
             budget_bytes=budget_bytes,
             step_tokens=step_tokens,
             prefix_caching=prefix_caching,
-            kept=found.layers,
-            of_states=of_states,
         )
 
 

@@ -25,9 +25,18 @@ class LayerSizes(NamedTuple):
     heads: Heads | None  # None: those of all layers
 
 
+class ModelLayers(NamedTuple):
+    """The layers of a model, by what they keep."""
+
+    attending: Sequence[LayerSizes]  # those with keys and values
+    kept: Sequence[Kept] | None = None  # what all of them keep, if some have a state
+    # Fields of `StateConfig` that are the same for all groups with a state.
+    of_states: Mapping[str, Any] | None = None
+
+
 def fit_context_length(
     make: Callable[..., Config],  # what takes the fields of a `GroupedConfig`
-    layers: Sequence[LayerSizes],  # each layer of the model that keeps keys and values
+    layers: ModelLayers,
     sizes: dict[str, Any],  # fields of `CacheConfig` that are the same for all groups
     *,
     max_sequences: int | None,  # sequences that may all be of the longest context
@@ -35,25 +44,20 @@ def fit_context_length(
     budget_bytes: int | str | None,
     step_tokens: int,  # the most tokens that one `append` adds to a sequence
     prefix_caching: bool,  # index full blocks by their tokens
-    # what all layers of the model keep, where some have a state
-    kept: Sequence[Kept] | None = None,
-    # fields of `StateConfig` that are the same for all groups with a state
-    of_states: Mapping[str, Any] | None = None,
 ) -> Config:
     """Return one that never lacks blocks: `GroupedConfig.for_context_length`."""
 
     def fit_sequences(count: int) -> Config:
-        groups, layer_groups = _make_groups(layers, count, step_tokens, sizes)
-        if kept is None:
-            fields = dict(groups=groups, layer_groups=layer_groups)
-        else:
-            states = _make_state_groups(kept, count, sizes, of_states or {})
-            fields = dict(
-                groups=(*groups, *states.values()),
-                layer_groups=_number_groups(kept, layer_groups, [*states], len(groups)),
-            )
-        return make(prefix_caching=prefix_caching, keep_classes=keep_classes, **fields)
+        groups, numbers = _make_groups(layers.attending, count, step_tokens, sizes)
+        states = _make_state_groups(kept, count, sizes, layers.of_states or {})
+        return make(
+            groups=(*groups, *states.values()),
+            layer_groups=_number_groups(kept, numbers, [*states], len(groups)),
+            prefix_caching=prefix_caching,
+            keep_classes=keep_classes,
+        )
 
+    kept = layers.kept or [Kept(True, None)] * len(layers.attending)
     sizes = dict(sizes)
     keep_classes = sizes.pop("keep_classes", 1)
     length = sizes["max_context_length"]

@@ -97,7 +97,6 @@ def read_sizes(
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Read a checkpoint's config.json."""
     path = path if path.is_file() else path / "config.json"
     if not path.is_file():
         raise FileNotFoundError(
@@ -281,7 +280,6 @@ def _refuse_mixed_heads(model: dict[str, Any]) -> None:
 
 
 def _refuse(model: dict[str, Any], keys: tuple[str, ...], fields: str) -> None:
-    """Refuse a model with one of these keys."""
     for key in keys:
         if model.get(key) is not None:
             raise ValueError(

@@ -63,7 +63,6 @@ class Heads(NamedTuple):
         return fields
 
     def __str__(self) -> str:
-        """Say it in words."""
         values = f", values of {self.value_head_dim}"
         beside = values if self.value_head_dim != self.head_dim else ""
         return f"{self.num_kv_heads} kv heads of {self.head_dim}{beside}"

@@ -23,18 +23,11 @@ FEEDING = {"mlp", "moe"}
 # Every how many-th layer sees everything, the others a window, where the model type
 # alone says it: counted from the first layer of the model, or so that the first does.
 FULL_EVERY = {
-    "afmoe": 4,
-    "cohere2": 4,
-    "exaone4": 4,
-    "gemma2": 2,
-    "gemma3_text": 6,
+    **dict.fromkeys(("gemma2", "gpt_oss", "vaultgemma"), 2),
+    **dict.fromkeys(("afmoe", "cohere2", "exaone4", "olmo3"), 4),
     "gemma3n_text": 5,
-    "gemma4_text": 6,
-    "gemma4_unified_text": 6,
-    "gpt_oss": 2,
+    **dict.fromkeys(("gemma3_text", "gemma4_text", "gemma4_unified_text"), 6),
     "mimo_v2_flash": 6,
-    "olmo3": 4,
-    "vaultgemma": 2,
 }
 
 FULL_FIRST_OF = {"cwm": 4, "granite_swa": 4, "granitemoe_swa": 4}
@@ -46,9 +39,7 @@ LAST_IS_FULL = {"gemma4_text", "gemma4_unified_text"}
 
 # Every how many-th layer attends, the others have a state.
 ATTENDING_EVERY = {
-    "olmo_hybrid": 4,
-    "qwen3_5_moe_text": 4,
-    "qwen3_5_text": 4,
+    **dict.fromkeys(("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text"), 4),
     "qwen3_next": 4,
 }
 

@@ -60,10 +60,7 @@ def order_windows(layers: Sequence[int | None]) -> list[int | None]:
 
 
 def find_leader(windows: Sequence[int | None]) -> int:
-    """Return the index of the window that sees furthest, the first of equal ones.
-
-    None sees all tokens; of no group it is 0.
-    """
+    """Return the index of the first window that sees furthest, of none 0."""
     if not windows:
         return 0
     return windows.index(order_windows(windows)[0])

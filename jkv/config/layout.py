@@ -83,7 +83,6 @@ class Sizes(NamedTuple):
         )
 
     def lay_out_group(self, prefix_caching: bool, has_tokens: bool) -> Arrays:
-        """Return the arrays of a `BlockGroup`."""
         blocks, sequences = self.num_blocks, self.max_sequences
         tables = (sequences, self.max_blocks_per_sequence)
         free = _lay_out_ring(blocks, has_holes=prefix_caching)
@@ -206,7 +205,6 @@ def describe(
 
 
 def _lay_out_sequences(max_sequences: int, has_pending: bool) -> Arrays:
-    """Return the arrays of `Sequences`."""
     rows = (max_sequences,)
     arrays = {
         "context_lengths": ArrayLayout(rows, _I32, fill=0),

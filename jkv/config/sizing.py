@@ -6,9 +6,11 @@ as `make`: what takes its fields and returns a configuration.
 Symbols: N blocks in the pool, S sequences, M blocks per sequence, T tokens per block.
 """
 
+import dataclasses
+import difflib
 import logging
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -16,13 +18,36 @@ from jkv.config.counts import count_window_blocks
 from jkv.config.layer_heads import refuse_different
 from jkv.config.layer_windows import count_windows
 from jkv.config.layout import Sizes
-from jkv.config.names import check_names
 from jkv.config.units import parse_bytes
+from jkv.status import UsageError
 
 logger = logging.getLogger("jkv.config")
 
 # Sequences that a model's cache makes room for, unless told otherwise.
 DEFAULT_SEQUENCES = 256
+
+
+# What other projects call the fields.
+SYNONYMS = {
+    "batch_size": "max_sequences",
+    "budget": "budget_bytes",
+    "bytes": "budget_bytes",
+    "context_length": "max_context_length",
+    "gpu_memory": "budget_bytes",
+    "heads": "num_kv_heads",
+    "kv_cache_dtype": "dtype",
+    "layers": "num_layers",
+    "max_batch_size": "max_sequences",
+    "max_length": "max_context_length",
+    "max_model_len": "max_context_length",
+    "max_num_seqs": "max_sequences",
+    "max_seq_len": "max_context_length",
+    "memory": "budget_bytes",
+    "num_heads": "num_kv_heads",
+    "num_pages": "num_blocks",
+    "page_size": "block_size",
+    "window": "sliding_window",
+}
 
 
 class Preset(NamedTuple):
@@ -213,3 +238,24 @@ def find_most_blocks(sizes: Sizes, num_tokens: int) -> int:
         sizes.sliding_window, sizes.num_sink_tokens, sizes.block_size, num_tokens
     )
     return min(blocks, sizes.max_blocks_per_sequence)
+
+
+def check_names(
+    maker: str,  # the function that was called
+    make: object,  # the class whose fields it takes; anything else is not looked at
+    given: Iterable[str],
+    *others: str,  # names that the function takes beside the fields
+) -> None:
+    """Refuse names that are no fields, with the nearest that is one."""
+    if not (isinstance(make, type) and dataclasses.is_dataclass(make)):
+        return
+    known = [*others, *(field.name for field in dataclasses.fields(make))]
+    for name in given:
+        if name in known:
+            continue
+        meant = SYNONYMS.get(name, name)
+        nearest = difflib.get_close_matches(meant, known, n=1, cutoff=0.0)[0]
+        raise UsageError(
+            f"{maker} has no field {name!r}; the nearest is {nearest!r} (fields: "
+            f"{', '.join(known)})"
+        )

@@ -2,11 +2,10 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import jax.numpy as jnp
-import numpy as np
 
 from jkv.config.arrays import count_bytes
 from jkv.config.counts import checked_count
@@ -19,45 +18,19 @@ ArrayOf: TypeAlias = tuple[tuple[int, ...], Any]
 COUNTS = ("num_layers", "max_sequences", "max_context_length", "block_size")
 
 
-class ArraysOf(Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]):
-    """Shapes and dtypes by name, as a value that can be hashed."""
+class _Fixed(dict[str, Any]):
+    """A dict as a value that can be hashed; it is never changed."""
 
-    def __init__(self, field: str, arrays: Mapping[str, ArrayOf]) -> None:
-        """Check what a user gave for that field."""
-        if not isinstance(arrays, Mapping):
-            raise ValueError(
-                f"{field} must be a dict of a shape and a dtype for each name, as in "
-                f'{field}={{"delta": ((8, 128, 128), "float32")}}, got {arrays!r}'
-            )
-        checked = {name: _checked_array(field, name, arrays[name]) for name in arrays}
-        self._items = tuple(sorted(checked.items()))
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
 
-    def __getitem__(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
-        """Return shape and dtype of one array."""
-        return dict(self._items)[name]
 
-    def __iter__(self) -> Iterator[str]:
-        """Iterate over the names, sorted."""
-        return iter(name for name, _ in self._items)
-
-    def __len__(self) -> int:
-        """Return how many arrays there are."""
-        return len(self._items)
-
-    def __hash__(self) -> int:
-        """Return the same for the same shapes and dtypes."""
-        return hash(self._items)
+class _Arrays(_Fixed):
+    """Shapes and dtypes by name, sorted."""
 
     def __repr__(self) -> str:
-        """Show what a user would write."""
-        return repr(
-            {name: (shape, dtype.name) for name, (shape, dtype) in self.items()}
-        )
-
-    @property
-    def flat(self) -> tuple[tuple[str, tuple[int, ...], np.dtype[Any]], ...]:
-        """Name, shape and dtype of each array."""
-        return tuple((name, *array) for name, array in self._items)
+        named = self.items()
+        return repr({name: (shape, dtype.name) for name, (shape, dtype) in named})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,8 +94,9 @@ class StateConfig:
             if getattr(self, name) != 0:
                 count = checked_count(name, getattr(self, name))
                 object.__setattr__(self, name, count)
-        object.__setattr__(self, "arrays", ArraysOf("arrays", self.arrays))
-        object.__setattr__(self, "inputs", ArraysOf("inputs", self.inputs or {}))
+        object.__setattr__(self, "arrays", _checked_arrays("arrays", self.arrays))
+        inputs = _checked_arrays("inputs", self.inputs or {})
+        object.__setattr__(self, "inputs", inputs)
         if not self.arrays:
             raise ValueError("arrays must name at least one array of a state")
         if bool(self.inputs) != bool(self.max_pending):
@@ -140,7 +114,7 @@ class StateConfig:
                 )
         object.__setattr__(self, "heads_axes", self._checked_axes())
 
-    def _checked_axes(self) -> "_Axes":
+    def _checked_axes(self) -> _Fixed:
         axes = dict(self.heads_axes or {})
         known = {**self.arrays, **(self.inputs or {})}
         for name, axis in axes.items():
@@ -151,7 +125,7 @@ class StateConfig:
                     f"{name!r}: {axis!r}; there are "
                     f"{ {name: shape for name, (shape, _) in known.items()} }"
                 )
-        return _Axes(axes)
+        return _Fixed(axes)
 
     @property
     def max_blocks_per_sequence(self) -> int:
@@ -161,9 +135,11 @@ class StateConfig:
     @property
     def sizes(self) -> StateSizes:
         """The fields as `jkv.config.layout` takes them."""
-        assert isinstance(self.arrays, ArraysOf) and isinstance(self.inputs, ArraysOf)
         axes = tuple(sorted((self.heads_axes or {}).items()))
-        arrays, inputs = self.arrays.flat, self.inputs.flat
+        arrays, inputs = (
+            tuple((name, *array) for name, array in (given or {}).items())
+            for given in (self.arrays, self.inputs)
+        )
         flat = dict(arrays=arrays, inputs=inputs, heads_axes=axes)
         return StateSizes(**vars(self) | flat)
 
@@ -179,11 +155,15 @@ class StateConfig:
         return self.storage_bytes // self.max_sequences
 
 
-class _Axes(dict[str, int]):
-    """Axes by name, as a value that can be hashed; it is never changed."""
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(tuple(sorted(self.items())))
+def _checked_arrays(field: str, arrays: Mapping[str, ArrayOf]) -> _Arrays:
+    """Return what a user gave for a field, or say what it must be."""
+    if not isinstance(arrays, Mapping):
+        raise ValueError(
+            f"{field} must be a dict of a shape and a dtype for each name, as in "
+            f'{field}={{"delta": ((8, 128, 128), "float32")}}, got {arrays!r}'
+        )
+    checked = {name: _checked_array(field, name, arrays[name]) for name in arrays}
+    return _Arrays(sorted(checked.items()))
 
 
 def _checked_array(field: str, name: str, array: Any) -> tuple[tuple[int, ...], Any]:

@@ -48,18 +48,29 @@ LEFT_OUT: dict[str, tuple[int, ...]] = {
     "smollm3": (36, 16, 4, 2048, 32_768),
 }
 
+# Models with one latent vector a token, and those with eight kv heads.
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear")
+EIGHT_KV_HEADS = (
+    *("bamba", "falcon_h1", "glm4_moe", "jamba", "lfm2", "lfm2_moe", "mixtral"),
+    "phimoe",
+)
+
+# Windows of layers from `max_window_layers` on, which are off.
+LATE_WINDOW = {
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
 
 # What transformers assumes when a config.json of this model type leaves a key out, of
 # a plain model as well.
 DEFAULTS: dict[str, dict[str, int]] = {
-    "bamba": {"num_key_value_heads": 8},
+    **dict.fromkeys(LATENT, {"kv_lora_rank": 512, "qk_rope_head_dim": 64}),
+    **dict.fromkeys(EIGHT_KV_HEADS, {"num_key_value_heads": 8}),
     "cohere2": {"sliding_window": 4096},
-    "deepseek_v2": {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
-    "deepseek_v3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
     "ernie4_5": {"head_dim": 128, "num_key_value_heads": 2},
     "ernie4_5_moe": {"num_key_value_heads": 4},
     "exaone4": {"sliding_window": 4096, "num_key_value_heads": 32},
-    "falcon_h1": {"num_key_value_heads": 8},
     "gemma": {"head_dim": 256},
     "gemma2": {"head_dim": 256, "num_key_value_heads": 4, "sliding_window": 4096},
     "gemma3_text": {"head_dim": 256, "num_key_value_heads": 4, "sliding_window": 4096},
@@ -72,39 +83,17 @@ DEFAULTS: dict[str, dict[str, int]] = {
     },
     "glm": {"head_dim": 128, "num_key_value_heads": 2},
     "glm4": {"head_dim": 128, "num_key_value_heads": 2},
-    "glm4_moe": {"num_key_value_heads": 8},
-    "glm4_moe_lite": {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
     "gpt_oss": {"head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128},
-    "jamba": {"num_key_value_heads": 8},
-    "kimi_linear": {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
-    "lfm2": {"num_key_value_heads": 8},
-    "lfm2_moe": {"num_key_value_heads": 8},
     "mimo_v2_flash": {"head_dim": 192, "v_head_dim": 128, "num_key_value_heads": 4},
     "minimax_m2": {"head_dim": 128, "num_key_value_heads": 8},
     "ministral3": {"head_dim": 128, "num_key_value_heads": 8},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "mistral4": {"kv_lora_rank": 256, "qk_rope_head_dim": 64},
-    "mixtral": {"num_key_value_heads": 8},
     "nemotron_h": {"head_dim": 128, "num_key_value_heads": 8},
     "olmo3": {"sliding_window": 4096},
-    "phimoe": {"num_key_value_heads": 8},
-    "qwen2": {
-        "use_sliding_window": False,
-        "sliding_window": 4096,
-        "max_window_layers": 28,
-    },
-    "qwen2_moe": {
-        "num_key_value_heads": 16,
-        "use_sliding_window": False,
-        "max_window_layers": 28,
-        "sliding_window": 4096,
-    },
-    "qwen3": {
-        "head_dim": 128,
-        "use_sliding_window": False,
-        "sliding_window": 4096,
-        "max_window_layers": 28,
-    },
+    "qwen2": LATE_WINDOW,
+    "qwen2_moe": LATE_WINDOW | {"num_key_value_heads": 16},
+    "qwen3": LATE_WINDOW | {"head_dim": 128},
     "qwen3_5_moe_text": {"head_dim": 256, "num_key_value_heads": 2},
     "qwen3_5_text": {"head_dim": 256, "num_key_value_heads": 4},
     "qwen3_moe": {

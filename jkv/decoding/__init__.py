@@ -20,8 +20,8 @@ if TYPE_CHECKING:  # imported when they are first asked for
     from jkv.decoding.sampling.filters import filter_logits
     from jkv.decoding.sampling.options import Sampling, spread_seeds
     from jkv.decoding.scheduler.arrivals import add_prompts
-    from jkv.decoding.scheduler.cancellation import cancel
     from jkv.decoding.scheduler.preemption import preempt
+    from jkv.decoding.scheduler.release import cancel
     from jkv.decoding.scheduler.state import GenerationState
     from jkv.decoding.scoring.scores import score
     from jkv.decoding.speculation.options import DraftModel, PromptLookup
@@ -48,8 +48,8 @@ __getattr__ = imports_later(
         "jkv.decoding.sampling.filters": "filter_logits",
         "jkv.decoding.sampling.options": "Sampling spread_seeds",
         "jkv.decoding.scheduler.arrivals": "add_prompts",
-        "jkv.decoding.scheduler.cancellation": "cancel",
         "jkv.decoding.scheduler.preemption": "preempt",
+        "jkv.decoding.scheduler.release": "cancel",
         "jkv.decoding.scheduler.state": "GenerationState",
         "jkv.decoding.scoring.scores": "score",
         "jkv.decoding.speculation.options": "DraftModel PromptLookup",

@@ -46,7 +46,6 @@ class ExactDifference(NamedTuple):
     layer: int | None  # the first that keeps something else; None: behind all layers
 
     def __str__(self) -> str:
-        """Say it in a sentence."""
         where = "behind the last layer" if self.layer is None else f"layer {self.layer}"
         return (
             f"{self.variation}: {self.array} of sequence {self.sequence} differ first "
@@ -146,7 +145,7 @@ def check_exact(
         "computed anew from the middle": lambda: player.recompute(known),
     }
     if cache.metadata.index.is_there:
-        plays["found in the cache"] = lambda: player.extend(numbers, known=numbers)
+        plays["found in the cache"] = lambda: player.extend(numbers, again=True)
     if config is not None:
         plays["scored"] = lambda: player.score(known, config)
     for name, play in plays.items():
@@ -166,21 +165,16 @@ class _Player(NamedTuple):
     steps: Steps
     sampling: Sampling
 
-    def extend(
-        self,
-        chosen: list[int],
-        known: list[int] | None = None,
-        begun: list[list[int]] | None = None,
-    ) -> _Played:
+    def extend(self, chosen: list[int], *, again: bool = False) -> _Played:
         """Continue some texts, numbers in this order; what is returned is in their own.
 
-        Some are computed and freed before. Texts begun stand in for the prompts.
+        With `again` they were computed and freed before.
         """
-        cache, texts = self.cache, self.texts if begun is None else begun
-        if known is not None:
-            cache, _, ids = self._extend(cache, known, texts)
+        cache = self.cache
+        if again:
+            cache, _, ids = self._extend(cache, chosen)
             cache, _ = free(cache, ids)
-        cache, result, ids = self._extend(cache, chosen, texts)
+        cache, result, ids = self._extend(cache, chosen)
         order = np.argsort(chosen)
         kept = _read_kept(cache, ids)
         return _Played(
@@ -190,15 +184,15 @@ class _Player(NamedTuple):
         )
 
     def _extend(
-        self, cache: Cache, chosen: list[int], texts: list[list[int]]
+        self, cache: Cache, chosen: list[int]
     ) -> tuple[Cache, Generation, jax.Array]:
-        given = [texts[i] for i in chosen]
+        given = [self.texts[i] for i in chosen]
         cache, opened = raise_for_status(
             allocate(cache, [len(text) - 1 for text in given], tokens=given)
         )
         num_cached = np.asarray(opened.num_cached).tolist()
         rest = [text[n:] for text, n in zip(given, num_cached, strict=True)]
-        most = max(map(len, texts))
+        most = max(map(len, self.texts))
         rest = [text + [-1] * (most - len(text)) for text in rest]
         cache, result = _extend_jitted(
             self.model,
@@ -242,12 +236,11 @@ class _Player(NamedTuple):
             text + [token for token in new[:-1].tolist() if token >= 0]
             for text, new in zip(self.texts, known.tokens, strict=True)
         ]
-        one = self._replace(steps=dataclasses.replace(self.steps, max_new_tokens=1))
-        found = one.extend(list(range(len(texts))), begun=texts)
+        steps = dataclasses.replace(self.steps, max_new_tokens=1)
+        found = self._replace(texts=texts, steps=steps).extend([*range(len(texts))])
         return known._replace(kept=found.kept)
 
     def score(self, known: _Played, config: CacheConfig | GroupedConfig) -> _Played:
-        """Score what the texts got."""
         found = _score_jitted(
             self.model,
             self.params,

@@ -18,7 +18,7 @@ from jkv.decoding.model.prefill import Chunk, Pending, Sizes, prefill
 from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.model.steps import Steps
-from jkv.decoding.sampling.choice import Choice
+from jkv.decoding.sampling.draws import Choice
 from jkv.decoding.sampling.next_token import choose_next
 from jkv.decoding.sampling.options import Sampling
 from jkv.decoding.sampling.stopping import Bounds, Progress, judge_prompts

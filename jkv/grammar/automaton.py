@@ -32,7 +32,13 @@ class Automaton:
     @functools.cached_property
     def runs(self) -> list[list[Run]]:
         """Transitions of each state as (first byte, last byte, target)."""
-        return [_find_runs(row) for row in self.transitions]
+        found = []
+        for row in self.transitions:
+            borders = np.flatnonzero(np.diff(row)) + 1
+            firsts, lasts = [0, *borders.tolist()], [*(borders - 1).tolist(), 255]
+            runs = zip(firsts, lasts, row[firsts].tolist(), strict=True)
+            found.append([run for run in runs if run[2] >= 0])
+        return found
 
     def matches(self, text: bytes) -> bool:
         """Return whether a text is in the language."""
@@ -46,15 +52,6 @@ class Automaton:
     def is_empty(self) -> bool:
         """Return whether a minimal automaton has no text."""
         return not self.accepting.any()
-
-
-def _find_runs(row: npt.NDArray[np.int32]) -> list[Run]:
-    borders = np.flatnonzero(np.diff(row)) + 1
-    firsts = [0, *borders.tolist()]
-    lasts = [*(borders - 1).tolist(), 255]
-    targets = row[firsts].tolist()
-    runs = zip(firsts, lasts, targets, strict=True)
-    return [run for run in runs if run[2] >= 0]
 
 
 def minimize(automaton: Automaton, bounds: Bounds) -> Automaton:

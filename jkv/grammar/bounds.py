@@ -12,7 +12,6 @@ _BYTES_OF_STEP, _ENTRIES_OF_STEP = 32, 256
 _LEAST_STEPS = 2**18
 _STEPS_BETWEEN_LOOKS = 2**12  # at the clock
 
-
 # Seconds from now, or what is asked now and then whether to stop; None for any time.
 Timeout: TypeAlias = float | Callable[[], bool] | None
 
@@ -27,7 +26,12 @@ class Bounds:
 
     def __init__(self, max_bytes: int, timeout: Timeout = None) -> None:
         self.max_bytes = max_bytes
-        self._is_over, self._timeout = _read_timeout(timeout), timeout
+        self._timeout, self._is_over = timeout, lambda: False
+        if callable(timeout):
+            self._is_over = timeout
+        elif timeout is not None:
+            deadline = time.monotonic() + timeout
+            self._is_over = lambda: time.monotonic() > deadline
         self._most_steps = max(_LEAST_STEPS, max_bytes // _BYTES_OF_STEP)
         self._steps = self._next_look = 0
 
@@ -67,16 +71,6 @@ class Bounds:
             if callable(self._timeout):
                 raise TooLarge("compiling was stopped by what timeout= asks")
             raise TooLarge(f"compiling takes more than timeout, {self._timeout} s")
-
-
-def _read_timeout(timeout: Timeout) -> Callable[[], bool]:
-    """Return what tells whether it is time to stop."""
-    if timeout is None:
-        return lambda: False
-    if callable(timeout):
-        return timeout
-    deadline = time.monotonic() + timeout
-    return lambda: time.monotonic() > deadline
 
 
 # Of what the project itself writes down, such as the characters of a class.

@@ -69,7 +69,13 @@ class StepWatcher:
         plain = dataclasses.replace(cache, watcher=None)
         after, batch = self, named.get("batch")
         if role in _LOOKS and isinstance(batch, Batch):
-            step = _Step(self, plain, name, find_caller(), self._watched(name, batch))
+            if not isinstance(batch, WatchedBatch) or batch.watch is not self.watch:
+                raise UsageError(
+                    f"{name}: this batch was planned by append on another cache, or "
+                    f"before jkv.debug; use each batch with the cache that append "
+                    f"returned with it"
+                )
+            step = _Step(self, plain, name, find_caller(), batch)
             after = _LOOKS[role](step, named.get("layer"))
             named["batch"] = Batch(**_fields_of(batch))
         # The loops of this package give tokens to any cache.
@@ -89,15 +95,6 @@ class StepWatcher:
         if role is Role.SETS_DEBUG:
             return answer
         return after._watch_answer(plain, answer)
-
-    def _watched(self, name: str, batch: Batch) -> WatchedBatch:
-        """Return a batch that was planned on this cache; refuse any other."""
-        if not isinstance(batch, WatchedBatch) or batch.watch is not self.watch:
-            raise UsageError(
-                f"{name}: this batch was planned by append on another cache, or before "
-                f"jkv.debug; use each batch with the cache that append returned with it"
-            )
-        return batch
 
     def _watch_answer(self, before: Cache, answer: Any) -> Any:
         """Return what a function answered, with the watcher beside the cache."""

@@ -13,8 +13,7 @@ from jkv.config.arrays import ArrayLayout
 from jkv.config.layout import lay_out
 from jkv.inspection import block_invariants as blocks
 from jkv.inspection import index_invariants as prefixes
-from jkv.inspection.arrays import named_arrays
-from jkv.inspection.recount import Recount, recount
+from jkv.inspection.recount import Recount, named_arrays, recount
 from jkv.prefixes.arrays import IndexArrays
 from jkv.state import Cache, Metadata
 from jkv.state.cache import Role

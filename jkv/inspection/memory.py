@@ -5,7 +5,7 @@ import operator
 from typing import Any
 
 from jkv.config.units import human_bytes
-from jkv.inspection.arrays import named_arrays
+from jkv.inspection.recount import named_arrays
 from jkv.inspection.statistics import num_held_tokens, tally
 from jkv.state import Cache
 from jkv.state.entry import takes_cache
@@ -75,7 +75,9 @@ class MemoryProfile:
             lines.append(f"device      {device} {said}")
         lines.append("arrays")
         by_size = sorted(self.array_bytes.items(), key=lambda item: item[1])
-        lines += [f"  {_shorten(n):28} {human_bytes(num):>10}" for n, num in by_size]
+        for name, size in by_size:
+            name = name.removeprefix("metadata.").removeprefix("sequences.")
+            lines.append(f"  {name:28} {human_bytes(size):>10}")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -140,8 +142,3 @@ def memory_profile(cache: Cache) -> MemoryProfile:
         tokens=num_held_tokens(cache, sums),
         devices={f"{d.platform}:{d.id}": d.memory_stats() for d in devices},
     )
-
-
-def _shorten(name: str) -> str:
-    """Return the name of an array without the part of the cache that all have."""
-    return name.removeprefix("metadata.").removeprefix("sequences.")

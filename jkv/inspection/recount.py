@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jkv.state import BlockGroup, Metadata
+from jkv.state import BlockGroup, Cache, Metadata
 
 
 class Recount(NamedTuple):
@@ -62,3 +62,12 @@ def recount(metadata: Metadata, number: int) -> Recount:
         num_given_back=np.asarray(given_back, np.int64),
         owners=np.bincount(entries, minlength=group.num_blocks),
     )
+
+
+def named_arrays(cache: Cache) -> dict[str, jax.Array]:
+    """Return the arrays of metadata and storage by their names in a configuration."""
+    parts = {"metadata": cache.metadata, "storage": cache.storage}
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): array
+        for path, array in jax.tree_util.tree_leaves_with_path(parts)
+    }

@@ -77,10 +77,7 @@ def partition_specs(
 def _divide(
     storage: Any, axes: tuple[str | None, str | None], ranks: tuple[str, ...]
 ) -> Any:
-    """Return a group's storage with the partition of each array instead of the array.
-
-    By the axes of heads and context, and that of pools if there is one.
-    """
+    """Return a group's storage with the partition of each array, by axes, instead."""
     divided = {path: DividedAxes() for path in storage.arrays} | storage.divided
     specs = {
         path: jax.sharding.PartitionSpec(*ranks, *find_spec(of, *axes))

@@ -16,7 +16,6 @@ from jkv.sharding.loops import fori_loop
 
 Carry = TypeVar("Carry")
 
-
 # Entries worked on per trip of a flat loop: enough to hide the cost of a trip, few
 # enough that a call which frees one sequence does little more than that.
 ENTRIES_PER_TRIP = 512

@@ -8,7 +8,6 @@ import numpy as np
 # finaliser (A. Appleby, public domain).
 _GOLDEN = np.uint32(0x9E3779B9)
 
-
 _MIX = (np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35))
 
 # Fractions of the square roots of 2 and 3, in 32 bits: other beginnings.

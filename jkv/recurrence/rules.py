@@ -53,12 +53,7 @@ def take_rows(inputs: Arrays, rows: jax.Array, valid: jax.Array) -> Arrays:
 
 
 def put_rows(outputs: Any, rows: jax.Array, valid: jax.Array, new: Any) -> Any:
-    """Return the outputs [R, ...] with new ones of valid rows, [*shape] each, set.
-
-    Valid rows are different; outputs of None drop what is new.
-    """
-    if outputs is None:
-        return None
+    """Return the outputs [R, ...] with new ones of valid rows, which differ, set."""
     # Indices past the end are different too: the scatter is then free of duplicates,
     # which accelerators need to run it in parallel.
     numbers = jnp.arange(rows.size, dtype=jnp.int32).reshape(rows.shape)

@@ -73,7 +73,7 @@ def read_ahead(
 def fold_tokens(
     rule: Rule,  # of one token of one sequence
     state: Arrays,  # {name: [B, ...]}
-    outputs: Any,  # a pytree of [R, ...], or None to drop what the rule puts out
+    outputs: Any,  # a pytree of [R, ...]
     inputs: Arrays,  # {name: [R, ...]}
     starts: jax.Array,  # i32[B]
     counts: jax.Array,  # i32[B], rows of each request, those before `first` counted

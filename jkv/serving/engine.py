@@ -40,9 +40,8 @@ from jkv.serving.request.results import (
 )
 from jkv.serving.request.texts import Detokenize
 from jkv.serving.scheduler.measures import EngineStats
-from jkv.serving.scheduler.parking import Parked, ParkingOptions
+from jkv.serving.scheduler.parking import Parked
 from jkv.serving.scheduler.scheduler import HostOptions, QueueFull, Scheduler
-from jkv.serving.scheduler.storing import StoreOptions
 from jkv.serving.scheduler.versions import Update
 from jkv.serving.threads import Turns, await_events, read_events
 from jkv.sharding.processes import find_shared_mesh
@@ -60,7 +59,8 @@ class Engine:
 
     Without a thread of its own the engine goes on while a call waits for a request:
     `generate`, `stream`, `events` and `results` do the steps. `start`, or the engine
-    as a context manager, gives it a thread. All methods may be called by any thread.
+    as a context manager, gives it a thread. All methods may be called by any thread; a
+    `request_id` is what `submit` returned.
 
     Example:
       >>> import asyncio, jax, jkv
@@ -216,8 +216,10 @@ class Engine:
             shares or {},
             max_results,
             result_seconds,
-            ParkingOptions(park_seconds, max_parked_bytes),
-            StoreOptions(store, store_share),
+            park_seconds,
+            max_parked_bytes,
+            store,
+            store_share,
             checks,
             clock,
         )
@@ -289,9 +291,6 @@ class Engine:
 
     def cancel(self, request_id: int) -> bool:
         """End a request where it is; what it has is kept.
-
-        Args:
-          request_id: from `submit`.
 
         Returns:
           Whether it went on until now; False if it had ended, or is unknown.
@@ -390,7 +389,6 @@ class Engine:
         """Return what came of a request, one for each of its n sequences.
 
         Args:
-          request_id: from `submit`.
           wait: until it has ended; else what there is, with the reason RUNNING.
 
         Raises:
@@ -406,9 +404,6 @@ class Engine:
     def state(self, request_id: int) -> RequestState:
         """Return where a request is.
 
-        Args:
-          request_id: from `submit`.
-
         Raises:
           KeyError: if it is unknown, or forgotten.
         """
@@ -422,9 +417,6 @@ class Engine:
         To close the iterator before that cancels the request. A slow reader misses
         nothing, and holds nothing up.
 
-        Args:
-          request_id: from `submit`.
-
         Raises:
           KeyError: at once, if it is unknown.
           EngineError: at the end, if it failed.
@@ -434,9 +426,6 @@ class Engine:
 
     def stream(self, request_id: int) -> Iterator[int]:
         """Yield the tokens of a request with one sequence; otherwise as `events`.
-
-        Args:
-          request_id: from `submit`.
 
         Raises:
           ValueError: at once, for a request with several sequences.
@@ -450,11 +439,7 @@ class Engine:
         return (token for event in events for token in event.tokens)
 
     def aevents(self, request_id: int) -> AsyncGenerator[Event, None]:
-        """Do what `events` does, in an event loop; starts the engine's thread.
-
-        Args:
-          request_id: from `submit`.
-        """
+        """Do what `events` does, in an event loop; starts the engine's thread."""
         request = self._scheduler.find(request_id)
         return await_events(self._turns, request, self._scheduler.cancel)
 

@@ -21,13 +21,10 @@ Brought = TypeVar("Brought")
 
 
 class Turns(Generic[Brought]):
-    """Steps, one at a time, and the threads that wait for what they bring.
-
-    Attributes:
-      lock: held while requests are read or changed; not while the device computes.
-    """
+    """Steps, one at a time, and the threads that wait for what they bring."""
 
     def __init__(self, step: Callable[[], Brought], is_idle: Callable[[], bool]):
+        # Held while requests are read or changed; not while the device computes.
         self.lock = threading.RLock()
         self._news = threading.Condition(self.lock)
         self._turn = threading.Lock()
@@ -37,7 +34,6 @@ class Turns(Generic[Brought]):
 
     @property
     def has_thread(self) -> bool:
-        """Whether a thread of its own does the steps."""
         thread = self._thread
         return thread is not None and thread.is_alive()
 

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from jkv.steering.logits import find_columns
-from jkv.steering.protocol import Steering
+from jkv.steering.protocol import Unchanging
 from jkv.steering.tables import check_integers, count_variants, find_rows
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class AllowedTokens(Steering):
+class AllowedTokens(Unchanging):
     """The only tokens that a text may have.
 
     It is the `allowed_token_ids` of vLLM's interface
@@ -46,11 +46,6 @@ class AllowedTokens(Steering):
         """M, or one."""
         return count_variants(self.tokens, 1)
 
-    @property
-    def num_end_tokens(self) -> int:
-        """None: this ends no text."""
-        return 0
-
     def begin(self, variants: jax.Array, prompts: jax.Array) -> jax.Array:
         """Return the variant of each text, i32[N]."""
         del prompts
@@ -63,8 +58,3 @@ class AllowedTokens(Steering):
         mask = jnp.zeros(logits.shape, bool)
         mask = mask.at[find_columns(tokens, logits)].set(True, mode="drop")
         return jnp.where(mask, logits, -jnp.inf)
-
-    def advance(self, state: jax.Array, tokens: jax.Array) -> jax.Array:
-        """Return the same: nothing depends on the text."""
-        del tokens
-        return state

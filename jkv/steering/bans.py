@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jkv.steering.logits import forbid
 from jkv.steering.newest import align_right, find_newest, push
-from jkv.steering.protocol import Steering
+from jkv.steering.protocol import EndsNothing
 from jkv.steering.tables import check_integers, count_variants, find_rows
 
 
@@ -24,7 +24,7 @@ class _Rows(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class BannedTexts(Steering):
+class BannedTexts(EndsNothing):
     """Lists of tokens that a text never has.
 
     The last token of a list is forbidden where those before it are the newest of the
@@ -55,11 +55,6 @@ class BannedTexts(Steering):
     def num_variants(self) -> int:
         """M, or one."""
         return count_variants(self.texts, 2)
-
-    @property
-    def num_end_tokens(self) -> int:
-        """None: this ends no text."""
-        return 0
 
     def begin(self, variants: jax.Array, prompts: jax.Array) -> _Rows:
         """Return the newest tokens of each text, and its variant."""

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 
 from jkv.status import UsageError
 from jkv.steering.logits import find_columns
-from jkv.steering.protocol import Steering
+from jkv.steering.protocol import Unchanging
 from jkv.steering.tables import check_integers, check_numbers, count_variants
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class TokenBias(Steering):
+class TokenBias(Unchanging):
     """Numbers that are added to the logits of some tokens, in every step.
 
     It is the `logit_bias` of OpenAI's interface
@@ -50,11 +50,6 @@ class TokenBias(Steering):
         """M, or one."""
         return count_variants(self.tokens, 1)
 
-    @property
-    def num_end_tokens(self) -> int:
-        """None: this ends no text."""
-        return 0
-
     def begin(self, variants: jax.Array, prompts: jax.Array) -> jax.Array:
         """Return the variant of each text, i32[N]."""
         del prompts
@@ -80,8 +75,3 @@ class TokenBias(Steering):
         row = jnp.zeros((tokens.shape[0], logits.shape[1]), jnp.float32)
         row = row.at[find_columns(tokens, row)].add(values, mode="drop")
         return logits + row
-
-    def advance(self, state: jax.Array, tokens: jax.Array) -> jax.Array:
-        """Return the same: nothing depends on the text."""
-        del tokens
-        return state

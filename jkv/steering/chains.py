@@ -82,7 +82,6 @@ class Chain(Steering):
 
     @property
     def num_end_tokens(self) -> int:
-        """As many as all links together."""
         return sum(link.num_end_tokens for link in self.links)
 
     def begin(self, variants: jax.Array, prompts: jax.Array) -> tuple[Any, ...]:
@@ -94,13 +93,11 @@ class Chain(Steering):
         )
 
     def steer(self, state: tuple[Any, ...], logits: jax.Array) -> jax.Array:
-        """Let each steer what the one before it left."""
         for link, rows in zip(self.links, state, strict=True):
             logits = link.steer(rows, logits)
         return logits
 
     def advance(self, state: tuple[Any, ...], tokens: jax.Array) -> tuple[Any, ...]:
-        """Let each go on."""
         pairs = zip(self.links, state, strict=True)
         return tuple(link.advance(rows, tokens) for link, rows in pairs)
 

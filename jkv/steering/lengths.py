@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jkv.status import UsageError
 from jkv.steering.logits import forbid
-from jkv.steering.protocol import Steering
+from jkv.steering.protocol import EndsNothing
 from jkv.steering.tables import check_integers, count_variants, find_rows
 
 
@@ -24,7 +24,7 @@ class _Rows(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class MinimumLength(Steering):
+class MinimumLength(EndsNothing):
     """No end token before a text has so many new tokens.
 
     End tokens that are given to the loop (`stop_tokens`) are not known here: name them
@@ -62,11 +62,6 @@ class MinimumLength(Steering):
             count_variants(self.min_new_tokens, 0),
         )
         return max(counts)
-
-    @property
-    def num_end_tokens(self) -> int:
-        """None: this ends no text."""
-        return 0
 
     def begin(self, variants: jax.Array, prompts: jax.Array) -> _Rows:
         """Return how many tokens each text lacks before it may end."""

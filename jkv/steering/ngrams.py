@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from jkv.status import UsageError
 from jkv.steering.logits import forbid
 from jkv.steering.newest import find_newest, push
-from jkv.steering.protocol import Steering
+from jkv.steering.protocol import EndsNothing
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class NoRepeatedNgrams(Steering):
+class NoRepeatedNgrams(EndsNothing):
     """No n-gram twice in a text, its prompt counted.
 
     A token is forbidden if the text has, anywhere, the tokens before it and it, in a
@@ -49,11 +49,6 @@ class NoRepeatedNgrams(Steering):
     size: int = dataclasses.field(metadata={"static": True})
     # Static, as the state's shape follows from it.
     max_new_tokens: int = dataclasses.field(metadata={"static": True})
-
-    @property
-    def num_end_tokens(self) -> int:
-        """None: this ends no text."""
-        return 0
 
     def begin(self, variants: jax.Array, prompts: jax.Array) -> jax.Array:
         """Return the newest tokens of each text, i32[N, T]."""

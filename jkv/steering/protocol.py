@@ -106,3 +106,21 @@ class Steering(Protocol):
         """
         del state
         return None
+
+
+class EndsNothing(Steering):
+    """What steers texts and ends none."""
+
+    @property
+    def num_end_tokens(self) -> int:
+        """None: this ends no text."""
+        return 0
+
+
+class Unchanging(EndsNothing):
+    """What steers texts alike, whatever their tokens are."""
+
+    def advance(self, state: Any, tokens: jax.Array) -> Any:
+        """Return the same: nothing depends on the text."""
+        del tokens
+        return state

@@ -80,7 +80,6 @@ class Renumbered(Steering):
 
     @property
     def num_end_tokens(self) -> int:
-        """As many as it has."""
         return self.steering.num_end_tokens
 
     def begin(self, variants: jax.Array, prompts: jax.Array) -> _Rows:
@@ -90,12 +89,10 @@ class Renumbered(Steering):
         return _Rows(self.steering.begin(meant, prompts), meant >= 0)
 
     def steer(self, state: _Rows, logits: jax.Array) -> jax.Array:
-        """Steer those that take a variant."""
         steered = self.steering.steer(state.inner, logits)
         return jnp.where(state.is_steered[:, None], steered, logits)
 
     def advance(self, state: _Rows, tokens: jax.Array) -> _Rows:
-        """Go on with those that take a variant."""
         tokens = jnp.where(state.is_steered, tokens, -1)
         return state._replace(inner=self.steering.advance(state.inner, tokens))
 

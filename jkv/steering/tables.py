@@ -33,16 +33,7 @@ def find_rows(
 
 
 def check_integers(where: str, array: Any, shapes: tuple[str, ...]) -> jax.Array:
-    """Return an array as i32.
-
-    Args:
-      where: what it is called, in a message.
-      array: it, or a number.
-      shapes: those that it may have, such as "[E]" and "[M, E]"; "[]" is a number.
-
-    Raises:
-      UsageError: for no integers, or another number of axes.
-    """
+    """Return an array or a number as i32, of a shape such as "[M, E]" or "[]"."""
     return _check(where, array, shapes, jnp.integer, jnp.int32)
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jkv.status import UsageError
 from jkv.steering.newest import ends_with, find_newest, push
-from jkv.steering.protocol import Steering
+from jkv.steering.protocol import EndsNothing
 from jkv.steering.tables import check_integers, count_variants, find_rows
 
 
@@ -28,7 +28,7 @@ class _Rows(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class ThinkingBudget(Steering):
+class ThinkingBudget(EndsNothing):
     """At most so many tokens of thought, then the closing tag.
 
     Thought begins behind an open tag, be it in the prompt or written by the model, and
@@ -68,11 +68,6 @@ class ThinkingBudget(Steering):
     def num_variants(self) -> int:
         """M, or one."""
         return count_variants(self.budget, 0)
-
-    @property
-    def num_end_tokens(self) -> int:
-        """None: this ends no text."""
-        return 0
 
     def begin(self, variants: jax.Array, prompts: jax.Array) -> _Rows:
         """Find which prompts end in thought, and how many tokens of it they have."""

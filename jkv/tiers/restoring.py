@@ -119,10 +119,7 @@ def _enter_all(
         np.full(num_nodes, g.num_blocks, np.int32) for g in metadata.block_groups
     ]
     columns, starts = spilled.columns, range(0, num_nodes, LANES_PER_CALL)
-    held = []
-    for group in spilled.groups:
-        held.append(np.zeros(num_nodes, bool))
-        held[-1][group.nodes] = True
+    held = [np.isin(np.arange(num_nodes), group.nodes) for group in spilled.groups]
     for start in starts:
         at = slice(start, start + LANES_PER_CALL)
         lanes = _lanes(spilled, columns, held, stands, at, nothing)

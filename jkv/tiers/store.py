@@ -174,8 +174,12 @@ class BlockStore:
           salt: the domain to look in.
         """
         with self._lock:
-            path = self._walk(tokens, salt)
-            held = [i for i, node in enumerate(path) if self._has(node)]
+            path, folder = self._walk(tokens, salt), self._folder
+            held = [
+                i
+                for i, node in enumerate(path)
+                if node.held is not None or folder and folder.has(node.digest)
+            ]
             for node in path[::-1]:
                 self._prune(node)
         return 0 if not held else (held[-1] + 1) * len(path[0].tokens)
@@ -214,12 +218,8 @@ class BlockStore:
                 found = self._folder.find(node.digest, node.text(), said)
                 if found is not None:
                     self._hold(node, found)
-        start = len(path) - len(wanted)
-        held = {
-            start + i: node.held
-            for i, node in enumerate(wanted)
-            if node.held is not None
-        }
+        numbered = enumerate(wanted, len(path) - len(wanted))
+        held = {i: node.held for i, node in numbered if node.held is not None}
         if not held:
             return None
         num = max(held) + 1
@@ -242,11 +242,6 @@ class BlockStore:
         if not path:
             self._prune(node)
         return path
-
-    def _has(self, node: _Node) -> bool:
-        if node.held is not None:
-            return True
-        return self._folder is not None and self._folder.has(node.digest)
 
     @property
     def has_folder(self) -> bool:

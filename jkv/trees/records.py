@@ -173,9 +173,9 @@ def note_given(
     (ids,) = broadcast(seq_ids=seq_ids)
     texts = as_prompts(tokens, "tokens")
     _check_texts(ids, texts)
-    unfed = _of_sequences(record.num_unfed, ids, 0) + count_tokens(texts)
-    record, segments = _add(record, texts, _of_sequences(record.tips, ids, NO_PARENT))
-    return _move(record, ids, segments, unfed), segments
+    tips, unfed = _find(record, ids)
+    record, segments = _add(record, texts, tips)
+    return _move(record, ids, segments, unfed + count_tokens(texts)), segments
 
 
 def note_fed(record: TreeRecord, seq_ids: Integers, num_tokens: Integers) -> TreeRecord:
@@ -204,8 +204,7 @@ def note_fed(record: TreeRecord, seq_ids: Integers, num_tokens: Integers) -> Tre
       [1, 0]
     """
     ids, counts = broadcast(seq_ids=seq_ids, num_tokens=num_tokens)
-    waiting = _of_sequences(record.num_unfed, ids, 0)
-    tips = _of_sequences(record.tips, ids, NO_PARENT)
+    tips, waiting = _find(record, ids)
     return _move(record, ids, tips, jnp.maximum(waiting - counts, 0))
 
 
@@ -254,8 +253,7 @@ def note_extend(
     was_fed = (result.lengths > 0) | jnp.isin(
         result.reasons, jnp.array(reasons, jnp.int32)
     )
-    unfed = _of_sequences(record.num_unfed, ids, 0)
-    tips = _of_sequences(record.tips, ids, NO_PARENT)
+    tips, unfed = _find(record, ids)
     _check_unfed(record, texts, tips, jnp.where(was_fed, unfed, 0))
     column = unfed[:, None] + jnp.arange(texts.shape[1], dtype=jnp.int32)[None]
     new = jnp.take_along_axis(texts, column, axis=1, mode="fill", fill_value=-1)
@@ -295,8 +293,7 @@ def note_fork(record: TreeRecord, parents: Integers, forked: Fork) -> TreeRecord
     (ids,) = broadcast(seq_ids=parents)
     if not isinstance(forked, Fork) or forked.seq_ids.shape != ids.shape:
         raise UsageError(f"expected the jkv.Fork of {ids.shape[0]} parents")
-    tips = _of_sequences(record.tips, ids, NO_PARENT)
-    return _move(record, forked.seq_ids, tips, _of_sequences(record.num_unfed, ids, 0))
+    return _move(record, forked.seq_ids, *_find(record, ids))
 
 
 def _add(
@@ -312,9 +309,7 @@ def _add(
     if logprobs is None:
         added: Any = np.zeros(rows.places.shape, np.float32)
     else:
-        arrays = logprobs, rows.places
-        is_traced = any(isinstance(each, jax.core.Tracer) for each in arrays)
-        xp: Any = jnp if is_traced else np
+        xp: Any = np if is_known((logprobs, rows.places)) else jnp
         values = xp.asarray(logprobs).reshape(-1)[rows.places]
         added = xp.where(rows.owners >= 0, values, xp.float32(0))
     record = dataclasses.replace(
@@ -326,10 +321,11 @@ def _add(
     return record, segments
 
 
-def _of_sequences(array: jax.Array, ids: jax.Array, otherwise: int) -> jax.Array:
-    """Return the entries of sequences, i32[B]; something else for those of padding."""
-    ids = jnp.where(ids < 0, array.shape[0], ids)
-    return array.at[ids].get(mode="fill", fill_value=otherwise)
+def _find(record: TreeRecord, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return where sequences, i32[B], are, and what of their texts is not fed."""
+    ids = jnp.where(ids < 0, record.tips.shape[0], ids)
+    tips = record.tips.at[ids].get(mode="fill", fill_value=NO_PARENT)
+    return tips, record.num_unfed.at[ids].get(mode="fill", fill_value=0)
 
 
 def _move(
@@ -358,8 +354,7 @@ def _check_unfed(
 ) -> None:
     """Refuse texts that lack what the cache does not have, outside jit."""
     arrays = texts, tips, num_unfed
-    is_traced = any(isinstance(each, jax.core.Tracer) for each in arrays)
-    if is_traced or not is_known(record.tree):
+    if not is_known((arrays, record.tree)):
         return
     for text, tip, count in zip(*map(np.asarray, arrays), strict=True):
         if count:

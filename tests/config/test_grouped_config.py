@@ -8,7 +8,7 @@ from support.config_json import LLAMA, folder
 from support.small_caches import small_config
 
 import jkv
-from jkv.inspection.arrays import named_arrays
+from jkv.inspection.recount import named_arrays
 
 pytestmark = pytest.mark.one_end
 

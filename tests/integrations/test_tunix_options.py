@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from support.tunix_models import EOS, options
 
-from jkv.integrations.tunix.padding import find_width, pad_left, pad_right
 from jkv.integrations.tunix.paged_model import Pages
 from jkv.integrations.tunix.pool import CallSizes, Pool, PoolSizes
-from jkv.integrations.tunix.repeats import find_repeats
+from jkv.integrations.tunix.prompts import find_repeats, find_width, pad_left, pad_right
 from jkv.integrations.tunix.rollout import count_rows
 from jkv.integrations.tunix.rollout_options import read_options
 

@@ -256,7 +256,7 @@ def test_imports_point_down_inside_rooms(room: str) -> None:
 
 
 def test_check_shares_no_code_with_the_verbs() -> None:
-    names = "invariants", "recount", "block_invariants", "index_invariants", "arrays"
+    names = "invariants", "recount", "block_invariants", "index_invariants"
     for name in names:
         used = imported_modules(PACKAGE / "inspection" / f"{name}.py")
         used -= {"jkv.prefixes.arrays"}

@@ -210,17 +210,22 @@ folder, seed = sys.argv[1], int(sys.argv[2])
 random.seed(seed)
 said = {"salt": 0, "version": "", "layout": [4]}
 for trip in range(100):
+    begun, tell = os.pipe()
     child = os.fork()
     if child == 0:
         files = Folder(folder, 2**30)
         for n in range(1000):
             text = np.array([trip, n, 0, 0], np.int32)
             block = {"key_pool": np.full((2, 64), n, np.float32)}
+            os.write(tell, b".")
             files._write(next_digest(b"", text).hex(), text, Held({0: block}), said)
         os._exit(0)
-    time.sleep(random.uniform(0.001, 0.02))
+    for _ in range(random.randint(1, 3)):  # files before it are whole
+        os.read(begun, 1)
+    time.sleep(random.uniform(0, 0.002))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
+    os.close(begun), os.close(tell)
 files, num = Folder(folder, 2**30), 0
 for trip in range(100):
     for n in range(1000):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypedDict, TypeVar
 import jax
 
 from jkv.decoding.model.steps import OfSteps, Steps
-from jkv.decoding.sampling.choice import Choice
+from jkv.decoding.sampling.draws import Choice
 from jkv.decoding.sampling.options import GREEDY, Sampling, check_sampling
 from jkv.decoding.speculation.loop import Speculation
 from jkv.decoding.speculation.options import check_speculation

@@ -90,7 +90,6 @@ class Hypotheses(NamedTuple):
     def none(
         cls, num_prompts: int, num_beams: int, max_new_tokens: int
     ) -> "Hypotheses":
-        """Return no text at all."""
         shape = num_prompts, num_beams
         return cls(
             tokens=jnp.full((*shape, max_new_tokens), -1, jnp.int32),

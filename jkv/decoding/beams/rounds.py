@@ -168,10 +168,7 @@ def _begin_anew(searcher: Searcher, state: SearchState) -> SearchState:
 def _run_step(
     searcher: Searcher, cache: Cache, state: SearchState, logits: jax.Array
 ) -> Carry:
-    """Give each beam one more token, and compute it.
-
-    The logits, f32[Q * K, V], are those after each beam's last token.
-    """
+    """Give each beam one more token, by its logits f32[Q * K, V], and compute it."""
     before = state
     state, parents, reasons = _choose_beams(searcher, cache, state, logits)
     ends = reasons != FinishReason.RUNNING

@@ -103,7 +103,6 @@ class SearchState:
         return rows.reshape(-1)
 
     def count(self, **counts: jax.Array) -> "SearchState":
-        """Return the same with more counted."""
         return dataclasses.replace(self, statistics=self.statistics.add(**counts))
 
     def end(self, ends: jax.Array, reasons: jax.Array) -> "SearchState":

@@ -9,6 +9,9 @@ so a sequence's text does not depend on its neighbours or on the batch's size.
 Symbols: B sequences of a call, V tokens in the vocabulary.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -16,6 +19,10 @@ from jax import lax
 from jkv.arguments import explains_arguments
 from jkv.decoding.sampling.filters import PerRow, by_row, filter_rows, penalise
 from jkv.decoding.sampling.options import Sampling
+from jkv.steering import Steering
+
+Chunk = TypeVar("Chunk")
+Results = TypeVar("Results")
 
 # A choice picks one of V / _TILE tiles, then one token of it: for a draw two short
 # cumulative sums in place of one of length V.
@@ -118,10 +125,7 @@ def draw(
 
 
 def draw_uniforms(seeds: jax.Array, counts: jax.Array, purpose: int = 0) -> jax.Array:
-    """Return two numbers in [0, 1) a row, f32[B, 2], that depend on nothing else.
-
-    Numbers for one purpose are independent of those for another.
-    """
+    """Return numbers in [0, 1), f32[B, 2], by a row's seed, count and purpose alone."""
 
     def of_row(seed: jax.Array, count: jax.Array) -> jax.Array:
         # The generator is named: others give a batch other numbers than its rows.
@@ -140,3 +144,50 @@ def _invert(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
     sums = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), jnp.float32(0))
     target = uniforms * jnp.max(sums, axis=-1)
     return jnp.argmax(sums > target[:, None], axis=-1).astype(jnp.int32)
+
+
+class Choice(NamedTuple):
+    """How the tokens of N sequences are chosen."""
+
+    sampling: Sampling
+    steering: Steering | None = None
+    # Rows that are chosen for at a time, so that bits do not depend on how many there
+    # are; None: as they come.
+    num_rows: int | None = None
+
+    def sample(
+        self,
+        logits: jax.Array,  # f32[K, V]
+        sampling: Sampling,  # of these rows, one number or K
+        counts: jax.Array,  # i32[K], tokens that each has generated
+        seen: jax.Array | None,  # bool[K, V] or None, as for `sample`
+    ) -> tuple[jax.Array, jax.Array]:
+        """Choose a token for each row, i32[K], with its log-probability, f32[K]."""
+        if self.num_rows is None or self.num_rows == logits.shape[0]:
+            return sample(logits, sampling, counts, seen=seen)
+        rows = by_row(sampling, logits.shape[0])
+
+        def choose(
+            chunk: tuple[jax.Array, PerRow, jax.Array, jax.Array | None],
+        ) -> tuple[jax.Array, jax.Array]:
+            logits, rows, counts, seen = chunk
+            return sample(logits, Sampling(**rows._asdict()), counts, seen=seen)
+
+        return _map_chunks(choose, (logits, rows, counts, seen), self.num_rows)
+
+
+def _map_chunks(
+    function: Callable[[Chunk], Results], rows: Chunk, num_rows: int
+) -> Results:
+    """Call a function of rows for so many at a time; the last chunk is filled up."""
+    count = jax.tree.leaves(rows)[0].shape[0]
+    missing = -count % num_rows
+
+    def cut(array: jax.Array) -> jax.Array:
+        # The last row again: what is computed of it is dropped.
+        last = jnp.broadcast_to(array[-1:], (missing, *array.shape[1:]))
+        whole = jnp.concatenate([array, last])
+        return whole.reshape(-1, num_rows, *array.shape[1:])
+
+    found = lax.map(function, jax.tree.map(cut, rows))
+    return jax.tree.map(lambda each: each.reshape(-1, *each.shape[2:])[:count], found)

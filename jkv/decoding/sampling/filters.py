@@ -143,7 +143,6 @@ def _remove_by_platform(scaled: jax.Array, rows: PerRow) -> jax.Array:
 
 
 def _remove(scaled: jax.Array, rows: PerRow) -> jax.Array:
-    """Remove what top-k, top-p and min-p remove."""
     # A search that starts at its row's maximum is over before it begins.
     ranks = _ordered_bits(scaled)
     keep_all, keep_best = jnp.min(ranks, axis=-1), jnp.max(ranks, axis=-1)
@@ -173,12 +172,9 @@ def _smallest_kept(
     weights: jax.Array,  # i32[B, V] or f32[B, V]
     limits: jax.Array,  # i32[B] or f32[B], above 0
     *,
-    start: jax.Array,  # i32[B]
+    start: jax.Array,  # i32[B], from where each row is searched up to its maximum
 ) -> jax.Array:
-    """Return the smallest rank above which the weights sum to less than the limit.
-
-    The search runs between `start` and each row's maximum.
-    """
+    """Return the smallest rank above which the weights sum to less than the limit."""
 
     def halve(bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.sampling.choice import Choice
+from jkv.decoding.sampling.draws import Choice
 from jkv.decoding.sampling.filters import by_row
 from jkv.decoding.sampling.options import Sampling
 from jkv.decoding.sampling.stopping import Progress, judge_texts

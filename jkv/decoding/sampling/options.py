@@ -168,7 +168,6 @@ def _mix(bits: Any) -> Any:
 
 
 def check_sampling(sampling: object) -> None:
-    """Refuse anything but a `Sampling`."""
     if not isinstance(sampling, Sampling):
         raise UsageError(
             f"sampling must be a jkv.Sampling, as in Sampling(temperature=0.7), got "

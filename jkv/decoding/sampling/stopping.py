@@ -77,8 +77,10 @@ def judge_prompts(
 
     Outside of jit, where the tokens are known, a malformed prompt raises UsageError.
     """
-    unknown = find_unknown(prompts, steering)
-    steered = [] if unknown is None else [(FinishReason.UNKNOWN_VARIANT, unknown)]
+    steered: list[tuple[FinishReason, jax.Array]] = []
+    if prompts.variants is not None and steering is not None:
+        unknown = find_unknown(prompts.variants, steering)
+        steered = [(FinishReason.UNKNOWN_VARIANT, unknown)]
     return find_first(
         prompts.lengths.shape,
         [

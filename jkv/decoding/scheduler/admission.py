@@ -134,7 +134,7 @@ def _fork_prompts(
     cache, forked = fork(cache, parents, state.prompts.lengths[lanes.prompts])
     seq_ids = jnp.where(takes, holder.seq_id, forked.seq_ids)
     left = jnp.where(jnp.any(takes), NO_SEQUENCE, holder.seq_id)
-    return cache, seq_ids, dataclasses.replace(holder, seq_id=left)
+    return cache, seq_ids, holder._replace(seq_id=left)
 
 
 def _note_opened(
@@ -155,9 +155,8 @@ def _note_opened(
     begun = jnp.where(begins, lanes.sequences, result.lengths.shape[0])
     state = dataclasses.replace(
         state,
-        places=dataclasses.replace(
-            state.places,
-            seq_ids=state.places.seq_ids.at[place].set(seq_ids, mode="drop"),
+        places=state.places._replace(
+            seq_ids=state.places.seq_ids.at[place].set(seq_ids, mode="drop")
         ),
         result=result._replace(
             cached_tokens=result.cached_tokens.at[begun].set(num_cached, mode="drop")
@@ -191,8 +190,8 @@ def _give_up(
     ended = jnp.where(refused[0] & is_alone, lanes.sequences[0], num_sequences)
     return dataclasses.replace(
         state,
-        places=dataclasses.replace(
-            places, num_running=places.num_running - unseats.astype(jnp.int32)
+        places=places._replace(
+            num_running=places.num_running - unseats.astype(jnp.int32)
         ),
         seating_needs=tuple(
             jnp.where(unseats, slack + 1, needs)

@@ -70,9 +70,8 @@ def add_prompts(
     Example:
       >>> import jax, jax.numpy as jnp, jkv
       >>> from jkv.decoding import add_prompts, begin, decode
-      >>> def count_on(params, tokens, cache, batch, *, all_rows=False):
-      ...     logits = jax.nn.one_hot(tokens + 1, 100)
-      ...     return (logits if all_rows else logits[batch.last_rows]), cache
+      >>> def count_on(params, tokens, cache, batch):
+      ...     return jax.nn.one_hot(tokens + 1, 100)[batch.last_rows], cache
       >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
       ...     num_blocks=8, block_size=4, max_sequences=2, max_context_length=16))
       >>> nothing = jnp.full((2, 3), -1)
@@ -125,7 +124,6 @@ def _queue_up(
     wanted: jax.Array,  # i32[K], how many sequences of each begin
     steering: Steering | None,  # what steers them
 ) -> GenerationState:
-    """Let the sequences of added prompts wait."""
     num_samples, num_sequences = state.num_samples, state.result.lengths.shape[0]
     sample_index = jnp.arange(num_samples, dtype=jnp.int32)[None]
     sequences = (index[:, None] * num_samples + sample_index).reshape(-1)

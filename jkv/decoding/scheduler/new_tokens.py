@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jkv.decoding.sampling.choice import Choice
-from jkv.decoding.sampling.next_token import choose_next, take_several
+from jkv.decoding.sampling.draws import Choice
+from jkv.decoding.sampling.next_token import choose_next
 from jkv.decoding.sampling.stopping import Progress
 from jkv.decoding.scheduler.state import GenerationState
-from jkv.decoding.steering.rows import SteeredRows
 from jkv.decoding.texts.results import Generation
 from jkv.sharding.loops import while_loop
 from jkv.state import Cache
@@ -41,28 +40,10 @@ def choose_tokens(
         progress = progress._replace(result=result)
         result = _choose_for_samples(progress, state, logits, is_first, choice)
     state = dataclasses.replace(state, result=result)
-    return _note_seen(state, is_ready, tokens), steered
+    return note_seen(state, is_ready, tokens), steered
 
 
-def take_tokens(
-    cache: Cache,
-    state: GenerationState,
-    is_ready: jax.Array,  # bool[W], whose texts, which have a token already
-    tokens: jax.Array,  # [W, C], as for `take_several`
-    logprobs: jax.Array,
-    follows: jax.Array,
-    before: SteeredRows | None,
-) -> GenerationState:
-    """Give texts several tokens that were chosen at once."""
-    sequences = state.places.sequences
-    sequences = jnp.where(is_ready, sequences, state.result.lengths.shape[0])
-    result, is_taken = take_several(
-        state.progress(cache), sequences, tokens, logprobs, follows, before
-    )
-    return _note_seen(dataclasses.replace(state, result=result), is_taken, tokens)
-
-
-def _note_seen(
+def note_seen(
     state: GenerationState, is_ready: jax.Array, tokens: jax.Array
 ) -> GenerationState:
     """Note that texts have these tokens now, i32[W] or i32[W, C], where bool[...]."""

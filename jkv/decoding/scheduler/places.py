@@ -8,7 +8,7 @@ ones, then the empty ones, and to preempt or to seat again moves one border.
 Symbols: W places, K lanes.
 """
 
-import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,7 @@ from jkv.state import NO_SEQUENCE
 LANES = 16
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Places:
+class Places(NamedTuple):
     """W places, each for one sequence at a time."""
 
     sequences: jax.Array  # i32[W], the sequence of each place, any where it is empty
@@ -34,7 +32,6 @@ class Places:
 
     @classmethod
     def empty(cls, num_places: int) -> "Places":
-        """Make places that are empty."""
         return cls(
             sequences=jnp.zeros((num_places,), jnp.int32),
             seq_ids=jnp.full((num_places,), NO_SEQUENCE, jnp.int32),
@@ -109,8 +106,7 @@ def find_youngest_running(places: Places) -> jax.Array:
 def unseat_youngest(places: Places) -> Places:
     """Let the youngest running sequence wait; its row of the cache is freed."""
     youngest = find_youngest_running(places)
-    return dataclasses.replace(
-        places,
+    return places._replace(
         seq_ids=places.seq_ids.at[youngest].set(NO_SEQUENCE, mode="drop"),
         num_running=jnp.maximum(places.num_running - 1, 0),
     )
@@ -127,8 +123,7 @@ def vacate(places: Places, ended: jax.Array) -> Places:
     # Empty places follow those that are left; those emptied just now come first.
     moved = jnp.where(ended, num_started + older, places.ages - older)
     num_stopped = jnp.sum(ended & places.is_running, dtype=jnp.int32)
-    return dataclasses.replace(
-        places,
+    return places._replace(
         seq_ids=jnp.where(ended, NO_SEQUENCE, places.seq_ids),
         ages=jnp.where(places.is_started, moved, places.ages),
         num_running=places.num_running - num_stopped,

@@ -64,9 +64,8 @@ def preempt(cache: Cache, state: GenerationState) -> tuple[Cache, GenerationStat
     Example:
       >>> import jax, jkv
       >>> from jkv.decoding import decode, preempt, prefill
-      >>> def count_on(params, tokens, cache, batch, *, all_rows=False):
-      ...     logits = jax.nn.one_hot(tokens + params, 100)
-      ...     return (logits if all_rows else logits[batch.last_rows]), cache
+      >>> def count_on(params, tokens, cache, batch):
+      ...     return jax.nn.one_hot(tokens + params, 100)[batch.last_rows], cache
       >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
       ...     num_blocks=8, block_size=4, max_sequences=2, max_context_length=16))
       >>> cache, state = prefill(count_on, 1, cache, [[5], [40]], max_new_tokens=3)
@@ -139,7 +138,7 @@ def _take_back(cache: Cache, running: _Running, demand: Blocks) -> _Running:
     return _Running(
         metadata=cache.metadata,
         places=places,
-        holder=dataclasses.replace(running.holder, seq_id=jnp.int32(NO_SEQUENCE)),
+        holder=running.holder._replace(seq_id=jnp.int32(NO_SEQUENCE)),
         promised=subtract(
             running.promised,
             tuple(jnp.where(is_held, 0, blocks[youngest]) for blocks in demand),

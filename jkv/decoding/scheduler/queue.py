@@ -6,7 +6,6 @@ The first that does not fit shuts out all behind it.
 Symbols: N sequences, W places, K lanes.
 """
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -60,7 +59,6 @@ def find_candidates(
     queue: Ring,  # the sequences that never ran
     num_lanes: int,  # K, static
 ) -> Candidates:
-    """Find the first that wait."""
     lane = jnp.arange(num_lanes, dtype=jnp.int32)
     num_preempted = places.num_started - places.num_running
     fresh_rank = lane - num_preempted
@@ -109,8 +107,7 @@ def seat(
     place = jnp.where(result.seated, place, places.num_places)
     num_fresh = jnp.sum(result.seated & candidates.is_fresh, dtype=jnp.int32)
     num_left = jnp.sum(result.passed & candidates.is_fresh, dtype=jnp.int32)
-    places = dataclasses.replace(
-        places,
+    places = places._replace(
         sequences=places.sequences.at[place].set(candidates.sequences, mode="drop"),
         num_running=places.num_running + rank[-1] + 1,
         num_started=places.num_started + num_fresh,

@@ -1,5 +1,7 @@
 """Release: sequences that ended are freed, and their places emptied.
 
+A host may end some, between two windows of steps.
+
 Symbols: K lanes, Q prompts, W places.
 """
 
@@ -11,8 +13,10 @@ import jax.numpy as jnp
 from jkv.decoding.scheduler.places import LANES, find_chosen, find_oldest, vacate
 from jkv.decoding.scheduler.samples import find_hand_over
 from jkv.decoding.scheduler.state import GenerationState, Holder, note_texts
+from jkv.decoding.texts.results import FinishReason
 from jkv.sharding.loops import when, while_loop
 from jkv.state import NO_SEQUENCE, Cache
+from jkv.state.entry import takes_cache
 from jkv.status import Status
 from jkv.verbs.allocation import free
 from jkv.verbs.truncation import truncate
@@ -37,7 +41,7 @@ def release_ended(
         return cache, dataclasses.replace(
             state,
             places=vacate(state.places, ended),
-            holder=dataclasses.replace(state.holder, seq_id=kept),
+            holder=state.holder._replace(seq_id=kept),
             seating_needs=jax.tree.map(jnp.zeros_like, state.seating_needs),
         )
 
@@ -46,6 +50,53 @@ def release_ended(
     ended = places.is_started & ~state.is_running[places.sequences]
     is_unwanted = _is_holder_unwanted(state)
     return when(jnp.any(ended) | is_unwanted, release, (cache, state))
+
+
+@takes_cache()
+def cancel(
+    cache: Cache, state: GenerationState, sequences: jax.Array
+) -> tuple[Cache, GenerationState]:
+    """End sequences where they are, running or waiting, and free their blocks.
+
+    Their tokens so far are kept. Others go on as if these had never been.
+
+    Args:
+      cache: from `prefill` or `decode`; jit may donate it.
+      state: what came with the cache; jit may donate it, too.
+      sequences: bool[N], which to end; those that have ended stay as they are.
+
+    Returns:
+      The cache and the state.
+
+    Raises:
+      ValueError: for anything but one bool for each sequence.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jkv
+      >>> from jkv.decoding import cancel, prefill
+      >>> def count_on(params, tokens, cache, batch):
+      ...     return jax.nn.one_hot(tokens + 1, 100)[batch.last_rows], cache
+      >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=8, block_size=4, max_sequences=2, max_context_length=16))
+      >>> cache, state = prefill(
+      ...     count_on, None, cache, [[5, 6, 7], [40]], max_new_tokens=4)
+      >>> cache, state = cancel(cache, state, jnp.array([True, False]))
+      >>> state.is_running.tolist(), int(jkv.num_free_blocks(cache))
+      ([False, True], 7)
+    """
+    expected = state.result.reasons.shape
+    if sequences.shape != expected or sequences.dtype != jnp.bool_:
+        raise ValueError(
+            f"sequences must be bool{list(expected)}, whether to end each one, got "
+            f"{sequences.dtype}{list(sequences.shape)}"
+        )
+    reasons = jnp.where(
+        state.is_running & sequences,
+        jnp.int32(FinishReason.CANCELLED),
+        state.result.reasons,
+    )
+    state = dataclasses.replace(state, result=state.result._replace(reasons=reasons))
+    return release_ended(cache, state)
 
 
 def _free_all(cache: Cache, seq_ids: jax.Array) -> Cache:
@@ -106,8 +157,8 @@ def _receive(
     is_held = receiver == places.num_places
     state = dataclasses.replace(
         state,
-        places=dataclasses.replace(
-            places, seq_ids=places.seq_ids.at[place].set(seq_id, mode="drop")
+        places=places._replace(
+            seq_ids=places.seq_ids.at[place].set(seq_id, mode="drop")
         ),
         holder=Holder(
             seq_id=jnp.where(is_held, seq_id, holder.seq_id),

@@ -92,10 +92,7 @@ def has_more_samples(state: GenerationState, loads: Loads) -> jax.Array:
 
 
 def hold_prompt(cache: Cache, state: GenerationState) -> tuple[Cache, GenerationState]:
-    """Fork a prompt that was just computed, if samples wait for it without a place.
-
-    Without layers that keep a state there is nothing to do.
-    """
+    """Fork a prompt that was just computed, if samples wait for it without a place."""
     if not cache.metadata.has_states or state.num_samples == 1:
         return cache, state
     places, loads, holder = state.places, state.loads(cache), state.holder

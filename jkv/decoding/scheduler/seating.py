@@ -82,11 +82,16 @@ def seat_waiting(
     forced = is_trial & (jnp.arange(num_lanes, dtype=jnp.int32) == 0)
     result = Seated(result.seated | forced, result.passed | forced)
     places, waiting = queue.seat(places, state.queue, offer.candidates, result)
+    # The next one cannot be seated without these, unless the index has some of it.
+    known = offer.candidates.exists & ~offer.may_cost_less
+    needs = [jnp.where(known, cost, 0) for cost in offer.costs]
     state = dataclasses.replace(
         state,
         places=places,
         queue=waiting,
-        seating_needs=_find_needs(offer, num_passed),
+        seating_needs=tuple(
+            need.at[num_passed].get(mode="fill", fill_value=0) for need in needs
+        ),
     )
     is_tried_next = offer.may_cost_less.at[num_passed].get(
         mode="fill", fill_value=False
@@ -131,10 +136,3 @@ def _is_first_sample(
     is_running = state.places.is_running[None]
     joins = jnp.any(is_running & (loads.prompts[None] == prompt[:, None]), axis=1)
     return ~(follows | joins)
-
-
-def _find_needs(offer: _Offer, num_passed: jax.Array) -> Blocks:
-    """Return the blocks without which the next one cannot be seated, i32[]."""
-    known = offer.candidates.exists & ~offer.may_cost_less
-    needs = [jnp.where(known, cost, 0) for cost in offer.costs]
-    return tuple(need.at[num_passed].get(mode="fill", fill_value=0) for need in needs)

@@ -4,7 +4,7 @@ Symbols: N sequences, Q prompts, W places, V tokens in the vocabulary, K lanes.
 """
 
 import dataclasses
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +27,7 @@ from jkv.state import NO_SEQUENCE, Cache, Ring
 from jkv.steering import Steering
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Holder:
+class Holder(NamedTuple):
     """A prompt that is kept in the cache for samples that wait."""
 
     seq_id: jax.Array  # i32[], its row in the cache, -1 if there is none
@@ -37,7 +35,6 @@ class Holder:
 
     @classmethod
     def none(cls) -> "Holder":
-        """Hold nothing."""
         return cls(seq_id=jnp.full((), NO_SEQUENCE, jnp.int32), prompt=jnp.int32(0))
 
     def holds(self, prompts: jax.Array) -> jax.Array:
@@ -66,17 +63,6 @@ class Loads(NamedTuple):
         return self.done >= self.prompt_lengths
 
 
-class Companion(Protocol):
-    """What goes with the sequences of a generation, any pytree: see speculation."""
-
-    @property
-    def draft_cache(self) -> Cache | None:
-        """The cache of a draft model, None without one."""
-
-    def forget(self, sequences: jax.Array) -> Self:
-        """Forget sequences whose numbers pass to other texts, i32[K]."""
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class GenerationState:
@@ -96,7 +82,7 @@ class GenerationState:
     most_running: jax.Array  # i32[], sequences that run at one time, at most W
     # i32[], unpromised blocks that the first sequence that waits needs at least
     seating_needs: Blocks
-    speculation: Companion | None  # None where nothing is guessed
+    speculation: Any  # a `SpeculationState`, None where nothing is guessed
     # i32[W], up to where the text in each place is like one that is known; None where
     # no layer keeps a state that could be found again.
     partings: jax.Array | None

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jkv.decoding.model.prefill import Pending, end_at_snapshots, run_chunk
 from jkv.decoding.model.rows import choose_size, share_rows
 from jkv.decoding.model.runner import Runner
-from jkv.decoding.sampling.choice import Choice
+from jkv.decoding.sampling.draws import Choice
 from jkv.decoding.scheduler.admission import admit
 from jkv.decoding.scheduler.new_tokens import choose_tokens
 from jkv.decoding.scheduler.preemption import preempt_youngest
@@ -41,25 +41,12 @@ class Computed(NamedTuple):
     num_rows: jax.Array  # i32[W], rows computed
 
 
-def run_step(
+def advance(
     runner: Runner,
     cache: Cache,
     state: GenerationState,
     choice: Choice,  # of N sequences
     logits: jax.Array,  # f32[W, V], the last step's, whose memory is used again
-) -> tuple[Cache, GenerationState, jax.Array]:
-    """Do one step; return the logits, too, whose memory the next step takes."""
-    cache, state, logits = advance(runner, cache, state, choice, logits)
-    cache, state = schedule(cache, state)
-    return cache, state, logits
-
-
-def advance(
-    runner: Runner,
-    cache: Cache,
-    state: GenerationState,
-    choice: Choice,
-    logits: jax.Array,  # f32[W, V]
 ) -> tuple[Cache, GenerationState, jax.Array]:
     """Compute the rows of a step, and choose a token for each text that is whole."""
     loads, places = state.loads(cache), state.places
@@ -92,12 +79,9 @@ def _compute_rows(
     state: GenerationState,
     loads: Loads,
     counts: jax.Array,  # i32[W]
-    logits: jax.Array,  # f32[W, V]
+    logits: jax.Array,  # f32[W, V], memory for the new ones
 ) -> tuple[Cache, Computed]:
-    """Compute rows of the texts, i32[W], in the smallest step that holds them.
-
-    The logits, f32[W, V], are memory for the new ones.
-    """
+    """Compute rows of the texts, i32[W], in the smallest step that holds them."""
     places, num_places = state.places, counts.shape[0]
     Carry = tuple[Cache, Computed]
 

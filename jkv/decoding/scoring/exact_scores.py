@@ -20,7 +20,7 @@ from jkv.decoding.model.exact import Exact
 from jkv.decoding.model.prefill import Chunk, Pending, Sizes, prefill
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.sampling.draws import pick_logprobs
-from jkv.decoding.scoring.devices import Devices
+from jkv.decoding.scoring.scored import Scored
 from jkv.decoding.scoring.sizes import WITHOUT_COPIES, resize
 from jkv.decoding.texts.prompts import count_tokens
 from jkv.metadata.xla_cpu import running_sum
@@ -31,19 +31,16 @@ from jkv.verbs.forking import fork
 
 
 def score_exactly(
-    runner: Runner,
-    exact: Exact,  # the shape of its calls
-    # the model's sizes; its windows and dtypes hold, its counts do not
-    config: GroupedConfig,
+    scored: Scored,  # its windows and dtypes hold, its counts do not
+    exact: Exact,  # the shape of calls
     prompts: jax.Array,  # i32[Q, P], -1 after each one's end
     continuations: jax.Array,  # i32[N, C] likewise, N a multiple of Q
-    devices: Devices,  # where the cache lies
 ) -> jax.Array:
     """Return what `score` does, f32[N, C]."""
-    runner = runner._replace(exact=exact)
+    runner = Runner(scored.model, scored.params, exact)
     lengths, num_samples = count_tokens(prompts), len(continuations) // len(prompts)
-    given = runner.params, prompts, continuations
-    cache = devices.init(_resize(config, prompts, continuations), given)
+    config = _resize(scored.config, prompts, continuations)
+    cache = scored.init(config, (prompts, continuations))
     cache, opened = allocate(cache, jnp.zeros_like(lengths))
     cache, found = _score_first(
         runner, exact, cache, opened.seq_ids, prompts, continuations
@@ -104,14 +101,13 @@ def _score_first(
 
         def note(_: Cache, found: jax.Array, chunk: Chunk) -> jax.Array:
             at = jnp.where(chunk.is_whole, known, num_prompts)
-            return when(
-                jnp.any(chunk.is_whole),
-                lambda found, logits: found.at[at].set(
-                    _pick_each(logits, chosen[known]), mode="drop"
-                ),
-                found,
-                chunk.logits,
-            )
+
+            def put(found: jax.Array, logits: jax.Array) -> jax.Array:
+                tokens = chosen[known].T
+                scores = lax.map(lambda token: pick_logprobs(logits, token), tokens)
+                return found.at[at].set(scores.T, mode="drop")
+
+            return when(jnp.any(chunk.is_whole), put, found, chunk.logits)
 
         return prefill(
             runner,
@@ -132,15 +128,6 @@ def _score_first(
     return cache, jnp.where(is_given, scores, 0.0)
 
 
-def _pick_each(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Return log-probabilities of several tokens a row, i32[W, K], f32[W, K]."""
-
-    def pick(token: jax.Array) -> jax.Array:
-        return pick_logprobs(logits, token)
-
-    return lax.map(pick, tokens.T).T
-
-
 def _score_later(
     runner: Runner,
     width: int,  # W
@@ -149,10 +136,7 @@ def _score_later(
     continuations: jax.Array,
     first: jax.Array,
 ) -> jax.Array:
-    """Feed continuations, W rows in a call, and score the token after each row.
-
-    The last token of a continuation is not fed: nothing is asked after it.
-    """
+    """Feed continuations, W rows in a call, and score the token after each row."""
     count, most = continuations.shape
     fed = jnp.minimum(jnp.maximum(count_tokens(continuations) - 1, 0), most - 1)
     ends = running_sum(fed)

@@ -27,7 +27,6 @@ class Places(NamedTuple):
 
     @property
     def num_segments(self) -> int:
-        """S."""
         return self.is_sound.shape[0]
 
     @property

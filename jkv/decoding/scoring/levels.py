@@ -13,9 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.config.grouped_config import GroupedConfig
-from jkv.decoding.model.protocol import Model, call_model
-from jkv.decoding.scoring.devices import Devices
+from jkv.decoding.scoring.scored import Scored
 from jkv.decoding.scoring.sizes import resize_for_tree
 from jkv.decoding.texts.text_tree import TextTree, is_known, measure
 from jkv.status import UsageError
@@ -35,20 +33,13 @@ class Level(NamedTuple):
     asks_all: bool  # whether the logits of all rows are asked for, or each last one's
 
 
-def run_levels(
-    model: Model,
-    params: Any,
-    config: GroupedConfig,
-    tree: TextTree,  # R rows
-    levels: list[Level],  # all of its segments
-    devices: Devices,  # where the cache lies
-) -> list[jax.Array]:
-    """Compute every row of a tree once, level by level.
+def run_levels(scored: Scored, tree: TextTree, levels: list[Level]) -> list[jax.Array]:
+    """Compute every row of a tree once, by levels that have all of its segments.
 
     Returns the logits of each level, [A, V]: of all of its rows, or one for each
     segment.
     """
-    cache = devices.init(resize_for_tree(config, tree), (params, tree))
+    cache = scored.init(resize_for_tree(scored.config, tree), tree)
     seq_ids = jnp.full((tree.num_segments,), -1, jnp.int32)
     lengths, found = tree.lengths, []
     for level in levels:
@@ -70,8 +61,7 @@ def run_levels(
         if level.asks_all:
             every_row = jnp.arange(batch.num_rows, dtype=jnp.int32)
             batch = dataclasses.replace(batch, asked_rows=every_row)
-        tokens = jnp.maximum(tree.tokens[level.rows], 0)
-        logits, cache = call_model(model, params, tokens, cache, batch)
+        logits, cache = scored.call(tree.tokens[level.rows], cache, batch)
         found.append(logits)
     return found
 

@@ -14,10 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jkv.config.grouped_config import GroupedConfig
-from jkv.decoding.model.protocol import Model, call_model
-from jkv.decoding.scoring.devices import Devices
 from jkv.decoding.scoring.layout import Layout, lay_out
+from jkv.decoding.scoring.scored import Scored
 from jkv.decoding.scoring.sizes import resize_for_tree
 from jkv.decoding.texts.text_tree import TextTree
 from jkv.metadata.requests import Integer
@@ -32,33 +30,27 @@ from jkv.verbs.writing import read_rows
 
 
 def run_tree(
-    model: Model,
-    params: Any,
-    config: GroupedConfig,  # of the model, whose layers all keep keys and values
+    scored: Scored,  # whose layers all keep keys and values
     tree: TextTree,  # R rows
     asked_rows: jax.Array,  # i32[A], the rows whose logits are asked for; R for none
-    devices: Devices,  # where keys and values lie
 ) -> tuple[jax.Array, Layout]:
     """Compute every row of a tree once, for logits [A, V]; and lay its segments out."""
-    layout = lay_out(tree, config.block_size)
-    cache = _make_pools(config, tree, layout, devices, params)
+    layout = lay_out(tree, scored.config.block_size)
+    cache = _make_pools(scored, tree, layout)
     batch = plan_attention(cache, _plan(cache, tree, layout, asked_rows))
-    logits, _ = call_model(model, params, jnp.maximum(tree.tokens, 0), cache, batch)
-    return logits, layout
+    return scored.call(tree.tokens, cache, batch)[0], layout
 
 
-def _make_pools(
-    config: GroupedConfig, tree: TextTree, layout: Layout, devices: Devices, params: Any
-) -> Cache:
+def _make_pools(scored: Scored, tree: TextTree, layout: Layout) -> Cache:
     """Return a cache with the tables of a tree, and a layer's pool in each group."""
-    whole, given = resize_for_tree(config, tree), (params, tree)
-    cache = devices.init(whole, given, storage=False)
+    whole = resize_for_tree(scored.config, tree)
+    cache = scored.init(whole, tree, storage=False)
     metadata = cache.metadata
     for number, group in enumerate(metadata.groups):
         group = dataclasses.replace(group, block_tables=layout.block_tables)
         metadata = metadata.with_group(number, group)
     one_layer = [dataclasses.replace(g, num_layers=1) for g in whole.block_groups]
-    pools = [devices.init(group, given) for group in one_layer]
+    pools = [scored.init(group, tree) for group in one_layer]
     return dataclasses.replace(
         cache,
         metadata=metadata,
@@ -133,7 +125,6 @@ class OneLayerAtATime:
 
 
 def _find_first(cache: Cache, layer: Integer | GroupLayer) -> GroupLayer:
-    """Return the first layer of a layer's group."""
     if not isinstance(layer, GroupLayer):
         layer = locate_layer(cache, layer)
     return GroupLayer(layer.group, 0)
@@ -150,11 +141,7 @@ class _Gathered:
 
 
 def _gather(operands: _Gathered) -> dict[str, jax.Array]:
-    """Fill a pool of one layer with the rows that its slots hold, [1, N, K, T, D].
-
-    Every slot is named, so nothing of what the pool held is kept: derivatives flow from
-    the pool to the rows alone.
-    """
+    """Fill a pool of one layer with the rows that its slots hold, [1, N, K, T, D]."""
 
     def gather(given: jax.Array) -> jax.Array:
         slots = jnp.take(given, operands.slot_rows, axis=0, mode="fill", fill_value=0)

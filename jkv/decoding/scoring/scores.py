@@ -19,12 +19,11 @@ from jkv.config.grouped_config import GroupedConfig, as_grouped
 from jkv.config.state_config import StateConfig
 from jkv.decoding.model.exact import Exact, ExactShape
 from jkv.decoding.model.protocol import Model
-from jkv.decoding.model.runner import Runner
-from jkv.decoding.scoring.devices import Devices
 from jkv.decoding.scoring.exact_scores import score_exactly
 from jkv.decoding.scoring.layout import Places, find_places, find_rows
 from jkv.decoding.scoring.levels import list_levels, run_levels
 from jkv.decoding.scoring.one_call import run_tree
+from jkv.decoding.scoring.scored import Scored
 from jkv.decoding.scoring.two_levels import check_counts, score_two_levels
 from jkv.decoding.texts.text_tree import TextTree, check_tree, is_known
 from jkv.metadata.requests import Texts, as_prompts
@@ -141,8 +140,9 @@ def score(
       >>> jkv.score(count_on, None, tree, config=config).round(2).tolist()
       [0.0, 0.0, 0.0, 0.0, 0.0, -50.0, 0.0]
     """
-    grouped, shape, devices = as_grouped(config), Exact.of(exact), Devices(mesh, heads)
-    devices.check()
+    scored = Scored(model, params, as_grouped(config), mesh, heads)
+    scored.check()
+    shape = Exact.of(exact)
     if isinstance(prompts, TextTree):
         if shape is not None:
             raise UsageError("exact takes prompts and continuations, and no tree yet")
@@ -150,17 +150,17 @@ def score(
             raise UsageError(
                 "a tree has its continuations: score(model, params, tree, config=...)"
             )
-        return _score_tree(model, params, grouped, prompts, devices)
+        return _score_tree(scored, prompts)
     if continuations is None:
         raise UsageError("prompts need continuations; only a jkv.TextTree has none")
     asked = as_prompts(prompts, "prompts")
     given = as_prompts(continuations, "continuations")
     check_counts(asked, given)
-    usual = score_two_levels(model, params, grouped, asked, given, devices)
+    usual = score_two_levels(scored, asked, given)
     if shape is None:
         return usual
-    runner = Runner(model, jax.lax.stop_gradient(params))
-    values = score_exactly(runner, shape, grouped, asked, given, devices)
+    scored = scored._replace(params=jax.lax.stop_gradient(params))
+    values = score_exactly(scored, shape, asked, given)
     return _with_derivative_of(values, usual)
 
 
@@ -177,23 +177,21 @@ _with_derivative_of.defvjp(
 )
 
 
-def _score_tree(
-    model: Model, params: Any, config: GroupedConfig, tree: TextTree, devices: Devices
-) -> jax.Array:
+def _score_tree(scored: Scored, tree: TextTree) -> jax.Array:
     """Return the log-probability of each row's token, f32[R]."""
     check_tree(tree)
     if not tree.num_rows:
         raise UsageError("a tree without a row has nothing to score")
-    if config.state_groups:
+    if scored.config.state_groups:
         levels = list_levels(tree)
-        found = run_levels(model, params, config, tree, levels, devices)
+        found = run_levels(scored, tree, levels)
         order = np.concatenate([level.rows for level in levels])
         empty = jnp.zeros((tree.num_rows, found[0].shape[1]), found[0].dtype)
         logits = empty.at[order].set(jnp.concatenate(found))
         places = find_places(tree)
     else:
         every_row = jnp.arange(tree.num_rows, dtype=jnp.int32)
-        logits, layout = run_tree(model, params, config, tree, every_row, devices)
+        logits, layout = run_tree(scored, tree, every_row)
         places = layout.places
     _refuse_unknown_rows(tree, logits.shape[-1])
     return _score_rows(logits.astype(jnp.float32), places, tree)

@@ -3,17 +3,13 @@
 Symbols: Q prompts of at most P tokens, N continuations of at most C tokens.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.config.grouped_config import GroupedConfig
-from jkv.decoding.model.protocol import Model
-from jkv.decoding.scoring.devices import Devices
 from jkv.decoding.scoring.levels import Level, run_levels
 from jkv.decoding.scoring.one_call import run_tree
+from jkv.decoding.scoring.scored import Scored
 from jkv.decoding.texts.prompts import count_tokens, refuse_unknown
 from jkv.decoding.texts.text_tree import TextTree
 
@@ -31,20 +27,15 @@ def check_counts(prompts: jax.Array, continuations: jax.Array) -> None:
 
 
 def score_two_levels(
-    model: Model,
-    params: Any,
-    config: GroupedConfig,
-    prompts: jax.Array,
-    continuations: jax.Array,
-    devices: Devices,
+    scored: Scored, prompts: jax.Array, continuations: jax.Array
 ) -> jax.Array:
     """Score continuations, i32[N, C], of prompts, i32[Q, P]."""
-    if config.state_groups:
-        logits = _run_two_levels(model, params, config, prompts, continuations, devices)
+    if scored.config.state_groups:
+        logits = _run_two_levels(scored, prompts, continuations)
     else:
         tree = _join(prompts, continuations)
         rows = _list_asked_rows(prompts, tree.num_rows)
-        logits, _ = run_tree(model, params, config, tree, rows, devices)
+        logits, _ = run_tree(scored, tree, rows)
     for name, texts in (("prompt", prompts), ("continuation", continuations)):
         refuse_unknown(name, texts, logits.shape[-1])
     lengths = count_tokens(prompts)
@@ -89,12 +80,7 @@ def _list_asked_rows(prompts: jax.Array, num_rows: int) -> jax.Array:
 
 
 def _run_two_levels(
-    model: Model,
-    params: Any,
-    config: GroupedConfig,
-    prompts: jax.Array,
-    continuations: jax.Array,
-    devices: Devices,
+    scored: Scored, prompts: jax.Array, continuations: jax.Array
 ) -> jax.Array:
     """Compute prompts, then forks of them that go on, for logits as of one step."""
     tree, (num_prompts, width) = _join(prompts, continuations), prompts.shape
@@ -107,7 +93,7 @@ def _run_two_levels(
         parents = (children - num_prompts) // (len(children) // num_prompts)
         fed = continuations.shape[1] - 1
         levels.append(Level(children, parents, rows[first:], fed, asks_all=True))
-    return jnp.concatenate(run_levels(model, params, config, tree, levels, devices))
+    return jnp.concatenate(run_levels(scored, tree, levels))
 
 
 def _score_tokens(

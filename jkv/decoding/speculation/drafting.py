@@ -21,8 +21,7 @@ from jkv.decoding.model.prefill import (
     prefill,
     run_chunk,
 )
-from jkv.decoding.sampling.choice import Choice
-from jkv.decoding.sampling.draws import draw
+from jkv.decoding.sampling.draws import Choice, draw
 from jkv.decoding.sampling.filters import by_row, filter_logits
 from jkv.decoding.sampling.next_token import sampling_of
 from jkv.decoding.sampling.options import Sampling
@@ -118,7 +117,6 @@ def draft(
     is_ready: jax.Array,  # bool[W], which texts are drafted for
     choice: Choice,  # of N sequences
 ) -> Drafts:
-    """Draft for all places that are ready."""
     sequences, made = state.places.sequences, state.result.lengths
     chosen = sampling_of(choice.sampling, made.shape[0], sequences)
     num_places = sequences.shape[0]

@@ -36,7 +36,6 @@ class Guesses(NamedTuple):
 
     @classmethod
     def none(cls, num_places: int, num_tokens: int) -> "Guesses":
-        """Guess nothing."""
         return cls(
             tokens=jnp.zeros((num_places, num_tokens), jnp.int32),
             counts=jnp.zeros((num_places,), jnp.int32),

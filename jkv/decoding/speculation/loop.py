@@ -9,15 +9,15 @@ Symbols: W places, V tokens in the vocabulary.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jkv.decoding.model.runner import Runner
-from jkv.decoding.sampling.choice import Choice
+from jkv.decoding.sampling.draws import Choice
 from jkv.decoding.scheduler.state import GenerationState
-from jkv.decoding.scheduler.step import advance, run_step, schedule
+from jkv.decoding.scheduler.step import advance, schedule
 from jkv.decoding.speculation.acceptance import make_rejection_sampler, sample_rows
 from jkv.decoding.speculation.drafting import (
     DraftRows,
@@ -117,52 +117,38 @@ def run_steps(
     if exact is not None:
         runner = runner._replace(exact=exact)
         choice = choice._replace(num_rows=exact.num_requests)
-    if options is not None:
-        return _run_speculatively(runner, cache, state, choice, goes_on, options)
-    Carry = tuple[jax.Array, Cache, GenerationState, jax.Array]
-
-    def step(carry: Carry) -> Carry:
-        num_steps, cache, state, logits = carry
-        return num_steps + 1, *run_step(runner, cache, state, choice, logits)
-
     logits = jnp.zeros(state.seen.shape, jnp.float32)
-    _, cache, state, _ = while_loop(
-        lambda carry: goes_on(carry[2], carry[0]),
-        step,
-        (jnp.zeros((), jnp.int32), cache, state, logits),
-    )
-    return cache, state
+    if options is None:
 
+        def take(loop: tuple[Cache, GenerationState, jax.Array]) -> Any:
+            cache, state, logits = loop
+            cache, state, logits = advance(runner, cache, state, choice, logits)
+            return *schedule(cache, state), logits
 
-def _run_speculatively(
-    runner: Runner,
-    cache: Cache,
-    state: GenerationState,
-    choice: Choice,
-    goes_on: Callable[[GenerationState, jax.Array], jax.Array],
-    options: Speculation,
-) -> tuple[Cache, GenerationState]:
-    """Do steps with guesses; arguments as for `run_steps`."""
+        cache, state, _ = _repeat(goes_on, take, (cache, state, logits))
+        return cache, state
     pace, drafts = _resume(state, options)
     _check_pending("cache", cache, options.num_tokens)
     if drafts is not None:
         _check_pending("draft model's cache", drafts.rows.cache, options.num_tokens - 1)
-    fixed = _Fixed(runner, choice, options)
-    Carry = tuple[jax.Array, _Loop]
-
-    def step(carry: Carry) -> Carry:
-        num_steps, loop = carry
-        return num_steps + 1, _step(fixed, loop)
-
-    logits = jnp.zeros(state.seen.shape, jnp.float32)
     state = dataclasses.replace(state, speculation=None)
-    _, loop = while_loop(
-        lambda carry: goes_on(carry[1].state, carry[0]),
-        step,
-        (jnp.zeros((), jnp.int32), _Loop(cache, state, logits, pace, drafts)),
-    )
+    step = functools.partial(_step, _Fixed(runner, choice, options))
+    loop = _repeat(goes_on, step, _Loop(cache, state, logits, pace, drafts))
     left = SpeculationState(loop.pace, loop.drafts and loop.drafts.rows)
     return loop.cache, dataclasses.replace(loop.state, speculation=left)
+
+
+def _repeat(
+    goes_on: Callable[[GenerationState, jax.Array], jax.Array],
+    step: Callable[[Any], Any],
+    loop: Any,
+) -> Any:
+    """Do steps on a tuple of a cache, the state and what else they carry."""
+    return while_loop(
+        lambda carry: goes_on(carry[1][1], carry[0]),
+        lambda carry: (carry[0] + 1, step(carry[1])),
+        (jnp.zeros((), jnp.int32), loop),
+    )[1]
 
 
 def _check_pending(name: str, cache: Cache, num_tokens: int) -> None:

@@ -118,7 +118,6 @@ class DraftModel:
 
 
 def check_speculation(options: object) -> None:
-    """Refuse anything but a `PromptLookup` or a `DraftModel`."""
     if not isinstance(options, PromptLookup | DraftModel):
         raise UsageError(
             f"speculate must be a PromptLookup or a DraftModel, as in "

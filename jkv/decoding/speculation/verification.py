@@ -18,10 +18,10 @@ import jax.numpy as jnp
 
 from jkv.decoding.model.rows import choose_size
 from jkv.decoding.model.runner import Runner
-from jkv.decoding.sampling.choice import Choice
-from jkv.decoding.sampling.next_token import sampling_of
+from jkv.decoding.sampling.draws import Choice
+from jkv.decoding.sampling.next_token import sampling_of, take_several
 from jkv.decoding.sampling.options import Sampling
-from jkv.decoding.scheduler.new_tokens import take_tokens
+from jkv.decoding.scheduler.new_tokens import note_seen
 from jkv.decoding.scheduler.state import GenerationState, Loads
 from jkv.decoding.scheduler.step import count_step, note_refusals
 from jkv.decoding.speculation.guesses import Guesses, Rows, row_sizes
@@ -105,7 +105,9 @@ def _compute_guesses(
     is_ready = places.is_cached & places.is_running
     counts = jnp.where(is_ready, 1 + guesses.counts, 0)
     rows = Rows.of(counts, sizes[-1])
-    tokens = _tokens_of_rows(state, loads, guesses, rows)
+    newest = find_tokens(state.prompts, state.result, places.sequences, loads.done)
+    of_place = jnp.concatenate([newest[:, None], guesses.tokens], axis=1)
+    tokens = of_place.at[rows.places, rows.before].get(mode="clip")
     seq_ids = jnp.where(is_ready, places.seq_ids, NO_SEQUENCE)
     has_states = cache.metadata.has_states
     cache, batch = append(
@@ -138,17 +140,6 @@ def _compute_guesses(
     for i, num_rows in enumerate(sizes):
         carry = when(size == i, program(num_rows), carry, *leaves)
     return carry[0], batch, carry[1]
-
-
-def _tokens_of_rows(
-    state: GenerationState, loads: Loads, guesses: Guesses, rows: Rows
-) -> jax.Array:
-    """Return the newest token of each text and the guesses behind it, i32[R]."""
-    newest = find_tokens(
-        state.prompts, state.result, state.places.sequences, loads.done
-    )
-    of_place = jnp.concatenate([newest[:, None], guesses.tokens], axis=1)
-    return of_place.at[rows.places, rows.before].get(mode="clip")
 
 
 def _choose_rows(
@@ -192,8 +183,13 @@ def _take_checked(
     tokens, logprobs = (array.at[row].get(mode="clip") for array in chosen)
     guess = jnp.pad(guesses.tokens, ((0, 0), (0, 1)))
     is_right = (after < guesses.counts[:, None]) & (tokens == guess)
-    is_ready = batch.query_lengths > 0
-    return take_tokens(cache, state, is_ready, tokens, logprobs, is_right, steered)
+    num_sequences = state.result.lengths.shape[0]
+    has_rows = batch.query_lengths > 0
+    sequences = jnp.where(has_rows, state.places.sequences, num_sequences)
+    result, is_taken = take_several(
+        state.progress(cache), sequences, tokens, logprobs, is_right, steered
+    )
+    return note_seen(dataclasses.replace(state, result=result), is_taken, tokens)
 
 
 def _keep(cache: Cache, batch: Batch, loads: Loads, kept: jax.Array) -> Cache:

@@ -172,7 +172,11 @@ def with_variants(prompts: Prompts, steering: Steering | None) -> Prompts:
     """
     given = prompts.variants
     if steering is None:
-        if given is not None and not _say_nothing(given):
+        is_traced = isinstance(given, jax.core.Tracer)
+        # The first variant and none are what is known to say nothing.
+        if given is not None and (
+            is_traced or not np.isin(np.asarray(given), (0, -1)).all()
+        ):
             raise UsageError(
                 "variants say how a text is steered: give steering=, too, or leave "
                 "variants out"
@@ -181,7 +185,7 @@ def with_variants(prompts: Prompts, steering: Steering | None) -> Prompts:
     if given is None:
         given = jnp.zeros_like(prompts.lengths)
     if not isinstance(given, jax.core.Tracer):
-        wrong = np.asarray(given)[_find_unknown(np.asarray(given), steering)]
+        wrong = np.asarray(given)[find_unknown(np.asarray(given), steering)]
         if wrong.size:
             raise UsageError(
                 f"variants of {_name(steering)} are from 0 to "
@@ -191,21 +195,8 @@ def with_variants(prompts: Prompts, steering: Steering | None) -> Prompts:
     return dataclasses.replace(prompts, variants=jnp.asarray(given))
 
 
-def _say_nothing(variants: jax.Array) -> bool:
-    """Return whether variants, i32[Q], are known to be the first, or none, of all."""
-    if isinstance(variants, jax.core.Tracer):
-        return False
-    return bool(np.isin(np.asarray(variants), (0, -1)).all())
-
-
-def find_unknown(prompts: Prompts, steering: Steering | None) -> jax.Array | None:
-    """Return which prompts name no variant, bool[Q]; None where nothing is steered."""
-    if prompts.variants is None or steering is None:
-        return None
-    return _find_unknown(prompts.variants, steering)
-
-
-def _find_unknown(variants: Any, steering: Steering) -> Any:
+def find_unknown(variants: Any, steering: Steering) -> Any:
+    """Return which variants, i32[Q], are not there, bool[Q]."""
     return (variants < -1) | (variants >= steering.num_variants)
 
 
@@ -220,7 +211,7 @@ def begin_rows(
     variants = prompts.variants
     assert variants is not None, "prompts that are steered have variants"
     num_sequences = variants.shape[0] * num_samples
-    known = jnp.where(_find_unknown(variants, steering), -1, variants)
+    known = jnp.where(find_unknown(variants, steering), -1, variants)
     state = steering.begin(
         jnp.repeat(known, num_samples), jnp.repeat(prompts.tokens, num_samples, axis=0)
     )
@@ -236,10 +227,7 @@ def begin_rows(
 
 
 def resume_rows(steering: Steering | None, begun: Any, given: Any) -> Any:
-    """Return the state that an earlier call left, if it is one of this steering.
-
-    One as it would begin tells what it is to be like.
-    """
+    """Return the state that an earlier call left, if it is like one that begins."""
     if steering is None:
         raise UsageError("steering_state goes on with a steering: give it, too")
     _check_same(steering, begun, given, "the steering_state of the call before")

@@ -114,7 +114,6 @@ def sum_groups(blocks: Blocks) -> jax.Array:
 
 
 def subtract(blocks: Blocks, others: Blocks) -> Blocks:
-    """Return the difference in each group."""
     return tuple(map(operator.sub, blocks, others))
 
 

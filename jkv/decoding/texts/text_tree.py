@@ -95,7 +95,6 @@ class TextTree:
 
 
 def empty_tree() -> TextTree:
-    """Return a tree without segments."""
     nothing = jnp.zeros((0,), jnp.int32)
     return TextTree(tokens=nothing, segments=nothing, parents=nothing, max_length=0)
 
@@ -111,7 +110,7 @@ class Rows(NamedTuple):
 def list_rows(texts: jax.Array) -> Rows:
     """Return a row for each token of i32[N, C], in jit for each place; -1 is none."""
     count, width = texts.shape
-    if not isinstance(texts, jax.core.Tracer):
+    if is_known(texts):
         # In numpy: each number of tokens would be a program of its own.
         known = np.asarray(texts)
         is_token = np.logical_and.accumulate(known >= 0, axis=1).reshape(-1)
@@ -128,9 +127,9 @@ def list_rows(texts: jax.Array) -> Rows:
 
 def join_arrays(one: jax.Array, other: jax.Array) -> jax.Array:
     """Return one array behind the other; where both are known without a program."""
-    if any(isinstance(each, jax.core.Tracer) for each in (one, other)):
-        return jnp.concatenate([one, other])
-    return jnp.asarray(np.concatenate([np.asarray(one), np.asarray(other)]))
+    if is_known((one, other)):
+        return jnp.asarray(np.concatenate([np.asarray(one), np.asarray(other)]))
+    return jnp.concatenate([one, other])
 
 
 def grow(tree: TextTree, texts: Texts, parents: Integers) -> tuple[TextTree, jax.Array]:
@@ -168,7 +167,7 @@ def grow_rows(
 ) -> tuple[TextTree, jax.Array]:
     """Add segments whose rows are listed: N of at most C tokens, the shape."""
     (known,) = broadcast(shape[0], parents=parents)
-    if not isinstance(known, jax.core.Tracer):
+    if is_known(known):
         wrong = np.flatnonzero(np.asarray(known) >= tree.num_segments)
         if wrong.size:
             raise UsageError(
@@ -184,7 +183,7 @@ def _continue(
     tree: TextTree, rows: Rows, parents: jax.Array, shape: tuple[int, ...]
 ) -> TextTree:
     """Add rows of new segments, whose parents, i32[N], are numbers in the new tree."""
-    xp: Any = jnp if isinstance(rows.owners, jax.core.Tracer) else np
+    xp: Any = np if is_known(rows.owners) else jnp
     segments = xp.where(rows.owners >= 0, rows.owners + tree.num_segments, -1)
     grown = TextTree(
         tokens=join_arrays(tree.tokens, rows.tokens),
@@ -203,7 +202,7 @@ def _continue(
 def _bound_length(tree: TextTree, parents: jax.Array, width: int) -> int:
     """Return how long texts may be with C new tokens below parents, i32[N]."""
     first = tree.num_segments
-    if isinstance(parents, jax.core.Tracer):
+    if not is_known(parents):
         return tree.max_length + width * (1 if first else parents.shape[0])
     lengths: list[int] = []
     for parent in np.asarray(parents):
@@ -213,13 +212,12 @@ def _bound_length(tree: TextTree, parents: jax.Array, width: int) -> int:
     return max([tree.max_length, *lengths])
 
 
-def is_known(tree: TextTree) -> bool:
-    """Whether a tree's numbers are known: outside jit, or as constants in it."""
-    return not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
+def is_known(arrays: Any) -> bool:
+    """Whether the numbers of a pytree are known: outside jit, or as constants in it."""
+    return not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arrays))
 
 
 def measure(tree: TextTree) -> Measures:
-    """Measure the segments of a tree whose numbers are known."""
     return measure_segments(np.asarray(tree.segments), np.asarray(tree.parents))
 
 

@@ -18,7 +18,6 @@ _DATE = f"(?:{_YEAR}-(?:{_LONG}|{_SHORT}|{_FEBRUARY})|{_LEAP_YEAR}-02-29)"
 _HOURS = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
 _PART = r"(?:\.[0-9]+)?"
 
-
 _LEAP_SECOND = rf"23:59:60{_PART}(?:[zZ]|[+-]00:00)"
 # RFC 3339.
 _TIME = rf"(?:{_HOURS}:[0-5][0-9]{_PART}(?:[zZ]|[+-]{_HOURS})|{_LEAP_SECOND})"

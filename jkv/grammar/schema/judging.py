@@ -2,7 +2,7 @@
 
 import fractions
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jkv.grammar.automaton import Automaton, intersect
@@ -238,38 +238,24 @@ class Judge:
     ) -> bool:
         if _contradict(way, *_BOUNDS.get(kind, ((), ()))):
             return False
+        needed: Iterable[list[Part]] = ()
         match kind:
-            case "string":
-                return not is_thorough or self._has_string(way)
+            case "string" if is_thorough and (found := self.described(way)):
+                both = functools.partial(intersect, bounds=self._bounds)
+                return not functools.reduce(both, found).is_empty()
             case "array":
-                return self._has_array(way, is_thorough, levels)
+                least, _ = counts_of(way, "Items")
+                places = range(min(least, num_first_items(way) + 1))
+                needed = (parts_of_item(way, place) for place in places)
             case "object":
-                return self._has_object(way, is_thorough, levels)
-        return True
-
-    def _has_string(self, way: Way) -> bool:
-        found = self.described(way)
-        if not found:
-            return True
-        both = functools.partial(intersect, bounds=self._bounds)
-        return not functools.reduce(both, found).is_empty()
-
-    def _has_array(self, way: Way, is_thorough: bool, levels: int) -> bool:
-        least, _ = counts_of(way, "Items")
-        return all(
-            self._is_part_possible(parts_of_item(way, place), is_thorough, levels)
-            for place in range(min(least, num_first_items(way) + 1))
-        )
-
-    def _has_object(self, way: Way, is_thorough: bool, levels: int) -> bool:
-        required = {key for atom in way for key in atom.words.get("required", ())}
-        absent = {key for atom in way for key in atom.words.get(ABSENT, ())}
-        if required & absent:
-            return False
-        return all(
-            self._is_part_possible(self.parts_of(way, key), is_thorough, levels)
-            for key in required
-        )
+                required = {
+                    key for atom in way for key in atom.words.get("required", ())
+                }
+                absent = {key for atom in way for key in atom.words.get(ABSENT, ())}
+                if required & absent:
+                    return False
+                needed = (self.parts_of(way, key) for key in required)
+        return all(self._is_part_possible(each, is_thorough, levels) for each in needed)
 
     def _is_part_possible(
         self, parts: list[Part], is_thorough: bool, levels: int
@@ -278,7 +264,7 @@ class Judge:
             return False
         if not levels or len(parts) < 2 and not is_thorough:
             return True
-        ways = self._expander.expand([part.widely() for part in parts])
+        ways = self.expand(parts)
         return any(self._is_possible(way, is_thorough, levels - 1) for way in ways)
 
 

@@ -86,8 +86,11 @@ class _Translator:
             return self._read_group(), False
         self._place += 1
         match character:
+            case "\\" if self._text[self._place : self._place + 1] in ("b", "B"):
+                self._place += 1
+                return rf"(?a:\{self._text[self._place - 1]})", False
             case "\\":
-                return self._read_escape()
+                return _written(self._read_escaped()), True
             case "[":
                 return _written(self._read_class()), True
             case ".":
@@ -107,12 +110,6 @@ class _Translator:
             raise self._refuse(f"{self._text[self._place : self._place + 4]!r}")
         self._place += len(group[0])
         return "(?:" if group[1] else group[0]
-
-    def _read_escape(self) -> tuple[str, bool]:
-        if self._text[self._place : self._place + 1] in ("b", "B"):
-            self._place += 1
-            return rf"(?a:\{self._text[self._place - 1]})", False
-        return _written(self._read_escaped()), True
 
     def _read_escaped(self) -> Ranges:
         """Return the characters that are meant behind a backslash."""

@@ -3,7 +3,7 @@
 On the host, where equal prompts are found, and inside the jit of a trainer's loss.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,84 +12,75 @@ from flax import nnx
 
 import jkv
 from jkv.decoding.model.exact import ExactShape
-from jkv.integrations.tunix.padding import check_texts, pad_right
-from jkv.integrations.tunix.paged_model import PagedModel, Pages, Params
-from jkv.integrations.tunix.repeats import find_repeats
+from jkv.integrations.tunix.paged_model import PagedModel, Params
+from jkv.integrations.tunix.prompts import check_texts, find_repeats, pad_right
 
 _score = jax.jit(jkv.score, static_argnames=("model", "config", "exact"))
 
 
-def score_completions(
-    model: PagedModel,  # of tunix
-    weights: nnx.State[Any, Any],  # its state
-    config: jkv.CacheConfig,  # of `configure_score`
-    prompt_tokens: jax.Array,  # i32[B, P], padded on the left
-    completion_tokens: jax.Array,  # i32[B, C], padded on the right
-    *,
-    pad_id: int,  # the padding
-    exact: ExactShape,  # as of `jkv.score`
-) -> jax.Array:
-    """Return the log-probabilities of completions, f32[B, C], 0 past their ends.
+class Scorer(NamedTuple):
+    """What is the same in all calls."""
 
-    Padding is told by its place: a prompt begins with its first other token, and of
-    a completion's padding at the end the first is scored too: where texts are padded
-    with the token that ends them, it is that one.
-    """
-    given = np.asarray(prompt_tokens, np.int32)
-    starts = (np.cumsum(given != pad_id, axis=1) == 0).sum(axis=1)
-    texts = [row[start:].tolist() for row, start in zip(given, starts, strict=True)]
-    check_texts(texts)
-    repeats = find_repeats(texts)
-    prompts = pad_right([texts[prompt] for prompt in repeats.first], given.shape[1])
-    completions = np.asarray(completion_tokens, np.int32)[repeats.prompts]
-    ends = find_ends(completions, pad_id)
-    is_past = np.arange(completions.shape[1]) > ends[:, None]
-    scores = _score(
-        model,
-        Params(weights, 1.0),
-        prompts,
-        np.where(is_past, np.int32(-1), completions),
-        config=config,
-        exact=exact,
-    )
-    return jnp.zeros_like(scores).at[repeats.prompts].set(scores)
+    config: jkv.CacheConfig  # of the model; `jkv.score` counts blocks itself
+    pad_id: int
+    exact: ExactShape
 
+    def score(
+        self,
+        model: PagedModel,
+        weights: nnx.State[Any, Any],  # the state of the model
+        prompt_tokens: jax.Array,  # i32[B, P], padded on the left
+        completion_tokens: jax.Array,  # i32[B, C], padded on the right
+    ) -> jax.Array:
+        """Return the log-probabilities of completions, f32[B, C], 0 past their ends.
 
-def score_traced(
-    model: PagedModel,
-    params: Params,
-    config: jkv.CacheConfig,
-    prompt_tokens: jax.Array,  # i32[B, P]
-    completion_tokens: jax.Array,  # i32[B, C]
-    *,
-    pad_id: int,
-    num_samples: int,
-    exact: ExactShape,
-) -> jax.Array:
-    """Return what `score_completions` does, with its derivative by the weights.
+        Padding is told by its place: a prompt begins with its first other token, and of
+        a completion's padding at the end the first is scored too: where texts are
+        padded with the token that ends them, it is that one.
+        """
+        given = np.asarray(prompt_tokens, np.int32)
+        starts = (np.cumsum(given != self.pad_id, axis=1) == 0).sum(axis=1)
+        texts = [row[start:].tolist() for row, start in zip(given, starts, strict=True)]
+        check_texts(texts)
+        repeats = find_repeats(texts)
+        prompts = pad_right([texts[prompt] for prompt in repeats.first], given.shape[1])
+        completions = np.asarray(completion_tokens, np.int32)[repeats.prompts]
+        ends = find_ends(completions, self.pad_id)
+        is_past = np.arange(completions.shape[1]) > ends[:, None]
+        completions = np.where(is_past, np.int32(-1), completions)
+        params = Params(weights, 1.0)
+        options = dict(config=self.config, exact=self.exact)
+        scores = _score(model, params, prompts, completions, **options)
+        return jnp.zeros_like(scores).at[repeats.prompts].set(scores)
 
-    What is traced has no values to find equal prompts by: `num_samples` completions
-    that follow each other have one prompt. The padding at a completion's end is not
-    scored at all, as a loss masks it.
-    """
-    prompts = prompt_tokens[::num_samples]
-    is_token = jnp.cumsum(prompts != pad_id, axis=1) > 0
-    order = jnp.argsort(~is_token, axis=1, stable=True)
-    prompts = jnp.take_along_axis(jnp.where(is_token, prompts, -1), order, axis=1)
-    is_token = completion_tokens != pad_id
-    is_inside = jnp.cumsum(is_token[:, ::-1], axis=1)[:, ::-1] > 0
-    completions = jnp.where(is_inside, completion_tokens, -1)
-    # A division by a number that the compiler knows would round in another way.
-    weights, temperature = params
-    temperature = jax.lax.optimization_barrier(jnp.float32(temperature))
-    return jkv.score(
-        model,
-        Params(weights, temperature),
-        prompts,
-        completions,
-        config=config,
-        exact=exact,
-    )
+    def score_traced(
+        self,
+        model: PagedModel,
+        params: Params,
+        prompt_tokens: jax.Array,
+        completion_tokens: jax.Array,
+        num_samples: int,
+    ) -> jax.Array:
+        """Return what `score` does, with its derivative by the weights.
+
+        What is traced has no values to find equal prompts by: `num_samples` completions
+        that follow each other have one prompt. The padding at a completion's end is not
+        scored at all, as a loss masks it.
+        """
+        prompts = prompt_tokens[::num_samples]
+        is_token = jnp.cumsum(prompts != self.pad_id, axis=1) > 0
+        order = jnp.argsort(~is_token, axis=1, stable=True)
+        prompts = jnp.take_along_axis(jnp.where(is_token, prompts, -1), order, axis=1)
+        is_token = completion_tokens != self.pad_id
+        is_inside = jnp.cumsum(is_token[:, ::-1], axis=1)[:, ::-1] > 0
+        completions = jnp.where(is_inside, completion_tokens, -1)
+        # A division by a number that the compiler knows would round in another way.
+        weights, temperature = params
+        temperature = jax.lax.optimization_barrier(jnp.float32(temperature))
+        params = Params(weights, temperature)
+        return jkv.score(
+            model, params, prompts, completions, config=self.config, exact=self.exact
+        )
 
 
 def find_ends(completions: np.ndarray, pad_id: int) -> np.ndarray:
@@ -97,21 +88,3 @@ def find_ends(completions: np.ndarray, pad_id: int) -> np.ndarray:
     is_token = completions != pad_id
     behind = np.argmax(is_token[:, ::-1], axis=1)  # the padding of texts that have any
     return np.where(is_token.any(axis=1), completions.shape[1] - behind, 0)
-
-
-def configure_score(
-    pages: Pages,  # what a layer keeps
-    block_size: int,  # tokens a block
-    cache_dtype: Any | None,  # of keys and values, None for the model's own
-) -> jkv.CacheConfig:
-    """Return what `jkv.score` wants to know of a model; it counts blocks itself."""
-    return jkv.CacheConfig(
-        num_layers=pages.num_layers,
-        num_kv_heads=pages.num_kv_heads,
-        head_dim=pages.head_dim,
-        dtype=cache_dtype or pages.dtype,
-        block_size=block_size,
-        num_blocks=1,
-        max_sequences=1,
-        max_context_length=1,
-    )

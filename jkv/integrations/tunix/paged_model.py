@@ -33,6 +33,11 @@ class Pages(NamedTuple):
     head_dim: int
     dtype: Any
 
+    def configure(self, cache_dtype: Any | None, **sizes: Any) -> jkv.CacheConfig:
+        """Return a configuration, in the model's own dtype unless another is given."""
+        fields = self._asdict() | {"dtype": cache_dtype or self.dtype}
+        return jkv.CacheConfig(**fields, **sizes)
+
 
 class PagedModel:
     """The graph of a model; the weights come with every call.

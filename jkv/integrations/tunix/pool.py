@@ -79,11 +79,8 @@ class Pool:
             )
         # One more than run: the prompt that waiting samples fork from.
         max_sequences = max(call.max_running + 1, old.max_sequences if old else 0)
-        return jkv.CacheConfig(
-            num_layers=self._pages.num_layers,
-            num_kv_heads=self._pages.num_kv_heads,
-            head_dim=self._pages.head_dim,
-            dtype=self._sizes.cache_dtype or self._pages.dtype,
+        return self._pages.configure(
+            self._sizes.cache_dtype,
             num_blocks=num_blocks,
             block_size=block_size,
             max_sequences=max_sequences,

@@ -15,15 +15,17 @@ from jkv.decoding.model.exact import Exact, ExactShape
 from jkv.decoding.model.rows import spread_row_counts
 from jkv.decoding.texts.results import Statistics
 from jkv.integrations.tunix import weights
-from jkv.integrations.tunix.completion_scores import (
-    configure_score,
-    score_completions,
-    score_traced,
-)
-from jkv.integrations.tunix.padding import check_texts, find_width, pad_left, pad_right
+from jkv.integrations.tunix.completion_scores import Scorer
 from jkv.integrations.tunix.paged_model import PagedModel, Params
 from jkv.integrations.tunix.pool import CallSizes, Pool, PoolSizes
-from jkv.integrations.tunix.repeats import Repeats, find_repeats
+from jkv.integrations.tunix.prompts import (
+    Repeats,
+    check_texts,
+    find_repeats,
+    find_width,
+    pad_left,
+    pad_right,
+)
 from jkv.integrations.tunix.rollout_options import (
     CallOptions,
     check_options,
@@ -97,17 +99,25 @@ class JkvRollout(BaseRollout):
         sizes = PoolSizes(block_size, num_blocks, cache_dtype, prefix_caching)
         pages = self._model.find_pages(state)
         self._pool = Pool(sizes, pages, mesh)
-        self._score_config = configure_score(pages, block_size, cache_dtype)
         shape = Exact.of(exact)
         if shape is not None:
             most = shape.num_requests
             max_running = most if max_running is None else min(max_running, most)
         self._exact: ExactShape = shape or False
+        one = dict(num_blocks=1, max_sequences=1, max_context_length=1)
+        config = pages.configure(cache_dtype, block_size=block_size, **one)
+        self._scorer = Scorer(config, self.pad_id(), self._exact)
         self._max_running = max_running
         self._chunk_size = chunk_size
         self._row_multiple = 1 if mesh is None or mesh.empty else mesh.size
         self._num_calls = 0
-        self._run = _jit_generate(self._pool.sharding)
+        static = "model", "max_new_tokens", "num_samples", "max_running", "row_counts"
+        self._run: Any = jax.jit(
+            jkv.generate,
+            static_argnames=(*static, "exact"),
+            donate_argnames="cache",
+            out_shardings=self._pool.sharding,
+        )
         self.statistics: Statistics | None = None
 
     def generate(
@@ -168,15 +178,8 @@ class JkvRollout(BaseRollout):
         Raises:
           ValueError: for a prompt without tokens.
         """
-        return score_completions(
-            self._model,
-            nnx.state(self._module),
-            self._score_config,
-            prompt_tokens,
-            completion_tokens,
-            pad_id=self.pad_id(),
-            exact=self._exact,
-        )
+        state = nnx.state(self._module)
+        return self._scorer.score(self._model, state, prompt_tokens, completion_tokens)
 
     def score(
         self,
@@ -205,15 +208,9 @@ class JkvRollout(BaseRollout):
           f32[B, C], 0 in the padding at a completion's end, and first without a prompt.
         """
         graph, state = nnx.split(model)
-        return score_traced(
-            PagedModel(graph),
-            Params(state, temperature),
-            self._score_config,
-            prompt_tokens,
-            completion_tokens,
-            pad_id=self.pad_id(),
-            num_samples=num_samples,
-            exact=self._exact,
+        paged, params = PagedModel(graph), Params(state, temperature)
+        return self._scorer.score_traced(
+            paged, params, prompt_tokens, completion_tokens, num_samples
         )
 
     def update_params(
@@ -303,18 +300,6 @@ def count_rows(running: int, chunk_size: int, multiple: int) -> tuple[int, ...]:
     """Return the row counts of a step, each a multiple that a mesh can divide."""
     counts = spread_row_counts(running, chunk_size)
     return tuple(sorted({-(-count // multiple) * multiple for count in counts}))
-
-
-def _jit_generate(sharding: Any) -> Any:
-    return jax.jit(
-        jkv.generate,
-        static_argnames=(
-            *("model", "max_new_tokens", "num_samples", "max_running", "row_counts"),
-            "exact",
-        ),
-        donate_argnames="cache",
-        out_shardings=sharding,
-    )
 
 
 def _cut(

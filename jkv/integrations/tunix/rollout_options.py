@@ -62,7 +62,6 @@ def read_options(
 
 
 def check_options(config: RolloutConfig) -> None:
-    """Refuse options that are set and belong to other engines."""
     refused = [
         field.name
         for field in dataclasses.fields(config)

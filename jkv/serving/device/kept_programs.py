@@ -19,7 +19,7 @@ import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
@@ -34,15 +34,6 @@ logger = logging.getLogger("jkv.serving")
 
 # The static argument whose code `KeptPrograms.version` stands for.
 _MODEL = "model"
-
-
-class Program(Protocol):
-    """A function that jit made."""
-
-    __name__: str
-
-    def lower(self, **arguments: Any) -> jax.stages.Lowered:
-        """Trace it for these arguments."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,12 +64,12 @@ class KeptPrograms:
     sources: tuple[ModuleType, ...] = ()
 
     def find(
-        self, program: Program, static: dict[str, Any], dynamic: dict[str, Any]
+        self, program: Any, static: dict[str, Any], dynamic: dict[str, Any]
     ) -> Callable[..., Any]:
         """Return the executable for such arguments, kept from now on.
 
         Args:
-          program: what would be compiled.
+          program: what would be compiled, a function that jit made.
           static: its static arguments by name.
           dynamic: the others.
 
@@ -100,7 +91,7 @@ class KeptPrograms:
         return [_hash_files(source) for source in (jkv, *self.sources)]
 
     def _name_file(
-        self, program: Program, static: dict[str, Any], dynamic: dict[str, Any]
+        self, program: Any, static: dict[str, Any], dynamic: dict[str, Any]
     ) -> Path:
         leaves, tree = jax.tree.flatten(dynamic)
         made_of = [
@@ -130,7 +121,6 @@ class BoundProgram:
         return self._find(self._kept, dynamic)(**dynamic)
 
     def find_shapes(self, **dynamic: Any) -> Any:
-        """Return the shapes of what it returns."""
         if self._kept is None:
             program = functools.partial(self._program, **self._static)
             return jax.eval_shape(program, **dynamic)

@@ -37,16 +37,7 @@ Progress = Callable[[str, int, int], object]
 
 
 class Loop:
-    """Cache and generation, of which each call makes the next.
-
-    Attributes:
-      cache: the newest value; what is computed on it may not be done yet.
-      num_blocks: blocks that one sequence can find in each group of layers.
-      num_rows: rows of the cache that sequences can have.
-      block_size: how many blocks a text takes.
-      num_free_blocks: i32[], those that are free after an exchange, until the next
-        window is started.
-    """
+    """Cache and generation, of which each call makes the next."""
 
     def __init__(
         self,
@@ -57,7 +48,7 @@ class Loop:
         how: How,
         kept: KeptPrograms | None,
     ):
-        self._sizes, self.cache = sizes, cache
+        self._sizes, self.cache = sizes, cache  # the newest, which may not be done yet
         draft = how.speculate if isinstance(how.speculate, DraftModel) else None
         draft_params = None if draft is None else draft.params
         self._draft_cache = None if draft is None else draft.cache
@@ -69,14 +60,15 @@ class Loop:
         self._preempt_all = BoundProgram(preempt_all, kept, {})
         state, _ = self._begin.find_shapes(**self._beginning)
         self._vocabulary = int(state.seen.shape[1])
-        self.block_size = state.block_size(cache)
-        self.num_rows = int(cache.metadata.sequences.free_rows.count)
+        self.block_size = state.block_size(cache)  # how many blocks a text takes
+        # What one sequence can find in each group, and all sequences together.
         self.num_blocks = tuple(map(int, count_free_blocks(cache)))
+        self.num_rows = int(cache.metadata.sequences.free_rows.count)
         # What a fresh start needs when the arrays are lost.
         self._first = _First.of(cache)
         self._first_draft = None if draft is None else _First.of(draft.cache)
         self._generation: Any = None  # state and sampling
-        # i32[], after an exchange that no window has followed yet.
+        # i32[], those after an exchange that no window has followed yet.
         self.num_free_blocks: jax.Array | None = None
 
     @property
@@ -85,8 +77,8 @@ class Loop:
         if self._generation is None:
             return [self.cache]
         speculation = self._generation[0].speculation
-        rows = None if speculation is None else speculation.rows
-        return [self.cache] if rows is None else [self.cache, rows.cache]
+        draft = speculation and speculation.draft_cache
+        return [self.cache] if draft is None else [self.cache, draft]
 
     @property
     def num_classes(self) -> int:
@@ -105,10 +97,7 @@ class Loop:
     def find_limits(
         self, stop_tokens: np.ndarray[Any, Any], has_detokenizer: bool
     ) -> Limits:
-        """Return what a request may ask for: stop strings only with a detokenizer.
-
-        The stop tokens, i32[E], are of requests that do not bring their own.
-        """
+        """Return what a request may ask for; those without stop tokens have i32[E]."""
         steering = self._given.steering
         return Limits(
             max_prompt_tokens=self._sizes.max_prompt_tokens,
@@ -129,10 +118,7 @@ class Loop:
         changes: Sequence[Change],  # in their order
         num_steps: int,  # of the window; 0 is none
     ) -> WindowReport | None:
-        """Let requests end and begin, then start the next window.
-
-        The arrays of its report come when it is done.
-        """
+        """Let requests end and begin, then start the next window."""
         for change in changes:
             self.exchange(change)
         return self.run(num_steps) if num_steps else None
@@ -251,7 +237,6 @@ class Loop:
 
     @property
     def _beginning(self) -> dict[str, Any]:
-        """What a generation begins with."""
         return {
             "given": self._given,
             "cache": self.cache,
@@ -294,7 +279,6 @@ class _First(NamedTuple):
         return bool(np.asarray(self.shapes.metadata.is_open).any())
 
     def make_anew(self) -> Cache:
-        """Make one of the same sizes, and nothing in it."""
         storage = tuple(
             group.with_arrays(
                 {
@@ -310,7 +294,6 @@ class _First(NamedTuple):
 
 
 def _check_owned(name: str, cache: Cache | None) -> None:
-    """Refuse a cache whose arrays were donated elsewhere."""
     leaves = [each for each in jax.tree.leaves(cache) if isinstance(each, jax.Array)]
     if any(leaf.is_deleted() for leaf in leaves):
         raise EngineError(

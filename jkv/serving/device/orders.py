@@ -44,7 +44,6 @@ class Orders:
         self._broadcast = broadcast
 
     def send(self, order: Order, words: np.ndarray | None = None) -> None:
-        """Send an order; nothing is waited for."""
         words = np.zeros(0, np.int32) if words is None else words
         message = np.zeros(NUM_WORDS, np.int32)
         message[:_NUM_HEAD_WORDS] = order, len(words)

@@ -34,10 +34,7 @@ Stay: TypeAlias = Pinned | Swapped | None
 
 
 def pin(cache: Cache, text: np.ndarray, salt: int) -> tuple[Cache, Pinned]:
-    """Hold the full blocks that the prefix index has of a text, i32[P].
-
-    The computation is only started.
-    """
+    """Start to hold the full blocks that the prefix index has of a text, i32[P]."""
     cache, seq_ids, num_tokens = _pin(cache, text[None], np.full((1,), salt, np.int32))
     return cache, Pinned(seq_ids, num_tokens)
 

@@ -36,11 +36,9 @@ FindParams = Callable[[], tuple[Any, Any]]
 
 
 class SharedLoop(Loop):
-    """A loop whose cache lies on a mesh of several processes.
+    """A loop whose cache lies on a mesh of several processes: all do what one is told.
 
-    Attributes:
-      leads: whether this process decides.
-      is_followed: whether the others have not been told to return since the last call.
+    One process leads, and the others follow until they are told to return.
     """
 
     num_classes = 1  # followers are not told what to keep
@@ -86,23 +84,19 @@ class SharedLoop(Loop):
     def start_window(
         self, changes: Sequence[Change], num_steps: int
     ) -> WindowReport | None:
-        """Do so on all processes."""
         if changes or num_steps:
             self._tell(Order.WINDOW, pack_window(changes, num_steps))
         return self._start(changes, num_steps)
 
     def warm_up(self, progress: Progress | None) -> int:
-        """Do so on all processes."""
         self._tell(Order.WARM_UP)
         return super().warm_up(progress)
 
     def forget_cached(self) -> None:
-        """Do so on all processes."""
         self._tell(Order.FORGET_CACHED)
         super().forget_cached()
 
     def preempt_all(self) -> None:
-        """Do so on all processes."""
         self._tell(Order.PREEMPT_ALL)
         super().preempt_all()
 

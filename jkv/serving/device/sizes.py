@@ -45,7 +45,6 @@ class EngineSizes(NamedTuple):
 
     @property
     def max_running(self) -> int:
-        """Most sequences that run at one time."""
         assert self.steps.max_running is not None
         return self.steps.max_running
 

@@ -46,7 +46,6 @@ class Arrivals(NamedTuple):
         # these know their sequences
         dispatched: list[tuple[Request, int]],
     ) -> "Arrivals":
-        """Take what requests ask for."""
         count, samples, stops = sizes.num_lanes, sizes.steps.num_samples, sizes.stops
 
         def filled(value: int, *shape: int) -> np.ndarray[Any, Any]:

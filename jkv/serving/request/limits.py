@@ -48,7 +48,6 @@ class Limits(NamedTuple):
     num_classes: int  # of what stays cached
 
     def check(self, request: Request) -> None:
-        """Refuse what can never be served, with the numbers."""
         self._check_prompt(request.tokens)
         if request.n < 1:
             raise RequestRefused(f"n must be at least 1, got {request.n}")
@@ -85,7 +84,6 @@ class Limits(NamedTuple):
         self._check_stops(request)
 
     def check_own(self) -> None:
-        """Refuse stop tokens of the engine that no request could have."""
         if len(self.stop_tokens) > self.stops.tokens:
             raise UsageError(
                 f"{len(self.stop_tokens)} stop tokens are more than this engine looks "

@@ -60,7 +60,6 @@ class Sample:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more will come."""
         return self.reason != FinishReason.RUNNING
 
     @property
@@ -155,12 +154,10 @@ class Request:
 
     @property
     def has_ended(self) -> bool:
-        """Whether all of its sequences have."""
         return all(sample.has_ended for sample in self.samples)
 
     @property
     def state(self) -> RequestState:
-        """Where it is."""
         if not self.has_ended:
             stages = {s.stage for s in self.samples if not s.has_ended}
             for stage in (RequestState.RUNNING, RequestState.PREEMPTED):
@@ -175,7 +172,6 @@ class Request:
         return RequestState.FINISHED
 
     def raise_error(self) -> None:
-        """Raise what made the request fail, if it did."""
         if self.error is not None:
             raise EngineError(
                 f"request {self.request_id} failed: {self.error!r}"

@@ -37,7 +37,6 @@ class Event(NamedTuple):
 
 
 def read_completions(request: Request) -> list[Completion]:
-    """Return what there is of each sequence."""
     return [
         Completion(
             request.request_id,
@@ -70,7 +69,6 @@ class Cursor:
 
     @property
     def is_over(self) -> bool:
-        """Whether everything was read to the end."""
         return all(self._is_over)
 
     def read(self) -> list[Event]:
@@ -106,15 +104,12 @@ class News:
         self._cursors: dict[int, Cursor] = {}  # what was told of each that goes on
 
     def __bool__(self) -> bool:
-        """Whether there is something to tell."""
         return bool(self._changed)
 
     def follow(self, request: Request) -> None:
-        """Begin to tell of a request."""
         self._cursors[request.request_id] = Cursor(request)
 
     def note(self, request: Request) -> None:
-        """Note that a request has changed."""
         self._changed[request.request_id] = request
 
     def tell(self, left: Callable[[Request], None]) -> list[Event]:

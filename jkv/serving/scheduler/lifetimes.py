@@ -30,7 +30,6 @@ class Deadlines:
         return len(self._times)
 
     def add(self, request_id: int, time: float) -> None:
-        """Note when a request is over."""
         heapq.heappush(self._times, (time, request_id))
 
     def pop_due(self, now: float) -> list[int]:

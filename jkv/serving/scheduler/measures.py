@@ -112,12 +112,10 @@ class Timer:
         self._total = 0.0
 
     def add(self, seconds: float, count: int = 1) -> None:
-        """Note that each of some took so long."""
         self._counts[bisect.bisect_left(BUCKETS, seconds)] += count
         self._total += seconds * count
 
     def read(self) -> Times:
-        """Return what there is."""
         upto = tuple(itertools.accumulate(self._counts))
         return Times(upto[:-1], upto[-1], self._total)
 
@@ -129,7 +127,6 @@ class Rate:
         self._readings: deque[tuple[float, int]] = deque()
 
     def add(self, count: int, now: float) -> None:
-        """Note so many."""
         self._forget_old(now)
         if self._readings and now - self._readings[-1][0] < _READING_SECONDS:
             time, before = self._readings.pop()
@@ -210,11 +207,9 @@ class Measures:
         sample.newest = now
 
     def add_preemption(self) -> None:
-        """Note a sequence that was preempted between two windows."""
         self._counts["preemptions"] += 1
 
     def add_end(self, state: RequestState) -> None:
-        """Note how a request ended: finished, cancelled or failed."""
         setattr(self, state.value, getattr(self, state.value) + 1)
 
     def read(self, num_blocks: int, now: float, **present: Any) -> EngineStats:

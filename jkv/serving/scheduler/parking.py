@@ -12,7 +12,6 @@ is done between two windows, by the thread that does the steps.
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import numpy as np
 
@@ -28,13 +27,6 @@ from jkv.serving.device.parking import (
 from jkv.serving.device.sizes import EngineSizes
 from jkv.serving.request.request import Request, RequestState, Sample
 from jkv.storage.swapped import Swapped
-
-
-class ParkingOptions(NamedTuple):
-    """How long and how much; the fields are arguments of `Engine`."""
-
-    seconds: float
-    max_bytes: int | None
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -66,16 +58,17 @@ class Parking:
         self,
         loop: Loop,
         sizes: EngineSizes,
-        options: ParkingOptions,
+        seconds: float,
+        max_bytes: int | None,
         clock: Callable[[], float],
     ):
-        if not options.seconds >= 0 or (options.max_bytes or 0) < 0:
+        if not seconds >= 0 or (max_bytes or 0) < 0:
             raise ValueError(
                 f"park_seconds and max_parked_bytes must be 0 or more, got "
-                f"{options.seconds} and {options.max_bytes}"
+                f"{seconds} and {max_bytes}"
             )
         self._loop, self._sizes = loop, sizes
-        self._options, self._clock = options, clock
+        self._seconds, self._max_bytes, self._clock = seconds, max_bytes, clock
         # In the order in which they were parked; a dict is a set with an order.
         self._texts: dict[Parked, None] = {}
         self._by_number: dict[tuple[int, int], Parked] = {}
@@ -124,7 +117,6 @@ class Parking:
         return bool(numbers)
 
     def give_up_all(self) -> None:
-        """Let all texts go."""
         for parked in list(self._by_number.values()):
             self._give_up(parked)
 
@@ -146,12 +138,9 @@ class Parking:
     # Between two windows.
 
     def settle(self, lengths: list[int], dispatched: list[Request]) -> None:
-        """Do what is to be done before the next window.
+        """Do what is to be done before the next window, to which requests go.
 
-        Args:
-          lengths: tokens that each sequence on the device can have after the window
-            under way and the next one.
-          dispatched: requests that go to the device now.
+        The lengths are tokens that each sequence on the device can have after it.
         """
         for parked in list(self._texts):
             if parked.is_over or parked.has_begun:
@@ -161,7 +150,7 @@ class Parking:
                 self._pin(parked)
             elif parked.request is not None and parked.request in dispatched:
                 self._bring_back(parked)
-        due = self._clock() - self._options.seconds
+        due = self._clock() - self._seconds
         for parked in self._find_pinned():
             if parked.since <= due:
                 self._move_to_host(parked)
@@ -251,12 +240,12 @@ class Parking:
 
     def _drop_beyond_most(self) -> None:
         """Forget the oldest copies on the host where they are too many bytes."""
-        if self._options.max_bytes is None:
+        if self._max_bytes is None:
             return
         on_host = [e for e in self._texts if isinstance(e.stay, Swapped)]
         left = sum(e.stay.nbytes for e in on_host if isinstance(e.stay, Swapped))
         for parked in on_host:
-            if left <= self._options.max_bytes:
+            if left <= self._max_bytes:
                 return
             assert isinstance(parked.stay, Swapped)
             left -= parked.stay.nbytes

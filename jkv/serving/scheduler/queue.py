@@ -21,16 +21,12 @@ from jkv.serving.scheduler.waiting import Waiting
 
 
 class Queue:
-    """Requests that have not ended.
-
-    Attributes:
-      requests: all of them by number, those that wait here and those on the device.
-    """
+    """Requests that have not ended, those that wait here and those on the device."""
 
     def __init__(
         self, num_prompts: int, num_samples: int, shares: Mapping[Client, float]
     ):
-        self.requests: dict[int, Request] = {}
+        self.requests: dict[int, Request] = {}  # by number
         self._num_samples = num_samples
         # Each is a request's number and the first of the samples that share it.
         self._waiting = Waiting(shares)
@@ -41,7 +37,6 @@ class Queue:
 
     @property
     def num_waiting(self) -> int:
-        """Prompts that wait here."""
         return self._waiting.num_waiting
 
     @property
@@ -131,7 +126,6 @@ class Queue:
         return request.has_ended
 
     def count_states(self) -> dict[RequestState, int]:
-        """Return how many requests are in each state."""
         counts = dict.fromkeys(RequestState, 0)
         for request in self.requests.values():
             counts[request.state] += 1

@@ -32,11 +32,12 @@ from jkv.serving.request.texts import Detokenize
 from jkv.serving.scheduler.keeping import Keeping
 from jkv.serving.scheduler.lifetimes import Deadlines, Results
 from jkv.serving.scheduler.measures import EngineStats, Measures, NextRoom
-from jkv.serving.scheduler.parking import Parked, Parking, ParkingOptions
+from jkv.serving.scheduler.parking import Parked, Parking
 from jkv.serving.scheduler.queue import Queue
-from jkv.serving.scheduler.storing import StoreOptions, find_storing
+from jkv.serving.scheduler.storing import find_storing
 from jkv.serving.scheduler.versions import Update, Versions, has_begun
 from jkv.status import UsageError
+from jkv.tiers.store import BlockStore
 
 logger = logging.getLogger("jkv.serving")
 
@@ -62,8 +63,10 @@ class HostOptions(NamedTuple):
     shares: Mapping[Client, float]
     max_results: int
     result_seconds: float
-    parking: ParkingOptions
-    store: StoreOptions
+    park_seconds: float
+    max_parked_bytes: int | None
+    store: BlockStore | None
+    store_share: float
     checks: bool
     clock: Callable[[], float]
 
@@ -77,15 +80,7 @@ class _Window(NamedTuple):
 
 
 class Scheduler:
-    """The host's side of an engine; one thread at a time does its steps.
-
-    Attributes:
-      loop: the device's side.
-      queue: requests that have not ended.
-      measures: what was done.
-      parking: texts that have ended and are kept.
-      storing: what goes between the cache and a store.
-    """
+    """The host's side of an engine; one thread at a time does its steps."""
 
     def __init__(
         self,
@@ -97,8 +92,9 @@ class Scheduler:
         self.loop, self.measures = loop, Measures()
         self.queue = Queue(sizes.num_prompts, sizes.steps.num_samples, options.shares)
         self.measures.free_blocks = sum(loop.num_blocks)
-        self.parking = Parking(loop, sizes, options.parking, options.clock)
-        self.storing = find_storing(loop, options.store)
+        kept_for, most = options.park_seconds, options.max_parked_bytes
+        self.parking = Parking(loop, sizes, kept_for, most, options.clock)
+        self.storing = find_storing(loop, options.store, options.store_share)
         self._keeping = Keeping(loop, options.clock)
         self._versions = Versions()
         self._sizes, self._options, self._lock = sizes, options, lock
@@ -137,7 +133,6 @@ class Scheduler:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more request may wait."""
         most = self._options.max_waiting
         return most is None or self.queue.num_waiting < most
 
@@ -184,7 +179,6 @@ class Scheduler:
         return goes_on
 
     def cancel_all(self) -> None:
-        """End everything that goes on."""
         for request in list(self.queue.requests.values()):
             self.cancel(request)
 
@@ -220,7 +214,6 @@ class Scheduler:
             self.parking.add(request, sample)
 
     def read_stats(self) -> EngineStats:
-        """Return a snapshot."""
         with self._lock:
             states = self.queue.count_states()
             if self._unread is None and self.loop.num_free_blocks is not None:

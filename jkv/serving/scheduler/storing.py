@@ -8,7 +8,6 @@ compute, is restored.
 
 import dataclasses
 import time
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -29,13 +28,6 @@ BLOCKS_PER_SPILL = 64  # at most, between two windows
 FEWEST_TIMED = 64
 
 
-class StoreOptions(NamedTuple):
-    """Where blocks go, and when; the fields are arguments of `Engine`."""
-
-    store: BlockStore | None
-    share: float
-
-
 @dataclasses.dataclass
 class _Pace:
     """Seconds that a token takes, the newest weighing most; 0 until one was timed."""
@@ -43,7 +35,6 @@ class _Pace:
     seconds: float = 0.0
 
     def add(self, seconds: float, tokens: int) -> None:
-        """Note how long some tokens took."""
         new = seconds / tokens
         self.seconds = new if not self.seconds else 0.7 * self.seconds + 0.3 * new
 
@@ -92,12 +83,10 @@ class Storing:
         self.num_spilled = self.num_restored = self.num_tokens = 0
 
     def settle(self, dispatched: list[Request], *, is_running: bool) -> None:
-        """Do what is to be done before the next window.
+        """Do what is to be done before the next window, to which requests go.
 
-        Args:
-          dispatched: requests that go to the device now.
-          is_running: whether a window is under way: what is asked of the cache then
-            waits for its end. Where no prompt begins what was asked before it does.
+        While one is running, what is asked of the cache waits for its end; where no
+        prompt begins, what was asked before it does.
         """
         requests = dict.fromkeys(dispatched)
         if requests or not is_running:
@@ -178,7 +167,8 @@ class Storing:
         if not held:
             return
         known = self._match(request)
-        if held <= known or not self._is_worth():
+        copying, computing = self._copying.seconds, self._computing.seconds
+        if held <= known or 0 < computing <= copying:
             return
         start = time.monotonic()
         metadata = self._loop.cache.metadata
@@ -203,19 +193,16 @@ class Storing:
         padded[0, : len(request.tokens)] = request.tokens
         return int(match(self._loop.cache, padded, request.salt)[0])
 
-    def _is_worth(self) -> bool:
-        """Whether copying is faster, or was not timed beside computing yet."""
-        copying, computing = self._copying.seconds, self._computing.seconds
-        return not computing or copying < computing
 
-
-def find_storing(loop: Loop, options: StoreOptions) -> Storing | NoStoring:
+def find_storing(
+    loop: Loop, store: BlockStore | None, share: float
+) -> Storing | NoStoring:
     """Return what goes between a cache and a store, or no store."""
-    if options.store is None:
+    if store is None:
         return NoStoring()
     if isinstance(loop, SharedLoop):
         raise UsageError(
             "a store is of one process: on a mesh of several, leave store= out"
         )
     check_has_texts(loop.cache)
-    return Storing(loop, options.store, options.share)
+    return Storing(loop, store, share)

@@ -58,7 +58,6 @@ class Versions:
             )
 
     def advance(self, update: Update) -> None:
-        """Count an update."""
         self.newest = self.newest + 1 if update.version is None else update.version
         if not update.keep_cached:
             self.oldest_found = self.newest

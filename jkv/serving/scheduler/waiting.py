@@ -21,11 +21,7 @@ Prompt = tuple[int, int]
 
 
 class Waiting:
-    """Prompts of all priorities, those on the device too, until they end.
-
-    Attributes:
-      num_waiting: how many wait.
-    """
+    """Prompts of all priorities, those on the device too, until they end."""
 
     def __init__(self, shares: Mapping[Client, float]):
         for client, share in shares.items():
@@ -41,7 +37,6 @@ class Waiting:
         self._ordered: set[int] = set()
 
     def add(self, priority: int, client: Client, prompt: Prompt) -> None:
-        """Let a prompt wait behind the others of its client."""
         level = self._levels.get(priority)
         if level is None:
             level = self._levels[priority] = FairQueue(self._shares)
@@ -52,7 +47,6 @@ class Waiting:
             self._ordered.add(priority)
 
     def pop(self) -> Prompt | None:
-        """Take the prompt that goes next; None if none waits."""
         while self._order:
             level = self._levels.get(self._order[0])
             if level is not None and level.num_waiting:
@@ -62,11 +56,9 @@ class Waiting:
         return None
 
     def charge(self, priority: int, client: Client, num_tokens: int) -> None:
-        """Note tokens that were computed for a client; it has a prompt here."""
         self._levels[priority].charge(client, num_tokens)
 
     def end(self, priority: int, client: Client, prompt: Prompt) -> None:
-        """Forget a prompt that has ended, whether or not it waited."""
         level = self._levels[priority]
         before = level.num_waiting
         level.end(client, prompt)
@@ -96,15 +88,10 @@ class _Line:
 
 
 class FairQueue:
-    """Prompts of one priority, a line for each client.
-
-    Attributes:
-      num_waiting: prompts that wait.
-      num_open: prompts that have not ended, these and others.
-    """
+    """Prompts of one priority, a line for each client."""
 
     def __init__(self, shares: Mapping[Client, float]):
-        self.num_waiting = self.num_open = 0
+        self.num_waiting = self.num_open = 0  # open ones have not ended
         self._shares = shares
         self._lines: dict[Client, _Line] = {}
         # An entry for each line where something waits, and for each idle one that is
