@@ -18,7 +18,6 @@ from jax import lax
 from jkv.attention.kernel.bodies.attention import find_places, store_means
 from jkv.attention.kernel.bodies.loads import (
     Operands,
-    Range,
     cut_head_dims,
     find_broken,
     find_nan,
@@ -62,29 +61,28 @@ def isolate_range(
             part = between(walk, before, behind)
             save(part, walk_tiles(part))
 
-        find = functools.partial(_find_broken_value, walk)
-        take_between(attend, find, has_window=walk.window is not None)
+        take_between(walk, attend)
 
     times = jnp.max(is_nan.astype(jnp.int32)) * -(-num_columns // size)
     lax.fori_loop(jnp.int32(0), times, isolate, None)
 
 
 def take_between(
+    walk: Walk,
     take: Callable[[jax.Array, jax.Array], None],
-    find: Callable[[jax.Array], jax.Array],
     *,
-    has_window: bool,
+    of_keys: bool = False,
 ) -> None:
     """Take rows that see only tokens between two that are broken, for all such pairs.
 
     Args:
+      walk: over the tokens.
       take: the rows that see what lies behind one token and before another.
-      find: the next token that is broken, i32[], behind one; NOWHERE if there is none.
-      has_window: whether rows may see tokens without all those before.
+      of_keys: whether keys are looked at, not values.
     """
-    before = jnp.int32(-1)
+    before, find = jnp.int32(-1), functools.partial(_find_broken, walk, of_keys)
     behind = find(before)
-    if not has_window:  # who sees tokens behind the first of these sees it, too
+    if walk.window is None:  # who sees tokens behind the first of these sees it, too
         take(before, behind)
         return
 
@@ -114,30 +112,20 @@ def between(walk: Walk, before: jax.Array, behind: jax.Array) -> Walk:
     return walk._replace(valid=valid, tokens=tokens, start=start)
 
 
-def _find_broken_value(walk: Walk, before: jax.Array) -> jax.Array:
-    """Return the next token behind one whose value is not finite, i32[]."""
-
-    def is_broken(trip: jax.Array) -> jax.Array:
-        tile = walk.load(trip)
-        if walk.variant.tile.is_carried:
-            tile = to_operands(tile, len(walk.value_sections), walk.variant)
-        return find_broken(tile.values, tile.value_scales)
-
-    return find_token(is_broken, before, walk.tokens, walk.variant.tile.tokens)
-
-
-def find_token(
-    is_broken: Callable[[jax.Array], jax.Array],  # of the tokens of a tile
-    before: jax.Array,
-    tokens: Range,
-    size: int,  # of a tile
-) -> jax.Array:
-    """Return the first token of a range that is broken and behind one, or NOWHERE."""
+def _find_broken(walk: Walk, of_keys: bool, before: jax.Array) -> jax.Array:
+    """Return the first token of the range that is broken and behind one, or NOWHERE."""
+    tokens, size = walk.tokens, walk.variant.tile.tokens
     start = tokens.first & -size
 
     def find(trip: jax.Array, found: jax.Array) -> jax.Array:
+        tile = walk.load(trip)
+        if walk.variant.tile.is_carried:
+            tile = to_operands(tile, len(walk.value_sections), walk.variant)
+        looked_at = tile.keys, tile.key_scales
+        if not of_keys:
+            looked_at = tile.values, tile.value_scales
         token = start + trip * size + jnp.arange(size, dtype=jnp.int32)
-        is_next = is_broken(trip) & (token > before) & (token < tokens.end)
+        is_next = find_broken(*looked_at) & (token > before) & (token < tokens.end)
         return jnp.minimum(found, jnp.min(jnp.where(is_next, token, NOWHERE)))
 
     num_tiles = lax.div(tokens.end - start + (size - 1), jnp.int32(size))

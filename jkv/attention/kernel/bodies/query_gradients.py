@@ -14,10 +14,9 @@ from jax import lax
 
 from jkv.attention.derivative import Cotangents
 from jkv.attention.kernel import backend
-from jkv.attention.kernel.bodies.isolation import between, find_token, take_between
+from jkv.attention.kernel.bodies.isolation import between, take_between
 from jkv.attention.kernel.bodies.loads import (
     Operands,
-    find_broken,
     find_nan,
     load_numbers,
     load_rows,
@@ -76,8 +75,7 @@ def isolate_queries(
             part = between(walk, before, behind)
             _store(part, _walk_tiles(weighed._replace(walk=part)), d_queries_ref)
 
-        find = functools.partial(_find_broken_key, walk)
-        take_between(take, find, has_window=operands.window is not None)
+        take_between(walk, take, of_keys=True)
 
     times = jnp.max(is_nan.astype(jnp.int32))
     lax.fori_loop(jnp.int32(0), times, isolate, None)
@@ -149,13 +147,3 @@ def _store(walk: Walk, sums: tuple[jax.Array, ...], d_queries_ref: jax.Array) ->
     for section, value in zip(walk.key_sections, sums, strict=True):
         where = (row[:, None], head[:, None], section.columns)
         backend.store_masked(d_queries_ref, where, value, section.over(walk.valid))
-
-
-def _find_broken_key(walk: Walk, before: jax.Array) -> jax.Array:
-    """Return the next token behind one whose key is not finite, i32[]."""
-
-    def is_broken(trip: jax.Array) -> jax.Array:
-        tile = walk.load(trip)
-        return find_broken(tile.keys, tile.key_scales)
-
-    return find_token(is_broken, before, walk.tokens, walk.variant.tile.tokens)

@@ -128,17 +128,15 @@ def list_decode_work(
     listed = (requests.query_lengths == 1) & (context > 0)
     if window is not None:
         listed &= window > 0
-    units = (context + _UNIT_TOKENS - 1) // _UNIT_TOKENS - first // _UNIT_TOKENS
-    units = jnp.where(listed, units, 0)  # sums of units stay far below 2**31
     request = jnp.arange(context.shape[0], dtype=jnp.int32)
-    read, runs = Stretches(request, first, context, units), None
+    read, runs = Stretches(request, first, jnp.where(listed, context, 0)), None
     spare: jax.Array | int = sizes.spare
     if shared is not None:
         unit, num_lanes = _UNIT_TOKENS, sizes.num_lanes
         read, runs = share(read, shared, num_lanes, block_size=part_size, unit=unit)
-        num_read = jnp.sum(read.units > 0, dtype=jnp.int32)
+        num_read = jnp.sum(read.end > read.first, dtype=jnp.int32)
         spare = jnp.minimum(spare, sizes.num_entries - num_read)
-    counts, length = _cut_evenly(read.units, spare, sizes.least)
+    counts, length = _cut_evenly(read, spare, sizes.least)
     ends = running_sum(counts)
 
     entry = jnp.arange(sizes.num_entries, dtype=jnp.int32)
@@ -174,9 +172,11 @@ def list_decode_work(
 
 
 def _cut_evenly(
-    units: jax.Array, spare: jax.Array | int, least: int
+    read: Stretches, spare: jax.Array | int, least: int
 ) -> tuple[jax.Array, jax.Array]:
     """Return into how many pieces each stretch is cut, and their lengths, i32[n]."""
+    units = (read.end + _UNIT_TOKENS - 1) // _UNIT_TOKENS - read.first // _UNIT_TOKENS
+    units = jnp.where(read.end > read.first, units, 0)  # whose sums are below 2**31
     total = jnp.sum(units, dtype=jnp.int32)
     enough = jnp.clip(total // least, 1, _MIN_PIECE_UNITS)
     length = jnp.maximum((total + spare - 1) // spare, enough)

@@ -34,8 +34,7 @@ class Stretches(NamedTuple):
 
     request: jax.Array  # i32[n], whose table is read
     first: jax.Array  # i32[n]
-    end: jax.Array  # i32[n]
-    units: jax.Array  # i32[n], its length; 0 for nothing to read
+    end: jax.Array  # i32[n], at most `first` for nothing to read
 
 
 class Runs(NamedTuple):
@@ -78,8 +77,7 @@ def share(
     parts = (
         (own.request, order[lead]),
         (alone * unit, start * unit),
-        (own.end, common * unit),
-        (own.units - alone, jnp.where(is_run, common - start, 0)),
+        (own.end, jnp.where(is_run, common * unit, 0)),
     )
     runs = Runs(
         order,
