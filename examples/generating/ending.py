@@ -8,6 +8,7 @@ processes then died in LLVM, whose own tables go when `exit` runs.
 """
 
 import contextlib
+import gc
 import importlib.util
 import os
 import runpy
@@ -23,6 +24,10 @@ INTERRUPTED, OUTPUT_CLOSED = 128 + 2, 128 + 13
 # A value that cannot be, as argparse has it; and what failed for another reason.
 BAD_VALUE, FAILED = 2, 1
 
+# New objects after which Python looks for cycles. Tracing makes many that stay: after
+# 700 of them, as usual, it looks some 800 times until a first text.
+COLLECTED_AFTER = 20_000
+
 # The extra of jkv that brings a package; all others are in `examples`.
 EXTRAS = {"tunix": "tunix", "starlette": "http", "uvicorn": "http"}
 
@@ -35,6 +40,7 @@ def ending_in_one_line() -> Iterator[None]:
     not Python's own within.
     """
     set_known_flags()
+    gc.set_threshold(COLLECTED_AFTER)
     # A job in the background ignores Ctrl-C, and goes on to do so.
     is_asked = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_asked:
