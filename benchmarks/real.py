@@ -10,8 +10,8 @@ bits.
 
 Each contender is a process of its own (`contenders/on_laptop.py`) that waits while
 others compute; each round has every case of every contender, in an order of its own.
-Beside the wall clock stands the processor's time, which other work on the machine
-lengthens less; with `--threads 1` both are of one core. `floor` is the time in which
+All have as many cores as threads. Beside the wall clock stands the processor's time,
+which other work on the machine lengthens less. `floor` is the time in which
 the weights can be read once a step or the products be computed, whichever is longer, at
 the rates that `Floor` reaches in the same rounds; `by floor` is how many times that a
 call took.
@@ -267,6 +267,10 @@ def main() -> None:
     parser.add_argument("--peers", nargs="+", default=[*PEERS], choices=PEERS)
     parser.add_argument("--json", type=pathlib.Path, default=RESULTS)
     options = parser.parse_args()
+    if hasattr(os, "sched_setaffinity"):
+        # Libraries have threads beside those that they are told of.
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, cores[: options.threads])
     where = harness.machine()
     print(harness.header("Two published models", where), flush=True)
     shown = ("case", "who", "wall", "processor", "MB", "wall by floor")
