@@ -196,10 +196,8 @@ def list_work(
     """Return the list of a call, in which what requests share is read once."""
     model = compiled.model
     wanted = count_decode_pieces(model.kv_heads, model.heads_per_kv, compiled.tuning)
-    given, requests = (
-        (batch, batch, context, wanted),
-        lay_out(batch, 1, context, shared),
-    )
+    given = batch, batch, context, wanted
+    requests = lay_out(batch, 1, context, shared)
     if not shared:
         return list_decode_work(requests, None, size_decode_work(*given))
     lanes = count_lanes(model.heads_per_kv, compiled.tuning)

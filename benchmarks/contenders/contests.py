@@ -37,27 +37,20 @@ class Size:
     requests: int  # of nano-vllm's lengths
     shorten_requests: int
     alone: int  # tokens in and out of one request
-    long_prompts: int  # of as many tokens
-    long_tokens: int
+    long_prompts: int = 32
+    long_tokens: int = 1000  # of each of these
     large: dict[str, int] = dataclasses.field(default_factory=dict)  # of the model
 
 
 SIZES = {
-    "whole": Size(58, 3, 64, 256, 8, 256, 16, 256, 32, 1000),
-    "quick": Size(12, 1, 64, 64, 8, 64, 16, 128, 16, 1000),
+    "whole": Size(58, 3, 64, 256, 8, 256, 16, 256),
+    "quick": Size(12, 1, 64, 64, 8, 64, 16, 128, 16),
     # To see that everything runs; its figures mean nothing and are not written.
     "tiny": Size(
-        12,
-        1,
-        16,
-        4,
-        16,
-        12,
-        32,
-        16,
-        2,
-        64,
-        dict(num_hidden_layers=2, intermediate_size=512),
+        *(12, 1, 16, 4, 16, 12, 32, 16),
+        long_prompts=2,
+        long_tokens=64,
+        large=dict(num_hidden_layers=2, intermediate_size=512),
     ),
 }
 

@@ -115,6 +115,11 @@ def draw_conversations(
     )
 
 
+def _count_words(folder: pathlib.Path) -> int:
+    size: int = json.loads((folder / "config.json").read_text())["vocab_size"]
+    return size
+
+
 def draw_lengths(
     folder: pathlib.Path, *, requests: int, running: int, shorten: int
 ) -> Workload:
@@ -123,7 +128,7 @@ def draw_lengths(
     These are the lengths of nano-vllm's own benchmark, divided by `shorten`.
     """
     draw = np.random.default_rng(0)
-    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+    vocabulary = _count_words(folder)
     lengths, limits = (
         np.maximum(draw.integers(100, 1024, requests, endpoint=True) // shorten, 1)
         for _ in range(2)
@@ -138,7 +143,7 @@ def draw_long_prompts(
 ) -> Workload:
     """Draw long prompts of tokens at random, with short answers, a rollout's."""
     draw = np.random.default_rng(0)
-    vocabulary = json.loads((BUNDLED / "config.json").read_text())["vocab_size"]
+    vocabulary = _count_words(BUNDLED)
     texts = draw.integers(1, vocabulary, (prompts, num_tokens)).tolist()
     most = num_tokens // 8
     limits = draw.integers(most // 4, most, prompts, endpoint=True).tolist()
@@ -147,7 +152,7 @@ def draw_long_prompts(
 
 def ask_alone(folder: pathlib.Path, *, num_tokens: int, repeats: int) -> Workload:
     """Ask for one text: a prompt, and as many new tokens."""
-    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+    vocabulary = _count_words(folder)
     prompt = np.random.default_rng(0).integers(1, vocabulary, num_tokens).tolist()
     return Workload(
         str(folder), [prompt], [num_tokens], 1, 1, 2 * num_tokens, repeats=repeats

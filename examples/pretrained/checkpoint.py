@@ -21,7 +21,7 @@ from .architectures import ARCHITECTURES
 from .config import DecoderConfig, Run
 from .files import IGNORED_SCALES, SUFFIXES, Tensors, find_tensors
 from .gguf_reading import find_folder
-from .layers import JOINED
+from .layers import JOINED, join_names
 from .spreading import Put, put_whole
 from .tensors import Source, layer_tensors, model_tensors
 
@@ -60,7 +60,7 @@ def read_params(
         tensors.let_stand_for("lm_head.weight", model_tensors(config)["embedding"].name)
     _refuse_unexpected(tensors.paths, config)
     params: Params = {
-        name: put(name, _read_stacks(tensors, [source], [(source.name,)], dtype)[0])
+        name: put(name, _read_stack(tensors, [(source, [source.name])], dtype)[0])
         for name, source in model_tensors(config).items()
     }
     if config.tied and "lm_head.weight" in tensors.paths:
@@ -73,9 +73,15 @@ def read_params(
             )
     params["layers"] = [
         {
-            name: put(name, _read_stacks(tensors, sources, names, dtype))
+            name: put(
+                name,
+                _read_stack(
+                    tensors,
+                    [(each, _layer_names(config, each.name, run)) for each in sources],
+                    dtype,
+                ),
+            )
             for name, sources in _join(layer_tensors(config, run), joined).items()
-            for names in [[_layer_names(config, each.name, run) for each in sources]]
         }
         for run in config.runs
     ]
@@ -136,22 +142,21 @@ def _join(table: dict[str, Source], joined: bool) -> dict[str, list[Source]]:
             names = [f"{part}{kind}" for part in parts]
             if all(name in sources for name in names):
                 each = [sources.pop(name)[0] for name in names]
-                sources["_".join(parts) + kind] = each
+                sources[join_names(parts) + kind] = each
     return sources
 
 
-def _read_stacks(
+def _read_stack(
     tensors: Tensors,
-    sources: Sequence[Source],
-    names: Sequence[tuple[str, ...]],
+    named: Sequence[tuple[Source, Sequence[str]]],  # with a tensor's name in each layer
     dtype: jnp.dtype,
 ) -> np.ndarray:
     """Return a parameter of some layers, [layers, *shape], its sources side by side."""
-    heights = [source.shape[0] for source in sources]
-    stack = _aligned((len(names[0]), sum(heights), *sources[0].shape[1:]), dtype)
+    (first, names), heights = named[0], [source.shape[0] for source, _ in named]
+    stack = _aligned((len(names), sum(heights), *first.shape[1:]), dtype)
     parts = np.split(stack, np.cumsum(heights)[:-1], axis=1)
-    for part, source, of_source in zip(parts, sources, names, strict=True):
-        for whole, name in zip(part, of_source, strict=True):
+    for part, (source, names) in zip(parts, named, strict=True):
+        for whole, name in zip(part, names, strict=True):
             for index, read in _list_pieces(tensors, source, name):
                 # Not kept in a variable: the next one would be read beside it.
                 whole[index] = source.take(read())

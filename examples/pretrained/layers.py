@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -124,12 +124,17 @@ def linear_each(
         weights: of the layer.
         shares: by name, how many of the outputs each matrix makes, in relation.
     """
-    if (joined := "_".join(shares)) not in weights:
+    if (joined := join_names(shares)) not in weights:
         return {name: linear(x, weights, name) for name in shares if name in weights}
     rows, of_all = linear(x, weights, joined), sum(shares.values())
     ends = itertools.accumulate(shares.values())
     cuts = [rows.shape[1] * end // of_all for end in ends]
     return dict(zip(shares, jnp.split(rows, cuts[:-1], axis=1), strict=True))
+
+
+def join_names(names: Iterable[str]) -> str:
+    """Return what matrices are called that lie one after the other."""
+    return "_".join(names)
 
 
 def norm(config: DecoderConfig, x: jax.Array, weights: Weights, name: str) -> jax.Array:

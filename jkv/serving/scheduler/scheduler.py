@@ -200,6 +200,16 @@ class Scheduler:
             for sample in request.samples:
                 self._park(request, sample)
 
+    def take_parked(self, request_id: int, sample: int) -> Parked:
+        """Return a parked text, which is about to be resumed."""
+        with self._lock:
+            return self.parking.take(request_id, sample)
+
+    def put_back(self, parked: Parked) -> None:
+        """Go on keeping a text whose request was refused."""
+        with self._lock:
+            self.parking.put_back(parked)
+
     def unpark(self, request_id: int) -> bool:
         """Give up the texts of a request; return whether there were any."""
         with self._lock:
@@ -208,6 +218,14 @@ class Scheduler:
             except KeyError:
                 pass
             return self.parking.give_up(request_id)
+
+    def unpark_all(self) -> None:
+        with self._lock:
+            self.parking.give_up_all()
+
+    def count_refused(self) -> None:
+        with self._lock:
+            self.measures.refused += 1
 
     def _park(self, request: Request, sample: Sample) -> None:
         if sample.has_ended and sample.reason != FinishReason.FAILED:

@@ -40,8 +40,6 @@ from jkv.attention.shared_prefixes import SharedPrefixes
 # Pieces start at multiples of this many tokens (any tile divides it), and are no
 # shorter than four: below that, starting a program costs as much as its reading.
 _UNIT_TOKENS = 64
-
-
 _MIN_PIECE_UNITS = 4
 
 
