@@ -201,8 +201,8 @@ MUTATIONS = (
         "partners-of-an-earlier-life",
         "metadata",
         "What stood beside a block before it was handed out is found beside it again.",
-        'partners = beside.partners.at[leaders].set(nothing, mode="drop")',
-        "partners = beside.partners",
+        'partners = partners.at[leaders].set(nothing, mode="drop")',
+        "partners = partners.at[:0].set(nothing)",
     ),
     Mutation(
         "leader-goes-on-alone",
@@ -752,8 +752,8 @@ MUTATIONS = (
         "stop-strings-leave-a-token",
         "serving",
         "A token too many is kept where a text has its stop string.",
-        "tokens[:num_new], logprobs[:num_new], stream",
-        "tokens[: num_new + 1], logprobs[:num_new], stream",
+        "= news.tokens[:num_new], news.logprobs[:num_new]",
+        "= news.tokens[: num_new + 1], news.logprobs[:num_new]",
     ),
     Mutation(
         "half-a-stop-string-is-shown",
@@ -773,8 +773,8 @@ MUTATIONS = (
         "results-are-kept-for-ever",
         "serving",
         "Results are forgotten by their number, but never by their time.",
-        "next(iter(self._entries.values()))[0] <= now",
-        "next(iter(self._entries.values()))[0] <= -1",
+        "next(iter(entries.values()))[0] <= now",
+        "next(iter(entries.values()))[0] <= -1",
     ),
     Mutation(
         "deadlines-of-those-that-run-alone",
