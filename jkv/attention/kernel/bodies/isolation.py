@@ -69,17 +69,12 @@ def isolate_range(
 
 def take_between(
     walk: Walk,
+    # the rows that see what lies behind one token and before another
     take: Callable[[jax.Array, jax.Array], None],
     *,
-    of_keys: bool = False,
+    of_keys: bool = False,  # whether keys are looked at, not values
 ) -> None:
-    """Take rows that see only tokens between two that are broken, for all such pairs.
-
-    Args:
-      walk: over the tokens.
-      take: the rows that see what lies behind one token and before another.
-      of_keys: whether keys are looked at, not values.
-    """
+    """Take rows that see only tokens between two broken ones, for all such pairs."""
     before, find = jnp.int32(-1), functools.partial(_find_broken, walk, of_keys)
     behind = find(before)
     if walk.window is None:  # who sees tokens behind the first of these sees it, too

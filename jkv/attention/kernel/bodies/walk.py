@@ -197,23 +197,14 @@ def _attend_tiles(
 
 def _attend_tile(
     walk: Walk,
-    trip: jax.Array,
+    trip: jax.Array,  # which tile of their range it is
     tile: TokenTile,
-    sums: TileSums,
+    sums: TileSums,  # over the tokens before
     *,
-    masked: bool,
-    stored: TokenTile | None = None,
+    masked: bool,  # whether some row may not see some token
+    stored: TokenTile | None = None,  # the tokens as they were carried
 ) -> TileSums:
-    """Add one tile to the sums.
-
-    Args:
-      walk: the rows.
-      trip: which tile of their range it is.
-      tile: its tokens.
-      sums: over the tokens before.
-      masked: whether some row may not see some token.
-      stored: the tokens as they were carried.
-    """
+    """Add one tile to the sums."""
     variant, scale = walk.variant, walk.scale
     scores = dot_sections(variant, walk.queries, tile.keys)
     if walk.above is not None:

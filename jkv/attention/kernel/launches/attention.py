@@ -117,13 +117,11 @@ def decode_rows(
     return attend_pieces("jkv_decode", call, listed, variant, num_places)
 
 
-def _find_list(call: Call, *sizes: Sizes) -> WorkList:
-    """Return the first that was listed with the step, or else the last, for the call.
-
-    Args:
-      call: which makes its own where nothing was planned for it.
-      sizes: of the lists that serve it.
-    """
+def _find_list(
+    call: Call,  # which makes its own where nothing was planned for it
+    *sizes: Sizes,  # of the lists that serve it
+) -> WorkList:
+    """Return the first that was listed with the step, else the last, for the call."""
     for each in sizes:
         listed = find_list(call, each)
         if listed is not None:
@@ -185,22 +183,14 @@ def _view(pool: jax.Array, kept: KernelFormat, variant: Variant) -> jax.Array:
 
 
 def attend_pieces(
-    name: str,
-    call: Call,
-    listed: WorkList,
-    variant: Variant,
+    name: str,  # of the kernel that attends, for profilers
+    call: Call,  # whose sinks join with the pieces
+    listed: WorkList,  # the pieces
+    variant: Variant,  # of the kernel
+    # of partial results; those of pieces that are not there stay as they are found
     num_places: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the results of rows whose contexts are cut into pieces, joined.
-
-    Args:
-      name: of the kernel that attends, for profilers.
-      call: whose sinks join with the pieces.
-      listed: the pieces.
-      variant: of the kernel.
-      num_places: of partial results; those of pieces that are not there are left as
-        they are found.
-    """
+    """Return the results of rows whose contexts are cut into pieces, joined."""
     assert listed.pieces is not None
     lanes = listed.lanes if call.window is None else None
     operands = make_operands(call, listed.work, variant)
