@@ -15,6 +15,7 @@ from jkv.attention.kernel import backend
 from jkv.attention.kernel.elements.conversion import BFLOAT16, FLOAT32, WORD, bitcast
 from jkv.attention.kernel.elements.formats import KernelFormat
 from jkv.attention.kernel.elements.sections import Section, cut
+from jkv.attention.kernel.tiles.table import Ways
 from jkv.attention.kernel.tiles.variant import Variant
 from jkv.attention.kernel.work.lists import Lanes, SharedLanes, Work
 
@@ -176,7 +177,7 @@ def load_tokens(
         for number in range(1, tile_tokens // block_size):
             block = jnp.where(which >= number, read_block(first_column + number), block)
     row = block if is_in_one_block else block[:, None]
-    is_stored = variant.tile.is_carried
+    is_stored = Ways.CARRIED in variant.tile.ways
 
     def load(
         pool: jax.Array,
@@ -214,7 +215,8 @@ def load_tokens(
 def _selects_blocks(block_size: int, variant: Variant) -> bool:
     """Return whether a whole tile is of a few whole blocks, whose ids are scalars."""
     num_blocks, rest = divmod(variant.tile.tokens, block_size)
-    return variant.tile.has_scalar_ids and rest == 0 and num_blocks <= _MOST_BLOCKS
+    is_few = rest == 0 and num_blocks <= _MOST_BLOCKS
+    return Ways.SCALAR_IDS in variant.tile.ways and is_few
 
 
 def to_operands(

@@ -19,7 +19,7 @@ from jkv.attention.kernel.bodies.isolation import isolate_range
 from jkv.attention.kernel.bodies.join import join_pieces
 from jkv.attention.kernel.bodies.loads import Operands
 from jkv.attention.kernel.elements.formats import KernelFormat
-from jkv.attention.kernel.tiles.table import Tuning
+from jkv.attention.kernel.tiles.table import Tuning, Ways
 from jkv.attention.kernel.tiles.variant import (
     Variant,
     count_decode_pieces,
@@ -172,7 +172,7 @@ def _view(pool: jax.Array, kept: KernelFormat, variant: Variant) -> jax.Array:
     """Return a pool as what is loaded of it, [..., D] or fewer of more bits."""
     # A tile that is carried is left as bits: on gfx942 its first one would be waited
     # for twice.
-    has_view = not variant.interpret and not variant.tile.is_carried
+    has_view = not variant.interpret and Ways.CARRIED not in variant.tile.ways
     dtype = kept.view_of(has_words=variant.has_words, has_view=has_view)
     if dtype is None or pool.dtype == dtype:
         return pool
