@@ -326,7 +326,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(make_plan(folder, memory, **given).report())
     except ValueError as error:
         parser.exit(BAD_VALUE, f"error: {error}\n")
-    except (OSError, ModuleNotFoundError) as error:
+    except OSError as error:
         sys.exit(f"error: {error}")
 
 

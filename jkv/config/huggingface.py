@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jkv.config.gguf_file import find_file, read_file
-from jkv.config.gguf_settings import make_config
+from jkv.config.gguf_file import describe_model, find_file, read_file
 from jkv.config.layer_heads import GLOBAL_HEAD_DIM, Heads, list_heads, may_differ
 from jkv.config.layer_kinds import ATTENDING, FEEDING, WITH_STATE, name_layers
 from jkv.config.layer_states import Kept
@@ -89,7 +88,7 @@ def read_sizes(
     they are asked for, and then a model without any attention has no fields for heads.
     """
     path = find_file(folder)
-    raw = make_config(read_file(path)) if path else _read_json(path := Path(folder))
+    raw = describe_model(read_file(path)) if path else _read_json(path := Path(folder))
     try:
         return _sizes(raw, given, with_states)
     except ValueError as error:
