@@ -11,7 +11,7 @@ from jax import lax
 from jkv.attention.backend import Backend, StepShape
 from jkv.attention.call import Call, Requests, call_of
 from jkv.attention.cards import DEFAULT, Card, find_card
-from jkv.attention.contiguous.cudnn import Cudnn
+from jkv.attention.cudnn import Cudnn
 from jkv.attention.derivative import (
     Cotangents,
     Gradients,
