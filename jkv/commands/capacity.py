@@ -16,11 +16,10 @@ from jkv.commands.model_layers import Layers, StateBytes, count_state_bytes
 from jkv.config.cache_config import CacheConfig
 from jkv.config.gguf_file import find_file, read_file
 from jkv.config.grouped_config import GroupedConfig
-from jkv.config.huggingface import read_sizes
+from jkv.config.huggingface import DEFAULT_SEQUENCES, read_sizes
 from jkv.config.layer_heads import refuse_different
 from jkv.config.layer_windows import Windows, count_windows
 from jkv.config.layout import describe
-from jkv.config.sizing import DEFAULT_SEQUENCES
 from jkv.config.units import human_bytes, parse_bytes
 from jkv.formats.costs import COSTS, tell_cost
 

@@ -15,6 +15,7 @@ from jkv.config.counts import (
     check_window,
     checked_count,
     checked_num_blocks,
+    count_window_blocks,
 )
 from jkv.config.layout import Sizes, describe, lay_out
 from jkv.formats.table import checked_dtype
@@ -193,7 +194,12 @@ class CacheConfig:
           >>> config.most_blocks(), config.most_blocks(16), config.most_blocks(100)
           (3, 11, 25)
         """
-        return sizing.find_most_blocks(self.sizes, num_tokens)
+        if self.sliding_window is None:
+            return self.max_blocks_per_sequence
+        blocks = count_window_blocks(
+            self.sliding_window, self.num_sink_tokens, self.block_size, num_tokens
+        )
+        return min(blocks, self.max_blocks_per_sequence)
 
     def longest_context(self, num_sequences: int) -> int:
         """Return how many tokens so many sequences can have each, all at once.
@@ -212,7 +218,11 @@ class CacheConfig:
           >>> config.longest_context(3), config.longest_context(1)
           (48, 100)
         """
-        return sizing.find_longest_context(self.sizes, num_sequences)
+        if not 1 <= num_sequences <= self.max_sequences:
+            return 0
+        blocks, longest = self.num_blocks // num_sequences, self.max_context_length
+        is_enough = blocks >= self.most_blocks()
+        return longest if is_enough else min(blocks * self.block_size, longest)
 
     def most_sequences(self, context_length: int) -> int:
         """Return how many sequences can have so many tokens each, all at once.
@@ -231,7 +241,11 @@ class CacheConfig:
           >>> config.most_sequences(48), config.most_sequences(101)
           (3, 0)
         """
-        return sizing.find_most_sequences(self.sizes, context_length)
+        if context_length > self.max_context_length:
+            return 0
+        blocks = max(-(-context_length // self.block_size), 1)
+        each = min(blocks, self.most_blocks())
+        return min(self.num_blocks // each, self.max_sequences)
 
     def __str__(self) -> str:
         """Say it in human units, in four lines."""
@@ -297,8 +311,21 @@ class CacheConfig:
           >>> config.num_blocks == 7 * config.max_sequences, config.bytes <= 2**20
           (True, True)
         """
+        given = "max_sequences", "budget_bytes"
+        sizing.check_names("for_context_length", cls, sizes, *given)
         sizes["max_context_length"] = max_context_length
-        return sizing.fit_context_length(cls, max_sequences, budget_bytes, **sizes)
+        return sizing.fit_either(
+            lambda count: cls._for_sequences(count, sizes),
+            max_context_length,
+            max_sequences,
+            budget_bytes,
+        )
+
+    @classmethod
+    def _for_sequences(cls, max_sequences: int, sizes: dict[str, Any]) -> Self:
+        small = cls(num_blocks=1, max_sequences=max_sequences, **sizes)
+        blocks = small.max_sequences * small.max_blocks_per_sequence
+        return dataclasses.replace(small, num_blocks=blocks)
 
     @classmethod
     def from_model(
@@ -330,7 +357,15 @@ class CacheConfig:
             whose layers differ in their heads (Gemma 4, MiMo-V2-Flash), for which
             `GroupedConfig.from_model` has a group of each.
         """
-        return sizing.fit_model(cls, folder, budget_bytes, **overrides)
+        from jkv.config.huggingface import read_fields
+
+        sizing.check_names("from_model", cls, overrides, "budget_bytes")
+        if ("num_blocks" in overrides) == (budget_bytes is not None):
+            raise ValueError("give budget_bytes or num_blocks, and not both")
+        fields = read_fields(folder, overrides)
+        if budget_bytes is None:
+            return cls(**fields)
+        return cls.for_memory(budget_bytes, **fields)
 
     @classmethod
     def small(cls, **sizes: Any) -> Self:
@@ -349,7 +384,8 @@ class CacheConfig:
           >>> config.block_size, config.bytes <= 4 * 10**9
           (16, True)
         """
-        return sizing.fit_preset(cls, sizing.SMALL, **sizes)
+        suited = dict(block_size=16, max_sequences=32, max_context_length=4096)
+        return cls.for_memory("4GB", **suited | sizes)
 
     @classmethod
     def medium(cls, **sizes: Any) -> Self:
@@ -358,7 +394,8 @@ class CacheConfig:
         Args:
           **sizes: as for `small`.
         """
-        return sizing.fit_preset(cls, sizing.MEDIUM, **sizes)
+        suited = dict(block_size=32, max_sequences=64, max_context_length=16_384)
+        return cls.for_memory("12GB", **suited | sizes)
 
     @classmethod
     def large(cls, **sizes: Any) -> Self:
@@ -367,4 +404,5 @@ class CacheConfig:
         Args:
           **sizes: as for `small`.
         """
-        return sizing.fit_preset(cls, sizing.LARGE, **sizes)
+        suited = dict(block_size=64, max_sequences=256, max_context_length=65_536)
+        return cls.for_memory("40GB", **suited | sizes)
