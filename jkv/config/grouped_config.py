@@ -248,9 +248,7 @@ class GroupedConfig:
         """
         return grouping.fit_context_length(
             cls,
-            grouping.ModelLayers(
-                [grouping.LayerSizes(each, None) for each in layer_windows]
-            ),
+            grouping.ModelLayers(layer_windows),
             sizes | {"max_context_length": max_context_length},
             max_sequences=max_sequences,
             budget_bytes=budget_bytes,
@@ -317,14 +315,12 @@ class GroupedConfig:
             )
         sizes = dict(found.fields | overrides)
         del sizes["num_layers"]
-        heads = found.layer_heads
-        layers = [
-            grouping.LayerSizes(window, heads[layer] if heads else None)
-            for layer, window in enumerate(found.layer_windows)
-        ]
+        layers = grouping.ModelLayers(
+            found.layer_windows, found.layer_heads, found.layers, of_states
+        )
         return grouping.fit_context_length(
             cls,
-            grouping.ModelLayers(layers, found.layers, of_states),
+            layers,
             sizes,
             max_sequences=max_sequences,
             budget_bytes=budget_bytes,
