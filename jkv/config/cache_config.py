@@ -7,16 +7,8 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from jkv.config import sizing
+from jkv.config import counts, sizing
 from jkv.config.arrays import count_bytes
-from jkv.config.counts import (
-    check_classes,
-    check_tables,
-    check_window,
-    checked_count,
-    checked_num_blocks,
-    count_window_blocks,
-)
 from jkv.config.layout import Sizes, describe, lay_out
 from jkv.formats.table import checked_dtype
 
@@ -100,11 +92,13 @@ class CacheConfig:
         if self.value_dtype is not None:
             object.__setattr__(self, "value_dtype", checked_dtype(self.value_dtype))
         for name in COUNTS:
-            object.__setattr__(self, name, checked_count(name, getattr(self, name)))
-        checked_num_blocks(self.num_blocks, self.prefix_caching)
-        classes = check_classes(self.keep_classes, self.prefix_caching)
+            object.__setattr__(
+                self, name, counts.checked_count(name, getattr(self, name))
+            )
+        counts.checked_num_blocks(self.num_blocks, self.prefix_caching)
+        classes = counts.check_classes(self.keep_classes, self.prefix_caching)
         object.__setattr__(self, "keep_classes", classes)
-        window, sinks = check_window(
+        window, sinks = counts.check_window(
             self.sliding_window,
             self.num_sink_tokens,
             self.block_size,
@@ -124,7 +118,7 @@ class CacheConfig:
                 f"{self.dtype.name}: leave value_dtype out, got {self.value_dtype.name}"
             )
         self.sizes.lay_out_storage()
-        check_tables(self.max_sequences, self.max_blocks_per_sequence)
+        counts.check_tables(self.max_sequences, self.max_blocks_per_sequence)
 
     @property
     def is_quantized(self) -> bool:
@@ -183,9 +177,6 @@ class CacheConfig:
           num_tokens: the most that one `append` adds to a sequence. It matters with a
             sliding window only: rows of one step keep what the first of them sees.
 
-        Returns:
-          The blocks, at most `max_blocks_per_sequence`.
-
         Example:
           >>> import jkv
           >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
@@ -196,20 +187,16 @@ class CacheConfig:
         """
         if self.sliding_window is None:
             return self.max_blocks_per_sequence
-        blocks = count_window_blocks(
+        blocks = counts.count_window_blocks(
             self.sliding_window, self.num_sink_tokens, self.block_size, num_tokens
         )
         return min(blocks, self.max_blocks_per_sequence)
 
     def longest_context(self, num_sequences: int) -> int:
-        """Return how many tokens so many sequences can have each, all at once.
+        """Return how many tokens so many sequences can have each, nothing shared.
 
-        Args:
-          num_sequences: how many sequences.
-
-        Returns:
-          The tokens of each, nothing shared: at most `max_context_length`, and 0 if
-          there cannot be so many sequences. With a sliding window they are decoding.
+        They are at most `max_context_length`, and 0 if there cannot be so many
+        sequences. With a sliding window these are decoding.
 
         Example:
           >>> import jkv
@@ -225,14 +212,10 @@ class CacheConfig:
         return longest if is_enough else min(blocks * self.block_size, longest)
 
     def most_sequences(self, context_length: int) -> int:
-        """Return how many sequences can have so many tokens each, all at once.
+        """Return how many sequences can have so many tokens each, nothing shared.
 
-        Args:
-          context_length: tokens of each sequence.
-
-        Returns:
-          The number of sequences, nothing shared: at most `max_sequences`, and 0 if no
-          sequence can be that long. With a sliding window they are decoding.
+        They are at most `max_sequences`, and 0 if no sequence can be that long. With a
+        sliding window they are decoding.
 
         Example:
           >>> import jkv
@@ -258,9 +241,6 @@ class CacheConfig:
         Args:
           budget_bytes: bytes the whole cache may take, or text such as "40GB".
           **sizes: every other field of `CacheConfig` but `num_blocks`.
-
-        Returns:
-          The configuration; its `bytes` are at most the budget.
 
         Raises:
           ValueError: if not even one block fits, or for a size that cannot work.
@@ -292,9 +272,6 @@ class CacheConfig:
           budget_bytes: for as many such sequences as fit these bytes, or text such as
             "40GB".
           **sizes: the other fields of `CacheConfig` but `num_blocks`.
-
-        Returns:
-          The configuration, with blocks for `max_sequences` of the full length.
 
         Raises:
           ValueError: unless either `max_sequences` or `budget_bytes` is given; if not
@@ -348,9 +325,6 @@ class CacheConfig:
           **overrides: any field of `CacheConfig`, instead of what the model says;
             `max_sequences` is 256 unless given.
 
-        Returns:
-          The configuration, with as many blocks as fit the budget.
-
         Raises:
           FileNotFoundError: without a config.json.
           ValueError: if no block fits, or for a model whose sizes cannot be told, or
@@ -373,10 +347,7 @@ class CacheConfig:
 
         Args:
           **sizes: `num_layers`, `num_kv_heads`, `head_dim` of the model, and whatever
-            is to differ from the preset.
-
-        Returns:
-          The configuration, as `for_memory`.
+            is to differ from the preset, as for `for_memory`.
 
         Example:
           >>> import jkv
@@ -389,20 +360,12 @@ class CacheConfig:
 
     @classmethod
     def medium(cls, **sizes: Any) -> Self:
-        """Return the preset for 12 GB: blocks of 32, 64 sequences of up to 16,384.
-
-        Args:
-          **sizes: as for `small`.
-        """
+        """Return that for 12 GB: blocks of 32, 64 sequences of up to 16,384 tokens."""
         suited = dict(block_size=32, max_sequences=64, max_context_length=16_384)
         return cls.for_memory("12GB", **suited | sizes)
 
     @classmethod
     def large(cls, **sizes: Any) -> Self:
-        """Return the preset for 40 GB: blocks of 64, 256 sequences of up to 65,536.
-
-        Args:
-          **sizes: as for `small`.
-        """
+        """Return that for 40 GB: blocks of 64, 256 sequences of up to 65,536 tokens."""
         suited = dict(block_size=64, max_sequences=256, max_context_length=65_536)
         return cls.for_memory("40GB", **suited | sizes)
