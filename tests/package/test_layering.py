@@ -181,7 +181,6 @@ DOORS: dict[str, tuple[str, ...]] = {
 RUN_TIME = {"jax", "jaxlib", "numpy", "chex", "jkv"}
 # What an extra brings, and the one file that imports it.
 EXTRAS = {
-    "gguf": "config/gguf_file.py",
     "prometheus_client": "serving/prometheus.py",
 }
 BROUGHT = {"tunix": {"tunix", "flax"}}  # by the extra of each integration
