@@ -1,6 +1,7 @@
 """Whether attention on this device is what the reference says, feature by feature."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 
 from jkv.attention import paged_attention
 from jkv.commands.cases import CASES, Case, make_operands
-from jkv.commands.report import Report
+from jkv.commands.report import Try
 from jkv.formats.table import FORMATS
 
 IMPLEMENTATIONS = ("xla", "pallas")
@@ -39,59 +40,39 @@ def select_cases(implementation: str, *, is_quick: bool) -> tuple[Case, ...]:
     return tuple(case for case in CASES if case.name in names)
 
 
-def note_missing_kernel(report: Report) -> None:
-    """Say so where the compiled kernel could not be checked."""
-    if on_cpu():
-        report.add("not checked", "the compiled kernel", "there is no GPU here")
+def list_tries(
+    implementation: str, dtype: str, cases: tuple[Case, ...]
+) -> dict[str, Try]:
+    """Return calls of one implementation in one dtype to compare, by their names."""
+    return {
+        case.name: functools.partial(
+            compare, find_error, case, dtype, implementation=implementation
+        )
+        for case in cases
+    }
 
 
-def check_implementation(
-    report: Report, *, implementation: str, dtype: str, cases: tuple[Case, ...]
-) -> None:
-    """Compare one implementation in one dtype: a finding for all cases that agree."""
-    find = functools.partial(find_error, implementation=implementation)
-    tries = [(case.name, case, dtype) for case in cases]
-    _compare(report, f"{implementation}, {dtype}", find, tries)
-
-
-def check_derivative(report: Report, *, implementation: str) -> None:
-    """Compare gradients of pools that are floats with those of the reference."""
-    find = functools.partial(find_gradient_error, implementation=implementation)
-    tries = [
-        (f"{dtype}, {case.name}", case, dtype)
+def list_derived(implementation: str) -> dict[str, Try]:
+    """Return gradients of pools that are floats to compare, by dtype and case."""
+    return {
+        f"{dtype}, {case.name}": functools.partial(
+            compare, find_gradient_error, case, dtype, implementation=implementation
+        )
         for case in CASES
         for dtype in TOLERANCES
         if case.name in DERIVED_CASES
         and FORMATS[jnp.dtype(dtype)].stored_as == jnp.dtype(dtype)
-    ]
-    _compare(report, f"gradient of {implementation}", find, tries)
+    }
 
 
-def _compare(
-    report: Report,
-    name: str,
-    find: "functools.partial[float]",
-    tries: list[tuple[str, Case, str]],
-) -> None:
-    """Note each case that differs, those it does not apply to, and how many agree."""
-    refused: dict[str, list[str]] = {}
-    agreed = []
-    for what, case, dtype in tries:
-        try:
-            error = find(case, dtype)
-        except NotImplementedError as reason:
-            refused.setdefault(str(reason), []).append(what)
-            continue
-        if error <= TOLERANCES[dtype]:
-            agreed.append(error)
-        else:  # NaN too
-            report.add("FAILED", f"{name}, {what}", f"error {error:.2g}")
-    for why, names in refused.items():
-        report.add("not checked", f"{name}: {', '.join(names)}", why)
-    if agreed:
-        is_interpreted = find.keywords["implementation"] == "pallas" and on_cpu()
-        how = " (interpreted)" if is_interpreted else ""
-        report.add("ok", f"{name}{how}: {len(agreed)} cases", f"{max(agreed):.1e}")
+def compare(
+    find: Callable[..., float], case: Case, dtype: str, implementation: str
+) -> float:
+    """Return the error against the reference, which must be within the tolerance."""
+    error = find(case, dtype, implementation)
+    if not error <= TOLERANCES[dtype]:  # NaN too
+        raise ValueError(f"error {error:.2g}")
+    return error
 
 
 def find_error(case: Case, dtype: str, implementation: str) -> float:

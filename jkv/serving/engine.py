@@ -350,9 +350,7 @@ class Engine:
           KeyError: if it is not parked, or has not ended.
           RequestRefused, QueueFull, EngineError: as `submit`; it stays parked then.
         """
-        parking = self._scheduler.parking
-        with self._turns.lock:
-            parked = parking.take(request_id, sample)
+        parked = self._scheduler.take_parked(request_id, sample)
         try:
             more = as_token_ids("tokens", tokens)
             text = np.concatenate([parked.text, more])
@@ -361,8 +359,7 @@ class Engine:
             fields["salt"] = parked.salt
             return self._take_in(parked, Ask.of(text, fields))
         except BaseException:
-            with self._turns.lock:
-                parking.put_back(parked)
+            self._scheduler.put_back(parked)
             raise
 
     def unpark(self, request_id: int) -> bool:
@@ -610,8 +607,7 @@ class Engine:
             return
         self._turns.stop()
         self._scheduler.cancel_all()
-        with self._turns.lock:
-            self._scheduler.parking.give_up_all()
+        self._scheduler.unpark_all()
         while not self._scheduler.is_idle:
             self._turns.take()
         if self._shared is not None:
@@ -644,8 +640,7 @@ class Engine:
         try:
             request = read_request(self._limits, ask)
         except RequestRefused:
-            with self._turns.lock:
-                self._scheduler.measures.refused += 1
+            self._scheduler.count_refused()
             raise
         self._scheduler.add(request, parked)
         self._turns.tell()

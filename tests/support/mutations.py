@@ -437,15 +437,15 @@ MUTATIONS = (
         "config",
         "A sequence's last, partly filled block is not counted when the most sequences "
         "are asked for.",
-        "max(-(-context_length // sizes.block_size), 1)",
-        "max(context_length // sizes.block_size, 1)",
+        "max(-(-context_length // self.block_size), 1)",
+        "max(context_length // self.block_size, 1)",
     ),
     Mutation(
         "presets-in-binary-gigabytes",
         "config",
         "The presets fill gibibytes, and so more than the gigabytes that they promise.",
-        "SMALL = Preset(4 * 10**9, 16, 32, 4096)",
-        "SMALL = Preset(4 * 2**30, 16, 32, 4096)",
+        'cls.for_memory("4GB", **suited | sizes)',
+        'cls.for_memory("4GiB", **suited | sizes)',
     ),
     Mutation(
         "largest-pool-without-the-holes",
@@ -752,8 +752,8 @@ MUTATIONS = (
         "stop-strings-leave-a-token",
         "serving",
         "A token too many is kept where a text has its stop string.",
-        "= news.tokens[:num_new], news.logprobs[:num_new]",
-        "= news.tokens[: num_new + 1], news.logprobs[:num_new]",
+        "news.tokens[:num_new], news.logprobs[:num_new]",
+        "news.tokens[: num_new + 1], news.logprobs[:num_new]",
     ),
     Mutation(
         "half-a-stop-string-is-shown",
@@ -788,8 +788,8 @@ MUTATIONS = (
         "doctor-takes-nan-for-right",
         "commands",
         "The doctor does not report attention that comes out as NaN.",
-        "if error <= TOLERANCES[dtype]:",
-        "if not error > TOLERANCES[dtype]:",
+        "if not error <= TOLERANCES[dtype]:",
+        "if error > TOLERANCES[dtype]:",
     ),
     Mutation(
         "doctor-overlooks-a-hidden-card",

@@ -4,7 +4,7 @@ What runs them is imported where it is called: most processes have no card.
 """
 
 import dataclasses
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import jax
 
@@ -12,10 +12,12 @@ from jkv.attention.backend import Backend, StepShape
 from jkv.attention.call import Call, Requests
 from jkv.attention.cards import Card
 from jkv.attention.derivative import Cotangents, Gradients
-from jkv.attention.kernel import backend
 from jkv.attention.kernel.work import lists
 from jkv.attention.pools import Pools
 from jkv.attention.slots import SlotWrite
+
+if TYPE_CHECKING:
+    from jkv.attention.kernel.backend import Way
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,14 +81,18 @@ class Kernels(Backend):
 
         return store_rows(write, way=self._find_way(card))
 
-    def _find_way(self, card: Card) -> backend.Way:
+    def _find_way(self, card: Card) -> "Way":
+        from jkv.attention.kernel.backend import Way
+
         if card.platform == "cpu":
-            return backend.Way(interpret=True)
-        return backend.Way(written_for=card.platform if self.is_written else None)
+            return Way(interpret=True)
+        return Way(written_for=card.platform if self.is_written else None)
 
     def _why_missing(self, card: Card) -> str | None:
         if self.is_written:
             return None
+        from jkv.attention.kernel import backend
+
         if card.platform == "cpu" or card.target is not None:
             return backend.why_missing()
         # Without a card the kernel may be lowered elsewhere or, as mostly, never.

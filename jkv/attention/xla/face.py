@@ -13,7 +13,6 @@ from jkv.attention.derivative import Cotangents, Gradients
 from jkv.attention.pools import Pools
 from jkv.attention.shared_prefixes import SharedPrefixes, find_shared_prefixes
 from jkv.attention.xla.by_position import attend_by_position
-from jkv.attention.xla.gradients import differentiate_plainly
 from jkv.attention.xla.plain_path import attend_by_head, attend_xla
 from jkv.attention.xla.shared import FEWEST, NAME
 from jkv.attention.xla.small_calls import attend_side_by_side, is_small
@@ -42,6 +41,8 @@ class Xla(Backend):
         self, call: Call, cotangents: Cotangents, card: Card
     ) -> Gradients:
         """Go through them again."""
+        from jkv.attention.xla.gradients import differentiate_plainly
+
         del card
         return differentiate_plainly(call, cotangents)
 

@@ -21,6 +21,7 @@ from jkv.decoding.model.prefill import (
     prefill,
     run_chunk,
 )
+from jkv.decoding.model.runner import Runner
 from jkv.decoding.sampling.draws import Choice, draw
 from jkv.decoding.sampling.filters import by_row, filter_logits
 from jkv.decoding.sampling.next_token import sampling_of
@@ -81,7 +82,7 @@ def open_rows(options: DraftModel, state: GenerationState) -> DraftRows:
             f"each rank drafts in a copy that is its own"
         )
     num_places, vocabulary = state.seen.shape
-    drawn = options.runner.count_vocabulary(options.cache, num_places)
+    drawn = _run(options).count_vocabulary(options.cache, num_places)
     if drawn != vocabulary:
         raise UsageError(
             f"the draft model must have the model's vocabulary of {vocabulary} tokens, "
@@ -173,7 +174,7 @@ def _catch_up(
         return is_ready & (chunk.batch.status == Status.OK)
 
     cache, is_ready = prefill(
-        options.runner,
+        _run(options),
         rows.cache,
         Pending(rows.seq_ids, texts.tokens, commits=False),
         is_ready,
@@ -184,11 +185,15 @@ def _catch_up(
     return rows._replace(cache=cache), is_ready
 
 
+def _run(options: DraftModel) -> Runner:
+    return Runner(options.model, options.params)
+
+
 def _run_ahead(
     options: DraftModel, drafts: Drafts, texts: _Targets, is_ready: jax.Array
 ) -> Drafts:
     """Draft K tokens for each text, one after the other."""
-    rows, runner = drafts.rows, options.runner
+    rows, runner = drafts.rows, _run(options)
     # What is drafted is steered, too, or most of it would be refused.
     Carry = tuple[Cache, Guesses, jax.Array, Any]
 

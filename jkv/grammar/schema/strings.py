@@ -15,7 +15,7 @@ from jkv.grammar.determinization import determinize
 from jkv.grammar.errors import TooLarge
 from jkv.grammar.expressions import Choice, Expression, Leaf, Literal, Repeat, concat
 from jkv.grammar.regexes import compile_regex
-from jkv.grammar.schema.expansion import Way, counts_of
+from jkv.grammar.schema.expansion import Way, counts_of, named, said
 from jkv.grammar.schema.judging import Judge
 from jkv.grammar.schema.negation import NOT_PATTERN, NOT_VALUES
 
@@ -47,14 +47,12 @@ def string_automaton(
 ) -> Automaton | tuple[int, int | None]:
     """Return the strings without their quotes; lengths if nothing else is said."""
     least, most = counts_of(way, "Length")
-    described, others = judge.described(way, is_short=most is not None), []
-    for one in (atom.words for atom in way):
-        if NOT_PATTERN in one:
-            others.append(judge.strings("pattern", one[NOT_PATTERN]))
-        taken = [v for v in one.get(NOT_VALUES, ()) if isinstance(v, str)]
-        if taken:
-            literals = Choice([Literal(text.encode()) for text in taken])
-            others.append(determinize(literals, bounds))
+    described = judge.described(way, is_short=most is not None)
+    others = [judge.strings("pattern", one) for one in said(way, NOT_PATTERN)]
+    taken = [value for value in named(way, NOT_VALUES) if isinstance(value, str)]
+    if taken:
+        literals = Choice([Literal(text.encode()) for text in taken])
+        others.append(determinize(literals, bounds))
     if most is not None and least > most:
         return determinize(Choice([]), bounds)
     if not described and not others:

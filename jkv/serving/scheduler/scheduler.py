@@ -206,6 +206,24 @@ class Scheduler:
                 self.find(request_id).is_parked = False
             return self.parking.give_up(request_id)
 
+    def take_parked(self, request_id: int, sample: int) -> Parked:
+        """Return a parked text, which is about to be resumed."""
+        with self._lock:
+            return self.parking.take(request_id, sample)
+
+    def put_back(self, parked: Parked) -> None:
+        """Go on keeping a text whose request was refused."""
+        with self._lock:
+            self.parking.put_back(parked)
+
+    def unpark_all(self) -> None:
+        with self._lock:
+            self.parking.give_up_all()
+
+    def count_refused(self) -> None:
+        with self._lock:
+            self.measures.refused += 1
+
     def _park(self, request: Request, sample: Sample) -> None:
         if sample.has_ended and sample.reason != FinishReason.FAILED:
             self.parking.add(request, sample)
