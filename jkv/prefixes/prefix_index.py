@@ -37,12 +37,10 @@ def index_of(metadata: Metadata) -> PrefixIndex:
 
 
 def put_index(metadata: Metadata, index: PrefixIndex) -> Metadata:
-    """Return the metadata with another index."""
     return dataclasses.replace(metadata, index=index)
 
 
 def with_index(metadata: Metadata, **changes: object) -> Metadata:
-    """Return the metadata with other values in fields of its index."""
     index = dataclasses.replace(index_of(metadata), **changes)  # type: ignore[arg-type]
     return put_index(metadata, index)
 

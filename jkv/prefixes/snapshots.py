@@ -30,7 +30,6 @@ def snapshots_of(metadata: Metadata) -> Snapshots | None:
 
 
 def with_snapshots(metadata: Metadata, **changes: object) -> Metadata:
-    """Return the metadata with other values in fields of its snapshots."""
     snapshots = snapshots_of(metadata)
     assert snapshots is not None
     snapshots = dataclasses.replace(snapshots, **changes)  # type: ignore[arg-type]

@@ -152,7 +152,6 @@ class Spilled:
         return self.tokens[chain[::-1]].reshape(-1)
 
     def __repr__(self) -> str:
-        """Fit one line."""
         return (
             f"Spilled({self.num_blocks} blocks, {self.num_snapshots} snapshots, of "
             f"{len(self.parents)} columns, {self.nbytes:,} bytes)"

@@ -109,7 +109,6 @@ class BlockStore:
         return 0 if self._folder is None else self._folder.nbytes
 
     def __repr__(self) -> str:
-        """Fit one line."""
         on_disk = ""
         if self._folder is not None:
             on_disk = f", {human_bytes(self.folder_bytes)} in {self._folder.path}"

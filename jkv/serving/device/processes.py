@@ -137,7 +137,6 @@ class SharedLoop(Loop):
         )
 
     def dismiss(self) -> None:
-        """Let followers return."""
         if self.is_followed:
             self._tell(Order.CLOSE)
             self.is_followed = False
@@ -252,7 +251,6 @@ def _find_sharding(leaf: Any) -> Any:
 
 
 def _describe(arrays: Any) -> str:
-    """Say what programs are compiled for of arrays."""
     return repr([(each.shape, each.dtype) for each in jax.tree.leaves(arrays)])
 
 
