@@ -37,12 +37,7 @@ from jkv.serving.request.limits import (
     split_batch,
 )
 from jkv.serving.request.request import Request, RequestState
-from jkv.serving.request.results import (
-    Completion,
-    Event,
-    complete_refused,
-    read_completions,
-)
+from jkv.serving.request.results import Completion, Event, read_completions
 from jkv.serving.request.texts import Detokenize
 from jkv.serving.scheduler.measures import EngineStats
 from jkv.serving.scheduler.parking import Parked
@@ -228,7 +223,7 @@ class Engine:
             checks,
             clock,
         )
-        self._scheduler = Scheduler(loop, sizes, options, self._turns.lock)
+        self._scheduler = Scheduler(loop, options, self._turns.lock)
 
     # Requests.
 
@@ -665,7 +660,8 @@ class Engine:
             except RequestRefused as refused:
                 if refused.reason is None:
                     raise
-                return complete_refused(ask.n, refused.reason)
+                reason = refused.reason
+                return [Completion(-1, i, [], [], reason, None) for i in range(ask.n)]
             except QueueFull:  # another thread was faster
                 continue
 

@@ -15,20 +15,17 @@ import numpy as np
 _SMALL = 2**16
 
 
-def is_shared(sharding: Any) -> bool:
-    """Return whether other processes have devices of a sharding, or of what is none."""
-    is_sharding = isinstance(sharding, jax.sharding.Sharding)
-    return is_sharding and not sharding.is_fully_addressable
+def is_shared(where: Any) -> bool:
+    """Return whether other processes have devices of a sharding, or of an array's."""
+    where = getattr(where, "sharding", where)
+    is_sharding = isinstance(where, jax.sharding.Sharding)
+    return is_sharding and not where.is_fully_addressable
 
 
 def find_shared_mesh(arrays: Any) -> jax.sharding.Mesh | None:
     """Return the mesh of several processes that arrays lie on; None without one."""
-    for leaf in jax.tree.leaves(arrays):
-        where: Any = getattr(leaf, "sharding", None)
-        if is_shared(where):
-            mesh: jax.sharding.Mesh = where.mesh
-            return mesh
-    return None
+    shared: Any = next(filter(is_shared, jax.tree.leaves(arrays)), None)
+    return None if shared is None else shared.sharding.mesh
 
 
 def bring_whole(array: Any) -> np.ndarray:

@@ -111,7 +111,7 @@ class SharedLoop(Loop):
         has_draft = draft_params is not None
         if has_draft and self._given.draft_params is None:
             super().replace_params(params, draft_params)  # raises
-        is_on_mesh = any(is_shared(_find_sharding(e)) for e in jax.tree.leaves(new))
+        is_on_mesh = any(map(is_shared, jax.tree.leaves(new)))
         self._tell(Order.REPLACE_PARAMS, np.array([has_draft, is_on_mesh], np.int32))
         if not is_on_mesh:
             params, draft_params = self._share((params, draft_params))
@@ -163,7 +163,7 @@ class SharedLoop(Loop):
         """Do what the first process does in this moment."""
         match order:
             case Order.WINDOW:
-                self._start(*unpack_window(self._sizes, words))
+                self._start(*unpack_window(self.sizes, words))
                 for cache in self.caches if self._checks else ():
                     check(cache)
             case Order.WARM_UP:
@@ -225,7 +225,7 @@ class SharedLoop(Loop):
 
         def share(leaf: Any) -> Any:
             kind = jax.typeof(leaf)
-            has_all = not is_shared(_find_sharding(leaf))
+            has_all = not is_shared(leaf)
             # Of the same bytes everywhere, as JAX makes 32 bits of 64.
             own = jnp.asarray(leaf) if has_all else np.zeros(kind.shape, kind.dtype)
             return self._orders.share(np.asarray(own))
@@ -239,15 +239,11 @@ class SharedLoop(Loop):
         )
 
         def spread(leaf: Any) -> Any:
-            if is_shared(_find_sharding(leaf)):
+            if is_shared(leaf):
                 return leaf
             return put(np.asarray(jnp.asarray(leaf)), everywhere)
 
         return jax.tree.map(spread, arrays)
-
-
-def _find_sharding(leaf: Any) -> Any:
-    return getattr(leaf, "sharding", None)
 
 
 def _describe(arrays: Any) -> str:

@@ -23,7 +23,6 @@ import numpy as np
 
 from jkv.prefixes.recommitment import recommit
 from jkv.serving.device.loop import Loop
-from jkv.serving.device.sizes import EngineSizes
 from jkv.serving.request.request import Request, RequestState, Sample
 from jkv.state import Cache
 from jkv.status import Status
@@ -67,7 +66,6 @@ class Parking:
     def __init__(
         self,
         loop: Loop,
-        sizes: EngineSizes,
         seconds: float,
         max_bytes: int | None,
         clock: Callable[[], float],
@@ -78,7 +76,7 @@ class Parking:
                 f"park_seconds and max_parked_bytes must be 0 or more, got "
                 f"{seconds} and {max_bytes}"
             )
-        self._loop, self._sizes, self._lock = loop, sizes, lock
+        self._loop, self._lock = loop, lock
         self._seconds, self._max_bytes, self._clock = seconds, max_bytes, clock
         # In the order in which they were parked; a dict is a set with an order.
         self._texts: dict[Parked, None] = {}
@@ -251,7 +249,8 @@ class Parking:
         """Whether the requests can have what they may need until the next look."""
         pinned = [each for each in self._texts if isinstance(each.stay, Pinned)]
         # A prompt may be held for samples that wait.
-        most = self._sizes.max_running + (self._sizes.steps.num_samples > 1)
+        sizes = self._loop.sizes
+        most = sizes.max_running + (sizes.steps.num_samples > 1)
         if pinned and len(pinned) + most > self._loop.num_rows:
             return False
         longest = sorted(lengths, reverse=True)[:most]
