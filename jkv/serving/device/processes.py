@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jkv.decoding.arguments.asked import How
 from jkv.decoding.model.protocol import Model
@@ -234,9 +235,7 @@ class SharedLoop(Loop):
 
     def _spread(self, arrays: Any) -> Any:
         """Return arrays on every device of the mesh, but for those that lie on it."""
-        everywhere = jax.sharding.NamedSharding(
-            self._mesh, jax.sharding.PartitionSpec()
-        )
+        everywhere = NamedSharding(self._mesh, PartitionSpec())
 
         def spread(leaf: Any) -> Any:
             if is_shared(leaf):
