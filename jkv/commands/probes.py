@@ -19,7 +19,6 @@ import numpy as np
 
 import jkv
 from jkv.commands import bookkeeping, correctness, stores
-from jkv.commands.cases import CASES
 from jkv.commands.children import answer
 from jkv.commands.facts import collect_facts
 from jkv.commands.report import Try
@@ -81,7 +80,9 @@ def _list_kernels(is_on_cpu: bool) -> Iterator[tuple[str, Try]]:
     for dtype in ("float32",) if is_on_cpu else correctness.TOLERANCES:
         wanted = correctness.QUICK_INTERPRETED if is_on_cpu else OTHER_CASES
         is_whole = dtype == "bfloat16"
-        cases = tuple(each for each in CASES if is_whole or each.name in wanted)
+        cases = tuple(
+            each for each in correctness.CASES if is_whole or each.name in wanted
+        )
         tries = correctness.list_tries("pallas", dtype, cases)
         yield from ((f"{name}, {dtype}", each) for name, each in tries.items())
     if not is_on_cpu:
