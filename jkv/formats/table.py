@@ -26,9 +26,9 @@ FORMATS: dict[np.dtype[Any], Format] = {
 OTHER_NAMES = {"fp8": np.dtype(jnp.float8_e4m3fn)}
 
 
-# What they cost, which `benchmarks/accuracy.py` measures and `jkv.measure_formats` tells
-# of your model: per cent of each one's perplexity in float32, by the dtypes of keys and
-# values.
+# What they cost, which `benchmarks/accuracy.py` measures (of your model
+# `jkv.measure_formats` tells): per cent of each one's perplexity in float32, by the
+# dtypes of keys and values.
 MODELS = ("SmolLM2 135M", "Gemma 3 270M")
 COSTS = {
     ("int8", "int8"): (0.1, 0.4),
