@@ -182,10 +182,10 @@ def _attend_prompt(
     blocks = table.at[lax.div(token, block_size)].get(mode="clip")
     # A negative index would wrap.
     blocks, offsets = jnp.maximum(blocks, 0), lax.rem(token, block_size)
-    place = call.layer, blocks, slice(None), offsets
+    index = call.layer, blocks, slice(None), offsets
 
     def gather(stored: Stored) -> jax.Array:
-        parts = {n: a.at[place].get(mode="clip") for n, a in stored.parts.items()}
+        parts = {n: a.at[index].get(mode="clip") for n, a in stored.parts.items()}
         return multiply_out(*stored.format.get(parts))
 
     assert pools.stored_values is not None

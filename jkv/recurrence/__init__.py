@@ -1,14 +1,16 @@
 """States folded over packed rows; plain arrays in, plain arrays out."""
 
 from jkv.recurrence.folding import fold_rows
-from jkv.recurrence.rules import Arrays, ChunkRule, Rule, trace_output
-from jkv.recurrence.tokens import Pending, read_ahead, replay
+from jkv.recurrence.rules import Arrays, ChunkRule, Rows, Rule, trace_output
+from jkv.recurrence.tokens import Pending, fold_alike, read_ahead, replay
 
 __all__ = [
     "Arrays",
     "ChunkRule",
     "Pending",
+    "Rows",
     "Rule",
+    "fold_alike",
     "fold_rows",
     "read_ahead",
     "replay",

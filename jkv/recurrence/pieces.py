@@ -6,12 +6,19 @@ requests with the most rows left and one piece of each. As many trips are made a
 is work, in a wide and a narrow form: the last prompt alone is computed alone.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jkv.recurrence.rules import Arrays, ChunkRule, keep_where, put_rows, take_rows
+from jkv.recurrence.rules import (
+    Arrays,
+    ChunkRule,
+    Rows,
+    keep_where,
+    put_rows,
+    take_rows,
+)
 from jkv.sharding.loops import while_loop
 
 # Requests that a trip takes side by side where there are several: enough to fill a GPU
@@ -19,20 +26,12 @@ from jkv.sharding.loops import while_loop
 LANES = 4
 
 
-class Long(NamedTuple):
-    """Requests with many rows."""
-
-    starts: jax.Array  # i32[B], first row
-    counts: jax.Array  # i32[B], rows; 0 for requests that are not folded in pieces
-    first_positions: jax.Array  # i32[B], of which the pieces' ends are counted
-
-
 def fold_pieces(
     chunk_rule: ChunkRule,  # of some tokens of one sequence
     state: Arrays,  # {name: [B, ...]}
     outputs: Any,  # a pytree of [R, ...]
     inputs: Arrays,  # {name: [R, ...]}
-    long: Long,  # whose rows
+    long: Rows,  # of requests that are folded in pieces; others have none
     chunk_size: int,  # C, tokens of a piece
     most: int,  # requests that can be long, known from the call's shapes
 ) -> tuple[Arrays, Any]:
@@ -53,8 +52,8 @@ def fold_pieces(
             state, outputs, done = carry
             requests = jax.lax.top_k(long.counts - done, lanes)[1]
             kept = {name: array[requests] for name, array in state.items()}
-            ones = Long(*(array[requests] for array in long))
-            rows, sizes = _cut(ones, done[requests], chunk_size)
+            some = jax.tree.map(lambda array: array[requests], long)
+            rows, sizes = _cut(some, done[requests], chunk_size)
             valid = jnp.arange(chunk_size, dtype=jnp.int32)[None, :] < sizes[:, None]
             given = take_rows(inputs, rows, valid)
             new, output = jax.vmap(chunk_rule)(kept, given, sizes)
@@ -70,14 +69,13 @@ def fold_pieces(
     return state, outputs
 
 
-def _cut(
-    requests: Long, done: jax.Array, chunk_size: int
-) -> tuple[jax.Array, jax.Array]:
+def _cut(rows: Rows, done: jax.Array, chunk_size: int) -> tuple[jax.Array, jax.Array]:
     """Return the rows i32[lanes, C] of the next pieces, and the pieces' sizes.
 
     A piece ends at the next multiple of `chunk_size`, or where the request does.
     """
-    room = chunk_size - (requests.first_positions + done) % chunk_size
-    sizes = jnp.minimum(requests.counts - done, room)
+    position = done if rows.first_positions is None else rows.first_positions + done
+    room = chunk_size - position % chunk_size
+    sizes = jnp.minimum(rows.counts - done, room)
     numbers = jnp.arange(chunk_size, dtype=jnp.int32)
-    return (requests.starts + done)[:, None] + numbers[None, :], sizes
+    return (rows.starts + done)[:, None] + numbers[None, :], sizes

@@ -6,7 +6,7 @@ one sequence, or of one token's input or output.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,15 @@ Rule = Callable[[Arrays, Arrays], tuple[Arrays, Any]]
 # chunk_rule(state {name: [...]}, inputs {name: [C, ...]}, count i32[]) -> (state,
 # outputs [C, ...]), of the first `count` tokens; inputs past them are zeros.
 ChunkRule = Callable[[Arrays, Arrays, jax.Array], tuple[Arrays, Any]]
+
+
+class Rows(NamedTuple):
+    """The rows of each of B requests: `counts[b]` of them, from `starts[b]` on."""
+
+    starts: jax.Array  # i32[B]
+    counts: jax.Array  # i32[B]; where it is 0 the state stays as it is
+    # i32[B], of each first row, where ends of pieces are counted from; None: 0
+    first_positions: jax.Array | None = None
 
 
 def trace_output(
@@ -40,6 +49,15 @@ def trace_output(
             f"{_shapes(new) if isinstance(new, dict) else type(new).__name__}"
         )
     return output
+
+
+def empty_outputs(rule: Rule, state: Arrays, inputs: Arrays) -> Any:
+    """Return zeros for what a rule puts out, a pytree of [R, ...]."""
+    num_rows = next(iter(inputs.values())).shape[0]
+    output = trace_output(rule, state, inputs)
+    return jax.tree.map(
+        lambda leaf: jnp.zeros((num_rows, *leaf.shape), leaf.dtype), output
+    )
 
 
 def take_rows(inputs: Arrays, rows: jax.Array, valid: jax.Array) -> Arrays:

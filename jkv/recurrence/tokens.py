@@ -10,10 +10,21 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jkv.recurrence.rules import Arrays, Rule, keep_where, put_rows, take_rows
+from jkv.recurrence.rules import (
+    Arrays,
+    Rows,
+    Rule,
+    empty_outputs,
+    keep_where,
+    put_rows,
+    take_rows,
+)
 from jkv.sharding.loops import fori_loop
 
 Carry = TypeVar("Carry")
+
+# Requests of a pass of `fold_alike`: its states are gathered and put back.
+LANES = 8
 
 
 class Pending(NamedTuple):
@@ -52,22 +63,21 @@ def read_ahead(
     outputs: Any,  # a pytree of [R, ...], as `fold_rows` returned it
     pending: Pending,  # tokens of before the step that are read first
     inputs: Arrays,  # {name: [R, ...]}
-    starts: jax.Array,  # i32[B], the first of each request's rows
-    counts: jax.Array,  # i32[B]
+    rows: Rows,
 ) -> Any:
     """Return the outputs with those of rows that may be taken back."""
 
     def step(t: jax.Array, carry: tuple[Arrays, Any]) -> tuple[Arrays, Any]:
         state, outputs = carry
-        is_old, rows = t < pending.counts, starts + t - pending.counts
-        is_new = ~is_old & (t < pending.counts + counts)
-        given = take_rows(inputs, rows, is_new)
+        is_old, row = t < pending.counts, rows.starts + t - pending.counts
+        is_new = ~is_old & (t < pending.counts + rows.counts)
+        given = take_rows(inputs, row, is_new)
         given |= keep_where(is_old, _take_pending(pending, t, is_old), given)
         new, output = jax.vmap(rule)(state, given)
-        outputs = put_rows(outputs, rows, is_new, output)
+        outputs = put_rows(outputs, row, is_new, output)
         return keep_where(is_old | is_new, new, state), outputs
 
-    return fold_times(pending.counts + counts, step, (state, outputs))[1]
+    return fold_times(pending.counts + rows.counts, step, (state, outputs))[1]
 
 
 def fold_tokens(
@@ -75,16 +85,51 @@ def fold_tokens(
     state: Arrays,  # {name: [B, ...]}
     outputs: Any,  # a pytree of [R, ...]
     inputs: Arrays,  # {name: [R, ...]}
-    starts: jax.Array,  # i32[B]
-    counts: jax.Array,  # i32[B], rows of each request, those before `first` counted
-    first: int = 0,  # of the rows that are folded
+    rows: Rows,
+    first: int = 0,  # row of each request that is folded
 ) -> tuple[Arrays, Any]:
     """Fold each request's rows from its `first` on, one of each request a pass."""
 
     def step(t: jax.Array, carry: tuple[Arrays, Any]) -> tuple[Arrays, Any]:
-        return fold_one(rule, *carry, inputs, starts + t, t < counts)
+        return fold_one(rule, *carry, inputs, rows.starts + t, t < rows.counts)
 
-    return fold_times(counts, step, (state, outputs), first)
+    return fold_times(rows.counts, step, (state, outputs), first)
+
+
+def fold_alike(
+    rule: Rule, state: Arrays, inputs: Arrays, rows: Rows
+) -> tuple[Any, Arrays]:
+    """Fold rows as `fold_rows` does, in passes of one shape, whatever a step has.
+
+    Every row is read by the rule, beside as many others as in any other pass, so its
+    bits depend on its state and its input alone (`jkv.generate(exact=)`). Requests with
+    the most rows come first: a prompt beside single tokens is read in passes of its own
+    group.
+    """
+    outputs = empty_outputs(rule, state, inputs)
+    num_requests = rows.counts.shape[0]
+    lanes = min(LANES, num_requests)
+    order = jnp.argsort(-rows.counts)
+    order = jnp.pad(order, (0, -num_requests % lanes), constant_values=num_requests)
+
+    def take(group: jax.Array, carry: tuple[Arrays, Any]) -> tuple[Arrays, Any]:
+        state, outputs = carry
+        chosen = jax.lax.dynamic_slice_in_dim(order, group * lanes, lanes)
+        known = jnp.minimum(chosen, num_requests - 1)
+        kept = {name: array[known] for name, array in state.items()}
+        counts = jnp.where(chosen < num_requests, rows.counts[known], 0)
+        some = Rows(rows.starts[known], counts)
+        kept, outputs = fold_tokens(rule, kept, outputs, inputs, some)
+        state = {
+            name: array.at[chosen].set(kept[name], mode="drop")
+            for name, array in state.items()
+        }
+        return state, outputs
+
+    num_owners = (rows.counts > 0).sum(dtype=jnp.int32)
+    num_groups = jax.lax.div(num_owners + (lanes - 1), jnp.int32(lanes))
+    state, outputs = fori_loop(jnp.int32(0), num_groups, take, (state, outputs))
+    return outputs, state
 
 
 def fold_times(

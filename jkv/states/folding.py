@@ -11,7 +11,9 @@ from jkv.recurrence import (
     Arrays,
     ChunkRule,
     Pending,
+    Rows,
     Rule,
+    fold_alike,
     fold_rows,
     read_ahead,
     replay,
@@ -96,20 +98,22 @@ def fold_state(
         pending = _find_pending(batch)
         counts = counts - pending.new
         state, batch = _work_in(cache, layer, batch, rule, pending, state, inputs)
-    outputs, state = fold_rows(
-        rule,
-        state,
-        inputs,
-        batch.query_starts,
-        counts,
-        chunk_rule=chunk_rule,
-        chunk_size=chunk_size,
-        first_positions=batch.context_lengths - batch.query_lengths,
-        alike=batch.by_position,
-        # They are not written. Of a request whose rows can all be taken back, the
-        # state is: it stands before them.
-        keeps_idle=bool(kept),
-    )
+    first_positions = batch.context_lengths - batch.query_lengths
+    rows = Rows(batch.query_starts, counts, first_positions)
+    if batch.by_position:
+        outputs, state = fold_alike(rule, state, inputs, rows)
+    else:
+        # Idle states are not written. Of a request whose rows can all be taken back,
+        # the state is: it stands before them.
+        outputs, state = fold_rows(
+            rule,
+            state,
+            inputs,
+            rows,
+            chunk_rule=chunk_rule,
+            chunk_size=chunk_size,
+            keeps_idle=bool(kept),
+        )
     cache = write_state(cache, layer, batch, state, kept)
     if kept:
         carry = state, outputs
@@ -191,8 +195,8 @@ def _peek(
     def peek(outputs: Any, seq_ids: jax.Array, new: jax.Array) -> Any:
         kept = _read(cache, layer, batch, seq_ids)
         pending = Pending(kept, jnp.zeros_like(new), counts.stay)
-        starts = batch.query_starts + batch.query_lengths - new
-        return read_ahead(rule, state, outputs, pending, inputs, starts, new)
+        rows = Rows(batch.query_starts + batch.query_lengths - new, new)
+        return read_ahead(rule, state, outputs, pending, inputs, rows)
 
     some = (counts.new > 0).any()
     return when(some, peek, outputs, batch.seq_ids, counts.new)

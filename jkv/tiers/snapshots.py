@@ -14,24 +14,44 @@ from jkv.state import Cache, Metadata, StateStorage
 from jkv.states.swapped import SwappedStates, fetch_states
 
 
-def fetch_snapshots(cache: Cache, places: np.ndarray) -> tuple[SwappedStates, ...]:
-    """Copy the states at places, i32[P], of each group with a state to the host."""
-    return tuple(
-        fetch_states(_by_place(cache.storage[number]), places)
-        for number in _find_numbers(cache)
-    )
+def fetch_snapshots(cache: Cache, places: list[int]) -> dict[str, np.ndarray]:
+    """Copy what places have to the host, [..., P, ...], by path in `Held`."""
+    at = np.array(places, np.int32)
+    known: Any = snapshots_of(cache.metadata)
+    arrays = {"snapshot.num_pending": np.asarray(known.num_pending)[None, at]}
+    for i, number in enumerate(_find_numbers(cache)):
+        states = fetch_states(_by_place(cache.storage[number]), at)
+        for part, own in (("rows", states.rows), ("inputs", states.inputs)):
+            arrays |= {f"snapshot.{part}.{i}.{name}": own[name] for name in own}
+    return arrays
 
 
 def put_snapshots(
-    cache: Cache, states: tuple[SwappedStates, ...], places: np.ndarray, *, donate: bool
+    cache: Cache,
+    held: list[dict[str, np.ndarray]],  # arrays of snapshots, by path
+    places: np.ndarray,  # i32[P], all different
+    *,
+    donate: bool,
 ) -> Cache:
-    """Write states of each group with some to places, i32[P], all different."""
-    for number, held in zip(_find_numbers(cache), states, strict=True):
+    """Write snapshots of all groups with a state to places."""
+    for at, number in enumerate(_find_numbers(cache)):
         old = cache.storage[number]
-        if not old.num_layers or not len(places):
+        if not old.num_layers or not held:
             continue
-        by_place = cache.with_group_storage(number, _by_place(old))
-        new = held.put(by_place, number, places, None, donate=donate).storage[number]
+        by_place = _by_place(old)
+        parts = {
+            part: {
+                name: np.stack(
+                    [each[f"snapshot.{part}.{at}.{name}"] for each in held], 1
+                )
+                for name in getattr(by_place, part)
+            }
+            for part in ("rows", "inputs")
+        }
+        bases = np.zeros((old.num_layers, len(held)), np.int32)
+        states = SwappedStates(bases=bases, **parts)
+        cache = cache.with_group_storage(number, by_place)
+        new = states.put(cache, number, places, None, donate=donate).storage[number]
         written = dataclasses.replace(
             old, snapshot_rows=new.rows, snapshot_inputs=new.inputs
         )

@@ -150,7 +150,7 @@ def play(config, queries, keys, values):
     return read, found, cache
 
 
-@pytest.mark.parametrize("kind", few(KINDS, "int8 and int4", "latent"))
+@pytest.mark.parametrize("kind", few(KINDS, "int8 and int4"))
 def test_attention_is_that_of_what_is_read(kind):
     """And its derivative, as a cache in float32 has it of the numbers that are read."""
     config = small_config(**SIZES, **KINDS[kind])

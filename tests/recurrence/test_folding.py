@@ -13,7 +13,14 @@ import pytest
 from support.compiled_hlo import ALL_PASSES
 from support.jax_versions import few
 
-from jkv.recurrence import Pending, fold_rows, read_ahead, replay
+from jkv.recurrence import (
+    Pending,
+    Rows,
+    fold_alike,
+    fold_rows,
+    read_ahead,
+    replay,
+)
 
 B, R, C = 6, 48, 16
 
@@ -46,16 +53,16 @@ def chunk_rule(state, inputs, count):
 @functools.lru_cache
 def compiled(has_chunks, has_positions, alike=False):
     def fold(state, inputs, starts, counts, positions):
+        rows = Rows(starts, counts, positions if has_positions else None)
+        if alike:
+            return fold_alike(rule, state, inputs, rows)
         return fold_rows(
             rule,
             state,
             inputs,
-            starts,
-            counts,
+            rows,
             chunk_rule=chunk_rule if has_chunks else None,
             chunk_size=C,
-            first_positions=positions if has_positions else None,
-            alike=alike,
         )
 
     return jax.jit(fold)
@@ -191,8 +198,8 @@ def test_pieces_end_at_multiples():
 
     @jax.jit
     def fold(positions):
-        options = dict(chunk_rule=noting, chunk_size=C, first_positions=positions)
-        return fold_rows(rule, state, inputs, starts, counts, **options)
+        rows = Rows(starts, counts, positions)
+        return fold_rows(rule, state, inputs, rows, chunk_rule=noting, chunk_size=C)
 
     for position, sizes in ((0, [16, 16, 8]), (13, [3, 16, 16, 5]), (24, [8, 16, 16])):
         fold(np.full(B, position, np.int32))
@@ -222,9 +229,10 @@ def test_pending_tokens_are_replayed_and_guesses_are_not_kept():
         settled = Pending(pending, jnp.zeros_like(starts), before - stays)
         state = replay(rule, state, settled, lacking)
         starts, counts = starts + before, counts - before
-        outputs, kept = fold_rows(rule, state, inputs, starts, counts - after)
-        last, stay = starts + counts - after, Pending(pending, before - stays, stays)
-        return read_ahead(rule, kept, outputs, stay, inputs, last, after), kept
+        outputs, kept = fold_rows(rule, state, inputs, Rows(starts, counts - after))
+        last = Rows(starts + counts - after, after)
+        stay = Pending(pending, before - stays, stays)
+        return read_ahead(rule, kept, outputs, stay, inputs, last), kept
 
     outputs, kept = fold(state, pending, inputs, starts, counts)
     expected = fold_plainly(state, inputs, starts, counts)[0]
@@ -242,13 +250,13 @@ def test_a_step_of_single_tokens_makes_one_pass():
         jax.debug.callback(lambda _: passes.append(1), given["decay"])
         return rule(state, given)
 
-    call = make((1, 1, 0, 1, 1, 1))
-    fold_rows(noting, *call, chunk_rule=chunk_rule, chunk_size=C)
+    state, inputs, *rows = make((1, 1, 0, 1, 1, 1))
+    fold_rows(noting, state, inputs, Rows(*rows), chunk_rule=chunk_rule, chunk_size=C)
     jax.effects_barrier()
     assert len(passes) == B
     passes.clear()
-    call = make((1, 2, 0, 1, 1, 1))
-    fold_rows(noting, *call, chunk_size=C)
+    state, inputs, *rows = make((1, 2, 0, 1, 1, 1))
+    fold_rows(noting, state, inputs, Rows(*rows), chunk_size=C)
     jax.effects_barrier()
     assert len(passes) == 2 * B
 
@@ -261,7 +269,7 @@ def test_states_keep_their_dtype():
     def wide(state, given):
         return rule(state | {"total": state["total"].astype(jnp.float32)}, given)
 
-    outputs, new = fold_rows(wide, state, inputs, starts, counts, chunk_size=C)
+    outputs, new = fold_rows(wide, state, inputs, Rows(starts, counts), chunk_size=C)
     assert new["total"].dtype == jnp.bfloat16
     assert outputs["read"].dtype == jnp.float32
 
@@ -270,11 +278,11 @@ def test_states_keep_their_dtype():
 def test_no_rows_and_wrong_sizes():
     state, inputs, starts, counts = make((1, 1, 1, 1, 1, 1))
     empty = {name: array[:0] for name, array in inputs.items()}
-    outputs, same = fold_rows(rule, state, empty, starts, counts * 0)
+    outputs, same = fold_rows(rule, state, empty, Rows(starts, counts * 0))
     assert outputs["read"].shape == (0, 3)
     jax.tree.map(np.testing.assert_array_equal, same, state)
     with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):
-        fold_rows(rule, state, inputs, starts, counts, chunk_size=0)
+        fold_rows(rule, state, inputs, Rows(starts, counts), chunk_size=0)
 
 
 def test_states_of_requests_without_rows_may_be_given_up():
@@ -304,8 +312,7 @@ def test_states_of_requests_without_rows_may_be_given_up():
             rule,
             state,
             inputs,
-            starts,
-            counts,
+            Rows(starts, counts),
             chunk_rule=pieces,
             chunk_size=4,
             keeps_idle=keeps_idle,

@@ -752,8 +752,8 @@ MUTATIONS = (
         "stop-strings-leave-a-token",
         "serving",
         "A token too many is kept where a text has its stop string.",
-        "tokens[:num_new], logprobs[:num_new], stream",
-        "tokens[: num_new + 1], logprobs[:num_new], stream",
+        "news.tokens[:num_new], news.logprobs[:num_new]",
+        "news.tokens[: num_new + 1], news.logprobs[:num_new]",
     ),
     Mutation(
         "half-a-stop-string-is-shown",

@@ -128,29 +128,17 @@ class Compilation(NamedTuple):
 
 
 def launch(
-    name: str,
+    name: str,  # what profilers show
+    # takes the operands as refs, and the refs of the results
     kernel: Callable[..., None],
-    operands: tuple[Any, ...],
-    results: tuple[Any, ...],
+    operands: tuple[Any, ...],  # a pytree of arrays, passed whole
+    results: tuple[Any, ...],  # a tuple of shapes and dtypes; None in it stays None
     *,
-    grid: tuple[int, int],
+    grid: tuple[int, int],  # how many programs there are on each axis
     compilation: Compilation,
-    in_place: bool = False,
+    in_place: bool = False,  # whether the last operands are the arrays that it changes
 ) -> Any:
-    """Run a kernel that writes arrays.
-
-    Args:
-      name: what profilers show.
-      kernel: takes the operands as refs, and the refs of the results.
-      operands: a pytree of arrays, passed whole.
-      results: a tuple of shapes and dtypes; None in it stays None.
-      grid: how many programs there are on each axis.
-      compilation: how it is compiled.
-      in_place: whether the last operands are the arrays that it changes.
-
-    Returns:
-      The arrays, as the results are given.
-    """
+    """Run a kernel that writes arrays; return them, as the results are given."""
     pl, way = _pallas(), compilation.way
     leaves, structure = jax.tree.flatten(operands)
     shapes, result_structure = jax.tree.flatten(results)

@@ -15,7 +15,7 @@ from jkv.decoding.texts.results import FinishReason, Statistics
 from jkv.serving.device.sizes import EngineSizes
 from jkv.serving.request.ask import NOT_STEERED
 from jkv.serving.request.limits import StopSizes
-from jkv.serving.request.request import Request, RequestState
+from jkv.serving.request.request import Request, RequestState, SequenceNews
 
 # What `WindowReport.stages` counts.
 STAGES = (RequestState.WAITING, RequestState.RUNNING, RequestState.PREEMPTED)
@@ -99,17 +99,6 @@ def make_empty_sequences(count: int, stops: StopSizes) -> np.ndarray[Any, Any] |
     if not stops.sequences or not stops.length:
         return None
     return np.full((count, stops.sequences, stops.length), -1, np.int32)
-
-
-class SequenceNews(NamedTuple):
-    """A sequence's row of a window's report."""
-
-    sequence: int
-    tokens: list[int]  # new ones
-    logprobs: list[float]  # theirs
-    reason: FinishReason  # why it ended, RUNNING if it did not
-    stage: RequestState
-    cached_tokens: int  # of its prompt
 
 
 class WindowReport(NamedTuple):

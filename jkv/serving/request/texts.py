@@ -30,16 +30,6 @@ class TextStream:
 
     Attributes:
       text: what can be shown so far, never more than the final text.
-
-    Example:
-      >>> stream = TextStream(lambda ids: "".join(map(chr, ids)), [], ["END"])
-      >>> stream.advance([72, 105, 69])
-      >>> stream.text
-      'Hi'
-      >>> stream.advance([78, 68, 33])
-      5
-      >>> stream.text
-      'Hi'
     """
 
     def __init__(

@@ -6,6 +6,7 @@ through `_end`.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -18,7 +19,7 @@ from jkv.inspection.invariants import check
 from jkv.serving.device.loop import Loop, Progress
 from jkv.serving.device.processes import SharedLoop
 from jkv.serving.device.sizes import EngineSizes
-from jkv.serving.device.transfers import Arrivals, Change, SequenceNews, WindowReport
+from jkv.serving.device.transfers import Arrivals, Change, WindowReport
 from jkv.serving.request.ask import Client
 from jkv.serving.request.request import (
     EngineError,
@@ -26,6 +27,7 @@ from jkv.serving.request.request import (
     Request,
     RequestState,
     Sample,
+    SequenceNews,
 )
 from jkv.serving.request.results import Event, News, wake
 from jkv.serving.request.texts import Detokenize
@@ -200,6 +202,13 @@ class Scheduler:
             for sample in request.samples:
                 self._park(request, sample)
 
+    def unpark(self, request_id: int) -> bool:
+        """Give up the texts of a request; return whether there were any."""
+        with self._lock:
+            with contextlib.suppress(KeyError):
+                self.find(request_id).is_parked = False
+            return self.parking.give_up(request_id)
+
     def take_parked(self, request_id: int, sample: int) -> Parked:
         """Return a parked text, which is about to be resumed."""
         with self._lock:
@@ -209,15 +218,6 @@ class Scheduler:
         """Go on keeping a text whose request was refused."""
         with self._lock:
             self.parking.put_back(parked)
-
-    def unpark(self, request_id: int) -> bool:
-        """Give up the texts of a request; return whether there were any."""
-        with self._lock:
-            try:
-                self.find(request_id).is_parked = False
-            except KeyError:
-                pass
-            return self.parking.give_up(request_id)
 
     def unpark_all(self) -> None:
         with self._lock:
@@ -360,9 +360,7 @@ class Scheduler:
                     continue
                 request = self.queue.requests[sample.request_id]
                 self.queue.charge(request, len(part.tokens))
-                num_tokens += self._extend(
-                    request, sample, part, brought, window.version
-                )
+                num_tokens += self._extend(sample, part, brought, window.version)
                 self.measures.add_times(request, sample, len(part.tokens), now)
             self.measures.add_window(report.statistics, num_tokens, now)
             self.storing.note_window(int(report.statistics.prompt_tokens), now)
@@ -370,23 +368,23 @@ class Scheduler:
 
     def _extend(
         self,
-        request: Request,
         sample: Sample,
-        part: SequenceNews,
-        brought: Extension | BaseException,
+        part: SequenceNews,  # what a window brought for it
+        brought: Extension | BaseException,  # what it takes of that
         version: int,
     ) -> int:
-        """Give a sequence what a window brought for it; return how many tokens."""
+        """Give a sequence what a window brought; return how many tokens."""
+        request = self.queue.requests[sample.request_id]
         self._news.note(request)
         if isinstance(brought, BaseException):
-            request.error = brought
-            self._end_all(request, FinishReason.FAILED)
+            self._fail_all([request], brought)
             return 0
-        sample.take(brought, version)
-        if brought.reason != FinishReason.RUNNING:
+        taken, stream = brought
+        sample.take(taken, stream, version)
+        if taken.reason != FinishReason.RUNNING:
             goes_on = part.reason == FinishReason.RUNNING
-            self._end(request, sample, brought.reason, is_computed=goes_on)
-        return len(brought.tokens)
+            self._end(request, sample, taken.reason, is_computed=goes_on)
+        return len(taken.tokens)
 
     # How a request ends.
 
@@ -453,9 +451,7 @@ class Scheduler:
 
 def _read(sample: Sample, part: SequenceNews) -> Extension | BaseException:
     """Return what a sequence takes from a window, or what its detokenizer raised."""
-    if not part.tokens and part.reason == FinishReason.RUNNING:
-        return Extension([], [], sample.stream, part.reason)
     try:
-        return sample.read(part.tokens, part.logprobs, part.reason)
+        return sample.read(part)
     except (Exception, asyncio.CancelledError) as error:
         return error
