@@ -16,8 +16,7 @@ from support.small_caches import small_config
 from support.tolerances import assert_close, is_close
 
 import jkv
-from jkv.formats.costs import COSTS
-from jkv.formats.table import FORMATS
+from jkv.formats.table import COSTS, FORMATS
 
 INT4 = FORMATS[np.dtype(jnp.int4)]
 store = jax.jit(lambda rows: INT4.put(INT4.prepare(rows)))
