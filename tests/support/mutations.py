@@ -201,8 +201,8 @@ MUTATIONS = (
         "partners-of-an-earlier-life",
         "metadata",
         "What stood beside a block before it was handed out is found beside it again.",
-        'partners = beside.partners.at[leaders].set(nothing, mode="drop")',
-        "partners = beside.partners",
+        'partners = partners.at[leaders].set(nothing, mode="drop")',
+        "partners = partners.at[:0].set(nothing)",
     ),
     Mutation(
         "leader-goes-on-alone",
@@ -773,8 +773,8 @@ MUTATIONS = (
         "results-are-kept-for-ever",
         "serving",
         "Results are forgotten by their number, but never by their time.",
-        "next(iter(self._entries.values()))[0] <= now",
-        "next(iter(self._entries.values()))[0] <= -1",
+        "next(iter(entries.values()))[0] <= now",
+        "next(iter(entries.values()))[0] <= -1",
     ),
     Mutation(
         "deadlines-of-those-that-run-alone",
