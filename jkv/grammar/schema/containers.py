@@ -1,7 +1,7 @@
 """Arrays and objects: what may stand between their brackets, in which order."""
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol, Self
 
 from jkv.grammar.automaton import Automaton, intersect, subtract
 from jkv.grammar.bounds import Bounds
@@ -27,18 +27,41 @@ from jkv.grammar.schema.expansion import (
     parts_of_item,
     said,
 )
+from jkv.grammar.schema.judging import Judge
 from jkv.grammar.schema.negation import ABSENT, NUMBERS
+from jkv.grammar.schema.punctuation import Punctuation
 from jkv.grammar.schema.strings import ANYTHING, quoted
 from jkv.grammar.schema.uniqueness import by_first_sign, listed_once
-
-if TYPE_CHECKING:  # which makes the texts of the schemas in a container
-    from jkv.grammar.schema.compilation import SchemaCompiler
 
 _MAX_REGIONS = 64  # into which patterns divide the keys of an object
 _MAX_HITS = 8  # of `contains` in one array
 
 
-def array_expression(way: Way, compiler: "SchemaCompiler") -> Expression:
+class Compiler(Protocol):
+    """What makes the texts of the schemas in a container."""
+
+    marks: Punctuation
+    judge: Judge
+    bounds: Bounds
+    max_counted: int
+
+    def compile(self, parts: Sequence[Part]) -> Expression:
+        """Return the texts for which all parts hold."""
+
+    def keys(self, parts: Sequence[Part]) -> Automaton:
+        """Return the strings for which all parts hold, without quotes."""
+
+    def values(self, parts: Sequence[Part]) -> list[Any] | None:
+        """Return the values for which all parts hold, if they are listed."""
+
+    def kinds(self, parts: Sequence[Part]) -> set[str]:
+        """Return the kinds of the texts for which all parts hold."""
+
+    def value(self, value: Any) -> Expression:
+        """Return the texts of a value."""
+
+
+def array_expression(way: Way, compiler: Compiler) -> Expression:
     """Return the arrays that atoms describe."""
     items = _Items.of(way)
     least, most = counts_of(way, "Items")
@@ -84,7 +107,7 @@ class _Items(NamedTuple):
 
 
 def _in_order(
-    items: _Items, least: int, most: int | None, compiler: "SchemaCompiler"
+    items: _Items, least: int, most: int | None, compiler: Compiler
 ) -> Expression:
     """Return what stands between the brackets."""
     marks, first = compiler.marks, items.first[:most]
@@ -109,7 +132,7 @@ def _in_order(
 
 
 def _lower(
-    most: int | None, least: int, item: Expression, compiler: "SchemaCompiler"
+    most: int | None, least: int, item: Expression, compiler: Compiler
 ) -> int | None:
     """Return how many items are served, of those that may be there."""
     if most is None:
@@ -118,7 +141,7 @@ def _lower(
 
 
 def _unique(
-    items: _Items, least: int, most: int | None, compiler: "SchemaCompiler"
+    items: _Items, least: int, most: int | None, compiler: Compiler
 ) -> Expression:
     """Return items of which no two are the same, between the brackets."""
     judge, rest = compiler.judge, items.rest
@@ -143,7 +166,7 @@ def _unique(
 
 
 def _with_hits(
-    items: _Items, hit: Part, words: Any, compiler: "SchemaCompiler"
+    items: _Items, hit: Part, words: Any, compiler: Compiler
 ) -> Expression | None:
     """Return the arrays with so many items for which a part holds; None for all."""
     least, most = int(words.get("minContains", 1)), words.get("maxContains")
@@ -170,7 +193,7 @@ def _with_hits(
     return marks.array(Choice(ways))
 
 
-def object_expression(way: Way, compiler: "SchemaCompiler") -> Expression:
+def object_expression(way: Way, compiler: Compiler) -> Expression:
     """Return the objects that atoms describe.
 
     Named properties stand in the order of `properties`, then of `required`; those that
@@ -211,7 +234,7 @@ class _Keys:
       named: those of keys that are named and may be there.
     """
 
-    def __init__(self, way: Way, compiler: "SchemaCompiler") -> None:
+    def __init__(self, way: Way, compiler: Compiler) -> None:
         self._way, self._compiler = way, compiler
         self._judge, self._bounds = compiler.judge, compiler.bounds
         required, absent = named(way, "required"), named(way, ABSENT)
