@@ -6,7 +6,10 @@ they are. With a group for each kind of layer (`GroupedConfig`) every pool is ex
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
+
+from jkv.config.families import find_family
+from jkv.config.layer_states import Heads
 
 # What an entry of per_layer_config may say that the cache depends on, by our names.
 FIELDS = {
@@ -38,35 +41,6 @@ OF_WINDOWED = {
     "swa_v_head_dim": "value_head_dim",
 }
 
-# Model types whose layers without a window have this head dim, and fewer kv heads if
-# config.json says so; and those that say so only where the second key is set.
-GLOBAL_HEAD_DIM = {"gemma4_text": 512, "gemma4_unified_text": 512}
-
-GATES = {"gemma4_text": "attention_k_eq_v"}
-
-# Model types whose layers with a window have twice the kv heads of the others.
-TWICE_IN_WINDOWS = {"mimo_v2_flash"}
-
-
-class Heads(NamedTuple):
-    """What a token takes in one layer."""
-
-    num_kv_heads: int
-    head_dim: int
-    value_head_dim: int
-
-    def as_fields(self) -> dict[str, int]:
-        """Return them as fields; values as wide as keys go without saying."""
-        fields = self._asdict()
-        if self.value_head_dim == self.head_dim:
-            del fields["value_head_dim"]
-        return fields
-
-    def __str__(self) -> str:
-        values = f", values of {self.value_head_dim}"
-        beside = values if self.value_head_dim != self.head_dim else ""
-        return f"{self.num_kv_heads} kv heads of {self.head_dim}{beside}"
-
 
 def list_heads(
     model: Mapping[str, Any],  # the language model's settings, from a config.json
@@ -87,11 +61,11 @@ def list_heads(
 
 def may_differ(model: Mapping[str, Any]) -> bool:
     """Return whether a model is of a kind whose layers differ in their heads."""
-    kind = model.get("model_type")
+    family = find_family(model)
     return (
         isinstance(model.get("per_layer_config"), Mapping)
-        or kind in GLOBAL_HEAD_DIM
-        or kind in TWICE_IN_WINDOWS
+        or family.global_head_dim is not None
+        or family.window_heads > 1
         or any(model.get(name) is not None for name in OF_WINDOWED)
     )
 
@@ -130,17 +104,15 @@ def _read_kind(
     model: Mapping[str, Any], usual: Heads, has_window: bool
 ) -> dict[str, int]:
     """Return the fields that layers with or without a window have of their own."""
-    kind = str(model.get("model_type"))
+    family = find_family(model)
     if has_window:
-        fields = {"num_kv_heads": 2 * usual.num_kv_heads}
-        fields = fields if kind in TWICE_IN_WINDOWS else {}
         named = {ours: model.get(name) for name, ours in OF_WINDOWED.items()}
+        fields = {"num_kv_heads": family.window_heads * usual.num_kv_heads}
         return fields | {name: n for name, n in named.items() if n is not None}
-    if kind not in GLOBAL_HEAD_DIM:
+    if family.global_head_dim is None:
         return {}
-    dim = model.get("global_head_dim") or GLOBAL_HEAD_DIM[kind]
-    fields = {"head_dim": dim}
+    fields = {"head_dim": model.get("global_head_dim") or family.global_head_dim}
     heads = model.get("num_global_key_value_heads")
-    if heads is not None and model.get(GATES.get(kind, ""), kind not in GATES):
+    if heads is not None and (family.gate is None or model.get(family.gate)):
         fields["num_kv_heads"] = heads
     return fields

@@ -1,6 +1,26 @@
-"""What a layer of a model keeps that has a state instead of keys, or beside them."""
+"""What a layer of a model keeps: heads of keys and values, or a state, or both."""
 
 from typing import Any, NamedTuple
+
+
+class Heads(NamedTuple):
+    """What a token takes in one layer."""
+
+    num_kv_heads: int
+    head_dim: int
+    value_head_dim: int
+
+    def as_fields(self) -> dict[str, int]:
+        """Return them as fields; values as wide as keys go without saying."""
+        fields = self._asdict()
+        if self.value_head_dim == self.head_dim:
+            del fields["value_head_dim"]
+        return fields
+
+    def __str__(self) -> str:
+        values = f", values of {self.value_head_dim}"
+        beside = values if self.value_head_dim != self.head_dim else ""
+        return f"{self.num_kv_heads} kv heads of {self.head_dim}{beside}"
 
 
 class Array(NamedTuple):
