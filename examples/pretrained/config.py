@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from jkv.config.families import FAMILIES, Family
-from jkv.config.layer_states import LayerState
+from jkv.config.layers import LayerState
 
 from .architecture import Architecture
 from .architectures import ARCHITECTURES

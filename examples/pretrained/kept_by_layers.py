@@ -13,9 +13,8 @@ from jkv.config.families import (
     find_family,
     late_windowed,
 )
-from jkv.config.layer_heads import list_heads
-from jkv.config.layer_kinds import list_states, list_windows, name_layers
-from jkv.config.layer_states import Heads, LayerState
+from jkv.config.layer_kinds import list_heads, list_states, list_windows, name_layers
+from jkv.config.layers import Heads, LayerState
 
 from .settings import Settings
 

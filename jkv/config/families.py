@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from jkv.config import state_readings as states
-from jkv.config.layer_states import LayerState
+from jkv.config.layers import LayerState
 
 Model: TypeAlias = Mapping[str, Any]  # a language model's settings, of a config.json
 # Names the kind of each layer; returns None where nothing tells.
@@ -19,6 +19,9 @@ Namer: TypeAlias = Callable[[Model, range], list[str] | None]
 FULL, WINDOWED = "full_attention", "sliding_attention"
 # One with a state instead of keys and values, and one with both.
 STATE, BOTH = "linear_attention", "attention_and_state"
+
+# Where the language model's settings lie, as the models' authors name it.
+PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 
 SIZES = (
     "num_hidden_layers",
@@ -246,3 +249,35 @@ FAMILIES: dict[str, Family] = {
 def find_family(model: Model) -> Family:
     """Return what is known of a model's type, which may be nothing."""
     return FAMILIES.get(str(model.get("model_type")), Family())
+
+
+class TextPart(NamedTuple):
+    """The settings of a language model, and those of what it is a part of."""
+
+    model: dict[str, Any]
+    around: list[dict[str, Any]]  # the parts that hold it, innermost first
+    notes: list[str]
+
+
+def find_text_part(raw: dict[str, Any]) -> TextPart:
+    """Return the language model's settings; of a plain model, all there are."""
+    model, name = raw, ""
+    around: list[dict[str, Any]] = []
+    while inner := next((p for p in PARTS if isinstance(model.get(p), dict)), None):
+        around.insert(0, model)
+        model, name = model[inner], inner
+    if not around:
+        return TextPart(model, around, [])
+    defaults = find_family(model).sizes
+    # Heads that are not named are as many as the queries', if those are.
+    has_heads = "num_attention_heads" in model
+    filled = {
+        size: value
+        for size, value in zip(SIZES, defaults, strict=False)
+        if size not in model and not (has_heads and size == "num_key_value_heads")
+    }
+    notes = [f"the cache is that of the language model, {name} in config.json"]
+    if filled:
+        said = ", ".join(f"{size} {value}" for size, value in filled.items())
+        notes.append(f"{name} leaves out {said}: taken from transformers")
+    return TextPart(filled | model, around, notes)

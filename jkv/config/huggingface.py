@@ -11,12 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jkv.config import layer_kinds
-from jkv.config.families import find_family
+from jkv.config.families import find_family, find_text_part
 from jkv.config.gguf_file import describe_model, find_file, read_file
-from jkv.config.layer_heads import list_heads, may_differ, refuse_different
-from jkv.config.layer_states import Heads, Kept
-from jkv.config.layer_windows import count_windows
-from jkv.config.text_part import find_text_part
+from jkv.config.layers import Heads, Kept, count_windows
 
 logger = logging.getLogger("jkv.config")
 
@@ -109,7 +106,7 @@ def read_fields(folder: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:
             f"{folder}: none of its layers has keys and values; "
             f"GroupedConfig.from_model has a group for their states"
         )
-    refuse_different(layer_heads, folder)
+    layer_kinds.refuse_different(layer_heads, folder)
     windows = count_windows(layer_windows)
     if windows and given.get("sliding_window") is None:
         notes.append(
@@ -222,7 +219,9 @@ def _read_heads(
     dim = given.get("head_dim") or _head_dim(model)
     of_values = dim if "head_dim" in given else model.get("v_head_dim") or dim
     usual = Heads(heads, dim, given.get("value_head_dim") or of_values)
-    if {"num_kv_heads", "head_dim"} <= given.keys() or not may_differ(model):
+    if {"num_kv_heads", "head_dim"} <= given.keys() or not layer_kinds.may_differ(
+        model
+    ):
         return (usual,)
     layers = [i for i, kind in enumerate(kinds or ()) if kind in layer_kinds.ATTENDING]
     windowed = {
@@ -232,7 +231,10 @@ def _read_heads(
         )
     }
     fixed = {name: given[name] for name in HEADS if name in given}
-    own = tuple(each._replace(**fixed) for each in list_heads(model, usual, windowed))
+    own = tuple(
+        each._replace(**fixed)
+        for each in layer_kinds.list_heads(model, usual, windowed)
+    )
     return own or (usual,)
 
 

@@ -9,7 +9,7 @@ be spread over the devices of a mesh by its heads.
 from collections.abc import Mapping
 from typing import Any
 
-from jkv.config.layer_states import Array, LayerState
+from jkv.config.layers import Array, LayerState
 
 # What a state is added up in, whatever the model computes in.
 WIDE = "float32"
