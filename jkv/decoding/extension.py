@@ -25,6 +25,7 @@ from jkv.decoding.sampling.stopping import Bounds, Progress, judge_prompts
 from jkv.decoding.steering.rows import begin_rows, resume_rows
 from jkv.decoding.texts.blocks import (
     BlockSize,
+    Held,
     blocks_to_take,
     count_used_blocks,
     find_block_size,
@@ -180,9 +181,7 @@ def _judge(
         reasons,
         jnp.int32(FinishReason.CANCELLED),
     )
-    mapped = [each.num_mapped_blocks.at[seq_ids].get(mode="clip") for each in groups]
-    kept = [each.num_kept_blocks.at[seq_ids].get(mode="clip") for each in groups]
-    needs = blocks_to_take(lengths, tuple(mapped), tuple(kept), block_size)
+    needs = blocks_to_take(lengths, Held.of(cache, seq_ids), block_size)
     lacks = [
         (Lack.of(group, jnp.where(reasons == running, need, 0)),)
         for group, need in zip(groups, needs, strict=True)

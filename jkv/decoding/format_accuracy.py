@@ -18,7 +18,7 @@ from jkv.arguments import explains_arguments
 from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig, as_grouped
 from jkv.decoding.model.protocol import Model
-from jkv.decoding.scoring.sizes import resize
+from jkv.decoding.scoring.scored import resize
 from jkv.making.initialization import init
 from jkv.metadata.requests import as_prompts
 from jkv.verbs.allocation import allocate

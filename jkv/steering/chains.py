@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.status import UsageError
-from jkv.steering.protocol import Steering
+from jkv.steering.protocol import Steering, check_steering
 
 
 def chain(*steerings: Steering) -> Steering:
@@ -50,14 +50,8 @@ def chain(*steerings: Steering) -> Steering:
     """
     if not steerings:
         raise UsageError("chain needs one jkv.Steering at least")
-    methods = ("begin", "steer", "advance", "ended", "forced")
     for each in steerings:
-        lacks = [name for name in methods if not callable(getattr(each, name, None))]
-        if lacks or isinstance(each, type):
-            raise UsageError(
-                f"chain takes objects with the methods {', '.join(methods)}; got "
-                f"{each!r}"
-            )
+        check_steering(each, "each of a chain")
     counts = [each.num_variants for each in steerings]
     if len({count for count in counts if count != 1}) > 1:
         raise UsageError(

@@ -15,8 +15,7 @@ import numpy as np
 
 from jkv.status import UsageError
 from jkv.storage.files import FileError, Tensor, read_file, replacing, write_file
-from jkv.tiers.layout import Layout
-from jkv.tiers.spilled import Held
+from jkv.tiers.spilled import Held, Layout
 
 logger = logging.getLogger("jkv")
 

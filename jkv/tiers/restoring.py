@@ -1,6 +1,7 @@
 """Making blocks that were taken out of a cache cached again."""
 
 import itertools
+import operator
 
 import jax
 import numpy as np
@@ -12,9 +13,8 @@ from jkv.state import Cache
 from jkv.state.entry import takes_cache
 from jkv.tiers import entering
 from jkv.tiers.entering import Lanes
-from jkv.tiers.layout import Layout
 from jkv.tiers.snapshots import note_snapshots, put_snapshots
-from jkv.tiers.spilled import Spilled
+from jkv.tiers.spilled import Layout, Spilled, TextBuilder
 from jkv.tiers.spilling import check_has_texts
 
 LANES_PER_CALL = 64  # columns entered by one program
@@ -99,38 +99,50 @@ def _enter_all(
     """
     metadata, nothing = cache.metadata, cache.metadata.leading.num_blocks
     num_nodes = len(spilled.parents)
+    rest = -num_nodes % LANES_PER_CALL
+
+    def padded(array: np.ndarray) -> np.ndarray:
+        return np.pad(array, ((0, rest), *((0, 0),) * (array.ndim - 1)))
+
     enter = entering.enter_donated if donate else entering.enter
     renew = entering.renew_donated if donate else entering.renew
-    stands = np.full(num_nodes, nothing, np.int32)
-    written = [
-        np.full(num_nodes, g.num_blocks, np.int32) for g in metadata.block_groups
-    ]
-    columns, starts = spilled.columns, range(0, num_nodes, LANES_PER_CALL)
-    held = [np.zeros(num_nodes, bool) for _ in written]
+    stands = np.full(num_nodes + rest, nothing, np.int32)
+    written = [np.full_like(stands, g.num_blocks) for g in metadata.block_groups]
+    held = [np.zeros(len(stands), bool) for _ in written]
     for node, each in spilled.held.items():
         for group in each.groups:
             held[group][node] = True
+    parents = padded(spilled.parents)
+    whole = Lanes(
+        tokens=padded(spilled.tokens),
+        salts=padded(spilled.salts),
+        columns=padded(spilled.columns),
+        parents=parents,
+        above=stands,
+        is_first=padded(spilled.parents < 0),
+        valid=padded(np.ones(num_nodes, bool)),
+        held=tuple(held),
+    )
+    starts = range(0, num_nodes, LANES_PER_CALL)
     for start in starts:
         at = slice(start, start + LANES_PER_CALL)
-        lanes = _lanes(spilled, columns, held, stands, at, nothing)
+        lanes = jax.tree.map(operator.itemgetter(at), whole)._replace(
+            parents=np.maximum(parents[at] - start, -1),
+            above=np.where(parents[at] >= 0, stands[parents[at]], nothing),
+        )
         metadata, entered = enter(metadata, lanes)
         found = jax.device_get(entered)
-        stop = min(start + LANES_PER_CALL, num_nodes)
-        stands[start:stop] = found.stands[: stop - start]
+        stands[at] = found.stands
         for blocks, new in zip(written, found.written, strict=True):
-            blocks[start:stop] = new[: stop - start]
-    keep = _raise_parents(spilled, stands < nothing, metadata.num_classes)
+            blocks[at] = new
+    is_there = stands[:num_nodes] < nothing
+    keep = _raise_parents(spilled, is_there, metadata.num_classes)
     # The pool hands out from the front: children before their parents.
     for start in reversed(starts):
-        of_class = keep and Keep(*(_take_back(each, start, 0) for each in keep))
-        metadata = renew(metadata, _take_back(stands, start, nothing), of_class)
+        at = slice(start, start + LANES_PER_CALL)
+        of_class = keep and Keep(*(padded(each)[at][::-1] for each in keep))
+        metadata = renew(metadata, stands[at][::-1], of_class)
     return cache.with_metadata(metadata), stands, written
-
-
-def _take_back(values: np.ndarray, start: int, fill: int) -> np.ndarray:
-    """Return the values of a call's lanes, [LANES_PER_CALL], the last one first."""
-    part = values[start : start + LANES_PER_CALL][::-1]
-    return np.pad(part, (0, LANES_PER_CALL - len(part)), constant_values=fill)
 
 
 def _raise_parents(
@@ -148,33 +160,6 @@ def _raise_parents(
         classes[parent] = max(classes[parent], classes[node])
         until[parent] = max(until[parent], until[node])
     return Keep(classes, until)
-
-
-def _lanes(
-    spilled: Spilled,
-    columns: np.ndarray,
-    held: list[np.ndarray],
-    stands: np.ndarray,
-    part: slice,
-    nothing: int,
-) -> Lanes:
-    parents = spilled.parents[part]
-    num = len(parents)
-    above = np.where(parents >= 0, stands[parents], nothing)
-
-    def padded(array: np.ndarray) -> np.ndarray:
-        return np.pad(array, ((0, LANES_PER_CALL - num), *((0, 0),) * (array.ndim - 1)))
-
-    return Lanes(
-        tokens=padded(spilled.tokens[part]),
-        salts=padded(spilled.salts[part]),
-        columns=padded(columns[part]),
-        parents=padded(np.maximum(parents - part.start, -1).astype(np.int32)),
-        above=padded(above.astype(np.int32)),
-        is_first=padded(parents < 0),
-        valid=padded(np.ones(num, bool)),
-        held=tuple(padded(each[part]) for each in held),
-    )
 
 
 def _restore_snapshots(
@@ -204,16 +189,10 @@ def _restore_snapshots(
 
 def warm_up(cache: Cache, most: int) -> Cache:
     """Compile what restores so many blocks, by copying some; the cache is donated."""
+    texts = TextBuilder(cache.block_size)
+    texts.add(-1, 0, np.zeros(cache.block_size, np.int32))
     layout = Layout.of(cache)
-    bare = Spilled(
-        tokens=np.zeros((1, layout.block_size), np.int32),
-        parents=np.full(1, -1, np.int32),
-        salts=np.zeros(1, np.int32),
-        classes=None,
-        kept_until=None,
-        held={},
-        layout=layout,
-    )
+    bare = Spilled(layout=layout, classes=None, kept_until=None, **texts.arrays())
     cache, _ = restore(cache, bare, donate=True)
     for number in cache.metadata.block_numbers:
         size = 1

@@ -2,11 +2,62 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from jkv.tiers.layout import Layout
+from jkv.state import Cache
+
+
+class Layout(NamedTuple):
+    """How rows lie in the blocks and states of a cache."""
+
+    block_size: int
+    num_groups: int  # with blocks
+    num_states: int  # groups with a state
+    # Of each array its path, as `Held` names it, its dtype, layers, and the shape of
+    # one block or one state; of blocks also what the bits mean.
+    arrays: tuple[tuple[Any, ...], ...]
+
+    @classmethod
+    def of(cls, cache: Cache) -> Self:
+        kinds: list[tuple[Any, ...]] = []
+        for number, storage in enumerate(cache.block_storage):
+            meant = str(storage.dtype), str(storage.value_dtype)
+            kinds += (
+                (f"block.{number}.{name}", str(pool.dtype), pool.shape[0])
+                + (storage.num_kv_heads, *pool.shape[3:], *meant)
+                for name, pool in storage.arrays.items()
+            )
+        kinds += (
+            (path, str(array.dtype), array.shape[0], *array.shape[2:])
+            for path, array in list_snapshots(cache).items()
+        )
+        num_states = sum(each.kind == "states" for each in cache.storage)
+        num_groups = len(cache.block_storage)
+        return cls(cache.block_size, num_groups, num_states, tuple(sorted(kinds)))
+
+    @classmethod
+    def of_json(cls, found: Any) -> Self:
+        block_size, num_groups, num_states, arrays = found
+        return cls(block_size, num_groups, num_states, tuple(map(tuple, arrays)))
+
+    def differences(self, other: Self) -> list[str]:
+        """Say in what this layout differs from another, that of a cache."""
+        mine, theirs = (
+            {
+                "block_size": each.block_size,
+                "the number of groups with blocks": each.num_groups,
+                "the number of groups with a state": each.num_states,
+                **{path: str(kind) for path, *kind in each.arrays},
+            }
+            for each in (self, other)
+        )
+        return [
+            f"{name} is {mine.get(name)}, in this cache {theirs.get(name)}"
+            for name in mine | theirs
+            if mine.get(name) != theirs.get(name)
+        ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -106,6 +157,17 @@ class Spilled:
             f"Spilled({self.num_blocks} blocks, {self.num_snapshots} snapshots, of "
             f"{len(self.parents)} columns, {self.nbytes:,} bytes)"
         )
+
+
+def list_snapshots(cache: Cache) -> dict[str, Any]:
+    """Return the snapshots of all groups with a state, [L, P, ...], by path."""
+    with_state = [each for each in cache.storage if each.kind == "states"]
+    return {
+        f"snapshot.{part}.{number}.{name}": array
+        for number, each in enumerate(with_state)
+        for part in ("rows", "inputs")
+        for name, array in getattr(each, f"snapshot_{part}").items()
+    }
 
 
 class TextBuilder:

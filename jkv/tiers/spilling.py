@@ -15,9 +15,8 @@ from jkv.state import Cache
 from jkv.state.entry import takes_cache
 from jkv.status import UsageError
 from jkv.tiers.choosing import Chosen, choose, forget
-from jkv.tiers.layout import Layout
 from jkv.tiers.snapshots import fetch_snapshots
-from jkv.tiers.spilled import Spilled, TextBuilder
+from jkv.tiers.spilled import Layout, Spilled, TextBuilder
 
 ROWS_PER_CALL = 64  # of tokens, which are copied to the host
 

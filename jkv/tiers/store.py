@@ -11,8 +11,7 @@ import numpy as np
 from jkv.config.units import human_bytes
 from jkv.status import UsageError
 from jkv.tiers.folder import Folder, first_digest, next_digest
-from jkv.tiers.layout import Layout
-from jkv.tiers.spilled import Held, Spilled
+from jkv.tiers.spilled import Held, Layout, Spilled
 
 
 @dataclasses.dataclass(eq=False)

@@ -201,8 +201,8 @@ MUTATIONS = (
         "partners-of-an-earlier-life",
         "metadata",
         "What stood beside a block before it was handed out is found beside it again.",
-        'partners = beside.partners.at[leaders].set(nothing, mode="drop")',
-        "partners = beside.partners",
+        'partners = partners.at[leaders].set(nothing, mode="drop")',
+        "partners = partners.at[:0].set(nothing)",
     ),
     Mutation(
         "leader-goes-on-alone",
@@ -773,8 +773,8 @@ MUTATIONS = (
         "results-are-kept-for-ever",
         "serving",
         "Results are forgotten by their number, but never by their time.",
-        "next(iter(self._entries.values()))[0] <= now",
-        "next(iter(self._entries.values()))[0] <= -1",
+        "next(iter(entries.values()))[0] <= now",
+        "next(iter(entries.values()))[0] <= -1",
     ),
     Mutation(
         "deadlines-of-those-that-run-alone",
@@ -932,8 +932,9 @@ MUTATIONS = (
         "steered-refusal-lost-among-guesses",
         "decoding",
         "A step with guesses takes a token of a text that is allowed none.",
-        "return _Chosen(tokens, mark_refused(logits, tokens, logprobs))",
-        "return _Chosen(tokens, logprobs)",
+        "            logprobs = mark_refused(logits, tokens, logprobs)\n"
+        "        return _Chosen",
+        "            pass\n        return _Chosen",
     ),
     Mutation(
         "steered-end-not-told",
@@ -946,8 +947,8 @@ MUTATIONS = (
         "guess-steered-one-token-late",
         "decoding",
         "The row of a guess is steered by the state before the guess, not after it.",
-        "row_of = rows.places * (guesses.tokens.shape[1] + 1) + rows.before",
-        "row_of = rows.places * (guesses.tokens.shape[1] + 1) + jnp.maximum("
+        "row_of = rows.places * (guesses.shape[1] + 1) + rows.before",
+        "row_of = rows.places * (guesses.shape[1] + 1) + jnp.maximum("
         "rows.before - 1, 0)",
     ),
     Mutation(

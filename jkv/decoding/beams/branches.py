@@ -19,6 +19,7 @@ from jkv.decoding.beams.state import SearchState
 from jkv.decoding.texts.blocks import (
     Blocks,
     BlockSize,
+    Held,
     blocks_for,
     blocks_to_take,
     count_free_blocks,
@@ -63,10 +64,7 @@ def open_prompts(
         _lacking(lacks_rows),
     )
     # Of a prompt longer than a window only a part is reserved.
-    groups, rows = cache.metadata.block_groups, opened.seq_ids
-    mapped = [each.num_mapped_blocks.at[rows].get(mode="clip") for each in groups]
-    kept = [each.num_kept_blocks.at[rows].get(mode="clip") for each in groups]
-    needs = blocks_to_take(prompts.lengths, tuple(mapped), tuple(kept), size)
+    needs = blocks_to_take(prompts.lengths, Held.of(cache, opened.seq_ids), size)
     cache, state = make_room_for_forks(cache, state, needs)
     cached = jnp.where(state.is_running, opened.num_cached, 0)
     computed = jnp.where(state.is_running, prompts.lengths - opened.num_cached, 0)

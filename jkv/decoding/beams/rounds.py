@@ -35,7 +35,7 @@ from jkv.decoding.beams.hypotheses import (
     rank_continuations,
 )
 from jkv.decoding.beams.state import SearchState
-from jkv.decoding.model.prefill import Chunk, Pending, Sizes, count_cached, prefill
+from jkv.decoding.model.prefill import Chunk, Pending, Sizes, prefill
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.sampling.stopping import find_first
 from jkv.decoding.steering.rows import (
@@ -44,7 +44,7 @@ from jkv.decoding.steering.rows import (
     begin_rows,
     is_nothing_left,
 )
-from jkv.decoding.texts.blocks import BlockSize
+from jkv.decoding.texts.blocks import BlockSize, count_cached
 from jkv.decoding.texts.results import FinishReason
 from jkv.metadata.xla_cpu import divide
 from jkv.sharding.loops import when, while_loop

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from jkv.decoding.sampling.stopping import find_first
 from jkv.decoding.scheduler.places import LANES, find_oldest
+from jkv.decoding.scheduler.queue import Attempt, may_seat, seat_waiting
 from jkv.decoding.scheduler.samples import find_pending, has_more_samples
-from jkv.decoding.scheduler.seating import Attempt, may_seat, seat_waiting
 from jkv.decoding.scheduler.state import GenerationState, Holder, Loads, note_texts
 from jkv.decoding.texts.blocks import Blocks
 from jkv.decoding.texts.prompts import find_texts

@@ -20,8 +20,7 @@ from jkv.decoding.model.exact import Exact
 from jkv.decoding.model.prefill import Chunk, Pending, Sizes, prefill
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.sampling.draws import pick_logprobs
-from jkv.decoding.scoring.scored import Scored
-from jkv.decoding.scoring.sizes import WITHOUT_COPIES, resize
+from jkv.decoding.scoring.scored import WITHOUT_COPIES, Scored, resize
 from jkv.decoding.texts.prompts import count_tokens
 from jkv.metadata.xla_cpu import running_sum
 from jkv.sharding.loops import fori_loop, when

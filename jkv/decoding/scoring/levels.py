@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.decoding.scoring.scored import Scored
-from jkv.decoding.scoring.sizes import resize_for_tree
+from jkv.decoding.scoring.scored import Scored, resize_for_tree
 from jkv.decoding.texts.text_tree import TextTree, is_known, measure
 from jkv.status import UsageError
 from jkv.verbs.allocation import allocate

@@ -17,7 +17,6 @@ from jkv.decoding.model.prefill import (
     Chunk,
     Pending,
     Sizes,
-    count_cached,
     prefill,
     run_chunk,
 )
@@ -27,10 +26,11 @@ from jkv.decoding.sampling.filters import by_row, filter_logits
 from jkv.decoding.sampling.next_token import sampling_of
 from jkv.decoding.sampling.options import Sampling
 from jkv.decoding.scheduler.state import GenerationState
-from jkv.decoding.speculation.acceptance import DRAFT
 from jkv.decoding.speculation.guesses import Guesses
 from jkv.decoding.speculation.options import DraftModel
+from jkv.decoding.speculation.verification import DRAFT
 from jkv.decoding.steering.rows import SteeredRows, is_nothing_left
+from jkv.decoding.texts.blocks import count_cached
 from jkv.decoding.texts.prompts import find_tokens
 from jkv.sharding.loops import fori_loop
 from jkv.state import NO_SEQUENCE, Batch, Cache

@@ -138,11 +138,11 @@ def limit_guesses(
     is_ready = places.is_cached & places.is_running
     counts = jnp.where(is_ready, counts, 0)
 
-    if not loads.mapped:  # no group of layers has blocks
+    if not loads.held.mapped:  # no group of layers has blocks
         return counts
     columns = count_columns(loads.text_lengths, size)
-    promised = tuple(jnp.maximum(mapped, columns) for mapped in loads.mapped)
-    needs = subtract(promised, loads.mapped)
+    promised = tuple(jnp.maximum(mapped, columns) for mapped in loads.held.mapped)
+    needs = subtract(promised, loads.held.mapped)
     needs = tuple(jnp.where(is_ready, need, 0) for need in needs)
     slack = subtract(count_free_blocks(cache), total(needs))
     columns = count_columns(loads.text_lengths + counts, size)

@@ -114,11 +114,8 @@ class WindowReport(NamedTuple):
     num_free_blocks: jax.Array  # i32[], of all groups of layers together
 
     def read_news(self) -> Iterator[SequenceNews]:
-        """Return what is new, row by row; the arrays are in numpy.
-
-        Most sequences that wait have nothing new, and there may be many: they are left
-        out.
-        """
+        """Return what is new, row by row; the arrays are in numpy."""
+        # Most sequences that wait have nothing new, and there may be many.
         is_new = (self.counts > 0) | (self.reasons != FinishReason.RUNNING)
         rows = np.flatnonzero(is_new | (self.stages != _WAITING))
         arrays = self.tokens, self.logprobs, self.counts, self.reasons, self.stages

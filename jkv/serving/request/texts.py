@@ -50,10 +50,6 @@ class TextStream:
         Returns the tokens of the whole text, should it end at a stop string: as few as
         have it. None if it goes on.
         """
-        if not self._stops:
-            self._extend(tokens)
-            self._show(has_ended)
-            return None
         before = self.copy()
         self._extend(tokens)
         if self._find_stop() is not None:

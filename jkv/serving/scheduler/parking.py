@@ -146,11 +146,12 @@ class Parking:
 
     # Between two windows.
 
-    def settle(self, lengths: list[int], dispatched: list[Request]) -> None:
-        """Do what is to be done before the next window, to which requests go.
-
-        The lengths are tokens that each sequence on the device can have after it.
-        """
+    def settle(
+        self,
+        lengths: list[int],  # tokens that sequences on the device can have after it
+        dispatched: list[Request],  # that go there
+    ) -> None:
+        """Do what is to be done before the next window."""
         for parked in list(self._texts):
             if parked.is_over or parked.has_begun:
                 self._let_go(parked)
@@ -269,13 +270,13 @@ class Parking:
         """Forget the oldest copies on the host where they are too many bytes."""
         if self._max_bytes is None:
             return
-        on_host = [e for e in self._texts if isinstance(e.stay, Swapped)]
-        left = sum(e.stay.nbytes for e in on_host if isinstance(e.stay, Swapped))
-        for parked in on_host:
+        stays = [(each, each.stay) for each in self._texts]
+        on_host = [(e, stay) for e, stay in stays if isinstance(stay, Swapped)]
+        left = sum(stay.nbytes for _, stay in on_host)
+        for parked, stay in on_host:
             if left <= self._max_bytes:
                 return
-            assert isinstance(parked.stay, Swapped)
-            left -= parked.stay.nbytes
+            left -= stay.nbytes
             parked.stay = None
 
 

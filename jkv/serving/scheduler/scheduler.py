@@ -29,10 +29,9 @@ from jkv.serving.request.request import (
     Sample,
     SequenceNews,
 )
-from jkv.serving.request.results import Event, News, wake
+from jkv.serving.request.results import Event, News, Results, wake
 from jkv.serving.request.texts import Detokenize
 from jkv.serving.scheduler.keeping import Keeping
-from jkv.serving.scheduler.lifetimes import Deadlines, Results
 from jkv.serving.scheduler.measures import EngineStats, Measures, NextRoom
 from jkv.serving.scheduler.parking import Parked, Parking
 from jkv.serving.scheduler.queue import Queue
@@ -100,11 +99,9 @@ class Scheduler:
         self._keeping = Keeping(loop, options.clock)
         self._versions = Versions()
         self._sizes, self._options, self._lock = sizes, options, lock
-        self._deadlines = Deadlines()
-        self._ended: Results[Request] = Results(
-            max_entries=options.max_results,
-            seconds=options.result_seconds,
-            clock=options.clock,
+        self._deadlines: dict[int, float] = {}  # of requests that have one
+        self._ended = Results(
+            options.max_results, options.result_seconds, options.clock
         )
         self._unread: _Window | None = None
         self._news = News()
@@ -158,7 +155,7 @@ class Scheduler:
                 resumed.request = request
             self._news.follow(request)
             if request.timeout is not None:
-                self._deadlines.add(request.request_id, now + request.timeout)
+                self._deadlines[request.request_id] = now + request.timeout
 
     def find(self, request_id: int) -> Request:
         """Return a request that goes on, or one that ended not long ago."""
@@ -307,10 +304,7 @@ class Scheduler:
                 changes.append((dispatched, self.queue.take_cancelled()))
                 self.measures.begun.add(len(dispatched), self._options.clock())
                 for request, first in dispatched:
-                    sharing = request.samples[
-                        first : first + self._sizes.steps.num_samples
-                    ]
-                    self._versions.begin(sharing)
+                    self._versions.begin(self.queue.find_sharing(request, first))
             samples, version = self.queue.find_computed(), self._versions.newest
             has_work = self.queue.has_work
             lengths = self._find_lengths() if self.parking else []
@@ -389,11 +383,10 @@ class Scheduler:
     # How a request ends.
 
     def _end_overdue(self) -> None:
-        for request_id in self._deadlines.pop_due(self._options.clock()):
-            request = self.queue.requests.get(request_id)
-            if request is not None:
-                self._end_all(request, FinishReason.DEADLINE)
-        self._deadlines.forget_ended(self.queue.requests.__contains__)
+        now = self._options.clock()
+        due = [number for number, time in self._deadlines.items() if time <= now]
+        for request in [self.queue.requests[number] for number in due]:
+            self._end_all(request, FinishReason.DEADLINE)
 
     def _cancel(self, request: Request) -> None:
         self._end_all(request, FinishReason.CANCELLED)
@@ -419,7 +412,8 @@ class Scheduler:
         if request.keep and reason != FinishReason.FAILED:
             self._keeping.add(request, sample)
         if is_last:
-            self._ended.put(request.request_id, request)
+            self._deadlines.pop(request.request_id, None)
+            self._ended.put(request)
             self.measures.add_end(request.state)
 
     def _fail(self, error: BaseException) -> None:
