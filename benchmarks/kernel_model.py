@@ -47,7 +47,7 @@ from support.kernel_lowering import find_kernels, lower_kernels, make_shapes  # 
 from support.triton_machine_code import attention_loop, compile_kernel  # noqa: E402
 
 from jkv.attention.call import Requests, make_requests  # noqa: E402
-from jkv.attention.kernel.tiles.table import Tile, Tuning  # noqa: E402
+from jkv.attention.kernel.tiles.table import Tile, Tuning, Ways  # noqa: E402
 from jkv.attention.kernel.tiles.tuning import find_tuning  # noqa: E402
 from jkv.attention.kernel.tiles.variant import (  # noqa: E402
     count_decode_heads,
@@ -86,7 +86,7 @@ PROMPT_ELEMENTS = ("bfloat16", "int8", "float8_e4m3fnuz", FOUR_BITS)
 # under load as from memory.
 PROMPT_LATENCIES = (300, 500, 900)
 # What stood in the table before this model was asked.
-BEFORE = Tile(64, 32, 4, 1, has_full_loop=True)
+BEFORE = Tile(64, 32, 4, 1, ways=Ways.FULL_FIRST)
 
 
 class Model(NamedTuple):
@@ -148,11 +148,19 @@ def count_waves(registers: int) -> int:
 
 
 def compile_decode(
-    elements: str, model: Model = LLAMA, *, has_lanes: bool = False, **changes: Any
+    elements: str,
+    model: Model = LLAMA,
+    *,
+    has_lanes: bool = False,
+    is_carried: bool | None = None,  # None: as the table says
 ) -> Compiled:
     """Compile the kernel for a pool of these elements, the tile changed perhaps."""
     queries, pools, found = find_shapes(elements, model)
-    decode = dataclasses.replace(found.decode, **changes)
+    decode = found.decode
+    if is_carried is not None:
+        others = decode.ways & ~Ways.CARRIED
+        ways = others | (Ways.CARRIED if is_carried else Ways(0))
+        decode = dataclasses.replace(decode, ways=ways)
     tuning = dataclasses.replace(found, decode=decode)
     options = {"max_query_length": 1, "has_lanes": has_lanes}
     lowered = lower_kernels(queries, pools, tuning, "rocm", **options)
@@ -247,7 +255,7 @@ def describe(
     row: dict[str, Any] = {
         "head dim": compiled.model.head_dim,
         "elements": elements,
-        "next tile carried": compiled.tuning.decode.is_carried,
+        "next tile carried": Ways.CARRIED in compiled.tuning.decode.ways,
         "call": f"{batch} x {context}",
         "programs": programs,
     }
@@ -332,8 +340,8 @@ def describe_prefill(
         "prompts": f"{batch} x {length}",
         "rows x tokens, warps, stages": f"{tile.rows} x {tile.tokens}, "
         f"{tile.num_warps}, {tile.num_stages}",
-        "next tile carried": tile.is_carried,
-        "weights in pairs": tile.has_exp2_in_pairs,
+        "next tile carried": Ways.CARRIED in tile.ways,
+        "weights in pairs": Ways.EXP2_IN_PAIRS in tile.ways,
         "registers": compiled.registers,
         "waves": compiled.programs * tile.num_warps,
         "cycles of a step: matrix": step.matrix_cycles,

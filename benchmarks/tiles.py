@@ -41,7 +41,7 @@ from gpu_calls import (  # noqa: E402
 from jkv.attention.call import Call, Requests, make_requests  # noqa: E402
 from jkv.attention.kernel.backend import Way
 from jkv.attention.kernel.launches.attention import attend_kernel  # noqa: E402
-from jkv.attention.kernel.tiles.table import Tile, Tuning  # noqa: E402
+from jkv.attention.kernel.tiles.table import Tile, Tuning, Ways  # noqa: E402
 from jkv.attention.kernel.work.planning import find_card_tuning  # noqa: E402
 from jkv.attention.pools import Pools, make_pools  # noqa: E402
 
@@ -80,7 +80,7 @@ def find_tiles(table: Tile | None, workload: Workload) -> list[Tile]:
     if workload.is_prefill:
         rows = (32, 64, 128) if is_wide else (64, 128)
         shapes = itertools.product(rows, tokens, (4, 8), (1, 2, 3, 4))
-        found = [Tile(*shape, has_full_loop=True) for shape in shapes]
+        found = [Tile(*shape, ways=Ways.FULL_FIRST) for shape in shapes]
     else:
         rows = (16,)
         if workload.is_latent:
@@ -91,11 +91,11 @@ def find_tiles(table: Tile | None, workload: Workload) -> list[Tile]:
         found = [t for t in found if t.tokens <= 32 * t.num_warps]
         found = [t for t in found if t.num_warps >= 4 or not workload.is_latent]
         carried = [t for t in found if t.num_stages == 1]
-        found += [dataclasses.replace(t, is_carried=True) for t in carried]
+        found += [dataclasses.replace(t, ways=Ways.CARRIED) for t in carried]
     first = [] if table is None else [table]
     if workload.dtype == "float32":
-        is_split = table is not None and table.is_split
-        found = [dataclasses.replace(tile, is_split=is_split) for tile in found]
+        split = Ways.SPLIT & table.ways if table is not None else Ways(0)
+        found = [dataclasses.replace(t, ways=t.ways | split) for t in found]
     return [*first, *(tile for tile in found if tile != table)]
 
 
@@ -172,8 +172,8 @@ def find_tunings(
 
 def describe(tile: Tile) -> str:
     """Say a tile in words."""
-    more = ", carried" if tile.is_carried else ""
-    if tile.is_split:
+    more = ", carried" if Ways.CARRIED in tile.ways else ""
+    if Ways.SPLIT in tile.ways:
         more += ", in tf32"
     if tile.section < 512:
         more += f", {tile.section} columns"

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 from jkv import serialization
 from jkv.attention import paged_attention
 from jkv.config.cache_config import CacheConfig
-from jkv.config.grouped_config import GroupedConfig
-from jkv.config.state_config import StateConfig
 from jkv.lazy import imports_later
 from jkv.prefixes.arrays import PrefixIndex
 from jkv.state import (
@@ -49,13 +47,6 @@ from jkv.verbs.allocation import Allocation, allocate, can_allocate, free
 from jkv.verbs.appending import append
 from jkv.verbs.attending import attend
 from jkv.verbs.commitment import commit
-from jkv.verbs.eviction import (
-    clock,
-    evict,
-    evict_older_than,
-    least_recently_used,
-    touch,
-)
 from jkv.verbs.forking import Fork, fork
 from jkv.verbs.lookups import (
     BlockInfo,
@@ -74,6 +65,8 @@ from jkv.verbs.writing import write
 
 if TYPE_CHECKING:  # imported when they are first asked for
     from jkv import jitted
+    from jkv.config.grouped_config import GroupedConfig
+    from jkv.config.state_config import StateConfig
     from jkv.decoding import (
         BeamSearch,
         DraftModel,
@@ -119,6 +112,13 @@ if TYPE_CHECKING:  # imported when they are first asked for
     from jkv.tiers.store import BlockStore
     from jkv.trees import TextTree
     from jkv.verbs.compaction import compact
+    from jkv.verbs.eviction import (
+        clock,
+        evict,
+        evict_older_than,
+        least_recently_used,
+        touch,
+    )
     from jkv.verbs.pooling import over_pools, split_pools
     from jkv.verbs.resizing import resize
     from jkv.verbs.swapping import SwapIn, swap_in, swap_out
@@ -127,6 +127,8 @@ __version__ = "0.2.0"
 __getattr__ = imports_later(
     __name__,
     {
+        "jkv.config.grouped_config": "GroupedConfig",
+        "jkv.config.state_config": "StateConfig",
         "jkv.decoding": (
             "BeamSearch DraftModel ExactDifference ExactReport FinishReason "
             "FormatAccuracy Generation Model PromptLookup Sampling beam_search "
@@ -154,6 +156,7 @@ __getattr__ = imports_later(
         "jkv.tiers.store": "BlockStore",
         "jkv.trees": "TextTree",
         "jkv.verbs.compaction": "compact",
+        "jkv.verbs.eviction": "clock evict evict_older_than least_recently_used touch",
         "jkv.verbs.pooling": "over_pools split_pools",
         "jkv.verbs.resizing": "resize",
         "jkv.verbs.swapping": "SwapIn swap_in swap_out",

@@ -19,10 +19,14 @@ from jax import export
 
 from jkv import state
 from jkv.attention.choice import BACKENDS
-from jkv.decoding.beams.state import BeamSearch, BeamStatistics
 from jkv.decoding.sampling.options import Sampling
 from jkv.decoding.speculation.options import PromptLookup
-from jkv.decoding.texts.results import Generation, Statistics
+from jkv.decoding.texts.results import (
+    BeamSearch,
+    BeamStatistics,
+    Generation,
+    Statistics,
+)
 from jkv.prefixes.arrays import Beside, PrefixIndex, Snapshots
 from jkv.state.batch import StepSizes
 from jkv.state.states import StateSizes

@@ -92,21 +92,15 @@ class Backend:
 
     def plan(
         self,
-        pools: Pools,
-        requests: Requests,
+        pools: Pools,  # of which only head dims and dtypes matter
+        requests: Requests,  # as `paged_attention` takes their arrays
+        # i32[N], how many rows of the tables have each block
         reference_counts: jax.Array,
         step: StepShape,
     ) -> Any | None:
         """Find out what all layers of a step share; None for nothing.
 
-        Args:
-          pools: of which only head dims and dtypes matter.
-          requests: as `paged_attention` takes their arrays.
-          reference_counts: i32[N], how many rows of the tables have each block.
-          step: what is planned for.
-
-        Returns:
-          A pytree, which calls of the step have in `Call.plans` by the backend's name.
+        Calls of the step have the pytree in `Call.plans`, by the backend's name.
         """
         del pools, requests, reference_counts, step
         return None

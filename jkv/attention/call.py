@@ -166,16 +166,14 @@ def check_call(call: Call) -> None:
 
 
 def make_requests(
-    asked: Requests, *, num_rows: int, block_size: int, max_query_length: int | None
+    # arrays of any integer type, whose padding is anything out of range
+    asked: Requests,
+    *,
+    num_rows: int,  # of the call, R
+    block_size: int,  # tokens of a whole block
+    max_query_length: int | None,  # most rows of a request, None for R
 ) -> Requests:
-    """Bring what a caller asked to i32, and everything out of range to padding.
-
-    Args:
-      asked: arrays of any integer type, whose padding is anything out of range.
-      num_rows: of the call, R.
-      block_size: tokens of a whole block.
-      max_query_length: most rows of a request, None for R.
-    """
+    """Bring what a caller asked to i32, and everything out of range to padding."""
     block_tables, seq_ids, query_starts, query_lengths, context_lengths = (
         jnp.asarray(array).astype(jnp.int32) for array in asked
     )

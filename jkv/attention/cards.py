@@ -21,14 +21,18 @@ def find_card(platform: str) -> Card:
     return Card(platform, find_target(platform) if is_gpu else None)
 
 
-def find_target(platform: str) -> str | None:
+def find_gpu() -> Card | None:
+    """Return the GPU at hand, None if there is none."""
+    cards = map(find_card, ("rocm", "cuda"))
+    return next((card for card in cards if card.target is not None), None)
+
+
+def find_target(
+    platform: str,  # "rocm" or "cuda"
+) -> str | None:
     """Name the GPU at hand, such as gfx942 or sm_90, as far as it is of a platform.
 
-    Args:
-      platform: "rocm" or "cuda".
-
-    Returns:
-      None if the program is to run on some other machine, and the card not known.
+    None if the program is to run on some other machine, and the card not known.
     """
     device = jax.devices()[0]
     # From JAX 0.11 on a program may be meant for a card that is not here but named

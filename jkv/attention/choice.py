@@ -11,7 +11,7 @@ from jax import lax
 from jkv.attention.backend import Backend, StepShape
 from jkv.attention.call import Call, Requests, call_of
 from jkv.attention.cards import DEFAULT, Card, find_card
-from jkv.attention.contiguous.cudnn import Cudnn
+from jkv.attention.cudnn import Cudnn
 from jkv.attention.derivative import (
     Cotangents,
     Gradients,
@@ -133,14 +133,12 @@ class PlainReasons(NamedTuple):
     derivative: str | None
 
 
-def explain_choice(queries: jax.Array, pools: Pools, card: Card) -> PlainReasons:
-    """Say which way a call goes on a card, by position or not, and its derivative.
-
-    Args:
-      queries: [R, H, D]; only shape and dtype matter.
-      pools: likewise.
-      card: of a platform that has a name.
-    """
+def explain_choice(
+    queries: jax.Array,  # [R, H, D]; only shape and dtype matter
+    pools: Pools,
+    card: Card,  # of a platform that has a name
+) -> PlainReasons:
+    """Say which way a call goes on a card, by position or not, and its derivative."""
     call = call_of(queries, pools)
     asked = [one for one in BACKENDS if card.platform in one.unasked]
     if not asked:
@@ -159,12 +157,10 @@ def _join_reasons(reasons: list[str | None]) -> str | None:
     return "; ".join(known) if len(known) == len(reasons) else None
 
 
-def find_stores(write: SlotWrite) -> dict[str, Store]:
-    """Return what stores rows on the platform of the card at hand, if a kernel does.
-
-    Args:
-      write: of which only formats, shapes and dtypes matter.
-    """
+def find_stores(
+    write: SlotWrite,  # of which only formats, shapes and dtypes matter
+) -> dict[str, Store]:
+    """Return what stores rows on the platform of the card at hand, if a kernel does."""
     found = find_first(BACKENDS, lambda one, card: one.why_not_stored(write, card))
     return _on_cards(found, "store")
 

@@ -13,21 +13,16 @@ from jax import lax
 
 
 def find_held(
-    positions: jax.Array,  # i32[...]
-    part: jax.Array | None,  # i32[], None where blocks are whole
-    num_parts: int,
-    block_size: int,
+    positions: jax.Array,  # i32[...], in the sequence
+    # i32[], which part of each block is held here; None where blocks are whole
+    part: jax.Array | None,
+    num_parts: int,  # of a block
+    block_size: int,  # tokens of a part
 ) -> jax.Array:
     """Return which token held here is the last one up to each position.
 
     Tokens held here are counted from 0; -1 stands for none of them, as a position
     before the first does.
-
-    Args:
-      positions: in the sequence.
-      part: which part of each block is held here.
-      num_parts: of a block.
-      block_size: tokens of a part.
     """
     if part is None:
         return positions
@@ -39,20 +34,16 @@ def find_held(
 
 
 def join_parts(
-    output: jax.Array,  # f32[R, H, Dv]
-    lse: jax.Array,  # f32[R, H]
-    sinks: jax.Array | None,  # [H]
-    axis: str,
+    # f32[R, H, Dv], what they see on this device; zeros for a row that sees nothing
+    output: jax.Array,
+    # f32[R, H], the log-sum-exp of that, -inf for a row that sees nothing
+    lse: jax.Array,
+    sinks: jax.Array | None,  # [H], a logit per head, None for none
+    axis: str,  # of the mesh
 ) -> tuple[jax.Array, jax.Array]:
     """Return what rows see on all devices of a mesh axis, f32[R, H, Dv] and f32[R, H].
 
     Inside `shard_map`. A sink is counted once, here.
-
-    Args:
-      output: what they see on this device; zeros for a row that sees nothing.
-      lse: the log-sum-exp of that, -inf for a row that sees nothing.
-      sinks: a logit per head, None for none.
-      axis: of the mesh.
     """
     # Any common shift will do, so none of it has a derivative.
     highest = lax.pmax(lax.stop_gradient(lse), axis)

@@ -222,17 +222,16 @@ def _gather(array: jax.Array, starts: jax.Array) -> jax.Array:
     )
 
 
-def read_twice(chunk: jax.Array, never: jax.Array, otherwise: float) -> jax.Array:
+def read_twice(
+    chunk: jax.Array,  # f32[P * K * W, T * D] from `gather_pieces`
+    never: jax.Array,  # bool[], false, but not to the compiler's knowledge
+    otherwise: float,  # what to return
+) -> jax.Array:
     """Return the number `otherwise`, by way of a second reader of the flat chunk.
 
     With the reshape of the chunk as its only reader, XLA merges the two, copies along
     the short axis and is back at single elements: a third of the time of a decode step
     in JAX 0.10.2. An `optimization_barrier` is respected only by newer versions.
-
-    Args:
-      chunk: f32[P * K * W, T * D] from `gather_pieces`.
-      never: bool[], false, but not to the compiler's knowledge.
-      otherwise: what to return.
     """
     return jnp.where(never, chunk[0, 0], jnp.float32(otherwise))
 

@@ -41,23 +41,17 @@ class SharedPrefixes(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("block_size", "fewest", "has_branches"))
 def find_shared_prefixes(
+    # those of one row count; padding names any row, or none
     requests: Requests,
-    reference_counts: jax.Array,
+    reference_counts: jax.Array,  # i32[N], how many rows of the tables have each block
     *,
-    block_size: int,
-    fewest: int = 2,
+    block_size: int,  # T
+    fewest: int = 2,  # requests that must seem to share before anything is compared
+    # whether what is not needed is left out, which costs more than it saves where a
+    # host has to look
     has_branches: bool = True,
 ) -> SharedPrefixes:
-    """Return who shares what; the last block of a context is not looked at.
-
-    Args:
-      requests: of which those of one row count. Padding names any row, or none.
-      reference_counts: i32[N], how many rows of the tables have each block.
-      block_size: T.
-      fewest: requests that must seem to share before anything is compared.
-      has_branches: whether what is not needed is left out, which costs more than it
-        saves where a host has to look.
-    """
+    """Return who shares what; the last block of a context is not looked at."""
     if not has_branches:
         return _search(
             requests, reference_counts, block_size=block_size, has_branches=False

@@ -85,9 +85,9 @@ def _locate(write: SlotWrite) -> tuple[jax.Array, jax.Array]:
     return jnp.where(valid & (write.layer >= 0), write.block_ids, past_end), offsets
 
 
-def _scatter(write: SlotWrite, place: tuple[Any, ...]) -> dict[str, jax.Array]:
+def _scatter(write: SlotWrite, index: tuple[Any, ...]) -> dict[str, jax.Array]:
     bits, stored = write.rows_as_bits(), {}
     for name, array in write.arrays.items():
-        slots = array.at[write.layer, *place]
+        slots = array.at[write.layer, *index]
         stored[name] = slots.set(bits[name], mode="drop", unique_indices=True)
     return stored

@@ -23,14 +23,13 @@ class Sums(NamedTuple):
     values: jax.Array  # f32[..., Dv]
 
 
-def empty_sums(shape: tuple[int, ...], value_dim: int, sinks: jax.Array | None) -> Sums:
-    """Sums over no token yet; a sink is a logit with the value zero.
-
-    Args:
-      shape: of the rows and heads.
-      value_dim: Dv.
-      sinks: f32, of a shape that broadcasts to `shape` with equal rank, or None.
-    """
+def empty_sums(
+    shape: tuple[int, ...],  # of the rows and heads
+    value_dim: int,  # Dv
+    # f32, of a shape that broadcasts to `shape` with equal rank, or None
+    sinks: jax.Array | None,
+) -> Sums:
+    """Sums over no token yet; a sink is a logit with the value zero."""
     values = jnp.zeros((*shape, value_dim), jnp.float32)
     if sinks is None:
         maximum = jnp.full(shape, HIDDEN, jnp.float32)
@@ -51,14 +50,13 @@ def join_sums(one: Sums, other: Sums) -> Sums:
     )
 
 
-def finish_sums(sums: Sums, sees: jax.Array) -> tuple[jax.Array, jax.Array]:
+def finish_sums(
+    sums: Sums,  # the sums over all tokens of each row
+    sees: jax.Array,  # bool, of equal rank with `sums.total`, which rows see any token
+) -> tuple[jax.Array, jax.Array]:
     """Return the weighted means and the log-sum-exp; rows that see nothing are zero.
 
     A row whose scores are all -inf has no mean: it is NaN.
-
-    Args:
-      sums: the sums over all tokens of each row.
-      sees: bool, of equal rank with `sums.total`, which rows see any token.
     """
     total = jnp.where(sees, sums.total, 1.0)
     # What is not seen scores HIDDEN, which is all that such a row has met.

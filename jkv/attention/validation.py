@@ -37,14 +37,12 @@ def require_pools(key_pool: jax.Array, value_pool: jax.Array | None) -> None:
         )
 
 
-def require_value_dim(value_dim: int | None, head_dim: int, asked: int | None) -> int:
-    """Return the value head dim; check what was asked against the pools.
-
-    Args:
-      value_dim: of the value pool; None where values lie in the keys.
-      head_dim: of the keys.
-      asked: with a value pool None, or the same.
-    """
+def require_value_dim(
+    value_dim: int | None,  # of the value pool; None where values lie in the keys
+    head_dim: int,  # of the keys
+    asked: int | None,  # with a value pool None, or the same
+) -> int:
+    """Return the value head dim; check what was asked against the pools."""
     if value_dim is None:
         if asked is None or not 0 < asked <= head_dim:
             raise ValueError(

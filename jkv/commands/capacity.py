@@ -16,13 +16,13 @@ from jkv.commands.model_layers import Layers, StateBytes, count_state_bytes
 from jkv.config.cache_config import CacheConfig
 from jkv.config.gguf_file import find_file, read_file
 from jkv.config.grouped_config import GroupedConfig
-from jkv.config.huggingface import read_sizes
+from jkv.config.grouping import ModelLayers
+from jkv.config.huggingface import DEFAULT_SEQUENCES, read_sizes
 from jkv.config.layer_heads import refuse_different
 from jkv.config.layer_windows import Windows, count_windows
 from jkv.config.layout import describe
-from jkv.config.sizing import DEFAULT_SEQUENCES
 from jkv.config.units import human_bytes, parse_bytes
-from jkv.formats.costs import COSTS, tell_cost
+from jkv.formats.table import COSTS, tell_cost
 
 # Context lengths to plan for, as far as the model goes; its own longest one is added.
 CONTEXT_LENGTHS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
@@ -33,17 +33,30 @@ BYTES_OF_WHOLE = 2  # of a weight of a GGUF file in bfloat16, which computes wit
 # Fields that a plan chooses for each length.
 TABLES = {"max_context_length", "max_sequences"}
 
-# Options for layers with a state.
-OF_STATES = {
-    "--max-pending": "that may be taken back, as many as are guessed",
-    "--snapshot-every": "between copies of states, with --prefix-caching",
-}
-
-# Options for meshes: what `init` is told of an axis with so many devices.
-OF_MESHES = {
-    "--tensor-parallel": "devices that share the kv heads (heads=)",
-    "--context-parallel": "devices that share the tokens of each block (context=)",
-    "--data-parallel": "replicas, each with a pool of its own (pools=)",
+# What is asked beside the model and the memory: fields of `Asked` and of `CacheConfig`.
+OPTIONS: dict[str, tuple[type, str]] = {
+    "tensor-parallel": (int, "devices that share the kv heads (heads=)"),
+    "context-parallel": (int, "devices that share the tokens of each block (context=)"),
+    "data-parallel": (int, "replicas, each with a pool of its own (pools=)"),
+    "weights": (str, "their bytes; default: the weight files in the folder"),
+    "reserve": (float, "share of the memory kept free; default 0.1"),
+    "step-tokens": (int, "of a sequence in one step, beside a window; default 512"),
+    "block-size": (int, "tokens of a block; default 16"),
+    "max-sequences": (int, f"default {DEFAULT_SEQUENCES}"),
+    "max-context-length": (int, "default: the model's"),
+    "dtype": (str, "of the cache; default: the model's"),
+    "value-dtype": (
+        str,
+        f"of its values: int4 beside int8 holds 1.3 times as many tokens (perplexity "
+        f"{tell_cost('int8', 'int4').replace('%', '%%')}); default: as --dtype",
+    ),
+    "num-layers": (int, "with keys; default: the model's"),
+    "max-pending": (
+        int,
+        "tokens of a state to take back, as many as are guessed",
+    ),
+    "snapshot-every": (int, "tokens between copies of states, with --prefix-caching"),
+    "num-snapshots": (int, "copies of states, with it"),
 }
 
 # Less than this, written without a unit, was most likely meant in gigabytes.
@@ -199,6 +212,11 @@ class Asked(NamedTuple):
     num_snapshots: int = 0
     snapshot_every: int | None = None
 
+    @property
+    def of_states(self) -> dict[str, Any]:
+        """Fields of `StateConfig`."""
+        return {name: getattr(self, name) for name in self._fields[-3:]}
+
     def check(self) -> None:
         """Refuse numbers that cannot be."""
         if self.step_tokens < 1:
@@ -243,14 +261,12 @@ def make_plan(folder: str | Path, memory: int | str, **options: Any) -> Plan:
             f"of up to {asked.step_tokens} tokens of a sequence"
         )
     layers = Layers(
-        windows=found.layer_windows if windows else None,
-        kept=found.layers,
-        step_tokens=asked.step_tokens,
-        of_states=dict(
-            max_pending=asked.max_pending,
-            num_snapshots=asked.num_snapshots,
-            snapshot_every=asked.snapshot_every,
+        ModelLayers(
+            found.layer_windows if windows else (None,) * fields["num_layers"],
+            kept=found.layers,
+            of_states=asked.of_states,
         ),
+        step_tokens=asked.step_tokens,
         num_parts=context_parallel,
         sizes={name: fields[name] for name in fields.keys() - TABLES},
     )
@@ -297,28 +313,9 @@ def main(arguments: list[str] | None = None) -> None:
         "--model", required=True, help="a checkpoint's folder, or a GGUF file"
     )
     parser.add_argument("--memory", required=True, help="of each device: 192GiB, 80GB")
-    for name, help_text in OF_MESHES.items():
-        parser.add_argument(name, type=int, default=1, metavar="NUMBER", help=help_text)
-    parser.add_argument("--weights", help="default: the weight files in the folder")
-    parser.add_argument("--reserve", type=float, default=0.1, help="share kept free")
-    parser.add_argument("--step-tokens", type=int, default=512, metavar="TOKENS")
-    parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--max-sequences", type=int, default=DEFAULT_SEQUENCES)
-    parser.add_argument("--max-context-length", type=int, help="default: the model's")
-    parser.add_argument("--dtype", help="of the cache; default: the model's")
-    parser.add_argument(
-        "--value-dtype",
-        help="of its values: int4 beside int8 holds 1.3 times as many tokens "
-        f"(perplexity {tell_cost('int8', 'int4').replace('%', '%%')}); default: as "
-        "--dtype",
-    )
+    for name, (kind, said) in OPTIONS.items():
+        parser.add_argument(f"--{name}", type=kind, metavar="VALUE", help=said)
     parser.add_argument("--prefix-caching", action="store_true")
-    parser.add_argument(
-        "--num-layers", type=int, help="with keys; default: the model's"
-    )
-    for name, help_text in OF_STATES.items():
-        parser.add_argument(name, type=int, metavar="TOKENS", help=help_text)
-    parser.add_argument("--num-snapshots", type=int, help="copies of states, with it")
     options = vars(parser.parse_args(arguments))
     folder, memory = options.pop("model"), options.pop("memory")
     try:
@@ -326,7 +323,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(make_plan(folder, memory, **given).report())
     except ValueError as error:
         parser.exit(BAD_VALUE, f"error: {error}\n")
-    except (OSError, ModuleNotFoundError) as error:
+    except OSError as error:
         sys.exit(f"error: {error}")
 
 

@@ -17,6 +17,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any, NamedTuple
 
+from jkv.commands.report import Try, judge, say
+
 
 class Answer(NamedTuple):
     """What came of one name; verdicts are those of `Report.add`."""
@@ -57,18 +59,13 @@ def ask(
         yield Answer(name, "not checked", "the time is over")
 
 
-def answer(tries: Mapping[str, Callable[[], Any]], names: Sequence[str]) -> None:
+def answer(tries: Mapping[str, Try], names: Sequence[str]) -> None:
     """Try names in turn, as a child: print whether each raised, and what it gave."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     for name in names:
-        line: dict[str, Any] = {"verdict": "ok", "detail": ""}
-        try:
-            found = tries[name]()
-            line["facts" if isinstance(found, dict) else "detail"] = found or ""
-        except NotImplementedError as reason:
-            line = {"verdict": "not checked", "detail": str(reason)}
-        except Exception as error:
-            line = {"verdict": "FAILED", "detail": f"{type(error).__name__}: {error}"}
+        verdict, found = judge(tries[name])
+        facts = found if isinstance(found, dict) else {}
+        line = {"verdict": verdict, "detail": say(found), "facts": facts}
         print(json.dumps(line), flush=True)
 
 

@@ -19,25 +19,19 @@ The exit status is 0 if nothing is wrong, 1 if a check failed, 130 after Ctrl-C,
 if the command line is wrong.
 """
 
-import functools
 import itertools
 import pathlib
 
-from jkv.commands import correctness
+from jkv.commands import bookkeeping, correctness, stores
 from jkv.commands.bookkeeping import check_cycles, check_in_place
 from jkv.commands.collectives import check_collectives
 from jkv.commands.compiled_programs import keep_compiled_programs
-from jkv.commands.correctness import (
-    check_derivative,
-    check_implementation,
-    note_missing_kernel,
-)
+from jkv.commands.correctness import on_cpu
 from jkv.commands.ending import Parser, run_process
 from jkv.commands.facts import collect_facts, list_known_faults
 from jkv.commands.first_light import shed_light
 from jkv.commands.paths import print_paths
 from jkv.commands.report import Report, Step, run_checks
-from jkv.commands.stores import check_stores
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -97,9 +91,11 @@ def plan_steps(*, is_quick: bool) -> list[Step]:
     steps = [
         Step("machine", 1, describe_machine),
         Step("known combinations", 0, check_combinations),
-        Step("bookkeeping on the device", 8, check_cycles),
-        Step("memory of a donated write", 4, check_in_place),
-        Step("rows stored by the kernel", 2, check_stores),
+        Step("bookkeeping on the device", 8, {bookkeeping.CYCLES: check_cycles}),
+        Step(
+            "memory of a donated write", 4, {"donated writes in place": check_in_place}
+        ),
+        Step(stores.ALL, 2, stores.list_tries(), of=stores.ALL),
         Step("collectives between the devices", 5, check_collectives),
     ]
     for name, dtype in itertools.product(
@@ -108,16 +104,23 @@ def plan_steps(*, is_quick: bool) -> list[Step]:
         if is_quick and dtype != correctness.QUICK_DTYPE:
             continue
         cases = correctness.select_cases(name, is_quick=is_quick)
-        check = functools.partial(
-            check_implementation, implementation=name, dtype=dtype, cases=cases
-        )
-        steps.append(Step(f"attention: {name}, {dtype}", 5 * len(cases), check))
+        tries = correctness.list_tries(name, dtype, cases)
+        how = " (interpreted)" if name == "pallas" and on_cpu() else ""
+        title, of = f"attention: {name}, {dtype}", f"{name}, {dtype}{how}"
+        steps.append(Step(title, 5 * len(cases), tries, of=of))
     if not is_quick:
         for name in correctness.IMPLEMENTATIONS:
-            check = functools.partial(check_derivative, implementation=name)
-            steps.append(Step(f"derivative: {name}", 40, check))
-    steps.append(Step("the compiled kernel", 0, note_missing_kernel))
+            tries = correctness.list_derived(name)
+            steps.append(
+                Step(f"derivative: {name}", 40, tries, of=f"gradient of {name}")
+            )
+    if on_cpu():
+        steps.append(Step("the compiled kernel", 0, note_missing_kernel))
     return steps
+
+
+def note_missing_kernel(report: Report) -> None:
+    report.add("not checked", "the compiled kernel", "there is no GPU here")
 
 
 def describe_machine(report: Report) -> None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jkv.config.arrays import count_bytes
 from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig, as_grouped
-from jkv.config.grouping import LayerSizes, ModelLayers, fit_context_length
+from jkv.config.grouping import ModelLayers, fit_context_length
 from jkv.config.layer_states import Kept
 from jkv.config.sizing import find_most, fit_memory
 
@@ -38,21 +38,19 @@ def count_state_bytes(kept: tuple[Kept, ...] | None, dtype: Any) -> StateBytes |
 class Layers:
     """What is the same for sequences of all lengths."""
 
-    # Of each layer with keys and values; None: all of them are in one pool.
-    windows: tuple[int | None, ...] | None
-    kept: tuple[Kept, ...] | None  # what each layer keeps; None: no layer has a state
+    model: ModelLayers
     step_tokens: int  # the most of a sequence in one step
-    of_states: dict[str, Any]  # fields of `StateConfig`
     num_parts: int  # devices that share the tokens of each block
     sizes: dict[str, Any]  # the other fields of `CacheConfig`
 
     def divide(self, num_devices: int, sizes: dict[str, Any]) -> "Layers":
         """Return what each device keeps, of these sizes, and its heads of states."""
-        kept = self.kept and tuple(
+        kept = self.model.kept and tuple(
             layer._replace(state=layer.state and layer.state.divide(num_devices))
-            for layer in self.kept
+            for layer in self.model.kept
         )
-        return dataclasses.replace(self, kept=kept, sizes=self.sizes | sizes)
+        model = self.model._replace(kept=kept)
+        return dataclasses.replace(self, model=model, sizes=self.sizes | sizes)
 
     def weigh(self, config: CacheConfig | GroupedConfig) -> int:
         """Return the bytes on each device: its part of blocks, and the rest whole."""
@@ -66,17 +64,15 @@ class Layers:
 
     def fit(self, length: int, max_sequences: int) -> CacheConfig | GroupedConfig:
         """Return the configuration for sequences of a length, with tables for them."""
-        if self.windows is None and self.kept is None:
+        if not any(self.model.windows) and self.model.kept is None:
             return CacheConfig.for_context_length(
                 length, max_sequences=max_sequences, **self.sizes
             )
         left_out = {"num_layers", "prefix_caching"}
         sizes = {n: value for n, value in self.sizes.items() if n not in left_out}
-        windows = self.windows or (None,) * self.sizes["num_layers"]
-        attending = [LayerSizes(window, None) for window in windows]
         return fit_context_length(
             GroupedConfig,
-            ModelLayers(attending, self.kept, self.of_states),
+            self.model,
             sizes | {"max_context_length": length},
             step_tokens=self.step_tokens,
             prefix_caching=self.sizes.get("prefix_caching", False),

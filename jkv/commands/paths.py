@@ -4,16 +4,17 @@ Nothing is allocated and nothing runs: the library's own choice is asked, with t
 shapes that a cache of the model has.
 """
 
+import dataclasses
 import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jkv.attention.cards import Card, find_card
+from jkv.attention.cards import Card, find_gpu
 from jkv.attention.choice import PlainReasons, explain_choice
 from jkv.attention.kernel.tiles.table import TABLE
 from jkv.config.cache_config import CacheConfig
@@ -32,14 +33,6 @@ FIELDS = ("num_layers", *OF_HEADS[:3], "dtype")
 GENERATING, SCORING = "generate, Engine", "score"
 
 
-class Layers(NamedTuple):
-    """Layers of a model whose attention goes one way."""
-
-    number: int
-    heads: dict[str, Any]  # fields of `CacheConfig`
-    dtype: Any  # of the model
-
-
 def print_paths(model: str, card: str | None, *, block_size: int) -> None:
     """Say for each kind of call whether a kernel serves it, and else why not.
 
@@ -47,26 +40,30 @@ def print_paths(model: str, card: str | None, *, block_size: int) -> None:
     "num_kv_heads=8,head_dim=128,dtype=bfloat16"; the card such as "gfx942" or "sm_90",
     None for that at hand or else all that kernels were compiled for.
     """
-    all_layers, num_states, notes = read_model(model)
+    fields, num_states, notes = read_model(model)
     for note in notes:
         print(f"note: {note}")
+    tables: dict[str, Any] = dict(num_blocks=1, max_sequences=1)
+    tables |= dict(block_size=block_size, max_context_length=block_size)
+    configs = [CacheConfig(**tables, **each) for each in fields]
     cards = find_cards(card)
     if card is None and len(cards) > 1:
         print("no GPU is at hand: XLA serves all here; of cards the kernels know")
     for one in cards:
         print(f"{one.target}:")
-        for layers in all_layers:
-            print(f"  {describe(layers, block_size)}")
-            for line in tell_ways(layers, block_size, one):
+        for config in configs:
+            print(f"  {describe(config)}")
+            for line in tell_ways(config, one):
                 print(f"    {line}")
         if num_states:
             print(f"  {num_states} layers with a state: no kernel, XLA folds them")
 
 
-def read_model(model: str) -> tuple[list[Layers], int, list[str]]:
-    """Read a model's layers from its config.json, or from sizes in a text.
+def read_model(model: str) -> tuple[list[dict[str, Any]], int, list[str]]:
+    """Read from a config.json, or from sizes in a text, how layers keep keys.
 
-    Returned with them are the number of layers that keep a state instead, and notes.
+    These are fields of `CacheConfig` for each way. Returned with them are the number of
+    layers that keep a state instead, and notes.
     """
     is_text = re.fullmatch(r"\w+=[^,/]+(,\w+=[^,/]+)*", model)
     if is_text and not Path(model).exists():
@@ -74,16 +71,15 @@ def read_model(model: str) -> tuple[list[Layers], int, list[str]]:
     sizes = read_sizes(model, {}, with_states=True)
     number, dtype = sizes.fields["num_layers"], sizes.fields["dtype"]
     num_states = sum(layer.state is not None for layer in sizes.layers or ())
-    if not number:
-        return [], num_states, sizes.notes
-    if sizes.layer_heads is None:
-        heads = {name: sizes.fields[name] for name in OF_HEADS if name in sizes.fields}
-        return [Layers(number, heads, dtype)], num_states, sizes.notes
-    layers = [
-        Layers(sizes.layer_heads.count(each), each.as_fields(), dtype)
-        for each in dict.fromkeys(sizes.layer_heads)
+    kinds = [(number, sizes.fields)] if number else []
+    if sizes.layer_heads is not None:
+        heads = sizes.layer_heads
+        kinds = [(heads.count(one), one.as_fields()) for one in dict.fromkeys(heads)]
+    fields = [
+        {n: own[n] for n in OF_HEADS if n in own} | dict(num_layers=count, dtype=dtype)
+        for count, own in kinds
     ]
-    return layers, num_states, sizes.notes
+    return fields, num_states, sizes.notes
 
 
 def find_cards(card: str | None) -> list[Card]:
@@ -95,30 +91,27 @@ def find_cards(card: str | None) -> list[Card]:
                 f"{card!r} is no card; give one such as {', '.join(known)}"
             )
         known = [card]
-    else:
-        for here in map(find_card, ("rocm", "cuda")):
-            if here.target is not None:
-                return [here]
+    elif (here := find_gpu()) is not None:
+        return [here]
     return [Card("rocm" if name.startswith("gfx") else "cuda", name) for name in known]
 
 
-def tell_ways(layers: Layers, block_size: int, card: Card) -> Iterator[str]:
+def tell_ways(config: CacheConfig, card: Card) -> Iterator[str]:
     """Yield how calls of each kind go, by what rows are stored as, and why."""
-    widths = layers.heads["head_dim"], layers.heads.get("value_head_dim") or 0
+    widths = config.head_dim, config.value_head_dim or 0
     quantized = [
         dtype
         for dtype, kept in FORMATS.items()
         if kept.is_quantized and not any(width % kept.width_of(1) for width in widths)
     ]
     alike: dict[PlainReasons, list[str]] = {}
-    for stored in dict.fromkeys([jnp.dtype(layers.dtype), *quantized]):
-        reasons = ask(layers, stored, block_size, card)
+    for stored in dict.fromkeys([config.dtype, *quantized]):
+        reasons = ask(config, stored, card)
         # Nothing differentiates what is generated.
         alike.setdefault(reasons._replace(derivative=None), []).append(stored.name)
     ways = [(GENERATING, names, reasons) for reasons, names in alike.items()]
     float32 = jnp.dtype(jnp.float32)
-    reasons = ask(layers, float32, block_size, card)
-    ways.append((SCORING, [float32.name], reasons))
+    ways.append((SCORING, [float32.name], ask(config, float32, card)))
     for calls, names, (forward, derivative) in ways:
         how = "the kernel, with exact= too" if forward is None else "the plain path"
         line = f"{calls}, kept in {', '.join(names)}: {how}"
@@ -131,37 +124,26 @@ def tell_ways(layers: Layers, block_size: int, card: Card) -> Iterator[str]:
                 yield f"  because {reason}"
 
 
-def ask(layers: Layers, stored: Any, block_size: int, card: Card) -> PlainReasons:
-    """Ask the library how attention to a cache of these layers goes."""
-    queries: Any = jax.ShapeDtypeStruct(
-        (1, layers.heads["num_kv_heads"], layers.heads["head_dim"]),
-        jnp.dtype(layers.dtype),
-    )
-    config = CacheConfig(
-        num_layers=layers.number,
-        num_blocks=1,
-        block_size=block_size,
-        max_sequences=1,
-        max_context_length=block_size,
-        dtype=stored,
-        **layers.heads,
-    )
-    (storage,) = jax.eval_shape(functools.partial(init, config)).storage
+def ask(config: CacheConfig, stored: Any, card: Card) -> PlainReasons:
+    """Ask the library how attention to a cache goes that is kept in a dtype."""
+    shape = 1, config.num_kv_heads, config.head_dim
+    queries: Any = jax.ShapeDtypeStruct(shape, config.dtype)
+    kept = dataclasses.replace(config, dtype=stored)
+    (storage,) = jax.eval_shape(functools.partial(init, kept)).storage
     return explain_choice(queries, pools_of(storage), card)
 
 
-def describe(layers: Layers, block_size: int) -> str:
-    number, heads, dtype = layers
-    dims = str(heads["head_dim"])
-    if heads.get("value_head_dim") not in (None, heads["head_dim"]):
-        dims += f" for keys and {heads['value_head_dim']} for values"
+def describe(config: CacheConfig) -> str:
+    dims = str(config.head_dim)
+    if config.value_head_dim != config.head_dim:
+        dims += f" for keys and {config.value_head_dim} for values"
     return (
-        f"{number} layers, {heads['num_kv_heads']} kv heads of {dims}, "
-        f"{jnp.dtype(dtype).name}, blocks of {block_size}"
+        f"{config.num_layers} layers, {config.num_kv_heads} kv heads of {dims}, "
+        f"{config.dtype.name}, blocks of {config.block_size}"
     )
 
 
-def _read_text(text: str) -> Layers:
+def _read_text(text: str) -> dict[str, Any]:
     fields: dict[str, Any] = {"num_layers": 1, "dtype": "bfloat16"}
     for name, value in (part.split("=", 1) for part in text.split(",")):
         if name not in FIELDS:
@@ -170,5 +152,4 @@ def _read_text(text: str) -> Layers:
     missing = {"num_kv_heads", "head_dim"} - fields.keys()
     if missing:
         raise ValueError(f"{text!r} has no {' and no '.join(sorted(missing))}")
-    heads = {name: fields[name] for name in OF_HEADS if name in fields}
-    return Layers(fields["num_layers"], heads, fields["dtype"])
+    return fields

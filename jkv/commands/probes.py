@@ -5,8 +5,6 @@ another error for an answer that is wrong.
 """
 
 import dataclasses
-import functools
-import itertools
 import json
 import os
 import pathlib
@@ -21,18 +19,15 @@ import numpy as np
 
 import jkv
 from jkv.commands import bookkeeping, correctness, stores
-from jkv.commands.cases import CASES, Case
 from jkv.commands.children import answer
 from jkv.commands.facts import collect_facts
-from jkv.commands.report import Report
+from jkv.commands.report import Try
 from jkv.inspection.invariants import check
 from jkv.making.initialization import init
 from jkv.state import Cache
 from jkv.verbs.allocation import allocate
 from jkv.verbs.appending import append
 from jkv.verbs.writing import write
-
-Try = Callable[[], Any]
 
 # Names that the command knows.
 MACHINE, DRAWS, LOOPS = "machine", "drawn numbers", "loops of small kernels"
@@ -63,67 +58,37 @@ PROMPT = (
 
 def list_tries(*, is_on_cpu: bool) -> dict[str, Try]:
     """Return what to try, in order; on a CPU the kernel is interpreted, and slow."""
-    return {
+    tries: dict[str, Try] = {
         MACHINE: collect_facts,
         DRAWS: draw_numbers,
         LOOPS: replay_loops,
         "scatters of a step": scatter_many,
         "a tall product": multiply_tall,
-        "a donated step in place": judged(bookkeeping.check_in_place),
+        "a donated step in place": bookkeeping.check_in_place,
         **{f"kernel: {name}": each for name, each in _list_kernels(is_on_cpu)},
         "generate": compare_texts,
-        **({} if is_on_cpu else {"jkv's own lowering": judged(_compare_lowering)}),
     }
-
-
-def _compare_lowering(report: Report) -> None:
-    cases = correctness.select_cases("triton", is_quick=True)
-    correctness.check_implementation(
-        report, implementation="triton", dtype="bfloat16", cases=cases
-    )
+    if not is_on_cpu:
+        cases = correctness.select_cases("triton", is_quick=True)
+        lowered = correctness.list_tries("triton", "bfloat16", cases)
+        tries |= {f"jkv's own lowering: {name}": lowered[name] for name in lowered}
+    return tries
 
 
 def _list_kernels(is_on_cpu: bool) -> Iterator[tuple[str, Try]]:
     """Yield calls of the kernels to compare with references."""
-    check_kernel = functools.partial(
-        correctness.check_implementation, implementation="pallas"
-    )
-
-    def compare(case: Case, dtype: str) -> tuple[str, Try]:
-        check = functools.partial(check_kernel, dtype=dtype, cases=(case,))
-        return f"{case.name}, {dtype}", judged(check)
-
-    if is_on_cpu:
-        named = correctness.QUICK_INTERPRETED
-        yield from (compare(each, "float32") for each in CASES if each.name in named)
-        return
-    for case, dtype in itertools.product(CASES, correctness.TOLERANCES):
-        if dtype == "bfloat16" or case.name in OTHER_CASES:
-            yield compare(case, dtype)
-    for stored in stores.CASES:
-        check = functools.partial(stores.check_stores, cases=(stored,))
-        yield f"rows stored, {stored.name}", judged(check)
-    check = functools.partial(correctness.check_derivative, implementation="pallas")
-    yield "derivative", judged(check)
-
-
-def judged(check: Callable[[Report], None]) -> Try:
-    """Return a try that raises what a check of the doctor finds wrong."""
-
-    def judge() -> str:
-        report = Report()
-        check(report)
-        found: dict[str, list[str]] = {}
-        for each in report.findings:
-            said = f"{each['what']}: {each['detail']}"
-            found.setdefault(each["verdict"], []).append(said)
-        if "FAILED" in found:
-            raise ValueError("; ".join(found["FAILED"]))
-        if "ok" not in found:
-            raise NotImplementedError("; ".join(found.get("not checked", ())))
-        return "; ".join(found["ok"])
-
-    return judge
+    for dtype in ("float32",) if is_on_cpu else correctness.TOLERANCES:
+        wanted = correctness.QUICK_INTERPRETED if is_on_cpu else OTHER_CASES
+        cases = correctness.CASES
+        if dtype != "bfloat16":
+            cases = tuple(each for each in cases if each.name in wanted)
+        tries = correctness.list_tries("pallas", dtype, cases)
+        yield from ((f"{name}, {dtype}", each) for name, each in tries.items())
+    if not is_on_cpu:
+        for name, each in stores.list_tries().items():
+            yield f"rows stored, {name}", each
+        for name, each in correctness.list_derived("pallas").items():
+            yield f"derivative, {name}", each
 
 
 def draw_numbers() -> None:

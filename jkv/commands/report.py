@@ -10,8 +10,8 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 from jkv.commands.ending import FAILED, INTERRUPTED
 
@@ -21,6 +21,28 @@ MOST_LETTERS = 2000
 _PATH = re.compile(
     r"(?<![\w/.-])(?:[A-Za-z]:[\\/]|~?/|\.\.?/)[\w.+@~-]+(?:[\\/][\w.+@~-]*)+"
 )
+
+
+# It returns what it found, raises `NotImplementedError` where it does not apply, and
+# another error for an answer that is wrong.
+Try: TypeAlias = Callable[[], Any]
+
+
+def judge(attempt: Try) -> tuple[str, Any]:
+    """Return what came of a try: "ok" and what it found, or another verdict and why."""
+    try:
+        return "ok", attempt()
+    except NotImplementedError as reason:
+        return "not checked", str(reason)
+    except Exception as error:
+        return "FAILED", f"{type(error).__name__}: {error}"
+
+
+def say(found: Any) -> str:
+    """Say what a try found; facts are kept elsewhere."""
+    if isinstance(found, float):
+        return f"{found:.1e}"
+    return found if isinstance(found, str) else ""
 
 
 @dataclasses.dataclass
@@ -69,11 +91,39 @@ class Report:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A part of the examination; its cost is in seconds, roughly."""
+    """A part of the examination."""
 
     title: str
-    cost: int
-    run: Callable[[Report], None]
+    cost: int  # in seconds, roughly
+    checks: Callable[[Report], None] | Mapping[str, Try]
+    of: str = ""  # what tries are cases of, where those that agree are noted together
+
+    def run(self, report: Report) -> None:
+        if callable(self.checks):
+            self.checks(report)
+        elif self.of:
+            self._run_together(report, self.checks)
+        else:
+            for name, attempt in self.checks.items():
+                verdict, found = judge(attempt)
+                report.add(verdict, name, say(found))
+
+    def _run_together(self, report: Report, tries: Mapping[str, Try]) -> None:
+        """Note each case that fails, and all others together."""
+        refused: dict[str, list[str]] = {}
+        agreed = []
+        for name, attempt in tries.items():
+            verdict, found = judge(attempt)
+            if verdict == "FAILED":
+                report.add(verdict, f"{self.of}, {name}", found)
+            elif verdict == "ok":
+                agreed.append(found)
+            else:
+                refused.setdefault(found, []).append(name)
+        for why, names in refused.items():
+            report.add("not checked", f"{self.of}: {', '.join(names)}", why)
+        if agreed:
+            report.add("ok", f"{self.of}: {len(agreed)} cases", say(max(agreed)))
 
 
 def run_checks(report: Report, steps: list[Step]) -> None:

@@ -4,6 +4,7 @@ What it stored wrongly would spoil every answer, so a finding says how to do wit
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,12 +16,14 @@ import numpy as np
 from jkv.attention.choice import find_stores
 from jkv.attention.slots import SlotWrite, scatter
 from jkv.commands.correctness import on_cpu
-from jkv.commands.report import Report
+from jkv.commands.report import Try
 from jkv.formats.format import Formats, name_parts
 from jkv.formats.table import FORMATS
 from jkv.verbs.writing import WRITE_SWITCH, may_use_kernel
 
 NUM_LAYERS, NUM_BLOCKS, NUM_KV_HEADS, NUM_ROWS, NUM_STEPS = 3, 16, 2, 24, 4
+
+ALL = "rows stored by the kernel"
 
 Store = Callable[[SlotWrite], dict[str, jax.Array]]
 
@@ -51,38 +54,31 @@ CASES = (
 )
 
 
-def check_stores(
-    report: Report, *, store: Store | None = None, cases: tuple[Case, ...] = CASES
-) -> None:
-    """Compare what the kernel stores of rows with what scatters store, to the bit."""
-    agreed, scattered = 0, []
-    for case in cases:
-        write = draw_write(case)
-        stores = [*find_stores(write).values()] if store is None else [store]
-        if not stores:
-            scattered.append(case.name)
-            continue
-        wanted, found = play(write, scatter), play(write, stores[0])
-        wrong = [
-            name
-            for name, array in wanted.items()
-            if np.asarray(found[name]).tobytes() != np.asarray(array).tobytes()
-        ]
-        agreed += not wrong
-        if wrong:
-            detail = (
-                f"{' and '.join(wrong)} differ from what scatters store; set "
-                f"{WRITE_SWITCH}=0 in the environment to have those instead"
-            )
-            report.add("FAILED", f"rows stored by the kernel: {case.name}", detail)
-    if scattered:
-        why = "there is no GPU here" if on_cpu() else "scatters store them on this card"
-        what = f"rows stored by the kernel: {', '.join(scattered)}"
-        report.add("not checked", what, why)
-    if agreed:
-        what = f"rows stored by the kernel: {agreed} cases"
-        used = "" if may_use_kernel() else f", which {WRITE_SWITCH}=0 keeps out"
-        report.add("ok", what, f"the bits of scatters{used}")
+def list_tries() -> dict[str, Try]:
+    """Return what to compare, by the names of cases."""
+    return {case.name: functools.partial(compare, case) for case in CASES}
+
+
+def compare(case: Case, store: Store | None = None) -> str:
+    """Store rows by the kernel and by scatters: they must have the same bits."""
+    write = draw_write(case)
+    stores = [*find_stores(write).values()] if store is None else [store]
+    if not stores:
+        where = "there is no GPU here" if on_cpu() else "scatters store them here"
+        raise NotImplementedError(where)
+    wanted, found = play(write, scatter), play(write, stores[0])
+    wrong = [
+        name
+        for name, array in wanted.items()
+        if np.asarray(found[name]).tobytes() != np.asarray(array).tobytes()
+    ]
+    if wrong:
+        raise ValueError(
+            f"{' and '.join(wrong)} differ from what scatters store; set "
+            f"{WRITE_SWITCH}=0 in the environment to have those instead"
+        )
+    used = "" if may_use_kernel() else f", which {WRITE_SWITCH}=0 keeps out"
+    return f"the bits of scatters{used}"
 
 
 def play(write: SlotWrite, store: Store) -> dict[str, jax.Array]:

@@ -7,15 +7,8 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from jkv.config import sizing
+from jkv.config import counts, sizing
 from jkv.config.arrays import count_bytes
-from jkv.config.counts import (
-    check_classes,
-    check_tables,
-    check_window,
-    checked_count,
-    checked_num_blocks,
-)
 from jkv.config.layout import Sizes, describe, lay_out
 from jkv.formats.table import checked_dtype
 
@@ -99,11 +92,13 @@ class CacheConfig:
         if self.value_dtype is not None:
             object.__setattr__(self, "value_dtype", checked_dtype(self.value_dtype))
         for name in COUNTS:
-            object.__setattr__(self, name, checked_count(name, getattr(self, name)))
-        checked_num_blocks(self.num_blocks, self.prefix_caching)
-        classes = check_classes(self.keep_classes, self.prefix_caching)
+            object.__setattr__(
+                self, name, counts.checked_count(name, getattr(self, name))
+            )
+        counts.checked_num_blocks(self.num_blocks, self.prefix_caching)
+        classes = counts.check_classes(self.keep_classes, self.prefix_caching)
         object.__setattr__(self, "keep_classes", classes)
-        window, sinks = check_window(
+        window, sinks = counts.check_window(
             self.sliding_window,
             self.num_sink_tokens,
             self.block_size,
@@ -123,7 +118,7 @@ class CacheConfig:
                 f"{self.dtype.name}: leave value_dtype out, got {self.value_dtype.name}"
             )
         self.sizes.lay_out_storage()
-        check_tables(self.max_sequences, self.max_blocks_per_sequence)
+        counts.check_tables(self.max_sequences, self.max_blocks_per_sequence)
 
     @property
     def is_quantized(self) -> bool:
@@ -182,9 +177,6 @@ class CacheConfig:
           num_tokens: the most that one `append` adds to a sequence. It matters with a
             sliding window only: rows of one step keep what the first of them sees.
 
-        Returns:
-          The blocks, at most `max_blocks_per_sequence`.
-
         Example:
           >>> import jkv
           >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
@@ -193,17 +185,18 @@ class CacheConfig:
           >>> config.most_blocks(), config.most_blocks(16), config.most_blocks(100)
           (3, 11, 25)
         """
-        return sizing.find_most_blocks(self.sizes, num_tokens)
+        if self.sliding_window is None:
+            return self.max_blocks_per_sequence
+        blocks = counts.count_window_blocks(
+            self.sliding_window, self.num_sink_tokens, self.block_size, num_tokens
+        )
+        return min(blocks, self.max_blocks_per_sequence)
 
     def longest_context(self, num_sequences: int) -> int:
-        """Return how many tokens so many sequences can have each, all at once.
+        """Return how many tokens so many sequences can have each, nothing shared.
 
-        Args:
-          num_sequences: how many sequences.
-
-        Returns:
-          The tokens of each, nothing shared: at most `max_context_length`, and 0 if
-          there cannot be so many sequences. With a sliding window they are decoding.
+        They are at most `max_context_length`, and 0 if there cannot be so many
+        sequences. With a sliding window these are decoding.
 
         Example:
           >>> import jkv
@@ -212,17 +205,17 @@ class CacheConfig:
           >>> config.longest_context(3), config.longest_context(1)
           (48, 100)
         """
-        return sizing.find_longest_context(self.sizes, num_sequences)
+        if not 1 <= num_sequences <= self.max_sequences:
+            return 0
+        blocks, longest = self.num_blocks // num_sequences, self.max_context_length
+        is_enough = blocks >= self.most_blocks()
+        return longest if is_enough else min(blocks * self.block_size, longest)
 
     def most_sequences(self, context_length: int) -> int:
-        """Return how many sequences can have so many tokens each, all at once.
+        """Return how many sequences can have so many tokens each, nothing shared.
 
-        Args:
-          context_length: tokens of each sequence.
-
-        Returns:
-          The number of sequences, nothing shared: at most `max_sequences`, and 0 if no
-          sequence can be that long. With a sliding window they are decoding.
+        They are at most `max_sequences`, and 0 if no sequence can be that long. With a
+        sliding window they are decoding.
 
         Example:
           >>> import jkv
@@ -231,7 +224,11 @@ class CacheConfig:
           >>> config.most_sequences(48), config.most_sequences(101)
           (3, 0)
         """
-        return sizing.find_most_sequences(self.sizes, context_length)
+        if context_length > self.max_context_length:
+            return 0
+        blocks = max(-(-context_length // self.block_size), 1)
+        each = min(blocks, self.most_blocks())
+        return min(self.num_blocks // each, self.max_sequences)
 
     def __str__(self) -> str:
         """Say it in human units, in four lines."""
@@ -244,9 +241,6 @@ class CacheConfig:
         Args:
           budget_bytes: bytes the whole cache may take, or text such as "40GB".
           **sizes: every other field of `CacheConfig` but `num_blocks`.
-
-        Returns:
-          The configuration; its `bytes` are at most the budget.
 
         Raises:
           ValueError: if not even one block fits, or for a size that cannot work.
@@ -279,9 +273,6 @@ class CacheConfig:
             "40GB".
           **sizes: the other fields of `CacheConfig` but `num_blocks`.
 
-        Returns:
-          The configuration, with blocks for `max_sequences` of the full length.
-
         Raises:
           ValueError: unless either `max_sequences` or `budget_bytes` is given; if not
             even one sequence fits, or for a size that cannot work.
@@ -297,8 +288,21 @@ class CacheConfig:
           >>> config.num_blocks == 7 * config.max_sequences, config.bytes <= 2**20
           (True, True)
         """
+        given = "max_sequences", "budget_bytes"
+        sizing.check_names("for_context_length", cls, sizes, *given)
         sizes["max_context_length"] = max_context_length
-        return sizing.fit_context_length(cls, max_sequences, budget_bytes, **sizes)
+        return sizing.fit_either(
+            lambda count: cls._for_sequences(count, sizes),
+            max_context_length,
+            max_sequences,
+            budget_bytes,
+        )
+
+    @classmethod
+    def _for_sequences(cls, max_sequences: int, sizes: dict[str, Any]) -> Self:
+        small = cls(num_blocks=1, max_sequences=max_sequences, **sizes)
+        blocks = small.max_sequences * small.max_blocks_per_sequence
+        return dataclasses.replace(small, num_blocks=blocks)
 
     @classmethod
     def from_model(
@@ -321,16 +325,21 @@ class CacheConfig:
           **overrides: any field of `CacheConfig`, instead of what the model says;
             `max_sequences` is 256 unless given.
 
-        Returns:
-          The configuration, with as many blocks as fit the budget.
-
         Raises:
           FileNotFoundError: without a config.json.
           ValueError: if no block fits, or for a model whose sizes cannot be told, or
             whose layers differ in their heads (Gemma 4, MiMo-V2-Flash), for which
             `GroupedConfig.from_model` has a group of each.
         """
-        return sizing.fit_model(cls, folder, budget_bytes, **overrides)
+        from jkv.config.huggingface import read_fields
+
+        sizing.check_names("from_model", cls, overrides, "budget_bytes")
+        if ("num_blocks" in overrides) == (budget_bytes is not None):
+            raise ValueError("give budget_bytes or num_blocks, and not both")
+        fields = read_fields(folder, overrides)
+        if budget_bytes is None:
+            return cls(**fields)
+        return cls.for_memory(budget_bytes, **fields)
 
     @classmethod
     def small(cls, **sizes: Any) -> Self:
@@ -338,10 +347,7 @@ class CacheConfig:
 
         Args:
           **sizes: `num_layers`, `num_kv_heads`, `head_dim` of the model, and whatever
-            is to differ from the preset.
-
-        Returns:
-          The configuration, as `for_memory`.
+            is to differ from the preset, as for `for_memory`.
 
         Example:
           >>> import jkv
@@ -349,22 +355,17 @@ class CacheConfig:
           >>> config.block_size, config.bytes <= 4 * 10**9
           (16, True)
         """
-        return sizing.fit_preset(cls, sizing.SMALL, **sizes)
+        suited = dict(block_size=16, max_sequences=32, max_context_length=4096)
+        return cls.for_memory("4GB", **suited | sizes)
 
     @classmethod
     def medium(cls, **sizes: Any) -> Self:
-        """Return the preset for 12 GB: blocks of 32, 64 sequences of up to 16,384.
-
-        Args:
-          **sizes: as for `small`.
-        """
-        return sizing.fit_preset(cls, sizing.MEDIUM, **sizes)
+        """Return that for 12 GB: blocks of 32, 64 sequences of up to 16,384 tokens."""
+        suited = dict(block_size=32, max_sequences=64, max_context_length=16_384)
+        return cls.for_memory("12GB", **suited | sizes)
 
     @classmethod
     def large(cls, **sizes: Any) -> Self:
-        """Return the preset for 40 GB: blocks of 64, 256 sequences of up to 65,536.
-
-        Args:
-          **sizes: as for `small`.
-        """
-        return sizing.fit_preset(cls, sizing.LARGE, **sizes)
+        """Return that for 40 GB: blocks of 64, 256 sequences of up to 65,536 tokens."""
+        suited = dict(block_size=64, max_sequences=256, max_context_length=65_536)
+        return cls.for_memory("40GB", **suited | sizes)

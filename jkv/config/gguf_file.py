@@ -1,30 +1,56 @@
-"""A GGUF file: its metadata, and its tensors by name."""
+"""The head of a GGUF file: its metadata, where its tensors lie, and a model's sizes.
+
+The format is ggml's (docs/gguf.md there), versions 2 and 3, which differ in nothing
+that is read here. The package gguf makes arrays of each token of a vocabulary, which
+takes 9 seconds for Gemma's 262,144; here a token is a slice.
+"""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jkv.config.gguf_head import MAGIC, Place, read_head
-
 SUFFIX = ".gguf"
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
 
-# Kinds of tensors that are served, as `gguf.GGMLQuantizationType` names them.
-KINDS = (
-    *("F32", "F16", "BF16"),
-    *("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
-)
-BYTES_AT_A_TIME = 2**16  # that a row of what is dequantized has at most
-EXTRA = "GGUF files need the package gguf: pip install gguf"
+# Kinds of metadata, by the format's numbers: a text stands behind its length, an array
+# behind the kind and the number of its elements, a number is numpy's.
+TEXT, ARRAY = 8, 9
+NUMBERS = {
+    **{0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?"},
+    **{10: "<u8", 11: "<i8", 12: "<f8"},
+}
+
+# The architectures that are served, and what transformers calls each.
+MODEL_TYPES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen2moe": "qwen2_moe",
+    "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+    "phi3": "phi3",
+    "olmo2": "olmo2",
+    "smollm3": "smollm3",
+    "granite": "granite",
+    "ernie4_5": "ernie4_5",
+    "ernie4_5-moe": "ernie4_5_moe",
+    "glm4moe": "glm4_moe",
+}
+HAVE_WINDOWS = {"gemma2", "gemma3", "phi3"}
 
 
-class Tensor(NamedTuple):
-    """One tensor as it is stored."""
+class Place(NamedTuple):
+    """Where a tensor lies."""
 
-    kind: Any  # a `gguf.GGMLQuantizationType`
-    shape: tuple[int, ...]  # of its numbers
-    data: np.ndarray[Any, Any]  # mapped; u8[*shape[:-1], bytes of a row]
+    path: Path
+    shape: tuple[int, ...]  # of its numbers, the last axis contiguous
+    kind: int  # as the format counts them
+    offset: int  # in the file
 
 
 class GGUFile(NamedTuple):
@@ -32,7 +58,7 @@ class GGUFile(NamedTuple):
 
     paths: tuple[Path, ...]
     metadata: dict[str, Any]
-    tensors: dict[str, Tensor]  # by GGUF's names
+    places: dict[str, Place]  # by GGUF's names of tensors
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return what the file says of its architecture, such as "block_count"."""
@@ -52,9 +78,14 @@ class GGUFile(NamedTuple):
         return str(self.metadata.get("general.architecture"))
 
     @property
+    def num_layers(self) -> int:
+        """Layers of the model, without those that guess further tokens."""
+        return int(self.need("block_count") - self.get("nextn_predict_layers", 0))
+
+    @property
     def num_weights(self) -> int:
         """Numbers of all tensors together."""
-        return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
+        return sum(math.prod(place.shape) for place in self.places.values())
 
 
 def find_file(model: str | Path) -> Path | None:
@@ -76,42 +107,49 @@ def find_file(model: str | Path) -> Path | None:
 
 
 def read_file(path: Path) -> GGUFile:
-    """Map a GGUF file, and the others that it was split into, and read its metadata.
+    """Read the head of a GGUF file, and those of others that it was split into.
 
-    One that is damaged, cut off or missing, and kinds that are not served, are refused.
+    One that is damaged, cut off or missing is refused.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not there")
     paths = _find_parts(path)
-    parts = [_read(each) for each in paths]
-    tensors = {name: each for _, part in parts for name, each in part.items()}
-    kinds = {tensor.kind.name for tensor in tensors.values()} - {*KINDS}
-    if kinds:
+    heads = [_read_head(each) for each in paths]
+    places = {name: place for _, own in heads for name, place in own.items()}
+    return GGUFile(paths, heads[0][0], places)
+
+
+def describe_model(file: GGUFile) -> dict[str, Any]:
+    """Return what the config.json of a model's checkpoint would say of its cache."""
+    kind, path = file.architecture, file.paths[0]
+    if kind not in MODEL_TYPES:
         raise ValueError(
-            f"{path} holds tensors of the kinds {sorted(kinds)}; served are "
-            f"{', '.join(KINDS)}: take another quantization of the model, or its "
-            "safetensors"
+            f"{path} holds a model of the architecture {kind!r}; of GGUF files "
+            f"{', '.join(MODEL_TYPES)} are served: take the model's safetensors"
         )
-    return GGUFile(paths, parts[0][0], tensors)
-
-
-def dequantize(
-    tensor: Tensor,  # of a file
-    # of the first axis, such as an expert's number; None for all
-    index: int | None = None,
-) -> np.ndarray[Any, Any]:
-    """Return a tensor's numbers, float32 or float16, or those of a part of it."""
-    from gguf.quants import dequantize
-
-    data = tensor.data if index is None else tensor.data[index]
-    shape = tensor.shape if index is None else tensor.shape[1:]
-    if tensor.kind.name == "F16":
-        return data.view(np.float16)
-    # The package takes 16 rows at a time, so that long ones cost it less.
-    num_rows, most = data.size // data.shape[-1], BYTES_AT_A_TIME // data.shape[-1]
-    most = max(n for n in range(1, max(most, 1) + 1) if num_rows % n == 0)
-    long_rows = data.reshape(num_rows // most, most * data.shape[-1])
-    return np.asarray(dequantize(long_rows, tensor.kind)).reshape(shape)
+    window = file.get("attention.sliding_window") or None
+    if kind == "olmo2" and window:
+        raise ValueError(
+            f"{path} has windows, as Olmo 3; of GGUF files of the architecture 'olmo2' "
+            "those without are served: take the model's safetensors"
+        )
+    heads, hidden = file.need("attention.head_count"), file.need("embedding_length")
+    kv_heads = file.get("attention.head_count_kv", heads)
+    if not isinstance(heads, int) or not isinstance(kv_heads, int):
+        raise ValueError(f"{path}: layers of different heads are not served")
+    is_mixtral = kind == "llama" and file.get("expert_count")
+    sizes = dict(
+        model_type="mixtral" if is_mixtral else MODEL_TYPES[kind],
+        hidden_size=hidden,
+        num_hidden_layers=file.num_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=file.get("attention.key_length", hidden // heads),
+        max_position_embeddings=file.need("context_length"),
+        torch_dtype="bfloat16",
+    )
+    has_window = window and kind in HAVE_WINDOWS
+    return sizes | dict(sliding_window=window) if has_window else sizes
 
 
 def _find_parts(path: Path) -> tuple[Path, ...]:
@@ -130,36 +168,94 @@ def _find_parts(path: Path) -> tuple[Path, ...]:
     return parts
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the metadata of one file, and its tensors."""
+def _read_head(path: Path) -> tuple[dict[str, Any], dict[str, Place]]:
+    """Return the metadata of one file, and where its tensors lie."""
     with path.open("rb") as file:
         start = file.read(len(MAGIC))
     if start != MAGIC:
         raise ValueError(f"{path} is no GGUF file: it begins with {start!r}")
-    data = np.memmap(path, mode="r")
     try:
-        head = read_head(data.data)
-        return head.metadata, {
-            name: _map(data, name, place) for name, place in head.places.items()
-        }
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(EXTRA, name="gguf") from error
+        return _Reader(path).read_head()
     except ValueError as error:
         raise ValueError(
             f"{path} is damaged or cut off, or its version is not known ({error})"
         ) from error
 
 
-def _map(data: np.ndarray[Any, Any], name: str, place: Place) -> Tensor:
-    """Return a tensor of a file whose bytes are given."""
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+class _Reader:
+    """Reads one value after the other; ValueError where the file ends before."""
 
-    kind, shape = GGMLQuantizationType(place.kind), place.shape
-    block, size = GGML_QUANT_SIZES[kind]
-    if shape[-1] % block or min(shape) < 1:
-        raise ValueError(f"rows of {name} are no whole blocks of {block} numbers")
-    rows = (*shape[:-1], shape[-1] // block * size)
-    end = place.offset + math.prod(rows)
-    if end > len(data):
-        raise ValueError(f"{name} lies behind the file's end")
-    return Tensor(kind, shape, np.asarray(data[place.offset : end]).reshape(rows))
+    def __init__(self, path: Path) -> None:
+        self._path, self._data = path, np.memmap(path, mode="r").data
+        self._position = len(MAGIC)
+
+    def read_head(self) -> tuple[dict[str, Any], dict[str, Place]]:
+        if (version := self._read_number("<u4")) not in VERSIONS:
+            raise ValueError(
+                f"its version is {version}, and {VERSIONS} are read; files of "
+                "big-endian machines are not"
+            )
+        num_tensors, num_fields = self._read_number("<u8"), self._read_number("<u8")
+        metadata = self._read_table(num_fields, self._read_field)
+        places = self._read_table(num_tensors, self._read_place)
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ValueError(f"its alignment is {alignment!r}")
+        begin = -(-self._position // alignment) * alignment
+        for name, place in places.items():
+            places[name] = place._replace(offset=begin + place.offset)
+        return metadata, places
+
+    def _read_table(self, count: int, read: Callable[[], Any]) -> dict[str, Any]:
+        """Return as many values by their names."""
+        found: dict[str, Any] = {}
+        for _ in range(self._check(count)):
+            name = self._read_text()
+            if name in found:
+                raise ValueError(f"it holds {name} twice")
+            found[name] = read()
+        return found
+
+    def _read_field(self) -> Any:
+        return self._read_value(self._read_number("<u4"))
+
+    def _read_place(self) -> Place:
+        """Return the place of a tensor behind the head's end."""
+        shape = tuple(self._read_numbers("<u8", self._read_number("<u4"))[::-1])
+        kind, offset = self._read_number("<u4"), self._read_number("<u8")
+        return Place(self._path, shape or (1,), kind, offset)
+
+    def _read_number(self, dtype: str) -> Any:
+        return self._read_numbers(dtype, 1)[0]
+
+    def _read_value(self, kind: int) -> Any:
+        if kind == TEXT:
+            return self._read_text()
+        if kind == ARRAY:
+            kind, count = self._read_number("<u4"), self._read_number("<u8")
+            if kind in NUMBERS:
+                return self._read_numbers(NUMBERS[kind], count)
+            return [self._read_value(kind) for _ in range(self._check(count))]
+        if kind not in NUMBERS:
+            raise ValueError(f"it holds metadata of the unknown kind {kind}")
+        value = self._read_number(NUMBERS[kind])
+        # Kept as float32: the decimal that was meant, not 9.99999997e-07.
+        return float(str(np.float32(value))) if NUMBERS[kind] == "<f4" else value
+
+    def _read_text(self) -> str:
+        first = self._position + 8
+        size = int.from_bytes(self._data[self._position : first], "little")
+        self._position = first + self._check(size)
+        return str(self._data[first : self._position], "utf-8")
+
+    def _read_numbers(self, dtype: str, count: int) -> list[Any]:
+        self._check(count)
+        found = np.frombuffer(self._data, dtype, count, self._position)
+        self._position += found.nbytes
+        return found.tolist()
+
+    def _check(self, count: int) -> int:
+        """Return how many bytes, or values of a byte or more, are to come."""
+        if count > len(self._data) - self._position:
+            raise ValueError("it ends before its metadata does")
+        return count

@@ -228,29 +228,23 @@ class GroupedConfig:
     ) -> Self:
         """Return a configuration whose pools never refuse for want of blocks.
 
+        It has a group for each different window; the one that sees furthest is the
+        first.
+
         Args:
-          max_context_length: tokens each sequence may hold.
+          max_context_length: as `CacheConfig.for_context_length` has it, like
+            `max_sequences` and `budget_bytes`.
           layer_windows: the window of each layer of the model, None for all tokens.
-          max_sequences: sequences that may all be that long at once, none shared.
-          budget_bytes: for as many such sequences as fit these bytes, or text such as
-            "40GB".
           step_tokens: the most tokens that one `append` adds to a sequence.
           prefix_caching: index full blocks by their tokens.
           **sizes: the other fields of `CacheConfig`, the same for all groups.
 
-        Returns:
-          The configuration, a group for each different window; the one that sees
-          furthest is the first.
-
         Raises:
-          ValueError: unless either `max_sequences` or `budget_bytes` is given; if not
-            even one sequence fits, or for a size that cannot work.
+          ValueError: as there.
         """
         return grouping.fit_context_length(
             cls,
-            grouping.ModelLayers(
-                [grouping.LayerSizes(each, None) for each in layer_windows]
-            ),
+            grouping.ModelLayers(layer_windows),
             sizes | {"max_context_length": max_context_length},
             max_sequences=max_sequences,
             budget_bytes=budget_bytes,
@@ -276,26 +270,21 @@ class GroupedConfig:
 
         The folder's config.json tells which layers have a window, which have other
         heads than the rest, and which have a state, beside what
-        `CacheConfig.from_model` reads of it. States are summed in float32 and otherwise
-        of the model's dtype; the names of their arrays are those of
-        `jkv.config.state_readings`.
+        `CacheConfig.from_model` reads of it. There is a group for each different window
+        and each kind of heads; those that see furthest come first, those with a state
+        last. States are summed in float32 and otherwise of the model's dtype; the names
+        of their arrays are those of `jkv.config.state_readings`.
 
         Args:
           folder: where config.json lies.
-          max_sequences: sequences of the longest context, as for `for_context_length`.
-          budget_bytes: bytes for as many as fit, or text such as "40GB".
-          step_tokens: the most tokens that one `append` adds to a sequence.
-          prefix_caching: index full blocks by their tokens.
+          max_sequences: sequences of the longest context, as `for_context_length` has
+            it, like `budget_bytes`, `step_tokens` and `prefix_caching`.
           max_pending: of layers with a state: tokens that may be taken back.
           num_snapshots: of the same, with prefix caching: copies that are kept.
           snapshot_every: of the same: the lengths at which copies are made.
           **overrides: fields of `CacheConfig`, instead of what the model says. With
             `num_layers` there are groups for so many layers with keys and values, and
             none for states.
-
-        Returns:
-          The configuration, a group for each different window, and for each kind of
-          heads; those that see furthest come first, those with a state last.
 
         Raises:
           FileNotFoundError: without a config.json.
@@ -317,14 +306,12 @@ class GroupedConfig:
             )
         sizes = dict(found.fields | overrides)
         del sizes["num_layers"]
-        heads = found.layer_heads
-        layers = [
-            grouping.LayerSizes(window, heads[layer] if heads else None)
-            for layer, window in enumerate(found.layer_windows)
-        ]
+        layers = grouping.ModelLayers(
+            found.layer_windows, found.layer_heads, found.layers, of_states
+        )
         return grouping.fit_context_length(
             cls,
-            grouping.ModelLayers(layers, found.layers, of_states),
+            layers,
             sizes,
             max_sequences=max_sequences,
             budget_bytes=budget_bytes,

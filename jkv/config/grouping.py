@@ -18,20 +18,14 @@ from jkv.config.state_config import StateConfig
 Config = TypeVar("Config", bound=Weighed)
 
 
-class LayerSizes(NamedTuple):
-    """What decides the group of a layer with keys and values."""
-
-    window: int | None  # None: it sees all tokens
-    heads: Heads | None  # None: those of all layers
-
-
 class ModelLayers(NamedTuple):
     """The layers of a model, by what they keep."""
 
-    attending: Sequence[LayerSizes]  # those with keys and values
-    kept: Sequence[Kept] | None = None  # what all of them keep, if some have a state
+    windows: Sequence[int | None]  # of those with keys and values; None: all tokens
+    heads: Sequence[Heads] | None = None  # likewise, if they differ
+    kept: Sequence[Kept] | None = None  # what all layers keep, if some have a state
     # Fields of `StateConfig` that are the same for all groups with a state.
-    of_states: Mapping[str, Any] | None = None
+    of_states: Mapping[str, Any] = {}
 
 
 def fit_context_length(
@@ -48,8 +42,8 @@ def fit_context_length(
     """Return one that never lacks blocks: `GroupedConfig.for_context_length`."""
 
     def fit_sequences(count: int) -> Config:
-        groups, numbers = _make_groups(layers.attending, count, step_tokens, sizes)
-        states = _make_state_groups(kept, count, sizes, layers.of_states or {})
+        groups, numbers = _make_groups(layers, count, step_tokens, sizes)
+        states = _make_state_groups(kept, count, sizes, layers.of_states)
         return make(
             groups=(*groups, *states.values()),
             layer_groups=_number_groups(kept, numbers, [*states], len(groups)),
@@ -57,7 +51,7 @@ def fit_context_length(
             keep_classes=keep_classes,
         )
 
-    kept = layers.kept or [Kept(True, None)] * len(layers.attending)
+    kept = layers.kept or [Kept(True, None)] * len(layers.windows)
     sizes = dict(sizes)
     keep_classes = sizes.pop("keep_classes", 1)
     length = sizes["max_context_length"]
@@ -65,23 +59,25 @@ def fit_context_length(
 
 
 def _make_groups(
-    layers: Sequence[LayerSizes],
+    layers: ModelLayers,
     max_sequences: int,
     step_tokens: int,
     sizes: dict[str, Any],
 ) -> tuple[tuple[CacheConfig, ...], tuple[int, ...]]:
     """Return the groups, those that see furthest first, and the group of each layer."""
-    windows = order_windows([layer.window for layer in layers])
-    kinds = sorted(dict.fromkeys(layers), key=lambda kind: windows.index(kind.window))
-    layer_groups = tuple(kinds.index(layer) for layer in layers)
+    ordered = order_windows(layers.windows)
+    heads = layers.heads or (None,) * len(layers.windows)
+    each = [*zip(layers.windows, heads, strict=False)]
+    kinds = sorted(dict.fromkeys(each), key=lambda kind: ordered.index(kind[0]))
+    layer_groups = tuple(map(kinds.index, each))
     groups = []
-    for i, kind in enumerate(kinds):
+    for i, (window, own) in enumerate(kinds):
         group = CacheConfig(
             num_layers=layer_groups.count(i),
             num_blocks=1,
             max_sequences=max_sequences,
-            sliding_window=kind.window,
-            **sizes | (kind.heads._asdict() if kind.heads else {}),
+            sliding_window=window,
+            **sizes | (own._asdict() if own else {}),
         )
         blocks = max_sequences * group.most_blocks(step_tokens)
         groups.append(dataclasses.replace(group, num_blocks=blocks))

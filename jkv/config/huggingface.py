@@ -5,18 +5,29 @@ unless the caller gives the number it is needed for.
 """
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jkv.config.gguf_file import find_file, read_file
-from jkv.config.gguf_settings import make_config
-from jkv.config.layer_heads import GLOBAL_HEAD_DIM, Heads, list_heads, may_differ
+from jkv.config.gguf_file import describe_model, find_file, read_file
+from jkv.config.layer_heads import (
+    GLOBAL_HEAD_DIM,
+    Heads,
+    list_heads,
+    may_differ,
+    refuse_different,
+)
 from jkv.config.layer_kinds import ATTENDING, FEEDING, WITH_STATE, name_layers
 from jkv.config.layer_states import Kept
-from jkv.config.layer_windows import WINDOWED, list_windows
+from jkv.config.layer_windows import WINDOWED, count_windows, list_windows
 from jkv.config.state_readings import list_states
 from jkv.config.text_part import DEFAULTS, find_text_part
+
+logger = logging.getLogger("jkv.config")
+
+# Sequences that a model's cache makes room for, unless told otherwise.
+DEFAULT_SEQUENCES = 256
 
 # One size goes by several names.
 NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -89,11 +100,32 @@ def read_sizes(
     they are asked for, and then a model without any attention has no fields for heads.
     """
     path = find_file(folder)
-    raw = make_config(read_file(path)) if path else _read_json(path := Path(folder))
+    raw = describe_model(read_file(path)) if path else _read_json(path := Path(folder))
     try:
         return _sizes(raw, given, with_states)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def read_fields(folder: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a `CacheConfig` for a model, all layers in one pool."""
+    fields, notes, layer_windows, layer_heads, _ = read_sizes(folder, given)
+    if not fields["num_layers"]:
+        raise ValueError(
+            f"{folder}: none of its layers has keys and values; "
+            f"GroupedConfig.from_model has a group for their states"
+        )
+    refuse_different(layer_heads, folder)
+    windows = count_windows(layer_windows)
+    if windows and given.get("sliding_window") is None:
+        notes.append(
+            f"a sliding window of {windows.length} tokens is ignored: all tokens are "
+            f"kept ({windows.num_layers} of {fields['num_layers']} layers have it); "
+            f"GroupedConfig.from_model keeps what they see"
+        )
+    for note in notes:
+        logger.info("%s: %s", folder, note)
+    return {"max_sequences": DEFAULT_SEQUENCES} | fields | dict(given)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from jkv.lazy import imports_later
 if TYPE_CHECKING:  # imported when they are first asked for
     from jkv.decoding.arguments.asked import How
     from jkv.decoding.beams.search import beam_search
-    from jkv.decoding.beams.state import BeamSearch, BeamStatistics
     from jkv.decoding.exactness import ExactDifference, ExactReport, check_exact
     from jkv.decoding.extension import extend
     from jkv.decoding.format_accuracy import FormatAccuracy, measure_formats
@@ -27,7 +26,13 @@ if TYPE_CHECKING:  # imported when they are first asked for
     from jkv.decoding.speculation.options import DraftModel, PromptLookup
     from jkv.decoding.stepping import begin, decode, prefill
     from jkv.decoding.texts.prompts import Prompts
-    from jkv.decoding.texts.results import FinishReason, Generation, Statistics
+    from jkv.decoding.texts.results import (
+        BeamSearch,
+        BeamStatistics,
+        FinishReason,
+        Generation,
+        Statistics,
+    )
     from jkv.decoding.texts.text_tree import TextTree
 
 __getattr__ = imports_later(
@@ -35,7 +40,6 @@ __getattr__ = imports_later(
     {
         "jkv.decoding.arguments.asked": "How",
         "jkv.decoding.beams.search": "beam_search",
-        "jkv.decoding.beams.state": "BeamSearch BeamStatistics",
         "jkv.decoding.exactness": "ExactDifference ExactReport check_exact",
         "jkv.decoding.extension": "extend",
         "jkv.decoding.format_accuracy": "FormatAccuracy measure_formats",
@@ -55,7 +59,9 @@ __getattr__ = imports_later(
         "jkv.decoding.speculation.options": "DraftModel PromptLookup",
         "jkv.decoding.stepping": "begin decode prefill",
         "jkv.decoding.texts.prompts": "Prompts",
-        "jkv.decoding.texts.results": "FinishReason Generation Statistics",
+        "jkv.decoding.texts.results": (
+            "BeamSearch BeamStatistics FinishReason Generation Statistics"
+        ),
         "jkv.decoding.texts.text_tree": "TextTree",
     },
 )

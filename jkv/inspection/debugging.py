@@ -127,22 +127,19 @@ class StepWatcher:
             )
             after = self._with_uncommitted(row, cache.metadata.now)
         after = after._watch_unwritten(cache, batch, row, created, where)
-        watched = WatchedBatch(
-            **_fields_of(batch),
-            stamp=cache.metadata.now,
-            created=created,
-            watch=self.watch,
-        )
+        own: dict[str, Any] = {"stamp": cache.metadata.now, "created": created}
+        watched = WatchedBatch(**_fields_of(batch), **own, watch=self.watch)
         return dataclasses.replace(cache, watcher=after), watched
 
     def _watch_unwritten(
-        self, cache: Cache, batch: Batch, row: jax.Array, created: jax.Array, where: str
+        self,
+        cache: Cache,
+        batch: Batch,
+        row: jax.Array,  # i32[B], of its sequences, past the end without tokens
+        created: jax.Array,  # u32[B], when they were opened
+        where: str,
     ) -> Self:
-        """Look whether the steps before one were written, and note the new one.
-
-        Its sequences are rows, i32[B], past the end without tokens, that were opened at
-        times, u32[B].
-        """
+        """Look whether the steps before one were written, and note the new one."""
         planned = self.planned.at[row].get(mode="fill", fill_value=0)
         starts = self.starts.at[row].get(mode="fill", fill_value=0)
         lengths = batch.context_lengths - batch.query_lengths
@@ -260,15 +257,12 @@ class _Step:
         """Have the host note a mistake if any of these is true, bool[...] each."""
         _note(self.watcher.watch, self.where, text, *is_wrong)
 
-    def find_layer(self, layer: Any) -> tuple[GroupLayer, jax.Array]:
-        """Return where a layer is, past the end if nowhere, and whether it is."""
-        return self._look_for(*self.cache.find_layer(layer))
-
-    def find_state(self, layer: Any) -> tuple[GroupLayer, jax.Array]:
-        """Return the same of a layer's state: its group is among `written`."""
-        return self._look_for(*self.cache.find_state(layer))
-
-    def _look_for(self, group: int, given: Any) -> tuple[GroupLayer, jax.Array]:
+    def find(
+        self, layer: Any, *, is_state: bool = False
+    ) -> tuple[GroupLayer, jax.Array]:
+        """Return where a layer or its state is, past the end if not there, and that."""
+        find = self.cache.find_state if is_state else self.cache.find_layer
+        group, given = find(layer)
         num_layers = self.watcher.written[group].shape[0]
         number = jnp.asarray(given).astype(jnp.int32)
         is_there = (number >= 0) & (number < num_layers)
@@ -284,7 +278,7 @@ class _Step:
 
 def _look_at_state(step: _Step, layer: Any) -> StepWatcher:
     """Look whether a layer whose state is read is there."""
-    step.find_state(layer)
+    step.find(layer, is_state=True)
     return step.watcher
 
 
@@ -293,8 +287,7 @@ def _look_at_write(step: _Step, layer: Any, *, is_state: bool = False) -> StepWa
     lost = "the first rows are gone"
     if is_state:
         lost = "what was read for it is no longer the state before the step"
-    find = step.find_state if is_state else step.find_layer
-    (group, number), is_there = find(layer)
+    (group, number), is_there = step.find(layer, is_state=is_state)
     written = list(step.watcher.written)
     stamps = written[group].at[number, step.row].get(mode="fill", fill_value=0)
     which = layer if isinstance(layer, int | np.integer) else "(traced)"
@@ -310,7 +303,7 @@ def _look_at_write(step: _Step, layer: Any, *, is_state: bool = False) -> StepWa
 
 def _look_at_attend(step: _Step, layer: Any) -> StepWatcher:
     """Look whether the step is written to a layer that is read."""
-    (group, number), is_there = step.find_layer(layer)
+    (group, number), is_there = step.find(layer)
     found = step.watcher.written[group].at[number, step.row]
     is_old = _is_before(found.get(mode="fill", fill_value=0), step.batch.stamp)
     which = layer if isinstance(layer, int | np.integer) else "(traced)"
@@ -325,12 +318,8 @@ def _look_at_commit(step: _Step, _layer: Any) -> StepWatcher:
     """Look whether the step is written to all layers, and note that it is committed."""
     if not step.cache.metadata.index.is_there:  # then it does nothing
         return step.watcher
-    behind = [
-        _is_before(written, step.batch.stamp)
-        .at[:, step.row]
-        .get(mode="fill", fill_value=False)
-        for written in step.watcher.written
-    ]
+    olds = [_is_before(each, step.batch.stamp) for each in step.watcher.written]
+    behind = [old.at[:, step.row].get(mode="fill", fill_value=False) for old in olds]
     step.note("commit of a step that is not written to all layers", *behind)
     return step.watcher._with_uncommitted(step.row, 0)
 

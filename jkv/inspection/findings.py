@@ -34,10 +34,7 @@ class DebugError(CacheError):
 
 
 class Watch:
-    """What is known on the host of a cache in debug mode; another one is another cache.
-
-    It is a static part of the cache: what is traced in debug mode is compiled for it.
-    """
+    """What the host knows of a cache in debug mode, of which it is a static part."""
 
     def __init__(self, keys: list[jax.Array]) -> None:
         """Nothing was found yet."""

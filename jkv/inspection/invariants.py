@@ -14,7 +14,7 @@ from jkv.config.layout import lay_out
 from jkv.inspection import block_invariants as blocks
 from jkv.inspection import index_invariants as prefixes
 from jkv.inspection.recount import Recount, named_arrays, recount
-from jkv.prefixes.arrays import IndexArrays
+from jkv.prefixes.arrays import PrefixIndex
 from jkv.state import Cache, Metadata
 from jkv.state.cache import Role
 from jkv.state.entry import takes_cache
@@ -62,39 +62,42 @@ _OF_SEQUENCES: tuple[tuple[str, Callable[[Metadata], Iterator[str]]], ...] = (
 
 def _find_broken(cache: Cache) -> Iterator[str]:
     """Yield all that is wrong; what comes later relies on what came before."""
-    for text in _shapes(cache):
-        yield f"shapes: {text}"
+    yield from _named("shapes: ", _shapes(cache))
     metadata: Metadata = jax.device_get(cache.metadata)
     groups = {i: recount(metadata, i) for i in metadata.block_numbers}
     for found in groups.values():
         for invariant, find in _OF_A_GROUP:
-            for text in find(found):
-                yield f"{invariant}: {found.name}{text}"
+            yield from _named(f"{invariant}: {found.name}", find(found))
     for invariant, find_in_all in _OF_SEQUENCES:
-        for text in find_in_all(metadata):
-            yield f"{invariant}: {text}"
-    if isinstance(metadata.index, IndexArrays):
+        yield from _named(f"{invariant}: ", find_in_all(metadata))
+    if isinstance(metadata.index, PrefixIndex):
         yield from _find_broken_index(metadata, metadata.index, groups)
 
 
 def _find_broken_index(
-    metadata: Metadata, index: IndexArrays, groups: dict[int, Recount]
+    metadata: Metadata, index: PrefixIndex, groups: dict[int, Recount]
 ) -> Iterator[str]:
     """Yield what is wrong with the prefix index."""
     if index.snapshots is not None:
-        for text in prefixes.check_snapshots(index.snapshots, metadata.max_pending):
-            yield f"snapshots: {text}"
+        wrong = prefixes.check_snapshots(index.snapshots, metadata.max_pending)
+        yield from _named("snapshots: ", wrong)
     if not groups:
         return
     leader = groups[metadata.leader]
-    for text in prefixes.check_indexed(index, leader):
-        yield f"prefix_index: {leader.name}{text}"
-    for text in prefixes.check_committed(index, leader):
-        yield f"committed: {leader.name}{text}"
+    yield from _named(
+        f"prefix_index: {leader.name}", prefixes.check_indexed(index, leader)
+    )
+    yield from _named(
+        f"committed: {leader.name}", prefixes.check_committed(index, leader)
+    )
     for number, beside in zip(metadata.followers, index.followers, strict=True):
         found = groups[number]
-        for text in prefixes.check_beside(index, leader, found, beside):
-            yield f"prefix_index: {found.name}{text}"
+        wrong = prefixes.check_beside(index, leader, found, beside)
+        yield from _named(f"prefix_index: {found.name}", wrong)
+
+
+def _named(beginning: str, texts: Iterator[str]) -> Iterator[str]:
+    return (beginning + text for text in texts)
 
 
 def _shapes(cache: Cache) -> Iterator[str]:

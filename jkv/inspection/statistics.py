@@ -14,7 +14,7 @@ import numpy as np
 
 from jkv.state import Cache, Metadata
 from jkv.state.entry import takes_cache
-from jkv.status import NUM_COUNTERS, Counter, Status
+from jkv.status import Counter, Status
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,7 +144,7 @@ def stats(cache: Cache) -> Stats:
     """Return what the cache holds and what happened to it. For the host, outside jit.
 
     It takes one transfer of less than 300 bytes, whatever the size of the cache, and
-    some 50 more for each further group of layers.
+    some 90 more for each further group of layers.
 
     Args:
       cache: a concrete cache.
@@ -207,23 +207,14 @@ def _describe(num_blocks: int, sums: GroupTally) -> GroupStats:
 
 def tally(cache: Cache) -> Tally:
     """Return the sums over a cache's metadata, by one transfer."""
-    words = iter(jax.device_get(_sums(cache.metadata)).tolist())
-
-    def take(num: int) -> list[int]:
-        return [*itertools.islice(words, num)]
-
-    def take_wide(num: int) -> list[int]:
-        """Take numbers of two words each."""
-        return [low + (high << 32) for low, high in (take(2) for _ in range(num))]
-
-    # The last two sums of a group are of two words each.
+    words = jax.device_get(_sums(cache.metadata)).tolist()
+    numbers = iter([low + (high << 32) for low, high in words])
     groups = tuple(
-        GroupTally(*take(len(GroupTally._fields) - 2), *take_wide(2))
+        GroupTally(*itertools.islice(numbers, len(GroupTally._fields)))
         for _ in cache.metadata.block_numbers
     )
-    (live_sequences,), (tokens,) = take(1), take_wide(1)
-    (snapshots,) = take(1) if cache.metadata.index.num_places else (0,)
-    return Tally(groups, live_sequences, tokens, snapshots, take_wide(NUM_COUNTERS))
+    live_sequences, tokens, snapshots, *counters = numbers
+    return Tally(groups, live_sequences, tokens, snapshots, counters)
 
 
 def num_held_tokens(cache: Cache, sums: Tally) -> int:
@@ -242,46 +233,41 @@ def num_held_tokens(cache: Cache, sums: Tally) -> int:
 
 @jax.jit
 def _sums(metadata: Metadata) -> jax.Array:
-    """Return the words of a `Tally`, u32[...], one array to make it one transfer."""
+    """Return the numbers of a `Tally`, u32[..., 2], low words and high ones."""
     groups = [_sum_group(metadata, i) for i in metadata.block_numbers]
-    has_snapshots = metadata.index.num_places > 0
-    return jnp.concatenate(
-        [
-            *groups,
-            _count_true(metadata.is_open)[None].astype(jnp.uint32),
-            _wide_sum(metadata.context_lengths),
-            *[metadata.index.count_snapshots()[None].astype(jnp.uint32)]
-            * has_snapshots,
-            metadata.sequences.counters.reshape(-1),
-        ]
-    )
+    own = [
+        _as_words(_count_true(metadata.is_open)),
+        _wide_sum(metadata.context_lengths),
+        _as_words(metadata.index.count_snapshots()),
+    ]
+    return jnp.concatenate([*groups, jnp.stack(own), metadata.sequences.counters])
 
 
 def _sum_group(metadata: Metadata, number: int) -> jax.Array:
-    """Return the words of a `GroupTally`, u32[...]."""
+    """Return the numbers of a `GroupTally`, u32[..., 2]."""
     group = metadata.groups[number]
-    live = group.reference_counts > 0
+    ring, live = group.free_blocks, group.reference_counts > 0
     block = jnp.arange(group.num_blocks, dtype=jnp.int32)
     known = metadata.index.knows(metadata, number, block)
     # At most S * M, which the configuration keeps below 2**30.
     mapped = jnp.sum(group.num_mapped_blocks, dtype=jnp.int32)
     kept = jnp.sum(group.num_kept_blocks, dtype=jnp.int32)
-    ends = jnp.arange(1, group.num_blocks + 1, dtype=jnp.int32)
-    words = [
+    sums = [
         _count_true(live),
         _count_true(group.reference_counts > 1),
         _count_true(known & ~live),
         _count_true(known & live),
         kept,
         mapped - kept,
-        jnp.max(jnp.where(live, ends, 0)),
-        group.free_blocks.count,
-        group.free_blocks.fewest,
+        jnp.max(jnp.where(live, block + 1, 0)),
+        ring.count,
+        ring.fewest,
     ]
-    ring = group.free_blocks
-    return jnp.concatenate(
-        [jnp.stack(words).astype(jnp.uint32), ring.num_taken, ring.num_forgotten]
-    )
+    return jnp.stack([*map(_as_words, sums), ring.num_taken, ring.num_forgotten])
+
+
+def _as_words(number: jax.Array) -> jax.Array:
+    return jnp.stack([number.astype(jnp.uint32), jnp.uint32(0)])
 
 
 def _count_true(mask: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig, as_grouped
 from jkv.config.layout import AnySizes, lay_out
 from jkv.config.state_config import StateConfig
-from jkv.formats.costs import tell_cost
+from jkv.formats.table import tell_cost
 from jkv.making.kinds import KINDS, with_parts
 from jkv.sharding.storage_sharding import DividedAxes, copies_of, find_spec
 from jkv.state import Cache

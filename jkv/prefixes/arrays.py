@@ -47,12 +47,35 @@ class Beside:
     beside: jax.Array  # i32[N], the leader's block beside each one, N_0 for none
 
 
+def _later(module: str, name: str) -> Any:
+    """Return a function of this room, which is imported when it is first called."""
+
+    def call(*arguments: Any) -> Any:
+        home = importlib.import_module(f"jkv.prefixes.{module}")
+        return getattr(home, name)(*arguments)
+
+    return staticmethod(call)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class IndexArrays:
-    """The arrays of a `PrefixIndex`, which says what they are for.
+class PrefixIndex:
+    """Which full blocks can be found by the tokens that lead up to their end.
 
-    All functions of this room take them; the methods of a `PrefixIndex` call these.
+    The blocks of the *leading* group are indexed, N of them: the first group that sees
+    everything, or else the one that sees furthest. The blocks of the others are found
+    beside them. A block is indexed from the `commit` that made it visible until the
+    pool hands it out again, whether live or free (then it is a *cached* block). Its
+    parent is the block before it; the parents of a block lead back to the first block
+    of a prompt. A parent stays indexed as long as its children: every table row that
+    names a child names the parent one column before, and rows are released from their
+    end. (Not with a sliding window: see the fields at the end.)
+
+    Buckets and children are hash tables with 8 and 16 entries to a row. What they name
+    need not be indexed any more: a reader compares with the arrays by block.
+
+    A cache without prefix caching has an index, too, which finds nothing: `is_there`
+    tells them apart. Verbs call the methods; functions of this room take the arrays.
     """
 
     buckets: jax.Array  # i32[N, 8], blocks by the hash of their prefix, N where empty
@@ -70,42 +93,6 @@ class IndexArrays:
     # Of each group but the leading one, in their order.
     followers: tuple[Beside, ...]
     snapshots: Snapshots | None  # where there are groups with a state
-
-
-def _later(module: str, name: str) -> Any:
-    """Return a function of this room, which is imported when it is first called.
-
-    A cache without an index has a name for this class, and no use for the room.
-    """
-
-    def call(*arguments: Any) -> Any:
-        home = importlib.import_module(f"jkv.prefixes.{module}")
-        return getattr(home, name)(*arguments)
-
-    return staticmethod(call)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class PrefixIndex(IndexArrays):
-    """Which full blocks can be found by the tokens that lead up to their end.
-
-    The blocks of the *leading* group are indexed, N of them: the first group that sees
-    everything, or else the one that sees furthest. The blocks of the others are found
-    beside them. A block is indexed from the `commit` that made it visible until the
-    pool hands it out again, whether live or free (then it is a *cached* block). Its
-    parent is the block before it; the parents of a block lead back to the first block
-    of a prompt. A parent stays indexed as long as its children: every table row that
-    names a child names the parent one column before, and rows are released from their
-    end. (Not with a sliding window: see the fields at the end.)
-
-    Buckets and children are hash tables with 8 and 16 entries to a row. What they name
-    need not be indexed any more: a reader compares with the arrays by block.
-
-    A cache without prefix caching has an index, too, which finds nothing: `is_there`
-    tells them apart. Verbs call the methods, and programs that look at a cache read the
-    arrays (`IndexArrays`).
-    """
 
     is_there = True  # `NoIndex` says False
 

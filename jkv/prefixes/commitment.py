@@ -6,11 +6,12 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 
+from jkv.metadata import allocator, tables
 from jkv.metadata.entries import Entries, for_each_entry
 from jkv.metadata.mentions import MOST_COMPARED, find_equals
 from jkv.metadata.part import Moves, parts_of
-from jkv.prefixes import hash_tables, partners, proofs, snapshots
-from jkv.prefixes.arrays import IndexArrays
+from jkv.prefixes import hash_tables, prefix_index, proofs, snapshots
+from jkv.prefixes.arrays import PrefixIndex
 from jkv.prefixes.columns import (
     Chains,
     Columns,
@@ -21,7 +22,7 @@ from jkv.prefixes.columns import (
 )
 from jkv.prefixes.prefix_index import index_of, put_index, with_index
 from jkv.sharding.loops import fori_loop, while_loop
-from jkv.state import Batch, Metadata
+from jkv.state import Batch, BlockGroup, Metadata
 
 
 @jax.jit
@@ -101,7 +102,7 @@ def _commit_runs(start: _Carry, chains: Chains, batch: Batch) -> _Carry:
 
 def _commit_lanes(
     metadata: Metadata, lengths: jax.Array, chains: Chains, lanes: CommitLanes
-) -> tuple[Metadata, jax.Array]:
+) -> _Carry:
     """Make one full block per lane visible, behind the columns that are, i32[B]."""
     nothing = metadata.leading.num_blocks
     columns = describe_blocks(metadata, chains, lanes)
@@ -125,11 +126,11 @@ def _commit_lanes(
     metadata = put_index(metadata, index)
 
     group, own = metadata.leading, columns.block
-    group = partners.exchange(group, columns, own, stands, is_visible & (stands != own))
+    group = _exchange(group, columns, own, stands, is_visible & (stands != own))
     metadata = metadata.with_group(metadata.leader, group)
     visible, is_new = jnp.where(is_visible, stands, nothing), resolved.enters < nothing
     for number in metadata.followers:
-        metadata = partners.pair_blocks(metadata, number, columns, visible, is_new)
+        metadata = _pair_blocks(metadata, number, columns, visible, is_new)
     return metadata, lengths
 
 
@@ -170,12 +171,12 @@ def _find_fit(
 
 
 def _prove(
-    index: IndexArrays,
+    index: PrefixIndex,
     lanes: CommitLanes,
     lengths: jax.Array,
     resolved: hash_tables.Resolved,
     parent: jax.Array,
-) -> tuple[IndexArrays, jax.Array]:
+) -> tuple[PrefixIndex, jax.Array]:
     """Cut each chain where a block's parent is not the block before it.
 
     Blocks entered past a cut leave the index again, and whatever relied on them is cut
@@ -190,24 +191,79 @@ def _prove(
         return index, num if request is None else lengths.at[request].max(num)
     follows = proofs.follows(index, stands, parent)
 
-    def is_in(index: IndexArrays) -> jax.Array:
+    def is_in(index: PrefixIndex) -> jax.Array:
         return index.hashes.at[stands].get(mode="fill", fill_value=0) != 0
 
     reach = lengths.at[request].max(jnp.where(valid, rank + 1, 0))
     # A chain that was cut already stays at its length.
     bad_rank = jnp.where(lanes.unbroken, rank, lengths[request])
 
-    def cut(index: IndexArrays) -> jax.Array:
+    def cut(index: PrefixIndex) -> jax.Array:
         is_bad = valid & ~(is_in(index) & follows)
         return reach.at[request].min(jnp.where(is_bad, bad_rank, past_end))
 
-    def lost(index: IndexArrays, lengths: jax.Array) -> jax.Array:
+    def lost(index: PrefixIndex, lengths: jax.Array) -> jax.Array:
         return entered & is_in(index) & (rank >= lengths[request])
 
-    def round_(state: tuple[IndexArrays, jax.Array]) -> tuple[IndexArrays, jax.Array]:
+    def round_(state: tuple[PrefixIndex, jax.Array]) -> tuple[PrefixIndex, jax.Array]:
         gone = jnp.where(lost(*state), stands, nothing)
         hashes = state[0].hashes.at[gone].set(jnp.uint32(0), mode="drop")
         index = dataclasses.replace(state[0], hashes=hashes)
         return index, cut(index)
 
     return while_loop(lambda state: jnp.any(lost(*state)), round_, (index, cut(index)))
+
+
+def _pair_blocks(
+    metadata: Metadata,
+    number: int,
+    columns: Columns,
+    leaders: jax.Array,  # i32[P], the leader's blocks for columns, N_0 for not visible
+    entered: jax.Array,  # bool[P], which of them have just entered the index
+) -> Metadata:
+    """Make a group's blocks found beside the leader's, where they hold the same.
+
+    A block that was found before replaces a sequence's own, as equal blocks of the
+    leading group do. Of several that were not the first is kept. What a group has given
+    back has no partner, until a sequence that still has it commits the same text.
+    """
+    group, no_leader = metadata.groups[number], metadata.leading.num_blocks
+    is_visible, nothing = leaders < no_leader, group.num_blocks
+    row = jnp.where(is_visible, columns.row, group.max_sequences)
+    own = tables.blocks_at(group, row, columns.column)
+
+    anew = jnp.where(entered & is_visible, leaders, no_leader)
+    metadata = prefix_index.forget_partners(metadata, number, anew)
+    known = prefix_index.find_partners(metadata, number, leaders)
+
+    offered = (own < nothing) & (known == nothing)
+    first = find_equals(leaders, offered).first
+    lane = jnp.arange(own.shape[0], dtype=jnp.int32)
+    chosen = offered & (first == lane)
+    leader, partner = (
+        jnp.where(chosen, ids, none)
+        for ids, none in ((leaders, no_leader), (own, nothing))
+    )
+    metadata = prefix_index.set_partners(metadata, number, leader, partner)
+
+    new = own.at[first].get(mode="fill", fill_value=nothing)
+    other = jnp.where(known < nothing, known, new)
+    replaced = (own < nothing) & (other < nothing) & (other != own)
+    group = _exchange(group, columns, own, other, replaced)
+    return metadata.with_group(number, group)
+
+
+def _exchange(
+    group: BlockGroup,
+    columns: Columns,
+    own: jax.Array,
+    other: jax.Array,
+    replaced: jax.Array,
+) -> BlockGroup:
+    """Give back own blocks, i32[P], for known equal ones where bool[P]."""
+    nothing = group.num_blocks
+    row = jnp.where(replaced, columns.row, group.max_sequences)
+    block_tables = group.block_tables.at[row, columns.column].set(other, mode="drop")
+    group = dataclasses.replace(group, block_tables=block_tables)
+    group = allocator.add_references(group, jnp.where(replaced, other, nothing))
+    return allocator.drop_references(group, jnp.where(replaced, own, nothing))

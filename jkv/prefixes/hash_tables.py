@@ -15,7 +15,7 @@ import numpy as np
 
 from jkv.metadata.mentions import find_equals
 from jkv.prefixes import hashing
-from jkv.prefixes.arrays import IndexArrays
+from jkv.prefixes.arrays import PrefixIndex
 from jkv.prefixes.prefix_index import index_of, tokens_of
 from jkv.state import Metadata
 
@@ -72,12 +72,12 @@ def resolve(
 
 
 def enter(
-    index: IndexArrays,
+    index: PrefixIndex,
     resolved: Resolved,
     prefixes: Prefixes,
     parents: jax.Array,
     hashes_above: jax.Array,
-) -> IndexArrays:
+) -> PrefixIndex:
     """Enter blocks without an equal, and what they hold, [P], behind their parents."""
     block = resolved.enters
     index = dataclasses.replace(
@@ -97,8 +97,8 @@ def enter(
 
 
 def insert_children(
-    index: IndexArrays, block: jax.Array, parent_hash: jax.Array
-) -> IndexArrays:
+    index: PrefixIndex, block: jax.Array, parent_hash: jax.Array
+) -> PrefixIndex:
     """List blocks, i32[P], under their parents' hashes, u32[P]; N is dropped.
 
     A row that is full gives up one of its entries. A child without an entry is not
@@ -112,7 +112,7 @@ def insert_children(
     return dataclasses.replace(index, children=_put(table, row, column, block))
 
 
-def look_up(index: IndexArrays, hashes: jax.Array) -> jax.Array:
+def look_up(index: PrefixIndex, hashes: jax.Array) -> jax.Array:
     """Return the indexed block with each hash, i32[...], N where there is none."""
     bucket = index.buckets[row_of(index.buckets, hashes)]
     theirs = index.hashes.at[bucket].get(mode="fill", fill_value=0)
@@ -150,7 +150,7 @@ def _agree(theirs: Prefixes, prefixes: Prefixes) -> jax.Array:
     return same & jnp.all(theirs.wide == prefixes.wide, axis=-1)
 
 
-def hash_above(index: IndexArrays, block: jax.Array) -> jax.Array:
+def hash_above(index: PrefixIndex, block: jax.Array) -> jax.Array:
     """Return the hash of the prefix before blocks, u32[...]; 0 without a parent."""
     if index.hashes_above is not None:
         return index.hashes_above.at[block].get(mode="clip")
@@ -177,7 +177,7 @@ def _find_entries(
 
 
 def _find_free(
-    index: IndexArrays,
+    index: PrefixIndex,
     table: jax.Array,
     row: jax.Array,
     keys_of: Callable[[jax.Array, jax.Array], jax.Array],

@@ -16,20 +16,19 @@ what both agree on holds the same tokens.
 """
 
 import dataclasses
-from typing import cast
 
 import jax
 import jax.numpy as jnp
 
 from jkv.metadata.xla_cpu import stage, written_after
-from jkv.prefixes.arrays import Beside, IndexArrays
+from jkv.prefixes.arrays import Beside, PrefixIndex
 from jkv.sharding.loops import fori_loop
-from jkv.state import Index, Metadata
+from jkv.state import Metadata
 
 
-def index_of(metadata: Metadata) -> IndexArrays:
+def index_of(metadata: Metadata) -> PrefixIndex:
     """Return the index, or say how to get one."""
-    if not isinstance(metadata.index, IndexArrays):
+    if not isinstance(metadata.index, PrefixIndex):
         raise ValueError(
             "this cache has no prefix index; configure it with prefix_caching=True, in "
             "its CacheConfig or, with groups of layers, in its GroupedConfig"
@@ -37,9 +36,9 @@ def index_of(metadata: Metadata) -> IndexArrays:
     return metadata.index
 
 
-def put_index(metadata: Metadata, index: IndexArrays) -> Metadata:
-    """Return the metadata with other arrays in its index, which has the face still."""
-    return dataclasses.replace(metadata, index=cast(Index[Metadata], index))
+def put_index(metadata: Metadata, index: PrefixIndex) -> Metadata:
+    """Return the metadata with another index."""
+    return dataclasses.replace(metadata, index=index)
 
 
 def with_index(metadata: Metadata, **changes: object) -> Metadata:
@@ -48,10 +47,11 @@ def with_index(metadata: Metadata, **changes: object) -> Metadata:
     return put_index(metadata, index)
 
 
-def with_follower(metadata: Metadata, number: int, beside: Beside) -> Metadata:
+def with_follower(metadata: Metadata, number: int, **changes: jax.Array) -> Metadata:
     """Return the metadata with another account of one group's blocks."""
     followers = list(index_of(metadata).followers)
-    followers[metadata.followers.index(number)] = beside
+    at = metadata.followers.index(number)
+    followers[at] = dataclasses.replace(followers[at], **changes)
     return with_index(metadata, followers=tuple(followers))
 
 
@@ -65,19 +65,20 @@ def set_partners(
 ) -> Metadata:
     """Let blocks of a group stand beside the leader's; N and N_0 are dropped."""
     beside = beside_of(metadata, number)
-    beside = Beside(
+    return with_follower(
+        metadata,
+        number,
         partners=beside.partners.at[leaders].set(blocks, mode="drop"),
         beside=beside.beside.at[blocks].set(leaders, mode="drop"),
     )
-    return with_follower(metadata, number, beside)
 
 
 def forget_partners(metadata: Metadata, number: int, leaders: jax.Array) -> Metadata:
     """Forget partners of an earlier text of the leader's blocks that just entered."""
-    beside, nothing = beside_of(metadata, number), metadata.groups[number].num_blocks
-    partners = beside.partners.at[leaders].set(nothing, mode="drop")
-    beside = dataclasses.replace(beside, partners=partners)
-    return with_follower(metadata, number, beside)
+    nothing = metadata.groups[number].num_blocks
+    partners = beside_of(metadata, number).partners
+    partners = partners.at[leaders].set(nothing, mode="drop")
+    return with_follower(metadata, number, partners=partners)
 
 
 def tokens_of(metadata: Metadata) -> jax.Array:
@@ -132,7 +133,7 @@ def forget_blocks(metadata: Metadata, number: int, block: jax.Array) -> Metadata
         return with_index(metadata, hashes=hashes)
     beside, nothing = beside_of(metadata, number), metadata.leading.num_blocks
     above = beside.beside.at[block].set(nothing, mode="drop")
-    return with_follower(metadata, number, dataclasses.replace(beside, beside=above))
+    return with_follower(metadata, number, beside=above)
 
 
 def forget_taken(

@@ -168,13 +168,10 @@ def _look_up(
     """Return the leader's block of each column, i32[B, C], N for none; wide hashes."""
     index, column = index_of(metadata), hashed.column
     wide = proofs.hash_prompts(index, hashed.tokens, column, prompts.salts)
-    nothing, (num_requests, num_columns) = (
-        metadata.leading.num_blocks,
-        hashed.hashes.shape,
-    )
+    nothing, shape = metadata.leading.num_blocks, hashed.hashes.shape
     block = hash_tables.look_up(index, hashed.hashes)
-    first = jnp.full((num_requests, 1), nothing, jnp.int32)
-    before = jnp.concatenate([first, block[:, :-1]], axis=1)[:, :num_columns]
+    first = jnp.full((shape[0], 1), nothing, jnp.int32)
+    before = jnp.concatenate([first, block[:, :-1]], axis=1)[:, : shape[1]]
     parents = proofs.known_parents(index, before)
     asked = Prefixes(
         hashed.tokens, prompts.salts[:, None], hashed.hashes, wide, parents
@@ -186,11 +183,8 @@ def _look_up(
 
 def _reach(
     metadata: Metadata, block: jax.Array
-) -> tuple[dict[int, jax.Array], jax.Array]:
-    """Return the blocks of all groups beside the leader's, by number i32[B, C].
-
-    And bool[B, C]: from the end of which columns all of these groups can go on.
-    """
+) -> tuple[dict[int, jax.Array], jax.Array]:  # i32[B, C] by number; bool[B, C]
+    """Return the blocks of all groups beside the leader's, and where all can go on."""
     blocks = {
         number: find_partners(metadata, number, block)
         for number in metadata.block_numbers

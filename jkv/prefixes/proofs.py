@@ -15,7 +15,7 @@ import numpy as np
 
 from jkv.metadata import tables
 from jkv.prefixes import hashing
-from jkv.prefixes.arrays import IndexArrays
+from jkv.prefixes.arrays import PrefixIndex
 from jkv.prefixes.prefix_index import index_of, tokens_of
 from jkv.state import Metadata
 
@@ -29,7 +29,7 @@ class Tip(NamedTuple):
 
 
 def hash_prompts(
-    index: IndexArrays, whole: jax.Array, column: jax.Array, salts: jax.Array
+    index: PrefixIndex, whole: jax.Array, column: jax.Array, salts: jax.Array
 ) -> jax.Array | None:
     """Return the wide hashes of prompts up to columns' ends, u32[B, C, 2], if any."""
     if index.wide_hashes is None:
@@ -40,18 +40,14 @@ def hash_prompts(
 
 
 def hash_lanes(
-    index: IndexArrays,
+    index: PrefixIndex,
     salts: jax.Array,
     tokens: jax.Array,
     column: jax.Array,
-    before: jax.Array,
-    first_lane: jax.Array | None,
+    before: jax.Array,  # i32[P], the block before, which counts for first lanes
+    first_lane: jax.Array | None,  # i32[P], of each request; None where all are alone
 ) -> jax.Array | None:
-    """Return the wide hashes up to the end of the lanes' blocks, u32[P, 2].
-
-    The block before, i32[P], counts for the first lane of each request, i32[P]; None
-    where all are alone. None is returned where the index knows parents.
-    """
+    """Return the wide hashes up to the end of the lanes' blocks, u32[P, 2], if any."""
     if index.wide_hashes is None:
         return None
     above = jnp.where(
@@ -66,13 +62,13 @@ def hash_lanes(
     return (above + terms - sums)[first_lane] + sums
 
 
-def known_parents(index: IndexArrays, before: jax.Array) -> jax.Array | None:
+def known_parents(index: PrefixIndex, before: jax.Array) -> jax.Array | None:
     """Return the blocks before others, i32[...], if it is them that are compared."""
     return before if index.wide_hashes is None else None
 
 
 def follows(
-    index: IndexArrays, block: jax.Array, parent: jax.Array
+    index: PrefixIndex, block: jax.Array, parent: jax.Array
 ) -> jax.Array | np.ndarray:
     """Return whether indexed blocks, i32[P], follow their parents, i32[P], bool[P].
 

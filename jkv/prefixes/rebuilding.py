@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jkv.metadata import allocator
 from jkv.metadata.mentions import MOST_COMPARED
 from jkv.prefixes import hash_tables
-from jkv.prefixes.arrays import Beside, IndexArrays
+from jkv.prefixes.arrays import Beside, PrefixIndex
 from jkv.prefixes.hash_tables import Prefixes, hash_above
 from jkv.prefixes.prefix_index import (
     beside_of,
@@ -35,10 +35,12 @@ def rename_blocks(
     if number == metadata.leader:
         return _rename_leaders(metadata, renamed, moved)
     beside, no_leader = beside_of(metadata, number), metadata.leading.num_blocks
-    beside = Beside(
-        partners=renamed(beside.partners), beside=moved(beside.beside, no_leader)
+    return with_follower(
+        metadata,
+        number,
+        partners=renamed(beside.partners),
+        beside=moved(beside.beside, no_leader),
     )
-    return with_follower(metadata, number, beside)
 
 
 def _rename_leaders(metadata: Metadata, renamed: Renamed, moved: Moved) -> Metadata:
@@ -71,11 +73,9 @@ def _rename_leaders(metadata: Metadata, renamed: Renamed, moved: Moved) -> Metad
 
 
 def reenter(metadata: Metadata) -> Metadata:
-    """Enter the indexed blocks in hash tables of as many rows as there are blocks.
+    """Enter the indexed blocks in hash tables of as many rows as there are blocks now.
 
-    The row of an entry follows from hashes and from the number of rows, so a pool of
-    another size needs other tables. A block whose new row is full leaves the index, and
-    so does what was built on it.
+    A block whose new row is full leaves the index, and so does what was built on it.
     """
     before, num_blocks = index_of(metadata), metadata.leading.num_blocks
     was_indexed = before.hashes != 0
@@ -88,7 +88,7 @@ def reenter(metadata: Metadata) -> Metadata:
     listed = jnp.zeros((num_blocks,), bool).at[before.children].set(True, mode="drop")
     listed &= hashes != 0
 
-    def list_some(index: IndexArrays, block: jax.Array) -> IndexArrays:
+    def list_some(index: PrefixIndex, block: jax.Array) -> PrefixIndex:
         is_listed = listed.at[block].get(mode="fill", fill_value=False)
         above = hash_above(index, block)
         block = jnp.where(is_listed, block, num_blocks)
@@ -114,8 +114,8 @@ def _enter_anew(metadata: Metadata) -> tuple[Metadata, jax.Array]:
     tokens, wide = tokens_of(metadata), before.wide_hashes
 
     def enter_some(
-        carry: tuple[IndexArrays, jax.Array], block: jax.Array
-    ) -> tuple[IndexArrays, jax.Array]:
+        carry: tuple[PrefixIndex, jax.Array], block: jax.Array
+    ) -> tuple[PrefixIndex, jax.Array]:
         index, stays = carry
         prefixes = Prefixes(
             tokens=tokens.at[block].get(mode="clip"),

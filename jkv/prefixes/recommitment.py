@@ -18,41 +18,18 @@ from jkv.verbs.commitment import commit
 
 
 @takes_cache()
-def recommit(cache: Cache, seq_ids: Integers, tokens: Texts) -> Cache:
+def recommit(
+    cache: Cache,  # with `prefix_caching`
+    # i32[B] or int, from `swap_in`, with nothing appended since; -1 is padding.
+    seq_ids: Integers,
+    tokens: Texts,  # i32[B, P], their texts, -1 after each one's end, for snapshots
+) -> Cache:
     """Make the full blocks of sequences visible, as if one step had filled them.
 
     Blocks are entered under the tokens that were recorded of them; one that has an
     equal in the index is given back, as by `commit`. With states a snapshot is made of
     a sequence that has a length for one. Nothing becomes visible of a sequence whose
     leading group has given blocks back: what leads up to the others is not known.
-
-    Args:
-      cache: a cache with `prefix_caching`.
-      seq_ids: i32[B] or int, sequences from `swap_in` that nothing was appended to; -1
-        is padding.
-      tokens: i32[B, P], their texts, -1 after each one's end; for snapshots.
-
-    Returns:
-      The cache.
-
-    Raises:
-      ValueError: for a cache without an index, or arguments of wrong type or shape.
-
-    Example:
-      >>> import jax.numpy as jnp, jkv
-      >>> from jkv.prefixes.recommitment import recommit
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=8, block_size=4, max_sequences=2, max_context_length=16,
-      ...     prefix_caching=True)
-      >>> cache, opened = jkv.allocate(jkv.init(config), 0)
-      >>> prompt = jnp.arange(10)[None]
-      >>> cache, batch = jkv.append(cache, 0, 10, capacity=10, tokens=prompt[0])
-      >>> cache, swapped = jkv.swap_out(jkv.commit(cache, batch), 0)
-      >>> cache, back = jkv.swap_in(jkv.clear_prefixes(cache), swapped)
-      >>> found = jkv.match(cache, prompt)
-      >>> cache = recommit(cache, back.seq_ids, prompt)
-      >>> found.tolist(), jkv.match(cache, prompt).tolist()
-      ([0], [8])
     """
     (seq_ids,) = requests.broadcast(seq_ids=seq_ids)
     metadata = _forget_committed(cache.metadata, seq_ids)
@@ -63,10 +40,9 @@ def recommit(cache: Cache, seq_ids: Integers, tokens: Texts) -> Cache:
 
 def _forget_committed(metadata: Metadata, seq_ids: jax.Array) -> Metadata:
     """Let sequences that have all of their blocks commit from their beginning on."""
-    group = metadata.leading if metadata.block_numbers else None
     is_whole = requests.is_live_once(metadata, seq_ids)
-    if group is not None:
-        is_whole &= group.window.gaps_of(jnp.maximum(seq_ids, 0)) == 0
+    if metadata.block_numbers:
+        is_whole &= metadata.leading.window.gaps_of(jnp.maximum(seq_ids, 0)) == 0
     row = jnp.where(is_whole, seq_ids, metadata.max_sequences)
     committed = index_of(metadata).committed.at[row].set(0, mode="drop")
     return with_index(metadata, committed=committed)

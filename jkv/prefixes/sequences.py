@@ -23,16 +23,12 @@ from jkv.status import Counter
 
 def begin(
     metadata: Metadata,
-    row: jax.Array,
-    salts: jax.Array,
-    num_cached: jax.Array,
-    tokens: jax.Array | None,
+    row: jax.Array,  # i32[B], S where not served
+    salts: jax.Array,  # i32[B]
+    num_cached: jax.Array,  # i32[B]
+    tokens: jax.Array | None,  # i32[B, P], the prompts
 ) -> Metadata:
-    """Let rows begin with the tokens found, and count the prompts.
-
-    Rows, S where not served, domains and counts found are i32[B]; prompts i32[B, P],
-    or None.
-    """
+    """Let rows begin with the tokens found, and count the prompts."""
     metadata = metadata.with_lengths(row, num_cached)
     metadata = _note_opened(metadata, row, salts, num_cached)
     if tokens is None:
@@ -67,7 +63,7 @@ def inherit(
     """Let rows go on from the first tokens of what their parents are, i32[B] each."""
     nothing = metadata.max_sequences
     source = jnp.where((row < nothing) & (lengths > 0), parents, nothing)
-    metadata = copy_texts(metadata, row, source, is_exchange=is_exchange)
+    metadata = _copy_texts(metadata, row, source, is_exchange=is_exchange)
     index = index_of(metadata)
     committed = index.committed.at[parents].get(mode="clip")
     return _note_opened(
@@ -118,7 +114,7 @@ def record_texts(
     )
 
 
-def copy_texts(
+def _copy_texts(
     metadata: Metadata, row: jax.Array, source: jax.Array, *, is_exchange: bool
 ) -> Metadata:
     """Let rows, i32[B], have the texts of others, S for none, or exchange theirs."""

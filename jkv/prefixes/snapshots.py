@@ -40,17 +40,12 @@ def with_snapshots(metadata: Metadata, **changes: object) -> Metadata:
 def find_longest(
     metadata: Metadata,
     snapshots: Snapshots,
-    tokens: jax.Array,
-    salts: jax.Array,
-    hashes: jax.Array,
-    goes_on: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Find the longest snapshot of each prompt from which all groups can go on.
-
-    Prompts, i32[B, P], have hashes up to each column's end, u32[B, C], and groups with
-    blocks go on from there, bool[B, C]. Returned are the columns before the snapshot,
-    i32[B], 0 for none, and its place.
-    """
+    tokens: jax.Array,  # i32[B, P], prompts
+    salts: jax.Array,  # i32[B]
+    hashes: jax.Array,  # u32[B, C], up to each column's end
+    goes_on: jax.Array,  # bool[B, C], whether groups with blocks go on from there
+) -> tuple[jax.Array, jax.Array]:  # i32[B], columns before it, 0 for none; its place
+    """Find the longest snapshot of each prompt from which all groups can go on."""
     none, num_columns = snapshots.lengths.shape[0], hashes.shape[1]
     if num_columns == 0:
         shape = salts.shape

@@ -43,17 +43,15 @@ class StorageSharding:
     def of(
         cls,
         mesh: jax.sharding.Mesh,
-        *,
-        heads: str | None,
-        context: str | None,
-        num_kv_heads: int,
-        block_size: int,
+        heads: str | None,  # the axis to spread K heads over
+        context: str | None,  # and the T tokens of a block
+        num_kv_heads: int,  # K
+        block_size: int,  # T
     ) -> "StorageSharding | None":
-        """Spread K heads over an axis, and the T tokens of a block over another.
+        """Return how to divide a pool, or None; refuse numbers that do not fit.
 
-        None where there is nothing to divide. An axis of one device divides nothing,
-        unless types say even then that arrays are divided by it, as those of an
-        Explicit axis do. Numbers that do not fit are refused.
+        An axis of one device divides nothing, unless types say even then that arrays
+        are divided by it, as those of an Explicit axis do.
         """
         copies = 1
         if heads is not None:
@@ -137,16 +135,10 @@ def divide_pools(
     context: str | None,
 ) -> Divided:
     """Return how the pools of a group lie on a mesh, as `StorageSharding.of`."""
-    sharding = StorageSharding.of(
-        mesh,
-        heads=heads,
-        context=context,
-        num_kv_heads=num_kv_heads,
-        block_size=block_size,
+    sharding = StorageSharding.of(mesh, heads, context, num_kv_heads, block_size)
+    return sharding, {} if sharding is None else dict.fromkeys(
+        paths, sharding.spec(POOL)
     )
-    if sharding is None:
-        return None, {}
-    return sharding, dict.fromkeys(paths, sharding.spec(POOL))
 
 
 def copies_of(sharding: StorageSharding | None) -> int:
@@ -205,17 +197,12 @@ class PoolSharding:
     axis: str  # the mesh axis of which each rank has a pool
 
     def __post_init__(self) -> None:
-        """Refuse an axis that the mesh lacks."""
-        if self.axis not in self.mesh.axis_names:
-            names = ", ".join(map(repr, self.mesh.axis_names)) or "none"
-            raise ValueError(
-                f"pools={self.axis!r} is no axis of the mesh; it has {names}"
-            )
+        _num_devices(self.mesh, "pools", self.axis)  # refuses one that the mesh lacks
 
     @property
     def num_ranks(self) -> int:
         """Pools."""
-        return int(self.mesh.shape[self.axis])
+        return _num_devices(self.mesh, "pools", self.axis)
 
     def within(self, spec: jax.sharding.PartitionSpec) -> jax.sharding.NamedSharding:
         """Return where arrays go that a spec partitions within their rank."""
@@ -226,15 +213,15 @@ class PoolSharding:
     def map(
         self,
         function: Callable[[Any, Any], Any],
-        divided: Any,
+        divided: Any,  # of which each rank has its part
         whole: Any,
         *,
         out_specs: Any,
     ) -> Any:
-        """Call `function(divided, whole)` on each rank, with its part of the first.
+        """Call `function(divided, whole)` on each rank; other axes stay as they are.
 
-        Other axes of the mesh stay with the caller. Types do not say what varies over
-        ranks: the function calls models, whose own loops need not know of it.
+        Types do not say what varies over ranks: the function calls models, whose own
+        loops need not know of it.
         """
         context = jax.sharding.get_abstract_mesh()
         mapped = jax.shard_map(

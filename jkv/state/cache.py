@@ -144,14 +144,14 @@ class Cache:
           UsageError: with several groups for a traced number; for one that no layer
             has, or for a layer that keeps no keys and values.
         """
-        places = self._list_places(layer)
-        for place in places:
-            if self.metadata.groups[place.group].kind == "blocks":
-                return place
+        found = self._list_groups(layer)
+        for each in found:
+            if self.metadata.groups[each.group].kind == "blocks":
+                return each
         state = "; it keeps a state, for read_state and write_state"
         raise UsageError(
             f"layer {layer} keeps no keys and values: layer_groups names no group "
-            f"with blocks for it{state * bool(places)}"
+            f"with blocks for it{state * bool(found)}"
         )
 
     def find_state(self, layer: Any) -> GroupLayer:
@@ -160,15 +160,15 @@ class Cache:
         Raises:
           UsageError: for a layer that keeps no state, and as `find_layer`.
         """
-        for place in self._list_places(layer):
-            if self.metadata.groups[place.group].kind == "states":
-                return place
+        for each in self._list_groups(layer):
+            if self.metadata.groups[each.group].kind == "states":
+                return each
         raise UsageError(
             f"layer {layer} keeps no state: layer_groups names no group with a "
             f"state (jkv.StateConfig) for it"
         )
 
-    def _list_places(self, layer: Any) -> tuple[GroupLayer, ...]:
+    def _list_groups(self, layer: Any) -> tuple[GroupLayer, ...]:
         """Return where a layer keeps what it keeps: an int, or what says so already."""
         if isinstance(layer, tuple):
             return (layer,) if isinstance(layer, GroupLayer) else layer
@@ -221,15 +221,15 @@ class Cache:
                 f"the groups of the layers, {groups}, do not repeat after {period}, or "
                 f"layer {layer} is not in 0..{period - 1}"
             )
-        places = tuple(
+        found = tuple(
             GroupLayer(
                 each, self._count(each, layer) + step * self._count(each, period)
             )
             for each in groups[layer]
         )
-        if not places:  # raises
+        if not found:  # raises
             return self.find_layer(layer)
-        return places[0] if len(places) == 1 else places
+        return found[0] if len(found) == 1 else found
 
     @property
     def num_layers(self) -> int:

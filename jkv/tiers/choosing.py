@@ -13,13 +13,7 @@ import jax.numpy as jnp
 
 from jkv.metadata import allocator, ring
 from jkv.metadata.xla_cpu import running_sum
-from jkv.prefixes.prefix_index import (
-    beside_of,
-    find_partners,
-    forget_blocks,
-    index_of,
-    is_known,
-)
+from jkv.prefixes import prefix_index
 from jkv.prefixes.snapshots import forget_places, snapshots_of
 from jkv.state import Metadata
 
@@ -53,18 +47,18 @@ def choose(metadata: Metadata, count: jax.Array, *, width: int) -> Chosen:
             above.append(first)
             continue
         own = find_free(metadata, number, count, width=width, known=True)
-        theirs = beside_of(metadata, number).beside
+        theirs = prefix_index.beside_of(metadata, number).beside
         over = theirs.at[own].get(mode="fill", fill_value=nothing)
         is_first = jnp.any(
             (over[:, None] == first[None]) & (own < group.num_blocks)[:, None], axis=1
         )
         own = jnp.where(is_first, group.num_blocks, own)
-        partners = find_partners(metadata, number, first)
+        partners = prefix_index.find_partners(metadata, number, first)
         found = jnp.concatenate([partners, own])
         over = jnp.concatenate([first, over])
         blocks.append(found)
         above.append(jnp.where(found < group.num_blocks, over, nothing))
-    index, kept = index_of(metadata), metadata.leading.free_blocks.kept
+    index, kept = prefix_index.index_of(metadata), metadata.leading.free_blocks.kept
     return Chosen(
         tuple(blocks),
         tuple(above),
@@ -83,7 +77,7 @@ def find_free(
 
     def visit(carry: _Counted, block: jax.Array, is_entry: jax.Array) -> _Counted:
         num, found = carry
-        fits = is_entry & (is_known(metadata, number, block) == known)
+        fits = is_entry & (prefix_index.is_known(metadata, number, block) == known)
         rank = num + running_sum(fits.astype(jnp.int32)) - 1
         place = jnp.where(fits & (rank < count), rank, width)
         num += jnp.sum(fits, dtype=jnp.int32)
@@ -119,7 +113,9 @@ def _count_cached(metadata: Metadata, number: int, wanted: jax.Array) -> jax.Arr
         num, cached = carry
         rank = num + running_sum(is_entry.astype(jnp.int32))
         leaves = is_entry & (rank <= wanted)
-        cached += jnp.sum(leaves & is_known(metadata, number, block), dtype=jnp.int32)
+        cached += jnp.sum(
+            leaves & prefix_index.is_known(metadata, number, block), dtype=jnp.int32
+        )
         return rank[-1], cached
 
     free, start = metadata.groups[number].free_blocks, (jnp.int32(0), jnp.int32(0))
@@ -133,7 +129,9 @@ def count_blank(metadata: Metadata) -> jax.Array:
     for number in metadata.block_numbers:
         group = metadata.groups[number]
         block = jnp.arange(group.num_blocks, dtype=jnp.int32)
-        is_cached = is_known(metadata, number, block) & (group.reference_counts == 0)
+        is_cached = prefix_index.is_known(metadata, number, block) & (
+            group.reference_counts == 0
+        )
         cached = jnp.sum(is_cached, dtype=jnp.int32)
         found.append(group.free_blocks.count - cached)
     return jnp.min(jnp.stack(found)) if found else jnp.int32(0)
@@ -148,10 +146,12 @@ def forget(
     numbers = metadata.block_numbers
     for number in (*metadata.followers, metadata.leader) if numbers else ():
         block, group = blocks[numbers.index(number)], metadata.groups[number]
-        was_known = is_known(metadata, number, block) & (block < group.num_blocks)
+        was_known = prefix_index.is_known(metadata, number, block) & (
+            block < group.num_blocks
+        )
         is_free = group.reference_counts.at[block].get(mode="clip") == 0
         num = jnp.sum(was_known & is_free, dtype=jnp.int32)
-        metadata = forget_blocks(metadata, number, block)
+        metadata = prefix_index.forget_blocks(metadata, number, block)
         metadata = allocator.lower(metadata, number, block)
         metadata = allocator.count_forgotten(metadata, number, num)
     return forget_places(metadata, places)

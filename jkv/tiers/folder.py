@@ -15,8 +15,7 @@ import numpy as np
 
 from jkv.status import UsageError
 from jkv.storage.files import FileError, Tensor, read_file, replacing, write_file
-from jkv.tiers.held import Held, latest
-from jkv.tiers.layout import Layout
+from jkv.tiers.spilled import Held, Layout
 
 logger = logging.getLogger("jkv")
 
@@ -72,7 +71,7 @@ class Folder:
             there, theirs = said["version"], Layout.of_json(said["layout"])
         except FileNotFoundError:
             if layout is not None:
-                said = {"version": version, "layout": layout.to_json()}
+                said = {"version": version, "layout": layout}
                 with replacing(path) as new:
                     new.write(json.dumps(said).encode())
             return layout
@@ -119,19 +118,17 @@ class Folder:
         try:
             before = self._read(name, text, said) if os.path.exists(path) else None
             if before is not None:
-                keep = latest(held.keep, before.keep)
-                if {*held.arrays()} <= {*before.arrays()} and keep == before.keep:
+                held = before.with_more(held)
+                if held.is_saved:
                     return
-                held.add(before)
-            arrays = {"tokens": text} | held.arrays()
+            arrays = {"tokens": text} | held.arrays
             tensors = {
                 path: Tensor(array.dtype, array.shape, (array,))
                 for path, array in sorted(
                     arrays.items(), key=lambda item: -item[1].itemsize
                 )
             }
-            own = {"num_pending": held.num_pending, "keep": held.keep}
-            header = json.dumps(said | own)
+            header = json.dumps(said | {"keep": held.keep})
             self._make_room(sum(tensor.nbytes for tensor in tensors.values()))
             write_file(path, tensors, {"column": header})
             with self._lock:
@@ -185,7 +182,7 @@ class Folder:
         try:
             metadata, mapped = read_file(path)
             header = json.loads(metadata["column"])
-            num_pending, keep = header.pop("num_pending"), header.pop("keep", None)
+            keep = header.pop("keep")
             arrays = {key: np.array(array) for key, array in mapped.items()}
             # A digest only proposes: the file has all tokens.
             if header != json.loads(json.dumps(said)) or not np.array_equal(
@@ -198,7 +195,7 @@ class Folder:
             self._damaged.add(name)
             warnings.warn(f"skipped: {error}", RuntimeWarning, stacklevel=2)
             return None
-        return Held.of_arrays(arrays, num_pending, keep and (keep[0], keep[1]))
+        return Held(arrays=arrays, keep=keep and (keep[0], keep[1]), is_saved=True)
 
     def _make_room(self, nbytes: int) -> None:
         """Remove the files that were unused for longest, so that one more fits."""

@@ -1,21 +1,20 @@
 """Making blocks that were taken out of a cache cached again."""
 
-from typing import Any
+import itertools
+import operator
 
 import jax
 import numpy as np
 
 from jkv.blocks import contents
-from jkv.blocks.contents import Contents, HostArray
+from jkv.blocks.contents import Contents
 from jkv.metadata.ring import Keep
 from jkv.state import Cache
 from jkv.state.entry import takes_cache
 from jkv.tiers import entering
 from jkv.tiers.entering import Lanes
-from jkv.tiers.held import put_together
-from jkv.tiers.layout import Layout
 from jkv.tiers.snapshots import note_snapshots, put_snapshots
-from jkv.tiers.spilled import Spilled
+from jkv.tiers.spilled import Layout, Spilled, TextBuilder
 from jkv.tiers.spilling import check_has_texts
 
 LANES_PER_CALL = 64  # columns entered by one program
@@ -65,18 +64,20 @@ def restore(
     numbers = cache.metadata.block_numbers
     if numbers and len(spilled.parents):
         cache, stands, written = _enter_all(cache, spilled, donate=donate)
-        for number, group, blocks in zip(numbers, spilled.groups, written, strict=True):
-            block = blocks[group.nodes]
-            is_new = block < cache.metadata.groups[number].num_blocks
-            which = np.flatnonzero(is_new)
-            tokens = spilled.tokens[group.nodes[which]]
-            chosen = Contents(_select(group.storage, which), tokens)
-            cache = contents.put(cache, number, block[is_new], chosen, donate=donate)
-            num_restored += int(is_new.sum())
-    if spilled.snapshots is not None:
-        cache, num_places = _restore_snapshots(cache, spilled, stands, donate=donate)
-        num_restored += num_places
-    return cache, num_restored
+        for at, (number, blocks) in enumerate(zip(numbers, written, strict=True)):
+            nodes = np.flatnonzero(blocks < cache.metadata.groups[number].num_blocks)
+            held = [spilled.held[node].arrays for node in nodes.tolist()]
+            storage = {
+                name: contents.cut_array(
+                    np.stack([each[f"block.{at}.{name}"] for each in held], 1)
+                )
+                for name in (cache.storage[number].arrays if held else ())
+            }
+            chosen = Contents(storage, spilled.tokens[nodes])
+            cache = contents.put(cache, number, blocks[nodes], chosen, donate=donate)
+            num_restored += len(nodes)
+    cache, num_places = _restore_snapshots(cache, spilled, stands, donate=donate)
+    return cache, num_restored + num_places
 
 
 def check_fits(cache: Cache, spilled: Spilled) -> None:
@@ -86,20 +87,6 @@ def check_fits(cache: Cache, spilled: Spilled) -> None:
             f"blocks can be restored into a cache of the same layers, heads, sizes and "
             f"dtype only: {'; '.join(different)}"
         )
-
-
-def _select(
-    storage: dict[str, tuple[HostArray, ...]], which: np.ndarray
-) -> dict[str, tuple[HostArray, ...]]:
-    """Return some blocks, i32[P], of the arrays of contents."""
-    num_held = sum(piece.shape[1] for piece in next(iter(storage.values())))
-    if len(which) == num_held:
-        return storage
-    return {
-        name: contents.cut_array(np.concatenate(pieces, axis=1)[:, which])
-        for name, pieces in storage.items()
-        if pieces
-    }
 
 
 def _enter_all(
@@ -112,35 +99,50 @@ def _enter_all(
     """
     metadata, nothing = cache.metadata, cache.metadata.leading.num_blocks
     num_nodes = len(spilled.parents)
+    rest = -num_nodes % LANES_PER_CALL
+
+    def padded(array: np.ndarray) -> np.ndarray:
+        return np.pad(array, ((0, rest), *((0, 0),) * (array.ndim - 1)))
+
     enter = entering.enter_donated if donate else entering.enter
     renew = entering.renew_donated if donate else entering.renew
-    stands = np.full(num_nodes, nothing, np.int32)
-    written = [
-        np.full(num_nodes, g.num_blocks, np.int32) for g in metadata.block_groups
-    ]
-    columns, starts = spilled.columns, range(0, num_nodes, LANES_PER_CALL)
-    held = [np.isin(np.arange(num_nodes), group.nodes) for group in spilled.groups]
+    stands = np.full(num_nodes + rest, nothing, np.int32)
+    written = [np.full_like(stands, g.num_blocks) for g in metadata.block_groups]
+    held = [np.zeros(len(stands), bool) for _ in written]
+    for node, each in spilled.held.items():
+        for group in each.groups:
+            held[group][node] = True
+    parents = padded(spilled.parents)
+    whole = Lanes(
+        tokens=padded(spilled.tokens),
+        salts=padded(spilled.salts),
+        columns=padded(spilled.columns),
+        parents=parents,
+        above=stands,
+        is_first=padded(spilled.parents < 0),
+        valid=padded(np.ones(num_nodes, bool)),
+        held=tuple(held),
+    )
+    starts = range(0, num_nodes, LANES_PER_CALL)
     for start in starts:
         at = slice(start, start + LANES_PER_CALL)
-        lanes = _lanes(spilled, columns, held, stands, at, nothing)
+        lanes = jax.tree.map(operator.itemgetter(at), whole)._replace(
+            parents=np.maximum(parents[at] - start, -1),
+            above=np.where(parents[at] >= 0, stands[parents[at]], nothing),
+        )
         metadata, entered = enter(metadata, lanes)
         found = jax.device_get(entered)
-        stop = min(start + LANES_PER_CALL, num_nodes)
-        stands[start:stop] = found.stands[: stop - start]
+        stands[at] = found.stands
         for blocks, new in zip(written, found.written, strict=True):
-            blocks[start:stop] = new[: stop - start]
-    keep = _raise_parents(spilled, stands < nothing, metadata.num_classes)
+            blocks[at] = new
+    is_there = stands[:num_nodes] < nothing
+    keep = _raise_parents(spilled, is_there, metadata.num_classes)
     # The pool hands out from the front: children before their parents.
     for start in reversed(starts):
-        of_class = keep and Keep(*(_take_back(each, start, 0) for each in keep))
-        metadata = renew(metadata, _take_back(stands, start, nothing), of_class)
+        at = slice(start, start + LANES_PER_CALL)
+        of_class = keep and Keep(*(padded(each)[at][::-1] for each in keep))
+        metadata = renew(metadata, stands[at][::-1], of_class)
     return cache.with_metadata(metadata), stands, written
-
-
-def _take_back(values: np.ndarray, start: int, fill: int) -> np.ndarray:
-    """Return the values of a call's lanes, [LANES_PER_CALL], the last one first."""
-    part = values[start : start + LANES_PER_CALL][::-1]
-    return np.pad(part, (0, LANES_PER_CALL - len(part)), constant_values=fill)
 
 
 def _raise_parents(
@@ -160,70 +162,37 @@ def _raise_parents(
     return Keep(classes, until)
 
 
-def _lanes(
-    spilled: Spilled,
-    columns: np.ndarray,
-    held: list[np.ndarray],
-    stands: np.ndarray,
-    part: slice,
-    nothing: int,
-) -> Lanes:
-    parents = spilled.parents[part]
-    num = len(parents)
-    above = np.where(parents >= 0, stands[parents], nothing)
-
-    def padded(array: np.ndarray) -> np.ndarray:
-        return np.pad(array, ((0, LANES_PER_CALL - num), *((0, 0),) * (array.ndim - 1)))
-
-    return Lanes(
-        tokens=padded(spilled.tokens[part]),
-        salts=padded(spilled.salts[part]),
-        columns=padded(columns[part]),
-        parents=padded(np.maximum(parents - part.start, -1).astype(np.int32)),
-        above=padded(above.astype(np.int32)),
-        is_first=padded(parents < 0),
-        valid=padded(np.ones(num, bool)),
-        held=tuple(padded(each[part]) for each in held),
-    )
-
-
 def _restore_snapshots(
     cache: Cache, spilled: Spilled, stands: np.ndarray | None, *, donate: bool
 ) -> tuple[Cache, int]:
     """Restore the snapshots whose blocks are there; tell how many."""
-    held: Any = spilled.snapshots
-    which = np.arange(len(held.nodes))
-    if stands is not None:
-        which = which[stands[held.nodes] < cache.metadata.leading.num_blocks]
-    every = cache.metadata.index.snapshot_every
-    nodes = held.nodes[which].tolist()
-    if not nodes or every is None:
+    nothing = cache.metadata.leading.num_blocks if stands is not None else 0
+    nodes = [
+        node
+        for node, each in spilled.held.items()
+        if each.has_snapshot and (stands is None or stands[node] < nothing)
+    ]
+    if not nodes or cache.metadata.index.snapshot_every is None:
         return cache, 0
-    texts, salts = [text_of(spilled, node) for node in nodes], spilled.salts[nodes]
-    metadata, places = note_snapshots(
-        cache.metadata, texts, salts.tolist(), held.num_pending[which]
-    )
+    texts = [spilled.text_of(node) for node in nodes]
+    held = [spilled.held[node].arrays for node in nodes]
+    pending = np.concatenate([each["snapshot.num_pending"] for each in held])
+    salts = spilled.salts[nodes].tolist()
+    metadata, places = note_snapshots(cache.metadata, texts, salts, pending)
     is_new = places < metadata.index.num_places
-    which, places = which[is_new], places[is_new]
-    states = jax.tree.map(lambda array: array[:, which], held.states)
-    cache = put_snapshots(cache.with_metadata(metadata), states, places, donate=donate)
-    return cache, len(places)
-
-
-def text_of(spilled: Spilled, node: int) -> np.ndarray:
-    """Return the tokens of a text up to the end of a node, i32[n T]."""
-    chain = []
-    while node >= 0:
-        chain.append(node)
-        node = int(spilled.parents[node])
-    return spilled.tokens[chain[::-1]].reshape(-1)
+    new = list(itertools.compress(held, is_new))
+    cache = put_snapshots(
+        cache.with_metadata(metadata), new, places[is_new], donate=donate
+    )
+    return cache, len(new)
 
 
 def warm_up(cache: Cache, most: int) -> Cache:
     """Compile what restores so many blocks, by copying some; the cache is donated."""
+    texts = TextBuilder(cache.block_size)
+    texts.add(-1, 0, np.zeros(cache.block_size, np.int32))
     layout = Layout.of(cache)
-    tokens = np.zeros((1, layout.block_size), np.int32)
-    bare = put_together(tokens, np.full(1, -1, np.int32), 0, {}, layout)
+    bare = Spilled(layout=layout, classes=None, kept_until=None, **texts.arrays())
     cache, _ = restore(cache, bare, donate=True)
     for number in cache.metadata.block_numbers:
         size = 1

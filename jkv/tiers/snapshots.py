@@ -10,53 +10,63 @@ import numpy as np
 
 from jkv.prefixes.prefix_index import with_index
 from jkv.prefixes.snapshots import hash_text, put_at, snapshots_of
-from jkv.state import Cache, Metadata, StateStorage
-from jkv.states.swapped import SwappedStates, fetch_states
+from jkv.sharding.processes import bring
+from jkv.state import Cache, Metadata
+from jkv.tiers.spilled import list_snapshots
 
 
-def fetch_snapshots(cache: Cache, places: np.ndarray) -> tuple[SwappedStates, ...]:
-    """Copy the states at places, i32[P], of each group with a state to the host."""
-    return tuple(
-        fetch_states(_by_place(cache.storage[number]), places)
-        for number in _find_numbers(cache)
-    )
+def fetch_snapshots(cache: Cache, places: list[int]) -> dict[str, np.ndarray]:
+    """Copy what places have to the host, [..., P, ...], by path in `Held`."""
+    at = np.array(places, np.int32)
+    known: Any = snapshots_of(cache.metadata)
+    pending = np.asarray(known.num_pending)[None, at]
+    fetched: dict[str, np.ndarray] = bring(_gather(list_snapshots(cache), at))
+    return fetched | {"snapshot.num_pending": pending}
 
 
 def put_snapshots(
-    cache: Cache, states: tuple[SwappedStates, ...], places: np.ndarray, *, donate: bool
+    cache: Cache,
+    held: list[dict[str, np.ndarray]],  # arrays of snapshots, by path
+    places: np.ndarray,  # i32[P], all different
+    *,
+    donate: bool,
 ) -> Cache:
-    """Write states of each group with some to places, i32[P], all different."""
-    for number, held in zip(_find_numbers(cache), states, strict=True):
-        old = cache.storage[number]
-        if not old.num_layers or not len(places):
-            continue
-        by_place = cache.with_group_storage(number, _by_place(old))
-        new = held.put(by_place, number, places, None, donate=donate).storage[number]
-        written = dataclasses.replace(
-            old, snapshot_rows=new.rows, snapshot_inputs=new.inputs
-        )
-        cache = cache.with_group_storage(number, written)
-    return cache
+    """Write snapshots of all groups with a state to places."""
+    if not held:
+        return cache
+    old = list_snapshots(cache)
+    given = {path: np.stack([each[path] for each in held], 1) for path in old}
+    new = (_put_donated if donate else _put)(old, given, places)
+    storage, number = [], 0
+    for each in cache.storage:
+        if each.kind == "states":
+            parts = {
+                f"snapshot_{part}": {
+                    name: new[f"snapshot.{part}.{number}.{name}"]
+                    for name in getattr(each, f"snapshot_{part}")
+                }
+                for part in ("rows", "inputs")
+            }
+            each, number = dataclasses.replace(each, **parts), number + 1
+        storage.append(each)
+    return cache.with_storage(tuple(storage))
 
 
-def _find_numbers(cache: Cache) -> list[int]:
-    """Return the numbers of the groups with a state."""
-    return [i for i, each in enumerate(cache.storage) if each.kind == "states"]
+@jax.jit
+def _gather(arrays: dict[str, jax.Array], places: jax.Array) -> dict[str, jax.Array]:
+    return jax.tree.map(lambda array: array.at[:, places].get(mode="clip"), arrays)
 
 
-def _by_place(storage: StateStorage) -> StateStorage:
-    """Return the snapshots as if they were rows; a snapshot stands at its own end."""
-    num_places = max(
-        (array.shape[1] for array in storage.snapshot_rows.values()), default=0
-    )
-    return dataclasses.replace(
-        storage,
-        bases=jnp.zeros((storage.num_layers, num_places), jnp.int32),
-        rows=storage.snapshot_rows,
-        inputs=storage.snapshot_inputs,
-        snapshot_rows={},
-        snapshot_inputs={},
-    )
+def _scatter(
+    arrays: dict[str, jax.Array], given: dict[str, jax.Array], places: jax.Array
+) -> dict[str, jax.Array]:
+    return {
+        path: array.at[:, places].set(given[path], unique_indices=True)
+        for path, array in arrays.items()
+    }
+
+
+_put, _put_donated = jax.jit(_scatter), jax.jit(_scatter, donate_argnums=0)
 
 
 def note_snapshots(

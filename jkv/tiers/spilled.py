@@ -1,43 +1,107 @@
 """Cached blocks on the host, apart from any cache, with the texts that they end."""
 
 import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Self
 
-import jax
 import numpy as np
 
-from jkv.blocks.contents import HostArray
-from jkv.states.swapped import SwappedStates
-from jkv.tiers.layout import Layout
+from jkv.state import Cache
 
 
-@jax.tree_util.register_dataclass
+class Layout(NamedTuple):
+    """How rows lie in the blocks and states of a cache."""
+
+    block_size: int
+    num_groups: int  # with blocks
+    num_states: int  # groups with a state
+    # Of each array its path, as `Held` names it, its dtype, layers, and the shape of
+    # one block or one state; of blocks also what the bits mean.
+    arrays: tuple[tuple[Any, ...], ...]
+
+    @classmethod
+    def of(cls, cache: Cache) -> Self:
+        kinds: list[tuple[Any, ...]] = []
+        for number, storage in enumerate(cache.block_storage):
+            meant = str(storage.dtype), str(storage.value_dtype)
+            kinds += (
+                (f"block.{number}.{name}", str(pool.dtype), pool.shape[0])
+                + (storage.num_kv_heads, *pool.shape[3:], *meant)
+                for name, pool in storage.arrays.items()
+            )
+        kinds += (
+            (path, str(array.dtype), array.shape[0], *array.shape[2:])
+            for path, array in list_snapshots(cache).items()
+        )
+        num_states = sum(each.kind == "states" for each in cache.storage)
+        num_groups = len(cache.block_storage)
+        return cls(cache.block_size, num_groups, num_states, tuple(sorted(kinds)))
+
+    @classmethod
+    def of_json(cls, found: Any) -> Self:
+        block_size, num_groups, num_states, arrays = found
+        return cls(block_size, num_groups, num_states, tuple(map(tuple, arrays)))
+
+    def differences(self, other: Self) -> list[str]:
+        """Say in what this layout differs from another, that of a cache."""
+        mine, theirs = (
+            {
+                "block_size": each.block_size,
+                "the number of groups with blocks": each.num_groups,
+                "the number of groups with a state": each.num_states,
+                **{path: str(kind) for path, *kind in each.arrays},
+            }
+            for each in (self, other)
+        )
+        return [
+            f"{name} is {mine.get(name)}, in this cache {theirs.get(name)}"
+            for name in mine | theirs
+            if mine.get(name) != theirs.get(name)
+        ]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class SpilledGroup:
-    """What P blocks of one group of layers hold."""
+class Held:
+    """What a column of a text holds: its blocks, and a snapshot at its end."""
 
-    nodes: np.ndarray  # i32[P], of the texts: the column that each block holds
-    # By field name of `BlockStorage`, as in `Contents`: of the P blocks.
-    storage: dict[str, tuple[HostArray, ...]]
+    # [L, ...] by path, in files too: "block.0.key_pool" of the first group with blocks,
+    # "snapshot.rows.0.sum" of the first with a state, "snapshot.num_pending", i32[1].
+    arrays: dict[str, np.ndarray]
+    keep: tuple[int, int] | None = None  # class, and up to when; None: one class
+    is_saved: bool = False  # whether a file holds all of it
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+    @property
+    def groups(self) -> set[int]:
+        """The groups of which there is a block, among those with blocks."""
+        paths = (path.split(".") for path in self.arrays)
+        return {int(path[1]) for path in paths if path[0] == "block"}
+
+    @property
+    def has_snapshot(self) -> bool:
+        return "snapshot.num_pending" in self.arrays
+
+    def with_more(self, other: "Held") -> "Held":
+        """Return this with what the other holds and this does not."""
+        arrays = other.arrays | self.arrays
+        keep = self.keep or other.keep
+        if self.keep and other.keep:  # the higher class, and the later time
+            keep = max(self.keep[0], other.keep[0]), max(self.keep[1], other.keep[1])
+        is_same = len(arrays) == len(self.arrays) and keep == self.keep
+        return Held(arrays=arrays, keep=keep, is_saved=self.is_saved and is_same)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class SpilledSnapshots:
-    """P snapshots of states."""
-
-    nodes: np.ndarray  # i32[P], the last column of the text of each
-    num_pending: np.ndarray  # i32[P], of the text's last tokens those pending
-    states: tuple[SwappedStates, ...]  # of each group with a state
-
-
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Spilled:
     """Cached blocks on the host, as `spill` takes them out and `restore` takes them.
 
     Texts are a tree of Q *nodes*, columns of T tokens each, parents before children: a
     text is known by all of its tokens, and what texts have in common stands once. Nodes
-    without a block only lead up to others.
+    that hold nothing only lead up to others.
     """
 
     tokens: np.ndarray  # i32[Q, T], of each node
@@ -45,10 +109,8 @@ class Spilled:
     salts: np.ndarray  # i32[Q], the domain of each
     classes: np.ndarray | None  # i32[Q], of each (`free(keep=)`); None: there is one
     kept_until: np.ndarray | None  # u32[Q], the time up to which each has its class
-    groups: tuple[SpilledGroup, ...]  # of each group with blocks
-    snapshots: SpilledSnapshots | None  # where there are groups with a state
-    # Of the cache that it left; static, as it is no array.
-    layout: Layout = dataclasses.field(metadata={"static": True})
+    held: dict[int, Held]  # what there is of nodes, in their order
+    layout: Layout  # of the cache that it left
 
     @property
     def block_size(self) -> int:
@@ -58,12 +120,12 @@ class Spilled:
     @property
     def num_blocks(self) -> int:
         """Blocks held, in all groups together."""
-        return sum(len(group.nodes) for group in self.groups)
+        return sum(len(each.groups) for each in self.held.values())
 
     @property
     def num_snapshots(self) -> int:
         """Snapshots held."""
-        return 0 if self.snapshots is None else len(self.snapshots.nodes)
+        return sum(each.has_snapshot for each in self.held.values())
 
     @property
     def columns(self) -> np.ndarray:
@@ -77,7 +139,17 @@ class Spilled:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+        fields = vars(self).values()
+        own = sum(each.nbytes for each in fields if isinstance(each, np.ndarray))
+        return own + sum(each.nbytes for each in self.held.values())
+
+    def text_of(self, node: int) -> np.ndarray:
+        """Return the tokens of a text up to the end of a node, i32[n T]."""
+        chain = []
+        while node >= 0:
+            chain.append(node)
+            node = int(self.parents[node])
+        return self.tokens[chain[::-1]].reshape(-1)
 
     def __repr__(self) -> str:
         """Fit one line."""
@@ -87,8 +159,19 @@ class Spilled:
         )
 
 
+def list_snapshots(cache: Cache) -> dict[str, Any]:
+    """Return the snapshots of all groups with a state, [L, P, ...], by path."""
+    with_state = [each for each in cache.storage if each.kind == "states"]
+    return {
+        f"snapshot.{part}.{number}.{name}": array
+        for number, each in enumerate(with_state)
+        for part in ("rows", "inputs")
+        for name, array in getattr(each, f"snapshot_{part}").items()
+    }
+
+
 class TextBuilder:
-    """The nodes of texts while they are gathered: each column of a text once."""
+    """Texts while they are gathered: each column once, and what is held of it."""
 
     def __init__(self, block_size: int) -> None:
         self._size = block_size
@@ -96,6 +179,7 @@ class TextBuilder:
         self.tokens: list[np.ndarray] = []
         self.parents: list[int] = []
         self.salts: list[int] = []
+        self._held: dict[int, dict[str, np.ndarray]] = {}
 
     def add(self, parent: int, salt: int, tokens: np.ndarray) -> int:
         """Return the node of a column, i32[T], behind another; -1 for none."""
@@ -124,10 +208,19 @@ class TextBuilder:
             node = self._known[key]
         return node
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Return the fields of `Spilled` that say which texts there are."""
-        tokens = np.array(self.tokens, np.int32).reshape(-1, self._size)
-        numbers = {"parents": self.parents, "salts": self.salts}
-        return {"tokens": tokens} | {
-            name: np.array(values, np.int32) for name, values in numbers.items()
+    def hold(self, nodes: Iterator[int], arrays: dict[str, np.ndarray]) -> None:
+        """Give each column of arrays, [L, P, ...], to the next node: a copy."""
+        for i in range(next(iter(arrays.values())).shape[1]):
+            own = {path: array[:, i].copy() for path, array in arrays.items()}
+            self._held.setdefault(next(nodes), {}).update(own)
+
+    def arrays(self) -> dict[str, Any]:
+        """Return the fields of `Spilled` that say which texts there are, and hold."""
+        return {
+            "tokens": np.array(self.tokens, np.int32).reshape(-1, self._size),
+            "parents": np.array(self.parents, np.int32),
+            "salts": np.array(self.salts, np.int32),
+            "held": {
+                node: Held(arrays=self._held[node]) for node in sorted(self._held)
+            },
         }

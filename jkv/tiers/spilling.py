@@ -1,7 +1,6 @@
 """Taking cached blocks out of a cache."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +15,8 @@ from jkv.state import Cache
 from jkv.state.entry import takes_cache
 from jkv.status import UsageError
 from jkv.tiers.choosing import Chosen, choose, forget
-from jkv.tiers.layout import Layout
 from jkv.tiers.snapshots import fetch_snapshots
-from jkv.tiers.spilled import Spilled, SpilledGroup, SpilledSnapshots, TextBuilder
+from jkv.tiers.spilled import Layout, Spilled, TextBuilder
 
 ROWS_PER_CALL = 64  # of tokens, which are copied to the host
 
@@ -68,9 +66,7 @@ def spill(cache: Cache, num_blocks: Integer) -> tuple[Cache, Spilled]:
 
 def take(cache: Cache, count: int, width: int) -> tuple[Cache, Spilled]:
     """Do what `spill` does, with programs for so many blocks of a group at most."""
-    metadata = cache.metadata
-    texts = TextBuilder(cache.block_size)
-    groups: list[SpilledGroup] = []
+    metadata, texts = cache.metadata, TextBuilder(cache.block_size)
     blocks: tuple[np.ndarray, ...] = ()
     spilled: dict[int, int] = {}  # what goes of the leading group: hashes by node
     of_class: tuple[np.ndarray, ...] = ()
@@ -86,28 +82,24 @@ def take(cache: Cache, count: int, width: int) -> tuple[Cache, Spilled]:
         }
         of_class = tuple(each[list(nodes)[1:]] for each in chosen.kept)
         for at, number in enumerate(numbers):
-            found = chosen.blocks[at], chosen.above[at]
-            groups.append(_take_group(cache, number, *found, nodes))
+            is_there = blocks[at] < metadata.groups[number].num_blocks
+            holders = iter([nodes[b] for b in chosen.above[at][is_there].tolist()])
+            for arrays in _fetch_pieces(cache, number, blocks[at][is_there]):
+                texts.hold(holders, arrays)
     places = _choose_places(cache, count, texts, spilled)
-    snapshots = None if places is None else _take_snapshots(cache, places)
+    if places:
+        texts.hold(iter(places.values()), fetch_snapshots(cache, [*places]))
     num_places = metadata.index.num_places
     gone = np.full(max(num_places, 1), num_places, np.int32)
-    if places is not None:
-        gone[: len(places)] = list(places)
+    gone[: len(places)] = list(places)
     cache = cache.with_metadata(forget(metadata, blocks, gone))
-    arrays = texts.arrays()
+    told = texts.arrays()
     # Texts of snapshots come last, and are of class 0.
-    rest = len(arrays["parents"]) - len(of_class[0]) if of_class else 0
+    rest = len(told["parents"]) - len(of_class[0]) if of_class else 0
     padded = [np.pad(each, (0, rest)) for each in of_class]
-    classes, kept_until = padded or (None, None)
-    return cache, Spilled(
-        groups=tuple(groups),
-        snapshots=snapshots,
-        layout=Layout.of(cache),
-        classes=classes,
-        kept_until=kept_until,
-        **arrays,
-    )
+    classes, until = padded or (None, None)
+    layout = Layout.of(cache)
+    return cache, Spilled(layout=layout, classes=classes, kept_until=until, **told)
 
 
 def check_has_texts(cache: Cache) -> None:
@@ -153,32 +145,28 @@ def _gather(array: jax.Array, rows: jax.Array) -> jax.Array:
     return array.at[rows].get(mode="clip")
 
 
-def _take_group(
-    cache: Cache,
-    number: int,
-    blocks: np.ndarray,
-    over: np.ndarray,
-    nodes: dict[int, int],
-) -> SpilledGroup:
-    """Copy blocks of one group, i32[W], N for none, parents before children."""
-    is_there = blocks < cache.metadata.groups[number].num_blocks
-    above = np.array([nodes[b] for b in over[is_there].tolist()], int)
-    order = np.argsort(above)
-    held = contents.fetch(cache, number, np.asarray(blocks[is_there])[order])
-    return SpilledGroup(nodes=above[order].astype(np.int32), storage=held.storage)
+def _fetch_pieces(
+    cache: Cache, number: int, blocks: np.ndarray
+) -> Iterator[dict[str, np.ndarray]]:
+    """Copy blocks of one group, i32[P], to the host, by their paths in `Held`."""
+    at = cache.metadata.block_numbers.index(number)
+    storage = contents.fetch(cache, number, blocks).storage
+    for pieces in zip(*storage.values(), strict=True):
+        names = (f"block.{at}.{name}" for name in storage)
+        yield dict(zip(names, map(np.asarray, pieces), strict=True))
 
 
 def _choose_places(
     cache: Cache, count: int, texts: TextBuilder, gone: dict[int, int]
-) -> dict[int, int] | None:
+) -> dict[int, int]:
     """Choose snapshots to go, so that places are empty; return their nodes by place.
 
     Those at the end of blocks that go, which have nodes and hashes, and those unused
-    for longest, whose texts are added. None without states.
+    for longest, whose texts are added.
     """
     known = snapshots_of(cache.metadata)
     if known is None:
-        return None
+        return {}
     lengths, last_used, salts, hashes = jax.device_get(
         (known.lengths, known.last_used, known.salts, known.hashes)
     )
@@ -203,13 +191,3 @@ def _choose_places(
     for place, salt, text in texts_at([p for _, p in oldest[: max(lacking, 0)]]):
         chosen[place] = texts.add_text(salt, text)
     return chosen
-
-
-def _take_snapshots(cache: Cache, places: dict[int, int]) -> SpilledSnapshots:
-    at = np.array([*places], np.int32)
-    known: Any = snapshots_of(cache.metadata)
-    return SpilledSnapshots(
-        nodes=np.array([*places.values()], np.int32),
-        num_pending=np.asarray(known.num_pending)[at],
-        states=fetch_snapshots(cache, at),
-    )

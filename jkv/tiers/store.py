@@ -11,9 +11,7 @@ import numpy as np
 from jkv.config.units import human_bytes
 from jkv.status import UsageError
 from jkv.tiers.folder import Folder, first_digest, next_digest
-from jkv.tiers.held import Held, put_together, take_apart
-from jkv.tiers.layout import Layout
-from jkv.tiers.spilled import Spilled
+from jkv.tiers.spilled import Held, Layout, Spilled
 
 
 @dataclasses.dataclass(eq=False)
@@ -103,7 +101,7 @@ class BlockStore:
     def num_blocks(self) -> int:
         """Blocks in memory, of all groups together."""
         with self._lock:
-            return sum(node.held.num_blocks for node in self._used if node.held)
+            return sum(len(node.held.groups) for node in self._used if node.held)
 
     @property
     def folder_bytes(self) -> int:
@@ -159,7 +157,11 @@ class BlockStore:
             ):
                 before = self._root(salt) if parent < 0 else nodes[parent]
                 nodes.append(self._child(before, tokens))
-            for number, held in take_apart(spilled).items():
+            for number, held in spilled.held.items():
+                if spilled.classes is not None and spilled.kept_until is not None:
+                    until = int(spilled.kept_until[number])
+                    keep = int(spilled.classes[number]), until
+                    held = dataclasses.replace(held, keep=keep)
                 self._hold(nodes[number], held)
             self._touch(nodes)
             self._make_room()
@@ -223,9 +225,19 @@ class BlockStore:
         if not held:
             return None
         num = max(held) + 1
-        tokens = np.stack([node.tokens for node in path[:num]])
-        parents = np.arange(-1, num - 1, dtype=np.int32)
-        return put_together(tokens, parents, path[0].salt, held, layout)
+        keep = np.zeros((2, num), np.int64)
+        for i, each in held.items():
+            keep[:, i] = each.keep or (0, 0)
+        has_classes = any(each.keep is not None for each in held.values())
+        return Spilled(
+            tokens=np.stack([node.tokens for node in path[:num]]),
+            parents=np.arange(-1, num - 1, dtype=np.int32),
+            salts=np.full(num, path[0].salt, np.int32),
+            classes=keep[0].astype(np.int32) if has_classes else None,
+            kept_until=keep[1].astype(np.uint32) if has_classes else None,
+            held=held,
+            layout=layout,
+        )
 
     def _walk(self, tokens: Any, salt: int) -> list[_Node]:
         """Return the columns of a prompt, as far as something may be held behind."""
@@ -298,12 +310,12 @@ class BlockStore:
     def _hold(self, node: _Node, held: Held) -> None:
         """Hold more of a column; what is held already stays as it is."""
         if node.held is None:
-            node.held = held
             self._used[node] = None
         else:
             self._nbytes -= node.held.nbytes
-            node.held.add(held)
-        self._nbytes += node.held.nbytes
+            held = node.held.with_more(held)
+        node.held = held
+        self._nbytes += held.nbytes
 
     def _touch(self, nodes: list[_Node]) -> None:
         """Note a use: what leads up to a column goes after it."""

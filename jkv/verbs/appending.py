@@ -161,7 +161,7 @@ def _append(
     )
 
 
-class _Rows(NamedTuple):
+class _Layout(NamedTuple):
     """Which of R token rows each of B requests owns, refused or not."""
 
     starts: jax.Array  # i32[B], the first row
@@ -180,20 +180,20 @@ class _Rows(NamedTuple):
 
 def _lay_out(
     num_tokens: jax.Array, num_rows: int, max_query_length: int | None
-) -> _Rows:
+) -> _Layout:
     """Pack the rows in request order, or pad them to the same number for each."""
     num_requests = num_tokens.shape[0]
     if max_query_length is not None:
         first_rows = np.arange(num_requests, dtype=np.int32) * max_query_length
         shape = (num_requests, max_query_length)
         index = jax.lax.broadcasted_iota(jnp.int32, shape, 1).reshape(-1)
-        return _Rows(jnp.asarray(first_rows), max_query_length, index, None)
+        return _Layout(jnp.asarray(first_rows), max_query_length, index, None)
     owned = jnp.clip(num_tokens, 0, num_rows)
     ends = requests.saturating_cumsum(owned, num_rows)
     starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends[:-1]])
     row = jnp.arange(num_rows, dtype=jnp.int32)
     owner = find_owners(starts, 0, num_rows)
-    return _Rows(starts, num_rows - starts, row - starts[owner], owner)
+    return _Layout(starts, num_rows - starts, row - starts[owner], owner)
 
 
 class _Growth(NamedTuple):
@@ -214,7 +214,7 @@ def _judge_growth(
     seq_ids: jax.Array,
     num_tokens: jax.Array,
     num_pending: jax.Array | None,
-    rows: _Rows,
+    rows: _Layout,
 ) -> _Growth:
     """Judge the requests by the blocks free before the call."""
     length = metadata.context_lengths.at[seq_ids].get(mode="clip")
@@ -255,7 +255,7 @@ def _make_step(
     metadata: Metadata,
     seq_ids: jax.Array,
     tokens: jax.Array | None,
-    rows: _Rows,
+    rows: _Layout,
     growth: _Growth,
 ) -> Step:
     """Give the new tokens of each served request the positions behind its old ones."""

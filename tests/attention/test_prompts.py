@@ -32,12 +32,7 @@ from support.tolerances import TOLERANCE, assert_close, is_close
 import jkv
 from jkv.attention import choice, paged_attention
 from jkv.attention.cards import DEFAULT, Card
-from jkv.attention.contiguous.cudnn import Cudnn
-from jkv.attention.contiguous.prompts import (
-    attend_prompts,
-    find_prompt,
-    without_prompt,
-)
+from jkv.attention.cudnn import Cudnn, attend_prompts, find_prompt, without_prompt
 from jkv.attention.kernel.face import Pallas
 from jkv.attention.xla.plain_path import attend_xla
 

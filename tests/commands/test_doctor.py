@@ -14,18 +14,17 @@ import jkv
 from jkv.attention.kernel.backend import Way
 from jkv.attention.kernel.launches.slots import store_rows
 from jkv.commands import bookkeeping, collectives, correctness, diagnosis, stores
-from jkv.commands.cases import CASES
 from jkv.commands.diagnosis import main
 from jkv.commands.ending import run_process
 from jkv.commands.facts import list_known_faults
-from jkv.commands.report import Report, say_duration
+from jkv.commands.report import Report, Step, judge, say_duration
 
 
 @pytest.fixture
 def few_cases(monkeypatch):
     """Two cases, one dtype and little to move: the others only take time."""
     wanted = ("mixed, with padding", "sinks")
-    cases = tuple(case for case in CASES if case.name in wanted)
+    cases = tuple(case for case in correctness.CASES if case.name in wanted)
     monkeypatch.setattr(correctness, "CASES", cases)
     monkeypatch.setattr(correctness, "IMPLEMENTATIONS", ("xla",))
     monkeypatch.setattr(correctness, "TOLERANCES", {"float32": 2e-5})
@@ -76,7 +75,7 @@ def test_wrong_attention_is_reported(tmp_path, monkeypatch, spoil):
         return spoil(found) if implementation == "xla" else found
 
     monkeypatch.setattr(correctness, "paged_attention", wrong)
-    monkeypatch.setattr(diagnosis, "check_cycles", lambda _: None)
+    monkeypatch.setattr(diagnosis, "check_cycles", lambda: None)
     path = tmp_path / "report.json"
     assert main(["--quick", "--report", str(path)]) == 1
     assert len(findings(path, "FAILED")) == 2  # each case
@@ -93,7 +92,8 @@ def test_a_wrong_gradient_is_reported(monkeypatch):
 
     monkeypatch.setattr(correctness, "paged_attention", wrong)
     report = Report()
-    correctness.check_derivative(report, implementation="xla")
+    tries = correctness.list_derived("xla")
+    Step("", 1, tries, of="gradient of xla").run(report)
     (finding,) = report.findings
     assert finding["verdict"] == "FAILED" and "xla, float32, sinks" in finding["what"]
 
@@ -119,12 +119,9 @@ def test_what_the_store_gets_wrong_is_reported():
         return kernel(write) | {"value_scales": write.arrays["value_scales"]}
 
     for store, verdict in ((kernel, "ok"), (wrong, "FAILED")):
-        report = Report()
-        stores.check_stores(report, store=store, cases=(case,))
-        (finding,) = report.findings
-        assert finding["verdict"] == verdict
-    assert finding["detail"].startswith("value_scales differ")
-    assert "JKV_WRITE_KERNEL=0" in finding["detail"]
+        found, detail = judge(functools.partial(stores.compare, case, store))
+        assert found == verdict
+    assert "value_scales differ" in detail and "JKV_WRITE_KERNEL=0" in detail
 
 
 @pytest.mark.parametrize(
@@ -181,8 +178,7 @@ def test_a_quick_look_is_a_small_part():
 
 @pytest.mark.one_end
 def test_ctrl_c_leaves_a_report_of_what_was_found(tmp_path, monkeypatch, capsys):
-    def stop(report):
-        report.add("ok", "the first half")
+    def stop():
         raise KeyboardInterrupt
 
     monkeypatch.setattr(diagnosis, "keep_compiled_programs", lambda: None)
@@ -191,7 +187,7 @@ def test_ctrl_c_leaves_a_report_of_what_was_found(tmp_path, monkeypatch, capsys)
     assert main(["--quick", "--report", str(path)]) == 130
     found = json.loads(path.read_text())
     assert found["was_interrupted"] and found["facts"]["versions"]
-    assert "the first half" in [each["what"] for each in findings(path, "ok")]
+    assert [each["step"] for each in findings(path, "ok")] == ["known combinations"]
     missed = [each["what"] for each in findings(path, "not checked")]
     assert missed[0] == "bookkeeping on the device"
     assert missed[-1] == "the compiled kernel"

@@ -84,7 +84,7 @@ def test_each_fault_is_named_with_its_cure(broken_machine, capsys):
         ("a tall product", "wrong", "2^19"),
         ("kernel: rows stored, int8", "wrong", "JKV_WRITE_KERNEL=0"),
         ("kernel: decode, bfloat16", "ok", ""),
-        ("kernel: derivative", "not checked", ""),
+        ("kernel: derivative, float32, sinks", "not checked", ""),
     ):
         assert f" {kind}" in rows[name] and cure in rows[name], name
     assert f"XLA_FLAGS='--xla_cpu_use_xnnpack=false {NO_COMMAND_BUFFERS}'" in said
@@ -226,8 +226,8 @@ def test_each_kernel_has_a_try():
     assert len(names) == len({*names})
     for part in ("decode, bfloat16", "prefill, float16", "int8", "blocks of 64"):
         assert any(part in name for name in names), part
-    wanted = {"kernel: derivative", "kernel: rows stored, int8", "generate"}
-    assert wanted | {"jkv's own lowering"} <= {*names}
+    wanted = {"kernel: derivative, float32, sinks", "kernel: rows stored, int8"}
+    assert wanted | {"generate", "jkv's own lowering: int8"} <= {*names}
     # Those on a CPU are among the names that a child knows.
     assert len(probes.list_tries(is_on_cpu=True)) < 10
 

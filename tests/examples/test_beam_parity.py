@@ -29,7 +29,7 @@ TOLERANCE = 1e-4
 @pytest.mark.one_end
 @pytest.mark.parametrize(
     "search",
-    with_further(fixtures.SEARCHES, *fixtures.SEARCHES[2:]),
+    with_further(fixtures.SEARCHES, *fixtures.SEARCHES[1:]),
     ids=lambda case: case.name,
 )
 def test_texts_and_scores_are_those_of_transformers(search):

@@ -19,6 +19,7 @@ def pool_map():
     return importlib.import_module("pool_map.cells")
 
 
+@pytest.mark.further
 @pytest.mark.slow
 def test_block_map_draws_the_pool(pool_map, run_here, monkeypatch, tmp_path):
     """Prefix hits, forks, frees and a compaction; the map's cells are the pool's."""

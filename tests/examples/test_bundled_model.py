@@ -114,6 +114,7 @@ def test_held_out_text_is_nowhere_in_the_trained(split):
     assert 0.05 < size / total < 0.15
 
 
+@pytest.mark.further
 @pytest.mark.one_end
 def test_corpus_is_the_same_in_another_process(split):
     # A fresh interpreter, without pytest's imports and with other hashes of strings.

@@ -127,6 +127,7 @@ def test_quickstart_is_in_the_docs_with_its_output(run_here):
     assert "free blocks after free: 32" in output
 
 
+@pytest.mark.further
 @pytest.mark.one_end
 def test_data_parallel_says_what_each_replica_did():
     """On four simulated devices: both work, and no device has more than its share."""
@@ -143,6 +144,7 @@ def test_data_parallel_says_what_each_replica_did():
     assert {each[3] for each in found} == {"1,024"}
 
 
+@pytest.mark.further
 @pytest.mark.one_end
 def test_a_long_context_lies_on_all_devices():
     """On four simulated ones: each has a quarter of the keys, whatever the length."""
@@ -209,6 +211,7 @@ def test_generate_ends_a_text_before_a_stop(streamed, run_here):
     assert whole[len(done.out) :].startswith(stop) and "ended by STOP" in done.err
 
 
+@pytest.mark.further
 @pytest.mark.slow
 @pytest.mark.one_end
 def test_the_best_of_several_samples(run_here):

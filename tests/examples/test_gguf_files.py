@@ -11,12 +11,13 @@ import numpy as np
 import pretrained
 import pytest
 import safetensors.numpy
+from pretrained.gguf_reading import stored
 from pretrained.rope import frequencies
 from support import checkpoint_fixtures as fixtures
 from support import gguf_writing as writing
 
 from jkv.commands.capacity import make_plan
-from jkv.config import gguf_file as files
+from jkv.config.gguf_file import read_file
 
 pytestmark = pytest.mark.one_end
 FULL = dict(use_sliding_window=False, layer_types=None)
@@ -145,21 +146,21 @@ def test_factors_of_llama_3_turn_as_its_settings_do(tmp_path):
 
 
 def test_text_is_cut_as_by_the_tokenizer_that_the_file_was_made_of(tmp_path):
-    stored = json.loads((fixtures.PYDOC / "tokenizer.json").read_text())
+    written = json.loads((fixtures.PYDOC / "tokenizer.json").read_text())
     raw, tensors = writing.read_checkpoint(fixtures.FIXTURES / "qwen3")
-    numbered = stored["model"]["vocab"] | {
-        token["content"]: token["id"] for token in stored["added_tokens"]
+    numbered = written["model"]["vocab"] | {
+        token["content"]: token["id"] for token in written["added_tokens"]
     }
     tokens = sorted(numbered, key=numbered.get)
-    special = {token["content"] for token in stored["added_tokens"]}
-    merges = stored["model"]["merges"]
+    special = {token["content"] for token in written["added_tokens"]}
+    merges = written["model"]["merges"]
     vocabulary = dict(
         model="gpt2",
         pre="gpt-2",
         tokens=tokens,
         token_type=[3 if token in special else 1 for token in tokens],
         merges=[m if isinstance(m, str) else " ".join(m) for m in merges],
-        eos_token_id=numbered[stored["added_tokens"][0]["content"]],
+        eos_token_id=numbered[written["added_tokens"][0]["content"]],
     )
     path = writing.write(tmp_path / "model.gguf", raw, tensors, vocabulary=vocabulary)
     found, expected = map(pretrained.load_tokenizer, (path, fixtures.PYDOC))
@@ -199,7 +200,7 @@ class TestRefused:
         path = writing.write(tmp_path / "a.gguf", *self.model(), kind="BF16")
         assert pretrained.load(path)
         path = path.rename(tmp_path / "b.gguf")
-        monkeypatch.setattr(files, "KINDS", ("F32",))
+        monkeypatch.setattr(stored, "KINDS", ("F32",))
         with pytest.raises(ValueError, match="kinds.*'BF16'.*another quantization"):
             pretrained.load(path)
 
@@ -221,19 +222,19 @@ class TestRefused:
         for place in rng.integers(4, head, 200):
             path.write_bytes(whole[:place])
             with pytest.raises(ValueError, match="damaged or cut off"):
-                files.read_file(path)
+                read_file(path)
             changed = bytearray(whole)
             changed[place : place + 4] = rng.bytes(4)
             path.write_bytes(changed)
             with contextlib.suppress(ValueError):  # a changed number may still be one
-                files.read_file(path)
+                read_file(path)
         many = len(whole).to_bytes(8, "little")  # more fields than there are bytes
         path.write_bytes(whole[:16] + many + whole[24:])
         with pytest.raises(ValueError, match="ends before its metadata"):
-            files.read_file(path)
+            read_file(path)
         path.write_bytes(whole[:4] + whole[4:8][::-1] + whole[8:])
         with pytest.raises(ValueError, match="big-endian"):
-            files.read_file(path)
+            read_file(path)
         path.write_bytes(b"version https://git-lfs.github.com/spec/v1")
         with pytest.raises(ValueError, match="no GGUF file: it begins with"):
             pretrained.load(path)

@@ -12,6 +12,7 @@ import pretrained
 import pytest
 from pretrained import layers
 from support import checkpoint_fixtures as fixtures
+from support.jax_versions import with_further
 
 import jkv
 
@@ -46,7 +47,7 @@ def no_copies(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_copies")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", with_further(NAMES, *NAMES[1:]))
 def test_a_loop_gives_what_layers_give_one_by_one(name):
     (model, params), (looped, joined) = load(name), load(name, loop_layers=True)
     expected = jax.jit(functools.partial(run, model))(params)

@@ -16,8 +16,7 @@ from support.small_caches import small_config
 from support.tolerances import assert_close, is_close
 
 import jkv
-from jkv.formats.costs import COSTS
-from jkv.formats.table import FORMATS
+from jkv.formats.table import COSTS, FORMATS
 
 INT4 = FORMATS[np.dtype(jnp.int4)]
 store = jax.jit(lambda rows: INT4.put(INT4.prepare(rows)))
@@ -151,7 +150,7 @@ def play(config, queries, keys, values):
     return read, found, cache
 
 
-@pytest.mark.parametrize("kind", few(KINDS, "int8 and int4", "latent"))
+@pytest.mark.parametrize("kind", few(KINDS, "int8 and int4"))
 def test_attention_is_that_of_what_is_read(kind):
     """And its derivative, as a cache in float32 has it of the numbers that are read."""
     config = small_config(**SIZES, **KINDS[kind])

@@ -43,20 +43,12 @@ def draw_texts(rng):
 
 def columns_of(spilled):
     """The keys of each column that is held, by its text."""
-    found = {}
-    (group,) = spilled.groups
-    keys = [
-        np.asarray(piece[:, i])
-        for piece in group.storage["key_pool"]
-        for i in range(piece.shape[1])
-    ]
-    for node, key in zip(group.nodes.tolist(), keys, strict=True):
-        text, at = [], node
-        while at >= 0:
-            text = [*spilled.tokens[at].tolist(), *text]
-            at = int(spilled.parents[at])
-        found[int(spilled.salts[node]), tuple(text)] = key
-    return found
+    return {
+        (int(spilled.salts[node]), tuple(spilled.text_of(node).tolist())): (
+            held.arrays["block.0.key_pool"]
+        )
+        for node, held in spilled.held.items()
+    }
 
 
 def find_columns(store, prompt, salt):
@@ -205,7 +197,7 @@ KILLED = """
 import os, random, signal, sys, time
 import numpy as np
 from jkv.tiers.folder import Folder, next_digest
-from jkv.tiers.held import Held
+from jkv.tiers.spilled import Held
 folder, seed = sys.argv[1], int(sys.argv[2])
 random.seed(seed)
 said = {"salt": 0, "version": "", "layout": [4]}
@@ -216,9 +208,10 @@ for trip in range(100):
         files = Folder(folder, 2**30)
         for n in range(1000):
             text = np.array([trip, n, 0, 0], np.int32)
-            block = {"key_pool": np.full((2, 64), n, np.float32)}
+            block = {"block.0.key_pool": np.full((2, 64), n, np.float32)}
             os.write(tell, b".")
-            files._write(next_digest(b"", text).hex(), text, Held({0: block}), said)
+            held = Held(arrays=block)
+            files._write(next_digest(b"", text).hex(), text, held, said)
         os._exit(0)
     for _ in range(random.randint(1, 3)):  # files before it are whole
         os.read(begun, 1)
@@ -233,7 +226,7 @@ for trip in range(100):
         held = files.find(next_digest(b"", text), text, said)
         if held is None:
             break
-        assert (held.blocks[0]["key_pool"] == n).all()
+        assert (held.arrays["block.0.key_pool"] == n).all()
         num += 1
 print(num, len(files._damaged))
 """
@@ -262,10 +255,10 @@ def test_a_process_that_is_killed_leaves_whole_files(tmp_path):
 def test_what_does_not_fit_is_refused_by_name(tmp_path):
     spilled = spilled_of(((1,) * 9,))
     wider = small_cache(num_blocks=24, prefix_caching=True, head_dim=16)
-    with pytest.raises(ValueError, match="arrays is .*, in this cache"):
+    with pytest.raises(ValueError, match=r"block\.0\.key_pool is .*, in this cache"):
         jkv.restore(wider, spilled)
     states = jkv.init(make_config("keys+state"))
-    with pytest.raises(ValueError, match="groups with a state: 0, in this cache 1"):
+    with pytest.raises(ValueError, match="groups with a state is 0, in this cache 1"):
         jkv.restore(states, spilled)
     store = jkv.BlockStore(2**20, folder=tmp_path, max_folder_bytes=2**20)
     store.put(spilled)

@@ -201,8 +201,8 @@ MUTATIONS = (
         "partners-of-an-earlier-life",
         "metadata",
         "What stood beside a block before it was handed out is found beside it again.",
-        'partners = beside.partners.at[leaders].set(nothing, mode="drop")',
-        "partners = beside.partners",
+        'partners = partners.at[leaders].set(nothing, mode="drop")',
+        "partners = partners.at[:0].set(nothing)",
     ),
     Mutation(
         "leader-goes-on-alone",
@@ -437,15 +437,15 @@ MUTATIONS = (
         "config",
         "A sequence's last, partly filled block is not counted when the most sequences "
         "are asked for.",
-        "max(-(-context_length // sizes.block_size), 1)",
-        "max(context_length // sizes.block_size, 1)",
+        "max(-(-context_length // self.block_size), 1)",
+        "max(context_length // self.block_size, 1)",
     ),
     Mutation(
         "presets-in-binary-gigabytes",
         "config",
         "The presets fill gibibytes, and so more than the gigabytes that they promise.",
-        "SMALL = Preset(4 * 10**9, 16, 32, 4096)",
-        "SMALL = Preset(4 * 2**30, 16, 32, 4096)",
+        'cls.for_memory("4GB", **suited | sizes)',
+        'cls.for_memory("4GiB", **suited | sizes)',
     ),
     Mutation(
         "largest-pool-without-the-holes",
@@ -752,8 +752,8 @@ MUTATIONS = (
         "stop-strings-leave-a-token",
         "serving",
         "A token too many is kept where a text has its stop string.",
-        "tokens[:num_new], logprobs[:num_new], stream",
-        "tokens[: num_new + 1], logprobs[:num_new], stream",
+        "news.tokens[:num_new], news.logprobs[:num_new]",
+        "news.tokens[: num_new + 1], news.logprobs[:num_new]",
     ),
     Mutation(
         "half-a-stop-string-is-shown",
@@ -773,8 +773,8 @@ MUTATIONS = (
         "results-are-kept-for-ever",
         "serving",
         "Results are forgotten by their number, but never by their time.",
-        "next(iter(self._entries.values()))[0] <= now",
-        "next(iter(self._entries.values()))[0] <= -1",
+        "next(iter(entries.values()))[0] <= now",
+        "next(iter(entries.values()))[0] <= -1",
     ),
     Mutation(
         "deadlines-of-those-that-run-alone",
@@ -788,8 +788,8 @@ MUTATIONS = (
         "doctor-takes-nan-for-right",
         "commands",
         "The doctor does not report attention that comes out as NaN.",
-        "if error <= TOLERANCES[dtype]:",
-        "if not error > TOLERANCES[dtype]:",
+        "if not error <= TOLERANCES[dtype]:",
+        "if error > TOLERANCES[dtype]:",
     ),
     Mutation(
         "doctor-overlooks-a-hidden-card",
@@ -932,8 +932,9 @@ MUTATIONS = (
         "steered-refusal-lost-among-guesses",
         "decoding",
         "A step with guesses takes a token of a text that is allowed none.",
-        "return _Chosen(tokens, mark_refused(logits, tokens, logprobs))",
-        "return _Chosen(tokens, logprobs)",
+        "            logprobs = mark_refused(logits, tokens, logprobs)\n"
+        "        return _Chosen",
+        "            pass\n        return _Chosen",
     ),
     Mutation(
         "steered-end-not-told",
@@ -946,8 +947,8 @@ MUTATIONS = (
         "guess-steered-one-token-late",
         "decoding",
         "The row of a guess is steered by the state before the guess, not after it.",
-        "row_of = rows.places * (guesses.tokens.shape[1] + 1) + rows.before",
-        "row_of = rows.places * (guesses.tokens.shape[1] + 1) + jnp.maximum("
+        "row_of = rows.places * (guesses.shape[1] + 1) + rows.before",
+        "row_of = rows.places * (guesses.shape[1] + 1) + jnp.maximum("
         "rows.before - 1, 0)",
     ),
     Mutation(

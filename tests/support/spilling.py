@@ -3,7 +3,6 @@
 import pickle
 
 import jkv
-from jkv.tiers.restoring import text_of
 from support.random_reuse import ReuseGame
 from support.random_states import StateGame
 
@@ -11,7 +10,7 @@ from support.random_states import StateGame
 def texts_of(spilled):
     """The domain and all tokens of each column of what was spilled, in order."""
     return [
-        (int(spilled.salts[node]), tuple(text_of(spilled, node).tolist()))
+        (int(spilled.salts[node]), tuple(spilled.text_of(node).tolist()))
         for node in range(len(spilled.parents))
     ]
 
@@ -36,11 +35,11 @@ class Spilling:
     def compare_spilled(self, spilled, blocks, places, kept):
         texts, found = texts_of(spilled), {}
         assert len(set(texts)) == len(texts)
-        for g, group in enumerate(spilled.groups):
-            for node in group.nodes.tolist():
-                found.setdefault(texts[node], set()).add(g)
+        for node, held in spilled.held.items():
+            if held.groups:
+                found[texts[node]] = held.groups
         assert found == blocks
-        nodes = [] if spilled.snapshots is None else spilled.snapshots.nodes.tolist()
+        nodes = [node for node, held in spilled.held.items() if held.has_snapshot]
         assert {texts[node] for node in nodes} == {*places}
         if spilled.classes is not None:
             pairs = zip(spilled.classes, spilled.kept_until, strict=True)
@@ -52,7 +51,7 @@ class Spilling:
             return
         spilled, *expected = self.kept[int(self.rng.integers(len(self.kept)))]
         texts = texts_of(spilled)
-        nodes = [] if spilled.snapshots is None else spilled.snapshots.nodes.tolist()
+        nodes = [node for node, held in spilled.held.items() if held.has_snapshot]
         expected = self.oracle.restore(
             texts, *expected, [texts[node] for node in nodes]
         )

@@ -57,10 +57,10 @@ CUT_SHORT = {
 }
 
 
-# The oldest JAX has windows and sinks in the groups below.
+# Windows and sinks are in the groups below, too.
 @pytest.mark.parametrize(
     "name, mode",
-    dealt([*further([("window", "donated")]), ("window and sinks", "jitted")]),
+    dealt(further([("window", "donated"), ("window and sinks", "jitted")])),
 )
 def test_random_reuse_with_a_window(name, mode, tmp_path):
     """A prompt is found where what its next row sees is there, though it began before.

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from jkv.config.gguf_file import GGUFile, dequantize, read_file
-from jkv.config.gguf_settings import count_layers, find_kind
+from jkv.config.gguf_file import GGUFile
+
+from .settings import find_kind
+from .stored import read_file, read_tensor
 
 # Worked out of what the config says.
 ROPES = ("freqs", "factors_short", "factors_long")
@@ -33,7 +35,7 @@ def name_tensors(file: GGUFile, known: set[str]) -> dict[str, str]:
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     numbers = {name: number for number, name in MODEL_ARCH_NAMES.items()}
-    layers = count_layers(file)
+    layers = file.num_layers
     names = get_tensor_name_map(numbers[file.architecture], layers)
 
     def find(name: str) -> str | None:
@@ -43,9 +45,9 @@ def name_tensors(file: GGUFile, known: set[str]) -> dict[str, str]:
         name = re.sub("_bias$", ".bias", name)
         return names.get_name(name, try_suffixes=(".weight", ".bias"))
 
-    stored = {name: find(name) for name in known}
-    found = {name: other for name, other in stored.items() if other in file.tensors}
-    strange = file.tensors.keys() - {*found.values()} - DERIVED
+    named = {name: find(name) for name in known}
+    found = {name: other for name, other in named.items() if other in file.places}
+    strange = file.places.keys() - {*found.values()} - DERIVED
     past = tuple(f"blk.{i}." for i in range(layers, file.need("block_count")))
     return found | {name: name for name in strange if not name.startswith(past)}
 
@@ -67,8 +69,8 @@ class GGUFTensors:
     def get_tensor(self, name: str) -> np.ndarray:
         """Return a tensor as the checkpoint had it."""
         expert = EXPERT.fullmatch(name)
-        stored = self._file.tensors[self._names[name]]
-        tensor = dequantize(stored, int(expert[2]) if expert else None)
+        index = int(expert[2]) if expert else None
+        tensor = read_tensor(self._file, self._names[name], index)
         if self._kind.norm_offset and name.endswith("norm.weight"):
             tensor = tensor - np.float32(self._kind.norm_offset)
         if name.endswith(ROWS):

@@ -7,12 +7,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from jkv.config.gguf_file import read_file
-from jkv.config.gguf_settings import make_config
-
 from ..checkpoint import list_names
 from ..config import parse_config
 from .folders import INDEX
+from .settings import make_config
+from .stored import read_file
 from .tensors import name_tensors
 from .vocabularies import find_ends, make_settings, make_tokenizer
 

@@ -7,8 +7,6 @@ functions could replace it.
 """
 
 import functools
-import pathlib
-import sys
 import warnings
 from collections.abc import Callable
 from types import ModuleType
@@ -79,13 +77,6 @@ def why_missing() -> str | None:
     return None
 
 
-def is_installed() -> bool:
-    """Return whether Pallas' lowering seems to be there, without an import."""
-    folder = pathlib.Path(jax.__file__).parent / "experimental" / "pallas"
-    known = sys.modules.get("jax.experimental.pallas.triton", jax)
-    return known is not None and any(folder.glob("triton*"))
-
-
 def program_id(axis: int) -> jax.Array:
     """Return the index of this program on an axis of the grid, i32[]."""
     index: jax.Array = _pallas().program_id(axis)
@@ -128,29 +119,17 @@ class Compilation(NamedTuple):
 
 
 def launch(
-    name: str,
+    name: str,  # what profilers show
+    # takes the operands as refs, and the refs of the results
     kernel: Callable[..., None],
-    operands: tuple[Any, ...],
-    results: tuple[Any, ...],
+    operands: tuple[Any, ...],  # a pytree of arrays, passed whole
+    results: tuple[Any, ...],  # a tuple of shapes and dtypes; None in it stays None
     *,
-    grid: tuple[int, int],
+    grid: tuple[int, int],  # how many programs there are on each axis
     compilation: Compilation,
-    in_place: bool = False,
+    in_place: bool = False,  # whether the last operands are the arrays that it changes
 ) -> Any:
-    """Run a kernel that writes arrays.
-
-    Args:
-      name: what profilers show.
-      kernel: takes the operands as refs, and the refs of the results.
-      operands: a pytree of arrays, passed whole.
-      results: a tuple of shapes and dtypes; None in it stays None.
-      grid: how many programs there are on each axis.
-      compilation: how it is compiled.
-      in_place: whether the last operands are the arrays that it changes.
-
-    Returns:
-      The arrays, as the results are given.
-    """
+    """Run a kernel that writes arrays; return them, as the results are given."""
     pl, way = _pallas(), compilation.way
     leaves, structure = jax.tree.flatten(operands)
     shapes, result_structure = jax.tree.flatten(results)

@@ -86,13 +86,11 @@ class RowTiles(NamedTuple):
         return row, Readers(request, last, starts)
 
     def to_rows(
-        self, found: tuple[jax.Array, jax.Array]
+        self,
+        # f32[tiles, K, Q * G, Dv] and f32[tiles, K, Q * G]
+        found: tuple[jax.Array, jax.Array],
     ) -> tuple[jax.Array, jax.Array]:
-        """Bring results by tile to rows; a row without a request sees nothing.
-
-        Args:
-          found: f32[tiles, K, Q * G, Dv] and f32[tiles, K, Q * G].
-        """
+        """Bring results by tile to rows; a row without a request sees nothing."""
         call, owners = self.call, Owners.of(self.call)
         first_tiles = self.ends - self.counts
         index = owners.pick(first_tiles[None] * self.tile_rows + owners.rank)
@@ -129,20 +127,13 @@ def attend_tiles(
     queries: jax.Array,  # f32[R, K, G, D], scaled
     tiles: RowTiles,
     *,
-    num_lanes: int,
-    width: int,
+    num_lanes: int,  # P, tiles of a trip
+    width: int,  # W
+    # in which tiles are taken and where each one is in it, i32[tiles] each, of as
+    # many as whole trips have. None: as they are
     order: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return `f32[R, K, G, Dv]` and `f32[R, K, G]` of the rows of all tiles.
-
-    Args:
-      queries: of all rows.
-      tiles: of the call.
-      num_lanes: P, tiles of a trip.
-      width: W.
-      order: in which tiles are taken and where each one is in it, i32[tiles] each, of
-        as many as whole trips have. None: as they are.
-    """
+    """Return `f32[R, K, G, Dv]` and `f32[R, K, G]` of the rows of all tiles."""
     call, num_tiles = tiles.call, tiles.most_of_trips(num_lanes)
     Results = tuple[jax.Array, jax.Array]
 

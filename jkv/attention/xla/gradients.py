@@ -28,7 +28,7 @@ from jkv.attention.xla.tiling import (
 from jkv.sharding.loops import fori_loop
 
 
-class Rows(NamedTuple):
+class RowOperands(NamedTuple):
     """What the backward pass reads of each row: [R, K, G, ...], of a tile [K, G, Q]."""
 
     queries: jax.Array  # f32[..., D], scaled
@@ -54,7 +54,7 @@ def differentiate_plainly(call: Call, cotangents: Cotangents) -> Gradients:
     d_output = d_output.astype(jnp.float32).reshape(*by_group, -1)
     clean_queries, query_marks = set_broken_apart(queries, jnp.bool_(True))
     d_output, output_marks = set_broken_apart(d_output, jnp.bool_(True))
-    rows = Rows(
+    rows = RowOperands(
         queries=clean_queries,
         # Rows that see nothing have weights of zero whatever their log-sum-exp.
         lse=jnp.where(jnp.isneginf(lse), 0.0, lse).reshape(by_group),
@@ -84,9 +84,9 @@ def _cast_like(sums: jax.Array | None, pool: jax.Array | None) -> jax.Array | No
     return None if sums is None or pool is None else sums.astype(pool.dtype)
 
 
-def _add_tile(tiling: Tiling, tile: RowTile, rows: Rows, sums: Sums) -> Sums:
+def _add_tile(tiling: Tiling, tile: RowTile, rows: RowOperands, sums: Sums) -> Sums:
     """Add what the rows of one tile bring."""
-    tile_rows = Rows(
+    tile_rows = RowOperands(
         *(
             jnp.moveaxis(
                 lax.dynamic_slice_in_dim(array, tile.start, tiling.tile_rows), 0, 2
@@ -108,7 +108,7 @@ def _add_tile(tiling: Tiling, tile: RowTile, rows: Rows, sums: Sums) -> Sums:
 
 
 def _add_chunk(
-    tiling: Tiling, tile: RowTile, rows: Rows, index: jax.Array, sums: Sums
+    tiling: Tiling, tile: RowTile, rows: RowOperands, index: jax.Array, sums: Sums
 ) -> Sums:
     """Add what one chunk of blocks brings, `sums.queries` of the tile's rows."""
     pools, layer, soft_cap = tiling.call.pools, tiling.call.layer, tiling.call.soft_cap

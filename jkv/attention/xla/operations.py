@@ -10,19 +10,16 @@ def multiply(equation: str, one: jax.Array, other: jax.Array) -> jax.Array:
     return jnp.einsum(equation, one, other, precision=lax.Precision.HIGHEST)
 
 
-def set_broken_apart(tokens: jax.Array, used: jax.Array) -> tuple[jax.Array, jax.Array]:
+def set_broken_apart(
+    tokens: jax.Array,  # f32[..., D]
+    used: jax.Array,  # bool, to broadcast to `tokens`
+) -> tuple[jax.Array, jax.Array]:
     """Return vectors with zeros for NaN, infinity and what is not used, and marks.
 
     A product adds up with weights of 0 what a row does not see, and 0 * NaN is NaN. So
     broken numbers are taken out of it, and the mark of their token goes into its score:
-    what is not seen of the scores is masked.
-
-    Args:
-      tokens: f32[..., D].
-      used: bool, to broadcast to `tokens`.
-
-    Returns:
-      The vectors, and f32[...], NaN for a vector with a broken number, else 0.
+    what is not seen of the scores is masked. The marks, f32[...], are NaN for a vector
+    with a broken number, else 0.
     """
     is_sound = jnp.isfinite(tokens)
     marks = jnp.where(is_sound.all(axis=-1), 0.0, jnp.nan)

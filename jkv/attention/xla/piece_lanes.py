@@ -41,20 +41,14 @@ class Gathered(NamedTuple):
 
 
 def attend_lanes(
-    call: Call,
-    queries: jax.Array,  # f32[R, K, Q * G, D], scaled
-    lanes: Lanes,
+    call: Call,  # whose pools and block tables are read
+    # f32[R, K, Q * G, D], scaled; of all rows, or of all tiles of Q rows
+    queries: jax.Array,
+    lanes: Lanes,  # what to attend to
     *,
-    mask_values: bool,
+    mask_values: bool,  # whether blocks may hold slots that the row does not see
 ) -> Sums:
-    """Return the sums of each lane's tokens, `f32[P, K, Q * G, ...]`.
-
-    Args:
-      call: whose pools and block tables are read.
-      queries: of all rows, or of all tiles of Q rows.
-      lanes: what to attend to.
-      mask_values: whether blocks may hold slots that the row does not see.
-    """
+    """Return the sums of each lane's tokens, `f32[P, K, Q * G, ...]`."""
     gathered = _gather_lanes(call, lanes)
     if mask_values:
         gathered = _hide_values(gathered, lanes.visible.any(axis=1))

@@ -28,24 +28,16 @@ class WorkList(NamedTuple):
 
 
 def list_work(
-    requests: Requests,
-    window: jax.Array | None,  # i32[] or i32[B]
-    block_size: int,
+    requests: Requests,  # of the call; those of several rows are not listed
+    window: jax.Array | None,  # i32[] or i32[B], tokens that a row sees, None for all
+    block_size: int,  # T
     *,
-    skip: jax.Array | None,  # i32[B]
-    piece_blocks: int,
-    padding: int,
+    # i32[B], leading columns of each that are not listed, with no window; None: none
+    skip: jax.Array | None,
+    piece_blocks: int,  # blocks of a piece
+    padding: int,  # P
 ) -> WorkList:
-    """Rank the requests of one row and count the pieces between their edges.
-
-    Args:
-      requests: of the call; those of several rows are not listed.
-      window: tokens that a row sees, None for all.
-      block_size: T.
-      skip: leading columns of each that are not listed, with no window; None: all are.
-      piece_blocks: blocks of a piece.
-      padding: P.
-    """
+    """Rank the requests of one row and count the pieces between their edges."""
     context = requests.context_lengths
     listed = (requests.query_lengths == 1) & (context > 0)
     last = quotient(jnp.maximum(context - 1, 0), block_size)

@@ -47,7 +47,7 @@ class RowTile(NamedTuple):
     num_chunks: jax.Array  # i32[]
 
 
-class Chunk(NamedTuple):
+class BlockChunk(NamedTuple):
     """Some consecutive blocks of a tile's request and which rows see their tokens."""
 
     blocks: jax.Array  # i32[C], ids
@@ -110,7 +110,7 @@ def locate_tile(tiling: Tiling, index: jax.Array) -> RowTile:
     )
 
 
-def locate_chunk(tiling: Tiling, tile: RowTile, index: jax.Array) -> Chunk:
+def locate_chunk(tiling: Tiling, tile: RowTile, index: jax.Array) -> BlockChunk:
     """Find the blocks of chunk `index` of a tile and what its rows see of them."""
     block_size = tiling.call.pools.block_size
     first_block = tile.first_block + index * tiling.chunk_blocks
@@ -123,7 +123,7 @@ def locate_chunk(tiling: Tiling, tile: RowTile, index: jax.Array) -> Chunk:
     if tile.before is not None:
         visible &= tokens[None, :] > tile.before[:, None]
     visible &= tile.valid[:, None]
-    return Chunk(blocks, visible, visible.any(axis=0))
+    return BlockChunk(blocks, visible, visible.any(axis=0))
 
 
 def score_chunk(

@@ -13,7 +13,7 @@ import numpy as np
 from jkv.decoding.arguments.asked import Asked
 from jkv.decoding.beams.hypotheses import EarlyStopping, Rules
 from jkv.decoding.beams.rounds import Searcher, run_round
-from jkv.decoding.beams.state import BeamSearch, SearchState
+from jkv.decoding.beams.state import SearchState
 from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.model.steps import Steps
@@ -21,6 +21,7 @@ from jkv.decoding.sampling.stopping import Bounds, judge_prompts
 from jkv.decoding.steering.rows import begin_rows
 from jkv.decoding.texts.blocks import count_free_blocks, find_block_size
 from jkv.decoding.texts.prompts import Prompts
+from jkv.decoding.texts.results import BeamSearch
 from jkv.decoding.texts.stops import Stops
 from jkv.metadata.requests import Integers, Texts, check_counts
 from jkv.sharding.loops import while_loop

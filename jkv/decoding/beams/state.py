@@ -4,48 +4,15 @@ Symbols: Q prompts, K beams of each, G most new tokens.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jkv.decoding.beams.hypotheses import Beams, Hypotheses
 from jkv.decoding.texts.prompts import Prompts
-from jkv.decoding.texts.results import FinishReason
+from jkv.decoding.texts.results import BeamStatistics, FinishReason
 from jkv.state import NO_SEQUENCE
-
-
-class BeamStatistics(NamedTuple):
-    """What a beam search did and needed."""
-
-    num_steps: jax.Array  # i32[], calls of the model
-    prompt_tokens: jax.Array  # i32[], prompt positions computed, again ones too
-    cached_tokens: jax.Array  # i32[], tokens that the prefix cache had
-    forked_beams: jax.Array  # i32[], beams that went on from another one's past
-    restarts: jax.Array  # i32[], searches that gave their blocks back and began anew
-    peak_blocks: jax.Array  # i32[], most blocks in use, others' too
-    # i32[], the same if each beam had all of its blocks for itself
-    unshared_peak_blocks: jax.Array
-
-    @classmethod
-    def zeros(cls) -> "BeamStatistics":
-        """Return the statistics of nothing, an array of its own for each."""
-        return cls(*[jnp.zeros((), jnp.int32) for _ in cls._fields])
-
-    def add(self, **counts: jax.Array) -> "BeamStatistics":
-        """Return the same with more counted, i32[] each, by their names."""
-        old = self._asdict()
-        return self._replace(**{name: old[name] + n for name, n in counts.items()})
-
-
-class BeamSearch(NamedTuple):
-    """The best texts that a beam search found, best first."""
-
-    tokens: jax.Array  # i32[B, num_return, G], stop tokens included, -1 past the end
-    lengths: jax.Array  # i32[B, num_return], new tokens of each
-    scores: jax.Array  # f32[B, num_return], -inf where there is no text
-    reasons: jax.Array  # i32[B], `FinishReason`: why each prompt's search ended
-    statistics: BeamStatistics  # what it took
 
 
 @jax.tree_util.register_dataclass

@@ -20,6 +20,7 @@ from jkv.decoding.model.prefill import (
     prefill,
     run_chunk,
 )
+from jkv.decoding.model.runner import Runner
 from jkv.decoding.sampling.draws import Choice, draw
 from jkv.decoding.sampling.filters import by_row, filter_logits
 from jkv.decoding.sampling.next_token import sampling_of
@@ -80,7 +81,7 @@ def open_rows(options: DraftModel, state: GenerationState) -> DraftRows:
             f"each rank drafts in a copy that is its own"
         )
     num_places, vocabulary = state.seen.shape
-    drawn = options.runner.count_vocabulary(options.cache, num_places)
+    drawn = _run(options).count_vocabulary(options.cache, num_places)
     if drawn != vocabulary:
         raise UsageError(
             f"the draft model must have the model's vocabulary of {vocabulary} tokens, "
@@ -156,7 +157,7 @@ def _catch_up(
         return is_ready & (chunk.batch.status == Status.OK)
 
     cache, is_ready = prefill(
-        options.runner,
+        _run(options),
         rows.cache,
         Pending(rows.seq_ids, texts.tokens, commits=False),
         is_ready,
@@ -167,11 +168,15 @@ def _catch_up(
     return rows._replace(cache=cache), is_ready
 
 
+def _run(options: DraftModel) -> Runner:
+    return Runner(options.model, options.params)
+
+
 def _run_ahead(
     options: DraftModel, drafts: Drafts, texts: _Targets, is_ready: jax.Array
 ) -> Drafts:
     """Draft K tokens for each text, one after the other."""
-    rows, runner, state = drafts.rows, options.runner, texts.state
+    rows, runner, state = drafts.rows, _run(options), texts.state
     sequences, made = state.places.sequences, state.result.lengths
     chosen = sampling_of(texts.choice.sampling, made.shape[0], sequences)
     seeds, made = by_row(chosen, sequences.shape[0]).seeds, made[sequences]

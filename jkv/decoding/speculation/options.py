@@ -6,7 +6,6 @@ from typing import Any
 import jax
 
 from jkv.decoding.model.protocol import Model
-from jkv.decoding.model.runner import Runner
 from jkv.state import Cache
 from jkv.status import UsageError
 
@@ -110,11 +109,6 @@ class DraftModel:
 
     def __post_init__(self) -> None:
         check_sizes(self.num_tokens, self.cost)
-
-    @property
-    def runner(self) -> Runner:
-        """The model with its weights."""
-        return Runner(self.model, self.params)
 
 
 def check_speculation(options: object) -> None:

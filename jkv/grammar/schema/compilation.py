@@ -17,7 +17,7 @@ from jkv.grammar.expressions import Choice, Expression, Leaf, Literal, size
 from jkv.grammar.regexes import compile_regex
 from jkv.grammar.schema.containers import array_expression, object_expression
 from jkv.grammar.schema.document import MAX_LEVELS, Document
-from jkv.grammar.schema.expansion import Expander, Part, Way
+from jkv.grammar.schema.expansion import Expander, Part, Way, named
 from jkv.grammar.schema.judging import Judge, allowed_kinds, kind_of, spoken_kinds
 from jkv.grammar.schema.negation import KINDS, NOT_VALUES, NUMBERS
 from jkv.grammar.schema.numbers import number_expression
@@ -174,11 +174,10 @@ class SchemaCompiler:
                 return self._those([True, False], way)
             case "string":
                 return string_expression(way, self.judge, self.bounds, self.max_counted)
-        for atom in way:
-            for value in atom.words.get(NOT_VALUES, ()):
-                others = [one for one in way if NOT_VALUES not in one.words]
-                if kind_of(value) == kind and self.judge.hold(others, value):
-                    raise Unsupported(f"{kind}s but for a listed one")
+        others = [atom for atom in way if NOT_VALUES not in atom.words]
+        for value in named(way, NOT_VALUES):
+            if kind_of(value) == kind and self.judge.hold(others, value):
+                raise Unsupported(f"{kind}s but for a listed one")
         make = array_expression if kind == "array" else object_expression
         return make(way, self)
 

@@ -22,8 +22,10 @@ from jkv.grammar.schema.expansion import (
     Part,
     Way,
     counts_of,
+    named,
     num_first_items,
     parts_of_item,
+    said,
 )
 from jkv.grammar.schema.judging import Judge
 from jkv.grammar.schema.negation import ABSENT, NUMBERS
@@ -68,7 +70,7 @@ def array_expression(way: Way, compiler: Compiler) -> Expression:
     if most is not None and least > most:
         return Choice([])
     wanted = [atom for atom in way if "contains" in atom.words]
-    is_unique = any(atom.words.get("uniqueItems") for atom in way)
+    is_unique = any(said(way, "uniqueItems"))
     if is_unique and (most is None or most > 1):
         if wanted:
             raise Unsupported("'uniqueItems' beside 'contains'")
@@ -158,7 +160,7 @@ def _unique(
         )
     ways = [judge.expand(parts) for parts in items.first[:most]]
     pairs = ((one, two) for i, one in enumerate(ways) for two in ways[:i])
-    if any(judge.overlap(one, two) for one, two in pairs):
+    if any(judge.expander.overlap(one, two) for one, two in pairs):
         raise Unsupported("'uniqueItems' of items that may be the same")
     return _in_order(items, least, most, compiler)
 
@@ -235,11 +237,9 @@ class _Keys:
     def __init__(self, way: Way, compiler: Compiler) -> None:
         self._way, self._compiler = way, compiler
         self._judge, self._bounds = compiler.judge, compiler.bounds
-        listed = [key for atom in way for key in atom.words.get("properties", ())]
-        required = [key for atom in way for key in atom.words.get("required", ())]
-        absent = [key for atom in way for key in atom.words.get(ABSENT, ())]
+        required, absent = named(way, "required"), named(way, ABSENT)
         self.required = {*required}
-        self._all = dict.fromkeys([*listed, *required, *absent])
+        self._all = dict.fromkeys([*named(way, "properties"), *required, *absent])
         self._names = [
             atom.part(atom.words["propertyNames"])
             for atom in way
@@ -255,19 +255,10 @@ class _Keys:
 
     def regions(self) -> Iterable[tuple[Automaton, list[Part]]]:
         """Yield sets of other keys, each with the parts that hold for its values."""
-        words = [atom.words for atom in self._way]
-        patterns = dict.fromkeys(
-            p for one in words for p in one.get("patternProperties", ())
-        )
-        is_named = any(
-            one.keys() & {"properties", "patternProperties"} for one in words
-        )
-        others = [
-            one["additionalProperties"]
-            for one in words
-            if "additionalProperties" in one
-        ]
-        is_open = False not in others if others else not is_named
+        patterns = dict.fromkeys(named(self._way, "patternProperties"))
+        speak = said(self._way, "properties"), said(self._way, "patternProperties")
+        others = said(self._way, "additionalProperties")
+        is_open = False not in others if others else not any(speak)
         if not patterns and not is_open:
             return
         for keys, found in self._divide(list(patterns)):

@@ -106,13 +106,8 @@ class Expander:
                 settled.append(way)
                 continue
             others: Others = found.words[SOME_PROPERTY]
-            keys = dict.fromkeys(
-                key
-                for atom in way
-                for word in ("properties", "required")
-                for key in atom.words.get(word, ())
-                if others.mean(key, self.finds)
-            )
+            keys = dict.fromkeys(named(way, "properties") + named(way, "required"))
+            keys = {key: None for key in keys if others.mean(key, self.finds)}
             rest = [atom for atom in way if atom is not found]
             for key in reversed(keys):
                 words = {
@@ -210,16 +205,16 @@ class Expander:
         ]
         for place, ways in enumerate(each):
             for other, branch in enumerate(branches):
-                inner = part.of(branch)
-                if other != place and ways and self._overlap(ways, inner.widely()):
+                others = self._expand(part.of(branch).widely()) if ways else []
+                if other != place and self.overlap(ways, others):
                     contrary = _muted(self._expand(part.of(branch, True)))
                     ways = self._both(ways, contrary, schema)
             found += ways
         self._check_number(found, schema)
         return found
 
-    def _overlap(self, ways: Ways, branch: Part) -> bool:
-        others = self._expand(branch)
+    def overlap(self, ways: Ways, others: Ways) -> bool:
+        """Whether a value may hold in one way of each."""
         self._bounds.spend(len(ways) * len(others))
         return any(
             self.is_possible([*one, *other], True) for one in ways for other in others
@@ -326,12 +321,20 @@ class Expander:
         return found
 
 
+def said(way: Way, word: str) -> list[Any]:
+    """Return what atoms say by a keyword, those that have it."""
+    return [atom.words[word] for atom in way if word in atom.words]
+
+
+def named(way: Way, word: str) -> list[Any]:
+    """Return the keys or values that atoms list by a keyword."""
+    return [one for listed in said(way, word) for one in listed]
+
+
 def counts_of(way: Way, what: str) -> tuple[int, int | None]:
     """Return the least and the most that atoms allow of "Items", say; None for any."""
-    words = [atom.words for atom in way]
-    least = max((int(one.get(f"min{what}", 0)) for one in words), default=0)
-    mosts = [int(one[f"max{what}"]) for one in words if f"max{what}" in one]
-    return least, min(mosts, default=None)
+    least = max(map(int, said(way, f"min{what}")), default=0)
+    return least, min(map(int, said(way, f"max{what}")), default=None)
 
 
 def num_first_items(way: Way) -> int:

@@ -2,12 +2,14 @@
 
 import fractions
 import functools
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jkv.grammar.automaton import Automaton, intersect
 from jkv.grammar.bounds import Bounds
 from jkv.grammar.regexes import compile_regex
+from jkv.grammar.schema import negation
 from jkv.grammar.schema.expansion import (
     Atom,
     Expander,
@@ -15,33 +17,21 @@ from jkv.grammar.schema.expansion import (
     Route,
     Way,
     counts_of,
+    named,
     num_first_items,
     parts_of_item,
+    said,
 )
 from jkv.grammar.schema.formats import COUNTED, FORMATS
 from jkv.grammar.schema.keywords import OF_TYPE, is_number
-from jkv.grammar.schema.negation import (
-    ABSENT,
-    COUNTS,
-    KIND,
-    KINDS,
-    NOT_MULTIPLE,
-    NOT_PATTERN,
-    NOT_VALUES,
-    NUMBERS,
-    SOME_PROPERTY,
-    items_of,
-    kinds_of,
-)
+from jkv.grammar.schema.negation import items_of, kinds_of
 from jkv.grammar.schema.patterns import find_pattern
 
 # Keywords that say the least and the most of a kind of values.
-_BOUNDS = {
-    **{kind: ((f"min{what}",), (f"max{what}",)) for what, kind in COUNTS.items()},
-    **dict.fromkeys(
-        NUMBERS, (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))
-    ),
-}
+_OF_NUMBERS = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+_BOUNDS: dict[str, tuple[tuple[str, ...], ...]]
+_BOUNDS = dict.fromkeys(negation.NUMBERS, _OF_NUMBERS)
+_BOUNDS |= {kind: ((f"min{n}",), (f"max{n}",)) for n, kind in negation.COUNTS.items()}
 
 _LEVELS = 3  # into which it is looked, to see whether two schemas exclude each other
 
@@ -51,7 +41,7 @@ class Judge:
 
     def __init__(self, expander: Expander, bounds: Bounds) -> None:
         """Take what takes schemas apart, and tell it what is possible."""
-        self._expander, self._bounds = expander, bounds
+        self.expander, self._bounds = expander, bounds
         self._strings: dict[tuple[str, str], Automaton] = {}
         expander.is_possible = self.is_possible
         expander.finds = self.finds
@@ -73,19 +63,16 @@ class Judge:
 
     def described(self, way: Way, *, is_short: bool = False) -> list[Automaton]:
         """Return the strings of patterns and of known formats, or of short ones."""
-        found = []
-        for words in (atom.words for atom in way):
-            if "pattern" in words:
-                found.append(self.strings("pattern", words["pattern"]))
-            if (form := words.get("format")) in FORMATS:
-                kind = "short format" if is_short and form in COUNTED else "format"
-                found.append(self.strings(kind, form))
+        found = [self.strings("pattern", one) for one in said(way, "pattern")]
+        for form in (one for one in said(way, "format") if one in FORMATS):
+            kind = "short format" if is_short and form in COUNTED else "format"
+            found.append(self.strings(kind, form))
         return found
 
     def holds(self, part: Part, value: Any) -> bool:
         """Whether a part holds for a value, at any depth."""
         part = part._replace(route=Route(is_wide=part.route.is_wide))
-        ways = self._expander.expand([part])
+        ways = self.expander.expand([part])
         return any(self.hold(way, value) for way in ways)
 
     def hold(self, way: Way, value: Any) -> bool:
@@ -95,48 +82,44 @@ class Judge:
         )
 
     def _holds(self, atom: Atom, word: str, value: Any) -> bool:
+        """Whether a keyword holds, as all do for values of which they say nothing."""
         self._bounds.spend(1)
-        said = atom.words[word]
-        match word:
-            case "type":
-                return kind_of(value) in kinds_of(said)
-            case "const":
-                return equal(value, said)
-            case "enum":
-                return any(equal(value, one) for one in said)
-        if word == KIND:
-            return kind_of(value) in said
-        if word == NOT_VALUES:
-            return not any(equal(value, one) for one in said)
-        if COUNTS.get(word[3:]) == kind_of(value):
-            return len(value) >= said if word[:3] == "min" else len(value) <= said
-        if isinstance(value, str):
-            return self._holds_for_string(word, said, value)
-        if is_number(value):
-            return _holds_for_number(word, said, atom.words, value)
-        if isinstance(value, list):
-            return self._holds_for_array(atom, word, value)
-        if isinstance(value, Mapping):
-            return self._holds_for_object(atom, word, value)
+        wanted, kind = atom.words[word], kind_of(value)
+        if negation.COUNTS.get(word[3:]) == kind:
+            return len(value) >= wanted if word[:3] == "min" else len(value) <= wanted
+        match word, kind:
+            case "type", _:
+                return kind in kinds_of(wanted)
+            case negation.KIND, _:
+                return kind in wanted
+            case "const", _:
+                return equal(value, wanted)
+            case "enum", _:
+                return any(equal(value, one) for one in wanted)
+            case negation.NOT_VALUES, _:
+                return not any(equal(value, one) for one in wanted)
+            case _, "integer" | "fraction":
+                return _holds_for_number(word, wanted, atom.words, value)
+            case "pattern", "string":
+                return self.finds(wanted, value)
+            case negation.NOT_PATTERN, "string":
+                return not self.finds(wanted, value)
+            case "format", "string" if wanted in FORMATS:
+                return self.strings("format", wanted).matches(value.encode())
+            case _, "array":
+                return self._holds_for_array(atom, word, value)
+            case _, "object":
+                return self._holds_for_object(atom, word, value)
         return True
 
-    def _holds_for_string(self, word: str, said: Any, value: str) -> bool:
-        match word:
-            case "pattern":
-                return self.finds(said, value)
-            case "format":
-                strings = said in FORMATS and self.strings("format", said)
-                return not strings or strings.matches(value.encode())
-        return not (word == NOT_PATTERN and self.finds(said, value))
-
     def _holds_for_array(self, atom: Atom, word: str, value: list[Any]) -> bool:
-        said, (first, more) = atom.words[word], items_of(atom.words)
+        wanted, (first, more) = atom.words[word], items_of(atom.words)
         match word:
-            case "uniqueItems":
-                pairs = ((one, two) for i, one in enumerate(value) for two in value[:i])
-                return not said or not any(equal(one, two) for one, two in pairs)
+            case "uniqueItems" if wanted:
+                pairs = itertools.combinations(value, 2)
+                return not any(equal(one, other) for one, other in pairs)
             case "contains":
-                count = sum(self.holds(atom.part(said), item) for item in value)
+                count = sum(self.holds(atom.part(wanted), item) for item in value)
                 least = atom.words.get("minContains", 1)
                 return least <= count <= atom.words.get("maxContains", count)
             case "prefixItems" | "items":
@@ -150,32 +133,32 @@ class Judge:
     def _holds_for_object(
         self, atom: Atom, word: str, value: Mapping[str, Any]
     ) -> bool:
-        said = atom.words[word]
+        wanted = atom.words[word]
         match word:
             case "required":
-                return value.keys() >= {*said}
+                return value.keys() >= {*wanted}
+            case negation.ABSENT:
+                return not value.keys() & {*wanted}
             case "propertyNames":
-                return all(self.holds(atom.part(said), key) for key in value)
+                return all(self.holds(atom.part(wanted), key) for key in value)
             case "properties" | "patternProperties" | "additionalProperties":
                 return all(
                     self.holds(atom.part(schema), one)
                     for key, one in value.items()
                     for schema in self.schemas_of(atom.words, key)
                 )
-        if word == ABSENT:
-            return not value.keys() & {*said}
-        if word == SOME_PROPERTY:
-            return any(
-                said.mean(key, self.finds)
-                and not self.holds(atom.part(said.schema), one)
-                for key, one in value.items()
-            )
+            case negation.SOME_PROPERTY:
+                return any(
+                    wanted.mean(key, self.finds)
+                    and not self.holds(atom.part(wanted.schema), one)
+                    for key, one in value.items()
+                )
         return True
 
     def schemas_of(self, words: Mapping[str, Any], key: str) -> list[Any]:
         """Return the schemas that keywords have for a property."""
-        named = words.get("properties", {})
-        found = [named[key]] if key in named else []
+        own = words.get("properties", {})
+        found = [own[key]] if key in own else []
         for pattern, schema in words.get("patternProperties", {}).items():
             if self.finds(pattern, key):
                 found.append(schema)
@@ -201,13 +184,7 @@ class Judge:
 
     def expand(self, parts: Sequence[Part]) -> list[Way]:
         """Return ways in which parts hold, rather more than less."""
-        return self._expander.expand([part.widely() for part in parts])
-
-    def overlap(self, ones: list[Way], others: list[Way]) -> bool:
-        """Whether a value may hold in one way of each."""
-        return any(
-            self.is_possible([*one, *other], True) for one in ones for other in others
-        )
+        return self.expander.expand([part.widely() for part in parts])
 
     def distinct(self, values: Sequence[Any]) -> list[Any]:
         return [
@@ -248,11 +225,8 @@ class Judge:
                 places = range(min(least, num_first_items(way) + 1))
                 needed = (parts_of_item(way, place) for place in places)
             case "object":
-                required = {
-                    key for atom in way for key in atom.words.get("required", ())
-                }
-                absent = {key for atom in way for key in atom.words.get(ABSENT, ())}
-                if required & absent:
+                required = {*named(way, "required")}
+                if required.intersection(named(way, negation.ABSENT)):
                     return False
                 needed = (self.parts_of(way, key) for key in required)
         return all(self._is_part_possible(each, is_thorough, levels) for each in needed)
@@ -270,21 +244,17 @@ class Judge:
 
 def allowed_kinds(way: Way) -> set[str]:
     """Return the kinds of values that the types of all atoms allow."""
-    found = {*KINDS}
-    for atom in way:
-        if "type" in atom.words:
-            found &= kinds_of(atom.words["type"])
-        found &= {*atom.words.get(KIND, KINDS)}
-    return found
+    allowed = [*map(kinds_of, said(way, "type")), *map(set, said(way, negation.KIND))]
+    return {*negation.KINDS}.intersection(*allowed)
 
 
 def spoken_kinds(way: Way) -> set[str]:
     """Return the kinds of which keywords of atoms say something; all if none."""
-    said = {word for atom in way for word in atom.words}
-    types = [name for name, words in OF_TYPE.items() if words & said]
-    if ABSENT in said:
+    words = {word for atom in way for word in atom.words}
+    types = [name for name, own in OF_TYPE.items() if own & words]
+    if negation.ABSENT in words:
         types.append("object")
-    return {*KINDS} if "type" in said or not types else kinds_of(types)
+    return {*negation.KINDS} if "type" in words or not types else kinds_of(types)
 
 
 def kind_of(value: Any) -> str:
@@ -317,25 +287,23 @@ def exact(value: int | float) -> fractions.Fraction:
 
 
 def _holds_for_number(
-    word: str, said: Any, words: Mapping[str, Any], value: int | float
+    word: str, wanted: Any, words: Mapping[str, Any], value: int | float
 ) -> bool:
-    if isinstance(said, bool):
-        return True
-    number = exact(value)
+    if isinstance(wanted, bool):
+        return True  # of draft 4: it says of the other bound that it is exclusive
     match word:
-        case "minimum":
-            is_strict = words.get("exclusiveMinimum") is True
-            return number > exact(said) or number == exact(said) and not is_strict
-        case "maximum":
-            is_strict = words.get("exclusiveMaximum") is True
-            return number < exact(said) or number == exact(said) and not is_strict
-        case "exclusiveMinimum":
-            return number > exact(said)
-        case "exclusiveMaximum":
-            return number < exact(said)
-        case "multipleOf":
-            return (number / exact(said)).denominator == 1
-    return not (word == NOT_MULTIPLE and (number / exact(said)).denominator == 1)
+        case "minimum" if words.get("exclusiveMinimum") is not True:
+            return exact(value) >= exact(wanted)
+        case "maximum" if words.get("exclusiveMaximum") is not True:
+            return exact(value) <= exact(wanted)
+        case "minimum" | "exclusiveMinimum":
+            return exact(value) > exact(wanted)
+        case "maximum" | "exclusiveMaximum":
+            return exact(value) < exact(wanted)
+        case "multipleOf" | negation.NOT_MULTIPLE:
+            is_multiple = (exact(value) / exact(wanted)).denominator == 1
+            return is_multiple == (word == "multipleOf")
+    return True
 
 
 def _contradict(way: Way, least: tuple[str, ...], most: tuple[str, ...]) -> bool:

@@ -24,7 +24,7 @@ from jkv.grammar.expressions import (
     concat,
     optional,
 )
-from jkv.grammar.schema.expansion import Way
+from jkv.grammar.schema.expansion import Way, named, said
 from jkv.grammar.schema.keywords import is_number
 from jkv.grammar.schema.negation import NOT_MULTIPLE, NOT_VALUES
 
@@ -50,9 +50,8 @@ _Bound = tuple[decimal.Decimal, bool]  # and whether the bound itself is left ou
 def number_expression(way: Way, kinds: Set[str], bounds: Bounds) -> Expression:
     """Return the numbers that atoms describe, of one or both kinds."""
     shape = _within_bounds(way, "fraction" not in kinds, bounds)
-    wanted = [atom.words["multipleOf"] for atom in way if "multipleOf" in atom.words]
-    unwanted = [atom.words[NOT_MULTIPLE] for atom in way if NOT_MULTIPLE in atom.words]
-    values = [v for atom in way for v in atom.words.get(NOT_VALUES, ()) if is_number(v)]
+    wanted, unwanted = said(way, "multipleOf"), said(way, NOT_MULTIPLE)
+    values = [value for value in named(way, NOT_VALUES) if is_number(value)]
     is_integer = "integer" in kinds
     if not (wanted or unwanted or values) and is_integer:
         return shape

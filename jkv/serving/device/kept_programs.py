@@ -66,15 +66,9 @@ class KeptPrograms:
     def find(
         self, program: Any, static: dict[str, Any], dynamic: dict[str, Any]
     ) -> Callable[..., Any]:
-        """Return the executable for such arguments, kept from now on.
+        """Return the executable for arguments by name, kept from now on.
 
-        Args:
-          program: what would be compiled, a function that jit made.
-          static: its static arguments by name.
-          dynamic: the others.
-
-        Returns:
-          What takes `dynamic` by name. It has `out_info`, the shapes of its results.
+        It takes the dynamic ones, and has the shapes of its results, `out_info`.
         """
         path = self._name_file(program, static, dynamic)
         executable = _load(path)
@@ -172,10 +166,8 @@ def _hash_files(source: ModuleType) -> str:
 
 @contextlib.contextmanager
 def _without_cache() -> Iterator[None]:
-    """Let nothing come from JAX's own cache of compiled programs meanwhile.
-
-    XLA writes an executable that it has read itself without its functions, on a CPU.
-    """
+    """Let nothing come from JAX's own cache of compiled programs meanwhile."""
+    # XLA writes an executable that it has read itself without its functions, on a CPU.
     was_enabled = jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_enable_compilation_cache", False)
     # Whether there is a cache is asked once, and then remembered.
@@ -190,16 +182,14 @@ def _without_cache() -> Iterator[None]:
 def _load(path: Path) -> Any:
     """Return the executable in a file; None where there is none that works."""
     try:
-        content = path.read_bytes()
+        found: Any = pickle.loads(path.read_bytes())
+        return serialize_executable.deserialize_and_load(*found)
     except OSError:
         return None
-    try:
-        executable = serialize_executable.deserialize_and_load(*pickle.loads(content))
     except Exception as error:  # half a file, another machine's instructions
         logger.warning("%s is compiled again: %s", path.name, error)
         path.unlink(missing_ok=True)
         return None
-    return executable
 
 
 def _save(path: Path, executable: Any) -> None:

@@ -15,14 +15,8 @@ from jkv.decoding.speculation.options import DraftModel
 from jkv.decoding.steering.rows import as_steering
 from jkv.decoding.texts.blocks import count_free_blocks
 from jkv.prefixes.verbs import clear_prefixes
+from jkv.serving.device import programs
 from jkv.serving.device.kept_programs import BoundProgram, KeptPrograms
-from jkv.serving.device.programs import (
-    Given,
-    begin_empty,
-    exchange,
-    preempt_all,
-    run_window,
-)
 from jkv.serving.device.sizes import EngineSizes
 from jkv.serving.device.transfers import Arrivals, Change, WindowReport
 from jkv.serving.device.weights import replace_weights
@@ -52,12 +46,12 @@ class Loop:
         draft = how.speculate if isinstance(how.speculate, DraftModel) else None
         draft_params = None if draft is None else draft.params
         self._draft_cache = None if draft is None else draft.cache
-        self._given = Given(params, draft_params, as_steering(how.steering))
+        self._given = programs.Given(params, draft_params, as_steering(how.steering))
         static = {"model": model, "sizes": sizes}
-        self._begin = BoundProgram(begin_empty, kept, static)
-        self._exchange = BoundProgram(exchange, kept, {})
-        self._run_window = BoundProgram(run_window, kept, static)
-        self._preempt_all = BoundProgram(preempt_all, kept, {})
+        self._begin = BoundProgram(programs.begin_empty, kept, static)
+        self._exchange = BoundProgram(programs.exchange, kept, {})
+        self._run_window = BoundProgram(programs.run_window, kept, static)
+        self._preempt_all = BoundProgram(programs.preempt_all, kept, {})
         state, _ = self._begin.find_shapes(**self._beginning)
         self._vocabulary = int(state.seen.shape[1])
         self.block_size = state.block_size(cache)  # how many blocks a text takes
@@ -194,11 +188,7 @@ class Loop:
         self.num_free_blocks = None
 
     def warm_up(self, progress: Progress | None) -> int:
-        """Compile all programs, by running each with nothing to do.
-
-        Returns how many there are; progress is told the name of each, how many are
-        done, and of how many.
-        """
+        """Compile all programs, by running each with nothing to do; count them."""
         nothing = Change(
             Arrivals.of(self._sizes, []), np.zeros((self._sizes.num_sequences,), bool)
         )
@@ -217,11 +207,7 @@ class Loop:
         return len(programs)
 
     def start_again(self) -> None:
-        """Make an empty generation, and a new cache where the old one is lost.
-
-        Sequences that are not the engine's would be lost, too: with such the engine
-        fails.
-        """
+        """Make an empty generation and a new cache; fail if others had sequences."""
         first, first_draft = self._first, self._first_draft
         if first.is_shared or (first_draft is not None and first_draft.is_shared):
             raise EngineError(
@@ -255,13 +241,11 @@ class Loop:
 class _First(NamedTuple):
     """A cache as it was at first, but for what was in its pools."""
 
-    shapes: Cache  # with shapes for pools; the metadata is on the host
-    pools: list[dict[str, Placement]]  # of each group
+    shapes: Cache  # with shapes for pools, placed; the metadata is on the host
     metadata: Placement
 
     @classmethod
     def of(cls, cache: Cache) -> "_First":
-        """Note what a fresh one needs."""
         shapes = tuple(
             group.with_arrays(jax.tree.map(_shape_of, group.arrays))
             for group in cache.storage
@@ -269,7 +253,6 @@ class _First(NamedTuple):
         on_host = jax.device_get(cache.metadata)
         return cls(
             cache.with_storage(shapes).with_metadata(on_host),
-            [jax.tree.map(_find_placement, group.arrays) for group in cache.storage],
             _find_placement(cache.metadata.is_open),
         )
 
@@ -279,14 +262,14 @@ class _First(NamedTuple):
         return bool(np.asarray(self.shapes.metadata.is_open).any())
 
     def make_anew(self) -> Cache:
+        def zeros(shape: Any) -> jax.Array:
+            return jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)
+
         storage = tuple(
             group.with_arrays(
-                {
-                    name: jnp.zeros(pool.shape, pool.dtype, device=where[name])
-                    for name, pool in group.arrays.items()
-                }
+                {name: zeros(each) for name, each in group.arrays.items()}
             )
-            for group, where in zip(self.shapes.storage, self.pools, strict=True)
+            for group in self.shapes.storage
         )
         metadata = put(self.shapes.metadata, self.metadata)
         cache = self.shapes.with_storage(storage).with_metadata(metadata)
@@ -303,10 +286,12 @@ def _check_owned(name: str, cache: Cache | None) -> None:
 
 
 def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+    return jax.ShapeDtypeStruct(
+        array.shape, array.dtype, sharding=_find_placement(array)
+    )
 
 
-def _find_placement(array: jax.Array) -> Placement:
+def _find_placement(array: jax.Array) -> jax.sharding.Sharding | None:
     """Return where an array was told to be; programs are compiled for that, too."""
     return array.sharding if array.committed else None
 

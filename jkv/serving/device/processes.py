@@ -36,10 +36,7 @@ FindParams = Callable[[], tuple[Any, Any]]
 
 
 class SharedLoop(Loop):
-    """A loop whose cache lies on a mesh of several processes: all do what one is told.
-
-    One process leads, and the others follow until they are told to return.
-    """
+    """A loop whose cache lies on a mesh of several processes: all do what one says."""
 
     num_classes = 1  # followers are not told what to keep
 
@@ -196,14 +193,12 @@ class SharedLoop(Loop):
                 super().replace_steering(self._spread(self._share(steering)))
 
     def _start(self, changes: Sequence[Change], num_steps: int) -> WindowReport | None:
-        """Start a window, whose report each process can read.
-
-        What a model divides, such as the vocabulary, may divide what follows from it.
-        """
+        """Start a window, whose report each process can read."""
         report = super().start_window(changes, num_steps)
         if report is None:
             self._newest = self.num_free_blocks
             return None
+        # What a model divides, such as the vocabulary, may divide what follows from it.
         if self._is_report_whole is None:
             leaves = jax.tree.leaves(report)
             self._is_report_whole = all(leaf.is_fully_replicated for leaf in leaves)

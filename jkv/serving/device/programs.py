@@ -80,11 +80,8 @@ def exchange(
     arrivals: Arrivals,
     cancelled: jax.Array,  # bool[N]
     steering: Steering | None,
-) -> tuple[Cache, GenerationState, Sampling, jax.Array]:
-    """End what was cancelled, then let prompts wait: an index may be free only now.
-
-    Returns also i32[]: blocks that are free then.
-    """
+) -> tuple[Cache, GenerationState, Sampling, jax.Array]:  # i32[], blocks free then
+    """End what was cancelled, then let prompts wait: an index may be free only now."""
     cache, state = decoding.cancel(cache, state, cancelled)
     indices, samples = jnp.asarray(arrivals.indices), state.num_samples
     state = decoding.add_prompts(
@@ -142,32 +139,28 @@ def run_window(
     ahead = jnp.arange(sizes.max_window_tokens, dtype=jnp.int32)[None]
     sequence = jnp.arange(sizes.num_sequences, dtype=jnp.int32)[:, None]
     column = starts[:, None] + ahead
-    stage = 2 * places.is_started.astype(jnp.int32) - places.is_running.astype(
-        jnp.int32
+    is_started, is_running = places.is_started, places.is_running
+    stage = 2 * is_started.astype(jnp.int32) - is_running.astype(jnp.int32)
+    at = jnp.where(is_started, places.sequences, sizes.num_sequences)
+    report = WindowReport(
+        tokens=result.tokens.at[sequence, column].get(mode="clip"),
+        logprobs=result.logprobs.at[sequence, column].get(mode="clip"),
+        counts=result.lengths - starts,
+        reasons=result.reasons,
+        cached_tokens=result.cached_tokens,
+        stages=jnp.zeros_like(starts).at[at].set(stage, mode="drop"),
+        statistics=result.statistics,
+        num_free_blocks=sum_groups(count_free_blocks(cache)),
     )
-    at = jnp.where(places.is_started, places.sequences, sizes.num_sequences)
-    return (
-        cache,
-        state,
-        WindowReport(
-            tokens=result.tokens.at[sequence, column].get(mode="clip"),
-            logprobs=result.logprobs.at[sequence, column].get(mode="clip"),
-            counts=result.lengths - starts,
-            reasons=result.reasons,
-            cached_tokens=result.cached_tokens,
-            stages=jnp.zeros_like(starts).at[at].set(stage, mode="drop"),
-            statistics=result.statistics,
-            num_free_blocks=sum_groups(count_free_blocks(cache)),
-        ),
-    )
+    return cache, state, report
 
 
 def _restore_guessing(
-    sizes: EngineSizes, given: Given, draft_cache: Cache | None
+    sizes: EngineSizes, given: Given, cache: Cache | None
 ) -> PromptLookup | DraftModel | None:
-    """Return how tokens are guessed, put together again."""
+    """Return how tokens are guessed, put together again with a draft's cache."""
     guesses = sizes.guesses
     if not isinstance(guesses, DraftSizes):
         return guesses
-    assert draft_cache is not None
-    return DraftModel(**vars(guesses), params=given.draft_params, cache=draft_cache)
+    assert cache is not None
+    return DraftModel(**vars(guesses), params=given.draft_params, cache=cache)

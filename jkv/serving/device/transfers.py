@@ -15,7 +15,7 @@ from jkv.decoding.texts.results import FinishReason, Statistics
 from jkv.serving.device.sizes import EngineSizes
 from jkv.serving.request.ask import NOT_STEERED
 from jkv.serving.request.limits import StopSizes
-from jkv.serving.request.request import Request, RequestState
+from jkv.serving.request.request import Request, RequestState, SequenceNews
 
 # What `WindowReport.stages` counts.
 STAGES = (RequestState.WAITING, RequestState.RUNNING, RequestState.PREEMPTED)
@@ -101,17 +101,6 @@ def make_empty_sequences(count: int, stops: StopSizes) -> np.ndarray[Any, Any] |
     return np.full((count, stops.sequences, stops.length), -1, np.int32)
 
 
-class SequenceNews(NamedTuple):
-    """A sequence's row of a window's report."""
-
-    sequence: int
-    tokens: list[int]  # new ones
-    logprobs: list[float]  # theirs
-    reason: FinishReason  # why it ended, RUNNING if it did not
-    stage: RequestState
-    cached_tokens: int  # of its prompt
-
-
 class WindowReport(NamedTuple):
     """What a window brought, for all N sequences of the generation."""
 
@@ -125,11 +114,8 @@ class WindowReport(NamedTuple):
     num_free_blocks: jax.Array  # i32[], of all groups of layers together
 
     def read_news(self) -> Iterator[SequenceNews]:
-        """Return what is new, row by row; the arrays are in numpy.
-
-        Most sequences that wait have nothing new, and there may be many: they are left
-        out.
-        """
+        """Return what is new, row by row; the arrays are in numpy."""
+        # Most sequences that wait have nothing new, and there may be many.
         is_new = (self.counts > 0) | (self.reasons != FinishReason.RUNNING)
         rows = np.flatnonzero(is_new | (self.stages != _WAITING))
         arrays = self.tokens, self.logprobs, self.counts, self.reasons, self.stages

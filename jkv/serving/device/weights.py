@@ -11,11 +11,7 @@ from jkv.storage.placement import put
 
 
 def replace_weights(name: str, old: Any, new: Any) -> Any:
-    """Return new weights as programs take them that were compiled for the old ones.
-
-    Arrays that are elsewhere are copied to where the old ones are; errors begin with
-    the name.
-    """
+    """Return new weights as programs take them that were compiled for the old ones."""
     check_weights(name, old, new)
     paths, _ = jax.tree_util.tree_flatten_with_path(old)
     leaves = [
@@ -31,31 +27,28 @@ def check_weights(
     new: Any,  # a pytree of the same structure, shapes and dtypes
 ) -> None:
     """Refuse weights that programs are not compiled for, by the first that differs."""
-    olds, _ = jax.tree_util.tree_flatten_with_path(old)
-    news, _ = jax.tree_util.tree_flatten_with_path(new)
+    olds, news = (
+        {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+        for leaves, _ in map(jax.tree_util.tree_flatten_with_path, (old, new))
+    )
+    for path in sorted(olds.keys() ^ news.keys()):
+        others = "the new ones" if path in olds else "those of the engine"
+        raise UsageError(f"{name}{path} is not among {others}")
     structure: Any = jax.tree.structure(old)
     new_structure: Any = jax.tree.structure(new)
-    paths = dict(olds).keys() ^ dict(news).keys()
-    if paths:
-        path = min(paths, key=str)
-        others = "the new ones" if path in dict(olds) else "those of the engine"
-        raise UsageError(f"{name}{jax.tree_util.keystr(path)} is not among {others}")
     if structure != new_structure:
         raise UsageError(
             f"{name} must have the structure that the engine was made with, "
             f"{structure}; got {new_structure}"
         )
-    for (path, leaf), (_, each) in zip(olds, news, strict=True):
-        expected, got = jax.typeof(leaf), jax.typeof(each)
+    for path, leaf in olds.items():
+        expected, got = jax.typeof(leaf), jax.typeof(news[path])
         if _describe(expected) != _describe(got):
-            raise UsageError(
-                f"{name}{jax.tree_util.keystr(path)} is {expected} in this engine, "
-                f"got {got}"
-            )
+            raise UsageError(f"{name}{path} is {expected} in this engine, got {got}")
 
 
 def _put_like(name: str, old: Any, new: Any) -> Any:
-    """Return an array in the place of another."""
+    """Return an array where another is, as a copy if it is elsewhere."""
     if isinstance(old, jax.Array) and old.committed:
         has_all = not is_shared(getattr(new, "sharding", None))
         if is_shared(old.sharding) and has_all:

@@ -110,10 +110,7 @@ def _read_client(client: Client) -> Client:
 
 
 def _spread_sampling(sampling: Sampling, count: int) -> dict[str, Any]:
-    """Return each field of `Sampling`, one number or so many, for each sequence.
-
-    Of one seed each sequence has its own.
-    """
+    """Return each field of `Sampling`, one number or so many, for each sequence."""
     try:
         check_sampling(sampling)
         values = {name: getattr(sampling, name) for name in SAMPLING_DTYPES}

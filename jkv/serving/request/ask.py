@@ -68,11 +68,7 @@ class Ask:
 
     @classmethod
     def of(cls, tokens: "Ask | Integers", fields: "OfAsk") -> "Ask":
-        """Return what is asked for, made of its fields unless it is there.
-
-        Raises:
-          UsageError: for both.
-        """
+        """Return what is asked for, made of its fields unless it is there."""
         if not isinstance(tokens, Ask):
             return cls(tokens, **fields)
         if fields:

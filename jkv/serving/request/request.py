@@ -6,7 +6,7 @@ Symbols: P tokens of the prompt, n sequences of the request.
 import dataclasses
 import enum
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -67,40 +67,46 @@ class Sample:
         """What can be shown so far; None without a detokenizer."""
         return None if self.stream is None else self.stream.text
 
-    def read(
-        self, tokens: list[int], logprobs: list[float], reason: FinishReason
-    ) -> "Extension":
-        """Read what the device computed, up to a stop string; change nothing.
-
-        The reason says why it ended there, RUNNING if it did not.
-        """
-        if self.stream is None:
-            return Extension(tokens, logprobs, None, reason)
-        stream, has_ended = self.stream.copy(), reason != FinishReason.RUNNING
-        kept = stream.advance(tokens, has_ended=has_ended)
+    def read(self, news: "SequenceNews") -> "Extension":
+        """Return what is taken of a window, up to a stop string; change nothing."""
+        has_ended = news.reason != FinishReason.RUNNING
+        if self.stream is None or not (news.tokens or has_ended):
+            return news, self.stream
+        stream = self.stream.copy()
+        kept = stream.advance(news.tokens, has_ended=has_ended)
         if kept is None:
-            return Extension(tokens, logprobs, stream, reason)
+            return news, stream
         num_new = kept - len(self.tokens)
-        return Extension(
-            tokens[:num_new], logprobs[:num_new], stream, FinishReason.STOP
-        )
+        tokens, logprobs = news.tokens[:num_new], news.logprobs[:num_new]
+        reason = FinishReason.STOP
+        return news._replace(tokens=tokens, logprobs=logprobs, reason=reason), stream
 
-    def take(self, extension: "Extension", version: int) -> None:
-        """Take new tokens, chosen by weights of a version, and the text with them."""
-        self.tokens += extension.tokens
-        self.versions += [version] * len(extension.tokens)
-        self.context_versions += [self.oldest_version] * len(extension.tokens)
-        self.logprobs += extension.logprobs
-        self.stream = extension.stream
+    def take(
+        self,
+        news: "SequenceNews",
+        stream: TextStream | None,  # the text with the new tokens
+        version: int,  # of the weights that chose them
+    ) -> None:
+        self.tokens += news.tokens
+        self.versions += [version] * len(news.tokens)
+        self.context_versions += [self.oldest_version] * len(news.tokens)
+        self.logprobs += news.logprobs
+        self.stream = stream
 
 
-class Extension(NamedTuple):
-    """What a sample takes from a window."""
+class SequenceNews(NamedTuple):
+    """What a window brought for one sequence of the generation."""
 
-    tokens: list[int]
-    logprobs: list[float]
-    stream: TextStream | None  # the text with them
-    reason: FinishReason  # why it ends with them, RUNNING if it does not
+    sequence: int
+    tokens: list[int]  # new ones
+    logprobs: list[float]  # theirs
+    reason: FinishReason  # why it ended, RUNNING if it did not
+    stage: RequestState
+    cached_tokens: int  # of its prompt
+
+
+# What a sample takes of a window, and its text then.
+Extension: TypeAlias = tuple[SequenceNews, TextStream | None]
 
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)

@@ -1,5 +1,6 @@
 """What a reader gets of a request: the whole at the end, or events on the way."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -96,6 +97,36 @@ class Cursor:
         return events
 
 
+class Results:
+    """Requests that have ended: so many at most, for so long, the oldest gone first."""
+
+    def __init__(self, most: int, seconds: float, clock: Callable[[], float]):
+        if most < 0 or not seconds >= 0:
+            raise ValueError(
+                f"a store keeps 0 or more results for 0 or more seconds, got {most} "
+                f"and {seconds}"
+            )
+        self._most, self._seconds, self._clock = most, seconds, clock
+        self._entries: OrderedDict[int, tuple[float, Request]] = OrderedDict()
+
+    def put(self, request: Request) -> None:
+        over = self._clock() + self._seconds
+        self._entries[request.request_id] = over, request
+        self._forget_old()
+
+    def find(self, request_id: int) -> Request | None:
+        self._forget_old()
+        entry = self._entries.get(request_id)
+        return None if entry is None else entry[1]
+
+    def _forget_old(self) -> None:
+        now, entries = self._clock(), self._entries
+        while entries and (
+            len(entries) > self._most or next(iter(entries.values()))[0] <= now
+        ):
+            entries.popitem(last=False)
+
+
 class News:
     """Requests that have changed since the last step told of them."""
 
@@ -113,10 +144,7 @@ class News:
         self._changed[request.request_id] = request
 
     def tell(self, left: Callable[[Request], None]) -> list[Event]:
-        """Return what is new, and wake the consumers of each request.
-
-        `left` is called with the requests whose consumers are found to be gone.
-        """
+        """Return what is new, and wake consumers; `left` as for `wake`."""
         events = []
         changed, self._changed = self._changed, {}
         for request in changed.values():

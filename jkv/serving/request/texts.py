@@ -30,16 +30,6 @@ class TextStream:
 
     Attributes:
       text: what can be shown so far, never more than the final text.
-
-    Example:
-      >>> stream = TextStream(lambda ids: "".join(map(chr, ids)), [], ["END"])
-      >>> stream.advance([72, 105, 69])
-      >>> stream.text
-      'Hi'
-      >>> stream.advance([78, 68, 33])
-      5
-      >>> stream.text
-      'Hi'
     """
 
     def __init__(
@@ -60,10 +50,6 @@ class TextStream:
         Returns the tokens of the whole text, should it end at a stop string: as few as
         have it. None if it goes on.
         """
-        if not self._stops:
-            self._extend(tokens)
-            self._show(has_ended)
-            return None
         before = self.copy()
         self._extend(tokens)
         if self._find_stop() is not None:

@@ -1,32 +1,41 @@
 """Parking: texts that wait for a tool keep what was computed of them.
 
-For a while a parked text's blocks stay on the device; then they go to the host, and the
-one that has been parked longest goes first where blocks could lack. So they are only
-ever in blocks that the requests on the device cannot need before the host looks again,
-and no request is preempted for them. The request that resumes a text finds its blocks
-with the prefix index. Without them it computes the text, and says the same.
+For a while a parked text is pinned: a sequence holds what the prefix index has of it,
+and the next prompt that begins with it finds the blocks. Then they go to the host, as a
+`Swapped`, and the text that has been parked longest goes first where blocks could lack.
+So they are only ever in blocks that the requests on the device cannot need before the
+host looks again, and no request is preempted for them. What comes back becomes visible
+in the index again; without it a text is computed, and says the same.
 
 Threads add, take and give up texts under the engine's lock; what is done on the device
 is done between two windows, by the thread that does the steps.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jkv.prefixes.recommitment import recommit
 from jkv.serving.device.loop import Loop
-from jkv.serving.device.parking import (
-    Pinned,
-    Stay,
-    bring_back,
-    move_to_host,
-    pin,
-    unpin,
-)
 from jkv.serving.device.sizes import EngineSizes
 from jkv.serving.request.request import Request, RequestState, Sample
+from jkv.state import Cache
+from jkv.status import Status
 from jkv.storage.swapped import Swapped
+from jkv.verbs.allocation import allocate, free
+from jkv.verbs.swapping import swap_in, swap_out
+
+
+class Pinned(NamedTuple):
+    """A sequence of the cache that holds a text's blocks; the host need not look."""
+
+    seq_ids: jax.Array  # i32[1], -1 where the cache had no row for it
+    num_tokens: jax.Array  # i32[1], tokens that were found
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -37,7 +46,7 @@ class Parked:
     text: np.ndarray  # i32[P]
     salt: int
     since: float  # when it was parked
-    stay: Stay = None
+    stay: Pinned | Swapped | None = None  # what there is of it beside its tokens
     is_new: bool = True  # whether nothing was done for it yet
     is_over: bool = False  # whether it was given up
     request: Request | None = None  # which resumes it
@@ -137,17 +146,18 @@ class Parking:
 
     # Between two windows.
 
-    def settle(self, lengths: list[int], dispatched: list[Request]) -> None:
-        """Do what is to be done before the next window, to which requests go.
-
-        The lengths are tokens that each sequence on the device can have after it.
-        """
+    def settle(
+        self,
+        lengths: list[int],  # tokens that sequences on the device can have after it
+        dispatched: list[Request],  # that go there
+    ) -> None:
+        """Do what is to be done before the next window."""
         for parked in list(self._texts):
             if parked.is_over or parked.has_begun:
                 self._let_go(parked)
                 del self._texts[parked]
             elif parked.is_new:
-                self._pin(parked)
+                parked.is_new, parked.stay = False, self._pin(parked)
             elif parked.request is not None and parked.request in dispatched:
                 self._bring_back(parked)
         due = self._clock() - self._seconds
@@ -174,32 +184,50 @@ class Parking:
             if isinstance(parked.stay, Pinned) and parked.request is None:
                 yield parked
 
-    def _pin(self, parked: Parked) -> None:
-        parked.is_new = False
-        self._loop.cache, parked.stay = pin(
-            self._loop.cache, self._loop.pad(parked.text), parked.salt
-        )
+    def _pin(self, parked: Parked) -> Pinned:
+        """Start to hold the full blocks that the prefix index has of a text."""
+        text = self._loop.pad(parked.text)[None]
+        salts = np.full((1,), parked.salt, np.int32)
+        self._loop.cache, pinned = _pin(self._loop.cache, text, salts)
+        return pinned
+
+    def _unpin(self, pinned: Pinned) -> None:
+        """Let blocks go; they are found until the pool hands them out."""
+        self._loop.cache, _ = free(self._loop.cache, pinned.seq_ids)
 
     def _bring_back(self, parked: Parked) -> None:
+        """Pin a text whose blocks are on the host, if the cache can have room."""
         others = self._find_pinned()
-        while isinstance(parked.stay, Swapped):
-            self._loop.cache, parked.stay = bring_back(
-                self._loop.cache, self._loop.pad(parked.text), parked.salt, parked.stay
-            )
-            if isinstance(parked.stay, Swapped):
-                # Others have longer to wait; without any it is computed again.
-                other = next(others, None)
-                if other is None:
-                    return
-                self._move_to_host(other)
+        while isinstance(swapped := parked.stay, Swapped):
+            found = self._pin(parked)
+            if int(found.num_tokens[0]) >= int(swapped.context_lengths[0]):
+                parked.stay = found  # nobody has taken them meanwhile
+                return
+            self._unpin(found)
+            self._loop.cache, back = swap_in(self._loop.cache, swapped, donate=True)
+            if int(back.status[0]) == Status.OK:
+                text = self._loop.pad(parked.text)[None]
+                self._loop.cache = _recommit(self._loop.cache, back.seq_ids, text)
+                lengths = jnp.asarray(swapped.context_lengths)
+                parked.stay = Pinned(back.seq_ids, lengths)
+                return
+            # Others have longer to wait; without any it is computed again.
+            other = next(others, None)
+            if other is None:
+                return
+            self._move_to_host(other)
 
     def _move_to_host(self, parked: Parked) -> None:
-        assert isinstance(parked.stay, Pinned)
-        self._loop.cache, parked.stay = move_to_host(self._loop.cache, parked.stay)
+        pinned = parked.stay
+        assert isinstance(pinned, Pinned)
+        if int(pinned.num_tokens[0]) == 0:
+            self._let_go(parked)
+        else:
+            self._loop.cache, parked.stay = swap_out(self._loop.cache, pinned.seq_ids)
 
     def _let_go(self, parked: Parked) -> None:
         if isinstance(parked.stay, Pinned):
-            self._loop.cache = unpin(self._loop.cache, parked.stay)
+            self._unpin(parked.stay)
         parked.stay = None
 
     # Blocks that could lack.
@@ -242,11 +270,20 @@ class Parking:
         """Forget the oldest copies on the host where they are too many bytes."""
         if self._max_bytes is None:
             return
-        on_host = [e for e in self._texts if isinstance(e.stay, Swapped)]
-        left = sum(e.stay.nbytes for e in on_host if isinstance(e.stay, Swapped))
-        for parked in on_host:
+        stays = [(each, each.stay) for each in self._texts]
+        on_host = [(e, stay) for e, stay in stays if isinstance(stay, Swapped)]
+        left = sum(stay.nbytes for _, stay in on_host)
+        for parked, stay in on_host:
             if left <= self._max_bytes:
                 return
-            assert isinstance(parked.stay, Swapped)
-            left -= parked.stay.nbytes
+            left -= stay.nbytes
             parked.stay = None
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def _pin(cache: Cache, texts: jax.Array, salts: jax.Array) -> tuple[Cache, Pinned]:
+    cache, opened = allocate(cache, 0, tokens=texts, salts=salts)
+    return cache, Pinned(opened.seq_ids, opened.num_cached)
+
+
+_recommit = jax.jit(recommit, donate_argnames="cache")

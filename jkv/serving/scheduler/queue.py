@@ -71,7 +71,7 @@ class Queue:
             request = self.requests[request_id]
             self.charge(request, len(request.tokens))
             sequence = self._free.popleft() * self._num_samples
-            for sample in self._find_sharing(request, first):
+            for sample in self.find_sharing(request, first):
                 self._computed[sequence] = sample
                 sample.sequence = sequence
                 sequence += 1
@@ -94,7 +94,7 @@ class Queue:
             (s.request_id, s.index - s.index % self._num_samples) for s in on_device
         }
         return [
-            self._find_sharing(self.requests[request_id], index)
+            self.find_sharing(self.requests[request_id], index)
             for request_id, index in sorted(first)
         ]
 
@@ -111,7 +111,7 @@ class Queue:
         request = self.requests[sample.request_id]
         sample.reason = reason
         first = sample.index - sample.index % self._num_samples
-        sharing = self._find_sharing(request, first)
+        sharing = self.find_sharing(request, first)
         is_last_of_prompt = all(each.has_ended for each in sharing)
         if is_last_of_prompt:
             prompt = request.request_id, first
@@ -131,6 +131,6 @@ class Queue:
             counts[request.state] += 1
         return counts
 
-    def _find_sharing(self, request: Request, first: int) -> list[Sample]:
+    def find_sharing(self, request: Request, first: int) -> list[Sample]:
         """Return the samples that share a prompt of the generation."""
         return request.samples[first : first + self._num_samples]

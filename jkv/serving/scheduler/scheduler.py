@@ -6,6 +6,7 @@ through `_end`.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -18,7 +19,7 @@ from jkv.inspection.invariants import check
 from jkv.serving.device.loop import Loop, Progress
 from jkv.serving.device.processes import SharedLoop
 from jkv.serving.device.sizes import EngineSizes
-from jkv.serving.device.transfers import Arrivals, Change, SequenceNews, WindowReport
+from jkv.serving.device.transfers import Arrivals, Change, WindowReport
 from jkv.serving.request.ask import Client
 from jkv.serving.request.request import (
     EngineError,
@@ -26,11 +27,11 @@ from jkv.serving.request.request import (
     Request,
     RequestState,
     Sample,
+    SequenceNews,
 )
-from jkv.serving.request.results import Event, News, wake
+from jkv.serving.request.results import Event, News, Results, wake
 from jkv.serving.request.texts import Detokenize
 from jkv.serving.scheduler.keeping import Keeping
-from jkv.serving.scheduler.lifetimes import Deadlines, Results
 from jkv.serving.scheduler.measures import EngineStats, Measures, NextRoom
 from jkv.serving.scheduler.parking import Parked, Parking
 from jkv.serving.scheduler.queue import Queue
@@ -98,11 +99,9 @@ class Scheduler:
         self._keeping = Keeping(loop, options.clock)
         self._versions = Versions()
         self._sizes, self._options, self._lock = sizes, options, lock
-        self._deadlines = Deadlines()
-        self._ended: Results[Request] = Results(
-            max_entries=options.max_results,
-            seconds=options.result_seconds,
-            clock=options.clock,
+        self._deadlines: dict[int, float] = {}  # of requests that have one
+        self._ended = Results(
+            options.max_results, options.result_seconds, options.clock
         )
         self._unread: _Window | None = None
         self._news = News()
@@ -156,7 +155,7 @@ class Scheduler:
                 resumed.request = request
             self._news.follow(request)
             if request.timeout is not None:
-                self._deadlines.add(request.request_id, now + request.timeout)
+                self._deadlines[request.request_id] = now + request.timeout
 
     def find(self, request_id: int) -> Request:
         """Return a request that goes on, or one that ended not long ago."""
@@ -200,6 +199,13 @@ class Scheduler:
             for sample in request.samples:
                 self._park(request, sample)
 
+    def unpark(self, request_id: int) -> bool:
+        """Give up the texts of a request; return whether there were any."""
+        with self._lock:
+            with contextlib.suppress(KeyError):
+                self.find(request_id).is_parked = False
+            return self.parking.give_up(request_id)
+
     def take_parked(self, request_id: int, sample: int) -> Parked:
         """Return a parked text, which is about to be resumed."""
         with self._lock:
@@ -209,15 +215,6 @@ class Scheduler:
         """Go on keeping a text whose request was refused."""
         with self._lock:
             self.parking.put_back(parked)
-
-    def unpark(self, request_id: int) -> bool:
-        """Give up the texts of a request; return whether there were any."""
-        with self._lock:
-            try:
-                self.find(request_id).is_parked = False
-            except KeyError:
-                pass
-            return self.parking.give_up(request_id)
 
     def unpark_all(self) -> None:
         with self._lock:
@@ -307,10 +304,7 @@ class Scheduler:
                 changes.append((dispatched, self.queue.take_cancelled()))
                 self.measures.begun.add(len(dispatched), self._options.clock())
                 for request, first in dispatched:
-                    sharing = request.samples[
-                        first : first + self._sizes.steps.num_samples
-                    ]
-                    self._versions.begin(sharing)
+                    self._versions.begin(self.queue.find_sharing(request, first))
             samples, version = self.queue.find_computed(), self._versions.newest
             has_work = self.queue.has_work
             lengths = self._find_lengths() if self.parking else []
@@ -360,9 +354,7 @@ class Scheduler:
                     continue
                 request = self.queue.requests[sample.request_id]
                 self.queue.charge(request, len(part.tokens))
-                num_tokens += self._extend(
-                    request, sample, part, brought, window.version
-                )
+                num_tokens += self._extend(sample, part, brought, window.version)
                 self.measures.add_times(request, sample, len(part.tokens), now)
             self.measures.add_window(report.statistics, num_tokens, now)
             self.storing.note_window(int(report.statistics.prompt_tokens), now)
@@ -370,32 +362,31 @@ class Scheduler:
 
     def _extend(
         self,
-        request: Request,
         sample: Sample,
-        part: SequenceNews,
-        brought: Extension | BaseException,
+        part: SequenceNews,  # what a window brought for it
+        brought: Extension | BaseException,  # what it takes of that
         version: int,
     ) -> int:
-        """Give a sequence what a window brought for it; return how many tokens."""
+        """Give a sequence what a window brought; return how many tokens."""
+        request = self.queue.requests[sample.request_id]
         self._news.note(request)
         if isinstance(brought, BaseException):
-            request.error = brought
-            self._end_all(request, FinishReason.FAILED)
+            self._fail_all([request], brought)
             return 0
-        sample.take(brought, version)
-        if brought.reason != FinishReason.RUNNING:
+        taken, stream = brought
+        sample.take(taken, stream, version)
+        if taken.reason != FinishReason.RUNNING:
             goes_on = part.reason == FinishReason.RUNNING
-            self._end(request, sample, brought.reason, is_computed=goes_on)
-        return len(brought.tokens)
+            self._end(request, sample, taken.reason, is_computed=goes_on)
+        return len(taken.tokens)
 
     # How a request ends.
 
     def _end_overdue(self) -> None:
-        for request_id in self._deadlines.pop_due(self._options.clock()):
-            request = self.queue.requests.get(request_id)
-            if request is not None:
-                self._end_all(request, FinishReason.DEADLINE)
-        self._deadlines.forget_ended(self.queue.requests.__contains__)
+        now = self._options.clock()
+        due = [number for number, time in self._deadlines.items() if time <= now]
+        for request in [self.queue.requests[number] for number in due]:
+            self._end_all(request, FinishReason.DEADLINE)
 
     def _cancel(self, request: Request) -> None:
         self._end_all(request, FinishReason.CANCELLED)
@@ -421,7 +412,8 @@ class Scheduler:
         if request.keep and reason != FinishReason.FAILED:
             self._keeping.add(request, sample)
         if is_last:
-            self._ended.put(request.request_id, request)
+            self._deadlines.pop(request.request_id, None)
+            self._ended.put(request)
             self.measures.add_end(request.state)
 
     def _fail(self, error: BaseException) -> None:
@@ -453,9 +445,7 @@ class Scheduler:
 
 def _read(sample: Sample, part: SequenceNews) -> Extension | BaseException:
     """Return what a sequence takes from a window, or what its detokenizer raised."""
-    if not part.tokens and part.reason == FinishReason.RUNNING:
-        return Extension([], [], sample.stream, part.reason)
     try:
-        return sample.read(part.tokens, part.logprobs, part.reason)
+        return sample.read(part)
     except (Exception, asyncio.CancelledError) as error:
         return error

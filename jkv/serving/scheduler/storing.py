@@ -18,8 +18,8 @@ from jkv.serving.device.processes import SharedLoop
 from jkv.serving.request.request import Request, RequestState
 from jkv.status import UsageError
 from jkv.tiers.choosing import count_blank, count_next
-from jkv.tiers.layout import Layout
 from jkv.tiers.restoring import restore, warm_up
+from jkv.tiers.spilled import Layout
 from jkv.tiers.spilling import check_has_texts, take
 from jkv.tiers.store import BlockStore
 

@@ -30,15 +30,6 @@ class Versions:
     Attributes:
       newest: of the weights that windows are started with.
       oldest_found: no block that can be found is of older ones.
-
-    Example:
-      >>> versions = Versions()
-      >>> versions.advance(Update(None, None, False, True, None))
-      >>> versions.newest, versions.oldest_found
-      (1, 0)
-      >>> versions.advance(Update(None, None, False, False, 7))
-      >>> versions.newest, versions.oldest_found
-      (7, 7)
     """
 
     def __init__(self) -> None:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.jax_versions import few
 from support.tolerances import assert_close, is_close
 
 from jkv.attention import paged_attention
@@ -93,7 +94,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", few(OPTIONS, "everything"))
 def test_a_row_has_the_same_bits_however_it_comes(options):
     attend = make_attend(options)
     known = compute(attend, TOGETHER)
@@ -145,7 +146,7 @@ def list_branches(arguments):
     return list_position_work(requests, sizes, part_size=BLOCK, shared=shared)
 
 
-@pytest.mark.parametrize("options", [*WITHOUT_WINDOW, "everything"])
+@pytest.mark.parametrize("options", few([*WITHOUT_WINDOW, "everything"], "plain"))
 def test_what_is_shared_is_read_in_one_tile_with_the_same_bits(options):
     """By the table of the first of a tile: those of the others are not looked at."""
     attend, arguments = make_attend(options), make_branches()

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import formats
-from support.jax_versions import with_further
+from support.jax_versions import few, with_further
 from support.kernel_lowering import find_kernels, lower, shape
 from support.tolerances import assert_close, is_close
 
@@ -149,7 +149,7 @@ CASES = {
 REFERRED, SECOND, *FURTHER = CASES
 
 
-@pytest.mark.parametrize("name", with_further(CASES, *FURTHER))
+@pytest.mark.parametrize("name", few(with_further(CASES, *FURTHER), REFERRED))
 def test_equal_those_of_the_plain_path(name):
     """Queries, keys, values, sinks and scale; unused slots hold NaN and get zeros."""
     this = CASES[name]

@@ -20,6 +20,7 @@ from support.tolerances import is_close
 from jkv.attention import paged_attention
 from jkv.attention.kernel.bodies import join, walk
 from jkv.attention.kernel.tiles import table as tile_table
+from jkv.attention.kernel.tiles.table import Ways
 
 pytestmark = pytest.mark.one_end
 
@@ -237,13 +238,14 @@ def test_what_is_not_finite_stays_where_it_is_seen(name):
     check(CASES[name])
 
 
+OF_CDNA = Ways.FULL_FIRST | Ways.CARRIED | Ways.EXP2_IN_PAIRS | Ways.ROUNDED_BY_BITS
+
+
 def test_as_on_cdna(monkeypatch):
     """Weights of two tokens at a time, and maxima that pass over NaN."""
     tile = dataclasses.replace(
         tile_table.INTERPRETED.prefill,
-        is_carried=True,
-        has_exp2_in_pairs=True,
-        is_rounded_by_bits=True,
+        ways=OF_CDNA,
     )
     tuning = dataclasses.replace(tile_table.INTERPRETED, prefill=tile)
     monkeypatch.setattr(tile_table, "INTERPRETED", tuning)

@@ -23,6 +23,7 @@ from jkv.attention.cards import find_target
 from jkv.attention.kernel.bodies import loads, scores, walk
 from jkv.attention.kernel.elements import conversion
 from jkv.attention.kernel.tiles import table as tile_table
+from jkv.attention.kernel.tiles.table import Ways
 from jkv.attention.kernel.tiles.tuning import find_family, why_not
 from jkv.attention.pools import make_pools
 
@@ -40,6 +41,10 @@ def turn_and_back(rows):
     turned = formats.FORMATS[jnp.dtype("int4")].turn(rows)
     return formats.FORMATS[jnp.dtype("int4")].turn_back(turned.astype(jnp.float32))
 
+
+# Of prompts on AMD's CDNA.
+OF_PROMPTS = Ways.FULL_FIRST | Ways.SCALAR_IDS
+OF_PROMPTS |= Ways.EXP2_IN_PAIRS | Ways.ROUNDED_BY_BITS
 
 LAYER = 1
 NUM_ROWS = 12
@@ -415,12 +420,8 @@ def test_tiles_that_are_carried_from_trip_to_trip(monkeypatch, kernel):
     is_prefill = kernel == "prefill"
     tile = dataclasses.replace(
         getattr(tile_table.INTERPRETED, kernel),
-        is_carried=True,
-        has_words=True,
+        ways=Ways.CARRIED | Ways.WORDS | (OF_PROMPTS if is_prefill else Ways(0)),
         section=32,
-        has_scalar_ids=is_prefill,
-        has_exp2_in_pairs=is_prefill,
-        is_rounded_by_bits=is_prefill,
     )
     tuning = dataclasses.replace(tile_table.INTERPRETED, **{kernel: tile})
     monkeypatch.setattr(tile_table, "INTERPRETED", tuning)
@@ -448,12 +449,7 @@ def test_tiles_that_are_carried_from_trip_to_trip(monkeypatch, kernel):
 @pytest.mark.one_end
 def test_prompts_as_on_cdna(monkeypatch):
     """Tiles of two blocks, a negative scale, and a key whose scores are -inf."""
-    tile = dataclasses.replace(
-        tile_table.INTERPRETED.prefill,
-        has_scalar_ids=True,
-        has_exp2_in_pairs=True,
-        is_rounded_by_bits=True,
-    )
+    tile = dataclasses.replace(tile_table.INTERPRETED.prefill, ways=OF_PROMPTS)
     tuning = dataclasses.replace(tile_table.INTERPRETED, prefill=tile)
     monkeypatch.setattr(tile_table, "INTERPRETED", tuning)
     this = case(head_dim=32, value_dim=16, block_size=8, options={"scale": -0.2})

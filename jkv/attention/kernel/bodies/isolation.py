@@ -26,6 +26,7 @@ from jkv.attention.kernel.bodies.loads import (
 from jkv.attention.kernel.bodies.rows import locate_rows
 from jkv.attention.kernel.bodies.walk import Walk, start_walk, walk_tiles
 from jkv.attention.kernel.elements.sections import Section
+from jkv.attention.kernel.tiles.table import Ways
 from jkv.attention.kernel.tiles.variant import Variant
 
 # A position that no token has.
@@ -69,17 +70,12 @@ def isolate_range(
 
 def take_between(
     walk: Walk,
+    # the rows that see what lies behind one token and before another
     take: Callable[[jax.Array, jax.Array], None],
     *,
-    of_keys: bool = False,
+    of_keys: bool = False,  # whether keys are looked at, not values
 ) -> None:
-    """Take rows that see only tokens between two that are broken, for all such pairs.
-
-    Args:
-      walk: over the tokens.
-      take: the rows that see what lies behind one token and before another.
-      of_keys: whether keys are looked at, not values.
-    """
+    """Take rows that see only tokens between two broken ones, for all such pairs."""
     before, find = jnp.int32(-1), functools.partial(_find_broken, walk, of_keys)
     behind = find(before)
     if walk.window is None:  # who sees tokens behind the first of these sees it, too
@@ -119,7 +115,7 @@ def _find_broken(walk: Walk, of_keys: bool, before: jax.Array) -> jax.Array:
 
     def find(trip: jax.Array, found: jax.Array) -> jax.Array:
         tile = walk.load(trip)
-        if walk.variant.tile.is_carried:
+        if Ways.CARRIED in walk.variant.tile.ways:
             tile = to_operands(tile, len(walk.value_sections), walk.variant)
         looked_at = tile.keys, tile.key_scales
         if not of_keys:

@@ -15,6 +15,7 @@ from jkv.attention.kernel import backend
 from jkv.attention.kernel.elements.conversion import BFLOAT16, FLOAT32, WORD, bitcast
 from jkv.attention.kernel.elements.formats import KernelFormat
 from jkv.attention.kernel.elements.sections import Section, cut
+from jkv.attention.kernel.tiles.table import Ways
 from jkv.attention.kernel.tiles.variant import Variant
 from jkv.attention.kernel.work.lists import Lanes, SharedLanes, Work
 
@@ -176,7 +177,7 @@ def load_tokens(
         for number in range(1, tile_tokens // block_size):
             block = jnp.where(which >= number, read_block(first_column + number), block)
     row = block if is_in_one_block else block[:, None]
-    is_stored = variant.tile.is_carried
+    is_stored = Ways.CARRIED in variant.tile.ways
 
     def load(
         pool: jax.Array,
@@ -214,17 +215,16 @@ def load_tokens(
 def _selects_blocks(block_size: int, variant: Variant) -> bool:
     """Return whether a whole tile is of a few whole blocks, whose ids are scalars."""
     num_blocks, rest = divmod(variant.tile.tokens, block_size)
-    return variant.tile.has_scalar_ids and rest == 0 and num_blocks <= _MOST_BLOCKS
+    is_few = rest == 0 and num_blocks <= _MOST_BLOCKS
+    return Ways.SCALAR_IDS in variant.tile.ways and is_few
 
 
-def to_operands(stored: TokenTile, num_sections: int, variant: Variant) -> TokenTile:
-    """Return a tile that was carried, ready to be multiplied.
-
-    Args:
-      stored: the tokens.
-      num_sections: of the value head dim.
-      variant: says in which dtypes they are multiplied.
-    """
+def to_operands(
+    stored: TokenTile,
+    num_sections: int,  # of the value head dim
+    variant: Variant,  # says in which dtypes they are multiplied
+) -> TokenTile:
+    """Return a tile that was carried, ready to be multiplied."""
     of_keys, of_values = variant.key_format, variant.value_format
     keys = _convert(stored.keys, variant.operand_dtype, of_keys, variant)
     key_scales = _convert_scales(stored.key_scales)
@@ -239,13 +239,11 @@ def to_operands(stored: TokenTile, num_sections: int, variant: Variant) -> Token
     return TokenTile(keys, values, key_scales, key_scales)
 
 
-def find_broken(rows: list[jax.Array], scales: jax.Array | None = None) -> jax.Array:
-    """Return which rows have numbers that are not finite, bool[rows].
-
-    Args:
-      rows: [rows, size] for each section.
-      scales: f32[rows], which belong to them.
-    """
+def find_broken(
+    rows: list[jax.Array],  # [rows, size] for each section
+    scales: jax.Array | None = None,  # f32[rows], which belong to them
+) -> jax.Array:
+    """Return which rows have numbers that are not finite, bool[rows]."""
     parts = [jnp.sum(_mark(each.astype(jnp.float32)), axis=1) for each in rows]
     parts += [] if scales is None else [_mark(scales)]
     return functools.reduce(jnp.add, parts) > 0.0

@@ -31,6 +31,7 @@ from jkv.attention.kernel.bodies.scores import (
 )
 from jkv.attention.kernel.bodies.sums import LOG2E
 from jkv.attention.kernel.elements.sections import Section
+from jkv.attention.kernel.tiles.table import Ways
 from jkv.attention.kernel.tiles.variant import Variant
 from jkv.attention.kernel.work.readers import Readers
 
@@ -185,7 +186,7 @@ def _locate_tile(o: TokenOperands, variant: Variant) -> _Tile:
 def _walk_readers(tile: _Tile) -> _Sums:
     """Return what the rows bring that see the tile, of all requests that read it."""
     variant = tile.variant
-    kept = None if variant.tile.is_reloaded else tile.load(0)
+    kept = None if Ways.RELOADED in variant.tile.ways else tile.load(0)
     num_rows = variant.tile.rows
 
     def add_reader(index: jax.Array, sums: _Sums) -> _Sums:

@@ -37,6 +37,7 @@ from jkv.attention.kernel.bodies.scores import (
 from jkv.attention.kernel.bodies.sums import LOG2E, ONES, TileSums, start_sums
 from jkv.attention.kernel.elements.conversion import FLOAT32, round_by_bits
 from jkv.attention.kernel.elements.sections import Section
+from jkv.attention.kernel.tiles.table import Ways
 from jkv.attention.kernel.tiles.variant import Variant
 
 
@@ -61,7 +62,7 @@ class Walk(NamedTuple):
     def has_one_factor(self) -> bool:
         """Whether one factor of all scores, not negative, is left out of a maximum."""
         return (
-            self.variant.tile.has_exp2_in_pairs
+            Ways.EXP2_IN_PAIRS in self.variant.tile.ways
             and self.variant.soft_cap is None
             and self.operands.key_scales is None
         )
@@ -69,7 +70,7 @@ class Walk(NamedTuple):
     @property
     def has_full_loop(self) -> bool:
         """Whether tiles that every row sees as a whole come first, without a mask."""
-        return self.variant.tile.has_full_loop and self.window is None
+        return Ways.FULL_FIRST in self.variant.tile.ways and self.window is None
 
     def load(self, trip: jax.Array, *, is_whole: bool = False) -> TokenTile:
         """Load a tile; a whole one is of a range that begins with the first token."""
@@ -189,7 +190,7 @@ def _attend_tiles(
         tile = to_operands(stored, len(walk.value_sections), variant)
         return attend(trip, tile, sums, stored=stored), following
 
-    if not variant.tile.is_carried:
+    if Ways.CARRIED not in variant.tile.ways:
         return lax.fori_loop(start, stop, attend_loaded, sums)
     # Of no tiles the first one lies in the range only where it is clamped.
     return lax.fori_loop(start, stop, attend_carried, (sums, walk.load(start)))[0]
@@ -197,24 +198,15 @@ def _attend_tiles(
 
 def _attend_tile(
     walk: Walk,
-    trip: jax.Array,
+    trip: jax.Array,  # which tile of their range it is
     tile: TokenTile,
-    sums: TileSums,
+    sums: TileSums,  # over the tokens before
     *,
-    masked: bool,
-    stored: TokenTile | None = None,
+    masked: bool,  # whether some row may not see some token
+    stored: TokenTile | None = None,  # the tokens as they were carried
 ) -> TileSums:
-    """Add one tile to the sums.
-
-    Args:
-      walk: the rows.
-      trip: which tile of their range it is.
-      tile: its tokens.
-      sums: over the tokens before.
-      masked: whether some row may not see some token.
-      stored: the tokens as they were carried.
-    """
-    variant, scale = walk.variant, walk.scale
+    """Add one tile to the sums."""
+    variant, scale, ways = walk.variant, walk.scale, walk.variant.tile.ways
     scores = dot_sections(variant, walk.queries, tile.keys)
     if walk.above is not None:
         scores -= walk.above[:, None]
@@ -234,7 +226,7 @@ def _attend_tile(
     maximum = jnp.maximum(sums.maximum, largest)
     exponents = scores - maximum[:, None]
     shrink = jnp.exp2(sums.maximum - maximum)
-    if variant.tile.has_exp2_in_pairs:
+    if Ways.EXP2_IN_PAIRS in ways:
         weights = exp2_in_pairs(exponents, interpret=variant.interpret)
         total = sums.total * shrink + jnp.sum(weights, axis=1)
         # It may make a number of NaN, but a sum of what is not above 0 does not.
@@ -252,7 +244,7 @@ def _attend_tile(
         tile = to_operands(stored, len(walk.value_sections), variant)
     if tile.value_scales is not None:
         weights *= tile.value_scales[None, :]
-    if variant.tile.is_rounded_by_bits and variant.weight_dtype == jnp.bfloat16:
+    if Ways.ROUNDED_BY_BITS in ways and variant.weight_dtype == jnp.bfloat16:
         weights = round_by_bits(weights)
     weights = weights.astype(variant.weight_dtype)
     values = tile.values

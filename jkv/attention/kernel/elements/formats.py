@@ -59,13 +59,13 @@ class KernelFormat:
         del width
         return self
 
-    def view_of(self, *, has_words: bool, has_view: bool) -> np.dtype[Any] | None:
-        """Return what elements of a pool are loaded as; None: as they are.
-
-        Args:
-          has_words: whether those of one byte are loaded as words.
-          has_view: whether bits are loaded as the numbers that they mean.
-        """
+    def view_of(
+        self,
+        *,
+        has_words: bool,  # whether those of one byte are loaded as words
+        has_view: bool,  # whether bits are loaded as the numbers that they mean
+    ) -> np.dtype[Any] | None:
+        """Return what elements of a pool are loaded as; None: as they are."""
         if self.has_bytes:
             return WORD if has_words else None
         return BFLOAT16 if has_view and self.dtype == BFLOAT16 else None
@@ -89,20 +89,13 @@ class KernelFormat:
 
     def to_operands(
         self,
-        tiles: list[jax.Array],
+        tiles: list[jax.Array],  # elements
         dtype: np.dtype[Any],
         *,
-        is_exact: bool,
+        is_exact: bool,  # whether operands are the numbers; else they may be above them
         interpret: bool,
     ) -> list[jax.Array]:
-        """Return what is multiplied for the sections whose elements were loaded.
-
-        Args:
-          tiles: elements.
-          dtype: as below.
-          is_exact: whether operands are the numbers; else they may be above them.
-          interpret: as below.
-        """
+        """Return what is multiplied for the sections whose elements were loaded."""
         del is_exact
         return [
             (self.words_to_operand if tile.dtype == WORD else self.to_operand)(
@@ -112,29 +105,26 @@ class KernelFormat:
         ]
 
     def to_operand(
-        self, tile: jax.Array, dtype: np.dtype[Any], *, interpret: bool
+        self,
+        tile: jax.Array,  # elements as loaded; NaN of e4m3 comes out as some number
+        # float32, bfloat16 or float16; at least as precise as the elements
+        dtype: np.dtype[Any],
+        *,
+        interpret: bool,  # whether the kernel is interpreted
     ) -> jax.Array:
-        """Return the numbers that elements mean, in a dtype that holds them exactly.
-
-        Args:
-          tile: elements as loaded; NaN of e4m3 comes out as some number.
-          dtype: float32, bfloat16 or float16; at least as precise as the elements.
-          interpret: whether the kernel is interpreted.
-        """
+        """Return the numbers that elements mean, in a dtype that holds them exactly."""
         if interpret or not self.has_bytes:
             return bitcast(tile, self.dtype).astype(dtype)
         return self._convert(tile, dtype)
 
     def words_to_operand(
-        self, words: jax.Array, dtype: np.dtype[Any], *, interpret: bool
+        self,
+        words: jax.Array,  # i32[..., D / 4], the first element in the lowest byte
+        dtype: np.dtype[Any],
+        *,
+        interpret: bool,
     ) -> jax.Array:
-        """Return the numbers that four bytes of each word mean, [..., D].
-
-        Args:
-          words: i32[..., D / 4], the first element in the lowest byte.
-          dtype: as above.
-          interpret: likewise.
-        """
+        """Return the numbers that four bytes of each word mean, [..., D]."""
 
         def convert(byte: int) -> jax.Array:
             # The byte in front, with its sign.
@@ -148,12 +138,12 @@ class KernelFormat:
         pairs = _join(convert(0), convert(2)), _join(convert(1), convert(3))
         return _join(*pairs).reshape(*words.shape[:-1], 4 * words.shape[-1])
 
-    def put(self, sections: list[jax.Array]) -> tuple[list[jax.Array], Any]:
-        """Return the elements of a row, by section, and the bits of its scale.
-
-        Args:
-          sections: the row's columns, bits or, of bytes, numbers to be rounded.
-        """
+    def put(
+        self,
+        # the row's columns, bits or, of bytes, numbers to be rounded
+        sections: list[jax.Array],
+    ) -> tuple[list[jax.Array], Any]:
+        """Return the elements of a row, by section, and the bits of its scale."""
         if not self.is_rounded_here:
             return sections, None
         scale, elements = round_row(sections, self.dtype)

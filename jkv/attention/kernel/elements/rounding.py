@@ -26,13 +26,12 @@ class RoundedRow(NamedTuple):
     elements: list[jax.Array]  # i8[D] or u8[D], by section
 
 
-def round_row(sections: list[jax.Array], dtype: np.dtype[Any]) -> RoundedRow:
-    """Return the elements and the scale of a row, as `scaled.round_rows` does.
-
-    Args:
-      sections: float[D], the row's columns; some of them may be there twice.
-      dtype: of the elements, one byte.
-    """
+def round_row(
+    # float[D], the row's columns; some of them may be there twice
+    sections: list[jax.Array],
+    dtype: np.dtype[Any],  # of the elements, one byte
+) -> RoundedRow:
+    """Return the elements and the scale of a row, as `scaled.round_rows` does."""
     rows = [section.astype(jnp.float32) for section in sections]
     bits = [lax.bitcast_convert_type(row, jnp.int32) for row in rows]
     magnitudes = [each & jnp.int32(0x7FFFFFFF) for each in bits]
@@ -64,12 +63,11 @@ def _find_scale(largest: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
     return bits & jnp.int32(-(1 << 16))
 
 
-def invert(scale: jax.Array) -> jax.Array:
+def invert(
+    # i32[], the bits of a float32 with 8 significant bits, from 2**-126 to 2**121
+    scale: jax.Array,
+) -> jax.Array:
     """Return one over a scale, f32[], rounded to nearest.
-
-    Args:
-      scale: i32[], the bits of a float32 with 8 significant bits, from 2**-126 to
-        2**121.
 
     With these 8 bits as an integer m, the inverse is 2**31 / m rounded, times a power
     of two; where m is one itself, the quotient's highest bit carries into the exponent.

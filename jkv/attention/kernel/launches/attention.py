@@ -19,7 +19,7 @@ from jkv.attention.kernel.bodies.isolation import isolate_range
 from jkv.attention.kernel.bodies.join import join_pieces
 from jkv.attention.kernel.bodies.loads import Operands
 from jkv.attention.kernel.elements.formats import KernelFormat
-from jkv.attention.kernel.tiles.table import Tuning
+from jkv.attention.kernel.tiles.table import Tuning, Ways
 from jkv.attention.kernel.tiles.variant import (
     Variant,
     count_decode_pieces,
@@ -117,13 +117,11 @@ def decode_rows(
     return attend_pieces("jkv_decode", call, listed, variant, num_places)
 
 
-def _find_list(call: Call, *sizes: Sizes) -> WorkList:
-    """Return the first that was listed with the step, or else the last, for the call.
-
-    Args:
-      call: which makes its own where nothing was planned for it.
-      sizes: of the lists that serve it.
-    """
+def _find_list(
+    call: Call,  # which makes its own where nothing was planned for it
+    *sizes: Sizes,  # of the lists that serve it
+) -> WorkList:
+    """Return the first that was listed with the step, else the last, for the call."""
     for each in sizes:
         listed = find_list(call, each)
         if listed is not None:
@@ -174,7 +172,7 @@ def _view(pool: jax.Array, kept: KernelFormat, variant: Variant) -> jax.Array:
     """Return a pool as what is loaded of it, [..., D] or fewer of more bits."""
     # A tile that is carried is left as bits: on gfx942 its first one would be waited
     # for twice.
-    has_view = not variant.interpret and not variant.tile.is_carried
+    has_view = not variant.interpret and Ways.CARRIED not in variant.tile.ways
     dtype = kept.view_of(has_words=variant.has_words, has_view=has_view)
     if dtype is None or pool.dtype == dtype:
         return pool
@@ -185,22 +183,14 @@ def _view(pool: jax.Array, kept: KernelFormat, variant: Variant) -> jax.Array:
 
 
 def attend_pieces(
-    name: str,
-    call: Call,
-    listed: WorkList,
-    variant: Variant,
+    name: str,  # of the kernel that attends, for profilers
+    call: Call,  # whose sinks join with the pieces
+    listed: WorkList,  # the pieces
+    variant: Variant,  # of the kernel
+    # of partial results; those of pieces that are not there stay as they are found
     num_places: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the results of rows whose contexts are cut into pieces, joined.
-
-    Args:
-      name: of the kernel that attends, for profilers.
-      call: whose sinks join with the pieces.
-      listed: the pieces.
-      variant: of the kernel.
-      num_places: of partial results; those of pieces that are not there are left as
-        they are found.
-    """
+    """Return the results of rows whose contexts are cut into pieces, joined."""
     assert listed.pieces is not None
     lanes = listed.lanes if call.window is None else None
     operands = make_operands(call, listed.work, variant)

@@ -35,13 +35,11 @@ class _Operands(NamedTuple):
     rows: dict[str, jax.Array]
 
 
-def why_scattered(arrays: dict[str, jax.Array]) -> str | None:
-    """Say why scatters store what these arrays get, on any card; None: the kernel does.
-
-    Args:
-      arrays: of a group of layers by name, [L, N, K, T, ...]; only shapes and dtypes
-        matter.
-    """
+def why_scattered(
+    # of a group of layers by name, [L, N, K, T, ...]; only shapes and dtypes matter
+    arrays: dict[str, jax.Array],
+) -> str | None:
+    """Say why scatters store what arrays get, on any card; None: the kernel does."""
     for name, array in arrays.items():
         # Offsets are 32 bits wide, counted in elements, up to this many bytes.
         if array.size > 2**31 and array.size * array.dtype.itemsize <= 2**32:

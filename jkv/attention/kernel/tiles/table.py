@@ -9,7 +9,25 @@ Hopper's were timed, too; no row was timed on an AMD card yet.
 """
 
 import dataclasses
+import enum
 import functools
+
+
+class Ways(enum.Flag):
+    """What kernels do in other than the plain way."""
+
+    # The loop.
+    FULL_FIRST = enum.auto()  # prefill: a loop without mask before the one with it
+    CARRIED = enum.auto()  # the next tile of K/V is loaded before this one is used
+    RELOADED = enum.auto()  # tokens are not kept in registers, where a loop has them
+    # Loading.
+    WORDS = enum.auto()  # elements of one byte are loaded and carried in fours
+    # Of prefill: the ids of a whole tile's blocks are scalars, of which lanes select.
+    SCALAR_IDS = enum.auto()
+    # Numbers. Float32 is two of tf32, in three products: good to 22 bits.
+    SPLIT = enum.auto()
+    EXP2_IN_PAIRS = enum.auto()  # of prefill: 2^x as a polynomial, two at a time
+    ROUNDED_BY_BITS = enum.auto()  # of prefill: weights, by adding to bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,18 +38,8 @@ class Tile:
     tokens: int  # tokens of a tile, a power of two from 16 to 64
     num_warps: int
     num_stages: int  # tiles of K/V in flight; 1 leaves that to the occupancy
-    has_full_loop: bool = False  # prefill: a loop without mask before the one with it
-    is_carried: bool = False  # the next tile of K/V is loaded before this one is used
-    is_reloaded: bool = False  # tokens are not kept in registers, where a loop has them
-    has_words: bool = False  # elements of one byte are loaded and carried in fours
-    # Of prefill: the ids of a whole tile's blocks are scalars, of which lanes select.
-    has_scalar_ids: bool = False
-    # Float32 is multiplied as two numbers of tf32, in three products: good to 22 bits.
-    is_split: bool = False
+    ways: Ways = Ways(0)
     section: int = 512  # columns of a head dim that are multiplied at a time, at most
-    # Of prefill: 2^x as a polynomial, two at a time; weights rounded by adding to bits.
-    has_exp2_in_pairs: bool = False
-    is_rounded_by_bits: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,24 +124,12 @@ class Family:
     spilling: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
 
-def _full(rows: int, tokens: int, num_warps: int, num_stages: int) -> Tile:
-    return Tile(rows, tokens, num_warps, num_stages, has_full_loop=True)
-
-
-def _carried(rows: int, tokens: int, num_warps: int, has_words: bool = False) -> Tile:
-    return Tile(rows, tokens, num_warps, 1, is_carried=True, has_words=has_words)
-
-
-def _reloaded(rows: int, tokens: int, num_warps: int) -> Tile:
-    return Tile(rows, tokens, num_warps, 1, is_reloaded=True)
-
-
-def _split(
-    rows: int, tokens: int, num_warps: int, num_stages: int, is_full: bool = False
-) -> Tile:
-    return Tile(
-        rows, tokens, num_warps, num_stages, has_full_loop=is_full, is_split=True
-    )
+_full = functools.partial(Tile, ways=Ways.FULL_FIRST)
+_carried = functools.partial(Tile, num_stages=1, ways=Ways.CARRIED)
+_words = functools.partial(Tile, num_stages=1, ways=Ways.CARRIED | Ways.WORDS)
+_reloaded = functools.partial(Tile, num_stages=1, ways=Ways.RELOADED)
+_split = functools.partial(Tile, ways=Ways.SPLIT)
+_full_split = functools.partial(Tile, ways=Ways.FULL_FIRST | Ways.SPLIT)
 
 
 # Where matrix instructions take float32, whatever the pool holds.
@@ -156,78 +152,39 @@ _RDNA_HALVES = (
 )
 
 
-def _short(
-    rows: int,
-    tokens: int,
-    num_stages: int,
-    *,
-    is_carried: bool = False,
-    section: int = 512,
-    has_pairs: bool = True,
-    is_rounded_by_bits: bool,
-) -> Tile:
-    """Return a tile of prefill that takes few vector instructions for its weights."""
-    return Tile(
-        rows,
-        tokens,
-        4,
-        num_stages,
-        has_full_loop=True,
-        is_carried=is_carried,
-        has_words=is_carried,
-        section=section,
-        has_scalar_ids=True,
-        has_exp2_in_pairs=has_pairs,
-        is_rounded_by_bits=is_rounded_by_bits,
+def _cdna_rows(rounded: Ways) -> tuple[Row, ...]:
+    """Return the rows of a card whose weights are rounded in a way."""
+    # Few vector instructions for the weights of prefill.
+    few = Ways.FULL_FIRST | Ways.SCALAR_IDS | rounded
+    in_pairs, carried_words = few | Ways.EXP2_IN_PAIRS, Ways.CARRIED | Ways.WORDS
+    short = functools.partial(Tile, num_warps=4, ways=in_pairs)
+    carried = functools.partial(
+        Tile, num_warps=4, num_stages=1, ways=in_pairs | carried_words
     )
-
-
-def _cdna_rows(is_rounded_by_bits: bool) -> tuple[Row, ...]:
-    short = functools.partial(_short, is_rounded_by_bits=is_rounded_by_bits)
-    carried = functools.partial(short, is_carried=True)
+    in_sections = carried(128, 32, section=64)
 
     def fours(num_warps: int) -> Tile:
-        return Tile(
-            *(16, 16, num_warps, 2),
-            has_words=True,
-            is_rounded_by_bits=is_rounded_by_bits,
-        )
+        return Tile(16, 16, num_warps, 2, Ways.WORDS | rounded)
 
     return (
-        Row(128, _carried(16, 16, 1), short(128, 32, 2), ("half",)),
-        *(
-            Row(most, _carried(16, 16, 1, has_words=True), prefill, ("byte",))
-            for most, prefill in (
-                (96, carried(128, 32, 1, section=64)),
-                (112, carried(128, 16, 1)),  # in three sections
-                (128, carried(128, 32, 1, section=64)),
-            )
-        ),
+        Row(128, _carried(16, 16, 1), short(128, 32, num_stages=2), ("half",)),
+        Row(96, _words(16, 16, 1), in_sections, ("byte",)),
+        Row(112, _words(16, 16, 1), carried(128, 16), ("byte",)),  # in three sections
+        Row(128, _words(16, 16, 1), in_sections, ("byte",)),
         # Four bits: what is loaded in the loop goes through shared memory as it is, and
         # becomes operands behind it. Two stages leave one wait for memory a step, and
         # 160 registers room for three waves on a SIMD, each of which waits longer.
-        *(
-            Row(most, fours(-(-most // 128)), prefill, ("four",), programs)
-            for most, prefill, programs in (
-                (96, carried(128, 32, 1, section=64), 12),
-                (112, carried(128, 16, 1), 12),
-                (128, carried(128, 32, 1, section=64), 12),
-                (256, carried(64, 16, 1), 4),
-            )
-        ),
-        Row(256, _carried(16, 16, 2), short(64, 16, 2), ("half",), programs=4),
-        Row(
-            256,
-            _carried(16, 16, 2, has_words=True),
-            carried(64, 16, 1),
-            ("byte",),
-            programs=4,
-        ),
+        Row(96, fours(1), in_sections, ("four",), programs=12),
+        Row(112, fours(1), carried(128, 16), ("four",), programs=12),
+        Row(128, fours(1), in_sections, ("four",), programs=12),
+        Row(256, fours(2), carried(64, 16), ("four",), programs=4),
+        Row(256, _carried(16, 16, 2), short(64, 16, num_stages=2), ("half",), 4),
+        Row(256, _words(16, 16, 2), carried(64, 16), ("byte",), programs=4),
         # Two weights a lane: looking for NaN among them takes what pairs would save.
         Row(
             576,
-            _carried(32, 16, 4, has_words=True),
-            carried(32, 16, 1, has_pairs=False),
+            _words(32, 16, 4),
+            Tile(32, 16, 4, 1, few | carried_words),
             programs=4,
         ),
         Row(128, Tile(16, 16, 1, 1), _full(64, 16, 4, 1), _FLOAT32),
@@ -261,14 +218,14 @@ TABLE = {
     "cdna": Family(
         targets=("gfx90a", "gfx942"),
         units=304,
-        rows=_cdna_rows(is_rounded_by_bits=True),
+        rows=_cdna_rows(Ways.ROUNDED_BY_BITS),
         backward=_CDNA_BACKWARD,
     ),
     # With an instruction that rounds two numbers to bfloat16.
     "cdna4": Family(
         targets=("gfx950",),
         units=304,
-        rows=_cdna_rows(is_rounded_by_bits=False),
+        rows=_cdna_rows(Ways(0)),
         backward=_CDNA_BACKWARD,
     ),
     # gfx11 keeps each operand of a matrix instruction twice, in 256 registers. Bytes
@@ -383,11 +340,11 @@ TABLE = {
             Row(128, Tile(16, 32, 4, 2), _full(64, 64, 4, 2), ("four",)),
             Row(256, Tile(16, 16, 4, 2), _full(64, 32, 8, 2), ("four",)),
             Row(576, Tile(32, 32, 8, 5), _full(32, 32, 8, 1), ("byte",), 4),
-            Row(64, _split(16, 32, 4, 5), _split(32, 32, 4, 1, True), ("float32",)),
-            Row(96, _split(16, 32, 4, 5), _split(16, 32, 8, 1, True), ("float32",)),
-            Row(128, _split(16, 32, 4, 5), _split(32, 32, 4, 1, True), ("float32",)),
-            Row(256, _split(16, 32, 8, 3), _split(16, 32, 8, 1, True), ("float32",)),
-            Row(128, _split(16, 32, 4, 5), _split(16, 32, 8, 1, True), ("mixed",)),
+            Row(64, _split(16, 32, 4, 5), _full_split(32, 32, 4, 1), ("float32",)),
+            Row(96, _split(16, 32, 4, 5), _full_split(16, 32, 8, 1), ("float32",)),
+            Row(128, _split(16, 32, 4, 5), _full_split(32, 32, 4, 1), ("float32",)),
+            Row(256, _split(16, 32, 8, 3), _full_split(16, 32, 8, 1), ("float32",)),
+            Row(128, _split(16, 32, 4, 5), _full_split(16, 32, 8, 1), ("mixed",)),
         ),
         backward=(
             Backward(128, Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), multiple=32),
@@ -426,7 +383,7 @@ TABLE = {
 # Interpreting is for checking numbers: small tiles, to have several of everything.
 INTERPRETED = Tuning(
     decode=Tile(rows=16, tokens=16, num_warps=1, num_stages=1),
-    prefill=Tile(rows=32, tokens=16, num_warps=1, num_stages=1, has_full_loop=True),
+    prefill=_full(rows=32, tokens=16, num_warps=1, num_stages=1),
     programs=16,
     piece_tokens=16,
     max_pieces=8,

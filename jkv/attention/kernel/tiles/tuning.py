@@ -82,9 +82,8 @@ def find_backward(
 def find_kind(queries: jax.Array, pools: Pools) -> str:
     """Tell calls apart that need other tiles.
 
-    Returns:
-      "float32", "half", "byte" or, where any are of four bits, "four"; "mixed" for
-      float32 queries on bytes.
+    They are "float32", "half", "byte" or, where any are of four bits, "four"; "mixed"
+    for float32 queries on bytes.
     """
     has_bytes = any(dtype.itemsize == 1 for dtype in pools.dtypes)
     if find_operand_dtype(queries, pools) == jnp.float32:
@@ -114,16 +113,12 @@ def find_weight_dtype(queries: jax.Array, pools: Pools) -> np.dtype[Any]:
 
 
 def why_not(
-    queries: jax.Array, pools: Pools, platform: str, target: str | None
+    queries: jax.Array,  # [R, H, D]; only shape and dtype matter
+    pools: Pools,
+    platform: str,  # "rocm" or "cuda"; "cpu", where it is interpreted
+    target: str | None,  # as `Card` has it, None for a card that is not known
 ) -> str | None:
-    """Say why the kernel cannot serve a call on a target, None if it can.
-
-    Args:
-      queries: [R, H, D]; only shape and dtype matter.
-      pools: likewise.
-      platform: "rocm" or "cuda"; "cpu", where it is interpreted.
-      target: as `Card` has it, None for a card that is not known.
-    """
+    """Say why the kernel cannot serve a call on a target, None if it can."""
     reason = why_never(queries, pools)
     if reason is not None or find_tuning(queries, pools, platform, target):
         return reason

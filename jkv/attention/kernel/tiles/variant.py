@@ -8,7 +8,7 @@ import numpy as np
 from jkv.attention.call import Call
 from jkv.attention.kernel.backend import Way
 from jkv.attention.kernel.elements.formats import KERNEL_FORMATS, KernelFormat
-from jkv.attention.kernel.tiles.table import Backward, Tile, Tuning
+from jkv.attention.kernel.tiles.table import Backward, Tile, Tuning, Ways
 from jkv.attention.kernel.tiles.tuning import find_operand_dtype, find_weight_dtype
 
 # The least rows of a tile that the hardware multiplies.
@@ -47,11 +47,11 @@ class Variant:
 
         e4m3 takes fewer registers so, which prefill has not, and more instructions.
         """
-        formats = self.key_format, self.value_format
-        if not self.tile.has_words or not any(each.has_bytes for each in formats):
+        formats, ways = (self.key_format, self.value_format), self.tile.ways
+        if Ways.WORDS not in ways or not any(each.has_bytes for each in formats):
             return False
         is_costly = any(each.has_costly_words for each in formats)
-        return self.tile.has_full_loop or not is_costly
+        return Ways.FULL_FIRST in ways or not is_costly
 
     @property
     def keys_above(self) -> float:

@@ -64,24 +64,15 @@ def list_work(
 
 
 def size_decode_work(
-    num_rows: int,
-    num_requests: int,
-    max_tokens: int,
-    wanted: int,
+    num_rows: int,  # R
+    num_requests: int,  # B
+    max_tokens: int,  # most tokens of one context
+    wanted: int,  # pieces that keep the device busy
     *,
-    num_lanes: int = 1,
-    is_windowed: bool = False,
+    num_lanes: int = 1,  # requests that may share a tile
+    is_windowed: bool = False,  # whether what comes before a window is left out
 ) -> DecodeSizes:
-    """Return the sizes of a list in which pieces of one length fit any contexts.
-
-    Args:
-      num_rows: R.
-      num_requests: B.
-      max_tokens: most tokens of one context.
-      wanted: pieces that keep the device busy.
-      num_lanes: requests that may share a tile.
-      is_windowed: whether what comes before a window is left out.
-    """
+    """Return the sizes of a list in which pieces of one length fit any contexts."""
     # n requests over p pieces' worth of tokens make at most n + p pieces. More of them
     # than keep the device busy would find no room, and a second turn for a few.
     most_listed = min(num_rows, num_requests)
@@ -100,26 +91,20 @@ def size_decode_work(
 
 def list_decode_work(
     requests: Requests,
-    window: jax.Array | int | None,  # i32[]
+    window: jax.Array | int | None,  # i32[], tokens that a row sees, None for all
     sizes: DecodeSizes,
     *,
+    # parts of each block, of which the pools have any one; tokens are then counted as
+    # the part has them that has most
     num_parts: int = 1,
-    part_size: int = 1,
+    part_size: int = 1,  # tokens of a part of a block
+    # what they have in common, without windows and of whole blocks; None where each
+    # is read for itself
     shared: SharedPrefixes | None = None,
 ) -> WorkList:
     """Cut the contexts of all requests of one row into pieces of about equal length.
 
     What some of them share is cut once: they are lanes of its pieces.
-
-    Args:
-      requests: B of them.
-      window: tokens that a row sees at most, if not all.
-      sizes: of the list.
-      num_parts: parts of each block, of which the pools have any one; tokens are then
-        counted as the part has them that has most.
-      part_size: tokens of a part of a block.
-      shared: what they have in common, without windows and of whole blocks; None where
-        each is read for itself.
     """
     last = requests.context_lengths - 1
     first, context = _find_contexts(last, window, num_parts, part_size)
@@ -205,17 +190,15 @@ def _find_contexts(
 
 
 def size_prefill_work(
-    num_rows: int, num_requests: int, tile_rows: int, *, min_rows: int = 2
+    num_rows: int,  # R
+    num_requests: int,  # B
+    tile_rows: int,  # rows of a tile
+    *,
+    min_rows: int = 2,  # of the requests that are listed
 ) -> PrefillSizes:
     """Return the sizes of a list that holds the tiles of any requests.
 
     Every request may end in a tile that is partly filled.
-
-    Args:
-      num_rows: R.
-      num_requests: B.
-      tile_rows: rows of a tile.
-      min_rows: of the requests that are listed.
     """
     num_entries = num_rows // tile_rows + min(num_requests, num_rows // min_rows)
     return PrefillSizes(num_rows, num_entries, tile_rows)
@@ -224,13 +207,7 @@ def size_prefill_work(
 def list_prefill_work(
     requests: Requests, sizes: PrefillSizes, *, min_rows: int = 2
 ) -> WorkList:
-    """Cut the rows of all requests of at least `min_rows` into tiles.
-
-    Args:
-      requests: B of them.
-      sizes: of the list.
-      min_rows: as the sizes are made for.
-    """
+    """Cut the rows of all requests of at least `min_rows` into tiles."""
     work, _ = _list_tiles(requests, sizes.num_entries, sizes.tile_rows, min_rows)
     return WorkList(work=work, pieces=None, lanes=None, sizes=sizes)
 
@@ -264,25 +241,17 @@ def _list_tiles(
 
 
 def size_position_work(
-    num_rows: int,
-    num_requests: int,
-    max_tokens: int,
-    tile_rows: int,
+    num_rows: int,  # R
+    num_requests: int,  # B
+    max_tokens: int,  # most tokens of one context
+    tile_rows: int,  # rows of a tile
     *,
-    piece_tokens: int,
-    max_pieces: int,
+    piece_tokens: int,  # a piece has no fewer
+    max_pieces: int,  # a context has no more
 ) -> PositionSizes:
     """Return the sizes of a list of tiles whose contexts are cut at fixed positions.
 
     They follow from sizes that no step changes, and so do the pieces.
-
-    Args:
-      num_rows: R.
-      num_requests: B.
-      max_tokens: most tokens of one context.
-      tile_rows: rows of a tile.
-      piece_tokens: a piece has no fewer.
-      max_pieces: a context has no more.
     """
     while piece_tokens * max_pieces < max_tokens:
         piece_tokens *= 2
@@ -301,20 +270,12 @@ def list_position_work(
     requests: Requests,
     sizes: PositionSizes,
     *,
-    num_parts: int = 1,
+    num_parts: int = 1,  # as above
     part_size: int = 1,
+    # what requests of one row have in common, with whole blocks; None: nothing
     shared: SharedPrefixes | None = None,
 ) -> WorkList:
-    """Cut the rows of all requests into tiles, single rows like those of chunks.
-
-    Args:
-      requests: B of them.
-      sizes: of the list.
-      num_parts: parts of each block, of which the pools have any one; tokens are then
-        counted as the part has them that has most.
-      part_size: tokens of a part of a block.
-      shared: what requests of one row have in common, with whole blocks; None: nothing.
-    """
+    """Cut the rows of all requests into tiles, single rows like those of chunks."""
     first_part = None if num_parts == 1 else jnp.int32(0)
     find_last = functools.partial(
         find_held, part=first_part, num_parts=num_parts, block_size=part_size

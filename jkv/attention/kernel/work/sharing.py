@@ -99,10 +99,8 @@ def find_lanes(
     """Return the rows of each entry, and how many pieces each request has, i32[B].
 
     A request's pieces follow each other, in the order of their tokens: behind those of
-    a stretch come those of the next one, of fewer lanes.
-
-    Returns:
-      The lanes; past the last piece of each request; and how many it has.
+    a stretch come those of the next one, of fewer lanes. Between the lanes and the
+    numbers stands what is past each request's last piece, i32[B].
     """
     num_requests = runs.order.shape[0]
     lead, num_lanes, end = (each[num_requests:][None] for each in runs[1:])

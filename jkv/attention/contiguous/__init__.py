@@ -1,1 +1,0 @@
-"""Attention over contiguous keys and values, for prompts that have no past."""
