@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from .ending import BAD_VALUE
 
 # What is given, by bfloat16, and what it costs at most on two models, as in
-# jkv/formats/costs.py, which is not imported, so that --help comes at once.
+# jkv/formats/table.py, which is not imported, so that --help comes at once.
 FORMATS = "int8 (1.9 times the tokens, perplexity +0.4%% at most), fp8 (1.9, +0.8%%)"
 VALUES = "int4 beside int8 (2.6 times the tokens, perplexity +1.0%%)"
 

@@ -21,6 +21,12 @@ def find_card(platform: str) -> Card:
     return Card(platform, find_target(platform) if is_gpu else None)
 
 
+def find_gpu() -> Card | None:
+    """Return the GPU at hand, None if there is none."""
+    cards = map(find_card, ("rocm", "cuda"))
+    return next((card for card in cards if card.target is not None), None)
+
+
 def find_target(
     platform: str,  # "rocm" or "cuda"
 ) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jkv.attention.cards import Card, find_card
+from jkv.attention.cards import Card, find_gpu
 from jkv.attention.choice import PlainReasons, explain_choice
 from jkv.attention.kernel.tiles.table import TABLE
 from jkv.config.cache_config import CacheConfig
@@ -91,10 +91,8 @@ def find_cards(card: str | None) -> list[Card]:
                 f"{card!r} is no card; give one such as {', '.join(known)}"
             )
         known = [card]
-    else:
-        for here in map(find_card, ("rocm", "cuda")):
-            if here.target is not None:
-                return [here]
+    elif (here := find_gpu()) is not None:
+        return [here]
     return [Card("rocm" if name.startswith("gfx") else "cuda", name) for name in known]
 
 

@@ -18,7 +18,7 @@ from jkv.arguments import explains_arguments
 from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig, as_grouped
 from jkv.decoding.model.protocol import Model
-from jkv.decoding.scoring.sizes import resize
+from jkv.decoding.scoring.scored import resize
 from jkv.making.initialization import init
 from jkv.metadata.requests import as_prompts
 from jkv.verbs.allocation import allocate
@@ -149,10 +149,7 @@ def _read(
     text: jax.Array,  # i32[T], T a multiple of the chunks'
     length: jax.Array,  # i32[]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the loss of each next token, f32[T], and which was the likeliest, i32[T].
-
-    Of the first `length - 1` tokens; behind them anything.
-    """
+    """Return the loss of each next token, f32[T], and which was likeliest, i32[T]."""
     cache, opened = allocate(init(config), [0])
     rows = jnp.arange(CHUNK_SIZE, dtype=jnp.int32)
 

@@ -202,7 +202,9 @@ def begin_generation(runner: Runner, cache: Cache, asked: Asked) -> GenerationSt
         prompts=prompts,
         stops=stops,
         places=Places.empty(num_places),
-        queue=make_queue(reasons == FinishReason.RUNNING),
+        queue=make_queue(
+            jnp.arange(num_sequences, dtype=jnp.int32), reasons == FinishReason.RUNNING
+        ),
         holder=Holder.none(),
         seen=jnp.zeros((num_places, vocabulary), bool),
         num_blocks=num_blocks,

@@ -1,4 +1,4 @@
-"""The formats that a cache may have, by what configurations call them."""
+"""The formats that a cache may have, and what they cost in perplexity."""
 
 from typing import Any
 
@@ -26,6 +26,18 @@ FORMATS: dict[np.dtype[Any], Format] = {
 OTHER_NAMES = {"fp8": np.dtype(jnp.float8_e4m3fn)}
 
 
+# What they cost, which `benchmarks/accuracy.py` measures (of your model
+# `jkv.measure_formats` tells): per cent of each one's perplexity in float32, by the
+# dtypes of keys and values.
+MODELS = ("SmolLM2 135M", "Gemma 3 270M")
+COSTS = {
+    ("int8", "int8"): (0.1, 0.4),
+    ("float8_e4m3fn", "float8_e4m3fn"): (0.8, 0.3),
+    ("int8", "int4"): (1.0, 0.7),
+    ("int4", "int4"): (7.7, 13.3),
+}
+
+
 def formats_of(dtype: np.dtype[Any], value_dtype: np.dtype[Any]) -> Formats:
     """Return the formats of keys and values by what a configuration calls them."""
     return Formats(FORMATS[dtype], FORMATS[value_dtype])
@@ -43,3 +55,9 @@ def checked_dtype(dtype: Any) -> np.dtype[Any]:
             break
     names = ", ".join([*(known.name for known in FORMATS), *OTHER_NAMES])
     raise ValueError(f"dtype must be one of {names}; got {dtype!r}")
+
+
+def tell_cost(dtype: str, value_dtype: str) -> str:
+    """Say what they cost, such as "+1.0% on SmolLM2 135M, +0.5% on Gemma 3 270M"."""
+    costs = zip(COSTS[dtype, value_dtype], MODELS, strict=True)
+    return ", ".join(f"{cost:+.1f}% on {model}" for cost, model in costs)

@@ -5,7 +5,7 @@ expression search algorithm, 1968), all of which are followed at once (M. Rabin 
 D. Scott, Finite automata and their decision problems, 1959), ranges instead of bytes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -64,19 +64,22 @@ def subtract_expression(one: Automaton, other: Expression, bounds: Bounds) -> Au
     return minimize(Automaton(np.stack(rows), np.array(accepting)), bounds)
 
 
-def without_bytes(
-    automaton: Automaton, taken: Sequence[int], bounds: Bounds
+def substitute(
+    automaton: Automaton, texts: Mapping[int, Expression], bounds: Bounds
 ) -> Automaton:
-    """Return the texts of an automaton with some bytes taken out of them."""
+    """Return the texts of an automaton with others in the place of some bytes."""
     layout = _Layout(bounds)
     begin, end = layout.lay_out(Leaf(automaton))
-    for node, edges in enumerate(layout.edges):
+    for node, edges in enumerate([*layout.edges]):
         layout.edges[node] = []
         for low, high, target in edges:
-            kept = [byte for byte in range(low, high + 1) if byte not in taken]
-            layout.edges[node] += [(byte, byte, target) for byte in kept]
-            if len(kept) <= high - low:
-                layout.jumps[node].append(target)
+            replaced = [byte for byte in texts if low <= byte <= high]
+            for byte in replaced:
+                layout.jumps[layout.add(texts[byte], node)].append(target)
+            firsts = [low, *(byte + 1 for byte in replaced)]
+            lasts = [*(byte - 1 for byte in replaced), high]
+            kept = zip(firsts, lasts, strict=True)
+            layout.edges[node] += [(*run, target) for run in kept if run[0] <= run[1]]
     return minimize(layout.follow(begin, end), bounds)
 
 

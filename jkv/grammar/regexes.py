@@ -26,7 +26,7 @@ from jkv.grammar.characters import (
     one_of,
     unite,
 )
-from jkv.grammar.determinization import determinize, subtract_expression, without_bytes
+from jkv.grammar.determinization import determinize, substitute, subtract_expression
 from jkv.grammar.errors import Malformed, TooLarge, Unsupported
 from jkv.grammar.expressions import (
     ByteRange,
@@ -122,7 +122,8 @@ class _Reader:
         if not self._wrong:
             return marked
         right = subtract_expression(marked, Choice(self._wrong), self._bounds)
-        return without_bytes(right, _MARKS, self._bounds)
+        nothing = dict.fromkeys(_MARKS, Literal(b""))
+        return substitute(right, nothing, self._bounds)
 
     def _read_item(self, op: str, given: Any, flags: int) -> Expression:
         match op:

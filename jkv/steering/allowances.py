@@ -8,9 +8,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jkv.steering.logits import find_columns
 from jkv.steering.protocol import Unchanging
 from jkv.steering.tables import check_integers, count_variants, find_rows
+from jkv.steering.tokens import find_columns
 
 
 @jax.tree_util.register_dataclass

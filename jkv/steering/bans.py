@@ -9,10 +9,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.steering.logits import forbid
-from jkv.steering.newest import align_right, find_newest, push
 from jkv.steering.protocol import EndsNothing
 from jkv.steering.tables import check_integers, count_variants, find_rows
+from jkv.steering.tokens import align_right, find_newest, forbid, push
 
 
 class _Rows(NamedTuple):

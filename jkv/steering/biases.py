@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from jkv.status import UsageError
-from jkv.steering.logits import find_columns
 from jkv.steering.protocol import Unchanging
 from jkv.steering.tables import check_integers, check_numbers, count_variants
+from jkv.steering.tokens import find_columns
 
 
 @jax.tree_util.register_dataclass

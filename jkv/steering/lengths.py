@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from jkv.status import UsageError
-from jkv.steering.logits import forbid
 from jkv.steering.protocol import EndsNothing
 from jkv.steering.tables import check_integers, count_variants, find_rows
+from jkv.steering.tokens import forbid
 
 
 class _Rows(NamedTuple):

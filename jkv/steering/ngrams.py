@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jkv.status import UsageError
-from jkv.steering.logits import forbid
-from jkv.steering.newest import find_newest, push
 from jkv.steering.protocol import EndsNothing
+from jkv.steering.tokens import find_newest, forbid, push
 
 
 @jax.tree_util.register_dataclass

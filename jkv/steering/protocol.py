@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import jax
 
+from jkv.status import UsageError
+
 
 class Steering(Protocol):
     """What steers texts, a pytree: its arrays are arguments of the program.
@@ -106,6 +108,19 @@ class Steering(Protocol):
         """
         del state
         return None
+
+
+METHODS = ("begin", "steer", "advance", "ended", "forced")
+
+
+def check_steering(steering: object, taker: str) -> None:
+    """Refuse what does not steer, in the name of what takes it."""
+    lacks = [name for name in METHODS if not callable(getattr(steering, name, None))]
+    if lacks or isinstance(steering, type):
+        raise UsageError(
+            f"{taker} must be a jkv.Steering, an object with the methods "
+            f"{', '.join(METHODS)}; got {steering!r}"
+        )
 
 
 class EndsNothing(Steering):

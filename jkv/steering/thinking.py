@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from jkv.status import UsageError
-from jkv.steering.newest import ends_with, find_newest, push
 from jkv.steering.protocol import EndsNothing
 from jkv.steering.tables import check_integers, count_variants, find_rows
+from jkv.steering.tokens import ends_with, find_newest, push
 
 
 class _Rows(NamedTuple):

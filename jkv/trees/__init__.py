@@ -5,8 +5,6 @@ the gradient.
 """
 
 from jkv.decoding.texts.text_tree import TextTree, grow, read_text
-from jkv.trees.padding import pad
-from jkv.trees.partition import TreeParts, split
 from jkv.trees.records import (
     TreeRecord,
     note_allocate,
@@ -16,6 +14,7 @@ from jkv.trees.records import (
     note_generate,
     note_given,
 )
+from jkv.trees.sizes import TreeParts, pad, split
 
 __all__ = [
     "TextTree",

@@ -18,6 +18,7 @@ import numpy as np
 from jkv.decoding.texts.prompts import count_tokens
 from jkv.decoding.texts.results import FinishReason, Generation
 from jkv.decoding.texts.text_tree import (
+    NO_PARENT,
     TextTree,
     empty_tree,
     grow_rows,
@@ -26,7 +27,6 @@ from jkv.decoding.texts.text_tree import (
     list_rows,
     read_text,
 )
-from jkv.decoding.texts.tree_numbers import NO_PARENT
 from jkv.metadata.requests import Integers, Texts, as_prompts, broadcast
 from jkv.status import UsageError
 from jkv.verbs.allocation import Allocation

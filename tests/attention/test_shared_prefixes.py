@@ -14,6 +14,8 @@ from support.tolerances import assert_close
 
 import jkv
 from jkv.attention.call import Requests
+from jkv.attention.cards import Card
+from jkv.attention.kernel import face
 from jkv.attention.kernel.tiles.table import INTERPRETED
 from jkv.attention.kernel.work import planning
 from jkv.attention.kernel.work.cutting import list_decode_work, size_decode_work
@@ -348,8 +350,10 @@ def test_attention_finds_what_it_finds_without(name):
 
 def plan_on_a_card(cache, batch):
     """The step as on a card for which kernels are cut as they are interpreted."""
-    with unittest.mock.patch.object(
-        planning, "find_card_tuning", lambda _: INTERPRETED
+    patch = unittest.mock.patch.object
+    with (
+        patch(face, "find_gpu", lambda: Card("cpu", "interpreted")),
+        patch(planning, "find_card_tuning", lambda _: INTERPRETED),
     ):
         return plan_attention(cache, without_plan(batch))
 

@@ -14,7 +14,6 @@ import jkv
 from jkv.attention.kernel.backend import Way
 from jkv.attention.kernel.launches.slots import store_rows
 from jkv.commands import bookkeeping, collectives, correctness, diagnosis, stores
-from jkv.commands.cases import CASES
 from jkv.commands.diagnosis import main
 from jkv.commands.ending import run_process
 from jkv.commands.facts import list_known_faults
@@ -25,7 +24,7 @@ from jkv.commands.report import Report, Step, judge, say_duration
 def few_cases(monkeypatch):
     """Two cases, one dtype and little to move: the others only take time."""
     wanted = ("mixed, with padding", "sinks")
-    cases = tuple(case for case in CASES if case.name in wanted)
+    cases = tuple(case for case in correctness.CASES if case.name in wanted)
     monkeypatch.setattr(correctness, "CASES", cases)
     monkeypatch.setattr(correctness, "IMPLEMENTATIONS", ("xla",))
     monkeypatch.setattr(correctness, "TOLERANCES", {"float32": 2e-5})

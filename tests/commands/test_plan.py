@@ -13,7 +13,7 @@ from support.paths import EXAMPLES, ROOT
 import jkv
 import jkv.__main__ as listed
 from jkv.commands.capacity import main, make_plan
-from jkv.formats.costs import COSTS, tell_cost
+from jkv.formats.table import COSTS, tell_cost
 
 pytestmark = pytest.mark.one_end
 PYDOC = EXAMPLES / "models" / "pydoc"

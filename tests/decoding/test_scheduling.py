@@ -14,9 +14,10 @@ from jkv.decoding.scheduler.places import (
     vacate,
 )
 from jkv.decoding.scheduler.queue import (
+    Candidates,
     choose_seated,
     drop_from_queue,
-    find_candidates,
+    find_waiting,
     make_queue,
     order_queue,
     seat,
@@ -30,14 +31,11 @@ share = jax.jit(share_rows, static_argnums=2)
 
 @jax.jit
 def seat_next(places, queue, ended, costs, num_free_blocks, num_free_places):
-    candidates = find_candidates(places, queue, LANES)
-    result = choose_seated(
-        candidates,
-        ended[candidates.sequences],
-        tuple(cost[candidates.sequences] for cost in costs),
-        num_free_blocks=num_free_blocks,
-        num_free_places=num_free_places,
-    )
+    waiting = find_waiting(places, queue, LANES)
+    has_ended = ended[waiting[0]]
+    costs = tuple(cost[waiting[0]] for cost in costs)
+    candidates = Candidates(*waiting, has_ended, costs, jnp.zeros_like(has_ended))
+    result = choose_seated(candidates, num_free_blocks, num_free_places)
     return seat(places, queue, candidates, result)
 
 
@@ -62,7 +60,7 @@ def test_places_and_queue_are_three_lists(seed):
     rng = np.random.default_rng(seed)
     running, preempted, waiting = [], [], list(range(SEQUENCES))
     places = Places.empty(PLACES)
-    queue = make_queue(jnp.ones(SEQUENCES, bool))
+    queue = make_queue(jnp.arange(SEQUENCES), jnp.ones(SEQUENCES, bool))
     ended = np.zeros(SEQUENCES, bool)
     # Blocks of two groups of layers: a sequence needs its own in both.
     costs = rng.integers(0, 5, (SEQUENCES, 2)).astype(np.int32)

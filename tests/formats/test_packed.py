@@ -9,15 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.jax_versions import few
+from support.jax_versions import few, with_further
 from support.paths import ROOT
 from support.small_attention_model import attention_model, attention_params
 from support.small_caches import small_config
 from support.tolerances import assert_close, is_close
 
 import jkv
-from jkv.formats.costs import COSTS
-from jkv.formats.table import FORMATS
+from jkv.formats.table import COSTS, FORMATS
 
 INT4 = FORMATS[np.dtype(jnp.int4)]
 store = jax.jit(lambda rows: INT4.put(INT4.prepare(rows)))
@@ -151,7 +150,9 @@ def play(config, queries, keys, values):
     return read, found, cache
 
 
-@pytest.mark.parametrize("kind", few(KINDS, "int8 and int4"))
+@pytest.mark.parametrize(
+    "kind", few(with_further(KINDS, "int4", "int4 and float32"), "int8 and int4")
+)
 def test_attention_is_that_of_what_is_read(kind):
     """And its derivative, as a cache in float32 has it of the numbers that are read."""
     config = small_config(**SIZES, **KINDS[kind])

@@ -932,8 +932,9 @@ MUTATIONS = (
         "steered-refusal-lost-among-guesses",
         "decoding",
         "A step with guesses takes a token of a text that is allowed none.",
-        "return _Chosen(tokens, mark_refused(logits, tokens, logprobs))",
-        "return _Chosen(tokens, logprobs)",
+        "            logprobs = mark_refused(logits, tokens, logprobs)\n"
+        "        return _Chosen",
+        "            pass\n        return _Chosen",
     ),
     Mutation(
         "steered-end-not-told",
@@ -946,8 +947,8 @@ MUTATIONS = (
         "guess-steered-one-token-late",
         "decoding",
         "The row of a guess is steered by the state before the guess, not after it.",
-        "row_of = rows.places * (guesses.tokens.shape[1] + 1) + rows.before",
-        "row_of = rows.places * (guesses.tokens.shape[1] + 1) + jnp.maximum("
+        "row_of = rows.places * (guesses.shape[1] + 1) + rows.before",
+        "row_of = rows.places * (guesses.shape[1] + 1) + jnp.maximum("
         "rows.before - 1, 0)",
     ),
     Mutation(

@@ -7,8 +7,6 @@ functions could replace it.
 """
 
 import functools
-import pathlib
-import sys
 import warnings
 from collections.abc import Callable
 from types import ModuleType
@@ -77,13 +75,6 @@ def why_missing() -> str | None:
     except ImportError as error:  # a jaxlib that was built without it
         return f"this JAX has no Pallas backend for GPUs ({error})"
     return None
-
-
-def is_installed() -> bool:
-    """Return whether Pallas' lowering seems to be there, without an import."""
-    folder = pathlib.Path(jax.__file__).parent / "experimental" / "pallas"
-    known = sys.modules.get("jax.experimental.pallas.triton", jax)
-    return known is not None and any(folder.glob("triton*"))
 
 
 def program_id(axis: int) -> jax.Array:

@@ -4,13 +4,15 @@ What runs them is imported where it is called: most processes have no card.
 """
 
 import dataclasses
+import pathlib
+import sys
 from typing import TYPE_CHECKING, ClassVar
 
 import jax
 
 from jkv.attention.backend import Backend, StepShape
 from jkv.attention.call import Call, Requests
-from jkv.attention.cards import Card
+from jkv.attention.cards import Card, find_gpu
 from jkv.attention.derivative import Cotangents, Gradients
 from jkv.attention.kernel.work import lists
 from jkv.attention.pools import Pools
@@ -65,12 +67,14 @@ class Kernels(Backend):
 
     def why_not_stored(self, write: SlotWrite, card: Card) -> str | None:
         """Say why scatters store rows; they do where no card of the platform is."""
+        if card.target is None:
+            return f"there are no kernels for {card.platform}"
         from jkv.attention.kernel.elements.formats import KERNEL_FORMATS
         from jkv.attention.kernel.launches.slots import why_scattered
         from jkv.attention.kernel.tiles.tuning import find_family
 
-        if card.target is None or find_family(*card) is None:
-            return f"there are no kernels for {card.target or card.platform}"
+        if find_family(*card) is None:
+            return f"there are no kernels for {card.target}"
         if not {*write.formats} <= KERNEL_FORMATS.keys():
             return "there is no kernel for the format"
         return self._why_missing(card) or why_scattered(write.arrays)
@@ -91,12 +95,16 @@ class Kernels(Backend):
     def _why_missing(self, card: Card) -> str | None:
         if self.is_written:
             return None
-        from jkv.attention.kernel import backend
-
         if card.platform == "cpu" or card.target is not None:
-            return backend.why_missing()
-        # Without a card the kernel may be lowered elsewhere or, as mostly, never.
-        return None if backend.is_installed() else "this JAX has no Pallas for GPUs"
+            from jkv.attention.kernel.backend import why_missing
+
+            return why_missing()
+        # Without a card the kernel may be lowered elsewhere or, as mostly, never: seen
+        # without an import.
+        folder = pathlib.Path(jax.__file__).parent / "experimental" / "pallas"
+        known = sys.modules.get("jax.experimental.pallas.triton", jax)
+        is_installed = known is not None and any(folder.glob("triton*"))
+        return None if is_installed else "this JAX has no Pallas for GPUs"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +124,8 @@ class Pallas(Kernels):
         step: StepShape,
     ) -> tuple[lists.WorkList, ...] | None:
         """List what the programs of a step read, where there is a card."""
+        if find_gpu() is None:
+            return None
         from jkv.attention.kernel.work.planning import plan_work
 
         return plan_work(pools, requests, reference_counts, step)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jkv.attention.backend import Backend, StepShape
 from jkv.attention.call import Call, Requests, call_of
-from jkv.attention.cards import DEFAULT, Card, find_card
+from jkv.attention.cards import DEFAULT, Card, find_gpu
 from jkv.attention.derivative import Cotangents, Gradients
 from jkv.attention.pools import Pools
 from jkv.attention.shared_prefixes import SharedPrefixes, find_shared_prefixes
@@ -57,7 +57,8 @@ class Xla(Backend):
         most = min(step.num_rows, requests.seq_ids.shape[0])
         if most < FEWEST or step.by_position or step.window is not None:
             return None
-        if step.num_parts > 1 or _has_card() or _is_small(pools, requests, step):
+        # A card's kernels have no use for it.
+        if step.num_parts > 1 or find_gpu() or _is_small(pools, requests, step):
             return None
         return find_shared_prefixes(
             requests, reference_counts, block_size=step.part_size, fewest=FEWEST
@@ -82,11 +83,6 @@ class SideBySide(Xla):
         """Go through all contexts at once."""
         del card
         return attend_by_head(call, attend_side_by_side)
-
-
-def _has_card() -> bool:
-    """Return whether there is a card, whose kernels have no use for it."""
-    return any(find_card(name).target is not None for name in ("rocm", "cuda"))
 
 
 def _is_small(pools: Pools, requests: Requests, step: StepShape) -> bool:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jkv.decoding.model.rows import locate_rows, share_rows
 from jkv.decoding.model.runner import Runner
+from jkv.decoding.texts.blocks import count_cached
 from jkv.sharding.loops import while_loop
 from jkv.state import NO_SEQUENCE, Batch, Cache
 
@@ -25,12 +26,6 @@ class Pending(NamedTuple):
     find_tokens: Callable[[jax.Array, jax.Array], jax.Array]
     commits: bool = True  # whether full blocks can be found afterwards
     partings: jax.Array | None = None  # i32[B], as for `end_at_snapshots`
-
-
-def count_cached(cache: Cache, seq_ids: jax.Array) -> jax.Array:
-    """Return the tokens that sequences have in a cache, i32[B]; 0 of none."""
-    row = jnp.where(seq_ids >= 0, seq_ids, cache.max_sequences)
-    return cache.metadata.context_lengths.at[row].get(mode="fill", fill_value=0)
 
 
 def run_chunk(

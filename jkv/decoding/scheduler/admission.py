@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from jkv.decoding.sampling.stopping import find_first
 from jkv.decoding.scheduler.places import LANES, find_oldest
+from jkv.decoding.scheduler.queue import Attempt, may_seat, seat_waiting
 from jkv.decoding.scheduler.samples import find_pending, has_more_samples
-from jkv.decoding.scheduler.seating import Attempt, may_seat, seat_waiting
 from jkv.decoding.scheduler.state import GenerationState, Holder, Loads, note_texts
 from jkv.decoding.texts.blocks import Blocks
 from jkv.decoding.texts.prompts import find_texts
@@ -29,10 +29,7 @@ from jkv.verbs.forking import fork
 def admit(
     cache: Cache, state: GenerationState, slack: Blocks
 ) -> tuple[Cache, GenerationState]:
-    """Admit sequences that wait, as long as they fit.
-
-    The slack, i32[], is free blocks that were promised to no sequence.
-    """
+    """Admit sequences that wait, as long as they fit."""
     num_lanes = min(LANES, state.places.num_places)
     Carry = tuple[Cache, GenerationState, jax.Array]
 
@@ -59,10 +56,7 @@ class _Lanes(NamedTuple):
 def _open_seated(
     cache: Cache, state: GenerationState, attempt: Attempt, num_lanes: int
 ) -> tuple[Cache, GenerationState, jax.Array]:
-    """Open rows of the cache for sequences that have places, at most K.
-
-    Returns also bool[]: whether there may be more to do.
-    """
+    """Open rows for at most K that have places; also bool[]: if more may be done."""
     loads = state.loads(cache)
     has_states = cache.metadata.has_states
     lanes, is_more = _find_lanes(state, loads, num_lanes, has_states)

@@ -10,7 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from jkv.decoding.sampling.stopping import judge_prompts
-from jkv.decoding.scheduler.queue import drop_from_queue, order_queue
+from jkv.decoding.scheduler.queue import (
+    drop_from_queue,
+    list_queue,
+    order_queue,
+)
 from jkv.decoding.scheduler.state import GenerationState
 from jkv.decoding.steering.rows import (
     as_steering,
@@ -159,8 +163,8 @@ def _find_ranks(state: GenerationState, queue: Ring) -> jax.Array:
     Samples of a prompt that has begun come before all: only one prompt is ever held.
     """
     num_samples, is_running = state.num_samples, state.is_running
-    rank = jnp.arange(queue.ids.shape[0], dtype=jnp.int32)
-    waiting = jnp.where(rank < queue.count, ring.peek(queue, rank), len(is_running))
+    sequences, waits = list_queue(queue)
+    waiting = jnp.where(waits, sequences, len(is_running))
     has_begun = is_running.at[waiting].set(False, mode="drop")
     has_begun |= state.result.lengths > 0
     has_begun = jnp.any(has_begun.reshape(-1, num_samples), axis=1)

@@ -7,19 +7,21 @@ Symbols: W places.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import NamedTuple
+import functools
 
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.scheduler.places import Places, find_youngest_running, unseat_youngest
-from jkv.decoding.scheduler.state import GenerationState, Holder
+from jkv.decoding.scheduler.places import find_youngest_running, unseat_youngest
+from jkv.decoding.scheduler.state import GenerationState
 from jkv.decoding.texts.blocks import Blocks, count_free_blocks, reach, subtract, total
 from jkv.sharding.loops import while_loop
-from jkv.state import NO_SEQUENCE, Cache, Metadata
+from jkv.state import NO_SEQUENCE, Cache
 from jkv.state.entry import takes_cache
 from jkv.verbs.allocation import free
+
+# The blocks that stay promised are i32[], of each group.
+Carry = tuple[Cache, GenerationState, Blocks]
 
 
 def preempt_youngest(
@@ -32,13 +34,16 @@ def preempt_youngest(
     """
     demand = state.demand(cache, state.loads(cache))
 
-    def lacks_blocks(running: _Running) -> jax.Array:
-        can_give = (running.holder.seq_id >= 0) | (running.places.num_running > 1)
-        free = tuple(group.free_blocks.count for group in running.metadata.block_groups)
-        return can_give & ~reach(free, running.promised)
+    def lacks_blocks(carry: Carry) -> jax.Array:
+        cache, state, promised = carry
+        can_give = (state.holder.seq_id >= 0) | (state.places.num_running > 1)
+        return can_give & ~reach(count_free_blocks(cache), promised)
 
     before = state.places.num_running
-    cache, state, promised = _preempt_while(lacks_blocks, cache, state, demand)
+    take_back = functools.partial(_take_back, demand)
+    cache, state, promised = while_loop(
+        lacks_blocks, take_back, (cache, state, total(demand))
+    )
     is_same = state.places.num_running == before
     needs = tuple(jnp.where(is_same, n, 0) for n in state.seating_needs)
     state = dataclasses.replace(state, seating_needs=needs)
@@ -76,72 +81,42 @@ def preempt(cache: Cache, state: GenerationState) -> tuple[Cache, GenerationStat
       >>> state.result.tokens.tolist()
       [[6, 8, 10], [41, 43, 45]]
     """
-    cache, state, nothing = _preempt_while(
-        lambda running: (running.holder.seq_id >= 0) | (running.places.num_running > 0),
-        cache,
-        state,
-        tuple(jnp.zeros_like(state.places.ages) for _ in state.seating_needs),
+    nothing = tuple(jnp.zeros_like(state.places.ages) for _ in state.seating_needs)
+
+    def goes_on(carry: Carry) -> jax.Array:
+        state = carry[1]
+        return (state.holder.seq_id >= 0) | (state.places.num_running > 0)
+
+    cache, state, needs = while_loop(
+        goes_on, functools.partial(_take_back, nothing), (cache, state, total(nothing))
     )
     all_sequences = jnp.arange(state.result.lengths.shape[0], dtype=jnp.int32)
     return cache, dataclasses.replace(
         state,
-        seating_needs=nothing,
+        seating_needs=needs,
         speculation=state.speculation and state.speculation.forget(all_sequences),
     )
 
 
-class _Running(NamedTuple):
-    """What preemption changes."""
-
-    metadata: Metadata
-    places: Places
-    holder: Holder
-    promised: Blocks  # i32[]
-    num_preempted: jax.Array  # i32[]
-
-
-def _preempt_while(
-    goes_on: Callable[[_Running], jax.Array],
-    cache: Cache,
-    state: GenerationState,
-    demand: Blocks,  # i32[W], blocks that were promised to each
-) -> tuple[Cache, GenerationState, Blocks]:
-    """Take blocks back as long as it goes on; return what stays promised, i32[]."""
-    begun = cache.metadata, state.places, state.holder, total(demand)
-    running = while_loop(
-        goes_on,
-        lambda running: _take_back(cache, running, demand),
-        _Running(*begun, jnp.zeros((), jnp.int32)),
-    )
-    state = dataclasses.replace(
-        state,
-        places=running.places,
-        holder=running.holder,
-        result=state.result.add_counts(preemptions=running.num_preempted),
-    )
-    return cache.with_metadata(running.metadata), state, running.promised
-
-
-def _take_back(cache: Cache, running: _Running, demand: Blocks) -> _Running:
+def _take_back(demand: Blocks, carry: Carry) -> Carry:
     """Take the blocks of the holder, or else of the youngest; its demand, i32[W]."""
-    is_held = running.holder.seq_id >= 0
-    youngest = find_youngest_running(running.places)
-    seq_id = jnp.where(is_held, running.holder.seq_id, running.places.seq_ids[youngest])
-    cache, _ = free(cache.with_metadata(running.metadata), seq_id[None])
+    cache, state, promised = carry
+    is_held = state.holder.seq_id >= 0
+    youngest = find_youngest_running(state.places)
+    seq_id = jnp.where(is_held, state.holder.seq_id, state.places.seq_ids[youngest])
+    cache, _ = free(cache, seq_id[None])
     places = jax.tree.map(
         lambda kept, new: jnp.where(is_held, kept, new),
-        running.places,
-        unseat_youngest(running.places),
+        state.places,
+        unseat_youngest(state.places),
     )
     # A sequence that waited for its prompt had computed nothing.
     counts = ~is_held & (seq_id >= 0)
-    return _Running(
-        metadata=cache.metadata,
+    state = dataclasses.replace(
+        state,
         places=places,
-        holder=running.holder._replace(seq_id=jnp.int32(NO_SEQUENCE)),
-        promised=subtract(
-            running.promised,
-            tuple(jnp.where(is_held, 0, blocks[youngest]) for blocks in demand),
-        ),
-        num_preempted=running.num_preempted + counts.astype(jnp.int32),
+        holder=state.holder._replace(seq_id=jnp.int32(NO_SEQUENCE)),
+        result=state.result.add_counts(preemptions=counts.astype(jnp.int32)),
     )
+    given = tuple(jnp.where(is_held, 0, blocks[youngest]) for blocks in demand)
+    return cache, state, subtract(promised, given)

@@ -1,75 +1,78 @@
 """The queue: which of the sequences that wait get a place, strictly in order.
 
 Preempted sequences come before those that never ran, which wait in a ring: the queue.
-The first that does not fit shuts out all behind it.
+The first that does not fit, in places or blocks, shuts out all behind it.
 
 Symbols: N sequences, W places, K lanes.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jkv.decoding.scheduler.places import Places, sort_by_age
-from jkv.decoding.texts.blocks import Blocks, reach
+from jkv.decoding.scheduler.state import GenerationState, Loads
+from jkv.decoding.texts import blocks
+from jkv.decoding.texts.blocks import Blocks
+from jkv.decoding.texts.results import FinishReason
 from jkv.metadata import ring
 from jkv.metadata.xla_cpu import running_sum
-from jkv.state import Ring
+from jkv.state import Cache, Ring
 
 
-def make_queue(waiting: jax.Array) -> Ring:
-    """Return a queue of the chosen ones of N sequences, bool[N], in order."""
-    sequence = jnp.arange(waiting.shape[0], dtype=jnp.int32)
-    return ring.push(_empty_queue(waiting.shape[0]), sequence, waiting)
+def make_queue(sequences: jax.Array, waiting: jax.Array) -> Ring:
+    """Return a queue of some of these N sequences, bool[N], in order."""
+    ids, bounds = jnp.zeros_like(sequences), jnp.zeros((8,), jnp.int32)
+    return ring.push(Ring(ids=ids, bounds=bounds, indices=None), sequences, waiting)
+
+
+def list_queue(queue: Ring) -> tuple[jax.Array, jax.Array]:
+    """Return what waits, in order, i32[N], and which entries there are, bool[N]."""
+    rank = jnp.arange(queue.ids.shape[0], dtype=jnp.int32)
+    return ring.peek(queue, rank), rank < queue.count
 
 
 def drop_from_queue(queue: Ring, ended: jax.Array) -> Ring:
     """Return the queue without the sequences that ended, bool[N]."""
-    rank = jnp.arange(queue.ids.shape[0], dtype=jnp.int32)
-    sequences = ring.peek(queue, rank)
-    stays = (rank < queue.count) & ~ended[sequences]
-    return ring.push(_empty_queue(rank.shape[0]), sequences, stays)
+    sequences, waits = list_queue(queue)
+    return make_queue(sequences, waits & ~ended[sequences])
 
 
 def order_queue(queue: Ring, ranks: jax.Array) -> Ring:
     """Order a queue by the ranks of N sequences, i32[N]; equal ones stay."""
-    index = jnp.arange(queue.ids.shape[0], dtype=jnp.int32)
-    sequences, waits = ring.peek(queue, index), index < queue.count
+    sequences, waits = list_queue(queue)
     last = jnp.iinfo(jnp.int32).max
     order = jnp.argsort(jnp.where(waits, ranks[sequences], last), stable=True)
-    return ring.push(_empty_queue(index.shape[0]), sequences[order], waits[order])
-
-
-def _empty_queue(size: int) -> Ring:
-    ids, bounds = jnp.zeros((size,), jnp.int32), jnp.zeros((8,), jnp.int32)
-    return Ring(ids=ids, bounds=bounds, indices=None)
+    return make_queue(sequences[order], waits[order])
 
 
 class Candidates(NamedTuple):
-    """The first K that wait, in order."""
+    """The first K that wait, in order, and what they would cost."""
 
     sequences: jax.Array  # i32[K], any where there are no more
     exists: jax.Array  # bool[K]
     is_fresh: jax.Array  # bool[K], whether it never ran
+    ended: jax.Array  # bool[K], it ended while it waited, and needs nothing
+    costs: Blocks  # i32[K]; of a leader, those of its whole text
+    may_cost_less: jax.Array  # bool[K], the prefix index may have some of them
 
 
-def find_candidates(
+def find_waiting(
     places: Places,
     queue: Ring,  # the sequences that never ran
     num_lanes: int,  # K, static
-) -> Candidates:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the first three fields of `Candidates`."""
     lane = jnp.arange(num_lanes, dtype=jnp.int32)
     num_preempted = places.num_started - places.num_running
     fresh_rank = lane - num_preempted
     is_fresh = fresh_rank >= 0
     place = sort_by_age(places).at[places.num_running + lane].get(mode="clip")
     fresh = ring.peek(queue, jnp.clip(fresh_rank, 0, queue.count))
-    return Candidates(
-        sequences=jnp.where(is_fresh, fresh, places.sequences[place]),
-        exists=~is_fresh | (fresh_rank < queue.count),
-        is_fresh=is_fresh,
-    )
+    sequences = jnp.where(is_fresh, fresh, places.sequences[place])
+    return sequences, ~is_fresh | (fresh_rank < queue.count), is_fresh
 
 
 class Seated(NamedTuple):
@@ -81,18 +84,15 @@ class Seated(NamedTuple):
 
 def choose_seated(
     candidates: Candidates,
-    # bool[K], those that have ended while they waited; they need nothing
-    ended: jax.Array,
-    costs: Blocks,  # i32[K], blocks that each needs
-    *,
     num_free_blocks: Blocks,  # i32[], blocks that were promised to no sequence
     num_free_places: jax.Array,  # i32[]
 ) -> Seated:
     """Choose which get a place: all up to the first that does not fit."""
-    alive = candidates.exists & ~ended
-    blocks = tuple(running_sum(jnp.where(alive, cost, 0)) for cost in costs)
+    alive = candidates.exists & ~candidates.ended
+    costs = (jnp.where(alive, cost, 0) for cost in candidates.costs)
     ranks = running_sum(alive.astype(jnp.int32))
-    fits = reach(num_free_blocks, blocks) & (ranks <= num_free_places)
+    fits = blocks.reach(num_free_blocks, tuple(map(running_sum, costs)))
+    fits &= ranks <= num_free_places
     stops = ~candidates.exists | (alive & ~fits)
     passed = running_sum(stops.astype(jnp.int32)) == 0
     return Seated(passed & alive, passed)
@@ -113,3 +113,98 @@ def seat(
         num_started=places.num_started + num_fresh,
     )
     return places, ring.pop(queue, num_left)
+
+
+class Attempt(NamedTuple):
+    """What seating leaves to be found out by admitting sequences to the cache."""
+
+    # bool[], whether the youngest was seated only to see if the cache has room for it:
+    # the prefix index may have enough of its text, or no other sequence runs.
+    is_trial: jax.Array
+    keep_free: Blocks  # i32[], promised to others, which a trial leaves alone
+    slack: Blocks  # i32[], free ones that were promised to no sequence
+    goes_on: jax.Array  # bool[], whether more may be seated
+
+
+def may_seat(state: GenerationState, slack: Blocks) -> jax.Array:
+    """Return whether it is worth while to look at what waits, bool[]."""
+    places = state.places
+    waits = (places.num_started > places.num_running) | (state.queue.count > 0)
+    has_place = places.num_running < state.most_running
+    is_empty = places.num_running == 0
+    return waits & has_place & (is_empty | blocks.reach(slack, state.seating_needs))
+
+
+def seat_waiting(
+    cache: Cache, state: GenerationState, num_lanes: int
+) -> tuple[GenerationState, Attempt]:
+    """Seat the first that wait, at most K, which is static."""
+    places, loads = state.places, state.loads(cache)
+    promised = blocks.total(state.demand(cache, loads))
+    slack = blocks.subtract(blocks.count_free_blocks(cache), promised)
+    num_free_places = state.most_running - places.num_running
+    candidates = _find_candidates(cache, state, loads, num_lanes)
+    result = choose_seated(candidates, slack, num_free_places)
+    num_passed = jnp.sum(result.passed, dtype=jnp.int32)
+    is_refused = candidates.exists[0] & (num_passed == 0) & (num_free_places > 0)
+    # To admit it to the cache takes a lane.
+    has_lane = jnp.sum(places.is_pending, dtype=jnp.int32) < num_lanes
+    may_fit = candidates.may_cost_less[0] & blocks.reach(slack, state.seating_needs)
+    is_trial = is_refused & has_lane & (may_fit | (places.num_running == 0))
+    forced = is_trial & (jnp.arange(num_lanes, dtype=jnp.int32) == 0)
+    result = Seated(result.seated | forced, result.passed | forced)
+    places, queue = seat(places, state.queue, candidates, result)
+    # The next one cannot be seated without these, unless the index has some of it.
+    known = candidates.exists & ~candidates.may_cost_less
+    needs = [jnp.where(known, cost, 0) for cost in candidates.costs]
+    state = dataclasses.replace(
+        state,
+        places=places,
+        queue=queue,
+        seating_needs=tuple(
+            need.at[num_passed].get(mode="fill", fill_value=0) for need in needs
+        ),
+    )
+    is_tried_next = candidates.may_cost_less.at[num_passed].get(
+        mode="fill", fill_value=False
+    )
+    goes_on = is_trial | (num_passed == num_lanes) | (is_tried_next & (num_passed > 0))
+    keep_free = tuple(jnp.where(is_trial, each, 0) for each in promised)
+    return state, Attempt(is_trial, keep_free, slack, goes_on)
+
+
+def _find_candidates(
+    cache: Cache, state: GenerationState, loads: Loads, num_lanes: int
+) -> Candidates:
+    waiting = find_waiting(state.places, state.queue, num_lanes)
+    sequences, size = waiting[0], state.block_size(cache)
+    ended = state.result.reasons[sequences] != FinishReason.RUNNING
+    prompt = jax.lax.div(sequences, jnp.int32(state.num_samples))
+    prompt_lengths = state.prompts.lengths[prompt]
+    text_lengths = prompt_lengths + state.result.lengths[sequences]
+    costs, leads = blocks.of_tokens(text_lengths, size), jnp.ones_like(ended)
+    if state.num_samples > 1:
+        # The first sample computes the prompt, unless it is held for it.
+        is_first = _is_first_sample(state, loads, prompt, ended)
+        is_held = state.holder.holds(prompt)
+        beside = blocks.beside_prompt(prompt_lengths, text_lengths, size)
+        held = blocks.subtract(costs, blocks.of_tokens(prompt_lengths, size))
+        leads = is_first & ~is_held
+        costs = tuple(
+            jnp.where(leads, whole, jnp.where(is_first, rest, own))
+            for whole, rest, own in zip(costs, held, beside, strict=True)
+        )
+    may_cost_less = leads & cache.metadata.index.is_there
+    return Candidates(*waiting, ended, costs, may_cost_less)
+
+
+def _is_first_sample(
+    state: GenerationState, loads: Loads, prompt: jax.Array, ended: jax.Array
+) -> jax.Array:
+    """Return which candidates are the first of their prompts, i32[K], bool[K]."""
+    lane = jnp.arange(prompt.shape[0], dtype=jnp.int32)
+    is_before = (lane[None] < lane[:, None]) & ~ended[None]
+    follows = jnp.any(is_before & (prompt[None] == prompt[:, None]), axis=1)
+    is_running = state.places.is_running[None]
+    joins = jnp.any(is_running & (loads.prompts[None] == prompt[:, None]), axis=1)
+    return ~(follows | joins)

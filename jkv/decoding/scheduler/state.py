@@ -9,17 +9,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.model.exact import Exact
+from jkv.decoding.model.steps import Exact
 from jkv.decoding.sampling.stopping import Bounds, Progress
 from jkv.decoding.scheduler.places import Places
 from jkv.decoding.steering.rows import SteeredRows, rows_of
-from jkv.decoding.texts.blocks import (
-    Blocks,
-    BlockSize,
-    blocks_beside_prompt,
-    blocks_to_take,
-    find_block_size,
-)
+from jkv.decoding.texts import blocks
+from jkv.decoding.texts.blocks import Blocks, BlockSize, Held
 from jkv.decoding.texts.prompts import Prompts, find_texts
 from jkv.decoding.texts.results import FinishReason, Generation
 from jkv.decoding.texts.stops import Stops
@@ -49,9 +44,7 @@ class Loads(NamedTuple):
     prompt_lengths: jax.Array  # i32[W], tokens of that
     text_lengths: jax.Array  # i32[W], those generated too
     done: jax.Array  # i32[W], tokens in the cache, 0 where it is not there
-    # i32[W], its blocks, those given back too, 0 where it is not in the cache
-    mapped: Blocks
-    kept: Blocks  # i32[W], its blocks without those
+    held: Held  # its blocks, i32[W]
 
     def count_left(self, places: Places) -> jax.Array:
         """Return the tokens of each yet to be computed, i32[W]; 0 out of the cache."""
@@ -127,27 +120,19 @@ class GenerationState:
 
     def block_size(self, cache: Cache) -> BlockSize:
         """How many blocks a text takes in this cache, in steps of these rows."""
-        return find_block_size(cache, self.row_counts)
+        return blocks.find_block_size(cache, self.row_counts)
 
     def loads(self, cache: Cache) -> Loads:
         """What the sequence of each place has."""
-        sequences, metadata = self.places.sequences, cache.metadata
-        prompt = jax.lax.div(sequences, jnp.int32(self.num_samples))
+        places, num_samples = self.places, jnp.int32(self.num_samples)
+        prompt = jax.lax.div(places.sequences, num_samples)
         prompt_lengths = self.prompts.lengths[prompt]
-        row = jnp.where(
-            self.places.is_cached, self.places.seq_ids, metadata.max_sequences
-        )
-
-        def of_cached(array: jax.Array) -> jax.Array:
-            return array.at[row].get(mode="fill", fill_value=0)
-
         return Loads(
             prompts=prompt,
             prompt_lengths=prompt_lengths,
-            text_lengths=prompt_lengths + self.result.lengths[sequences],
-            done=of_cached(metadata.context_lengths),
-            mapped=tuple(of_cached(g.num_mapped_blocks) for g in metadata.block_groups),
-            kept=tuple(of_cached(g.num_kept_blocks) for g in metadata.block_groups),
+            text_lengths=prompt_lengths + self.result.lengths[places.sequences],
+            done=blocks.count_cached(cache, places.seq_ids),
+            held=Held.of(cache, places.seq_ids),
         )
 
     def demand(self, cache: Cache, loads: Loads) -> Blocks:
@@ -156,8 +141,8 @@ class GenerationState:
         A sample that waits for its prompt will share it.
         """
         places, size = self.places, self.block_size(cache)
-        own = blocks_beside_prompt(loads.prompt_lengths, loads.text_lengths, size)
-        more = blocks_to_take(loads.text_lengths, loads.mapped, loads.kept, size)
+        own = blocks.beside_prompt(loads.prompt_lengths, loads.text_lengths, size)
+        more = blocks.to_take(loads.text_lengths, loads.held, size)
         pairs = zip(more, own, strict=True)
         needs = [jnp.where(places.is_cached, *each) for each in pairs]
         return tuple(jnp.where(places.is_running, need, 0) for need in needs)

@@ -19,16 +19,17 @@ from jkv.decoding.model.prefill import Pending, end_at_snapshots, run_chunk
 from jkv.decoding.model.rows import choose_size, share_rows
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.sampling.draws import Choice
+from jkv.decoding.sampling.next_token import choose_next
+from jkv.decoding.sampling.stopping import Progress
 from jkv.decoding.scheduler.admission import admit
-from jkv.decoding.scheduler.new_tokens import choose_tokens
 from jkv.decoding.scheduler.preemption import preempt_youngest
 from jkv.decoding.scheduler.release import release_ended
 from jkv.decoding.scheduler.samples import hold_prompt
 from jkv.decoding.scheduler.state import GenerationState, Loads
 from jkv.decoding.texts.blocks import count_used_blocks
 from jkv.decoding.texts.prompts import find_tokens
-from jkv.decoding.texts.results import FinishReason
-from jkv.sharding.loops import when
+from jkv.decoding.texts.results import FinishReason, Generation
+from jkv.sharding.loops import when, while_loop
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.status import Status
 
@@ -119,6 +120,77 @@ def _compute_rows(
         is_chosen = (size == i) & ~is_decoding & (work > 0)
         carry = when(is_chosen, mix(num_rows), carry, counts)
     return carry
+
+
+def choose_tokens(
+    cache: Cache,
+    state: GenerationState,
+    logits: jax.Array,  # f32[W, V], after the last token of each place's text
+    is_ready: jax.Array,  # bool[W], whether they are
+    choice: Choice,  # of N sequences
+) -> tuple[GenerationState, jax.Array]:  # f32[W, V], those of `choose_next`
+    """Choose the next token of each text that is in the cache whole."""
+    places, lengths = state.places, state.result.lengths
+    sequences = jnp.where(is_ready, places.sequences, lengths.shape[0])
+    progress = state.progress(cache)
+    result, tokens, steered = choose_next(
+        progress, logits, sequences, state.seen, choice
+    )
+    if state.num_samples > 1:
+        is_first = is_ready & (lengths[places.sequences] == 0)
+        progress = progress._replace(result=result)
+        result = _choose_for_samples(progress, state, logits, is_first, choice)
+    state = dataclasses.replace(state, result=result)
+    return note_seen(state, is_ready, tokens), steered
+
+
+def note_seen(
+    state: GenerationState, is_ready: jax.Array, tokens: jax.Array
+) -> GenerationState:
+    """Note that texts have these tokens now, i32[W] or i32[W, C], where bool[...]."""
+    place = jnp.arange(state.places.num_places, dtype=jnp.int32)
+    place = place.reshape(-1, *(1,) * (tokens.ndim - 1))
+    token = jnp.where(is_ready, tokens, state.seen.shape[1])
+    seen = state.seen.at[place, token].set(True, mode="drop")
+    return dataclasses.replace(state, seen=seen)
+
+
+def _choose_for_samples(
+    progress: Progress,
+    state: GenerationState,
+    logits: jax.Array,
+    is_first: jax.Array,
+    choice: Choice,
+) -> Generation:
+    """Choose the first tokens of all samples of prompts that are whole, bool[W].
+
+    They are chosen at once, wherever those samples are, so that no logits are kept.
+    """
+    num_samples, num_sequences = state.num_samples, state.result.lengths.shape[0]
+    Carry = tuple[jax.Array, Generation]
+
+    def trip(carry: Carry) -> Carry:
+        todo, result = carry
+        place = jnp.argmax(todo)
+        leader = state.places.sequences[place]
+        sample_index = jnp.arange(num_samples, dtype=jnp.int32)
+        sequences = (
+            jax.lax.div(leader, jnp.int32(num_samples)) * num_samples + sample_index
+        )
+        before = progress._replace(result=result)
+        is_open = before.is_running[sequences] & (result.lengths[sequences] == 0)
+        is_open &= sequences != leader
+        chosen = jnp.where(is_open, sequences, num_sequences)
+
+        def spread(row: jax.Array) -> jax.Array:
+            return jnp.broadcast_to(row[None], (num_samples, row.shape[0]))
+
+        rows, seen = spread(logits[place]), spread(state.seen[place])
+        result, *_ = choose_next(before, rows, chosen, seen, choice)
+        return todo.at[place].set(False), result
+
+    carry = is_first, progress.result
+    return while_loop(lambda carry: jnp.any(carry[0]), trip, carry)[1]
 
 
 def note_refusals(

@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.decoding.scoring.layout import Layout, lay_out
-from jkv.decoding.scoring.scored import Scored
-from jkv.decoding.scoring.sizes import resize_for_tree
+from jkv.decoding.scoring.scored import Scored, resize_for_tree
 from jkv.decoding.texts.text_tree import TextTree
 from jkv.metadata.requests import Integer
 from jkv.sharding.mapping import divided, over_devices

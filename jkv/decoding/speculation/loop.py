@@ -18,7 +18,6 @@ from jkv.decoding.model.runner import Runner
 from jkv.decoding.sampling.draws import Choice
 from jkv.decoding.scheduler.state import GenerationState
 from jkv.decoding.scheduler.step import advance, schedule
-from jkv.decoding.speculation.acceptance import make_rejection_sampler, sample_rows
 from jkv.decoding.speculation.drafting import (
     DraftRows,
     Drafts,
@@ -34,7 +33,7 @@ from jkv.decoding.speculation.guesses import (
 )
 from jkv.decoding.speculation.options import DraftModel, PromptLookup, check_speculation
 from jkv.decoding.speculation.pace import Pace
-from jkv.decoding.speculation.verification import Sampler, check_guesses
+from jkv.decoding.speculation.verification import check_guesses
 from jkv.decoding.texts.prompts import find_texts
 from jkv.sharding.loops import when, while_loop
 from jkv.state import NO_SEQUENCE, Cache
@@ -203,11 +202,9 @@ def _check(fixed: _Fixed, loop: _Loop, *given: jax.Array) -> _Loop:
     guesses, drafts = Guesses(*given), loop.drafts
     before = loop.state.loads(loop.cache).text_lengths
     running = loop.state.places.num_running
-    sampler: Sampler = sample_rows
-    if drafts is not None:
-        sampler = make_rejection_sampler(guesses, drafts.logits)
+    logits = drafts and drafts.logits
     cache, state, accepted = check_guesses(
-        fixed.runner, loop.cache, loop.state, fixed.choice, guesses, sampler
+        fixed.runner, loop.cache, loop.state, fixed.choice, guesses, logits
     )
     if drafts is not None:
         drafts = keep_accepted(drafts, before, accepted)
@@ -241,8 +238,8 @@ def _guess(fixed: _Fixed, loop: _Loop) -> tuple[_Loop, Guesses]:
             guesses = drafts.guesses._replace(certain=forced.certain)
         else:
             texts, lengths = find_texts(state.prompts, state.result, places.sequences)
-            found = Guesses(*find_guesses(texts, lengths, options))
-            guesses = force_guesses(steered, found)
+            guesses = find_guesses(texts, lengths, options)
+            guesses = force_guesses(steered, guesses)
         guesses = guesses.limit(limit_guesses(cache, state, loads, guesses.counts))
         guesses = guesses.limit(jnp.where(choose(guesses), guesses.counts, 0))
         if drafts is not None:

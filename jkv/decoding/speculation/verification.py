@@ -5,25 +5,39 @@ any. The token after each row is chosen from its logits as a plain step would, t
 the guesses before it as right; so it counts for as long as they are. The rows behind
 the first wrong guess are cut off.
 
+A guess that is looked up is no draw: to draw a token and to see whether it is the guess
+accepts it as often as it should be. A draft that was drawn is accepted or replaced:
+with p the model's distribution after all filters, and q the one that it was drawn from,
+a draft x is accepted with probability min(1, p(x) / q(x)); else a token is drawn from
+max(0, p - q), normalised. Either way it has the distribution p (Leviathan et al., 2023,
+and Chen et al., 2023).
+
 Symbols: W places, K guesses of each, R rows of a step, V tokens in the vocabulary.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jkv.decoding.model.rows import choose_size
 from jkv.decoding.model.runner import Runner
-from jkv.decoding.sampling.draws import Choice
+from jkv.decoding.sampling.draws import (
+    Choice,
+    draw,
+    draw_uniforms,
+    find_best,
+    pick_logprobs,
+    sample,
+)
+from jkv.decoding.sampling.filters import by_row, filter_logits
 from jkv.decoding.sampling.next_token import sampling_of, take_several
 from jkv.decoding.sampling.options import Sampling
-from jkv.decoding.scheduler.new_tokens import note_seen
 from jkv.decoding.scheduler.state import GenerationState, Loads
-from jkv.decoding.scheduler.step import count_step, note_refusals
+from jkv.decoding.scheduler.step import count_step, note_refusals, note_seen
 from jkv.decoding.speculation.guesses import Guesses, Rows, row_sizes
 from jkv.decoding.steering.rows import SteeredRows, mark_refused
 from jkv.decoding.texts.prompts import find_tokens
@@ -34,12 +48,8 @@ from jkv.verbs.attention_plan import plan_attention
 from jkv.verbs.commitment import commit
 from jkv.verbs.truncation import truncate
 
-# How the token after each row is chosen: of logits f32[R, V], whose rows they are, the
-# sampling, how many new tokens each text has then, i32[R], and which tokens at all,
-# bool[R, V]. It returns tokens, i32[R], and the log-probability of each, f32[R].
-Sampler = Callable[
-    [jax.Array, Rows, Sampling, jax.Array, jax.Array], tuple[jax.Array, jax.Array]
-]
+# What random numbers of one sequence and one position are for, beside plain draws.
+DRAFT, ACCEPT, REPLACE = 1, 2, 3
 
 
 class _Chosen(NamedTuple):
@@ -55,27 +65,21 @@ def check_guesses(
     state: GenerationState,
     choice: Choice,  # of N sequences
     guesses: Guesses,  # for W places
-    sampler: Sampler,  # how tokens are chosen
+    # f32[W, K, V], filtered, that they were drawn from; None: they are no draws
+    draft_logits: jax.Array | None,
 ) -> tuple[Cache, GenerationState, jax.Array]:
-    """Do a step with guesses, in which each text that runs lacks one token.
-
-    Returns also i32[W], how many guesses of each were right.
-    """
+    """Do a step in which each text lacks a token; also i32[W]: its right guesses."""
     loads, places = state.loads(cache), state.places
     steered = state.rows_of(choice.steering)
     if steered is not None:
         steered = steered.advance_through(guesses.mask())
-    choose = functools.partial(
-        _choose_rows, state, choice.sampling, guesses, sampler, steered
-    )
-    cache, batch, chosen = _compute_guesses(
-        runner, cache, state, loads, guesses, choose
-    )
+    check = _Check(state, choice.sampling, guesses, draft_logits, steered)
+    cache, batch, chosen = _compute_guesses(runner, cache, loads, check)
     num_rows = batch.query_lengths
     state = count_step(cache, state, loads, jnp.minimum(num_rows, 1))
     state = note_refusals(state, batch.status)
     before = state.result.lengths[places.sequences]
-    state = _take_checked(cache, state, guesses, batch, chosen, steered)
+    state = _take_checked(cache, state, check, batch, chosen)
     made = state.result.lengths[places.sequences] - before
     made = jnp.where(num_rows > 0, made, 0)
     cache = _keep(cache, batch, loads, jnp.minimum(made, num_rows))
@@ -88,19 +92,80 @@ def check_guesses(
     return cache, dataclasses.replace(state, result=result), accepted
 
 
+class _Check(NamedTuple):
+    """What is checked, before the step."""
+
+    state: GenerationState
+    sampling: Sampling
+    guesses: Guesses
+    draft_logits: jax.Array | None
+    steered: SteeredRows | None  # W * (K + 1) rows
+
+    def choose(self, logits: jax.Array, rows: Rows) -> _Chosen:
+        """Choose the token after each row, taking the guesses before it as right."""
+        state, guesses = self.state, self.guesses.tokens
+        sequences = state.places.sequences[rows.places]
+        sampling = sampling_of(self.sampling, state.result.lengths.shape[0], sequences)
+        counts = state.result.lengths[sequences] + rows.before
+        guess = jnp.arange(guesses.shape[1], dtype=jnp.int32)[None]
+        is_before = guess < rows.before[:, None]
+        token = jnp.where(is_before, guesses[rows.places], state.seen.shape[1])
+        row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
+        seen = state.seen[rows.places].at[row, token].set(True, mode="drop")
+        if self.steered is not None:
+            row_of = rows.places * (guesses.shape[1] + 1) + rows.before
+            logits = self.steered.pick(row_of).steer(logits)
+        tokens, logprobs = self._sample(logits, rows, sampling, counts, seen)
+        if self.steered is not None:
+            logprobs = mark_refused(logits, tokens, logprobs)
+        return _Chosen(tokens, logprobs)
+
+    def _sample(
+        self,
+        logits: jax.Array,
+        rows: Rows,
+        sampling: Sampling,
+        counts: jax.Array,
+        seen: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Choose tokens as plain steps would; a draft may stand or be replaced."""
+
+        def plain() -> tuple[jax.Array, jax.Array]:
+            return sample(logits, sampling, counts, seen=seen)
+
+        if self.draft_logits is None:
+            return plain()
+        guesses, draft_logits = self.guesses, self.draft_logits
+        by = by_row(sampling, logits.shape[0])
+        is_greedy = by.temperature <= 0
+        # The draft after each row, if there is one.
+        draft = rows.places, jnp.minimum(rows.before, guesses.tokens.shape[1] - 1)
+
+        def reject() -> tuple[jax.Array, jax.Array]:
+            wanted = filter_logits(logits, sampling, seen=seen)
+            tokens = accept_or_replace(
+                wanted,
+                draft_logits[draft],
+                guesses.tokens[draft],
+                rows.before < guesses.counts[rows.places],
+                by.seeds,
+                counts,
+            )
+            tokens = jnp.where(is_greedy, find_best(wanted), tokens)
+            return tokens, pick_logprobs(logits, tokens)
+
+        return lax.cond(jnp.all(is_greedy), plain, reject)
+
+
 def _compute_guesses(
-    runner: Runner,
-    cache: Cache,
-    state: GenerationState,
-    loads: Loads,
-    guesses: Guesses,
-    choose: Callable[[jax.Array, Rows], _Chosen],
+    runner: Runner, cache: Cache, loads: Loads, check: _Check
 ) -> tuple[Cache, Batch, _Chosen]:
     """Compute the newest token of each text and the guesses behind it.
 
     The step, R rows, is planned for the most that there can be; the model computes the
     first of them, as many as the smallest size that holds the guesses.
     """
+    state, guesses = check.state, check.guesses
     sizes, places = row_sizes(*guesses.tokens.shape), state.places
     is_ready = places.is_cached & places.is_running
     counts = jnp.where(is_ready, 1 + guesses.counts, 0)
@@ -129,7 +194,7 @@ def _compute_guesses(
             tokens, rows, batch = jax.tree.unflatten(structure, leaves)
             first = plan_attention(cache, batch.first_rows(size))
             cache, logits = runner.run_planned(cache, first, tokens[:size])
-            found = choose(logits, Rows(*(each[:size] for each in rows)))
+            found = check.choose(logits, Rows(*(each[:size] for each in rows)))
             put = jax.tree.map(lambda old, new: old.at[:size].set(new), chosen, found)
             return cache, put
 
@@ -142,41 +207,15 @@ def _compute_guesses(
     return carry[0], batch, carry[1]
 
 
-def _choose_rows(
-    state: GenerationState,
-    sampling: Sampling,
-    guesses: Guesses,
-    sampler: Sampler,
-    steered: SteeredRows | None,  # W * (K + 1) rows
-    logits: jax.Array,  # f32[R, V]
-    rows: Rows,
-) -> _Chosen:
-    """Choose the token after each row, taking the guesses before it as right."""
-    sequences, vocabulary = state.places.sequences[rows.places], state.seen.shape[1]
-    chosen = sampling_of(sampling, state.result.lengths.shape[0], sequences)
-    counts = state.result.lengths[sequences] + rows.before
-    guess = jnp.arange(guesses.tokens.shape[1], dtype=jnp.int32)[None]
-    is_before = guess < rows.before[:, None]
-    token = jnp.where(is_before, guesses.tokens[rows.places], vocabulary)
-    row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
-    seen = state.seen[rows.places].at[row, token].set(True, mode="drop")
-    if steered is None:
-        return _Chosen(*sampler(logits, rows, chosen, counts, seen))
-    row_of = rows.places * (guesses.tokens.shape[1] + 1) + rows.before
-    logits = steered.pick(row_of).steer(logits)
-    tokens, logprobs = sampler(logits, rows, chosen, counts, seen)
-    return _Chosen(tokens, mark_refused(logits, tokens, logprobs))
-
-
 def _take_checked(
     cache: Cache,
     state: GenerationState,
-    guesses: Guesses,
+    check: _Check,
     batch: Batch,
     chosen: _Chosen,
-    steered: SteeredRows | None,  # W * (K + 1) rows
 ) -> GenerationState:
     """Let texts have their tokens for as long as guesses are right."""
+    guesses = check.guesses
     num_tokens = guesses.tokens.shape[1]
     after = jnp.arange(num_tokens + 1, dtype=jnp.int32)[None]
     row = batch.query_starts[:, None] + after
@@ -187,7 +226,7 @@ def _take_checked(
     has_rows = batch.query_lengths > 0
     sequences = jnp.where(has_rows, state.places.sequences, num_sequences)
     result, is_taken = take_several(
-        state.progress(cache), sequences, tokens, logprobs, is_right, steered
+        state.progress(cache), sequences, tokens, logprobs, is_right, check.steered
     )
     return note_seen(dataclasses.replace(state, result=result), is_taken, tokens)
 
@@ -205,3 +244,29 @@ def _keep(cache: Cache, batch: Batch, loads: Loads, kept: jax.Array) -> Cache:
         epochs=cache.metadata.index.epochs_of(batch.seq_ids),
     )
     return commit(cache, shorter)
+
+
+def accept_or_replace(
+    wanted: jax.Array,  # f32[R, V], filtered logits of the model
+    drafted: jax.Array,  # f32[R, V], those that the draft was drawn from
+    guesses: jax.Array,  # i32[R], the draft
+    is_drafted: jax.Array,  # bool[R], whether there is one; else a token is drawn
+    seeds: jax.Array,  # i32[R], of each sequence
+    counts: jax.Array,  # i32[R], tokens that it has generated
+) -> jax.Array:
+    """Return the draft or what stands in for it, i32[R], distributed as wanted."""
+    probability, of_draft = jax.nn.softmax(wanted), jax.nn.softmax(drafted)
+
+    def at_guess(values: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(values, guesses[:, None], axis=-1)[:, 0]
+
+    chance = draw_uniforms(seeds, counts, ACCEPT)[:, 0]
+    accepts = is_drafted & (chance * at_guess(of_draft) < at_guess(probability))
+
+    rest = jnp.where(is_drafted[:, None], probability - of_draft, probability)
+    # Equal distributions leave a rest of rounding errors, or none at all.
+    is_empty = jnp.max(rest, axis=-1, keepdims=True) <= 0
+    rest = jnp.where(is_empty, probability, jnp.maximum(rest, 0.0))
+    log_rest = jnp.log(rest)
+    log_rest -= jnp.max(log_rest, axis=-1, keepdims=True)
+    return jnp.where(accepts, guesses, draw(log_rest, seeds, counts, REPLACE))

@@ -19,6 +19,7 @@ from jkv.decoding.texts.prompts import Prompts
 from jkv.decoding.texts.results import Generation
 from jkv.status import UsageError
 from jkv.steering import Steering
+from jkv.steering.protocol import check_steering
 
 
 class SteeredRows(NamedTuple):
@@ -137,13 +138,7 @@ def as_steering(steering: Steering | None) -> Steering | None:
     """Return what steers with arrays that a loop can index, None for nothing."""
     if steering is None:
         return None
-    methods = ("begin", "steer", "advance", "ended", "forced")
-    missing = [name for name in methods if not callable(getattr(steering, name, None))]
-    if missing or isinstance(steering, type):
-        raise UsageError(
-            f"steering must be a jkv.Steering, an object with the methods "
-            f"{', '.join(methods)}; got {steering!r}"
-        )
+    check_steering(steering, "steering")
     for leaf in jax.tree.leaves(steering):
         if not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float):
             raise UsageError(
@@ -165,11 +160,7 @@ def check_steering_of(state: Any, steering: Steering | None) -> None:
 
 
 def with_variants(prompts: Prompts, steering: Steering | None) -> Prompts:
-    """Return prompts that say how each is steered, if something steers them.
-
-    Outside of jit, where their numbers are known, variants that are not there are
-    refused.
-    """
+    """Return prompts that say how each is steered; refuse what is known to be wrong."""
     given = prompts.variants
     if steering is None:
         is_traced = isinstance(given, jax.core.Tracer)

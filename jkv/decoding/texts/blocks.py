@@ -64,18 +64,43 @@ def count_used_blocks(cache: Cache) -> jax.Array:
     )
 
 
+def count_cached(cache: Cache, seq_ids: jax.Array) -> jax.Array:
+    """Return the tokens that sequences have in a cache, i32[...]; 0 of none."""
+    row = jnp.where(seq_ids >= 0, seq_ids, cache.max_sequences)
+    return cache.metadata.context_lengths.at[row].get(mode="fill", fill_value=0)
+
+
+class Held(NamedTuple):
+    """Blocks of sequences that are in a cache; 0 of none."""
+
+    mapped: Blocks  # i32[...], those that were ever taken
+    kept: Blocks  # i32[...], those of them that were not given back
+
+    @classmethod
+    def of(cls, cache: Cache, seq_ids: jax.Array) -> "Held":
+        """Return what sequences have, i32[...], -1 for none."""
+        row = jnp.where(seq_ids >= 0, seq_ids, cache.max_sequences)
+
+        def find(array: jax.Array) -> jax.Array:
+            return array.at[row].get(mode="fill", fill_value=0)
+
+        groups = cache.metadata.block_groups
+        mapped = tuple(find(group.num_mapped_blocks) for group in groups)
+        return cls(mapped, tuple(find(group.num_kept_blocks) for group in groups))
+
+
 def count_columns(num_tokens: jax.Array, size: BlockSize) -> jax.Array:
     """Return the blocks for numbers of tokens, i32[...], none of them given back."""
     full, rest = divide(num_tokens, size.tokens)
     return full + (rest > 0).astype(jnp.int32)
 
 
-def blocks_for(num_tokens: jax.Array, size: BlockSize) -> Blocks:
+def of_tokens(num_tokens: jax.Array, size: BlockSize) -> Blocks:
     """Return the blocks for numbers of tokens, i32[...], of 0 or more."""
     return size.at_most(count_columns(num_tokens, size))
 
 
-def blocks_beside_prompt(
+def beside_prompt(
     prompt_lengths: jax.Array, text_lengths: jax.Array, size: BlockSize
 ) -> Blocks:
     """Return the blocks of a text, i32[...], that other samples cannot share.
@@ -87,10 +112,9 @@ def blocks_beside_prompt(
     return size.at_most(count_columns(length, size) - shared)
 
 
-def blocks_to_take(
+def to_take(
     text_lengths: jax.Array,  # i32[...], tokens that there shall be
-    mapped: Blocks,  # i32[...], blocks that were ever taken for the text
-    kept: Blocks,  # i32[...], those that were not given back
+    held: Held,
     size: BlockSize,  # of a block
 ) -> Blocks:
     """Return the blocks that sequences in the cache need for their texts, i32[...]."""
@@ -100,7 +124,7 @@ def blocks_to_take(
         more = jnp.maximum(whole - mapped, 0)
         return more if most is None else jnp.minimum(more, jnp.maximum(most - kept, 0))
 
-    return tuple(map(more_in, size.most, mapped, kept))
+    return tuple(map(more_in, size.most, *held))
 
 
 def total(blocks: Blocks) -> Blocks:

@@ -17,14 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.decoding.texts.prompts import count_tokens
-from jkv.decoding.texts.tree_numbers import (
-    NO_PARENT,
-    Measures,
-    check_numbers,
-    measure_segments,
-)
 from jkv.metadata.requests import Integers, Texts, as_prompts, broadcast
 from jkv.status import UsageError
+
+NO_PARENT = -1
+
+Numbers = np.ndarray[Any, Any]
 
 
 @jax.tree_util.register_dataclass
@@ -109,14 +107,19 @@ class Rows(NamedTuple):
 
 def list_rows(texts: jax.Array) -> Rows:
     """Return a row for each token of i32[N, C], in jit for each place; -1 is none."""
-    count, width = texts.shape
     if is_known(texts):
         # In numpy: each number of tokens would be a program of its own.
         known = np.asarray(texts)
         is_token = np.logical_and.accumulate(known >= 0, axis=1).reshape(-1)
         kept = np.flatnonzero(is_token)
-        found: Any = known.reshape(-1)[kept], kept // max(width, 1), kept
+        found: Any = known.reshape(-1)[kept], kept // max(texts.shape[1], 1), kept
         return Rows(*(each.astype(np.int32) for each in found))
+    return list_places(texts)
+
+
+def list_places(texts: jax.Array) -> Rows:
+    """Return a row for each place of i32[N, C], whatever stands there."""
+    count, width = texts.shape
     column = jnp.arange(width, dtype=jnp.int32)[None]
     is_there = (column < count_tokens(texts)[:, None]).reshape(-1)
     place = jnp.arange(count * width, dtype=jnp.int32)
@@ -217,8 +220,25 @@ def is_known(arrays: Any) -> bool:
     return not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arrays))
 
 
+class Measures(NamedTuple):
+    """Where the segments of a known tree stand."""
+
+    first_rows: Numbers  # i32[S], R for a segment without tokens
+    lengths: Numbers  # i32[S]
+    ends: Numbers  # i32[S], tokens of each segment's text
+
+
 def measure(tree: TextTree) -> Measures:
-    return measure_segments(np.asarray(tree.segments), np.asarray(tree.parents))
+    segments, parents = np.asarray(tree.segments), np.asarray(tree.parents)
+    rows = np.flatnonzero(segments >= 0)
+    first_rows = np.full(parents.shape, len(segments), np.int32)
+    np.minimum.at(first_rows, segments[rows], rows.astype(np.int32))
+    lengths = np.bincount(segments[rows], minlength=len(parents)).astype(np.int32)
+    ends = lengths.copy()
+    for segment, parent in enumerate(parents):
+        if 0 <= parent < segment:
+            ends[segment] += ends[parent]
+    return Measures(first_rows, lengths, ends)
 
 
 def read_text(tree: TextTree, segment: int) -> list[int]:
@@ -269,9 +289,35 @@ def check_tree(tree: TextTree) -> None:
             f"{tree.segments.shape[0]}"
         )
     if is_known(tree):
-        check_numbers(
-            np.asarray(tree.tokens),
-            np.asarray(tree.segments),
-            np.asarray(tree.parents),
-            tree.max_length,
+        _check_numbers(tree)
+
+
+def _check_numbers(tree: TextTree) -> None:
+    """Refuse the first number of a known tree that breaks an invariant."""
+    tokens, segments, parents = (
+        np.asarray(each) for each in (tree.tokens, tree.segments, tree.parents)
+    )
+    numbers = np.arange(len(parents))
+    for segment in np.flatnonzero((parents >= numbers) | (parents < NO_PARENT)):
+        raise UsageError(
+            f"segment {segment} has parent {parents[segment]}; a parent stands before "
+            f"its children, and -1 is for none"
+        )
+    is_wrong = (segments >= len(parents)) | (segments < -1)
+    is_wrong |= (segments < 0) != (tokens < 0)
+    for row in np.flatnonzero(is_wrong):
+        raise UsageError(
+            f"row {row} has token {tokens[row]} and segment {segments[row]} of "
+            f"{len(parents)}; a row without a token has -1 in both"
+        )
+    # Each segment begins once.
+    begins = segments[np.flatnonzero(np.diff(segments, prepend=-1) != 0)]
+    num_begins = np.bincount(begins[begins >= 0], minlength=1)
+    for segment in np.flatnonzero(num_begins > 1):
+        raise UsageError(f"the rows of segment {segment} do not stand side by side")
+    ends = measure(tree).ends
+    for segment in np.flatnonzero(ends > tree.max_length):
+        raise UsageError(
+            f"the text of segment {segment} has {ends[segment]} tokens, and "
+            f"max_length is {tree.max_length}"
         )

@@ -7,11 +7,11 @@ so) have `\\u00XX`, five of them a short one too. Other characters are written a
 are.
 """
 
-import numpy as np
+import functools
 
 from jkv.grammar.automaton import BYTES_OF_PAIR, Automaton, intersect, subtract
 from jkv.grammar.bounds import UNBOUNDED, Bounds
-from jkv.grammar.determinization import determinize
+from jkv.grammar.determinization import determinize, substitute
 from jkv.grammar.errors import TooLarge
 from jkv.grammar.expressions import Choice, Expression, Leaf, Literal, Repeat, concat
 from jkv.grammar.regexes import compile_regex
@@ -24,8 +24,17 @@ ANYTHING = "(?s:.*)"
 # may take: a longer `maxLength` is taken for a shorter one.
 _STATES_OF_CHARACTER, _MAX_COUNTED = 15, 2**12
 _SHORT = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 0x22: '"', 0x5C: "\\"}
-_BY_NUMBER = [*range(0x20), 0x7F]
-_ESCAPED = sorted({*_SHORT, *_BY_NUMBER})
+
+
+def _escape(byte: int) -> Expression:
+    """Return the escapes of a byte."""
+    found = {_SHORT[byte]} if byte in _SHORT else set()
+    if byte not in b'"\\':
+        found |= {f"u00{byte:02x}", f"u00{byte:02X}"}
+    return Choice([Literal(f"\\{each}".encode()) for each in sorted(found)])
+
+
+_ESCAPES = {byte: _escape(byte) for byte in sorted({*_SHORT, *range(0x20), 0x7F})}
 
 
 def string_expression(
@@ -109,7 +118,8 @@ def any_string(bounds: Bounds) -> Expression:
 
 def literal_string(text: str) -> Expression:
     """Return a given string, in every way that its characters may be escaped."""
-    return quoted(determinize(Literal(text.encode()), UNBOUNDED))
+    signs = (bytes([byte]) for byte in text.encode())
+    return _in_quotes(concat(*(_ESCAPES.get(sign[0], sign) for sign in signs)))
 
 
 def quoted(texts: Automaton) -> Expression:
@@ -121,40 +131,7 @@ def _in_quotes(inner: Expression) -> Expression:
     return concat(b'"', inner, b'"')
 
 
+@functools.lru_cache(maxsize=64)
 def quote(texts: Automaton) -> Automaton:
     """Return what stands between the quotes for each text of a language."""
-    inner = texts.transitions
-    rows = [inner.copy()]
-    rows[0][:, _ESCAPED] = -1
-    count = len(inner)
-    escaping = np.flatnonzero((inner[:, _ESCAPED] >= 0).any(axis=1))
-
-    def add(num: int) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
-        nonlocal count
-        count += num
-        rows.append(np.full((num, 256), -1, np.int32))
-        return rows[-1]
-
-    for state in escaping.tolist():
-        behind = inner[state]
-        first = count
-        after = add(1)[0]  # behind the backslash
-        rows[0][state, ord("\\")] = first
-        for byte, letter in _SHORT.items():
-            after[ord(letter)] = behind[byte]
-        tens = sorted({byte >> 4 for byte in _BY_NUMBER if behind[byte] >= 0})
-        if not tens:
-            continue
-        # Behind "\\u", "\\u0" and "\\u00", and behind each next digit.
-        after[ord("u")] = first + 1
-        digits = add(3 + len(tens))
-        digits[0, ord("0")], digits[1, ord("0")] = first + 2, first + 3
-        for rank, ten in enumerate(tens):
-            digits[2, ord(str(ten))] = first + 4 + rank
-            for byte in _BY_NUMBER:
-                if byte >> 4 == ten:
-                    for digit in f"{byte & 15:x}{byte & 15:X}":
-                        digits[3 + rank, ord(digit)] = behind[byte]
-    accepting = np.zeros(count, bool)
-    accepting[: len(inner)] = texts.accepting
-    return Automaton(np.concatenate(rows), accepting)
+    return substitute(texts, _ESCAPES, UNBOUNDED)

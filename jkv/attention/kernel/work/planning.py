@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jkv.attention.backend import StepShape
 from jkv.attention.call import Requests, make_requests
-from jkv.attention.cards import find_card
+from jkv.attention.cards import find_gpu
 from jkv.attention.kernel.elements.formats import KERNEL_FORMATS
 from jkv.attention.kernel.tiles.table import Tuning
 from jkv.attention.kernel.tiles.tuning import find_tuning
@@ -125,7 +125,5 @@ def find_card_tuning(pools: Pools) -> Tuning | None:
     dtypes = {dtype for dtype in pools.dtypes if dtype.itemsize > 1}
     dtype = dtypes.pop() if len(dtypes) == 1 else jnp.dtype(jnp.bfloat16)
     queries: Any = jax.ShapeDtypeStruct((1, 1, pools.head_dim), dtype)
-    for card in map(find_card, ("rocm", "cuda")):
-        if card.target is not None:
-            return find_tuning(queries, pools, *card)
-    return None
+    card = find_gpu()
+    return None if card is None else find_tuning(queries, pools, *card)

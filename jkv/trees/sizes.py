@@ -1,9 +1,10 @@
-"""A tree in parts of a bounded number of rows, for memory that does not hold it whole.
+"""Trees of other sizes: padded, to share a compiled program, or cut into parts.
 
-A part is a tree of its own: some segments, and those that they continue, which are
-computed again. Segments are dealt depth first, small branches before large ones, so
-that a part's segments share much and the longest branch is repeated least. The parts'
-losses and gradients add up to the tree's, as each token counts in one part.
+A part, for memory that does not hold a tree whole, is a tree of its own with a bounded
+number of rows: some segments, and those that they continue, which are computed again.
+Segments are dealt depth first, small branches before large ones, so that a part's
+segments share much and the longest branch is repeated least. The parts' losses and
+gradients add up to the tree's, as each token counts in one part.
 
 Parts of trees under a bound of memory: "Tree Training" (arXiv 2511.00413,
 https://arxiv.org/abs/2511.00413), which calls it tree partitioning.
@@ -16,9 +17,67 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.decoding.texts.text_tree import TextTree, check_tree, is_known, measure
-from jkv.decoding.texts.tree_numbers import NO_PARENT
+from jkv.decoding.texts.text_tree import (
+    NO_PARENT,
+    TextTree,
+    check_tree,
+    is_known,
+    measure,
+)
 from jkv.status import UsageError
+
+
+def pad(
+    tree: TextTree,
+    *,
+    num_rows: int | None = None,
+    num_segments: int | None = None,
+    max_length: int | None = None,
+) -> TextTree:
+    """Return a tree with rows without tokens and empty roots behind its own.
+
+    Args:
+      tree: of any smaller sizes.
+      num_rows: R of the result; static, None for the tree's own.
+      num_segments: S of the result; static, None for the tree's own.
+      max_length: most tokens of a text; static, None for the tree's own.
+
+    Returns:
+      The tree, with the same texts and the same numbers of segments and rows.
+
+    Raises:
+      ValueError: for a size below the tree's own.
+
+    Example:
+      >>> import jkv
+      >>> tree = jkv.TextTree.of([[5, 6], [7]], parents=[-1, 0])
+      >>> tree = jkv.trees.pad(tree, num_rows=5, num_segments=3, max_length=8)
+      >>> tree.tokens.tolist(), tree.parents.tolist()
+      ([5, 6, 7, -1, -1], [-1, 0, -1])
+    """
+    sizes = {
+        "num_rows": (num_rows, tree.num_rows),
+        "num_segments": (num_segments, tree.num_segments),
+        "max_length": (max_length, tree.max_length),
+    }
+    for name, (wanted, own) in sizes.items():
+        if wanted is not None and wanted < own:
+            raise UsageError(f"{name} must be at least {own}, the tree's own; {wanted}")
+    rows, segments, length = (
+        own if wanted is None else wanted for wanted, own in sizes.values()
+    )
+    xp: Any = np if is_known(tree) else jnp
+
+    def fill(array: jax.Array, size: int) -> jax.Array:
+        missing = (0, size - array.shape[0])
+        return jnp.asarray(xp.pad(array, missing, constant_values=-1))
+
+    return TextTree(
+        tokens=fill(tree.tokens, rows),
+        segments=fill(tree.segments, rows),
+        parents=fill(tree.parents, segments),
+        max_length=length,
+    )
 
 
 class TreeParts(NamedTuple):
@@ -117,10 +176,7 @@ def _find_missing(
 def _walk(
     parents: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any]
 ) -> Iterable[int]:
-    """Yield each segment before its children, the child with the fewest tokens first.
-
-    Tokens of a child are its own and those of all segments that continue it.
-    """
+    """Yield segments before their children, those with fewest tokens below first."""
     below = lengths.astype(np.int64)
     children: dict[int, list[int]] = {}
     for segment in reversed(range(len(parents))):
@@ -136,12 +192,7 @@ def _walk(
         waiting.extend(sorted(found, key=lambda child: (-below[child], -child)))
 
 
-def _build(
-    tree: TextTree,
-    part: _Part,
-    max_rows: int,
-    num_segments: int,
-) -> TreeParts:
+def _build(tree: TextTree, part: _Part, max_rows: int, num_segments: int) -> TreeParts:
     """Return one part, without the axis of parts."""
     tokens, segments, parents = (
         np.asarray(each) for each in (tree.tokens, tree.segments, tree.parents)
@@ -151,15 +202,12 @@ def _build(
     rows = np.flatnonzero(np.isin(segments, part.segments))
     is_new = np.isin(segments[rows], list(part.new))
     behind = (0, max_rows - len(rows))
-    known = number[parents[part.segments]]
-    more = (0, num_segments - len(known))
     subtree = TextTree(
-        tokens=jnp.asarray(np.pad(tokens[rows], behind, constant_values=-1)),
-        segments=jnp.asarray(
-            np.pad(number[segments[rows]], behind, constant_values=-1)
-        ),
-        parents=jnp.asarray(np.pad(known, more, constant_values=NO_PARENT)),
+        tokens=jnp.asarray(tokens[rows]),
+        segments=jnp.asarray(number[segments[rows]]),
+        parents=jnp.asarray(number[parents[part.segments]]),
         max_length=tree.max_length,
     )
+    subtree = pad(subtree, num_rows=max_rows, num_segments=num_segments)
     padded = np.pad(rows.astype(np.int32), behind, constant_values=len(tokens))
     return TreeParts(subtree, jnp.asarray(padded), jnp.asarray(np.pad(is_new, behind)))

@@ -1,8 +1,9 @@
-"""The newest tokens of texts, the newest in the last column.
+"""Tokens of texts, the newest in the last column, and logits without some of them.
 
 So the tokens before the next one stand in the same columns for every text.
 
-Symbols: N texts, P most prompt tokens, T tokens that are kept, C tokens of a list.
+Symbols: N texts, P most prompt tokens, T tokens that are kept, C tokens of a list, K
+rows, V tokens in the vocabulary, E tokens that are named.
 """
 
 import jax
@@ -46,3 +47,26 @@ def ends_with(
     """Return which texts end with a list of tokens, bool[N]."""
     last = newest[:, newest.shape[1] - tokens.shape[0] :]
     return jnp.all(last == tokens[None], axis=1)
+
+
+def find_columns(
+    tokens: jax.Array,  # i32[K, E], -1 for none
+    logits: jax.Array,  # f32[K, V]
+) -> tuple[jax.Array, jax.Array]:  # i32[K, 1], i32[K, E]
+    """Return where the logits of tokens stand; those of -1 are out of range."""
+    row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
+    return row, jnp.where(tokens < 0, logits.shape[1], tokens)
+
+
+def forbid(
+    logits: jax.Array,  # f32[K, V]
+    tokens: jax.Array,  # i32[K, E], -1 for none
+) -> jax.Array:
+    """Return logits, f32[K, V], with -inf at some tokens of each row.
+
+    A mask is written, not the logits: those of the model are needed once more, and a
+    copy of them has four times its bytes.
+    """
+    mask = jnp.zeros(logits.shape, bool)
+    mask = mask.at[find_columns(tokens, logits)].set(True, mode="drop")
+    return jnp.where(mask, -jnp.inf, logits)
