@@ -207,9 +207,6 @@ class Engine:
             as_token_ids("stop_tokens", stop_tokens), detokenize is not None
         )
         self._limits.check_own()
-        self._turns = Turns(
-            lambda: self._scheduler.step(), lambda: self._scheduler.is_idle
-        )
         options = HostOptions(
             detokenize,
             max_waiting,
@@ -223,7 +220,8 @@ class Engine:
             checks,
             clock,
         )
-        self._scheduler = Scheduler(loop, options, self._turns.lock)
+        scheduler = self._scheduler = Scheduler(loop, options)
+        self._turns = Turns(scheduler.step, lambda: scheduler.is_idle, scheduler.lock)
 
     # Requests.
 
