@@ -25,7 +25,7 @@ from harness import Case
 
 import jkv
 from jkv import decoding
-from jkv.decoding.model.exact import Exact
+from jkv.decoding.model.steps import Exact
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "exact.json"
 SHAPES = Shapes(

@@ -91,8 +91,7 @@ if TYPE_CHECKING:  # imported when they are first asked for
     from jkv.inspection.memory import MemoryProfile, memory_profile
     from jkv.inspection.statistics import GroupStats, Stats, stats
     from jkv.inspection.utilisation import Fragmentation, fragmentation, should_compact
-    from jkv.making.initialization import init
-    from jkv.making.partitioning import partition_specs
+    from jkv.making.initialization import init, partition_specs
     from jkv.making.saving import load, save
     from jkv.prefixes.verbs import (
         clear_prefixes,
@@ -141,8 +140,7 @@ __getattr__ = imports_later(
         "jkv.inspection.memory": "MemoryProfile memory_profile",
         "jkv.inspection.statistics": "GroupStats Stats stats",
         "jkv.inspection.utilisation": "Fragmentation fragmentation should_compact",
-        "jkv.making.initialization": "init",
-        "jkv.making.partitioning": "partition_specs",
+        "jkv.making.initialization": "init partition_specs",
         "jkv.making.saving": "load save",
         "jkv.prefixes.verbs": (
             "clear_prefixes demote evict_cached invalidate match snapshots"

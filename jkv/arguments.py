@@ -60,10 +60,7 @@ def explains_arguments(
 def as_arrays(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return arguments with what wraps an array (`nnx.Param`) as arrays; None if none.
-
-    Such a thing is known by its `__jax_array__`, and is no array of JAX itself.
-    """
+    """Return arguments with what wraps an array (`nnx.Param`) as arrays, or None."""
     named = {name: as_array(value) for name, value in kwargs.items()}
     placed = tuple(map(as_array, args))
     pairs = zip([*placed, *named.values()], [*args, *kwargs.values()], strict=True)
@@ -115,11 +112,7 @@ def _is_on_purpose(error: Exception) -> bool:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Return whether a value is of a kind that an annotation allows.
-
-    Annotations that say nothing about a value itself (protocols, type variables) allow
-    all.
-    """
+    """Return whether an annotation allows a value; a protocol allows all."""
     if hint is Any:
         return True
     origin, inner = typing.get_origin(hint), typing.get_args(hint)

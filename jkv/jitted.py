@@ -86,11 +86,7 @@ def _jit(loop: Loop, donated: tuple[str, ...] = ("cache",)) -> Loop:
 
 
 def _as_argument(name: str, value: Any) -> Any:
-    """Return an argument as `jax.jit` takes it, or refuse it in words.
-
-    Raises:
-      ValueError: for integers that the loop would refuse, and those too large for it.
-    """
+    """Return an argument as `jax.jit` takes it, or refuse it in words."""
     if name in STATIC:
         return tuple(value) if isinstance(value, list | range) else value
     if name in CHECKS and value is not None:

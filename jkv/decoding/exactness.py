@@ -17,9 +17,8 @@ from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig
 from jkv.decoding.extension import extend
 from jkv.decoding.generation import generate
-from jkv.decoding.model.exact import ExactShape
 from jkv.decoding.model.protocol import Model
-from jkv.decoding.model.steps import Steps
+from jkv.decoding.model.steps import ExactShape, Steps
 from jkv.decoding.sampling.next_token import sampling_of
 from jkv.decoding.sampling.options import GREEDY, Sampling
 from jkv.decoding.scoring.scores import score
@@ -78,11 +77,11 @@ Kept = dict[str, Tokens]
 
 
 class _Played(NamedTuple):
-    """What came of prompts, by sequence."""
+    """What came of one prompt."""
 
-    tokens: Tokens  # i32[B, G]
-    logprobs: Tokens  # f32[B, G]
-    kept: list[list[Kept]] | None = None  # of each text and layer
+    tokens: Tokens  # i32[G]
+    logprobs: Tokens  # f32[G]
+    kept: list[Kept] | None = None  # of each layer; None: nobody looked
 
 
 @takes_cache(argument=2, on_host=True)
@@ -138,9 +137,9 @@ def check_exact(
     player = _Player(model, params, cache, texts, steps, sampling)
     numbers = list(range(len(texts)))
     known = player.extend(numbers)
-    plays: dict[str, Callable[[], _Played]] = {
+    plays: dict[str, Callable[[], list[_Played]]] = {
         "reverse order": lambda: player.extend(numbers[::-1]),
-        "alone": lambda: player.extend_alone(numbers),
+        "alone": lambda: [player.extend([i])[0] for i in numbers],
         "one at a time from a queue": player.generate,
         "computed anew from the middle": lambda: player.recompute(known),
     }
@@ -165,23 +164,16 @@ class _Player(NamedTuple):
     steps: Steps
     sampling: Sampling
 
-    def extend(self, chosen: list[int], *, again: bool = False) -> _Played:
-        """Continue some texts, numbers in this order; what is returned is in their own.
-
-        With `again` they were computed and freed before.
-        """
+    def extend(self, chosen: list[int], *, again: bool = False) -> list[_Played]:
+        """Continue texts in this order, computed and freed before with `again`."""
         cache = self.cache
         if again:
             cache, _, ids = self._extend(cache, chosen)
             cache, _ = free(cache, ids)
         cache, result, ids = self._extend(cache, chosen)
-        order = np.argsort(chosen)
-        kept = _read_kept(cache, ids)
-        return _Played(
-            np.asarray(result.tokens)[order],
-            np.asarray(result.logprobs)[order],
-            [kept[i] for i in order],
-        )
+        tokens, logprobs = np.asarray(result.tokens), np.asarray(result.logprobs)
+        played = list(map(_Played, tokens, logprobs, _read_kept(cache, ids)))
+        return [played[i] for i in np.argsort(chosen)]
 
     def _extend(
         self, cache: Cache, chosen: list[int]
@@ -209,16 +201,7 @@ class _Player(NamedTuple):
         index = jnp.asarray(chosen, jnp.int32)
         return sampling_of(self.sampling, len(self.texts), index)
 
-    def extend_alone(self, chosen: list[int]) -> _Played:
-        """Continue each text in a call of its own."""
-        each = [self.extend([i]) for i in chosen]
-        return _Played(
-            np.concatenate([one.tokens for one in each]),
-            np.concatenate([one.logprobs for one in each]),
-            [text for one in each for text in one.kept or ()],
-        )
-
-    def generate(self) -> _Played:
+    def generate(self) -> list[_Played]:
         """Continue texts one after the other, inside one call."""
         _, result = _generate_jitted(
             self.model,
@@ -226,30 +209,36 @@ class _Player(NamedTuple):
             self.cache,
             self.texts,
             steps=dataclasses.replace(self.steps, max_running=1),
-            sampling=self._sampling_of(list(range(len(self.texts)))),
+            sampling=self._sampling_of([*range(len(self.texts))]),
         )
-        return _Played(np.asarray(result.tokens), np.asarray(result.logprobs))
+        return list(
+            map(_Played, np.asarray(result.tokens), np.asarray(result.logprobs))
+        )
 
-    def recompute(self, known: _Played) -> _Played:
+    def recompute(self, known: list[_Played]) -> list[_Played]:
         """Compute texts with all but the last token that they got, as prompts."""
         texts = [
-            text + [token for token in new[:-1].tolist() if token >= 0]
-            for text, new in zip(self.texts, known.tokens, strict=True)
+            text + [token for token in played.tokens[:-1].tolist() if token >= 0]
+            for text, played in zip(self.texts, known, strict=True)
         ]
         steps = dataclasses.replace(self.steps, max_new_tokens=1)
         found = self._replace(texts=texts, steps=steps).extend([*range(len(texts))])
-        return known._replace(kept=found.kept)
+        pairs = zip(known, found, strict=True)
+        return [played._replace(kept=anew.kept) for played, anew in pairs]
 
-    def score(self, known: _Played, config: CacheConfig | GroupedConfig) -> _Played:
+    def score(
+        self, known: list[_Played], config: CacheConfig | GroupedConfig
+    ) -> list[_Played]:
+        tokens = np.stack([played.tokens for played in known])
         found = _score_jitted(
             self.model,
             self.params,
             self.texts,
-            known.tokens,
+            tokens,
             config=config,
             exact=self.steps.exact,
         )
-        return _Played(known.tokens, np.asarray(found))
+        return list(map(_Played, tokens, np.asarray(found)))
 
 
 _extend_jitted = jax.jit(extend, static_argnames=("model", "steps"))
@@ -257,36 +246,29 @@ _generate_jitted = jax.jit(generate, static_argnames=("model", "steps"))
 _score_jitted = jax.jit(score, static_argnames=("model", "exact", "config"))
 
 
-def _compare(variation: str, known: _Played, found: _Played) -> ExactDifference | None:
+def _compare(
+    variation: str, known: list[_Played], found: list[_Played]
+) -> ExactDifference | None:
     """Return the first difference, by sequence; what is kept tells the layer."""
-    for sequence in range(len(known.tokens)):
+    for sequence, (one, other) in enumerate(zip(known, found, strict=True)):
+        layers = zip(one.kept or (), other.kept or (), strict=False)
+        for layer, (kept, again) in enumerate(layers):
+            for name in kept:
+                if (token := _find_other(kept[name], again[name])) is not None:
+                    return ExactDifference(variation, sequence, token, name, layer)
         for name in ("tokens", "logprobs"):
-            one, other = (getattr(each, name)[sequence] for each in (known, found))
-            tokens = np.flatnonzero(one.view(np.int32) != other.view(np.int32))
-            first = _find_layer(known, found, sequence)
-            if first is not None:
-                layer, token, array = first
-                return ExactDifference(variation, sequence, token, array, layer)
-            if len(tokens):
-                return ExactDifference(variation, sequence, int(tokens[0]), name, None)
+            token = _find_other(getattr(one, name), getattr(other, name))
+            if token is not None:
+                return ExactDifference(variation, sequence, token, name, None)
     return None
 
 
-def _find_layer(
-    known: _Played, found: _Played, sequence: int
-) -> tuple[int, int, str] | None:
-    """Return the first layer that keeps something else, of which token, and what."""
-    if known.kept is None or found.kept is None:
-        return None
-    pairs = zip(known.kept[sequence], found.kept[sequence], strict=True)
-    for layer, (one, other) in enumerate(pairs):
-        for name in one:
-            arrays = (np.ascontiguousarray(each[name]) for each in (one, other))
-            bits = (each.view(np.uint8).reshape(len(each), -1) for each in arrays)
-            tokens = np.flatnonzero(np.any(np.not_equal(*bits), axis=1))
-            if len(tokens):
-                return layer, int(tokens[0]), name
-    return None
+def _find_other(one: Tokens, other: Tokens) -> int | None:
+    """Return the first entry with other bits, of arrays [n, ...]; None if none has."""
+    arrays = map(np.ascontiguousarray, (one, other))
+    bits = (each.view(np.uint8).reshape(len(each), -1) for each in arrays)
+    differs = np.flatnonzero(np.any(np.not_equal(*bits), axis=1))
+    return int(differs[0]) if differs.size else None
 
 
 def _read_kept(cache: Cache, seq_ids: jax.Array) -> list[list[Kept]]:

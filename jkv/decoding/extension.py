@@ -13,23 +13,17 @@ import jax
 import jax.numpy as jnp
 
 from jkv.decoding.arguments.asked import Asked, How
-from jkv.decoding.model.exact import ExactShape
 from jkv.decoding.model.prefill import Chunk, Pending, Sizes, prefill
 from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.runner import Runner
-from jkv.decoding.model.steps import Steps
+from jkv.decoding.model.steps import ExactShape, Steps
 from jkv.decoding.sampling.draws import Choice
 from jkv.decoding.sampling.next_token import choose_next
 from jkv.decoding.sampling.options import Sampling
 from jkv.decoding.sampling.stopping import Bounds, Progress, judge_prompts
 from jkv.decoding.steering.rows import begin_rows, resume_rows
-from jkv.decoding.texts.blocks import (
-    BlockSize,
-    Held,
-    blocks_to_take,
-    count_used_blocks,
-    find_block_size,
-)
+from jkv.decoding.texts import blocks
+from jkv.decoding.texts.blocks import BlockSize, Held
 from jkv.decoding.texts.prompts import Prompts, find_texts
 from jkv.decoding.texts.results import FinishReason, Generation
 from jkv.metadata import requests
@@ -144,7 +138,7 @@ def extend(
         shape.check_alone(None, steps.chunk_size)
         shape.check_fits("the number of sequences", num_sequences)
         size = shape.num_rows
-    block_size = find_block_size(cache, (size,))
+    block_size = blocks.find_block_size(cache, (size,))
     groups = cache.metadata.block_groups
     num_blocks = tuple(jnp.int32(group.num_blocks) for group in groups)
     bounds = Bounds(room, block_size, num_blocks)
@@ -171,17 +165,14 @@ def _judge(
     reasons: jax.Array,  # i32[B], why what was given is not fed
     block_size: BlockSize,  # how many blocks a text takes
 ) -> jax.Array:
-    """Return why sequences are not continued, RUNNING where they are, i32[B].
-
-    Which tokens find room is judged before any is fed, in order, as `append` would.
-    """
+    """Return why sequences are not continued, i32[B], in order, as `append` would."""
     groups, running = cache.metadata.block_groups, jnp.int32(FinishReason.RUNNING)
     reasons = jnp.where(
         requests.is_live_once(cache.metadata, seq_ids),
         reasons,
         jnp.int32(FinishReason.CANCELLED),
     )
-    needs = blocks_to_take(lengths, Held.of(cache, seq_ids), block_size)
+    needs = blocks.to_take(lengths, Held.of(cache, seq_ids), block_size)
     lacks = [
         (Lack.of(group, jnp.where(reasons == running, need, 0)),)
         for group, need in zip(groups, needs, strict=True)
@@ -275,7 +266,7 @@ def _note_step(
         prompt_tokens=rows if is_prompt else jnp.int32(0),
     )
     statistics = result.statistics
-    peak = jnp.maximum(statistics.peak_blocks, count_used_blocks(cache))
+    peak = jnp.maximum(statistics.peak_blocks, blocks.count_used_blocks(cache))
     reason = jnp.int32(FinishReason.OUT_OF_BLOCKS)
     result = result._replace(
         reasons=jnp.where(batch.status != Status.OK, reason, result.reasons),

@@ -149,10 +149,7 @@ def _read(
     text: jax.Array,  # i32[T], T a multiple of the chunks'
     length: jax.Array,  # i32[]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the loss of each next token, f32[T], and which was the likeliest, i32[T].
-
-    Of the first `length - 1` tokens; behind them anything.
-    """
+    """Return the loss of each next token, f32[T], and which was likeliest, i32[T]."""
     cache, opened = allocate(init(config), [0])
     rows = jnp.arange(CHUNK_SIZE, dtype=jnp.int32)
 

@@ -7,11 +7,10 @@ them, and `renumber` gives their variants other numbers.
 from jkv.steering.allowances import AllowedTokens
 from jkv.steering.bans import BannedTexts
 from jkv.steering.biases import TokenBias
-from jkv.steering.chains import chain
+from jkv.steering.chains import chain, renumber
 from jkv.steering.lengths import MinimumLength
 from jkv.steering.ngrams import NoRepeatedNgrams
 from jkv.steering.protocol import Steering
-from jkv.steering.renumbering import renumber
 from jkv.steering.thinking import ThinkingBudget
 
 __all__ = [

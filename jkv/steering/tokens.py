@@ -52,11 +52,8 @@ def ends_with(
 def find_columns(
     tokens: jax.Array,  # i32[K, E], -1 for none
     logits: jax.Array,  # f32[K, V]
-) -> tuple[jax.Array, jax.Array]:
-    """Return where the logits of tokens stand; those of -1 are out of range.
-
-    Rows are i32[K, 1] and columns i32[K, E], for `logits.at` with mode="drop".
-    """
+) -> tuple[jax.Array, jax.Array]:  # i32[K, 1], i32[K, E]
+    """Return where the logits of tokens stand; those of -1 are out of range."""
     row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
     return row, jnp.where(tokens < 0, logits.shape[1], tokens)
 

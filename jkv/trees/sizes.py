@@ -176,10 +176,7 @@ def _find_missing(
 def _walk(
     parents: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any]
 ) -> Iterable[int]:
-    """Yield each segment before its children, the child with the fewest tokens first.
-
-    Tokens of a child are its own and those of all segments that continue it.
-    """
+    """Yield segments before their children, those with fewest tokens below first."""
     below = lengths.astype(np.int64)
     children: dict[int, list[int]] = {}
     for segment in reversed(range(len(parents))):

@@ -121,7 +121,7 @@ def test_the_longest_and_latest_run_is_looked_up():
     texts = np.array(rows, np.int32)
     lengths = (texts >= 0).sum(axis=1).astype(np.int32)
     look = jax.jit(find_guesses, static_argnums=2)
-    guesses, counts = look(texts, lengths, PromptLookup(num_tokens=4, cost=1.0))
+    guesses, counts, _ = look(texts, lengths, PromptLookup(num_tokens=4, cost=1.0))
     found = [row[:n].tolist() for row, n in zip(guesses, counts, strict=True)]
     assert found == [[1, 8, 9, 2], [2, 5, 8, 9], [], [4, 4, 4, 4], []]
 
@@ -129,9 +129,10 @@ def test_the_longest_and_latest_run_is_looked_up():
 EIGHT, COST = np.int32(8), 1.5
 
 
-def guess(counts, certain=None):
+def guess(counts, certain=0):
     """So many guesses for each text; a pace does not look at the tokens."""
     counts = jnp.asarray(counts, jnp.int32)
+    certain = jnp.broadcast_to(certain, counts.shape)
     return Guesses(jnp.zeros((len(counts), 7), jnp.int32), counts, certain)
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from support.tunix_models import EOS, options
 
-from jkv.integrations.tunix.paged_model import Pages
-from jkv.integrations.tunix.pool import CallSizes, Pool, PoolSizes
+import jkv
+from jkv.integrations.tunix.pool import CallSizes, Pool
 from jkv.integrations.tunix.prompts import find_repeats, find_width, pad_left, pad_right
 from jkv.integrations.tunix.rollout import count_rows
 from jkv.integrations.tunix.rollout_options import read_options
@@ -96,11 +96,11 @@ def test_a_cut_micro_batch_shares_what_divides_counts():
     assert find_repeats([[5], [5], [6]]).num_samples == 1
 
 
-PAGES = Pages(num_layers=1, num_kv_heads=1, head_dim=8, dtype=jnp.float32)
-
-
 def make_pool(num_blocks=None, prefix_caching=True):
-    return Pool(PoolSizes(4, num_blocks, None, prefix_caching), PAGES, None)
+    layers = dict(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32")
+    one = dict(num_blocks=1, max_sequences=1, max_context_length=1)
+    options = dict(block_size=4, prefix_caching=prefix_caching)
+    return Pool(jkv.CacheConfig(**layers, **one, **options), num_blocks, None)
 
 
 def test_the_pool_has_room_for_all_that_run():

@@ -16,19 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from jkv.decoding.beams.state import SearchState
-from jkv.decoding.texts.blocks import (
-    Blocks,
-    BlockSize,
-    Held,
-    blocks_for,
-    blocks_to_take,
-    count_free_blocks,
-    count_used_blocks,
-    find_block_size,
-    reach,
-    sum_groups,
-    total,
-)
+from jkv.decoding.texts import blocks
+from jkv.decoding.texts.blocks import Blocks, BlockSize, Held
 from jkv.decoding.texts.results import FinishReason
 from jkv.metadata.xla_cpu import divide
 from jkv.sharding.loops import when, while_loop
@@ -64,7 +53,7 @@ def open_prompts(
         _lacking(lacks_rows),
     )
     # Of a prompt longer than a window only a part is reserved.
-    needs = blocks_to_take(prompts.lengths, Held.of(cache, opened.seq_ids), size)
+    needs = blocks.to_take(prompts.lengths, Held.of(cache, opened.seq_ids), size)
     cache, state = make_room_for_forks(cache, state, needs)
     cached = jnp.where(state.is_running, opened.num_cached, 0)
     computed = jnp.where(state.is_running, prompts.lengths - opened.num_cached, 0)
@@ -82,7 +71,7 @@ def make_room_for_forks(
     more = jnp.int32(state.num_beams - 1)
     # A partly filled block is copied for each beam but the first.
     copies = jnp.where(tail > 0, more, 0)
-    needs = tuple(blocks + copies for blocks in num_blocks)
+    needs = tuple(each + copies for each in num_blocks)
     cache, state, lacking = make_room_for_beams(
         cache, state, needs, jnp.full_like(tail, more)
     )
@@ -146,15 +135,14 @@ def make_room_for_beams(
 ) -> tuple[Cache, SearchState, jax.Array]:
     """Let searches wait, the last prompt's first, until the others have room.
 
-    Returns also i32[Q]: what one lacks that runs alone, else RUNNING. It has given its
-    rows back and does not run any more.
+    Also i32[Q]: what one lacks that ran alone, and has given its rows back; or RUNNING.
     """
 
     def lacks(cache: Cache, state: SearchState) -> tuple[jax.Array, jax.Array]:
-        rows, *blocks = total(
+        rows, *needs = blocks.total(
             tuple(jnp.where(state.is_running, n, 0) for n in (num_rows, *num_blocks))
         )
-        has_blocks = reach(count_free_blocks(cache), tuple(blocks))
+        has_blocks = blocks.reach(blocks.count_free_blocks(cache), tuple(needs))
         return rows > cache.metadata.sequences.free_rows.count, ~has_blocks
 
     def goes_on(carry: Carry) -> jax.Array:
@@ -172,11 +160,7 @@ def make_room_for_beams(
 
 
 def let_last_wait(cache: Cache, state: SearchState, lacks_rows: jax.Array) -> Carry:
-    """Let the search of the last prompt that runs give its rows back.
-
-    Rows lack if bool[] says so, else blocks. Returns also i32[Q]: what it lacks if it
-    runs alone, else RUNNING.
-    """
+    """Let the last search give rows back; also i32[Q]: what it lacks if it is alone."""
     number = jnp.arange(state.is_running.shape[0], dtype=jnp.int32)
     last = number == jnp.max(jnp.where(state.is_running, number, -1))
     is_alone = jnp.sum(state.is_running, dtype=jnp.int32) == 1
@@ -196,11 +180,14 @@ def free_beams(cache: Cache, state: SearchState, ended: jax.Array) -> Cache:
 def count_blocks(cache: Cache, state: SearchState) -> SearchState:
     """Note the blocks in use, and those of beams that would share nothing."""
     old = state.statistics
-    lengths, size = state.prompts.lengths + state.length, find_block_size(cache, (1,))
-    whole = sum_groups(blocks_for(lengths, size))
+    lengths, size = (
+        state.prompts.lengths + state.length,
+        blocks.find_block_size(cache, (1,)),
+    )
+    whole = blocks.sum_groups(blocks.of_tokens(lengths, size))
     each = jnp.where(state.is_running, whole * state.num_beams, 0)
     statistics = old._replace(
-        peak_blocks=jnp.maximum(old.peak_blocks, count_used_blocks(cache)),
+        peak_blocks=jnp.maximum(old.peak_blocks, blocks.count_used_blocks(cache)),
         unshared_peak_blocks=jnp.maximum(
             old.unshared_peak_blocks, jnp.sum(each, dtype=jnp.int32)
         ),

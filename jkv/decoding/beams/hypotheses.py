@@ -105,10 +105,7 @@ class Hypotheses(NamedTuple):
     def add(
         self, texts: jax.Array, scores: jax.Array, length: jax.Array
     ) -> "Hypotheses":
-        """Return the K best of these and others, i32[Q, C, G], `length` tokens each.
-
-        Scores, f32[Q, C], are after the length penalty; -inf adds nothing.
-        """
+        """Return the K best of these and others of `length` tokens each."""
         lengths = jnp.where(scores > NO_SCORE, length, 0)
         texts = jnp.where((scores > NO_SCORE)[:, :, None], texts, -1)
         kept, best = lax.top_k(
@@ -129,10 +126,7 @@ def rank_continuations(
     scores: jax.Array,  # f32[Q, K]
     num_candidates: int,
 ) -> Continuations:
-    """Return the best continuations of the beams of each prompt.
-
-    There are no more than all of them, which matters for vocabularies of a few tokens.
-    """
+    """Return the best continuations of each prompt's beams; of a few tokens all."""
     num_prompts, num_beams, vocabulary = logprobs.shape
     total = (logprobs + scores[:, :, None]).reshape(num_prompts, -1)
     # The best of all are among the best of each beam, which are much fewer.

@@ -13,16 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.beams.branches import (
-    count_blocks,
-    follow_parents,
-    fork_prompts,
-    free_beams,
-    let_last_wait,
-    make_room_for_beams,
-    make_room_for_forks,
-    open_prompts,
-)
+from jkv.decoding.beams import branches
 from jkv.decoding.beams.hypotheses import (
     NO_SCORE,
     Beams,
@@ -78,15 +69,17 @@ def run_round(
     searcher: Searcher, cache: Cache, state: SearchState
 ) -> tuple[Cache, SearchState]:
     """Run the searches that find room, from their prompts to their end."""
-    cache, state = open_prompts(cache, _begin_anew(searcher, state), searcher.size)
+    cache, state = branches.open_prompts(
+        cache, _begin_anew(searcher, state), searcher.size
+    )
     shape = *state.reasons.shape, searcher.vocabulary
     carry = cache, state, jnp.zeros(shape, jnp.float32)
     if searcher.size.is_reserved:
         cache, state, logits = _compute_prompts(searcher, *carry)
     else:
         cache, state, logits = _compute_prompts_that_fit(searcher, *carry)
-    cache, state = fork_prompts(cache, state)
-    state = count_blocks(cache, state)
+    cache, state = branches.fork_prompts(cache, state)
+    state = branches.count_blocks(cache, state)
     # Beams that have no token yet agree: the first one alone counts.
     logits = jnp.repeat(logits, state.num_beams, axis=0)
     cache, state, _ = while_loop(
@@ -138,7 +131,7 @@ def _compute_prompts_that_fit(
         return jnp.any((seq_ids >= 0) & (done < state.prompts.lengths))
 
     def let_wait(carry: tuple[Cache, SearchState]) -> tuple[Cache, SearchState]:
-        cache, state, lacking = let_last_wait(*carry, jnp.zeros((), bool))
+        cache, state, lacking = branches.let_last_wait(*carry, jnp.zeros((), bool))
         return cache, state.end(lacking != FinishReason.RUNNING, lacking)
 
     def trip(carry: Carry) -> Carry:
@@ -150,7 +143,7 @@ def _compute_prompts_that_fit(
         lambda carry: lacks(*carry[:2]), trip, (cache, state, logits)
     )
     none = tuple(jnp.zeros_like(state.reasons) for _ in cache.metadata.block_numbers)
-    return *make_room_for_forks(cache, state, none), logits
+    return *branches.make_room_for_forks(cache, state, none), logits
 
 
 def _begin_anew(searcher: Searcher, state: SearchState) -> SearchState:
@@ -172,14 +165,14 @@ def _run_step(
     before = state
     state, parents, reasons = _choose_beams(searcher, cache, state, logits)
     ends = reasons != FinishReason.RUNNING
-    cache = free_beams(cache, before, ends & before.is_running)
+    cache = branches.free_beams(cache, before, ends & before.is_running)
     state = state.end(ends, reasons)
-    cache, state = follow_parents(cache, state, parents)
+    cache, state = branches.follow_parents(cache, state, parents)
 
     # All beams of a prompt have the same length, so all or none need a block.
     _, tail = divide(state.prompts.lengths + state.length - 1, cache.block_size)
     needs = jnp.where(tail == 0, jnp.int32(state.num_beams), 0)
-    cache, state, lacking = make_room_for_beams(
+    cache, state, lacking = branches.make_room_for_beams(
         cache,
         state,
         (needs,) * len(cache.metadata.block_numbers),
@@ -197,11 +190,7 @@ def _run_step(
 def _choose_beams(
     searcher: Searcher, cache: Cache, state: SearchState, logits: jax.Array
 ) -> tuple[SearchState, jax.Array, jax.Array]:
-    """Choose the next tokens, and what has ended with them.
-
-    Returns the state, with one more token in each beam; i32[Q, K], the parents of its
-    beams; and i32[Q], why searches end, RUNNING where they go on.
-    """
+    """Choose the next tokens, and what has ended with them."""
     rules, logprobs = searcher.rules, _find_logprobs(searcher, state, logits)
     # Without numbers there is no token: the search ends with the beams that it had.
     is_nan = jnp.any(jnp.isnan(logprobs), axis=(1, 2)) & state.is_running
@@ -254,10 +243,7 @@ def _choose_beams(
 def _find_logprobs(
     searcher: Searcher, state: SearchState, logits: jax.Array
 ) -> jax.Array:
-    """Return the log-probabilities of beams, f32[Q, K, V], of logits f32[Q * K, V].
-
-    A beam that is allowed no token has -inf throughout: it goes on nowhere.
-    """
+    """Return log-probabilities, f32[Q, K, V], all -inf of beams allowed no token."""
     shape = *state.seq_ids.shape, logits.shape[1]
     beam = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape[:2])
     steered = searcher.rows_of(state, beam)
@@ -294,7 +280,7 @@ def _compute_beams(
     tokens = state.beams.tokens[:, :, state.length - 1].reshape(-1)
     tokens = jnp.maximum(tokens, 0)
     cache, _, logits = searcher.runner.run(cache, state.flat_seq_ids, tokens)
-    state = count_blocks(cache, state.count(num_steps=jnp.int32(1)))
+    state = branches.count_blocks(cache, state.count(num_steps=jnp.int32(1)))
     return cache, state, logits
 
 

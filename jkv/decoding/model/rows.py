@@ -83,10 +83,7 @@ def locate_rows(
     first: jax.Array,  # i32[W], the position of each one's first row
     num_rows: int,  # R, static
 ) -> tuple[jax.Array, jax.Array]:
-    """Return whose token each row of a step is, i32[R], and its position, i32[R].
-
-    Behind the last row they are anything.
-    """
+    """Return whose token each row of a step is, and its position, i32[R] each."""
     starts = running_sum(counts) - counts
     row = jnp.arange(num_rows, dtype=jnp.int32)
     owner = find_owners(starts, 0, num_rows)

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.model.exact import Exact
 from jkv.decoding.model.protocol import Model, call_model, call_model_for_rows
+from jkv.decoding.model.steps import Exact
 from jkv.sharding.loops import when
 from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.verbs.appending import append

@@ -12,7 +12,7 @@ from jkv.decoding.sampling.draws import Choice
 from jkv.decoding.sampling.filters import by_row
 from jkv.decoding.sampling.options import Sampling
 from jkv.decoding.sampling.stopping import Progress, judge_texts
-from jkv.decoding.steering.rows import SteeredRows, mark_refused
+from jkv.decoding.steering.rows import SteeredRows, mark_refused, rows_of
 from jkv.decoding.texts.results import FinishReason, Generation
 from jkv.sharding.loops import when
 
@@ -34,7 +34,7 @@ def choose_next(
     known = jnp.minimum(sequences, num_sequences - 1)
     chosen = sampling_of(choice.sampling, num_sequences, known)
     positions = result.lengths[known]
-    steered = progress.rows_of(choice.steering, known)
+    steered = rows_of(choice.steering, progress.prompts, result, known)
     if steered is not None:
         logits = steered.steer(logits)
     tokens, logprobs = choice.sample(logits, chosen, positions, seen)
@@ -153,10 +153,7 @@ def _put(
 def sampling_of(
     sampling: Sampling, num_sequences: int, sequences: jax.Array
 ) -> Sampling:
-    """Return how tokens of some of N sequences, i32[K], are chosen.
-
-    What holds for all sequences stays one number.
-    """
+    """Return how tokens of some of N sequences are chosen, i32[K]; a number stays."""
     rows = by_row(sampling, num_sequences)._asdict()
     is_one = {name: jnp.ndim(getattr(sampling, name)) == 0 for name in rows}
     # Of one number each sequence has a seed of its own.

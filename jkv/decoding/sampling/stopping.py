@@ -10,8 +10,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.steering.rows import SteeredRows, find_unknown, rows_of
-from jkv.decoding.texts.blocks import Blocks, BlockSize, blocks_for, reach
+from jkv.decoding.steering.rows import find_unknown
+from jkv.decoding.texts.blocks import Blocks, BlockSize, of_tokens, reach
 from jkv.decoding.texts.prompts import Prompts, find_malformed
 from jkv.decoding.texts.results import FinishReason, Generation
 from jkv.decoding.texts.stops import ANY, Stops
@@ -30,7 +30,7 @@ class Bounds(NamedTuple):
 
     def exceeded(self, lengths: jax.Array) -> list[tuple[FinishReason, jax.Array]]:
         """Return which texts of these lengths, i32[K], have a token without a slot."""
-        has_blocks = reach(self.num_blocks, blocks_for(lengths, self.block_size))
+        has_blocks = reach(self.num_blocks, of_tokens(lengths, self.block_size))
         return [
             (FinishReason.CONTEXT_FULL, lengths > self.max_context_length),
             (FinishReason.OUT_OF_BLOCKS, ~has_blocks),
@@ -49,12 +49,6 @@ class Progress(NamedTuple):
     def is_running(self) -> jax.Array:
         """Which of them have not ended, bool[N]."""
         return self.result.reasons == FinishReason.RUNNING
-
-    def rows_of(
-        self, steering: Steering | None, sequences: jax.Array
-    ) -> SteeredRows | None:
-        """Return what steers some of them, i32[K]; None where nothing does."""
-        return rows_of(steering, self.prompts, self.result, sequences)
 
 
 def find_first(

@@ -29,10 +29,7 @@ from jkv.verbs.forking import fork
 def admit(
     cache: Cache, state: GenerationState, slack: Blocks
 ) -> tuple[Cache, GenerationState]:
-    """Admit sequences that wait, as long as they fit.
-
-    The slack, i32[], is free blocks that were promised to no sequence.
-    """
+    """Admit sequences that wait, as long as they fit."""
     num_lanes = min(LANES, state.places.num_places)
     Carry = tuple[Cache, GenerationState, jax.Array]
 
@@ -59,10 +56,7 @@ class _Lanes(NamedTuple):
 def _open_seated(
     cache: Cache, state: GenerationState, attempt: Attempt, num_lanes: int
 ) -> tuple[Cache, GenerationState, jax.Array]:
-    """Open rows of the cache for sequences that have places, at most K.
-
-    Returns also bool[]: whether there may be more to do.
-    """
+    """Open rows for at most K that have places; also bool[]: if more may be done."""
     loads = state.loads(cache)
     has_states = cache.metadata.has_states
     lanes, is_more = _find_lanes(state, loads, num_lanes, has_states)

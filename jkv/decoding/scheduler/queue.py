@@ -14,15 +14,8 @@ import jax.numpy as jnp
 
 from jkv.decoding.scheduler.places import Places, sort_by_age
 from jkv.decoding.scheduler.state import GenerationState, Loads
-from jkv.decoding.texts.blocks import (
-    Blocks,
-    blocks_beside_prompt,
-    blocks_for,
-    count_free_blocks,
-    reach,
-    subtract,
-    total,
-)
+from jkv.decoding.texts import blocks
+from jkv.decoding.texts.blocks import Blocks
 from jkv.decoding.texts.results import FinishReason
 from jkv.metadata import ring
 from jkv.metadata.xla_cpu import running_sum
@@ -98,7 +91,7 @@ def choose_seated(
     alive = candidates.exists & ~candidates.ended
     costs = (jnp.where(alive, cost, 0) for cost in candidates.costs)
     ranks = running_sum(alive.astype(jnp.int32))
-    fits = reach(num_free_blocks, tuple(map(running_sum, costs)))
+    fits = blocks.reach(num_free_blocks, tuple(map(running_sum, costs)))
     fits &= ranks <= num_free_places
     stops = ~candidates.exists | (alive & ~fits)
     passed = running_sum(stops.astype(jnp.int32)) == 0
@@ -134,15 +127,12 @@ class Attempt(NamedTuple):
 
 
 def may_seat(state: GenerationState, slack: Blocks) -> jax.Array:
-    """Return whether it is worth while to look at what waits, bool[].
-
-    The slack, i32[], is free blocks that were promised to no sequence.
-    """
+    """Return whether it is worth while to look at what waits, bool[]."""
     places = state.places
     waits = (places.num_started > places.num_running) | (state.queue.count > 0)
     has_place = places.num_running < state.most_running
     is_empty = places.num_running == 0
-    return waits & has_place & (is_empty | reach(slack, state.seating_needs))
+    return waits & has_place & (is_empty | blocks.reach(slack, state.seating_needs))
 
 
 def seat_waiting(
@@ -150,8 +140,8 @@ def seat_waiting(
 ) -> tuple[GenerationState, Attempt]:
     """Seat the first that wait, at most K, which is static."""
     places, loads = state.places, state.loads(cache)
-    promised = total(state.demand(cache, loads))
-    slack = subtract(count_free_blocks(cache), promised)
+    promised = blocks.total(state.demand(cache, loads))
+    slack = blocks.subtract(blocks.count_free_blocks(cache), promised)
     num_free_places = state.most_running - places.num_running
     candidates = _find_candidates(cache, state, loads, num_lanes)
     result = choose_seated(candidates, slack, num_free_places)
@@ -159,7 +149,7 @@ def seat_waiting(
     is_refused = candidates.exists[0] & (num_passed == 0) & (num_free_places > 0)
     # To admit it to the cache takes a lane.
     has_lane = jnp.sum(places.is_pending, dtype=jnp.int32) < num_lanes
-    may_fit = candidates.may_cost_less[0] & reach(slack, state.seating_needs)
+    may_fit = candidates.may_cost_less[0] & blocks.reach(slack, state.seating_needs)
     is_trial = is_refused & has_lane & (may_fit | (places.num_running == 0))
     forced = is_trial & (jnp.arange(num_lanes, dtype=jnp.int32) == 0)
     result = Seated(result.seated | forced, result.passed | forced)
@@ -179,7 +169,7 @@ def seat_waiting(
         mode="fill", fill_value=False
     )
     goes_on = is_trial | (num_passed == num_lanes) | (is_tried_next & (num_passed > 0))
-    keep_free = tuple(jnp.where(is_trial, blocks, 0) for blocks in promised)
+    keep_free = tuple(jnp.where(is_trial, each, 0) for each in promised)
     return state, Attempt(is_trial, keep_free, slack, goes_on)
 
 
@@ -192,13 +182,13 @@ def _find_candidates(
     prompt = jax.lax.div(sequences, jnp.int32(state.num_samples))
     prompt_lengths = state.prompts.lengths[prompt]
     text_lengths = prompt_lengths + state.result.lengths[sequences]
-    costs, leads = blocks_for(text_lengths, size), jnp.ones_like(ended)
+    costs, leads = blocks.of_tokens(text_lengths, size), jnp.ones_like(ended)
     if state.num_samples > 1:
         # The first sample computes the prompt, unless it is held for it.
         is_first = _is_first_sample(state, loads, prompt, ended)
         is_held = state.holder.holds(prompt)
-        beside = blocks_beside_prompt(prompt_lengths, text_lengths, size)
-        held = subtract(costs, blocks_for(prompt_lengths, size))
+        beside = blocks.beside_prompt(prompt_lengths, text_lengths, size)
+        held = blocks.subtract(costs, blocks.of_tokens(prompt_lengths, size))
         leads = is_first & ~is_held
         costs = tuple(
             jnp.where(leads, whole, jnp.where(is_first, rest, own))

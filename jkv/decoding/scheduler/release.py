@@ -119,10 +119,7 @@ def _free_all(cache: Cache, seq_ids: jax.Array) -> Cache:
 def _hand_over(
     cache: Cache, state: GenerationState, ended: jax.Array
 ) -> tuple[Cache, GenerationState, jax.Array]:
-    """Hand over the prompts of ended sequences, bool[W], that other samples need.
-
-    Returns also bool[W]: places whose sequence is not to be freed.
-    """
+    """Hand over prompts that other samples need; also bool[W]: who is not freed."""
     places, loads = state.places, state.loads(cache)
     gives, receivers = find_hand_over(state, loads, ended)
     # There is one holder; its prompt is handed over before another is wanted.

@@ -9,19 +9,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.model.exact import Exact
+from jkv.decoding.model.steps import Exact
 from jkv.decoding.sampling.stopping import Bounds, Progress
 from jkv.decoding.scheduler.places import Places
 from jkv.decoding.steering.rows import SteeredRows, rows_of
-from jkv.decoding.texts.blocks import (
-    Blocks,
-    BlockSize,
-    Held,
-    blocks_beside_prompt,
-    blocks_to_take,
-    count_cached,
-    find_block_size,
-)
+from jkv.decoding.texts import blocks
+from jkv.decoding.texts.blocks import Blocks, BlockSize, Held
 from jkv.decoding.texts.prompts import Prompts, find_texts
 from jkv.decoding.texts.results import FinishReason, Generation
 from jkv.decoding.texts.stops import Stops
@@ -127,7 +120,7 @@ class GenerationState:
 
     def block_size(self, cache: Cache) -> BlockSize:
         """How many blocks a text takes in this cache, in steps of these rows."""
-        return find_block_size(cache, self.row_counts)
+        return blocks.find_block_size(cache, self.row_counts)
 
     def loads(self, cache: Cache) -> Loads:
         """What the sequence of each place has."""
@@ -138,7 +131,7 @@ class GenerationState:
             prompts=prompt,
             prompt_lengths=prompt_lengths,
             text_lengths=prompt_lengths + self.result.lengths[places.sequences],
-            done=count_cached(cache, places.seq_ids),
+            done=blocks.count_cached(cache, places.seq_ids),
             held=Held.of(cache, places.seq_ids),
         )
 
@@ -148,8 +141,8 @@ class GenerationState:
         A sample that waits for its prompt will share it.
         """
         places, size = self.places, self.block_size(cache)
-        own = blocks_beside_prompt(loads.prompt_lengths, loads.text_lengths, size)
-        more = blocks_to_take(loads.text_lengths, loads.held, size)
+        own = blocks.beside_prompt(loads.prompt_lengths, loads.text_lengths, size)
+        more = blocks.to_take(loads.text_lengths, loads.held, size)
         pairs = zip(more, own, strict=True)
         needs = [jnp.where(places.is_cached, *each) for each in pairs]
         return tuple(jnp.where(places.is_running, need, 0) for need in needs)

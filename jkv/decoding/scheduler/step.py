@@ -128,11 +128,8 @@ def choose_tokens(
     logits: jax.Array,  # f32[W, V], after the last token of each place's text
     is_ready: jax.Array,  # bool[W], whether they are
     choice: Choice,  # of N sequences
-) -> tuple[GenerationState, jax.Array]:
-    """Choose the next token of each text that is in the cache whole.
-
-    Returns also the logits, f32[W, V], of `choose_next`.
-    """
+) -> tuple[GenerationState, jax.Array]:  # f32[W, V], those of `choose_next`
+    """Choose the next token of each text that is in the cache whole."""
     places, lengths = state.places, state.result.lengths
     sequences = jnp.where(is_ready, places.sequences, lengths.shape[0])
     progress = state.progress(cache)

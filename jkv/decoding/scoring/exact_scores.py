@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jkv.config.grouped_config import GroupedConfig
-from jkv.decoding.model.exact import Exact
 from jkv.decoding.model.prefill import Chunk, Pending, Sizes, prefill
 from jkv.decoding.model.runner import Runner
+from jkv.decoding.model.steps import Exact
 from jkv.decoding.sampling.draws import pick_logprobs
 from jkv.decoding.scoring.scored import WITHOUT_COPIES, Scored, resize
 from jkv.decoding.texts.prompts import count_tokens
@@ -78,10 +78,7 @@ def _score_first(
     prompts: jax.Array,
     continuations: jax.Array,
 ) -> tuple[Cache, jax.Array]:
-    """Compute prompts, W at a time, and score the first tokens behind them.
-
-    Returns also f32[N, C] with the first column; 0 where a prompt is empty.
-    """
+    """Compute prompts, W at a time, and score the tokens behind them, f32[N, C]."""
     num_prompts, lengths = prompts.shape[0], count_tokens(prompts)
     chosen = continuations[:, 0].reshape(num_prompts, -1)
     width = exact.num_requests

@@ -17,14 +17,19 @@ from jkv.arguments import explains_arguments
 from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig, as_grouped
 from jkv.config.state_config import StateConfig
-from jkv.decoding.model.exact import Exact, ExactShape
 from jkv.decoding.model.protocol import Model
+from jkv.decoding.model.steps import Exact, ExactShape
 from jkv.decoding.scoring.exact_scores import score_exactly
 from jkv.decoding.scoring.layout import Places, find_places, find_rows
-from jkv.decoding.scoring.levels import list_levels, run_levels
+from jkv.decoding.scoring.levels import (
+    check_counts,
+    list_levels,
+    pick_logprobs,
+    run_levels,
+    score_two_levels,
+)
 from jkv.decoding.scoring.one_call import run_tree
 from jkv.decoding.scoring.scored import Scored
-from jkv.decoding.scoring.two_levels import check_counts, score_two_levels
 from jkv.decoding.texts.text_tree import TextTree, check_tree, is_known
 from jkv.metadata.requests import Texts, as_prompts
 from jkv.status import UsageError
@@ -205,11 +210,7 @@ def _score_rows(logits: jax.Array, places: Places, tree: TextTree) -> jax.Array:
     is_token = (tree.tokens >= 0) & (tree.segments >= 0)
     follows = is_token & (before >= 0)
     rows = find_rows(places, segment, jnp.maximum(before, 0))
-    normalised = jax.nn.log_softmax(logits, axis=-1)
-    found = normalised.at[
-        jnp.where(follows, rows, 0), jnp.where(follows, tree.tokens, 0)
-    ].get(mode="fill", fill_value=jnp.nan)
-    found = jnp.where(follows, found, 0.0)
+    found = pick_logprobs(logits, rows, tree.tokens, follows)
     return jnp.where(is_token & ~places.is_sound[segment], jnp.nan, found)
 
 

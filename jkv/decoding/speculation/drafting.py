@@ -24,12 +24,11 @@ from jkv.decoding.model.runner import Runner
 from jkv.decoding.sampling.draws import Choice, draw
 from jkv.decoding.sampling.filters import by_row, filter_logits
 from jkv.decoding.sampling.next_token import sampling_of
-from jkv.decoding.sampling.options import Sampling
 from jkv.decoding.scheduler.state import GenerationState
 from jkv.decoding.speculation.guesses import Guesses
 from jkv.decoding.speculation.options import DraftModel
 from jkv.decoding.speculation.verification import DRAFT
-from jkv.decoding.steering.rows import SteeredRows, is_nothing_left
+from jkv.decoding.steering.rows import is_nothing_left
 from jkv.decoding.texts.blocks import count_cached
 from jkv.decoding.texts.prompts import find_tokens
 from jkv.sharding.loops import fori_loop
@@ -98,10 +97,7 @@ class _Targets(NamedTuple):
 
     state: GenerationState
     lengths: jax.Array  # i32[W]
-    chosen: Sampling  # of the sequence in each place
-    seeds: jax.Array  # i32[W]
-    made: jax.Array  # i32[W], new tokens of each
-    steered: SteeredRows | None  # W rows, None where nothing is steered
+    choice: Choice  # of N sequences
 
     def tokens(self, places: jax.Array, positions: jax.Array) -> jax.Array:
         """Return tokens of the texts in places, i32[...], at positions, i32[...]."""
@@ -118,17 +114,7 @@ def draft(
     is_ready: jax.Array,  # bool[W], which texts are drafted for
     choice: Choice,  # of N sequences
 ) -> Drafts:
-    sequences, made = state.places.sequences, state.result.lengths
-    chosen = sampling_of(choice.sampling, made.shape[0], sequences)
-    num_places = sequences.shape[0]
-    texts = _Targets(
-        state,
-        lengths,
-        chosen,
-        by_row(chosen, num_places).seeds,
-        made[sequences],
-        state.rows_of(choice.steering),
-    )
+    texts = _Targets(state, lengths, choice)
     rows = _take_over(drafts.rows, texts, is_ready)
     is_ready = is_ready & (rows.seq_ids >= 0)
     rows, is_ready = _catch_up(options, rows, texts, is_ready)
@@ -160,11 +146,8 @@ def _take_over(rows: DraftRows, texts: _Targets, is_ready: jax.Array) -> DraftRo
 
 def _catch_up(
     options: DraftModel, rows: DraftRows, texts: _Targets, is_ready: jax.Array
-) -> tuple[DraftRows, jax.Array]:
-    """Compute what the draft lacks of each text, but for its last token or two.
-
-    Returns also bool[W]: which texts are still ready. Others have no room.
-    """
+) -> tuple[DraftRows, jax.Array]:  # bool[W]: which are still ready; others have no room
+    """Compute what the draft lacks of each text, but for its last token or two."""
 
     def count_left(is_ready: jax.Array, done: jax.Array) -> jax.Array:
         missing = texts.lengths - done
@@ -193,8 +176,12 @@ def _run_ahead(
     options: DraftModel, drafts: Drafts, texts: _Targets, is_ready: jax.Array
 ) -> Drafts:
     """Draft K tokens for each text, one after the other."""
-    rows, runner = drafts.rows, _run(options)
+    rows, runner, state = drafts.rows, _run(options), texts.state
+    sequences, made = state.places.sequences, state.result.lengths
+    chosen = sampling_of(texts.choice.sampling, made.shape[0], sequences)
+    seeds, made = by_row(chosen, sequences.shape[0]).seeds, made[sequences]
     # What is drafted is steered, too, or most of it would be refused.
+    begun = state.rows_of(texts.choice.steering)
     Carry = tuple[Cache, Guesses, jax.Array, Any]
 
     def note(
@@ -206,17 +193,17 @@ def _run_ahead(
         state: Any,
     ) -> tuple[Guesses, jax.Array, Any]:
         is_drafted = (batch.query_lengths > 0) & (guesses.counts == i)
-        steered = texts.steered and texts.steered._replace(state=state)
+        steered = begun and begun._replace(state=state)
         if steered is not None:
             logits = steered.steer(logits)
             is_drafted &= ~is_nothing_left(logits)
-        filtered = filter_logits(logits, texts.chosen)
-        drawn = draw(filtered, texts.seeds, texts.made + i, DRAFT)
+        filtered = filter_logits(logits, chosen)
+        drawn = draw(filtered, seeds, made + i, DRAFT)
         if steered is not None:
             state = steered.advance(jnp.where(is_drafted, drawn, -1)).state
-        guesses = Guesses(
-            guesses.tokens.at[:, i].set(drawn),
-            guesses.counts + is_drafted.astype(jnp.int32),
+        guesses = guesses._replace(
+            tokens=guesses.tokens.at[:, i].set(drawn),
+            counts=guesses.counts + is_drafted.astype(jnp.int32),
         )
         return guesses, kept.at[:, i].set(filtered), state
 
@@ -227,9 +214,8 @@ def _run_ahead(
     size = 2 * is_ready.shape[0]
     cache, batch, logits = run_chunk(runner, rows.cache, pending, done, missing, size)
     nothing = Guesses.none(*drafts.guesses.tokens.shape)
-    begun = texts.steered and texts.steered.state
     guesses, kept, steering_state = note(
-        jnp.int32(0), batch, logits, nothing, drafts.logits, begun
+        jnp.int32(0), batch, logits, nothing, drafts.logits, begun and begun.state
     )
 
     has_states = rows.cache.metadata.has_states

@@ -13,14 +13,8 @@ from jkv.decoding.model.rows import locate_rows
 from jkv.decoding.scheduler.state import GenerationState, Loads
 from jkv.decoding.speculation.options import PromptLookup
 from jkv.decoding.steering.rows import SteeredRows
-from jkv.decoding.texts.blocks import (
-    BlockSize,
-    count_columns,
-    count_free_blocks,
-    reach,
-    subtract,
-    total,
-)
+from jkv.decoding.texts import blocks
+from jkv.decoding.texts.blocks import BlockSize
 from jkv.metadata.xla_cpu import running_sum
 from jkv.state import Cache
 
@@ -30,23 +24,18 @@ class Guesses(NamedTuple):
 
     tokens: jax.Array  # i32[W, K]
     counts: jax.Array  # i32[W], how many there are
-    # i32[W], the first of them that cannot fail, as no other token is allowed; None
-    # where nothing says so.
-    certain: jax.Array | None = None
+    # i32[W], the first of them that cannot fail, as no other token is allowed
+    certain: jax.Array
 
     @classmethod
     def none(cls, num_places: int, num_tokens: int) -> "Guesses":
-        return cls(
-            tokens=jnp.zeros((num_places, num_tokens), jnp.int32),
-            counts=jnp.zeros((num_places,), jnp.int32),
-        )
+        nothing = jnp.zeros((num_places,), jnp.int32)
+        tokens = jnp.zeros((num_places, num_tokens), jnp.int32)
+        return cls(tokens, counts=nothing, certain=nothing)
 
     def limit(self, counts: jax.Array) -> "Guesses":
         """Return the first of them, i32[W]."""
-        certain = self.certain
-        if certain is not None:
-            certain = jnp.minimum(certain, counts)
-        return Guesses(self.tokens, counts, certain)
+        return Guesses(self.tokens, counts, jnp.minimum(self.certain, counts))
 
     def mask(self) -> jax.Array:
         """Return the tokens, -1 behind the last one of each text, i32[W, K]."""
@@ -59,8 +48,8 @@ def find_guesses(
     texts: jax.Array,
     lengths: jax.Array,  # i32[W]
     options: PromptLookup,
-) -> tuple[jax.Array, jax.Array]:
-    """Guess how texts go on: i32[W, K], and how many guesses there are, i32[W]."""
+) -> Guesses:
+    """Guess how texts go on."""
     width = texts.shape[1]
     column = jnp.arange(width, dtype=jnp.int32)[None]
     last = lengths[:, None] - 1
@@ -81,7 +70,8 @@ def find_guesses(
     period = jnp.maximum(lengths - start, 1)[:, None]
     ahead = jnp.arange(options.num_tokens, dtype=jnp.int32)[None]
     guesses = jnp.take_along_axis(texts, start[:, None] + ahead % period, axis=1)
-    return jnp.maximum(guesses, 0), jnp.where(found, options.num_tokens, 0)
+    counts = jnp.where(found, options.num_tokens, 0)
+    return Guesses(jnp.maximum(guesses, 0), counts, jnp.zeros_like(counts))
 
 
 def force_guesses(steered: SteeredRows | None, guesses: Guesses) -> Guesses:
@@ -126,10 +116,7 @@ class Rows(NamedTuple):
 def limit_guesses(
     cache: Cache, state: GenerationState, loads: Loads, counts: jax.Array
 ) -> jax.Array:
-    """Return how many guesses there is room for, at most `counts`, i32[W].
-
-    A text takes no more than it may become, and no block that another was promised.
-    """
+    """Return for how many guesses there is room beside what was promised, i32[W]."""
     places, size = state.places, BlockSize(cache.block_size)
     made = state.result.lengths[places.sequences]
     left = state.prompts.limits[loads.prompts] - made
@@ -140,14 +127,14 @@ def limit_guesses(
 
     if not loads.held.mapped:  # no group of layers has blocks
         return counts
-    columns = count_columns(loads.text_lengths, size)
+    columns = blocks.count_columns(loads.text_lengths, size)
     promised = tuple(jnp.maximum(mapped, columns) for mapped in loads.held.mapped)
-    needs = subtract(promised, loads.held.mapped)
+    needs = blocks.subtract(promised, loads.held.mapped)
     needs = tuple(jnp.where(is_ready, need, 0) for need in needs)
-    slack = subtract(count_free_blocks(cache), total(needs))
-    columns = count_columns(loads.text_lengths + counts, size)
+    slack = blocks.subtract(blocks.count_free_blocks(cache), blocks.total(needs))
+    columns = blocks.count_columns(loads.text_lengths + counts, size)
     more = [jnp.maximum(columns - each, 0) for each in promised]
-    fits = reach(
+    fits = blocks.reach(
         slack, tuple(running_sum(jnp.where(is_ready, each, 0)) for each in more)
     )
     owned = functools.reduce(jnp.minimum, promised) * size.tokens

@@ -238,8 +238,8 @@ def _guess(fixed: _Fixed, loop: _Loop) -> tuple[_Loop, Guesses]:
             guesses = drafts.guesses._replace(certain=forced.certain)
         else:
             texts, lengths = find_texts(state.prompts, state.result, places.sequences)
-            found = Guesses(*find_guesses(texts, lengths, options))
-            guesses = force_guesses(steered, found)
+            guesses = find_guesses(texts, lengths, options)
+            guesses = force_guesses(steered, guesses)
         guesses = guesses.limit(limit_guesses(cache, state, loads, guesses.counts))
         guesses = guesses.limit(jnp.where(choose(guesses), guesses.counts, 0))
         if drafts is not None:

@@ -44,10 +44,7 @@ class Pace(NamedTuple):
 
     @classmethod
     def begin(cls, num_places: int, num_tokens: int, cost: float) -> "Pace":
-        """Begin with a rate at which guesses pay; one failure lowers it.
-
-        A step of W places with so many guesses costs so many steps without.
-        """
+        """Begin with a rate at which guesses pay; one failure lowers it."""
         rate = max(_FIRST_RATE, 1.5 * (cost - 1) / num_tokens)
         return cls(
             texts=jnp.full((num_places,), -1, jnp.int32),
@@ -64,10 +61,7 @@ class Pace(NamedTuple):
         return self._replace(texts=texts, rates=rates)
 
     def choose(self, guesses: Guesses, running: jax.Array, cost: float) -> jax.Array:
-        """Tell for which of W texts to guess in this step, bool[W]; for none if plain.
-
-        A step with guesses for those running, i32[], costs so many steps without.
-        """
+        """Tell for which texts to guess in this step, bool[W]; for none if plain."""
         known = _find_worthy(self.rates, guesses, running, cost)
         hoped = jnp.maximum(self.rates, self.hope)
         tried = _find_worthy(hoped, guesses, running, cost) & (self.wait == 0)
@@ -86,17 +80,14 @@ class Pace(NamedTuple):
     ) -> "Pace":
         """Return the pace after guesses, of which some were right, i32[W]."""
         # Those that cannot fail tell nothing about the others.
-        uncertain = guesses.counts
-        if guesses.certain is not None:
-            uncertain = uncertain - guesses.certain
-            accepted = jnp.maximum(accepted - guesses.certain, 0)
+        uncertain = guesses.counts - guesses.certain
+        accepted = jnp.maximum(accepted - guesses.certain, 0)
         is_guessed = uncertain > 0
         share = _divide(accepted, uncertain)
         number = jnp.sum(uncertain, dtype=jnp.int32)
         all_share = _divide(jnp.sum(accepted, dtype=jnp.int32), number)
         typical = _average(self.typical, all_share, _WEIGHT)
-        if guesses.certain is not None:
-            typical = jnp.where(number > 0, typical, self.typical)
+        typical = jnp.where(number > 0, typical, self.typical)
         rates = jnp.where(
             is_guessed,
             _average(self.rates, share, _WEIGHT),
@@ -120,11 +111,8 @@ def _find_worthy(
 ) -> jax.Array:
     """Tell which guesses are worth a step, bool[W], if all of them together are."""
     counts, certain = guesses.counts, guesses.certain
-    if certain is None:
-        expected = rates * counts.astype(jnp.float32)
-    else:
-        uncertain = (counts - certain).astype(jnp.float32)
-        expected = certain.astype(jnp.float32) + rates * uncertain
+    expected = certain.astype(jnp.float32)
+    expected += rates * (counts - certain).astype(jnp.float32)
     is_worthy = (counts > 0) & (1 + expected >= cost)
     brought = jnp.sum(jnp.where(is_worthy, expected, 0.0))
     return is_worthy & (brought >= (cost - 1) * running.astype(jnp.float32))

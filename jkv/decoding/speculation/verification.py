@@ -68,10 +68,7 @@ def check_guesses(
     # f32[W, K, V], filtered, that they were drawn from; None: they are no draws
     draft_logits: jax.Array | None,
 ) -> tuple[Cache, GenerationState, jax.Array]:
-    """Do a step with guesses, in which each text that runs lacks one token.
-
-    Returns also i32[W], how many guesses of each were right.
-    """
+    """Do a step in which each text lacks a token; also i32[W]: its right guesses."""
     loads, places = state.loads(cache), state.places
     steered = state.rows_of(choice.steering)
     if steered is not None:

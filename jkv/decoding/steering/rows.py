@@ -160,11 +160,7 @@ def check_steering_of(state: Any, steering: Steering | None) -> None:
 
 
 def with_variants(prompts: Prompts, steering: Steering | None) -> Prompts:
-    """Return prompts that say how each is steered, if something steers them.
-
-    Outside of jit, where their numbers are known, variants that are not there are
-    refused.
-    """
+    """Return prompts that say how each is steered; refuse what is known to be wrong."""
     given = prompts.variants
     if steering is None:
         is_traced = isinstance(given, jax.core.Tracer)

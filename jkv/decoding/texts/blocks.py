@@ -95,12 +95,12 @@ def count_columns(num_tokens: jax.Array, size: BlockSize) -> jax.Array:
     return full + (rest > 0).astype(jnp.int32)
 
 
-def blocks_for(num_tokens: jax.Array, size: BlockSize) -> Blocks:
+def of_tokens(num_tokens: jax.Array, size: BlockSize) -> Blocks:
     """Return the blocks for numbers of tokens, i32[...], of 0 or more."""
     return size.at_most(count_columns(num_tokens, size))
 
 
-def blocks_beside_prompt(
+def beside_prompt(
     prompt_lengths: jax.Array, text_lengths: jax.Array, size: BlockSize
 ) -> Blocks:
     """Return the blocks of a text, i32[...], that other samples cannot share.
@@ -112,7 +112,7 @@ def blocks_beside_prompt(
     return size.at_most(count_columns(length, size) - shared)
 
 
-def blocks_to_take(
+def to_take(
     text_lengths: jax.Array,  # i32[...], tokens that there shall be
     held: Held,
     size: BlockSize,  # of a block

@@ -4,7 +4,6 @@ Symbols: Q prompts, P most prompt tokens, N sequences, G most new tokens, K lane
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, TypedDict
 
 import jax
@@ -74,7 +73,8 @@ class Prompts:
         if tokens.shape[1] == 0:
             tokens = jnp.full((tokens.shape[0], 1), -1, jnp.int32)
         num_prompts = tokens.shape[0]
-        (salts,) = broadcast(num_prompts, salts=salts)
+        limits = I32.max if limits is None else limits
+        limits, salts = broadcast(num_prompts, limits=limits, salts=salts)
         if variants is not None:
             (variants,) = broadcast(num_prompts, variants=variants)
         stops = None
@@ -83,7 +83,7 @@ class Prompts:
         return cls(
             tokens=tokens,
             lengths=count_tokens(tokens),
-            limits=_fill_limits(limits, num_prompts),
+            limits=jnp.asarray(limits),
             salts=jnp.asarray(salts),
             priorities=jnp.zeros((num_prompts,), jnp.int32),
             variants=variants,
@@ -187,19 +187,3 @@ def find_texts(
     position = jnp.arange(width, dtype=jnp.int32)[None]
     tokens = find_tokens(prompts, result, sequences[:, None], position)
     return jnp.where(position < lengths[:, None], tokens, -1), lengths
-
-
-def _fill_limits(limits: Integers | None, num_prompts: int) -> jax.Array:
-    """Return the most new tokens of each prompt's sequences, i32[Q]."""
-    limits = I32.max if limits is None else limits
-    # A list may hold tracers, which numpy does not read.
-    if not isinstance(limits, Sequence) and np.ndim(limits) == 0:
-        (counts,) = broadcast(num_prompts, limits=limits)
-    else:
-        (counts,) = broadcast(limits=limits)
-    if counts.shape != (num_prompts,):
-        raise ValueError(
-            f"limits must be i32[{num_prompts}], one for each prompt, got "
-            f"i32{list(counts.shape)}"
-        )
-    return jnp.asarray(counts)

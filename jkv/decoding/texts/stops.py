@@ -85,11 +85,7 @@ def as_stop_tokens(tokens: Any) -> np.ndarray[Any, Any] | jax.Array:
 
 
 def as_stop_sequences(sequences: Any) -> np.ndarray[Any, Any] | jax.Array:
-    """Return stop sequences as i32[F, C] or i32[Q, F, C], -1 after each one's end.
-
-    Lists may have different lengths: of sequences, and of how many a prompt has. What
-    numpy can hold stays in numpy.
-    """
+    """Return i32[F, C] or i32[Q, F, C], -1 behind; in numpy what it can hold."""
     expected = (
         "stop_sequences must be i32[F, C], one a row and -1 after its end, or "
         "i32[B, F, C] with those of each prompt; or lists of token ids"

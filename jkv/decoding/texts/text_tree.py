@@ -107,14 +107,19 @@ class Rows(NamedTuple):
 
 def list_rows(texts: jax.Array) -> Rows:
     """Return a row for each token of i32[N, C], in jit for each place; -1 is none."""
-    count, width = texts.shape
     if is_known(texts):
         # In numpy: each number of tokens would be a program of its own.
         known = np.asarray(texts)
         is_token = np.logical_and.accumulate(known >= 0, axis=1).reshape(-1)
         kept = np.flatnonzero(is_token)
-        found: Any = known.reshape(-1)[kept], kept // max(width, 1), kept
+        found: Any = known.reshape(-1)[kept], kept // max(texts.shape[1], 1), kept
         return Rows(*(each.astype(np.int32) for each in found))
+    return list_places(texts)
+
+
+def list_places(texts: jax.Array) -> Rows:
+    """Return a row for each place of i32[N, C], whatever stands there."""
+    count, width = texts.shape
     column = jnp.arange(width, dtype=jnp.int32)[None]
     is_there = (column < count_tokens(texts)[:, None]).reshape(-1)
     place = jnp.arange(count * width, dtype=jnp.int32)

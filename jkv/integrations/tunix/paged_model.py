@@ -4,18 +4,32 @@ The model runs its own `__call__`: embedding, norms, perceptrons or experts, res
 head. Two things of the copy that a trace merges are exchanged: the attention of every
 layer, and the last norm, which is handed only the rows whose logits are asked for. The
 rows of a step are texts of one token to the model, [R, 1]; `positions` says where each
-stands.
+stands. What stands around attention follows the `Attention` of each architecture: its
+projections and norms, its rotary embedding as it is called there, and its output.
+
+    R  token rows, a batch of R texts of one token each
+    E  width of the model
+    H, K, D  query heads, kv heads, head dim
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from tunix.models.gemma import model as gemma
+from tunix.models.gemma3 import model as gemma3
+from tunix.models.llama3 import model as llama3
+from tunix.models.qwen3 import model as qwen3
 
 import jkv
-from jkv.integrations.tunix.attention import Architecture, find_architecture
+
+# Queries [R, 1, H, D], keys and values [R, 1, K, D].
+Projections = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class Params(NamedTuple):
@@ -23,20 +37,6 @@ class Params(NamedTuple):
 
     weights: nnx.State[Any, Any]  # the trainer's own arrays
     temperature: jax.Array | float  # f32[], logits are divided by it
-
-
-class Pages(NamedTuple):
-    """What a layer of the model keeps of a token."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: Any
-
-    def configure(self, cache_dtype: Any | None, **sizes: Any) -> jkv.CacheConfig:
-        """Return a configuration, in the model's own dtype unless another is given."""
-        fields = self._asdict() | {"dtype": cache_dtype or self.dtype}
-        return jkv.CacheConfig(**fields, **sizes)
 
 
 class PagedModel:
@@ -54,8 +54,12 @@ class PagedModel:
     ) -> tuple[jax.Array, jkv.Cache]:
         """Run the model once, as `jkv.Model`."""
         module = nnx.merge(self._graph, params.weights)
-        step = _Step(cache, batch)
-        _exchange_attention(module, step)
+        step = _Step(cache, batch, find_architecture(module))
+        for number, layer in enumerate(module.layers):
+            # Nothing is differentiated, and a rematerialised layer is a trace of its
+            # own, which the cache cannot leave.
+            layer.config = dataclasses.replace(layer.config, remat_config=None)
+            layer.attn = functools.partial(step.attend, layer.attn, number)
         norm = module.final_norm
         module.final_norm = lambda hidden: norm(
             jnp.take(hidden, batch.last_rows, axis=0, mode="clip")
@@ -63,10 +67,12 @@ class PagedModel:
         logits, _ = module(tokens[:, None], batch.positions[:, None], None, None)
         return logits[:, 0].astype(jnp.float32) / params.temperature, step.cache
 
-    def find_pages(self, weights: nnx.State[Any, Any]) -> Pages:
-        """Return what the layers keep of a token; the model's own shapes tell it."""
+    def configure(
+        self, weights: nnx.State[Any, Any], dtype: Any | None, **sizes: Any
+    ) -> jkv.CacheConfig:
+        """Return a configuration of one block; the model's own shapes tell the rest."""
 
-        def project(weights: nnx.State[Any, Any]) -> tuple[jax.Array, ...]:
+        def project(weights: nnx.State[Any, Any]) -> Projections:
             module = nnx.merge(self._graph, weights)
             architecture = find_architecture(module)
             token = jnp.zeros((1, 1), jnp.int32)
@@ -74,55 +80,143 @@ class PagedModel:
             return architecture.project(module.layers[0].attn, hidden, token)
 
         _, keys, _ = jax.eval_shape(project, weights)
-        num_layers = len(nnx.merge(self._graph, weights).layers)
-        return Pages(num_layers, keys.shape[2], keys.shape[3], keys.dtype)
+        return jkv.CacheConfig(
+            num_layers=len(nnx.merge(self._graph, weights).layers),
+            num_kv_heads=keys.shape[2],
+            head_dim=keys.shape[3],
+            dtype=dtype or keys.dtype,
+            num_blocks=1,
+            max_sequences=1,
+            max_context_length=1,
+            **sizes,
+        )
+
+
+class Architecture(NamedTuple):
+    """What stands before and after the attention in the layers of a model."""
+
+    # Of the module, hidden [R, 1, E] and positions i32[R, 1].
+    project: Callable[[Any, jax.Array, jax.Array], Projections]
+    # Of the module: from heads [R, 1, H, D] to [R, 1, E].
+    output: Callable[[Any], Callable[[jax.Array], jax.Array]]
+    # Of the module: what `jkv.attend` is told.
+    options: Callable[[Any], dict[str, Any]]
 
 
 class _Step:
     """The cache on its way through the layers of one trace."""
 
-    def __init__(self, cache: jkv.Cache, batch: jkv.Batch) -> None:
+    def __init__(
+        self, cache: jkv.Cache, batch: jkv.Batch, architecture: Architecture
+    ) -> None:
         self.cache = cache
-        self.batch = batch
+        self._batch = batch
+        self._architecture = architecture
 
     def attend(
-        self, layer: int, projections: tuple[jax.Array, ...], options: dict[str, Any]
-    ) -> jax.Array:
-        queries, keys, values = (rows[:, 0] for rows in projections)
-        self.cache = jkv.write(self.cache, layer, self.batch, keys, values)
-        heads = jkv.attend(self.cache, layer, self.batch, queries, **options)
-        return heads[:, None]
-
-
-class _PagedAttention:
-    """What a layer calls in place of its attention, with the same arguments."""
-
-    def __init__(
-        self, attention: Any, architecture: Architecture, layer: int, step: _Step
-    ) -> None:
-        self._attention = attention
-        self._architecture = architecture
-        self._layer = layer
-        self._step = step
-
-    def __call__(
         self,
+        attention: Any,  # of the layer, which calls this with the same arguments
+        layer: int,
         hidden: jax.Array,  # [R, 1, E]
         positions: jax.Array,  # i32[R, 1]
         *_dense: object,
         **_packing: object,
     ) -> tuple[None, jax.Array]:
-        attention, architecture = self._attention, self._architecture
-        projections = architecture.project(attention, hidden, positions)
-        options = architecture.options(attention)
-        heads = self._step.attend(self._layer, projections, options)
-        return None, architecture.output(attention)(heads)
+        known, batch = self._architecture, self._batch
+        projections = known.project(attention, hidden, positions)
+        queries, keys, values = (rows[:, 0] for rows in projections)
+        self.cache = jkv.write(self.cache, layer, batch, keys, values)
+        options = known.options(attention)
+        heads = jkv.attend(self.cache, layer, batch, queries, **options)
+        return None, known.output(attention)(heads[:, None])
 
 
-def _exchange_attention(module: Any, step: _Step) -> None:
-    architecture = find_architecture(module)
-    for i, layer in enumerate(module.layers):
-        # Nothing is differentiated, and a rematerialised layer is a trace of its own,
-        # which the cache cannot leave.
-        layer.config = dataclasses.replace(layer.config, remat_config=None)
-        layer.attn = _PagedAttention(layer.attn, architecture, i, step)
+def find_architecture(module: Any) -> Architecture:
+    """Return what is known of a model, or say which ones are."""
+    for known, architecture in _ARCHITECTURES.items():
+        if isinstance(module, known):
+            return architecture
+    names = ", ".join(known.__name__ for known in _ARCHITECTURES)
+    raise ValueError(
+        f"JkvRollout runs {names} of tunix.models; got {type(module).__module__}."
+        f"{type(module).__qualname__}: use another rollout_engine for it"
+    )
+
+
+def _of_projections(model: ModuleType) -> Architecture:
+    """Return what Qwen3 and Llama3 do, of which the first norms queries and keys."""
+
+    def project(attention: Any, hidden: jax.Array, positions: jax.Array) -> Projections:
+        queries, keys = attention.q_proj(hidden), attention.k_proj(hidden)
+        if hasattr(attention, "q_norm"):
+            queries, keys = attention.q_norm(queries), attention.k_norm(keys)
+        # As in the models, which do not hand their `rope_theta` on.
+        size = attention.head_dim
+        queries, keys = (
+            model.apply_rope(each, positions, head_dim=size) for each in (queries, keys)
+        )
+        return queries, keys, attention.v_proj(hidden)
+
+    return Architecture(project, lambda a: a.o_proj, lambda a: dict(scale=a.scale))
+
+
+def _project_gemma(
+    attention: Any, hidden: jax.Array, positions: jax.Array
+) -> Projections:
+    queries, keys, values = _split_gemma(attention, hidden)
+    size = attention.head_dim
+    queries = gemma.apply_rope(queries, positions, head_dim=size)
+    keys = gemma.apply_rope(keys, positions, head_dim=size)
+    return queries, keys, values
+
+
+def _project_gemma3(
+    attention: Any, hidden: jax.Array, positions: jax.Array
+) -> Projections:
+    queries, keys, values = _split_gemma(attention, hidden)
+    rotary = dict(
+        head_dim=attention.head_dim,
+        base_frequency=attention.rope_base_frequency,
+        scale_factor=attention.rope_scale_factor,
+    )
+    queries = gemma3.apply_rope(attention._query_norm(queries), positions, **rotary)
+    keys = gemma3.apply_rope(attention._key_norm(keys), positions, **rotary)
+    return queries, keys, values
+
+
+def _split_gemma(attention: Any, hidden: jax.Array) -> Projections:
+    if attention.use_qkv_einsum:
+        queries, keys, values = attention.qkv_einsum(hidden)
+    else:
+        queries = attention.q_einsum(hidden)
+        keys, values = attention.kv_einsum(hidden)
+    return queries, keys, values
+
+
+def _gemma_options(attention: Any) -> dict[str, Any]:
+    return dict(
+        scale=attention.head_dim**-0.5,
+        window=_gemma_window(attention),
+        soft_cap=attention.attn_logits_soft_cap,
+    )
+
+
+def _gemma3_options(attention: Any) -> dict[str, Any]:
+    return dict(scale=attention.query_pre_attn_scalar, window=_gemma_window(attention))
+
+
+def _gemma_window(attention: Any) -> int | None:
+    is_local = attention.attn_type.name == "LOCAL_SLIDING"
+    return attention.sliding_window_size if is_local else None
+
+
+_ARCHITECTURES: dict[type, Architecture] = {
+    qwen3.Qwen3: _of_projections(qwen3),
+    llama3.Llama3: _of_projections(llama3),
+    gemma.Gemma: Architecture(
+        _project_gemma, lambda a: a.attn_vec_einsum, _gemma_options
+    ),
+    gemma3.Gemma3: Architecture(
+        _project_gemma3, lambda a: a.attn_vec_einsum, _gemma3_options
+    ),
+}

@@ -1,21 +1,12 @@
 """The cache of a rollout, kept from call to call and made anew when one needs more."""
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jkv
-from jkv.integrations.tunix.paged_model import Pages
-
-
-class PoolSizes(NamedTuple):
-    """The sizes that the user of a rollout may choose."""
-
-    block_size: int
-    num_blocks: int | None  # None is room for all that run at one time
-    cache_dtype: Any | None  # None is the model's own
-    prefix_caching: bool
 
 
 class CallSizes(NamedTuple):
@@ -34,10 +25,14 @@ class Pool:
     begins with a fresh cache.
     """
 
-    def __init__(self, sizes: PoolSizes, pages: Pages, mesh: Mesh | None) -> None:
-        self._sizes = sizes
-        self._pages = pages
-        self._config: jkv.CacheConfig | None = None
+    def __init__(
+        self,
+        config: jkv.CacheConfig,  # all but the numbers of blocks and what they hold
+        num_blocks: int | None,  # None is room for all that run at one time
+        mesh: Mesh | None,
+    ) -> None:
+        self._config = config
+        self._num_blocks = num_blocks
         self._cache: jkv.Cache | None = None
         self.sharding: NamedSharding | None = None
         if mesh is not None and not mesh.empty:
@@ -58,34 +53,27 @@ class Pool:
 
     def take_back(self, cache: jkv.Cache) -> None:
         """Keep the cache for the next call, if it remembers anything."""
-        self._cache = cache if self._sizes.prefix_caching else None
+        self._cache = cache if self._config.prefix_caching else None
 
     def _fit(self, call: CallSizes) -> jkv.CacheConfig:
         """Return the sizes for the call and for all that came before."""
+        old, num_blocks = self._config, self._num_blocks
         length = call.prompt_length + call.max_new_tokens
-        old = self._config
-        if old is not None:
-            length = max(length, old.max_context_length)
-        num_blocks, block_size = self._sizes.num_blocks, self._sizes.block_size
         if num_blocks is None:
-            num_blocks = _count_blocks(call, block_size)
-            num_blocks = max(num_blocks, old.num_blocks if old else 0)
-        longest = -(-(call.prompt_length + call.max_new_tokens) // block_size)
+            num_blocks = max(_count_blocks(call, old.block_size), old.num_blocks)
+        longest = -(-length // old.block_size)
         if num_blocks < longest:
             raise ValueError(
                 f"num_blocks must be at least {longest}: a prompt of "
                 f"{call.prompt_length} tokens and {call.max_new_tokens} new ones take "
-                f"that many blocks of {block_size}; got {num_blocks}"
+                f"that many blocks of {old.block_size}; got {num_blocks}"
             )
-        # One more than run: the prompt that waiting samples fork from.
-        max_sequences = max(call.max_running + 1, old.max_sequences if old else 0)
-        return self._pages.configure(
-            self._sizes.cache_dtype,
+        return dataclasses.replace(
+            old,
             num_blocks=num_blocks,
-            block_size=block_size,
-            max_sequences=max_sequences,
-            max_context_length=length,
-            prefix_caching=self._sizes.prefix_caching,
+            # One more than run: the prompt that waiting samples fork from.
+            max_sequences=max(call.max_running + 1, old.max_sequences),
+            max_context_length=max(length, old.max_context_length),
         )
 
 

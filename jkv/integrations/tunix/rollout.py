@@ -11,15 +11,15 @@ from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 
 import jkv
-from jkv.decoding.model.exact import Exact, ExactShape
 from jkv.decoding.model.rows import spread_row_counts
+from jkv.decoding.model.steps import Exact, ExactShape
 from jkv.decoding.texts.results import Statistics
 from jkv.integrations.tunix import weights
-from jkv.integrations.tunix.completion_scores import Scorer
 from jkv.integrations.tunix.paged_model import PagedModel, Params
-from jkv.integrations.tunix.pool import CallSizes, Pool, PoolSizes
+from jkv.integrations.tunix.pool import CallSizes, Pool
 from jkv.integrations.tunix.prompts import (
     Repeats,
+    Scorer,
     check_texts,
     find_repeats,
     find_width,
@@ -96,16 +96,14 @@ class JkvRollout(BaseRollout):
         graph, state = nnx.split(self._module)
         self._model = PagedModel(graph)
         self._version = weights.Version()
-        sizes = PoolSizes(block_size, num_blocks, cache_dtype, prefix_caching)
-        pages = self._model.find_pages(state)
-        self._pool = Pool(sizes, pages, mesh)
+        kept = dict(block_size=block_size, prefix_caching=prefix_caching)
+        config = self._model.configure(state, cache_dtype, **kept)
+        self._pool = Pool(config, num_blocks, mesh)
         shape = Exact.of(exact)
         if shape is not None:
             most = shape.num_requests
             max_running = most if max_running is None else min(max_running, most)
         self._exact: ExactShape = shape or False
-        one = dict(num_blocks=1, max_sequences=1, max_context_length=1)
-        config = pages.configure(cache_dtype, block_size=block_size, **one)
         self._scorer = Scorer(config, self.pad_id(), self._exact)
         self._max_running = max_running
         self._chunk_size = chunk_size
@@ -178,8 +176,10 @@ class JkvRollout(BaseRollout):
         Raises:
           ValueError: for a prompt without tokens.
         """
-        state = nnx.state(self._module)
-        return self._scorer.score(self._model, state, prompt_tokens, completion_tokens)
+        params = Params(nnx.state(self._module), 1.0)
+        return self._scorer.score_all(
+            self._model, params, prompt_tokens, completion_tokens
+        )
 
     def score(
         self,
@@ -209,7 +209,7 @@ class JkvRollout(BaseRollout):
         """
         graph, state = nnx.split(model)
         paged, params = PagedModel(graph), Params(state, temperature)
-        return self._scorer.score_traced(
+        return self._scorer.score(
             paged, params, prompt_tokens, completion_tokens, num_samples
         )
 
