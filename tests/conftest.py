@@ -40,11 +40,7 @@ def pytest_terminal_summary(terminalreporter):
 
 def pytest_collection_modifyitems(config, items):
     """Leave out what the other end of the range of JAX runs, or a suite for later."""
-    here = [
-        item
-        for item in items
-        if runs_here(_has_one_end(item), bool(item.get_closest_marker("further")))
-    ]
+    here = [item for item in items if runs_here(_has_one_end(item), _is_further(item))]
     config.hook.pytest_deselected(items=[item for item in items if item not in here])
     items[:] = here
 
@@ -58,8 +54,21 @@ def pytest_collection_finish():
 
 def _has_one_end(item):
     """Whether a test is for one end: marked so, or an example of a docstring."""
-    is_example = isinstance(item, pytest.DoctestItem) and item.path.suffix == ".py"
-    return is_example or item.get_closest_marker("one_end")
+    return _is_example(item) or item.get_closest_marker("one_end")
+
+
+def _is_further(item):
+    """Whether it is for later: marked so, or an example that compiles whole loops.
+
+    The tests of their rooms compile those, too.
+    """
+    has_loops = item.nodeid.startswith(("jkv/decoding/", "jkv/trees/", "jkv/jitted"))
+    is_marked = item.get_closest_marker("further") is not None
+    return is_marked or (_is_example(item) and has_loops)
+
+
+def _is_example(item):
+    return isinstance(item, pytest.DoctestItem) and item.path.suffix == ".py"
 
 
 @pytest.fixture(autouse=True)

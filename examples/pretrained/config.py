@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from jkv.config.layer_states import LayerState
-from jkv.config.text_part import DEFAULTS
+from jkv.config.families import FAMILIES, Family
+from jkv.config.layers import LayerState
 
 from .architecture import Architecture
 from .architectures import ARCHITECTURES
@@ -314,7 +314,7 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
     raw = find_text_part(raw)
     model_type = _supported_model_type(raw)
     row = ARCHITECTURES[model_type]
-    defaults = {**DEFAULTS.get(model_type, {}), **row.defaults}
+    defaults = {**FAMILIES.get(model_type, Family()).usual, **row.defaults}
     settings = Settings(raw, defaults, row.aliases)
     # A list of layers tells their number as well.
     listed = settings.get("layer_types")

@@ -6,17 +6,15 @@ weights are there.
 
 from typing import Any
 
-from jkv.config.layer_heads import Heads, list_heads
-from jkv.config.layer_kinds import (
-    ALL_HAVE_WINDOW,
-    EARLY_HAVE_WINDOW,
-    LATE_HAVE_WINDOW,
+from jkv.config.families import (
     WINDOWED,
-    name_layers,
+    all_windowed,
+    early_windowed,
+    find_family,
+    late_windowed,
 )
-from jkv.config.layer_states import LayerState
-from jkv.config.layer_windows import list_windows
-from jkv.config.state_readings import list_states
+from jkv.config.layer_kinds import list_heads, list_states, list_windows, name_layers
+from jkv.config.layers import Heads, LayerState
 
 from .settings import Settings
 
@@ -57,11 +55,12 @@ def read_windows(settings: Settings, num_layers: int) -> tuple[int | None, ...]:
     windowed, model = list_windowed(settings, num_layers), _merge(settings)
     if settings.get("sliding_window") is not None:
         settings.count("sliding_window")
-    counts_layers = model["model_type"] in LATE_HAVE_WINDOW | EARLY_HAVE_WINDOW
+    name = find_family(model).kinds
+    counts_layers = name in (late_windowed, early_windowed)
     if settings.flag("use_sliding_window") and counts_layers:
         settings.count("max_window_layers", least=0)
     has_window = model.get("sliding_window") and model.get("use_sliding_window", True)
-    if has_window and model["model_type"] in ALL_HAVE_WINDOW and not all(windowed):
+    if has_window and name is all_windowed and not all(windowed):
         raise ValueError(
             "config.json: mixed layer_types are not supported for this architecture"
         )

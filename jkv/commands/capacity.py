@@ -18,8 +18,8 @@ from jkv.config.gguf_file import find_file, read_file
 from jkv.config.grouped_config import GroupedConfig
 from jkv.config.grouping import ModelLayers
 from jkv.config.huggingface import DEFAULT_SEQUENCES, read_sizes
-from jkv.config.layer_heads import refuse_different
-from jkv.config.layer_windows import Windows, count_windows
+from jkv.config.layer_kinds import refuse_different
+from jkv.config.layers import Windows, count_windows
 from jkv.config.layout import describe
 from jkv.config.units import human_bytes, parse_bytes
 from jkv.formats.table import COSTS, tell_cost

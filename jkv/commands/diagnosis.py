@@ -92,9 +92,7 @@ def plan_steps(*, is_quick: bool) -> list[Step]:
         Step("machine", 1, describe_machine),
         Step("known combinations", 0, check_combinations),
         Step("bookkeeping on the device", 8, {bookkeeping.CYCLES: check_cycles}),
-        Step(
-            "memory of a donated write", 4, {"donated writes in place": check_in_place}
-        ),
+        Step("memory of a donated write", 4, {bookkeeping.IN_PLACE: check_in_place}),
         Step(stores.ALL, 2, stores.list_tries(), of=stores.ALL),
         Step("collectives between the devices", 5, check_collectives),
     ]

@@ -10,7 +10,7 @@ from jkv.config.arrays import count_bytes
 from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig, as_grouped
 from jkv.config.grouping import ModelLayers, fit_context_length
-from jkv.config.layer_states import Kept
+from jkv.config.layers import Kept
 from jkv.config.sizing import find_most, fit_memory
 
 

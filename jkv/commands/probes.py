@@ -189,7 +189,7 @@ def require_equal(found: Any, wanted: Any, when: str = "") -> None:
             raise ValueError(f"wrong numbers: {when}{name} is not the CPU's")
 
 
-def find_devices() -> tuple[jax.Device, jax.Device]:
+def find_devices() -> tuple[Any, Any]:
     """Return the device at hand and the CPU, unless JAX_PLATFORMS leaves it out."""
     try:
         return jax.devices()[0], jax.devices("cpu")[0]

@@ -9,9 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from jkv.config.cache_config import CacheConfig
-from jkv.config.layer_heads import Heads
-from jkv.config.layer_states import Kept, LayerState
-from jkv.config.layer_windows import order_windows
+from jkv.config.layers import Heads, Kept, LayerState, order_windows
 from jkv.config.sizing import Weighed, fit_either
 from jkv.config.state_config import StateConfig
 

@@ -10,19 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jkv.config import layer_kinds
+from jkv.config.families import find_family, find_text_part
 from jkv.config.gguf_file import describe_model, find_file, read_file
-from jkv.config.layer_heads import (
-    GLOBAL_HEAD_DIM,
-    Heads,
-    list_heads,
-    may_differ,
-    refuse_different,
-)
-from jkv.config.layer_kinds import ATTENDING, FEEDING, WITH_STATE, name_layers
-from jkv.config.layer_states import Kept
-from jkv.config.layer_windows import WINDOWED, count_windows, list_windows
-from jkv.config.state_readings import list_states
-from jkv.config.text_part import DEFAULTS, find_text_part
+from jkv.config.layers import Heads, Kept, count_windows
 
 logger = logging.getLogger("jkv.config")
 
@@ -115,7 +106,7 @@ def read_fields(folder: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:
             f"{folder}: none of its layers has keys and values; "
             f"GroupedConfig.from_model has a group for their states"
         )
-    refuse_different(layer_heads, folder)
+    layer_kinds.refuse_different(layer_heads, folder)
     windows = count_windows(layer_windows)
     if windows and given.get("sliding_window") is None:
         notes.append(
@@ -148,18 +139,19 @@ def _sizes(
     raw: dict[str, Any], given: Mapping[str, Any], with_states: bool
 ) -> ModelSizes:
     model, around, notes = find_text_part(raw)
-    model = DEFAULTS.get(str(model.get("model_type")), {}) | model
+    model = find_family(model).usual | model
     if model.get("is_encoder_decoder") or raw.get("is_encoder_decoder"):
         raise ValueError(
             "encoders with decoders keep a second cache, which jkv has not"
         )
     totals = [*(model.get(name) for name in NUM_LAYERS), given.get("num_layers")]
-    kinds = name_layers(model, next((n for n in totals if isinstance(n, int)), 0))
+    total = next((number for number in totals if isinstance(number, int)), 0)
+    kinds = layer_kinds.name_layers(model, total)
     layers = None
     if with_states and not given.get("num_layers"):
         layers = _list_kept(model, kinds)
     num_layers = given.get("num_layers") or _num_layers(model, kinds, notes)
-    windows = list_windows(model, kinds, num_layers)
+    windows = layer_kinds.list_windows(model, kinds, num_layers)
     heads: tuple[Heads, ...] | None = None
     if not num_layers:
         fields: dict[str, Any] = {}
@@ -182,10 +174,10 @@ def _list_kept(
     model: dict[str, Any], kinds: list[str] | None
 ) -> tuple[Kept, ...] | None:
     """Return what each layer keeps, None if none has a state."""
-    if kinds is None or WITH_STATE.isdisjoint(kinds):
+    if kinds is None or layer_kinds.WITH_STATE.isdisjoint(kinds):
         return None
-    attends = [kind in ATTENDING for kind in kinds]
-    return tuple(map(Kept, attends, list_states(model, kinds)))
+    attends = [kind in layer_kinds.ATTENDING for kind in kinds]
+    return tuple(map(Kept, attends, layer_kinds.list_states(model, kinds)))
 
 
 def _num_layers(
@@ -199,16 +191,15 @@ def _num_layers(
             "many have their own"
         )
     is_listed = any(model.get(name) for name in LISTS_OF_LAYERS)
-    if not is_listed and (kinds is None or WITH_STATE.isdisjoint(kinds)):
+    if not is_listed and (kinds is None or layer_kinds.WITH_STATE.isdisjoint(kinds)):
         _refuse(model, MIXED_LAYERS, "num_layers, how many layers have keys and values")
     if kinds is not None:
-        unknown = set(kinds) - ATTENDING - WITH_STATE - FEEDING
-        if unknown:
+        if unknown := set(kinds) - layer_kinds.KNOWN:
             raise ValueError(
                 f"layers of unknown kind {sorted(unknown)}; give num_layers, how many "
                 f"have keys and values"
             )
-        total = sum(kind in ATTENDING for kind in kinds)
+        total = sum(kind in layer_kinds.ATTENDING for kind in kinds)
         if total < len(kinds):
             notes.append(f"{total} of {len(kinds)} layers attend, the others do not")
     shared = model.get("num_kv_shared_layers") or 0
@@ -228,17 +219,22 @@ def _read_heads(
     dim = given.get("head_dim") or _head_dim(model)
     of_values = dim if "head_dim" in given else model.get("v_head_dim") or dim
     usual = Heads(heads, dim, given.get("value_head_dim") or of_values)
-    if {"num_kv_heads", "head_dim"} <= given.keys() or not may_differ(model):
+    if {"num_kv_heads", "head_dim"} <= given.keys() or not layer_kinds.may_differ(
+        model
+    ):
         return (usual,)
-    layers = [i for i, kind in enumerate(kinds or ()) if kind in ATTENDING]
+    layers = [i for i, kind in enumerate(kinds or ()) if kind in layer_kinds.ATTENDING]
     windowed = {
-        layer: kinds is not None and kinds[layer] in WINDOWED
+        layer: kinds is not None and kinds[layer] in layer_kinds.WITH_WINDOW
         for layer, _ in zip(
             layers if kinds else range(len(windows)), windows, strict=False
         )
     }
     fixed = {name: given[name] for name in HEADS if name in given}
-    own = tuple(each._replace(**fixed) for each in list_heads(model, usual, windowed))
+    own = tuple(
+        each._replace(**fixed)
+        for each in layer_kinds.list_heads(model, usual, windowed)
+    )
     return own or (usual,)
 
 
@@ -306,7 +302,7 @@ def _read_count(model: dict[str, Any], names: tuple[str, ...], field: str) -> in
 
 def _refuse_mixed_heads(model: dict[str, Any]) -> None:
     """Refuse heads that differ, of model types for which it is not known how."""
-    known = GLOBAL_HEADS if model.get("model_type") in GLOBAL_HEAD_DIM else ()
+    known = GLOBAL_HEADS if find_family(model).global_head_dim else ()
     keys = tuple(key for key in MIXED_HEADS if key not in known)
     _refuse(model, keys, "num_kv_heads and head_dim")
 

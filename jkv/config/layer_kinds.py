@@ -1,151 +1,184 @@
-"""What kind each layer of a model is, where a config.json does not list it.
+"""What each layer of a model keeps, as its config.json says: heads, a window, a state.
 
-transformers writes `layer_types`. Older files, and those of the models' authors, name
-the layers by keys of their own, or leave it to the model type.
+Layers with other heads keep other bytes a token, so that one pool cannot hold them as
+they are. With a group for each kind of layer (`GroupedConfig`) every pool is exact.
 """
 
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-FULL, WINDOWED = "full_attention", "sliding_attention"
+from jkv.config.families import BOTH, FAMILIES, FULL, STATE, WINDOWED, find_family
+from jkv.config.layers import Heads, LayerState
 
-# A layer with a state instead of keys and values, and one with both.
-STATE, BOTH = "linear_attention", "attention_and_state"
-
-# Kinds of layers, as `layer_types` and its forerunners name them.
-ATTENDING = {FULL, WINDOWED, "chunked_attention", "attention", BOTH}
-
+# Kinds of layers, as `layer_types` and its forerunners name them: those that keep keys
+# only so far back, those that keep some, and those with a state.
+WITH_WINDOW = {WINDOWED, "chunked_attention"}
+ATTENDING = {FULL, *WITH_WINDOW, "attention", BOTH}
 WITH_STATE = {STATE, "mamba", "mamba2", "conv", "recurrent", BOTH}
+KNOWN = ATTENDING | WITH_STATE | {"mlp", "moe"}  # the last of perceptrons or experts
 
-# Those of perceptrons or experts alone.
-FEEDING = {"mlp", "moe"}
 
-# Every how many-th layer sees everything, the others a window, where the model type
-# alone says it: counted from the first layer of the model, or so that the first does.
-FULL_EVERY = {
-    **dict.fromkeys(("gemma2", "gpt_oss", "vaultgemma"), 2),
-    **dict.fromkeys(("afmoe", "cohere2", "exaone4", "olmo3"), 4),
-    "gemma3n_text": 5,
-    **dict.fromkeys(("gemma3_text", "gemma4_text", "gemma4_unified_text"), 6),
-    "mimo_v2_flash": 6,
+# What an entry of per_layer_config may say that the cache depends on, by our names.
+FIELDS = {
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "v_head_dim": "value_head_dim",
 }
 
-FULL_FIRST_OF = {"cwm": 4, "granite_swa": 4, "granitemoe_swa": 4}
-
-# Models whose first, or last, layer sees everything besides.
-FIRST_IS_FULL = {"mimo_v2_flash"}
-
-LAST_IS_FULL = {"gemma4_text", "gemma4_unified_text"}
-
-# Every how many-th layer attends, the others have a state.
-ATTENDING_EVERY = {
-    **dict.fromkeys(("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text"), 4),
-    "qwen3_next": 4,
+# And what it may say that the cache does not depend on.
+WITHOUT_KEYS = {
+    "attention_bias",
+    "hidden_act",
+    "hidden_activation",
+    "intermediate_size",
+    "mlp_bias",
+    "moe_intermediate_size",
+    "num_experts",
+    "num_experts_per_tok",
+    "num_local_experts",
+    "partial_rotary_factor",
+    "rope_parameters",
+    "rope_theta",
 }
 
-# Models all of whose layers have a state, unless something else is said.
-ALL_WITH_STATE = {"falcon_mamba", "granitemoehybrid", "mamba", "mamba2"}
-
-# The letters of Nemotron-H's layers.
-LETTERS = {"M": "mamba", "*": FULL, "-": "mlp", "E": "moe"}
-
-# Models whose layers all have the window that config.json speaks of.
-ALL_HAVE_WINDOW = {"ministral3", "mistral", "mixtral", "phi3", "phimoe", "qwen3_moe"}
-
-# Models whose layers have the window from `max_window_layers` on, and those of which
-# every other one before it has.
-LATE_HAVE_WINDOW = {"qwen2", "qwen3"}
-
-EARLY_HAVE_WINDOW = {"qwen2_moe"}
-
-# Models in which positions turn the keys of some layers: whether those have the window.
-TURNED_HAVE_WINDOW = {"llama4_text": True, "smollm3": False}
+# The same fields for layers with a window, by the model's authors.
+OF_WINDOWED = {
+    "swa_num_key_value_heads": "num_kv_heads",
+    "swa_head_dim": "head_dim",
+    "swa_v_head_dim": "value_head_dim",
+}
 
 
 def name_layers(model: dict[str, Any], num_layers: int) -> list[str] | None:
     """Return the kind of each layer as `layer_types` has it, None if nothing tells."""
-    model_type = str(model.get("model_type"))
-    layers = range(num_layers)
+    family, layers = find_family(model), range(num_layers)
     kinds = model.get("layer_types") or model.get("layers_block_type")
-    if isinstance(kinds, list):
-        return _end_full(model_type, kinds)
-    if (with_state := _name_with_state(model_type, model, layers)) is not None:
-        return with_state
-    if isinstance(attending := model.get("full_attn_idxs"), list):
-        return [FULL if layer in attending else "conv" for layer in layers]
-    if isinstance(types := model.get("attn_type_list"), list):
+    if isinstance(attending := model.get("full_attn_idxs"), list) and not kinds:
+        kinds = [FULL if layer in attending else "conv" for layer in layers]
+    elif isinstance(types := model.get("attn_type_list"), list) and not kinds:
         # MiniMax: 1 attends, 0 is lightning attention.
-        return [FULL if attends == 1 else STATE for attends in types]
-    if model_type in ALL_HAVE_WINDOW:
-        return [WINDOWED for _ in layers]
-    if model_type in LATE_HAVE_WINDOW:
+        kinds = [FULL if attends == 1 else STATE for attends in types]
+    elif isinstance(pattern := model.get("hybrid_layer_pattern"), list) and not kinds:
+        kinds = [WINDOWED if has_window else FULL for has_window in pattern]
+    elif not isinstance(kinds, list):
+        kinds = family.kinds(model, layers)
+    return [*kinds[:-1], FULL] if kinds and family.last_is_full else kinds
+
+
+def list_windows(
+    model: dict[str, Any],  # the language model's settings, from a config.json
+    # of all layers of the model, as `name_layers` returns them
+    kinds: Sequence[str] | None,
+    num_layers: int,  # layers that keep keys and values, the first of the model's
+) -> tuple[int | None, ...]:
+    """Return the window of each layer that keeps keys and values; None: all tokens."""
+    length = model.get("sliding_window") or model.get("attention_chunk_size")
+    if find_family(model).counts_past and model.get("sliding_window_size"):
+        length = model["sliding_window_size"] + 1
+    is_length = isinstance(length, int) and length > 0  # -1 is off
+    if not is_length or not model.get("use_sliding_window", True):
+        return (None,) * num_layers
+    if kinds is None:
         first = model.get("max_window_layers") or 0
-        return [WINDOWED if layer >= first else FULL for layer in layers]
-    if model_type in EARLY_HAVE_WINDOW:
-        last = model.get("max_window_layers") or 0
-        return [WINDOWED if i % 2 == 0 and i < last else FULL for i in layers]
-    if isinstance(pattern := model.get("hybrid_layer_pattern"), list):
-        return [WINDOWED if has_window else FULL for has_window in pattern]
-    if model_type in TURNED_HAVE_WINDOW:
-        which = TURNED_HAVE_WINDOW[model_type]
-        turned = model.get("no_rope_layers") or [
-            (layer + 1) % (model.get("no_rope_layer_interval") or 4) for layer in layers
-        ]
-        return [WINDOWED if bool(each) is which else FULL for each in turned]
-    if model_type in FULL_FIRST_OF:
-        step = FULL_FIRST_OF[model_type]
-        return [WINDOWED if layer % step else FULL for layer in layers]
-    every = (
-        model.get("sliding_window_pattern")
-        or model.get("global_attn_every_n_layers")
-        or FULL_EVERY.get(model_type)
+        windowed = [layer >= first for layer in range(num_layers)]
+    else:
+        kept = (kind for kind in kinds if kind in ATTENDING - {BOTH})
+        windowed = [kind in WITH_WINDOW for kind in kept]
+        windowed += [False] * (num_layers - len(windowed))
+    return tuple(length if each else None for each in windowed[:num_layers])
+
+
+def list_states(
+    model: dict[str, Any],  # likewise
+    kinds: Sequence[str] | None,
+) -> tuple[LayerState | None, ...]:
+    """Return what each layer of a model keeps, None where it has no state."""
+    if kinds is None or WITH_STATE.isdisjoint(kinds):
+        return (None,) * len(kinds or ())
+    read = find_family(model).state
+    if read is None:
+        known = sorted(name for name, family in FAMILIES.items() if family.state)
+        raise ValueError(
+            f"layers of model type {str(model.get('model_type'))!r} have a state, and "
+            f"jkv does not know its arrays; known are {', '.join(known)}. Give "
+            f"num_layers for the layers with keys and values alone"
+        )
+    state = read(model)
+    return tuple(state if kind in WITH_STATE else None for kind in kinds)
+
+
+def list_heads(
+    model: Mapping[str, Any],  # the language model's settings, from a config.json
+    usual: Heads,  # what they say of all layers
+    # for each of these layers, by its number in the model, whether it has a window
+    windowed: Mapping[int, bool],
+) -> tuple[Heads, ...]:
+    """Return the heads of each layer that keeps keys and values."""
+    given = model.get("per_layer_config")
+    if isinstance(given, Mapping):
+        own = {int(layer): _read_entry(entry) for layer, entry in given.items()}
+        return tuple(_change(usual, own.get(layer, {})) for layer in windowed)
+    return tuple(
+        _change(usual, _read_kind(model, usual, has_window))
+        for has_window in windowed.values()
     )
-    if not isinstance(every, int):
-        return None
-    kinds = [WINDOWED if (layer + 1) % every else FULL for layer in layers]
-    if kinds and model_type in FIRST_IS_FULL:
-        kinds[0] = FULL
-    return _end_full(model_type, kinds)
 
 
-def _name_with_state(
-    model_type: str, model: Mapping[str, Any], layers: range
-) -> list[str] | None:
-    """Return the kinds of a model some of whose layers have a state."""
-    if model_type == "falcon_h1":
-        return [BOTH for _ in layers]
-    if model_type == "nemotron_h":
-        pattern = model.get("hybrid_override_pattern")
-        return [LETTERS.get(each, each) for each in pattern] if pattern else None
-    attending = _find_attending(model_type, model, layers)
-    if attending is None:
-        return None
-    return [FULL if layer in attending else STATE for layer in layers]
+def may_differ(model: Mapping[str, Any]) -> bool:
+    """Return whether a model is of a kind whose layers differ in their heads."""
+    family = find_family(model)
+    return (
+        isinstance(model.get("per_layer_config"), Mapping)
+        or family.global_head_dim is not None
+        or family.window_heads > 1
+        or any(model.get(name) is not None for name in OF_WINDOWED)
+    )
 
 
-def _find_attending(
-    model_type: str, model: Mapping[str, Any], layers: range
-) -> Collection[int] | None:
-    """Return which layers attend, the others having a state; None if nothing tells."""
-    if model_type in ALL_WITH_STATE:
-        return ()
-    if model_type == "bamba":
-        return model.get("attn_layer_indices") or ()
-    if model_type == "jamba":
-        period = model.get("attn_layer_period") or 8
-        return layers[model.get("attn_layer_offset", 4) :: period]
-    if model_type == "kimi_linear":
-        # Counted from one.
-        named = (model.get("linear_attn_config") or {}).get("full_attn_layers")
-        return layers[4::4] if named is None else [layer - 1 for layer in named]
-    if model_type in ATTENDING_EVERY:
-        every = model.get("full_attention_interval") or ATTENDING_EVERY[model_type]
-        return layers[every - 1 :: every]
-    return None
+def refuse_different(layers: Sequence[Heads] | None, folder: object) -> None:
+    """Refuse layers with different heads, if any, for the one pool of a folder."""
+    if layers is None:
+        return
+    said = "; ".join(f"{n} have {heads}" for heads, n in Counter(layers).items())
+    raise ValueError(
+        f"{folder}: its layers differ in their heads: {said}. "
+        f"GroupedConfig.from_model has a group for each kind; for one pool give "
+        f"num_kv_heads and head_dim that are enough for all"
+    )
 
 
-def _end_full(model_type: str, kinds: list[str]) -> list[str]:
-    """Return the kinds with that of the last layer, where the model type decides it."""
-    if kinds and model_type in LAST_IS_FULL:
-        return [*kinds[:-1], FULL]
-    return kinds
+def _change(usual: Heads, fields: dict[str, int]) -> Heads:
+    """Return heads with other fields; values stay as wide as keys where they were."""
+    if "head_dim" in fields and usual.value_head_dim == usual.head_dim:
+        fields = {"value_head_dim": fields["head_dim"]} | fields
+    return usual._replace(**fields)
+
+
+def _read_entry(entry: Mapping[str, Any]) -> dict[str, int]:
+    """Return the fields that a layer of per_layer_config has of its own."""
+    unknown = sorted(entry.keys() - FIELDS.keys() - WITHOUT_KEYS)
+    if unknown:
+        raise ValueError(
+            f"per_layer_config changes {', '.join(unknown)} of single layers, which "
+            f"jkv cannot tell the cache of; give num_kv_heads and head_dim"
+        )
+    return {FIELDS[name]: entry[name] for name in entry.keys() & FIELDS.keys()}
+
+
+def _read_kind(
+    model: Mapping[str, Any], usual: Heads, has_window: bool
+) -> dict[str, int]:
+    """Return the fields that layers with or without a window have of their own."""
+    family = find_family(model)
+    if has_window:
+        named = {ours: model.get(name) for name, ours in OF_WINDOWED.items()}
+        fields = {"num_kv_heads": family.window_heads * usual.num_kv_heads}
+        return fields | {name: n for name, n in named.items() if n is not None}
+    if family.global_head_dim is None:
+        return {}
+    fields = {"head_dim": model.get("global_head_dim") or family.global_head_dim}
+    heads = model.get("num_global_key_value_heads")
+    if heads is not None and (family.gate is None or model.get(family.gate)):
+        fields["num_kv_heads"] = heads
+    return fields

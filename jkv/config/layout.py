@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.config.arrays import ArrayLayout, Arrays, count_bytes, within
-from jkv.config.layer_windows import find_leader
+from jkv.config.layers import find_leader
 from jkv.config.state_layout import StateSizes, lay_out_snapshots
 from jkv.config.units import human_bytes
 from jkv.formats.format import Formats, name_parts

@@ -6,32 +6,13 @@ arrays here where they are of several kinds (queries, keys and values), so that 
 be spread over the devices of a mesh by its heads.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from jkv.config.layer_kinds import WITH_STATE
-from jkv.config.layer_states import Array, LayerState
+from jkv.config.layers import Array, LayerState
 
 # What a state is added up in, whatever the model computes in.
 WIDE = "float32"
-
-
-def list_states(
-    model: Mapping[str, Any],  # the language model's settings, from a config.json
-    kinds: Sequence[str] | None,  # of all its layers, as `name_layers` returns them
-) -> tuple[LayerState | None, ...]:
-    """Return what each layer of a model keeps, None where it has no state."""
-    if kinds is None or WITH_STATE.isdisjoint(kinds):
-        return (None,) * len(kinds or ())
-    model_type = str(model.get("model_type"))
-    if model_type not in READERS:
-        raise ValueError(
-            f"layers of model type {model_type!r} have a state, and jkv does not know "
-            f"its arrays; known are {', '.join(sorted(READERS))}. Give num_layers for "
-            f"the layers with keys and values alone"
-        )
-    state = READERS[model_type](model)
-    return tuple(state if kind in WITH_STATE else None for kind in kinds)
 
 
 def _convolve(
@@ -69,7 +50,7 @@ def _read_mamba2(
     )
 
 
-def _read_bamba(model: Mapping[str, Any]) -> LayerState:
+def read_bamba(model: Mapping[str, Any]) -> LayerState:
     """Return the state of Bamba, and of Granite 4, which names its sizes alike."""
     heads, expand = (
         _count(model, "mamba_n_heads", 128),
@@ -86,11 +67,11 @@ def _read_bamba(model: Mapping[str, Any]) -> LayerState:
     )
 
 
-def _read_falcon_h1(model: Mapping[str, Any]) -> LayerState:
-    return _read_bamba({"mamba_d_ssm": 1024, **model})
+def read_falcon_h1(model: Mapping[str, Any]) -> LayerState:
+    return read_bamba({"mamba_d_ssm": 1024, **model})
 
 
-def _read_nemotron_h(model: Mapping[str, Any]) -> LayerState:
+def read_nemotron_h(model: Mapping[str, Any]) -> LayerState:
     return _read_mamba2(
         heads=_count(model, "mamba_num_heads", 128),
         head_dim=_count(model, "mamba_head_dim", 64),
@@ -100,7 +81,7 @@ def _read_nemotron_h(model: Mapping[str, Any]) -> LayerState:
     )
 
 
-def _read_plain_mamba2(model: Mapping[str, Any]) -> LayerState:
+def read_plain_mamba2(model: Mapping[str, Any]) -> LayerState:
     return _read_mamba2(
         heads=_count(model, "num_heads", 128),
         head_dim=_count(model, "head_dim", 64),
@@ -120,7 +101,7 @@ def _read_mamba1(inner: int, state_dim: int, window: int) -> LayerState:
     )
 
 
-def _read_plain_mamba1(model: Mapping[str, Any]) -> LayerState:
+def read_plain_mamba1(model: Mapping[str, Any]) -> LayerState:
     inner = _count(model, "expand", 2) * _count(model, "hidden_size")
     inner = model.get("intermediate_size") or inner
     return _read_mamba1(
@@ -128,7 +109,7 @@ def _read_plain_mamba1(model: Mapping[str, Any]) -> LayerState:
     )
 
 
-def _read_jamba(model: Mapping[str, Any]) -> LayerState:
+def read_jamba(model: Mapping[str, Any]) -> LayerState:
     inner = _count(model, "mamba_expand", 2) * _count(model, "hidden_size")
     return _read_mamba1(
         inner, _count(model, "mamba_d_state", 16), _count(model, "mamba_d_conv", 4)
@@ -154,7 +135,7 @@ def _read_delta_rule(
     )
 
 
-def _read_qwen3_next(model: Mapping[str, Any]) -> LayerState:
+def read_qwen3_next(model: Mapping[str, Any]) -> LayerState:
     return _read_delta_rule(
         key_heads=_count(model, "linear_num_key_heads", 16),
         heads=_count(model, "linear_num_value_heads", 32),
@@ -165,7 +146,7 @@ def _read_qwen3_next(model: Mapping[str, Any]) -> LayerState:
     )
 
 
-def _read_olmo_hybrid(model: Mapping[str, Any]) -> LayerState:
+def read_olmo_hybrid(model: Mapping[str, Any]) -> LayerState:
     heads = _count(model, "num_attention_heads", 30)
     key_heads = _count(model, "linear_num_key_heads", heads)
     usual = 3 * _count(model, "hidden_size", 3840) // (4 * key_heads)
@@ -180,7 +161,7 @@ def _read_olmo_hybrid(model: Mapping[str, Any]) -> LayerState:
     )
 
 
-def _read_kimi_linear(model: Mapping[str, Any]) -> LayerState:
+def read_kimi(model: Mapping[str, Any]) -> LayerState:
     """Return the state of Kimi Linear (https://arxiv.org/abs/2510.26692)."""
     own = model.get("linear_attn_config") or {}
     heads = own.get("num_heads") or _count(model, "linear_num_heads", 32)
@@ -190,7 +171,7 @@ def _read_kimi_linear(model: Mapping[str, Any]) -> LayerState:
     return _read_delta_rule(heads, heads, dim, dim, window, gates=dim)
 
 
-def _read_lfm2(model: Mapping[str, Any]) -> LayerState:
+def read_lfm2(model: Mapping[str, Any]) -> LayerState:
     """Return the state of LFM2 (https://arxiv.org/abs/2511.23404)."""
     window, hidden = _count(model, "conv_L_cache", 3), _count(model, "hidden_size")
     return LayerState(
@@ -208,22 +189,3 @@ def _count(model: Mapping[str, Any], key: str, default: int | None = None) -> in
             f"and values alone"
         )
     return value
-
-
-READERS: dict[str, Callable[[Mapping[str, Any]], LayerState]] = {
-    "bamba": _read_bamba,
-    "falcon_h1": _read_falcon_h1,
-    "falcon_mamba": _read_plain_mamba1,
-    "granitemoehybrid": _read_bamba,
-    "jamba": _read_jamba,
-    "kimi_linear": _read_kimi_linear,
-    "lfm2": _read_lfm2,
-    "lfm2_moe": _read_lfm2,
-    "mamba": _read_plain_mamba1,
-    "mamba2": _read_plain_mamba2,
-    "nemotron_h": _read_nemotron_h,
-    "olmo_hybrid": _read_olmo_hybrid,
-    "qwen3_5_moe_text": _read_qwen3_next,
-    "qwen3_5_text": _read_qwen3_next,
-    "qwen3_next": _read_qwen3_next,
-}

@@ -35,14 +35,18 @@ class Numbers(Format):
         return as_bits(stored["pool"], self.dtype)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def without_derivative(rows: jax.Array, dtype: str) -> jax.Array:
     """Return rows of which no derivative can be had, as they are stored as bits."""
+    return _cut_off(rows, dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _cut_off(rows: jax.Array, dtype: str) -> jax.Array:
     del dtype
     return rows
 
 
-@without_derivative.defjvp
+@_cut_off.defjvp
 def _refuse_derivative(dtype: str, _primals: Any, _tangents: Any) -> NoReturn:
     raise ValueError(
         f"there is no derivative with respect to keys and values stored as {dtype}: it "

@@ -18,10 +18,9 @@ from jkv.grammar.languages import (
 )
 from jkv.grammar.parts import Choices, Either, Pattern, Rules, Schema, Until
 from jkv.grammar.spelling import with_one_spelling
-from jkv.grammar.tables import join
+from jkv.grammar.tables import join, wait_for
 from jkv.grammar.tool_calls import find_refused_tools, from_tools
 from jkv.grammar.vocabulary import Vocabulary, vocabulary_of
-from jkv.grammar.waiting import wait_for
 
 __all__ = [
     "Catalog",

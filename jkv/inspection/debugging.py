@@ -13,7 +13,7 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +75,14 @@ class StepWatcher:
                     f"before jkv.debug; use each batch with the cache that append "
                     f"returned with it"
                 )
-            step = _Step(self, plain, name, find_caller(), batch)
+            step = _Step(self, plain, name, batch, batch.stamp)
+            is_open = plain.metadata.sequences.is_open
+            is_open = is_open.at[step.row].get(mode="fill", fill_value=True)
+            step.note(
+                f"{name} with a batch whose sequence was freed since; its id may be "
+                f"another's",
+                step.served & ((step.created != batch.created) | ~is_open),
+            )
             after = _LOOKS[role](step, named.get("layer"))
             named["batch"] = Batch(**_fields_of(batch))
         # The loops of this package give tokens to any cache.
@@ -104,68 +111,9 @@ class StepWatcher:
             return answer
         cache, result = answer
         if isinstance(result, Batch):
-            return self._watch_append(before, cache, result)
+            step = _Step(self, before, "append", result, cache.metadata.now)
+            return _look_at_append(step, cache, result)
         return dataclasses.replace(cache, watcher=self), result
-
-    def _watch_append(
-        self, before: Cache, cache: Cache, batch: Batch
-    ) -> tuple[Cache, WatchedBatch]:
-        """Watch a batch, and look whether the steps before it were committed."""
-        where, after = find_caller(), self
-        served = batch.query_lengths > 0
-        row = jnp.where(served, batch.seq_ids, before.max_sequences)
-        created = before.metadata.sequences.created
-        created = created.at[row].get(mode="fill", fill_value=0)
-        if cache.metadata.index.is_there:
-            pending = self.uncommitted.at[row].get(mode="fill", fill_value=0)
-            _note(
-                self.watch,
-                where,
-                "append to a sequence whose last step was not committed: with "
-                "prefix_caching call commit(cache, batch) after the last layer's write",
-                served & (pending != 0) & _is_before(created, pending),
-            )
-            after = self._with_uncommitted(row, cache.metadata.now)
-        after = after._watch_unwritten(cache, batch, row, created, where)
-        own: dict[str, Any] = {"stamp": cache.metadata.now, "created": created}
-        watched = WatchedBatch(**_fields_of(batch), **own, watch=self.watch)
-        return dataclasses.replace(cache, watcher=after), watched
-
-    def _watch_unwritten(
-        self,
-        cache: Cache,
-        batch: Batch,
-        row: jax.Array,  # i32[B], of its sequences, past the end without tokens
-        created: jax.Array,  # u32[B], when they were opened
-        where: str,
-    ) -> Self:
-        """Look whether the steps before one were written, and note the new one."""
-        planned = self.planned.at[row].get(mode="fill", fill_value=0)
-        starts = self.starts.at[row].get(mode="fill", fill_value=0)
-        lengths = batch.context_lengths - batch.query_lengths
-        # What was cut off again need not be written.
-        is_left = (planned != 0) & _is_before(created, planned) & (lengths > starts)
-        for number, written in enumerate(self.written):
-            among = f" of group {number}" if len(self.written) > 1 else ""
-            stamps = written.at[:, row].get(mode="fill", fill_value=0)
-            is_unwritten = is_left[None] & _is_before(stamps, planned[None])
-            _note(
-                self.watch,
-                where,
-                f"append to a sequence whose last step was not written to all layers"
-                f"{among}: what their slots hold is undefined",
-                is_unwritten,
-            )
-        return dataclasses.replace(
-            self,
-            planned=self.planned.at[row].set(cache.metadata.now, mode="drop"),
-            starts=self.starts.at[row].set(lengths, mode="drop"),
-        )
-
-    def _with_uncommitted(self, row: jax.Array, stamp: jax.Array | int) -> Self:
-        """Note the stamps of steps not committed yet, or 0, of rows, i32[B]."""
-        uncommitted = self.uncommitted.at[row].set(stamp, mode="drop")
-        return dataclasses.replace(self, uncommitted=uncommitted)
 
 
 @takes_cache(role=Role.SETS_DEBUG)
@@ -229,33 +177,32 @@ is written to it (1 times)
 
 
 class _Step:
-    """A `write`, `attend` or `commit` that is looked at."""
+    """An `append`, `write`, `attend` or `commit` that is looked at."""
 
     def __init__(
         self,
         watcher: StepWatcher,
-        cache: Cache,
+        cache: Cache,  # before it
         name: str,
-        where: str,
-        batch: WatchedBatch,
+        batch: Batch,
+        stamp: jax.Array,  # u32[], of the step
     ) -> None:
-        """Look whether the batch's sequences are those that it was planned for."""
-        self.watcher, self.cache, self.name, self.where = watcher, cache, name, where
-        self.batch = batch
+        self.watcher, self.cache, self.name, self.stamp = watcher, cache, name, stamp
+        self.where = find_caller()
         self.served = batch.query_lengths > 0
         self.row = jnp.where(self.served, batch.seq_ids, cache.max_sequences)
-        sequences = cache.metadata.sequences
-        created = sequences.created.at[self.row].get(mode="fill", fill_value=0)
-        is_open = sequences.is_open.at[self.row].get(mode="fill", fill_value=True)
-        self.note(
-            f"{name} with a batch whose sequence was freed since; its id may be "
-            f"another's",
-            self.served & ((created != batch.created) | ~is_open),
-        )
+        # When the sequences were opened that now have the ids, u32[B].
+        self.created = self.of_rows(cache.metadata.sequences.created)
+
+    def of_rows(self, array: jax.Array) -> jax.Array:
+        """Return what an array, [..., S], has of the sequences, [..., B]."""
+        return array.at[..., self.row].get(mode="fill", fill_value=0)
 
     def note(self, text: str, *is_wrong: jax.Array) -> None:
         """Have the host note a mistake if any of these is true, bool[...] each."""
-        _note(self.watcher.watch, self.where, text, *is_wrong)
+        found = functools.reduce(operator.or_, map(jnp.any, is_wrong))
+        note = functools.partial(self.watcher.watch.note, text, self.where)
+        jax.debug.callback(note, found)
 
     def find(
         self, layer: Any, *, is_state: bool = False
@@ -276,6 +223,48 @@ class _Step:
         return GroupLayer(group, jnp.where(is_there, number, num_layers)), is_there
 
 
+def _look_at_append(
+    step: _Step, cache: Cache, batch: Batch
+) -> tuple[Cache, WatchedBatch]:
+    """Look whether the last step was committed and written, and watch the new one."""
+    watcher, row = step.watcher, step.row
+    if cache.metadata.index.is_there:
+        pending = step.of_rows(watcher.uncommitted)
+        step.note(
+            "append to a sequence whose last step was not committed: with "
+            "prefix_caching call commit(cache, batch) after the last layer's write",
+            step.served & (pending != 0) & _is_before(step.created, pending),
+        )
+        watcher = _with_uncommitted(watcher, row, step.stamp)
+    planned, starts = step.of_rows(watcher.planned), step.of_rows(watcher.starts)
+    lengths = batch.context_lengths - batch.query_lengths
+    # What was cut off again need not be written.
+    is_left = (planned != 0) & _is_before(step.created, planned) & (lengths > starts)
+    for number, written in enumerate(watcher.written):
+        among = f" of group {number}" if len(watcher.written) > 1 else ""
+        step.note(
+            f"append to a sequence whose last step was not written to all layers"
+            f"{among}: what their slots hold is undefined",
+            is_left[None] & _is_before(step.of_rows(written), planned[None]),
+        )
+    watcher = dataclasses.replace(
+        watcher,
+        planned=watcher.planned.at[row].set(step.stamp, mode="drop"),
+        starts=watcher.starts.at[row].set(lengths, mode="drop"),
+    )
+    own: dict[str, Any] = {"stamp": step.stamp, "created": step.created}
+    watched = WatchedBatch(**_fields_of(batch), **own, watch=watcher.watch)
+    return dataclasses.replace(cache, watcher=watcher), watched
+
+
+def _with_uncommitted(
+    watcher: StepWatcher, row: jax.Array, stamp: jax.Array | int
+) -> StepWatcher:
+    """Note the stamps of steps not committed yet, or 0, of rows, i32[B]."""
+    uncommitted = watcher.uncommitted.at[row].set(stamp, mode="drop")
+    return dataclasses.replace(watcher, uncommitted=uncommitted)
+
+
 def _look_at_state(step: _Step, layer: Any) -> StepWatcher:
     """Look whether a layer whose state is read is there."""
     step.find(layer, is_state=True)
@@ -293,11 +282,9 @@ def _look_at_write(step: _Step, layer: Any, *, is_state: bool = False) -> StepWa
     which = layer if isinstance(layer, int | np.integer) else "(traced)"
     step.note(
         f"{step.name} to layer {which} for the second time in one step: {lost}",
-        step.served & is_there & (stamps == step.batch.stamp),
+        step.served & is_there & (stamps == step.stamp),
     )
-    written[group] = (
-        written[group].at[number, step.row].set(step.batch.stamp, mode="drop")
-    )
+    written[group] = written[group].at[number, step.row].set(step.stamp, mode="drop")
     return dataclasses.replace(step.watcher, written=tuple(written))
 
 
@@ -305,7 +292,7 @@ def _look_at_attend(step: _Step, layer: Any) -> StepWatcher:
     """Look whether the step is written to a layer that is read."""
     (group, number), is_there = step.find(layer)
     found = step.watcher.written[group].at[number, step.row]
-    is_old = _is_before(found.get(mode="fill", fill_value=0), step.batch.stamp)
+    is_old = _is_before(found.get(mode="fill", fill_value=0), step.stamp)
     which = layer if isinstance(layer, int | np.integer) else "(traced)"
     step.note(
         f"attend reads layer {which} before this step is written to it",
@@ -318,10 +305,10 @@ def _look_at_commit(step: _Step, _layer: Any) -> StepWatcher:
     """Look whether the step is written to all layers, and note that it is committed."""
     if not step.cache.metadata.index.is_there:  # then it does nothing
         return step.watcher
-    olds = [_is_before(each, step.batch.stamp) for each in step.watcher.written]
+    olds = [_is_before(each, step.stamp) for each in step.watcher.written]
     behind = [old.at[:, step.row].get(mode="fill", fill_value=False) for old in olds]
     step.note("commit of a step that is not written to all layers", *behind)
-    return step.watcher._with_uncommitted(step.row, 0)
+    return _with_uncommitted(step.watcher, step.row, 0)
 
 
 _LOOKS: dict[Role | None, Callable[[_Step, Any], StepWatcher]] = {
@@ -336,12 +323,6 @@ _LOOKS: dict[Role | None, Callable[[_Step, Any], StepWatcher]] = {
 def _fields_of(batch: Batch) -> dict[str, Any]:
     """Return what a batch has without debug mode."""
     return {f.name: getattr(batch, f.name) for f in dataclasses.fields(Batch)}
-
-
-def _note(watch: Watch, where: str, text: str, *is_wrong: jax.Array) -> None:
-    """Have the host note a mistake if any of these is true, bool[...] each."""
-    found = functools.reduce(operator.or_, map(jnp.any, is_wrong))
-    jax.debug.callback(functools.partial(watch.note, text, where), found)
 
 
 def _is_before(stamp: jax.Array, other: jax.Array) -> jax.Array:

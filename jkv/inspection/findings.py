@@ -28,7 +28,6 @@ class DebugError(CacheError):
     """
 
     def __init__(self, findings: list[str]) -> None:
-        """Keep the findings beside the message."""
         super().__init__("\n".join(findings))
         self.findings = findings
 
@@ -37,7 +36,6 @@ class Watch:
     """What the host knows of a cache in debug mode, of which it is a static part."""
 
     def __init__(self, keys: list[jax.Array]) -> None:
-        """Nothing was found yet."""
         self.keys = keys  # the keys of each group, as they were seen last
         self.found: dict[str, int] = {}
 

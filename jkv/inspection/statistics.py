@@ -70,7 +70,6 @@ class Stats(GroupStats):
         return self.prefix_hits / max(self.prefix_tokens, 1)
 
     def __str__(self) -> str:
-        """Say it in a few aligned lines."""
         refused = ", ".join(
             f"{number:,} {status.name}"
             for status, number in self.refusals.items()
@@ -189,7 +188,6 @@ def stats(cache: Cache) -> Stats:
 
 
 def _describe(num_blocks: int, sums: GroupTally) -> GroupStats:
-    """Say in numbers what one group holds."""
     return GroupStats(
         total_blocks=num_blocks,
         free_blocks=sums.free_blocks,

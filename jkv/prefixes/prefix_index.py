@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from jkv.metadata.xla_cpu import stage, written_after
 from jkv.prefixes.arrays import Beside, PrefixIndex
-from jkv.sharding.loops import fori_loop
+from jkv.sharding.loops import when
 from jkv.state import Metadata
 
 
@@ -37,12 +37,10 @@ def index_of(metadata: Metadata) -> PrefixIndex:
 
 
 def put_index(metadata: Metadata, index: PrefixIndex) -> Metadata:
-    """Return the metadata with another index."""
     return dataclasses.replace(metadata, index=index)
 
 
 def with_index(metadata: Metadata, **changes: object) -> Metadata:
-    """Return the metadata with other values in fields of its index."""
     index = dataclasses.replace(index_of(metadata), **changes)  # type: ignore[arg-type]
     return put_index(metadata, index)
 
@@ -160,7 +158,7 @@ def forget_rewritten(metadata: Metadata, number: int, block: jax.Array) -> Metad
     index, nothing = index_of(metadata), metadata.leading.num_blocks
     indexed = jnp.where(is_indexed(metadata, block), block, nothing)
 
-    def forget_all(_trip: jax.Array, hashes: jax.Array) -> jax.Array:
+    def forget_all(hashes: jax.Array) -> jax.Array:
         gone = jnp.zeros((nothing,), bool).at[indexed].set(True, mode="drop")
         above = jnp.where(hashes != 0, index.parents, nothing)
 
@@ -173,6 +171,5 @@ def forget_rewritten(metadata: Metadata, number: int, block: jax.Array) -> Metad
         return hashes.at[block].set(jnp.uint32(0), mode="drop")
 
     # A pass over the pool, so only where there is something to forget.
-    any_indexed = jnp.any(indexed < nothing).astype(jnp.int32)
-    hashes = fori_loop(jnp.int32(0), any_indexed, forget_all, index.hashes)
+    hashes = when(jnp.any(indexed < nothing), forget_all, index.hashes)
     return with_index(metadata, hashes=hashes)

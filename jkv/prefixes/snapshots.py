@@ -10,6 +10,7 @@ That copies are worth while where texts part is from Marconi
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,7 +31,6 @@ def snapshots_of(metadata: Metadata) -> Snapshots | None:
 
 
 def with_snapshots(metadata: Metadata, **changes: object) -> Metadata:
-    """Return the metadata with other values in fields of its snapshots."""
     snapshots = snapshots_of(metadata)
     assert snapshots is not None
     snapshots = dataclasses.replace(snapshots, **changes)  # type: ignore[arg-type]
@@ -243,37 +243,24 @@ def hash_text(
     return hashing.salt_hash(salt) + jnp.sum(terms, dtype=jnp.uint32)
 
 
-def forget_snapshots(metadata: Metadata, salt: jax.Array | None) -> Metadata:
-    """Forget the snapshots of one domain, i32[1], or all; none where there are none."""
+def forget_snapshots(
+    metadata: Metadata, find_gone: Callable[[Snapshots], jax.Array | bool]
+) -> Metadata:
+    """Forget the snapshots for which `find_gone` is true, bool[P], if there are any."""
     snapshots = snapshots_of(metadata)
     if snapshots is None:
         return metadata
-    gone = True if salt is None else snapshots.salts == salt
-    return _without(metadata, snapshots, jnp.broadcast_to(gone, snapshots.salts.shape))
-
-
-def evict_snapshots(metadata: Metadata, count: jax.Array) -> Metadata:
-    """Forget so many snapshots, i32[], those unused for longest."""
-    snapshots = snapshots_of(metadata)
-    assert snapshots is not None
-    is_there = snapshots.lengths > 0
-    older = snapshots.last_used[None] < snapshots.last_used[:, None]
-    rank = jnp.sum(older & is_there[None], axis=1, dtype=jnp.int32)
-    return _without(metadata, snapshots, is_there & (rank < count))
-
-
-def forget_places(metadata: Metadata, places: jax.Array) -> Metadata:
-    """Forget the snapshots at places, i32[W], P for none."""
-    snapshots = snapshots_of(metadata)
-    if snapshots is None:
-        return metadata
-    gone = jnp.zeros_like(snapshots.lengths, bool).at[places].set(True, mode="drop")
-    return _without(metadata, snapshots, gone)
-
-
-def _without(metadata: Metadata, snapshots: Snapshots, gone: jax.Array) -> Metadata:
+    gone = find_gone(snapshots)
     return with_snapshots(
         metadata,
         lengths=jnp.where(gone, 0, snapshots.lengths),
         last_used=jnp.where(gone, jnp.uint32(0), snapshots.last_used),
     )
+
+
+def are_oldest(snapshots: Snapshots, count: jax.Array) -> jax.Array:
+    """Return which snapshots are the so many unused for longest, bool[P]."""
+    is_there = snapshots.lengths > 0
+    older = snapshots.last_used[None] < snapshots.last_used[:, None]
+    rank = jnp.sum(older & is_there[None], axis=1, dtype=jnp.int32)
+    return is_there & (rank < count)

@@ -20,7 +20,7 @@ from jkv.metadata.requests import Integer, Integers, Texts
 from jkv.metadata.xla_cpu import running_sum
 from jkv.prefixes import prefix_index, prompt_search
 from jkv.prefixes.prefix_index import index_of, with_index
-from jkv.prefixes.snapshots import evict_snapshots, forget_snapshots, snapshots_of
+from jkv.prefixes.snapshots import are_oldest, forget_snapshots, snapshots_of
 from jkv.state import Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.verbs.lookups import length_of, row_of
@@ -240,7 +240,7 @@ def _snapshots(metadata: Metadata, seq_id: jax.Array) -> jax.Array:
 @jax.jit
 def _evict_cached(metadata: Metadata, num_blocks: jax.Array) -> Metadata:
     if not metadata.block_numbers:
-        return evict_snapshots(metadata, num_blocks)
+        return forget_snapshots(metadata, lambda known: are_oldest(known, num_blocks))
     # The leading group comes last: other groups have nothing cached beside what it
     # forgets.
     for number in (*metadata.followers, metadata.leader):
@@ -284,7 +284,9 @@ def _forget(metadata: Metadata, salt: jax.Array | None) -> Metadata:
     they are not. Snapshots of the domain go, too.
     """
     index = index_of(metadata)
-    metadata = forget_snapshots(metadata, salt)
+    metadata = forget_snapshots(
+        metadata, lambda known: salt is None or known.salts == salt
+    )
     in_domain = True if salt is None else index.salts == salt
     is_listed = True if salt is None else index.sequence_salts == salt
     # A sequence without tokens has nothing out of date, and no step under way.

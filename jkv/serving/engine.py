@@ -27,16 +27,16 @@ from jkv.serving.device.kept_programs import KeptPrograms
 from jkv.serving.device.loop import Loop, Progress
 from jkv.serving.device.processes import FindParams, SharedLoop
 from jkv.serving.device.sizes import find_sizes
-from jkv.serving.request.arguments import as_token_ids, read_request, split_batch
 from jkv.serving.request.ask import Ask, Client, OfAsk
-from jkv.serving.request.limits import RequestRefused, StopSizes
-from jkv.serving.request.request import Request, RequestState
-from jkv.serving.request.results import (
-    Completion,
-    Event,
-    complete_refused,
-    read_completions,
+from jkv.serving.request.limits import (
+    RequestRefused,
+    StopSizes,
+    as_token_ids,
+    read_request,
+    split_batch,
 )
+from jkv.serving.request.request import Request, RequestState
+from jkv.serving.request.results import Completion, Event, read_completions
 from jkv.serving.request.texts import Detokenize
 from jkv.serving.scheduler.measures import EngineStats
 from jkv.serving.scheduler.parking import Parked
@@ -222,7 +222,7 @@ class Engine:
             checks,
             clock,
         )
-        self._scheduler = Scheduler(loop, sizes, options, self._turns.lock)
+        self._scheduler = Scheduler(loop, options, self._turns.lock)
 
     # Requests.
 
@@ -349,7 +349,7 @@ class Engine:
           KeyError: if it is not parked, or has not ended.
           RequestRefused, QueueFull, EngineError: as `submit`; it stays parked then.
         """
-        parked = self._scheduler.take_parked(request_id, sample)
+        parked = self._scheduler.parking.take(request_id, sample)
         try:
             more = as_token_ids("tokens", tokens)
             text = np.concatenate([parked.text, more])
@@ -358,7 +358,7 @@ class Engine:
             fields["salt"] = parked.salt
             return self._take_in(parked, Ask.of(text, fields))
         except BaseException:
-            self._scheduler.put_back(parked)
+            self._scheduler.parking.put_back(parked)
             raise
 
     def unpark(self, request_id: int) -> bool:
@@ -606,7 +606,7 @@ class Engine:
             return
         self._turns.stop()
         self._scheduler.cancel_all()
-        self._scheduler.unpark_all()
+        self._scheduler.parking.give_up_all()
         while not self._scheduler.is_idle:
             self._turns.take()
         if self._shared is not None:
@@ -659,7 +659,8 @@ class Engine:
             except RequestRefused as refused:
                 if refused.reason is None:
                     raise
-                return complete_refused(ask.n, refused.reason)
+                reason = refused.reason
+                return [Completion(-1, i, [], [], reason, None) for i in range(ask.n)]
             except QueueFull:  # another thread was faster
                 continue
 

@@ -93,7 +93,6 @@ class EngineCollector:
         *,
         label: str = "engine",  # of several engines: what their names are called
     ):
-        """Take what is told, and how."""
         self._engines: dict[tuple[str, ...], HasStats]
         if isinstance(engine, Mapping):
             self._engines = {(name,): found for name, found in engine.items()}

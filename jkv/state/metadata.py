@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import jax
 
-from jkv.config.layer_windows import find_leader
+from jkv.config.layers import find_leader
 from jkv.state.index import Index
 from jkv.state.rings import Ring
 from jkv.state.windows import Window

@@ -84,7 +84,6 @@ class FileError(CacheError):
     """
 
     def __init__(self, path: Path, fault: str) -> None:
-        """Name the file and the fault."""
         super().__init__(f"{os.fspath(path)} {fault}")
 
 
@@ -97,7 +96,6 @@ class Tensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the array."""
         return int(np.prod(self.shape, dtype=object)) * self.dtype.itemsize
 
 

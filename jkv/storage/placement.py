@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig, as_grouped
@@ -28,7 +29,7 @@ from jkv.sharding.storage_sharding import (
 )
 from jkv.state.cache import Cache, Device
 
-Placement: TypeAlias = Device | jax.sharding.Sharding | None  # None: JAX's choice
+Placement: TypeAlias = Device | Sharding | None  # None: JAX's choice
 
 Arrays = TypeVar("Arrays")
 
@@ -51,7 +52,7 @@ class Placements(NamedTuple):
 def choose_placements(
     cache: CacheConfig | StateConfig | GroupedConfig | Cache,
     device: Placement,
-    mesh: jax.sharding.Mesh | None,
+    mesh: Mesh | None,
     *,
     heads: str | None = None,
     context: str | None = None,
@@ -84,16 +85,16 @@ def choose_placements(
         )
     ranks = None if pools is None else PoolSharding(mesh, pools)
 
-    def placement_of(spec: jax.sharding.PartitionSpec) -> Placement:
+    def placement_of(spec: PartitionSpec) -> Placement:
         if ranks is None:
-            return jax.sharding.NamedSharding(mesh, spec)
+            return NamedSharding(mesh, spec)
         return ranks.within(spec)
 
     storage = tuple(
         {path: placement_of(spec) for path, spec in specs.items()} for _, specs in found
     )
     shardings = tuple(sharding for sharding, _ in found)
-    whole = placement_of(jax.sharding.PartitionSpec())
+    whole = placement_of(PartitionSpec())
     return Placements(shardings, ranks, whole, storage)
 
 
@@ -102,7 +103,7 @@ def put(arrays: Arrays, device: Placement) -> Arrays:
 
     No two of its arrays then share a buffer with another or with one of numpy's.
     """
-    if not (isinstance(device, jax.sharding.Sharding) and is_shared(device)):
+    if not (isinstance(device, Sharding) and is_shared(device)):
         return jax.device_put(jax.tree.map(_unaligned, arrays), device)
 
     def put_parts(array: np.ndarray) -> jax.Array:
@@ -144,15 +145,15 @@ def put_by_layers(
 
 def _find_layer_placement(
     device: Placement, axis: int, ndim: int, copies: int
-) -> jax.sharding.NamedSharding | None:
+) -> NamedSharding | None:
     """Return where one layer of an array goes; None where JAX may choose."""
-    if not isinstance(device, jax.sharding.NamedSharding):
+    if not isinstance(device, NamedSharding):
         return None
     axes = [*device.spec, *[None] * ndim][:ndim]
     if copies > 1:  # a layer has each head once
         axes[axis + POOL_HEADS] = None
     del axes[axis]
-    return jax.sharding.NamedSharding(device.mesh, jax.sharding.PartitionSpec(*axes))
+    return NamedSharding(device.mesh, PartitionSpec(*axes))
 
 
 def _unaligned(array: np.ndarray) -> np.ndarray:

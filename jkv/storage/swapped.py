@@ -65,7 +65,6 @@ class Swapped:
         return {**self.__dict__, "groups": jax.tree.map(np.asarray, self.groups)}
 
     def __repr__(self) -> str:
-        """Fit one line."""
         blocks = " and ".join(
             f"{group.num_filled_blocks} of {group.num_blocks}"
             for group in self.groups

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jkv.metadata import allocator, ring
 from jkv.metadata.xla_cpu import running_sum
 from jkv.prefixes import prefix_index
-from jkv.prefixes.snapshots import forget_places, snapshots_of
+from jkv.prefixes.arrays import Snapshots
+from jkv.prefixes.snapshots import forget_snapshots, snapshots_of
 from jkv.state import Metadata
 
 # Entries that were counted so far, and what was found: i32[], and i32[...].
@@ -154,4 +155,8 @@ def forget(
         metadata = prefix_index.forget_blocks(metadata, number, block)
         metadata = allocator.lower(metadata, number, block)
         metadata = allocator.count_forgotten(metadata, number, num)
-    return forget_places(metadata, places)
+
+    def find_gone(known: Snapshots) -> jax.Array:
+        return jnp.zeros_like(known.lengths, bool).at[places].set(True, mode="drop")
+
+    return forget_snapshots(metadata, find_gone)

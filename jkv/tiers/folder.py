@@ -230,7 +230,6 @@ class Folder:
         return {name: size for _, name, size in sorted(found)}
 
     def clear(self) -> None:
-        """Remove all files."""
         self.flush()
         for path in (*map(self._file, self._scan()), self._layout_path):
             with contextlib.suppress(FileNotFoundError):

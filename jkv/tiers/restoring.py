@@ -151,10 +151,10 @@ def _raise_parents(
     """Return how nodes are kept, if at all: none less than what follows it here."""
     if num_classes == 1:
         return None
-    if spilled.classes is None or spilled.kept_until is None:
+    if spilled.keep is None:
         return Keep(np.zeros_like(spilled.salts), np.zeros(len(is_there), np.uint32))
-    classes = np.minimum(spilled.classes, num_classes - 1)
-    until = spilled.kept_until.copy()
+    classes = np.minimum(spilled.keep.classes, num_classes - 1)
+    until = np.array(spilled.keep.until)
     for node in np.flatnonzero(is_there & (spilled.parents >= 0))[::-1].tolist():
         parent = spilled.parents[node]
         classes[parent] = max(classes[parent], classes[node])
@@ -191,8 +191,7 @@ def warm_up(cache: Cache, most: int) -> Cache:
     """Compile what restores so many blocks, by copying some; the cache is donated."""
     texts = TextBuilder(cache.block_size)
     texts.add(-1, 0, np.zeros(cache.block_size, np.int32))
-    layout = Layout.of(cache)
-    bare = Spilled(layout=layout, classes=None, kept_until=None, **texts.arrays())
+    bare = Spilled(layout=Layout.of(cache), keep=None, **texts.arrays())
     cache, _ = restore(cache, bare, donate=True)
     for number in cache.metadata.block_numbers:
         size = 1

@@ -4,8 +4,10 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Self
 
+import jax
 import numpy as np
 
+from jkv.metadata.ring import Keep
 from jkv.state import Cache
 
 
@@ -107,8 +109,9 @@ class Spilled:
     tokens: np.ndarray  # i32[Q, T], of each node
     parents: np.ndarray  # i32[Q], the node before each, -1 for a text's first
     salts: np.ndarray  # i32[Q], the domain of each
-    classes: np.ndarray | None  # i32[Q], of each (`free(keep=)`); None: there is one
-    kept_until: np.ndarray | None  # u32[Q], the time up to which each has its class
+    # i32[Q] and u32[Q], the class of each (`free(keep=)`), and the time up to which it
+    # has it; None where there is one class.
+    keep: Keep | None
     held: dict[int, Held]  # what there is of nodes, in their order
     layout: Layout  # of the cache that it left
 
@@ -139,9 +142,8 @@ class Spilled:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        fields = vars(self).values()
-        own = sum(each.nbytes for each in fields if isinstance(each, np.ndarray))
-        return own + sum(each.nbytes for each in self.held.values())
+        own = jax.tree.leaves([self.tokens, self.parents, self.salts, self.keep])
+        return sum(each.nbytes for each in [*own, *self.held.values()])
 
     def text_of(self, node: int) -> np.ndarray:
         """Return the tokens of a text up to the end of a node, i32[n T]."""
@@ -152,7 +154,6 @@ class Spilled:
         return self.tokens[chain[::-1]].reshape(-1)
 
     def __repr__(self) -> str:
-        """Fit one line."""
         return (
             f"Spilled({self.num_blocks} blocks, {self.num_snapshots} snapshots, of "
             f"{len(self.parents)} columns, {self.nbytes:,} bytes)"

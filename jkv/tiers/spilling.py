@@ -9,6 +9,7 @@ import numpy as np
 from jkv.blocks import contents
 from jkv.metadata import requests
 from jkv.metadata.requests import Integer
+from jkv.metadata.ring import Keep
 from jkv.prefixes.prefix_index import index_of
 from jkv.prefixes.snapshots import snapshots_of
 from jkv.state import Cache
@@ -97,9 +98,8 @@ def take(cache: Cache, count: int, width: int) -> tuple[Cache, Spilled]:
     # Texts of snapshots come last, and are of class 0.
     rest = len(told["parents"]) - len(of_class[0]) if of_class else 0
     padded = [np.pad(each, (0, rest)) for each in of_class]
-    classes, until = padded or (None, None)
-    layout = Layout.of(cache)
-    return cache, Spilled(layout=layout, classes=classes, kept_until=until, **told)
+    keep = Keep(*padded) if padded else None
+    return cache, Spilled(layout=Layout.of(cache), keep=keep, **told)
 
 
 def check_has_texts(cache: Cache) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jkv.config.units import human_bytes
+from jkv.metadata.ring import Keep
 from jkv.status import UsageError
 from jkv.tiers.folder import Folder, first_digest, next_digest
 from jkv.tiers.spilled import Held, Layout, Spilled
@@ -109,7 +110,6 @@ class BlockStore:
         return 0 if self._folder is None else self._folder.nbytes
 
     def __repr__(self) -> str:
-        """Fit one line."""
         on_disk = ""
         if self._folder is not None:
             on_disk = f", {human_bytes(self.folder_bytes)} in {self._folder.path}"
@@ -158,10 +158,9 @@ class BlockStore:
                 before = self._root(salt) if parent < 0 else nodes[parent]
                 nodes.append(self._child(before, tokens))
             for number, held in spilled.held.items():
-                if spilled.classes is not None and spilled.kept_until is not None:
-                    until = int(spilled.kept_until[number])
-                    keep = int(spilled.classes[number]), until
-                    held = dataclasses.replace(held, keep=keep)
+                if spilled.keep is not None:
+                    of_class, until = (int(each[number]) for each in spilled.keep)
+                    held = dataclasses.replace(held, keep=(of_class, until))
                 self._hold(nodes[number], held)
             self._touch(nodes)
             self._make_room()
@@ -228,13 +227,15 @@ class BlockStore:
         keep = np.zeros((2, num), np.int64)
         for i, each in held.items():
             keep[:, i] = each.keep or (0, 0)
-        has_classes = any(each.keep is not None for each in held.values())
         return Spilled(
             tokens=np.stack([node.tokens for node in path[:num]]),
             parents=np.arange(-1, num - 1, dtype=np.int32),
             salts=np.full(num, path[0].salt, np.int32),
-            classes=keep[0].astype(np.int32) if has_classes else None,
-            kept_until=keep[1].astype(np.uint32) if has_classes else None,
+            keep=(
+                Keep(keep[0].astype(np.int32), keep[1].astype(np.uint32))
+                if any(each.keep is not None for each in held.values())
+                else None
+            ),
             held=held,
             layout=layout,
         )

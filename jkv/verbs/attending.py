@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 
@@ -19,6 +19,16 @@ from jkv.verbs import arguments
 from jkv.verbs.attention_plan import requests_of
 
 
+class _Options(TypedDict, total=False):
+    """The arguments by name on which no type depends."""
+
+    scale: float | jax.Array | None
+    window: int | jax.Array | None
+    soft_cap: float | None
+    sinks: jax.Array | None
+    implementation: str | None
+
+
 @overload
 def attend(
     cache: Cache,
@@ -26,12 +36,8 @@ def attend(
     batch: Batch,
     queries: jax.Array,
     *,
-    scale: float | jax.Array | None = ...,
-    window: int | jax.Array | None = ...,
-    soft_cap: float | None = ...,
-    sinks: jax.Array | None = ...,
     return_lse: Literal[False] = ...,
-    implementation: str | None = ...,
+    **options: Unpack[_Options],
 ) -> jax.Array: ...
 
 
@@ -42,12 +48,8 @@ def attend(
     batch: Batch,
     queries: jax.Array,
     *,
-    scale: float | jax.Array | None = ...,
-    window: int | jax.Array | None = ...,
-    soft_cap: float | None = ...,
-    sinks: jax.Array | None = ...,
     return_lse: Literal[True],
-    implementation: str | None = ...,
+    **options: Unpack[_Options],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -58,12 +60,8 @@ def attend(
     batch: Batch,
     queries: jax.Array,
     *,
-    scale: float | jax.Array | None = ...,
-    window: int | jax.Array | None = ...,
-    soft_cap: float | None = ...,
-    sinks: jax.Array | None = ...,
     return_lse: bool,
-    implementation: str | None = ...,
+    **options: Unpack[_Options],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 

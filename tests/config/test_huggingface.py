@@ -9,7 +9,7 @@ from support.paths import EXAMPLES
 
 import jkv
 from jkv.config.huggingface import read_sizes
-from jkv.config.layer_windows import count_windows
+from jkv.config.layers import count_windows
 
 pytestmark = pytest.mark.one_end
 PYDOC = EXAMPLES / "models" / "pydoc"

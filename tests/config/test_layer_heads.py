@@ -8,20 +8,25 @@ from support.config_json import LLAMA, folder
 
 import jkv
 from jkv.commands.capacity import make_plan
+from jkv.config import families
 from jkv.config.huggingface import read_sizes
-from jkv.config.layer_kinds import (
-    ALL_HAVE_WINDOW,
-    EARLY_HAVE_WINDOW,
-    FULL_EVERY,
-    FULL_FIRST_OF,
-    LATE_HAVE_WINDOW,
-    TURNED_HAVE_WINDOW,
-)
 
 pytestmark = pytest.mark.one_end
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="no transformers"
 )
+# Model types of which `full_every` and `full_first_of` name the layers.
+STEPPING = (
+    *("gemma2", "gpt_oss", "vaultgemma", "afmoe", "cohere2", "exaone4", "olmo3"),
+    *("gemma3n_text", "gemma3_text", "gemma4_text", "gemma4_unified_text"),
+    *("mimo_v2_flash", "cwm", "granite_swa", "granitemoe_swa"),
+)
+
+
+def list_types(name):
+    return [kind for kind, each in families.FAMILIES.items() if each.kinds is name]
+
+
 # Keys that tell which layers have the window: without them the model type does.
 TELLING = ("layer_types", "sliding_window_pattern", "_sliding_window_pattern")
 GEMMA4 = dict(
@@ -163,7 +168,7 @@ def test_lfm2_counts_the_layers_that_attend(tmp_path, attending):
 
 
 @needs_transformers
-@pytest.mark.parametrize("model_type", [*FULL_EVERY, *FULL_FIRST_OF])
+@pytest.mark.parametrize("model_type", STEPPING)
 def test_windows_that_the_model_type_decides(tmp_path, model_type):
     settings, config = of_transformers(model_type)
     window, shared = config.sliding_window, getattr(config, "num_kv_shared_layers", 0)
@@ -175,7 +180,7 @@ def test_windows_that_the_model_type_decides(tmp_path, model_type):
 
 
 @needs_transformers
-@pytest.mark.parametrize("model_type", [*LATE_HAVE_WINDOW, *EARLY_HAVE_WINDOW])
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "qwen2_moe"])
 @pytest.mark.parametrize("late", [{}, dict(max_window_layers=5)])
 def test_windows_of_the_later_or_the_earlier_layers(tmp_path, model_type, late):
     """In jkv and in the loader; without `max_window_layers` 28 are none, or early."""
@@ -191,7 +196,7 @@ def test_windows_of_the_later_or_the_earlier_layers(tmp_path, model_type, late):
 
 
 @needs_transformers
-@pytest.mark.parametrize("model_type", sorted(ALL_HAVE_WINDOW))
+@pytest.mark.parametrize("model_type", list_types(families.all_windowed))
 def test_windows_of_all_layers(tmp_path, model_type):
     """Whatever else a file says of windows, as classes of transformers ignore it."""
     changes = dict(sliding_window=8, max_window_layers=1, sliding_window_pattern=2)
@@ -204,7 +209,7 @@ def test_windows_of_all_layers(tmp_path, model_type):
 
 
 @needs_transformers
-@pytest.mark.parametrize("model_type", TURNED_HAVE_WINDOW)
+@pytest.mark.parametrize("model_type", ["llama4_text", "smollm3"])
 @pytest.mark.parametrize("turned", [None, [1, 1, 0, 1, 0, 1]])
 def test_windows_of_layers_that_are_turned(tmp_path, model_type, turned):
     changes = dict(num_hidden_layers=6, no_rope_layers=turned)

@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from jkv.config.text_part import DEFAULTS, LEFT_OUT, SIZES
+from jkv.config.families import FAMILIES, SIZES
 
 pytestmark = [
     pytest.mark.one_end,
@@ -14,21 +14,21 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("model_type", LEFT_OUT)
+@pytest.mark.parametrize("model_type", [t for t, f in FAMILIES.items() if f.sizes])
 def test_sizes_left_out_are_those_of_transformers(model_type):
     from transformers import CONFIG_MAPPING
 
     defaults = CONFIG_MAPPING[model_type]()
     expected = {size: getattr(defaults, size) for size in SIZES}
-    assert dict(zip(SIZES, LEFT_OUT[model_type], strict=True)) == expected
+    assert dict(zip(SIZES, FAMILIES[model_type].sizes, strict=True)) == expected
 
 
-@pytest.mark.parametrize("model_type", DEFAULTS)
+@pytest.mark.parametrize("model_type", [t for t, f in FAMILIES.items() if f.usual])
 def test_settings_left_out_are_those_of_transformers(model_type):
     """Where a window is switched off, its length stands in the class's signature."""
     from transformers import CONFIG_MAPPING
 
-    own = DEFAULTS[model_type]
+    own = FAMILIES[model_type].usual
     switched = {"use_sliding_window": True} if "use_sliding_window" in own else {}
     defaults = CONFIG_MAPPING[model_type](**switched).to_dict()
     assert {name: defaults[name] for name in own} == own | switched

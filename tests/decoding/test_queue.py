@@ -229,6 +229,7 @@ def test_samples_of_a_prompt_share_its_blocks():
     assert result.statistics.prompt_tokens == 9
 
 
+@pytest.mark.further
 @pytest.mark.one_end
 def test_a_thousand_sequences_end_as_each_does_alone():
     rng = np.random.default_rng(100)

@@ -132,6 +132,7 @@ def search_by_hand(prompt):
     )
 
 
+@pytest.mark.further
 def test_beams_in_groups_find_what_plain_python_finds():
     """Where blocks lack in either group, the last search waits and begins anew."""
     search = jax.jit(

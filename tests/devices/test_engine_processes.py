@@ -36,6 +36,7 @@ SIZES = find_sizes(
 )
 
 
+@pytest.mark.further
 @pytest.mark.one_end  # the second process finds no compiled program: JAX writes one's
 @pytest.mark.parametrize("axes", ["heads", *further(["context", "heads,context"])])
 def test_an_engine_of_two_processes_gives_what_one_gives(axes):

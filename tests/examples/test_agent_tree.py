@@ -22,6 +22,7 @@ def test_the_calculator_adds_up():
     assert calculate(" none\n") is None
 
 
+@pytest.mark.further
 def test_a_rollout_becomes_a_gradient():
     """What is scored is what was sampled, and each distinct token is there once."""
     model, params = pretrained.load(BUNDLED, dtype=jnp.float32, scan_layers=True)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.jax_versions import few
+from support.jax_versions import few, with_further
 from support.paths import ROOT
 from support.small_attention_model import attention_model, attention_params
 from support.small_caches import small_config
@@ -150,7 +150,9 @@ def play(config, queries, keys, values):
     return read, found, cache
 
 
-@pytest.mark.parametrize("kind", few(KINDS, "int8 and int4"))
+@pytest.mark.parametrize(
+    "kind", few(with_further(KINDS, "int4", "int4 and float32"), "int8 and int4")
+)
 def test_attention_is_that_of_what_is_read(kind):
     """And its derivative, as a cache in float32 has it of the numbers that are read."""
     config = small_config(**SIZES, **KINDS[kind])

@@ -96,7 +96,7 @@ def test_off_it_leaves_no_trace_in_the_program():
 def test_a_plain_cache_never_reaches_it(monkeypatch):
     from jkv.inspection import debugging
 
-    for name in ("StepWatcher", "_Step", "_LOOKS", "_note"):
+    for name in ("StepWatcher", "_Step", "_LOOKS", "_look_at_append"):
         monkeypatch.delattr(debugging, name)
     jax.eval_shape(lambda: step(jkv.init(config())))
 

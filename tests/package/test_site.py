@@ -61,8 +61,8 @@ def test_the_port_of_the_readme_is_the_tutorials() -> None:
 WITHOUT = {"trainer", "replicas"}
 PAGES = sorted({path.stem for path in (DOCS / "how-to").glob("*.md")} - WITHOUT)
 # These compile whole loops of decoding, which the tests of their rooms have, too.
-OF_LOOPS = ("chat", "exact", "long-runs", "search", "serving", "speculate")
-OF_LOOPS += ("states", "steering", "trees", "windows")
+OF_LOOPS = ("chat", "exact", "long-runs", "samples", "sampling", "search", "serving")
+OF_LOOPS += ("speculate", "states", "steering", "tiers", "trees", "windows")
 
 
 @pytest.mark.parametrize("name", with_further(PAGES, *OF_LOOPS))

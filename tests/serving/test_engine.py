@@ -26,7 +26,7 @@ from jkv.serving import Ask, RequestRefused, RequestState
 from jkv.status import UsageError
 
 
-@pytest.mark.parametrize("seed", few([0, 1, 2, *further([3, 4, 5])], 1))
+@pytest.mark.parametrize("seed", few([0, 1, *further([2, 3, 4, 5])], 1))
 def test_random_requests_get_the_texts_they_get_alone(seed):
     rng = np.random.default_rng(seed)
     free_blocks, free_rows = int(rng.choice([5, 6, 8, 40])), int(rng.choice([2, 10]))

@@ -217,13 +217,13 @@ def draft_of(kind):
     )
 
 
-ALL_FEATURES = ("keys+state", True)
+USUAL = ("keys+state", False)
 LAYERS = [(kind, is_drafted) for kind in KINDS for is_drafted in (False, True)]
 
 
 @pytest.mark.parametrize(
     "kind, is_drafted",
-    with_further(LAYERS, *(case for case in LAYERS if case != ALL_FEATURES)),
+    with_further(LAYERS, *(case for case in LAYERS if case != USUAL)),
 )
 def test_layers_of_all_kinds_and_drafts(kind, is_drafted):
     """A turn from the device, one from the host, one whose blocks are nowhere."""

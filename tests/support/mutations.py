@@ -853,8 +853,8 @@ MUTATIONS = (
         "snapshot-of-a-forgotten-text-found",
         "metadata",
         "A domain that was invalidated keeps its snapshots.",
-        "gone = True if salt is None else snapshots.salts == salt",
-        "gone = True if salt is None else snapshots.salts != snapshots.salts",
+        "salt is None or known.salts == salt",
+        "salt is None or known.salts != known.salts",
     ),
     Mutation(
         "snapshot-by-hash-alone",

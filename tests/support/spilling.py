@@ -41,8 +41,8 @@ class Spilling:
         assert found == blocks
         nodes = [node for node, held in spilled.held.items() if held.has_snapshot]
         assert {texts[node] for node in nodes} == {*places}
-        if spilled.classes is not None:
-            pairs = zip(spilled.classes, spilled.kept_until, strict=True)
+        if spilled.keep is not None:
+            pairs = zip(*spilled.keep, strict=True)
             found = dict(zip(texts, ((int(c), int(t)) for c, t in pairs), strict=True))
             assert found.items() <= kept.items()
 

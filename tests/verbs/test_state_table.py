@@ -19,9 +19,9 @@ ROWS = {
     # The engine's other kinds are what `tests/serving` is about.
     if row.name != "engine" or row.kind == "state"
 }
-# What `make test` plays: where layers attend beside a state, the verbs and the loops
-# that no other test has there. The random games have states alone.
-FIRST_KIND, FIRST_LOOPS = "keys+state", {"search_with_beams", "score"}
+# What `make test` plays: where layers attend beside a state, the verbs and scores. The
+# random games have states alone.
+FIRST_KIND, FIRST_LOOPS = "keys+state", {"score"}
 LATER = [
     name
     for name, row in ROWS.items()

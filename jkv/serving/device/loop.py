@@ -42,7 +42,7 @@ class Loop:
         how: How,
         kept: KeptPrograms | None,
     ):
-        self._sizes, self.cache = sizes, cache  # the newest, which may not be done yet
+        self.sizes, self.cache = sizes, cache  # the newest, which may not be done yet
         draft = how.speculate if isinstance(how.speculate, DraftModel) else None
         draft_params = None if draft is None else draft.params
         self._draft_cache = None if draft is None else draft.cache
@@ -94,13 +94,13 @@ class Loop:
         """Return what a request may ask for; those without stop tokens have i32[E]."""
         steering = self._given.steering
         return Limits(
-            max_prompt_tokens=self._sizes.max_prompt_tokens,
-            max_new_tokens=self._sizes.steps.max_new_tokens,
+            max_prompt_tokens=self.sizes.max_prompt_tokens,
+            max_new_tokens=self.sizes.steps.max_new_tokens,
             max_context_length=self.cache.max_context_length,
             num_blocks=self.num_blocks,
             block_size=self.block_size,
             vocabulary=self._vocabulary,
-            stops=self._sizes.stops,
+            stops=self.sizes.stops,
             stop_tokens=stop_tokens,
             has_detokenizer=has_detokenizer,
             num_variants=0 if steering is None else steering.num_variants,
@@ -190,7 +190,7 @@ class Loop:
     def warm_up(self, progress: Progress | None) -> int:
         """Compile all programs, by running each with nothing to do; count them."""
         nothing = Change(
-            Arrivals.of(self._sizes, []), np.zeros((self._sizes.num_sequences,), bool)
+            Arrivals.of(self.sizes, []), np.zeros((self.sizes.num_sequences,), bool)
         )
         programs: dict[str, Callable[[], Any]] = {
             "begin": self._begun,

@@ -80,7 +80,6 @@ class Orders:
 
 
 def pack_window(changes: Sequence[Change], num_steps: int) -> np.ndarray:
-    """Return a window's order as words."""
     parts = [np.array([num_steps, len(changes)], np.int32)]
     for arrivals, cancelled in changes:
         count = int(np.count_nonzero(arrivals.indices >= 0))  # the first lanes

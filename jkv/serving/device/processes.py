@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jkv.decoding.arguments.asked import How
 from jkv.decoding.model.protocol import Model
@@ -111,7 +112,7 @@ class SharedLoop(Loop):
         has_draft = draft_params is not None
         if has_draft and self._given.draft_params is None:
             super().replace_params(params, draft_params)  # raises
-        is_on_mesh = any(is_shared(_find_sharding(e)) for e in jax.tree.leaves(new))
+        is_on_mesh = any(map(is_shared, jax.tree.leaves(new)))
         self._tell(Order.REPLACE_PARAMS, np.array([has_draft, is_on_mesh], np.int32))
         if not is_on_mesh:
             params, draft_params = self._share((params, draft_params))
@@ -137,7 +138,6 @@ class SharedLoop(Loop):
         )
 
     def dismiss(self) -> None:
-        """Let followers return."""
         if self.is_followed:
             self._tell(Order.CLOSE)
             self.is_followed = False
@@ -164,7 +164,7 @@ class SharedLoop(Loop):
         """Do what the first process does in this moment."""
         match order:
             case Order.WINDOW:
-                self._start(*unpack_window(self._sizes, words))
+                self._start(*unpack_window(self.sizes, words))
                 for cache in self.caches if self._checks else ():
                     check(cache)
             case Order.WARM_UP:
@@ -226,7 +226,7 @@ class SharedLoop(Loop):
 
         def share(leaf: Any) -> Any:
             kind = jax.typeof(leaf)
-            has_all = not is_shared(_find_sharding(leaf))
+            has_all = not is_shared(leaf)
             # Of the same bytes everywhere, as JAX makes 32 bits of 64.
             own = jnp.asarray(leaf) if has_all else np.zeros(kind.shape, kind.dtype)
             return self._orders.share(np.asarray(own))
@@ -235,24 +235,17 @@ class SharedLoop(Loop):
 
     def _spread(self, arrays: Any) -> Any:
         """Return arrays on every device of the mesh, but for those that lie on it."""
-        everywhere = jax.sharding.NamedSharding(
-            self._mesh, jax.sharding.PartitionSpec()
-        )
+        everywhere = NamedSharding(self._mesh, PartitionSpec())
 
         def spread(leaf: Any) -> Any:
-            if is_shared(_find_sharding(leaf)):
+            if is_shared(leaf):
                 return leaf
             return put(np.asarray(jnp.asarray(leaf)), everywhere)
 
         return jax.tree.map(spread, arrays)
 
 
-def _find_sharding(leaf: Any) -> Any:
-    return getattr(leaf, "sharding", None)
-
-
 def _describe(arrays: Any) -> str:
-    """Say what programs are compiled for of arrays."""
     return repr([(each.shape, each.dtype) for each in jax.tree.leaves(arrays)])
 
 

@@ -50,7 +50,7 @@ def check_weights(
 def _put_like(name: str, old: Any, new: Any) -> Any:
     """Return an array where another is, as a copy if it is elsewhere."""
     if isinstance(old, jax.Array) and old.committed:
-        has_all = not is_shared(getattr(new, "sharding", None))
+        has_all = not is_shared(new)
         if is_shared(old.sharding) and has_all:
             return put(np.asarray(new), old.sharding)
         return jax.device_put(new, old.sharding)

@@ -12,7 +12,7 @@ import numpy as np
 
 from jkv.decoding.texts.results import FinishReason
 from jkv.serving.request.ask import Client
-from jkv.serving.request.texts import Detokenize, TextStream
+from jkv.serving.request.texts import TextStream
 
 
 class RequestState(enum.Enum):
@@ -141,12 +141,6 @@ class Request:
     is_parked: bool = False  # whether its texts are kept when they end
     # Called when there is something new; each from the thread that does the steps.
     listeners: list[Callable[[], None]] = dataclasses.field(default_factory=list)
-
-    def make_stream(self, detokenize: Detokenize | None) -> TextStream | None:
-        """Return the text that samples begin with."""
-        if detokenize is None:
-            return None
-        return TextStream(detokenize, self.tokens.tolist(), self.stop_strings)
 
     def begin(self, request_id: int, now: float, stream: TextStream | None) -> None:
         """Take a number, and a sample for each of the n sequences."""

@@ -54,11 +54,6 @@ def read_completions(request: Request) -> list[Completion]:
     ]
 
 
-def complete_refused(n: int, reason: FinishReason) -> list[Completion]:
-    """Return n sequences of a prompt that never began, without a request's number."""
-    return [Completion(-1, j, [], [], reason, None) for j in range(n)]
-
-
 class Cursor:
     """How far one consumer has read a request: what it missed is given at once."""
 

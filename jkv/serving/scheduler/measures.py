@@ -26,18 +26,12 @@ UNKNOWN_WAIT_SECONDS = 1.0
 
 
 class Times(NamedTuple):
-    """How long something took: a histogram.
+    """How long something took: a histogram."""
 
-    Attributes:
-      counts: how many took at most each of `BUCKETS`; those that took longer are in
-        `number` alone.
-      number: how many there were.
-      total: seconds of all together.
-    """
-
+    # How many took at most each of `BUCKETS`; those that took longer are in `number`.
     counts: tuple[int, ...] = (0,) * len(BUCKETS)
-    number: int = 0
-    total: float = 0.0
+    number: int = 0  # how many there were
+    total: float = 0.0  # seconds of all together
 
     @property
     def mean(self) -> float:

@@ -14,7 +14,8 @@ is done between two windows, by the thread that does the steps.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,6 @@ import numpy as np
 
 from jkv.prefixes.recommitment import recommit
 from jkv.serving.device.loop import Loop
-from jkv.serving.device.sizes import EngineSizes
 from jkv.serving.request.request import Request, RequestState, Sample
 from jkv.state import Cache
 from jkv.status import Status
@@ -66,17 +66,17 @@ class Parking:
     def __init__(
         self,
         loop: Loop,
-        sizes: EngineSizes,
         seconds: float,
         max_bytes: int | None,
         clock: Callable[[], float],
+        lock: AbstractContextManager[Any],
     ):
         if not seconds >= 0 or (max_bytes or 0) < 0:
             raise ValueError(
                 f"park_seconds and max_parked_bytes must be 0 or more, got "
                 f"{seconds} and {max_bytes}"
             )
-        self._loop, self._sizes = loop, sizes
+        self._loop, self._lock = loop, lock
         self._seconds, self._max_bytes, self._clock = seconds, max_bytes, clock
         # In the order in which they were parked; a dict is a set with an order.
         self._texts: dict[Parked, None] = {}
@@ -104,7 +104,8 @@ class Parking:
 
     def take(self, request_id: int, sample: int) -> Parked:
         """Return a text that a request is about to resume."""
-        parked = self._by_number.pop((request_id, sample), None)
+        with self._lock:
+            parked = self._by_number.pop((request_id, sample), None)
         if parked is None:
             raise KeyError(
                 f"sample {sample} of request {request_id} is not parked: it was never, "
@@ -114,9 +115,9 @@ class Parking:
 
     def put_back(self, parked: Parked) -> None:
         """Go on keeping a text whose request was refused."""
-        parked.is_over |= (
-            self._by_number.setdefault(parked.number, parked) is not parked
-        )
+        with self._lock:
+            other = self._by_number.setdefault(parked.number, parked)
+            parked.is_over |= other is not parked
 
     def give_up(self, request_id: int) -> bool:
         """Let the texts of a request go; return whether there were any."""
@@ -126,8 +127,9 @@ class Parking:
         return bool(numbers)
 
     def give_up_all(self) -> None:
-        for parked in list(self._by_number.values()):
-            self._give_up(parked)
+        with self._lock:
+            for parked in list(self._by_number.values()):
+                self._give_up(parked)
 
     def _give_up(self, parked: Parked | None) -> None:
         if parked is not None:
@@ -247,7 +249,8 @@ class Parking:
         """Whether the requests can have what they may need until the next look."""
         pinned = [each for each in self._texts if isinstance(each.stay, Pinned)]
         # A prompt may be held for samples that wait.
-        most = self._sizes.max_running + (self._sizes.steps.num_samples > 1)
+        sizes = self._loop.sizes
+        most = sizes.max_running + (sizes.steps.num_samples > 1)
         if pinned and len(pinned) + most > self._loop.num_rows:
             return False
         longest = sorted(lengths, reverse=True)[:most]

@@ -16,7 +16,7 @@ import numpy as np
 
 from jkv.decoding.texts.results import FinishReason
 from jkv.serving.request.ask import Client
-from jkv.serving.request.request import Request, RequestState, Sample
+from jkv.serving.request.request import Request, Sample
 from jkv.serving.scheduler.waiting import Waiting
 
 
@@ -125,10 +125,11 @@ class Queue:
             del self.requests[request.request_id]
         return request.has_ended
 
-    def count_states(self) -> dict[RequestState, int]:
-        counts = dict.fromkeys(RequestState, 0)
+    def count_states(self) -> dict[str, int]:
+        """Return how many requests wait, run and are preempted."""
+        counts = dict.fromkeys(("waiting", "running", "preempted"), 0)
         for request in self.requests.values():
-            counts[request.state] += 1
+            counts[request.state.value] += 1
         return counts
 
     def find_sharing(self, request: Request, first: int) -> list[Sample]:

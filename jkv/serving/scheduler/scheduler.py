@@ -18,7 +18,6 @@ from jkv.decoding.texts.results import FinishReason
 from jkv.inspection.invariants import check
 from jkv.serving.device.loop import Loop, Progress
 from jkv.serving.device.processes import SharedLoop
-from jkv.serving.device.sizes import EngineSizes
 from jkv.serving.device.transfers import Arrivals, Change, WindowReport
 from jkv.serving.request.ask import Client
 from jkv.serving.request.request import (
@@ -30,7 +29,7 @@ from jkv.serving.request.request import (
     SequenceNews,
 )
 from jkv.serving.request.results import Event, News, Results, wake
-from jkv.serving.request.texts import Detokenize
+from jkv.serving.request.texts import Detokenize, TextStream
 from jkv.serving.scheduler.keeping import Keeping
 from jkv.serving.scheduler.measures import EngineStats, Measures, NextRoom
 from jkv.serving.scheduler.parking import Parked, Parking
@@ -86,15 +85,14 @@ class Scheduler:
     def __init__(
         self,
         loop: Loop,
-        sizes: EngineSizes,
         options: HostOptions,
         lock: AbstractContextManager[Any],
     ):
-        self.loop, self.measures = loop, Measures()
+        self.loop, self.measures, sizes = loop, Measures(), loop.sizes
         self.queue = Queue(sizes.num_prompts, sizes.steps.num_samples, options.shares)
         self.measures.free_blocks = sum(loop.num_blocks)
         kept_for, most = options.park_seconds, options.max_parked_bytes
-        self.parking = Parking(loop, sizes, kept_for, most, options.clock)
+        self.parking = Parking(loop, kept_for, most, options.clock, lock)
         self.storing = find_storing(loop, options.store, options.store_share)
         self._keeping = Keeping(loop, options.clock)
         self._versions = Versions()
@@ -118,7 +116,6 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether a step would do nothing."""
         if self._unread is not None or self._news:
             return False
         if self.queue.requests or self.queue.has_changes:
@@ -127,7 +124,6 @@ class Scheduler:
 
     @property
     def has_failed(self) -> bool:
-        """Whether no request can be computed any more."""
         return self._failure is not None
 
     @property
@@ -138,7 +134,10 @@ class Scheduler:
     def add(self, request: Request, resumed: Parked | None = None) -> None:
         """Number a request, and let it wait; it may go on from a parked text."""
         # The user's detokenizer may be slow: the lock is not held.
-        stream = request.make_stream(self._options.detokenize)
+        stream, detokenize = None, self._options.detokenize
+        if detokenize is not None:
+            prompt = request.tokens.tolist()
+            stream = TextStream(detokenize, prompt, request.stop_strings)
         with self._lock:
             if self._failure is not None:
                 raise EngineError("the engine has failed") from self._failure
@@ -206,20 +205,6 @@ class Scheduler:
                 self.find(request_id).is_parked = False
             return self.parking.give_up(request_id)
 
-    def take_parked(self, request_id: int, sample: int) -> Parked:
-        """Return a parked text, which is about to be resumed."""
-        with self._lock:
-            return self.parking.take(request_id, sample)
-
-    def put_back(self, parked: Parked) -> None:
-        """Go on keeping a text whose request was refused."""
-        with self._lock:
-            self.parking.put_back(parked)
-
-    def unpark_all(self) -> None:
-        with self._lock:
-            self.parking.give_up_all()
-
     def count_refused(self) -> None:
         with self._lock:
             self.measures.refused += 1
@@ -230,15 +215,12 @@ class Scheduler:
 
     def read_stats(self) -> EngineStats:
         with self._lock:
-            states = self.queue.count_states()
             if self._unread is None and self.loop.num_free_blocks is not None:
                 self.measures.free_blocks = int(self.loop.num_free_blocks)
             return self.measures.read(
                 sum(each.num_blocks for each in self.loop.cache.metadata.block_groups),
                 self._options.clock(),
-                waiting=states[RequestState.WAITING],
-                running=states[RequestState.RUNNING],
-                preempted=states[RequestState.PREEMPTED],
+                **self.queue.count_states(),
                 version=self._versions.newest,
                 **self.parking.count(),
                 **self.storing.read(),

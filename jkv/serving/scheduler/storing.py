@@ -80,7 +80,8 @@ class Storing:
         # Blocks that were restored for prompts that have not begun.
         self._awaited: dict[Request, int] = {}
         self._read: float | None = None  # when the last window was
-        self.num_spilled = self.num_restored = self.num_tokens = 0
+        names = "spilled_blocks", "restored_blocks", "restored_tokens"
+        self._done = dict.fromkeys(names, 0)
 
     def settle(self, dispatched: list[Request], *, is_running: bool) -> None:
         """Do what is to be done before the next window, to which requests go.
@@ -121,9 +122,7 @@ class Storing:
     def read(self) -> dict[str, float]:
         """Return what was done, and what there is."""
         return {
-            "spilled_blocks": self.num_spilled,
-            "restored_blocks": self.num_restored,
-            "restored_tokens": self.num_tokens,
+            **self._done,
             "store_bytes": self._store.nbytes,
             "store_folder_bytes": self._store.folder_bytes,
             "copy_seconds_per_token": self._copying.seconds,
@@ -156,7 +155,7 @@ class Storing:
         for start in range(0, max(num_blocks, 1), BLOCKS_PER_SPILL):
             num = min(num_blocks - start, BLOCKS_PER_SPILL)
             self._loop.cache, spilled = take(self._loop.cache, num, BLOCKS_PER_SPILL)
-            self.num_spilled += spilled.num_blocks
+            self._done["spilled_blocks"] += spilled.num_blocks
             self._store.put(spilled)
             num_left += spilled.num_blocks + spilled.num_snapshots
         return num_left
@@ -181,10 +180,10 @@ class Storing:
             return
         self._loop.cache, num = restore(self._loop.cache, found, donate=True)
         brought = self._match(request) - known
-        self.num_restored += num
+        self._done["restored_blocks"] += num
         self._awaited[request] = num
         if brought > 0:
-            self.num_tokens += brought
+            self._done["restored_tokens"] += brought
             self._copying.add(time.monotonic() - start, brought)
 
     def _match(self, request: Request) -> int:

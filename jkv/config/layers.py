@@ -1,6 +1,31 @@
-"""What a layer of a model keeps that has a state instead of keys, or beside them."""
+"""What layers of a model keep: keys and values, of a window or not, or a state.
 
+With a single group of layers a cache keeps all tokens of every one. With a group for
+each window (`GroupedConfig`) the others keep no more than their rows see.
+"""
+
+from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+
+class Heads(NamedTuple):
+    """What a token takes in one layer."""
+
+    num_kv_heads: int
+    head_dim: int
+    value_head_dim: int
+
+    def as_fields(self) -> dict[str, int]:
+        """Return them as fields; values as wide as keys go without saying."""
+        fields = self._asdict()
+        if self.value_head_dim == self.head_dim:
+            del fields["value_head_dim"]
+        return fields
+
+    def __str__(self) -> str:
+        values = f", values of {self.value_head_dim}"
+        beside = values if self.value_head_dim != self.head_dim else ""
+        return f"{self.num_kv_heads} kv heads of {self.head_dim}{beside}"
 
 
 class Array(NamedTuple):
@@ -54,3 +79,30 @@ class Kept(NamedTuple):
 
     attends: bool  # keys and values
     state: LayerState | None
+
+
+class Windows(NamedTuple):
+    """How many layers have a window, and its tokens."""
+
+    num_layers: int
+    length: int
+
+
+def count_windows(layers: Sequence[int | None]) -> Windows | None:
+    """Return how many of these layers have a window, None if all see everything."""
+    lengths = [length for length in layers if length is not None]
+    return Windows(len(lengths), max(lengths)) if lengths else None
+
+
+def order_windows(layers: Sequence[int | None]) -> list[int | None]:
+    """Return the different windows of layers, the one that sees furthest first."""
+    different = set(layers)
+    finite = sorted((window for window in different if window), reverse=True)
+    return [None, *finite] if None in different else [*finite]
+
+
+def find_leader(windows: Sequence[int | None]) -> int:
+    """Return the index of the first window that sees furthest, of none 0."""
+    if not windows:
+        return 0
+    return windows.index(order_windows(windows)[0])
