@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.decoding.beams import branches
+from jkv.decoding.beams.branches import SearchState
 from jkv.decoding.beams.hypotheses import (
     NO_SCORE,
     Beams,
@@ -25,7 +26,6 @@ from jkv.decoding.beams.hypotheses import (
     may_improve,
     rank_continuations,
 )
-from jkv.decoding.beams.state import SearchState
 from jkv.decoding.model.prefill import Chunk, Pending, Sizes, prefill
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.sampling.stopping import find_first
