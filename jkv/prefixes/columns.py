@@ -85,12 +85,12 @@ def describe_blocks(metadata: Metadata, chains: Chains, lanes: CommitLanes) -> C
     terms = hashing.column_hash(tokens, column)
     hashes_before = index.hashes.at[before].get(mode="clip")
     above = jnp.where(column == 0, hashing.salt_hash(salts), hashes_before)
-    hashes, is_first, first_lane = above + terms, jnp.ones_like(lanes.valid), None
+    is_first, first_lane = jnp.ones_like(lanes.valid), None
     if not lanes.is_alone:
         first_lane = first_lanes(lanes.rank)
         is_first = first_lane == jnp.arange(column.shape[0], dtype=jnp.int32)
-        sums = jnp.cumsum(terms, dtype=jnp.uint32)
-        hashes = (hashes - sums)[first_lane] + sums
+    hashes = hashing.run_on(above, terms, first_lane)
+    if not lanes.is_alone:
         above = jnp.where(is_first, above, jnp.roll(hashes, 1))
     # Of a run's blocks only the first has its parent in the index before they enter.
     parents = proofs.known_parents(index, before) if lanes.is_alone else None

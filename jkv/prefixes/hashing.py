@@ -45,6 +45,18 @@ def wide_column_hash(tokens: jax.Array, column: jax.Array) -> jax.Array:
     return jnp.stack(words, axis=-1)
 
 
+def run_on(
+    above: jax.Array,  # [P, ...], hashes above the blocks; those of first lanes count
+    terms: jax.Array,  # [P, ...], what the blocks' columns add
+    first_lane: jax.Array | None,  # i32[P], of each one's run; None where all are alone
+) -> jax.Array:
+    """Return hashes up to the ends of P blocks, in runs that follow each other."""
+    if first_lane is None:
+        return above + terms
+    sums = jnp.cumsum(terms, axis=0, dtype=jnp.uint32)
+    return (above + terms - sums)[first_lane] + sums
+
+
 def mixed(bits: jax.Array) -> jax.Array:
     """Spread every bit over all of u32[...]: MurmurHash3's finaliser."""
     for shift, factor in ((16, _MIX[0]), (13, _MIX[1])):

@@ -44,8 +44,8 @@ def hash_lanes(
     salts: jax.Array,
     tokens: jax.Array,
     column: jax.Array,
-    before: jax.Array,  # i32[P], the block before, which counts for first lanes
-    first_lane: jax.Array | None,  # i32[P], of each request; None where all are alone
+    before: jax.Array,  # i32[P], the block before
+    first_lane: jax.Array | None,
 ) -> jax.Array | None:
     """Return the wide hashes up to the end of the lanes' blocks, u32[P, 2], if any."""
     if index.wide_hashes is None:
@@ -55,11 +55,7 @@ def hash_lanes(
         hashing.wide_salt_hash(salts),
         index.wide_hashes.at[before].get(mode="clip"),
     )
-    terms = hashing.wide_column_hash(tokens, column)
-    if first_lane is None:
-        return above + terms
-    sums = jnp.cumsum(terms, axis=0, dtype=jnp.uint32)
-    return (above + terms - sums)[first_lane] + sums
+    return hashing.run_on(above, hashing.wide_column_hash(tokens, column), first_lane)
 
 
 def known_parents(index: PrefixIndex, before: jax.Array) -> jax.Array | None:

@@ -58,8 +58,9 @@ class Engine:
 
     Without a thread of its own the engine goes on while a call waits for a request:
     `generate`, `stream`, `events` and `results` do the steps. `start`, or the engine
-    as a context manager, gives it a thread. All methods may be called by any thread; a
-    `request_id` is what `submit` returned.
+    as a context manager, gives it a thread. All methods may be called by any thread. A
+    `request_id` is what `submit` returned; one that is unknown, or whose results are
+    forgotten, is a KeyError at once.
 
     Example:
       >>> import asyncio, jax, jkv
@@ -316,7 +317,6 @@ class Engine:
             end and this call; what has failed is not kept.
 
         Raises:
-          KeyError: if it is unknown, or forgotten.
           ValueError: for a cache without `prefix_caching`, or on a mesh of several
             processes.
         """
@@ -389,7 +389,6 @@ class Engine:
           wait: until it has ended; else what there is, with the reason RUNNING.
 
         Raises:
-          KeyError: if it is unknown, or its results are forgotten.
           EngineError: if it failed, and `wait`.
         """
         request = self._scheduler.find(request_id)
@@ -399,11 +398,7 @@ class Engine:
             return read_completions(request)
 
     def state(self, request_id: int) -> RequestState:
-        """Return where a request is.
-
-        Raises:
-          KeyError: if it is unknown, or forgotten.
-        """
+        """Return where a request is."""
         request = self._scheduler.find(request_id)
         with self._turns.lock:
             return request.state
@@ -415,7 +410,6 @@ class Engine:
         nothing, and holds nothing up.
 
         Raises:
-          KeyError: at once, if it is unknown.
           EngineError: at the end, if it failed.
         """
         request = self._scheduler.find(request_id)

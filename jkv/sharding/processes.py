@@ -9,14 +9,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import (
-    AxisType,
-    Mesh,
-    NamedSharding,
-    PartitionSpec,
-    Sharding,
-    SingleDeviceSharding,
-)
 
 # Bytes of an order, at most. A program that copies one is called in a sixth of the time
 # that `device_put` takes, which copies nothing.
@@ -26,11 +18,11 @@ _SMALL = 2**16
 def is_shared(where: Any) -> bool:
     """Return whether other processes have devices of a sharding, or of an array's."""
     where = getattr(where, "sharding", where)
-    is_sharding = isinstance(where, Sharding)
+    is_sharding = isinstance(where, jax.sharding.Sharding)
     return is_sharding and not where.is_fully_addressable
 
 
-def find_shared_mesh(arrays: Any) -> Mesh | None:
+def find_shared_mesh(arrays: Any) -> jax.sharding.Mesh | None:
     """Return the mesh of several processes that arrays lie on; None without one."""
     shared: Any = next(filter(is_shared, jax.tree.leaves(arrays)), None)
     return None if shared is None else shared.sharding.mesh
@@ -61,16 +53,16 @@ def replicate(array: jax.Array) -> jax.Array:
     return found
 
 
-def is_writer(mesh: Mesh) -> bool:
+def is_writer(mesh: jax.sharding.Mesh) -> bool:
     """Return whether this is the process of a mesh that writes for all of them."""
     first = min(device.process_index for device in mesh.devices.flat)
     return bool(first == jax.process_index())
 
 
-def agree(mesh: Mesh, is_well: bool) -> bool:
+def agree(mesh: jax.sharding.Mesh, is_well: bool) -> bool:
     """Return whether all is well on every process; each waits for the others."""
-    axes = PartitionSpec(mesh.axis_names)
-    where = NamedSharding(mesh, axes)
+    axes = jax.sharding.PartitionSpec(mesh.axis_names)
+    where = jax.sharding.NamedSharding(mesh, axes)
     flags = jax.make_array_from_callback(
         (mesh.devices.size,), where, lambda _: np.array([is_well])
     )
@@ -98,7 +90,7 @@ class Broadcast:
       num_processes: of the mesh.
     """
 
-    def __init__(self, mesh: Mesh):
+    def __init__(self, mesh: jax.sharding.Mesh):
         processes = sorted({each.process_index for each in mesh.devices.flat})
         devices = [_choose_device(mesh, each) for each in processes]
         self.is_first = processes[0] == jax.process_index()
@@ -107,12 +99,15 @@ class Broadcast:
         self._under_way: jax.Array | None = None
         self._device = devices[processes.index(jax.process_index())]
         self._put_small = jax.jit(
-            lambda array: array[None], out_shardings=SingleDeviceSharding(self._device)
+            lambda array: array[None],
+            out_shardings=jax.sharding.SingleDeviceSharding(self._device),
         )
-        line = Mesh(np.asarray(devices), ("process",), (AxisType.Auto,))
-        spec = PartitionSpec
-        self._parts = NamedSharding(line, spec("process"))
-        everywhere = NamedSharding(line, spec())
+        line = jax.sharding.Mesh(
+            np.asarray(devices), ("process",), (jax.sharding.AxisType.Auto,)
+        )
+        spec = jax.sharding.PartitionSpec
+        self._parts = jax.sharding.NamedSharding(line, spec("process"))
+        everywhere = jax.sharding.NamedSharding(line, spec())
         self._first = jax.jit(lambda parts: parts[0], out_shardings=everywhere)
         self._all = jax.jit(lambda parts: parts, out_shardings=everywhere)
 
@@ -148,7 +143,7 @@ class Broadcast:
         return jax.make_array_from_single_device_arrays(shape, self._parts, [part])
 
 
-def _choose_device(mesh: Mesh, process: int) -> Any:
+def _choose_device(mesh: jax.sharding.Mesh, process: int) -> Any:
     """Return a device of a process: its processor, or else the first of the mesh."""
     of_mesh = [each for each in mesh.devices.flat if each.process_index == process]
     try:
@@ -160,7 +155,7 @@ def _choose_device(mesh: Mesh, process: int) -> Any:
 
 
 @functools.cache
-def _replicate(mesh: Mesh) -> Any:
+def _replicate(mesh: jax.sharding.Mesh) -> Any:
     """Return a function that brings an array to every device of a mesh."""
-    everywhere = NamedSharding(mesh, PartitionSpec())
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     return jax.jit(lambda array: array, out_shardings=everywhere)

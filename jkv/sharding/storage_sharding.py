@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 Arrays = TypeVar("Arrays")
 
@@ -30,7 +29,7 @@ PER_HEAD, WHOLE = DividedAxes(0), DividedAxes()
 class StorageSharding:
     """How the keys and values of a cache lie on a mesh."""
 
-    mesh: Mesh  # the devices
+    mesh: jax.sharding.Mesh  # the devices
     # The mesh axis over which the kv heads are spread, None for no axis.
     heads: str | None = None
     # The mesh axis over which the tokens of each block are spread: of a block of T
@@ -43,7 +42,7 @@ class StorageSharding:
     @classmethod
     def of(
         cls,
-        mesh: Mesh,
+        mesh: jax.sharding.Mesh,
         heads: str | None,  # the axis to spread K heads over
         context: str | None,  # and the T tokens of a block
         num_kv_heads: int,  # K
@@ -98,7 +97,7 @@ class StorageSharding:
 
     def spec(
         self, array: DividedAxes, axes: frozenset[str] | None = None
-    ) -> PartitionSpec:
+    ) -> jax.sharding.PartitionSpec:
         """Return the partition of an array, by some of the axes or by all."""
         heads, context = (
             axis if axes is None or axis in axes else None
@@ -109,7 +108,7 @@ class StorageSharding:
 
 def find_spec(
     array: DividedAxes, heads: str | None, context: str | None
-) -> PartitionSpec:
+) -> jax.sharding.PartitionSpec:
     """Return the partition of an array by these mesh axes, None for none."""
     parts = {
         array_axis: axis
@@ -117,19 +116,21 @@ def find_spec(
         if axis is not None and array_axis is not None
     }
     last = max(parts, default=-1)
-    return PartitionSpec(*map(parts.get, range(last + 1)))
+    return jax.sharding.PartitionSpec(*map(parts.get, range(last + 1)))
 
 
 # What a group's storage remembers, and the partition of those of its arrays that are
 # divided, by path.
-Divided: TypeAlias = tuple[StorageSharding | None, dict[str, PartitionSpec]]
+Divided: TypeAlias = tuple[
+    StorageSharding | None, dict[str, jax.sharding.PartitionSpec]
+]
 
 
 def divide_pools(
     num_kv_heads: int,
     block_size: int,
     paths: Iterable[str],
-    mesh: Mesh,
+    mesh: jax.sharding.Mesh,
     heads: str | None,
     context: str | None,
 ) -> Divided:
@@ -174,7 +175,7 @@ def without_copies_of_heads(
     return array[(slice(None),) * head_axis + (slice(None, None, copies),)]
 
 
-def _num_devices(mesh: Mesh, name: str, axis: str) -> int:
+def _num_devices(mesh: jax.sharding.Mesh, name: str, axis: str) -> int:
     """Return how many devices an axis has; refuse one that the mesh lacks."""
     if axis not in mesh.axis_names:
         raise ValueError(
@@ -184,7 +185,7 @@ def _num_devices(mesh: Mesh, name: str, axis: str) -> int:
     return int(mesh.shape[axis])
 
 
-def _divides(mesh: Mesh, axis: str) -> bool:
+def _divides(mesh: jax.sharding.Mesh, axis: str) -> bool:
     return mesh.shape[axis] > 1 or is_explicit(mesh, axis)
 
 
@@ -192,7 +193,7 @@ def _divides(mesh: Mesh, axis: str) -> bool:
 class PoolSharding:
     """How pools lie on a mesh: every array of the cache has an axis of ranks first."""
 
-    mesh: Mesh  # the devices
+    mesh: jax.sharding.Mesh  # the devices
     axis: str  # the mesh axis of which each rank has a pool
 
     def __post_init__(self) -> None:
@@ -203,9 +204,11 @@ class PoolSharding:
         """Pools."""
         return _num_devices(self.mesh, "pools", self.axis)
 
-    def within(self, spec: PartitionSpec) -> NamedSharding:
+    def within(self, spec: jax.sharding.PartitionSpec) -> jax.sharding.NamedSharding:
         """Return where arrays go that a spec partitions within their rank."""
-        return NamedSharding(self.mesh, PartitionSpec(self.axis, *spec))
+        return jax.sharding.NamedSharding(
+            self.mesh, jax.sharding.PartitionSpec(self.axis, *spec)
+        )
 
     def map(
         self,
@@ -224,7 +227,10 @@ class PoolSharding:
         mapped = jax.shard_map(
             function,
             mesh=self.mesh if context.empty else context,
-            in_specs=(PartitionSpec(self.axis), PartitionSpec()),
+            in_specs=(
+                jax.sharding.PartitionSpec(self.axis),
+                jax.sharding.PartitionSpec(),
+            ),
             out_specs=out_specs,
             axis_names={self.axis},
             check_vma=False,
@@ -245,13 +251,15 @@ def with_rank(arrays: Arrays) -> Arrays:
     return jax.tree.map(lambda array: array[None], arrays)
 
 
-def is_explicit(mesh: Mesh, axis: str) -> bool:
+def is_explicit(mesh: jax.sharding.Mesh, axis: str) -> bool:
     """Return whether types of arrays say how the axis divides them."""
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return types[axis] == AxisType.Explicit
+    return types[axis] == jax.sharding.AxisType.Explicit
 
 
-def spread(arrays: Arrays, mesh: Mesh, axis: str, array_axis: int | None) -> Arrays:
+def spread(
+    arrays: Arrays, mesh: jax.sharding.Mesh, axis: str, array_axis: int | None
+) -> Arrays:
     """Divide arrays by a mesh axis at one of their axes, None for none.
 
     `shard_map` wants that of Explicit axes; on others this does nothing. What further
@@ -266,19 +274,21 @@ def spread(arrays: Arrays, mesh: Mesh, axis: str, array_axis: int | None) -> Arr
 def as_auto(array: jax.Array) -> jax.Array:
     """Return an array on axes that are all Auto, of the same buffers; outside jit."""
     where: Any = getattr(array, "sharding", None)  # numpy has none
-    if not isinstance(where, NamedSharding):
+    if not isinstance(where, jax.sharding.NamedSharding):
         return array
     names = where.mesh.axis_names
-    automatic = (AxisType.Auto,) * len(names)
-    mesh = Mesh(where.mesh.devices, names, axis_types=automatic)
+    automatic = (jax.sharding.AxisType.Auto,) * len(names)
+    mesh = jax.sharding.Mesh(where.mesh.devices, names, axis_types=automatic)
     return jax.make_array_from_single_device_arrays(
         array.shape,
-        NamedSharding(mesh, where.spec),
+        jax.sharding.NamedSharding(mesh, where.spec),
         [shard.data for shard in array.addressable_shards],
     )
 
 
-def _reshard(array: Any, *, mesh: Mesh, axis: str, array_axis: int | None) -> Any:
+def _reshard(
+    array: Any, *, mesh: jax.sharding.Mesh, axis: str, array_axis: int | None
+) -> Any:
     kind: Any = jax.typeof(array)
     old = [*kind.sharding.spec, *[None] * (kind.ndim - len(kind.sharding.spec))]
     new = [
@@ -286,9 +296,9 @@ def _reshard(array: Any, *, mesh: Mesh, axis: str, array_axis: int | None) -> An
     ]
     if new == old:
         return array
-    spec = PartitionSpec(*new)
+    spec = jax.sharding.PartitionSpec(*new)
     if jax.sharding.get_abstract_mesh().empty:
-        return jax.sharding.reshard(array, NamedSharding(mesh, spec))
+        return jax.sharding.reshard(array, jax.sharding.NamedSharding(mesh, spec))
     return jax.sharding.reshard(array, spec)
 
 

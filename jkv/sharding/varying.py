@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 Arrays = TypeVar("Arrays")
 
@@ -60,7 +59,7 @@ def type_alike(kind: jax.core.ShapedArray) -> dict[str, Any]:
     """Return what `ShapedArray` is told for a type that varies over the same axes."""
     if not varying_axes(kind):
         return {}
-    whole = NamedSharding(kind.sharding.mesh, PartitionSpec())
+    whole = jax.sharding.NamedSharding(kind.sharding.mesh, jax.sharding.PartitionSpec())
     return {"sharding": whole, "manual_axis_type": kind.manual_axis_type}
 
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig, as_grouped
@@ -29,7 +28,7 @@ from jkv.sharding.storage_sharding import (
 )
 from jkv.state.cache import Cache, Device
 
-Placement: TypeAlias = Device | Sharding | None  # None: JAX's choice
+Placement: TypeAlias = Device | jax.sharding.Sharding | None  # None: JAX's choice
 
 Arrays = TypeVar("Arrays")
 
@@ -52,7 +51,7 @@ class Placements(NamedTuple):
 def choose_placements(
     cache: CacheConfig | StateConfig | GroupedConfig | Cache,
     device: Placement,
-    mesh: Mesh | None,
+    mesh: jax.sharding.Mesh | None,
     *,
     heads: str | None = None,
     context: str | None = None,
@@ -85,16 +84,16 @@ def choose_placements(
         )
     ranks = None if pools is None else PoolSharding(mesh, pools)
 
-    def placement_of(spec: PartitionSpec) -> Placement:
+    def placement_of(spec: jax.sharding.PartitionSpec) -> Placement:
         if ranks is None:
-            return NamedSharding(mesh, spec)
+            return jax.sharding.NamedSharding(mesh, spec)
         return ranks.within(spec)
 
     storage = tuple(
         {path: placement_of(spec) for path, spec in specs.items()} for _, specs in found
     )
     shardings = tuple(sharding for sharding, _ in found)
-    whole = placement_of(PartitionSpec())
+    whole = placement_of(jax.sharding.PartitionSpec())
     return Placements(shardings, ranks, whole, storage)
 
 
@@ -103,7 +102,7 @@ def put(arrays: Arrays, device: Placement) -> Arrays:
 
     No two of its arrays then share a buffer with another or with one of numpy's.
     """
-    if not (isinstance(device, Sharding) and is_shared(device)):
+    if not (isinstance(device, jax.sharding.Sharding) and is_shared(device)):
         return jax.device_put(jax.tree.map(_unaligned, arrays), device)
 
     def put_parts(array: np.ndarray) -> jax.Array:
@@ -145,15 +144,15 @@ def put_by_layers(
 
 def _find_layer_placement(
     device: Placement, axis: int, ndim: int, copies: int
-) -> NamedSharding | None:
+) -> jax.sharding.NamedSharding | None:
     """Return where one layer of an array goes; None where JAX may choose."""
-    if not isinstance(device, NamedSharding):
+    if not isinstance(device, jax.sharding.NamedSharding):
         return None
     axes = [*device.spec, *[None] * ndim][:ndim]
     if copies > 1:  # a layer has each head once
         axes[axis + POOL_HEADS] = None
     del axes[axis]
-    return NamedSharding(device.mesh, PartitionSpec(*axes))
+    return jax.sharding.NamedSharding(device.mesh, jax.sharding.PartitionSpec(*axes))
 
 
 def _unaligned(array: np.ndarray) -> np.ndarray:

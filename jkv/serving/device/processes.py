@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jkv.decoding.arguments.asked import How
 from jkv.decoding.model.protocol import Model
@@ -62,7 +61,6 @@ class SharedLoop(Loop):
         super().__init__(model, params, cache, sizes, how, None)
         # Of what was started last, arrays that are there when all is; None: unknown.
         self._newest: Any = None
-        self._is_report_whole: bool | None = None  # on each process, as it is computed
         broadcast = self._broadcast = Broadcast(mesh)
         _check_alike(
             broadcast,
@@ -199,13 +197,7 @@ class SharedLoop(Loop):
             self._newest = self.num_free_blocks
             return None
         # What a model divides, such as the vocabulary, may divide what follows from it.
-        if self._is_report_whole is None:
-            leaves = jax.tree.leaves(report)
-            self._is_report_whole = all(leaf.is_fully_replicated for leaf in leaves)
-        # What one program returns is there at one time.
-        self._newest = report.counts
-        if not self._is_report_whole:
-            self._newest = report = jax.tree.map(replicate, report)
+        self._newest = report = jax.tree.map(replicate, report)
         return report
 
     def _settle(self) -> None:
@@ -235,7 +227,9 @@ class SharedLoop(Loop):
 
     def _spread(self, arrays: Any) -> Any:
         """Return arrays on every device of the mesh, but for those that lie on it."""
-        everywhere = NamedSharding(self._mesh, PartitionSpec())
+        everywhere = jax.sharding.NamedSharding(
+            self._mesh, jax.sharding.PartitionSpec()
+        )
 
         def spread(leaf: Any) -> Any:
             if is_shared(leaf):

@@ -138,11 +138,12 @@ class Parking:
 
     def count(self) -> dict[str, int]:
         """Return what is parked: texts, blocks on the device, bytes on the host."""
-        pinned = [each for each in self._texts if isinstance(each.stay, Pinned)]
         on_host = [each.stay for each in self._texts if isinstance(each.stay, Swapped)]
         return {
             "parked": len(self._by_number),
-            "parked_blocks": sum(sum(self._count_blocks(len(e.text))) for e in pinned),
+            "parked_blocks": sum(
+                sum(self._count_blocks(len(e.text))) for e in self._pinned
+            ),
             "parked_bytes": sum(each.nbytes for each in on_host),
         }
 
@@ -163,7 +164,7 @@ class Parking:
             elif parked.request is not None and parked.request in dispatched:
                 self._bring_back(parked)
         due = self._clock() - self._seconds
-        for parked in self._find_pinned():
+        for parked in self._find_idle():
             if parked.since <= due:
                 self._move_to_host(parked)
         self._make_room(lengths)
@@ -176,15 +177,16 @@ class Parking:
 
     def lose_blocks(self) -> None:
         """Note that the pool was made anew; what is on the host is there still."""
-        for parked in self._texts:
-            if isinstance(parked.stay, Pinned):
-                parked.stay = None
+        for parked in self._pinned:
+            parked.stay = None
 
-    def _find_pinned(self) -> Iterator[Parked]:
-        """Yield what is pinned and not on its way back, the oldest first."""
-        for parked in list(self._texts):
-            if isinstance(parked.stay, Pinned) and parked.request is None:
-                yield parked
+    @property
+    def _pinned(self) -> list[Parked]:
+        return [each for each in list(self._texts) if isinstance(each.stay, Pinned)]
+
+    def _find_idle(self) -> Iterator[Parked]:
+        """Return what is pinned and not on its way back, the oldest first."""
+        return (parked for parked in self._pinned if parked.request is None)
 
     def _pin(self, parked: Parked) -> Pinned:
         """Start to hold the full blocks that the prefix index has of a text."""
@@ -199,7 +201,7 @@ class Parking:
 
     def _bring_back(self, parked: Parked) -> None:
         """Pin a text whose blocks are on the host, if the cache can have room."""
-        others = self._find_pinned()
+        others = self._find_idle()
         while isinstance(swapped := parked.stay, Swapped):
             found = self._pin(parked)
             if int(found.num_tokens[0]) >= int(swapped.context_lengths[0]):
@@ -236,18 +238,18 @@ class Parking:
 
     def _make_room(self, lengths: list[int]) -> None:
         """Move texts to the host until no request can lack a block or a row."""
-        for parked in self._find_pinned():
+        for parked in self._find_idle():
             if self._has_room(lengths):
                 return
             self._move_to_host(parked)
         # What is on its way back is free then, and most likely found all the same.
-        for parked in list(self._texts):
-            if isinstance(parked.stay, Pinned) and not self._has_room(lengths):
+        for parked in self._pinned:
+            if not self._has_room(lengths):
                 self._let_go(parked)
 
     def _has_room(self, lengths: list[int]) -> bool:
         """Whether the requests can have what they may need until the next look."""
-        pinned = [each for each in self._texts if isinstance(each.stay, Pinned)]
+        pinned = self._pinned
         # A prompt may be held for samples that wait.
         sizes = self._loop.sizes
         most = sizes.max_running + (sizes.steps.num_samples > 1)

@@ -34,7 +34,7 @@ from jkv.serving.scheduler.keeping import Keeping
 from jkv.serving.scheduler.measures import EngineStats, Measures, NextRoom
 from jkv.serving.scheduler.parking import Parked, Parking
 from jkv.serving.scheduler.queue import Queue
-from jkv.serving.scheduler.storing import find_storing
+from jkv.serving.scheduler.storing import NoStoring, Storing
 from jkv.serving.scheduler.versions import Update, Versions, has_begun
 from jkv.status import UsageError
 from jkv.tiers.store import BlockStore
@@ -93,7 +93,9 @@ class Scheduler:
         self.measures.free_blocks = sum(loop.num_blocks)
         kept_for, most = options.park_seconds, options.max_parked_bytes
         self.parking = Parking(loop, kept_for, most, options.clock, lock)
-        self.storing = find_storing(loop, options.store, options.store_share)
+        self.storing: Storing | NoStoring = NoStoring()
+        if options.store is not None:
+            self.storing = Storing(loop, options.store, options.store_share)
         self._keeping = Keeping(loop, options.clock)
         self._versions = Versions()
         self._sizes, self._options, self._lock = sizes, options, lock

@@ -66,6 +66,11 @@ class Storing:
     """What goes between a cache and its store."""
 
     def __init__(self, loop: Loop, store: BlockStore, share: float):
+        if isinstance(loop, SharedLoop):
+            raise UsageError(
+                "a store is of one process: on a mesh of several, leave store= out"
+            )
+        check_has_texts(loop.cache)
         if not 0 < share <= 1:
             raise UsageError(f"store_share must be above 0 and at most 1, got {share}")
         store.belong(Layout.of(loop.cache))
@@ -191,17 +196,3 @@ class Storing:
         padded = np.full((1, self._loop.cache.max_context_length), -1, np.int32)
         padded[0, : len(request.tokens)] = request.tokens
         return int(match(self._loop.cache, padded, request.salt)[0])
-
-
-def find_storing(
-    loop: Loop, store: BlockStore | None, share: float
-) -> Storing | NoStoring:
-    """Return what goes between a cache and a store, or no store."""
-    if store is None:
-        return NoStoring()
-    if isinstance(loop, SharedLoop):
-        raise UsageError(
-            "a store is of one process: on a mesh of several, leave store= out"
-        )
-    check_has_texts(loop.cache)
-    return Storing(loop, store, share)
