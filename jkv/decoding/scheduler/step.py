@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.model.prefill import Pending, end_at_snapshots, run_chunk
+from jkv.decoding.model.chunks import Unread, end_at_snapshots, run_chunk
 from jkv.decoding.model.rows import choose_size, share_rows
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.sampling.draws import Choice
@@ -94,7 +94,7 @@ def _compute_rows(
 
     def mix(num_rows: int) -> Callable[[Carry, jax.Array], Carry]:
         def compute(carry: Carry, counts: jax.Array) -> Carry:
-            pending = Pending(places.seq_ids, state.tokens_at)
+            pending = Unread(places.seq_ids, state.tokens_at)
             cache, batch, logits = run_chunk(
                 runner, carry[0], pending, loads.done, counts, num_rows
             )

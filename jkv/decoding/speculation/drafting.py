@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.model.prefill import (
+from jkv.decoding.model.chunks import (
     Chunk,
-    Pending,
-    Sizes,
-    prefill,
+    ChunkSizes,
+    Unread,
     run_chunk,
+    run_chunks,
 )
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.sampling.draws import Choice, draw
@@ -142,12 +142,12 @@ def _catch_up(
     def note(_: Cache, is_ready: jax.Array, chunk: Chunk) -> jax.Array:
         return is_ready & (chunk.batch.status == Status.OK)
 
-    cache, is_ready = prefill(
+    cache, is_ready = run_chunks(
         runner,
         rows.cache,
-        Pending(rows.seq_ids, state.tokens_at, commits=False),
+        Unread(rows.seq_ids, state.tokens_at, commits=False),
         is_ready,
-        Sizes(max(_ROWS, is_ready.shape[0]), state.places.ages),
+        ChunkSizes(max(_ROWS, is_ready.shape[0]), state.places.ages),
         count_left=count_left,
         note=note,
     )
@@ -193,7 +193,7 @@ def _run_ahead(
         )
         return guesses, kept.at[:, i].set(filtered), state
 
-    pending = Pending(rows.seq_ids, state.tokens_at, commits=False)
+    pending = Unread(rows.seq_ids, state.tokens_at, commits=False)
     size = 2 * missing.shape[0]
     cache, batch, logits = run_chunk(
         runner, rows.cache, pending, rows.lengths, missing, size
