@@ -6,10 +6,6 @@ holds until the pool hands it out again, the least recently used first.
 
 Only what was computed from visible blocks becomes visible itself: a sequence whose
 chain has a gap (a step not committed, a token not told, a full bucket) adds no more.
-
-With groups of layers a prompt is found up to where every group can go on: all of its
-blocks in a group that sees everything, the window's and the sinks' in one that does
-not.
 """
 
 import jax

@@ -50,9 +50,7 @@ def choose(metadata: Metadata, count: jax.Array, *, width: int) -> Chosen:
         own = find_free(metadata, number, count, width=width, known=True)
         theirs = prefix_index.beside_of(metadata, number).beside
         over = theirs.at[own].get(mode="fill", fill_value=nothing)
-        is_first = jnp.any(
-            (over[:, None] == first[None]) & (own < group.num_blocks)[:, None], axis=1
-        )
+        is_first = jnp.any(over[:, None] == first[None], axis=1)
         own = jnp.where(is_first, group.num_blocks, own)
         partners = prefix_index.find_partners(metadata, number, first)
         found = jnp.concatenate([partners, own])
@@ -113,11 +111,9 @@ def _count_cached(metadata: Metadata, number: int, wanted: jax.Array) -> jax.Arr
     def visit(carry: _Counted, block: jax.Array, is_entry: jax.Array) -> _Counted:
         num, cached = carry
         rank = num + running_sum(is_entry.astype(jnp.int32))
-        leaves = is_entry & (rank <= wanted)
-        cached += jnp.sum(
-            leaves & prefix_index.is_known(metadata, number, block), dtype=jnp.int32
-        )
-        return rank[-1], cached
+        goes = prefix_index.is_known(metadata, number, block)
+        goes &= is_entry & (rank <= wanted)
+        return rank[-1], cached + jnp.sum(goes, dtype=jnp.int32)
 
     free, start = metadata.groups[number].free_blocks, (jnp.int32(0), jnp.int32(0))
     return ring.scan(free, lambda carry: carry[0] < wanted, visit, start)[1]
@@ -130,9 +126,8 @@ def count_blank(metadata: Metadata) -> jax.Array:
     for number in metadata.block_numbers:
         group = metadata.groups[number]
         block = jnp.arange(group.num_blocks, dtype=jnp.int32)
-        is_cached = prefix_index.is_known(metadata, number, block) & (
-            group.reference_counts == 0
-        )
+        is_cached = prefix_index.is_known(metadata, number, block)
+        is_cached &= group.reference_counts == 0
         cached = jnp.sum(is_cached, dtype=jnp.int32)
         found.append(group.free_blocks.count - cached)
     return jnp.min(jnp.stack(found)) if found else jnp.int32(0)
@@ -147,11 +142,10 @@ def forget(
     numbers = metadata.block_numbers
     for number in (*metadata.followers, metadata.leader) if numbers else ():
         block, group = blocks[numbers.index(number)], metadata.groups[number]
-        was_known = prefix_index.is_known(metadata, number, block) & (
-            block < group.num_blocks
-        )
-        is_free = group.reference_counts.at[block].get(mode="clip") == 0
-        num = jnp.sum(was_known & is_free, dtype=jnp.int32)
+        was_cached = prefix_index.is_known(metadata, number, block)
+        was_cached &= block < group.num_blocks
+        was_cached &= group.reference_counts.at[block].get(mode="clip") == 0
+        num = jnp.sum(was_cached, dtype=jnp.int32)
         metadata = prefix_index.forget_blocks(metadata, number, block)
         metadata = allocator.lower(metadata, number, block)
         metadata = allocator.count_forgotten(metadata, number, num)

@@ -94,9 +94,8 @@ def note_snapshots(
     for row, text in zip(rows, texts, strict=True):
         row[: len(text)] = text
     ends = np.array([len(text) for text in texts], np.int32)
-    return _note(
-        metadata, rows, ends, np.array(salts, np.int32), pending, places
-    ), places
+    metadata = _note(metadata, rows, ends, np.array(salts, np.int32), pending, places)
+    return metadata, places
 
 
 @jax.jit
