@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 from jax import lax
 
-from jkv.attention.backend import Backend, StepShape
+from jkv.attention.backend import Backend, Refusal, StepShape
 from jkv.attention.call import Call, Requests, call_of
 from jkv.attention.cards import DEFAULT, Card, find_card
 from jkv.attention.cudnn import Cudnn
@@ -20,7 +20,6 @@ from jkv.attention.derivative import (
 from jkv.attention.kernel.face import Pallas, Triton
 from jkv.attention.pools import Pools
 from jkv.attention.reference import Reference
-from jkv.attention.refusal import Refusal
 from jkv.attention.slots import SlotWrite, scatter, scatter_by_head
 from jkv.attention.xla.face import SideBySide, Xla
 from jkv.sharding.varying import is_manual, vary_over, varying_axes

@@ -32,20 +32,6 @@ SIZES = (
 )
 
 
-def full_every(step: int | None, *, first_is_full: bool = False) -> Namer:
-    """Every so many-th layer sees everything, unless the file says how many-th."""
-
-    def name(model: Model, layers: range) -> list[str] | None:
-        keys = "sliding_window_pattern", "global_attn_every_n_layers"
-        every = next((model[key] for key in keys if model.get(key)), step)
-        if not isinstance(every, int):
-            return None
-        full = {layer for layer in layers if (layer + 1) % every == 0}
-        return _mark(layers, full | ({0} if first_is_full else set()))
-
-    return name
-
-
 def full_first_of(step: int) -> Namer:
     """The first of every so many layers sees everything, the others a window."""
     return lambda _, layers: _mark(layers, layers[::step])
@@ -133,9 +119,13 @@ class Family(NamedTuple):
     more: Mapping[str, Any] = {}
     # And what of `SIZES`, in a part of a model that also sees or hears.
     sizes: tuple[int, ...] = ()
-    kinds: Namer = full_every(None)
+    # Names the kind of each layer. Where there is nothing that does, every so many-th
+    # layer sees everything, unless the file says how many-th.
+    kinds: Namer | None = None
     state: Callable[[Model], LayerState] | None = None  # of layers that have one
-    last_is_full: bool = False  # the last layer sees everything besides
+    full_every: int | None = None
+    first_is_full: bool = False  # the first, or the last, sees everything besides
+    last_is_full: bool = False
     # The head dim of layers without a window, whose kv heads config.json may say; where
     # there is a gate, only if that key is set.
     global_head_dim: int | None = None
@@ -165,35 +155,36 @@ QWEN3_NEXT: dict[str, Any] = dict(
 # By what transformers' classes leave out, which tests compare with those installed: kv
 # heads, head dim, window, other settings, sizes; then the kinds of layers, the state.
 FAMILIES: dict[str, Family] = {
-    "afmoe": Family(kinds=full_every(4)),
+    "afmoe": Family(full_every=4),
     "bamba": Family(8, kinds=_bamba, state=states.read_bamba),
-    "cohere2": Family(None, None, 4096, {}, (40, 64, 64, 8192, 8192), full_every(4)),
+    "cohere2": Family(None, None, 4096, {}, (40, 64, 64, 8192, 8192), full_every=4),
     "cwm": Family(kinds=full_first_of(4)),
     "deepseek_v2": Family(more=LATENT, sizes=THIRTY_TWO),
     "deepseek_v3": Family(more=LATENT, sizes=(61, 128, 128, 7168, 4096)),
     "ernie4_5": Family(2, 128),
     "ernie4_5_moe": Family(4),
-    "exaone4": Family(32, None, 4096, {}, THIRTY_TWO, full_every(4)),
+    "exaone4": Family(32, None, 4096, {}, THIRTY_TWO, full_every=4),
     "falcon_h1": Family(8, kinds=_falcon_h1, state=states.read_falcon_h1),
     "falcon_mamba": Family(kinds=all_states, state=states.read_plain_mamba1),
     "gemma": Family(None, 256, sizes=(28, 16, 16, 3072, 8192)),
-    "gemma2": Family(4, 256, 4096, {}, (26, 8, 4, 2304, 8192), full_every(2)),
-    "gemma3_text": Family(4, 256, 4096, {}, (26, 8, 4, 2304, 131_072), full_every(6)),
-    "gemma3n_text": Family(2, 256, 512, kinds=full_every(5)),
+    "gemma2": Family(4, 256, 4096, {}, (26, 8, 4, 2304, 8192), full_every=2),
+    "gemma3_text": Family(4, 256, 4096, {}, (26, 8, 4, 2304, 131_072), full_every=6),
+    "gemma3n_text": Family(2, 256, 512, full_every=5),
     "gemma4_text": Family(
-        *(4, 256, 512, {}, (30, 8, 4, 2304, 131_072), full_every(6)),
+        *(4, 256, 512, {}, (30, 8, 4, 2304, 131_072)),
+        full_every=6,
         last_is_full=True,
         global_head_dim=512,
         gate="attention_k_eq_v",
     ),
     "gemma4_unified_text": Family(
-        *(4, 256, 1024, {}, (), full_every(6)), last_is_full=True, global_head_dim=512
+        4, 256, 1024, full_every=6, last_is_full=True, global_head_dim=512
     ),
     "glm": Family(2, 128),
     "glm4": Family(2, 128),
     "glm4_moe": Family(8),
     "glm4_moe_lite": Family(more=LATENT),
-    "gpt_oss": Family(8, 64, 128, {}, (36, 64, 8, 2880, 131_072), full_every(2)),
+    "gpt_oss": Family(8, 64, 128, {}, (36, 64, 8, 2880, 131_072), full_every=2),
     "granite": Family(sizes=THIRTY_TWO),
     "granite_swa": Family(kinds=full_first_of(4)),
     "granitemoe_swa": Family(kinds=full_first_of(4)),
@@ -209,7 +200,9 @@ FAMILIES: dict[str, Family] = {
     "mamba": Family(kinds=all_states, state=states.read_plain_mamba1),
     "mamba2": Family(kinds=all_states, state=states.read_plain_mamba2),
     "mimo_v2_flash": Family(
-        *(4, 192, None, {"v_head_dim": 128}, (), full_every(6, first_is_full=True)),
+        *(4, 192, None, {"v_head_dim": 128}),
+        full_every=6,
+        first_is_full=True,
         window_heads=2,
         counts_past=True,
     ),
@@ -223,7 +216,7 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(8, sizes=(32, 32, 8, 4096, 131_072), kinds=all_windowed),
     "nemotron_h": Family(8, 128, kinds=_nemotron_h, state=states.read_nemotron_h),
     "olmo2": Family(sizes=THIRTY_TWO),
-    "olmo3": Family(window=4096, kinds=full_every(4)),
+    "olmo3": Family(window=4096, full_every=4),
     "olmo_hybrid": Family(kinds=attending_every(4), state=states.read_olmo_hybrid),
     "phi": Family(sizes=(24, 32, 32, 2048, 2048)),
     "phi3": Family(sizes=(32, 32, 32, 3072, 4096), kinds=all_windowed),
@@ -242,7 +235,7 @@ FAMILIES: dict[str, Family] = {
     "smollm3": Family(
         4, more=OFF, sizes=(36, 16, 4, 2048, 32_768), kinds=turned_windowed(False)
     ),
-    "vaultgemma": Family(kinds=full_every(2)),
+    "vaultgemma": Family(full_every=2),
 }
 
 

@@ -8,7 +8,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jkv.config.families import BOTH, FAMILIES, FULL, STATE, WINDOWED, find_family
+from jkv.config.families import (
+    BOTH,
+    FAMILIES,
+    FULL,
+    STATE,
+    WINDOWED,
+    Family,
+    find_family,
+)
 from jkv.config.layers import Heads, LayerState
 
 # Kinds of layers, as `layer_types` and its forerunners name them: those that keep keys
@@ -54,16 +62,30 @@ def name_layers(model: dict[str, Any], num_layers: int) -> list[str] | None:
     """Return the kind of each layer as `layer_types` has it, None if nothing tells."""
     family, layers = find_family(model), range(num_layers)
     kinds = model.get("layer_types") or model.get("layers_block_type")
-    if isinstance(attending := model.get("full_attn_idxs"), list) and not kinds:
-        kinds = [FULL if layer in attending else "conv" for layer in layers]
-    elif isinstance(types := model.get("attn_type_list"), list) and not kinds:
-        # MiniMax: 1 attends, 0 is lightning attention.
-        kinds = [FULL if attends == 1 else STATE for attends in types]
-    elif isinstance(pattern := model.get("hybrid_layer_pattern"), list) and not kinds:
-        kinds = [WINDOWED if has_window else FULL for has_window in pattern]
-    elif not isinstance(kinds, list):
-        kinds = family.kinds(model, layers)
+    if not isinstance(kinds, list):
+        kinds = family.kinds and family.kinds(model, layers)
+    if kinds is None:
+        kinds = _name_by_keys(model, layers, family)
     return [*kinds[:-1], FULL] if kinds and family.last_is_full else kinds
+
+
+def _name_by_keys(
+    model: dict[str, Any], layers: range, family: Family
+) -> list[str] | None:
+    """Return the kinds of layers by keys of the models' authors, or by their order."""
+    if isinstance(attending := model.get("full_attn_idxs"), list):
+        return [FULL if layer in attending else "conv" for layer in layers]
+    if isinstance(types := model.get("attn_type_list"), list):
+        # MiniMax: 1 attends, 0 is lightning attention.
+        return [FULL if attends == 1 else STATE for attends in types]
+    if isinstance(pattern := model.get("hybrid_layer_pattern"), list):
+        return [WINDOWED if has_window else FULL for has_window in pattern]
+    keys = "sliding_window_pattern", "global_attn_every_n_layers"
+    every = next((model[key] for key in keys if model.get(key)), family.full_every)
+    if not isinstance(every, int):
+        return None
+    kinds = [WINDOWED if (layer + 1) % every else FULL for layer in layers]
+    return [FULL, *kinds[1:]] if kinds and family.first_is_full else kinds
 
 
 def list_windows(

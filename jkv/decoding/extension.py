@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.decoding.arguments.asked import Asked, How
-from jkv.decoding.model.prefill import Chunk, Pending, Sizes, prefill
+from jkv.decoding.model.chunks import Chunk, ChunkSizes, Unread, run_chunks
 from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.model.steps import ExactShape, Steps
@@ -194,9 +194,9 @@ class _Extension(NamedTuple):
     ) -> tuple[Cache, Progress]:
         """Feed what was given, at most so many tokens of each text at a time."""
         prompts, index = progress.prompts, cache.metadata.index
-        sizes = Sizes(prompts.lengths.shape[0] * most_each, most_each=most_each)
+        sizes = ChunkSizes(prompts.lengths.shape[0] * most_each, most_each=most_each)
         if self.runner.exact is not None:
-            sizes = Sizes(self.runner.exact.num_rows)
+            sizes = ChunkSizes(self.runner.exact.num_rows)
         partings = index.find_partings_behind(
             cache.metadata, self.seq_ids, self.before, prompts.tokens
         )
@@ -213,10 +213,10 @@ class _Extension(NamedTuple):
             progress = _note_step(cache, progress, chunk.batch, is_prompt=True)
             return self.choose(progress, chunk.logits, chunk.is_whole)
 
-        return prefill(
+        return run_chunks(
             self.runner,
             cache,
-            Pending(self.seq_ids, find_tokens, partings=partings),
+            Unread(self.seq_ids, find_tokens, partings=partings),
             progress,
             sizes,
             count_left=count_left,

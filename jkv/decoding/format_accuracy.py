@@ -5,7 +5,6 @@ text before it comes out of the cache. The model's predictions of each next toke
 compared with those that it makes on a cache in float32.
 """
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -18,12 +17,12 @@ from jkv.arguments import explains_arguments
 from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig, as_grouped
 from jkv.decoding.model.protocol import Model
+from jkv.decoding.model.runner import Runner
+from jkv.decoding.sampling.draws import pick_logprobs
 from jkv.decoding.scoring.scored import resize
 from jkv.making.initialization import init
 from jkv.metadata.requests import as_prompts
 from jkv.verbs.allocation import allocate
-from jkv.verbs.appending import append
-from jkv.verbs.commitment import commit
 
 Stored: TypeAlias = Any | tuple[Any, Any]  # dtype, or those of keys and of values
 
@@ -152,17 +151,16 @@ def _read(
     """Return the loss of each next token, f32[T], and which was likeliest, i32[T]."""
     cache, opened = allocate(init(config), [0])
     rows = jnp.arange(CHUNK_SIZE, dtype=jnp.int32)
+    runner = Runner(model, params)
 
     def step(cache: Any, chunk: Any) -> Any:
         start, tokens, following = chunk
-        count = jnp.clip(length - start, 0, CHUNK_SIZE)
-        cache, batch = append(cache, opened.seq_ids, count[None], capacity=CHUNK_SIZE)
-        asked = dataclasses.replace(batch, asked_rows=rows)
-        logits, cache = model(params, tokens, cache, asked)
-        logs = jax.nn.log_softmax(logits.astype(jnp.float32))
-        losses = -jnp.take_along_axis(logs, following[:, None], axis=1)[:, 0]
+        count = jnp.clip(length - start, 0, CHUNK_SIZE)[None]
+        cache, _, logits = runner.run(
+            cache, opened.seq_ids, tokens, count, asked_rows=rows
+        )
         likeliest = jnp.argmax(logits, axis=1).astype(jnp.int32)
-        return commit(cache, batch), (losses, likeliest)
+        return cache, (-pick_logprobs(logits, following), likeliest)
 
     starts = jnp.arange(0, text.shape[0], CHUNK_SIZE, dtype=jnp.int32)
     following = jnp.append(text[1:], text[:1])

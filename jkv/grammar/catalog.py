@@ -13,7 +13,7 @@ import numpy as np
 
 from jkv.grammar.errors import TooLarge
 from jkv.grammar.grammar import PIECE, Grammar
-from jkv.grammar.tables import STATE_ARRAYS, Sizes, move
+from jkv.grammar.tables import STATE_ARRAYS, TableSizes, move
 from jkv.grammar.vocabulary import Vocabulary
 
 Array = np.ndarray[Any, Any]
@@ -64,7 +64,7 @@ class Catalog:
         # Of no grammar: a text that is lost, and one that has ended. They have a class
         # map of their own, behind those of the variants, in which all tokens are alike.
         self._lost, self._ended = max_states, max_states + 1
-        self._most = Sizes(
+        self._most = TableSizes(
             max_states,
             max_transitions,
             max_transition_pieces,
@@ -80,7 +80,7 @@ class Catalog:
             **self._make_states(max_grammars),
         }
         # By variant, where each grammar begins and what it takes.
-        self._entries: dict[int, tuple[Sizes, Sizes]] = {}
+        self._entries: dict[int, tuple[TableSizes, TableSizes]] = {}
 
     def _make_tables(self) -> dict[str, Array]:
         """Return tables without a grammar, the rows of no grammar at their ends."""
@@ -131,7 +131,7 @@ class Catalog:
           ValueError: for a join, or another vocabulary.
         """
         self._check(grammar)
-        counts = Sizes.of(grammar)
+        counts = TableSizes.of(grammar)
         if any(count > most for count, most in zip(counts, self._most, strict=True)):
             raise TooLarge(
                 f"a grammar of {counts} finds no room in a catalog of {self._most} "
@@ -170,7 +170,7 @@ class Catalog:
                 f"{grammar.num_variants}"
             )
 
-    def _find_gaps(self, counts: Sizes) -> Sizes | None:
+    def _find_gaps(self, counts: TableSizes) -> TableSizes | None:
         """Return where there is room for so many of each, the first gap that holds."""
         found = []
         for kind in range(len(counts)):
@@ -185,11 +185,11 @@ class Catalog:
             if not fits:
                 return None
             found.append(starts[fits[0]])
-        return Sizes(*found)
+        return TableSizes(*found)
 
-    def _put(self, grammar: Grammar, variant: int, firsts: Sizes) -> None:
+    def _put(self, grammar: Grammar, variant: int, firsts: TableSizes) -> None:
         moved = move(grammar, firsts, variant, self._lost)
-        for name in Sizes._fields[1:]:
+        for name in TableSizes._fields[1:]:
             start = getattr(firsts, name)
             self._arrays[name][start : start + len(moved[name])] = moved[name]
         first, count = firsts.states, grammar.num_states

@@ -96,10 +96,10 @@ def join(grammars: Sequence[Grammar]) -> Grammar:
             f"grammars of different vocabularies: sizes {sorted(sizes)}, end tokens "
             f"{sorted(ends)}"
         )
-    counts = [(*Sizes.of(grammar), grammar.num_variants) for grammar in grammars]
+    counts = [(*TableSizes.of(grammar), grammar.num_variants) for grammar in grammars]
     *firsts, total = np.cumsum([[0] * len(counts[0]), *counts], axis=0).tolist()
     moved = [
-        move(grammar, Sizes(*first), variant, total[0])
+        move(grammar, TableSizes(*first), variant, total[0])
         for grammar, (*first, variant) in zip(grammars, firsts, strict=True)
     ]
     joined = {name: np.concatenate([each[name] for each in moved]) for name in _ROWS}
@@ -180,7 +180,7 @@ def wait_for(
     return make_grammar(whole, vocabulary, UNBOUNDED)
 
 
-class Sizes(NamedTuple):
+class TableSizes(NamedTuple):
     """How much of each array there is, or one grammar takes."""
 
     states: int
@@ -197,11 +197,11 @@ class Sizes(NamedTuple):
 
 
 STATE_ARRAYS = "row_of_state", "variant_of_state", "mask_of_state", "forced_token"
-_ROWS = "class_of_token", "starts", *Sizes._fields[1:]
+_ROWS = "class_of_token", "starts", *TableSizes._fields[1:]
 
 
 def move(
-    grammar: Grammar, firsts: Sizes, variant: int, lost: int
+    grammar: Grammar, firsts: TableSizes, variant: int, lost: int
 ) -> dict[str, npt.NDArray[Any]]:
     """Return the arrays of a grammar as they are behind others.
 
@@ -209,7 +209,7 @@ def move(
     one that has ended in the next.
     """
     arrays = {name: np.asarray(values) for name, values in vars(grammar).items()}
-    wide = {name: arrays[name].astype(np.int32) for name in Sizes._fields[1:4]}
+    wide = {name: arrays[name].astype(np.int32) for name in TableSizes._fields[1:4]}
     targets, count = wide["transition_pieces"], grammar.num_states
     return arrays | {
         "transition_pieces": targets

@@ -14,7 +14,7 @@ from jkv.steering.tables import check_integers, count_variants, find_rows
 from jkv.steering.tokens import align_right, find_newest, forbid, push
 
 
-class _Rows(NamedTuple):
+class _BanRows(NamedTuple):
     """What is known of N texts."""
 
     newest: jax.Array  # i32[N, C - 1]
@@ -55,12 +55,12 @@ class BannedTexts(EndsNothing):
         """M, or one."""
         return count_variants(self.texts, 2)
 
-    def begin(self, variants: jax.Array, prompts: jax.Array) -> _Rows:
+    def begin(self, variants: jax.Array, prompts: jax.Array) -> _BanRows:
         """Return the newest tokens of each text, and its variant."""
         texts = check_integers("BannedTexts.texts", self.texts, ("[F, C]", "[M, F, C]"))
-        return _Rows(find_newest(prompts, texts.shape[-1] - 1), variants)
+        return _BanRows(find_newest(prompts, texts.shape[-1] - 1), variants)
 
-    def steer(self, state: _Rows, logits: jax.Array) -> jax.Array:
+    def steer(self, state: _BanRows, logits: jax.Array) -> jax.Array:
         """Forbid what would complete one of them."""
         texts = align_right(jnp.asarray(self.texts, jnp.int32))
         texts = find_rows(texts, 2, state.variants)
@@ -68,6 +68,6 @@ class BannedTexts(EndsNothing):
         is_there = (before < 0) | (before == state.newest[:, None])
         return forbid(logits, jnp.where(jnp.all(is_there, axis=2), last, -1))
 
-    def advance(self, state: _Rows, tokens: jax.Array) -> _Rows:
+    def advance(self, state: _BanRows, tokens: jax.Array) -> _BanRows:
         """Note the token."""
         return state._replace(newest=push(state.newest, tokens))

@@ -164,7 +164,7 @@ def renumber(steering: Steering, numbers: jax.Array) -> Steering:
     return Renumbered(steering, numbers)
 
 
-class _Rows(NamedTuple):
+class _RenumberedRows(NamedTuple):
     """What is known of N texts."""
 
     inner: Any  # a pytree of arrays [N, ...]
@@ -188,26 +188,26 @@ class Renumbered(Steering):
     def num_end_tokens(self) -> int:
         return self.steering.num_end_tokens
 
-    def begin(self, variants: jax.Array, prompts: jax.Array) -> _Rows:
+    def begin(self, variants: jax.Array, prompts: jax.Array) -> _RenumberedRows:
         """Return the rows of the variants that are meant."""
         numbers = jnp.asarray(self.numbers, jnp.int32)
         meant = jnp.where(variants < 0, -1, numbers[jnp.maximum(variants, 0)])
-        return _Rows(self.steering.begin(meant, prompts), meant >= 0)
+        return _RenumberedRows(self.steering.begin(meant, prompts), meant >= 0)
 
-    def steer(self, state: _Rows, logits: jax.Array) -> jax.Array:
+    def steer(self, state: _RenumberedRows, logits: jax.Array) -> jax.Array:
         steered = self.steering.steer(state.inner, logits)
         return jnp.where(state.is_steered[:, None], steered, logits)
 
-    def advance(self, state: _Rows, tokens: jax.Array) -> _Rows:
+    def advance(self, state: _RenumberedRows, tokens: jax.Array) -> _RenumberedRows:
         tokens = jnp.where(state.is_steered, tokens, -1)
         return state._replace(inner=self.steering.advance(state.inner, tokens))
 
-    def ended(self, state: _Rows) -> jax.Array | None:
+    def ended(self, state: _RenumberedRows) -> jax.Array | None:
         """Return which of them have ended, bool[K]."""
         ended = self.steering.ended(state.inner)
         return None if ended is None else ended & state.is_steered
 
-    def forced(self, state: _Rows) -> jax.Array | None:
+    def forced(self, state: _RenumberedRows) -> jax.Array | None:
         """Return what is forced on them, i32[K], -1 for none."""
         forced = self.steering.forced(state.inner)
         return None if forced is None else jnp.where(state.is_steered, forced, -1)

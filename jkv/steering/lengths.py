@@ -15,7 +15,7 @@ from jkv.steering.tables import check_integers, count_variants, find_rows
 from jkv.steering.tokens import forbid
 
 
-class _Rows(NamedTuple):
+class _LengthRows(NamedTuple):
     """What is known of N texts."""
 
     lacks: jax.Array  # i32[N], tokens before each may end
@@ -63,7 +63,7 @@ class MinimumLength(EndsNothing):
         )
         return max(counts)
 
-    def begin(self, variants: jax.Array, prompts: jax.Array) -> _Rows:
+    def begin(self, variants: jax.Array, prompts: jax.Array) -> _LengthRows:
         """Return how many tokens each text lacks before it may end."""
         del prompts
         ends = check_integers(
@@ -77,9 +77,9 @@ class MinimumLength(EndsNothing):
                 f"MinimumLength: end_tokens have {len(ends)} variants and "
                 f"min_new_tokens {len(least)}"
             )
-        return _Rows(find_rows(least, 0, variants), variants)
+        return _LengthRows(find_rows(least, 0, variants), variants)
 
-    def steer(self, state: _Rows, logits: jax.Array) -> jax.Array:
+    def steer(self, state: _LengthRows, logits: jax.Array) -> jax.Array:
         """Forbid the end tokens while tokens lack."""
         ends = jnp.asarray(self.end_tokens, jnp.int32)
         # One row for all texts: XLA puts it where the logits are read.
@@ -87,6 +87,6 @@ class MinimumLength(EndsNothing):
         without = forbid(jnp.zeros((len(ends), logits.shape[1]), jnp.float32), ends)
         return jnp.where(state.lacks[:, None] > 0, logits + without, logits)
 
-    def advance(self, state: _Rows, tokens: jax.Array) -> _Rows:
+    def advance(self, state: _LengthRows, tokens: jax.Array) -> _LengthRows:
         """Count the token."""
         return state._replace(lacks=state.lacks - (tokens >= 0).astype(jnp.int32))

@@ -17,7 +17,7 @@ from jkv.steering.tables import check_integers, count_variants, find_rows
 from jkv.steering.tokens import ends_with, find_newest, push
 
 
-class _Rows(NamedTuple):
+class _ThoughtRows(NamedTuple):
     """What is known of N texts."""
 
     newest: jax.Array  # i32[N, max(A, C)]
@@ -69,7 +69,7 @@ class ThinkingBudget(EndsNothing):
         """M, or one."""
         return count_variants(self.budget, 0)
 
-    def begin(self, variants: jax.Array, prompts: jax.Array) -> _Rows:
+    def begin(self, variants: jax.Array, prompts: jax.Array) -> _ThoughtRows:
         """Find which prompts end in thought, and how many tokens of it they have."""
         budget = check_integers("ThinkingBudget.budget", self.budget, ("[]", "[M]"))
         opening, closing = self._tags()
@@ -80,20 +80,20 @@ class ThinkingBudget(EndsNothing):
         is_thinking = jnp.any(opens, axis=1)
         lengths = jnp.sum(prompts >= 0, axis=1, dtype=jnp.int32)
         behind = lengths - 1 - jnp.argmax(opens, axis=1).astype(jnp.int32)
-        return _Rows(
+        return _ThoughtRows(
             newest=find_newest(prompts, max(opening.shape[0], closing.shape[0])),
             is_thinking=is_thinking,
             num_thoughts=jnp.where(is_thinking, behind, 0),
             budgets=find_rows(budget, 0, variants),
         )
 
-    def steer(self, state: _Rows, logits: jax.Array) -> jax.Array:
+    def steer(self, state: _ThoughtRows, logits: jax.Array) -> jax.Array:
         """Allow nothing but the closing tag where the budget is spent."""
         forced = self.forced(state)[:, None]
         token = jnp.arange(logits.shape[1], dtype=jnp.int32)[None]
         return jnp.where((forced >= 0) & (token != forced), -jnp.inf, logits)
 
-    def advance(self, state: _Rows, tokens: jax.Array) -> _Rows:
+    def advance(self, state: _ThoughtRows, tokens: jax.Array) -> _ThoughtRows:
         """See whether the token completes a tag, and count it."""
         opening, closing = self._tags()
         newest, is_new = push(state.newest, tokens), tokens >= 0
@@ -108,7 +108,7 @@ class ThinkingBudget(EndsNothing):
             num_thoughts=jnp.where(is_thinking, state.num_thoughts + more, 0),
         )
 
-    def forced(self, state: _Rows) -> jax.Array:
+    def forced(self, state: _ThoughtRows) -> jax.Array:
         """Return the next token of the closing tag where it must come, else -1."""
         _, closing = self._tags()
         # The longest end of the text that begins the tag.

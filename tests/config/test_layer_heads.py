@@ -15,12 +15,11 @@ pytestmark = pytest.mark.one_end
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="no transformers"
 )
-# Model types of which `full_every` and `full_first_of` name the layers.
-STEPPING = (
-    *("gemma2", "gpt_oss", "vaultgemma", "afmoe", "cohere2", "exaone4", "olmo3"),
-    *("gemma3n_text", "gemma3_text", "gemma4_text", "gemma4_unified_text"),
-    *("mimo_v2_flash", "cwm", "granite_swa", "granitemoe_swa"),
-)
+FULL_FIRST = ("cwm", "granite_swa", "granitemoe_swa")
+
+
+def list_stepping():
+    return [kind for kind, each in families.FAMILIES.items() if each.full_every]
 
 
 def list_types(name):
@@ -168,7 +167,7 @@ def test_lfm2_counts_the_layers_that_attend(tmp_path, attending):
 
 
 @needs_transformers
-@pytest.mark.parametrize("model_type", STEPPING)
+@pytest.mark.parametrize("model_type", [*list_stepping(), *FULL_FIRST])
 def test_windows_that_the_model_type_decides(tmp_path, model_type):
     settings, config = of_transformers(model_type)
     window, shared = config.sliding_window, getattr(config, "num_kv_shared_layers", 0)

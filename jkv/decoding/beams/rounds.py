@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.decoding.beams import branches
+from jkv.decoding.beams.branches import SearchState
 from jkv.decoding.beams.hypotheses import (
     NO_SCORE,
     Beams,
@@ -25,8 +26,7 @@ from jkv.decoding.beams.hypotheses import (
     may_improve,
     rank_continuations,
 )
-from jkv.decoding.beams.state import SearchState
-from jkv.decoding.model.prefill import Chunk, Pending, Sizes, prefill
+from jkv.decoding.model.chunks import Chunk, ChunkSizes, Unread, run_chunks
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.sampling.stopping import find_first
 from jkv.decoding.steering.rows import (
@@ -105,12 +105,12 @@ def _compute_prompts(
         logits = jnp.where(chunk.is_whole[:, None], chunk.logits, logits)
         return state.count(num_steps=jnp.int32(1)), logits
 
-    cache, (state, logits) = prefill(
+    cache, (state, logits) = run_chunks(
         searcher.runner,
         cache,
-        Pending(state.first_seq_ids, find_tokens),
+        Unread(state.first_seq_ids, find_tokens),
         (state, logits),
-        Sizes(searcher.num_rows),
+        ChunkSizes(searcher.num_rows),
         count_left=lambda _, done: prompts.lengths - done,
         note=note,
     )

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.decoding.arguments.asked import Asked
+from jkv.decoding.beams.branches import SearchState
 from jkv.decoding.beams.hypotheses import EarlyStopping, Rules
 from jkv.decoding.beams.rounds import Searcher, run_round
-from jkv.decoding.beams.state import SearchState
 from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.model.steps import Steps

@@ -21,7 +21,7 @@ from jkv.decoding.sampling.filters import PerRow, by_row, filter_rows, penalise
 from jkv.decoding.sampling.options import Sampling
 from jkv.steering import Steering
 
-Chunk = TypeVar("Chunk")
+Part = TypeVar("Part")
 Results = TypeVar("Results")
 
 # A choice picks one of V / _TILE tiles, then one token of it: for a draw two short
@@ -177,7 +177,7 @@ class Choice(NamedTuple):
 
 
 def _map_chunks(
-    function: Callable[[Chunk], Results], rows: Chunk, num_rows: int
+    function: Callable[[Part], Results], rows: Part, num_rows: int
 ) -> Results:
     """Call a function of rows for so many at a time; the last chunk is filled up."""
     count = jax.tree.leaves(rows)[0].shape[0]

@@ -15,7 +15,7 @@ from jkv.decoding.scheduler.places import Places
 from jkv.decoding.steering.rows import SteeredRows, rows_of
 from jkv.decoding.texts import blocks
 from jkv.decoding.texts.blocks import Blocks, BlockSize, Held
-from jkv.decoding.texts.prompts import Prompts, find_texts
+from jkv.decoding.texts.prompts import Prompts, find_texts, find_tokens
 from jkv.decoding.texts.results import FinishReason, Generation
 from jkv.decoding.texts.stops import Stops
 from jkv.state import NO_SEQUENCE, Cache, Ring
@@ -111,6 +111,11 @@ class GenerationState:
     def rows_of(self, steering: Steering | None) -> SteeredRows | None:
         """Return what steers the text in each place, W rows; None if nothing does."""
         return rows_of(steering, self.prompts, self.result, self.places.sequences)
+
+    def tokens_at(self, places: jax.Array, positions: jax.Array) -> jax.Array:
+        """Return tokens of the texts in places, i32[...], at positions, i32[...]."""
+        sequences = self.places.sequences[places]
+        return find_tokens(self.prompts, self.result, sequences, positions)
 
     def progress(self, cache: Cache) -> Progress:
         """How far the texts have come, and what ends them in this cache."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.model.prefill import Pending, end_at_snapshots, run_chunk
+from jkv.decoding.model.chunks import Unread, end_at_snapshots, run_chunk
 from jkv.decoding.model.rows import choose_size, share_rows
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.sampling.draws import Choice
@@ -86,10 +86,6 @@ def _compute_rows(
     places, num_places = state.places, counts.shape[0]
     Carry = tuple[Cache, Computed]
 
-    def find(place: jax.Array, position: jax.Array) -> jax.Array:
-        sequences = places.sequences[place]
-        return find_tokens(state.prompts, state.result, sequences, position)
-
     def decode(carry: Carry, counts: jax.Array) -> Carry:
         seq_ids = jnp.where(counts > 0, places.seq_ids, NO_SEQUENCE)
         tokens = find_tokens(state.prompts, state.result, places.sequences, loads.done)
@@ -98,7 +94,7 @@ def _compute_rows(
 
     def mix(num_rows: int) -> Callable[[Carry, jax.Array], Carry]:
         def compute(carry: Carry, counts: jax.Array) -> Carry:
-            pending = Pending(places.seq_ids, find)
+            pending = Unread(places.seq_ids, state.tokens_at)
             cache, batch, logits = run_chunk(
                 runner, carry[0], pending, loads.done, counts, num_rows
             )

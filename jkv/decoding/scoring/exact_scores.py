@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jkv.config.grouped_config import GroupedConfig
-from jkv.decoding.model.prefill import Chunk, Pending, Sizes, prefill
+from jkv.decoding.model.chunks import Chunk, ChunkSizes, Unread, run_chunks
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.model.steps import Exact
 from jkv.decoding.sampling.draws import pick_logprobs
@@ -105,12 +105,12 @@ def _score_first(
 
             return when(jnp.any(chunk.is_whole), put, found, chunk.logits)
 
-        return prefill(
+        return run_chunks(
             runner,
             cache,
-            Pending(jnp.where(is_prompt, seq_ids[known], NO_SEQUENCE), find_tokens),
+            Unread(jnp.where(is_prompt, seq_ids[known], NO_SEQUENCE), find_tokens),
             found,
-            Sizes(exact.num_rows),
+            ChunkSizes(exact.num_rows),
             count_left=lambda _, done: lengths[known] - done,
             note=note,
         )

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.model.prefill import (
+from jkv.decoding.model.chunks import (
     Chunk,
-    Pending,
-    Sizes,
-    prefill,
+    ChunkSizes,
+    Unread,
     run_chunk,
+    run_chunks,
 )
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.sampling.draws import Choice, draw
@@ -30,7 +30,6 @@ from jkv.decoding.speculation.options import DraftModel
 from jkv.decoding.speculation.verification import DRAFT
 from jkv.decoding.steering.rows import is_nothing_left
 from jkv.decoding.texts.blocks import count_cached
-from jkv.decoding.texts.prompts import find_tokens
 from jkv.sharding.loops import fori_loop
 from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.status import Status, UsageError
@@ -81,7 +80,8 @@ def open_rows(options: DraftModel, state: GenerationState) -> DraftRows:
             f"each rank drafts in a copy that is its own"
         )
     num_places, vocabulary = state.seen.shape
-    drawn = _run(options).count_vocabulary(options.cache, num_places)
+    runner = Runner(options.model, options.params)
+    drawn = runner.count_vocabulary(options.cache, num_places)
     if drawn != vocabulary:
         raise UsageError(
             f"the draft model must have the model's vocabulary of {vocabulary} tokens, "
@@ -92,20 +92,6 @@ def open_rows(options: DraftModel, state: GenerationState) -> DraftRows:
     return DraftRows(cache=cache, seq_ids=opened.seq_ids, owners=none)
 
 
-class _Targets(NamedTuple):
-    """The texts that are drafted for."""
-
-    state: GenerationState
-    lengths: jax.Array  # i32[W]
-    choice: Choice  # of N sequences
-
-    def tokens(self, places: jax.Array, positions: jax.Array) -> jax.Array:
-        """Return tokens of the texts in places, i32[...], at positions, i32[...]."""
-        state = self.state
-        sequences = state.places.sequences[places]
-        return find_tokens(state.prompts, state.result, sequences, positions)
-
-
 def draft(
     options: DraftModel,  # the draft model
     drafts: Drafts,  # what it has
@@ -114,11 +100,15 @@ def draft(
     is_ready: jax.Array,  # bool[W], which texts are drafted for
     choice: Choice,  # of N sequences
 ) -> Drafts:
-    texts = _Targets(state, lengths, choice)
-    rows = _take_over(drafts.rows, texts, is_ready)
+    rows, runner = drafts.rows, Runner(options.model, options.params)
+    # The texts that have left their places are forgotten.
+    owners = jnp.where(is_ready, state.places.sequences, NO_SEQUENCE)
+    stays = is_ready & (owners == rows.owners)
+    rows = _cut_rows(rows, jnp.where(stays, rows.lengths, 0))._replace(owners=owners)
     is_ready = is_ready & (rows.seq_ids >= 0)
-    rows, is_ready = _catch_up(options, rows, texts, is_ready)
-    return _run_ahead(options, drafts._replace(rows=rows), texts, is_ready)
+    rows, is_ready = _catch_up(runner, rows, state, lengths, is_ready)
+    missing = jnp.where(is_ready, lengths - rows.lengths, 0)
+    return _run_ahead(runner, drafts._replace(rows=rows), state, choice, missing)
 
 
 def keep_accepted(drafts: Drafts, lengths: jax.Array, accepted: jax.Array) -> Drafts:
@@ -136,52 +126,48 @@ def _cut_rows(rows: DraftRows, lengths: jax.Array) -> DraftRows:
     return rows._replace(cache=cache)
 
 
-def _take_over(rows: DraftRows, texts: _Targets, is_ready: jax.Array) -> DraftRows:
-    """Forget the texts that have left their places."""
-    owners = jnp.where(is_ready, texts.state.places.sequences, NO_SEQUENCE)
-    stays = is_ready & (owners == rows.owners)
-    rows = _cut_rows(rows, jnp.where(stays, rows.lengths, 0))
-    return rows._replace(owners=owners)
-
-
 def _catch_up(
-    options: DraftModel, rows: DraftRows, texts: _Targets, is_ready: jax.Array
+    runner: Runner,
+    rows: DraftRows,
+    state: GenerationState,
+    lengths: jax.Array,
+    is_ready: jax.Array,
 ) -> tuple[DraftRows, jax.Array]:  # bool[W]: which are still ready; others have no room
     """Compute what the draft lacks of each text, but for its last token or two."""
 
     def count_left(is_ready: jax.Array, done: jax.Array) -> jax.Array:
-        missing = texts.lengths - done
+        missing = lengths - done
         return jnp.where(is_ready & (missing > 2), missing - 1, 0)
 
     def note(_: Cache, is_ready: jax.Array, chunk: Chunk) -> jax.Array:
         return is_ready & (chunk.batch.status == Status.OK)
 
-    cache, is_ready = prefill(
-        _run(options),
+    cache, is_ready = run_chunks(
+        runner,
         rows.cache,
-        Pending(rows.seq_ids, texts.tokens, commits=False),
+        Unread(rows.seq_ids, state.tokens_at, commits=False),
         is_ready,
-        Sizes(max(_ROWS, is_ready.shape[0]), texts.state.places.ages),
+        ChunkSizes(max(_ROWS, is_ready.shape[0]), state.places.ages),
         count_left=count_left,
         note=note,
     )
     return rows._replace(cache=cache), is_ready
 
 
-def _run(options: DraftModel) -> Runner:
-    return Runner(options.model, options.params)
-
-
 def _run_ahead(
-    options: DraftModel, drafts: Drafts, texts: _Targets, is_ready: jax.Array
+    runner: Runner,
+    drafts: Drafts,
+    state: GenerationState,
+    choice: Choice,
+    missing: jax.Array,  # i32[W], the last token or two that the draft lacks
 ) -> Drafts:
     """Draft K tokens for each text, one after the other."""
-    rows, runner, state = drafts.rows, _run(options), texts.state
+    rows = drafts.rows
     sequences, made = state.places.sequences, state.result.lengths
-    chosen = sampling_of(texts.choice.sampling, made.shape[0], sequences)
+    chosen = sampling_of(choice.sampling, made.shape[0], sequences)
     seeds, made = by_row(chosen, sequences.shape[0]).seeds, made[sequences]
     # What is drafted is steered, too, or most of it would be refused.
-    begun = state.rows_of(texts.choice.steering)
+    begun = state.rows_of(choice.steering)
     Carry = tuple[Cache, Guesses, jax.Array, Any]
 
     def note(
@@ -207,12 +193,11 @@ def _run_ahead(
         )
         return guesses, kept.at[:, i].set(filtered), state
 
-    # The last token or two of each text.
-    done = rows.lengths
-    missing = jnp.where(is_ready, texts.lengths - done, 0)
-    pending = Pending(rows.seq_ids, texts.tokens, commits=False)
-    size = 2 * is_ready.shape[0]
-    cache, batch, logits = run_chunk(runner, rows.cache, pending, done, missing, size)
+    pending = Unread(rows.seq_ids, state.tokens_at, commits=False)
+    size = 2 * missing.shape[0]
+    cache, batch, logits = run_chunk(
+        runner, rows.cache, pending, rows.lengths, missing, size
+    )
     nothing = Guesses.none(*drafts.guesses.tokens.shape)
     guesses, kept, steering_state = note(
         jnp.int32(0), batch, logits, nothing, drafts.logits, begun and begun.state
@@ -231,7 +216,7 @@ def _run_ahead(
 
     cache, guesses, kept, _ = fori_loop(
         jnp.int32(1),
-        jnp.int32(options.num_tokens),
+        jnp.int32(drafts.guesses.tokens.shape[1]),
         trip,
         (cache, guesses, kept, steering_state),
     )

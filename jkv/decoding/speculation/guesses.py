@@ -101,14 +101,14 @@ def force_guesses(steered: SteeredRows | None, guesses: Guesses) -> Guesses:
     return Guesses(jnp.maximum(chosen, 0), counts, certain)
 
 
-class Rows(NamedTuple):
+class GuessRows(NamedTuple):
     """Where each of R rows stands."""
 
     places: jax.Array  # i32[R], the place of its text
     before: jax.Array  # i32[R], guesses of its text before it, its own counted
 
     @classmethod
-    def of(cls, counts: jax.Array, num_rows: int) -> "Rows":
+    def of(cls, counts: jax.Array, num_rows: int) -> "GuessRows":
         """Locate the rows of texts that have so many each, i32[W]."""
         return cls(*locate_rows(counts, jnp.zeros_like(counts), num_rows))
 

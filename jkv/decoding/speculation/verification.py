@@ -38,7 +38,7 @@ from jkv.decoding.sampling.next_token import sampling_of, take_several
 from jkv.decoding.sampling.options import Sampling
 from jkv.decoding.scheduler.state import GenerationState, Loads
 from jkv.decoding.scheduler.step import count_step, note_refusals, note_seen
-from jkv.decoding.speculation.guesses import Guesses, Rows, row_sizes
+from jkv.decoding.speculation.guesses import Guesses, GuessRows, row_sizes
 from jkv.decoding.steering.rows import SteeredRows, mark_refused
 from jkv.decoding.texts.prompts import find_tokens
 from jkv.sharding.loops import when
@@ -101,7 +101,7 @@ class _Check(NamedTuple):
     draft_logits: jax.Array | None
     steered: SteeredRows | None  # W * (K + 1) rows
 
-    def choose(self, logits: jax.Array, rows: Rows) -> _Chosen:
+    def choose(self, logits: jax.Array, rows: GuessRows) -> _Chosen:
         """Choose the token after each row, taking the guesses before it as right."""
         state, guesses = self.state, self.guesses.tokens
         sequences = state.places.sequences[rows.places]
@@ -123,7 +123,7 @@ class _Check(NamedTuple):
     def _sample(
         self,
         logits: jax.Array,
-        rows: Rows,
+        rows: GuessRows,
         sampling: Sampling,
         counts: jax.Array,
         seen: jax.Array,
@@ -169,7 +169,7 @@ def _compute_guesses(
     sizes, places = row_sizes(*guesses.tokens.shape), state.places
     is_ready = places.is_cached & places.is_running
     counts = jnp.where(is_ready, 1 + guesses.counts, 0)
-    rows = Rows.of(counts, sizes[-1])
+    rows = GuessRows.of(counts, sizes[-1])
     newest = find_tokens(state.prompts, state.result, places.sequences, loads.done)
     of_place = jnp.concatenate([newest[:, None], guesses.tokens], axis=1)
     tokens = of_place.at[rows.places, rows.before].get(mode="clip")
@@ -194,7 +194,7 @@ def _compute_guesses(
             tokens, rows, batch = jax.tree.unflatten(structure, leaves)
             first = plan_attention(cache, batch.first_rows(size))
             cache, logits = runner.run_planned(cache, first, tokens[:size])
-            found = check.choose(logits, Rows(*(each[:size] for each in rows)))
+            found = check.choose(logits, GuessRows(*(each[:size] for each in rows)))
             put = jax.tree.map(lambda old, new: old.at[:size].set(new), chosen, found)
             return cache, put
 

@@ -130,9 +130,7 @@ def find_malformed(prompts: Prompts, vocabulary: int) -> jax.Array:
 def _check_tokens(tokens: np.ndarray[Any, Any], vocabulary: int) -> None:
     """Refuse prompts, i32[Q, P], that are no texts."""
     is_behind = (tokens >= 0) & np.logical_or.accumulate(tokens < 0, axis=1)
-    found = np.argwhere(is_behind | (tokens < -1) | (tokens >= vocabulary))
-    if found.size:
-        row, column = (int(i) for i in found[0])
+    for row, column in np.argwhere(is_behind | (tokens < -1) | (tokens >= vocabulary)):
         raise UsageError(
             f"prompt {row} has {tokens[row, column]} at position {column}; a prompt is "
             f"token ids from 0 to {vocabulary - 1} from the first position on, and -1 "
@@ -150,9 +148,7 @@ def refuse_unknown(
         return
     tokens = np.asarray(texts)
     is_token = np.logical_and.accumulate(tokens >= 0, axis=1)
-    found = np.argwhere(is_token & (tokens >= vocabulary))
-    if found.size:
-        row, column = (int(i) for i in found[0])
+    for row, column in np.argwhere(is_token & (tokens >= vocabulary)):
         raise UsageError(
             f"{name} {row} has {tokens[row, column]} at position {column}; the model's "
             f"logits are of token ids from 0 to {vocabulary - 1}"

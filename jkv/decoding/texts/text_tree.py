@@ -97,7 +97,7 @@ def empty_tree() -> TextTree:
     return TextTree(tokens=nothing, segments=nothing, parents=nothing, max_length=0)
 
 
-class Rows(NamedTuple):
+class TreeRows(NamedTuple):
     """The rows of new segments."""
 
     tokens: jax.Array  # i32[n], -1 for none
@@ -105,7 +105,7 @@ class Rows(NamedTuple):
     places: jax.Array  # i32[n], where in i32[N * C] the token stood
 
 
-def list_rows(texts: jax.Array) -> Rows:
+def list_rows(texts: jax.Array) -> TreeRows:
     """Return a row for each token of i32[N, C], in jit for each place; -1 is none."""
     if is_known(texts):
         # In numpy: each number of tokens would be a program of its own.
@@ -113,11 +113,11 @@ def list_rows(texts: jax.Array) -> Rows:
         is_token = np.logical_and.accumulate(known >= 0, axis=1).reshape(-1)
         kept = np.flatnonzero(is_token)
         found: Any = known.reshape(-1)[kept], kept // max(texts.shape[1], 1), kept
-        return Rows(*(each.astype(np.int32) for each in found))
+        return TreeRows(*(each.astype(np.int32) for each in found))
     return list_places(texts)
 
 
-def list_places(texts: jax.Array) -> Rows:
+def list_places(texts: jax.Array) -> TreeRows:
     """Return a row for each place of i32[N, C], whatever stands there."""
     count, width = texts.shape
     column = jnp.arange(width, dtype=jnp.int32)[None]
@@ -125,7 +125,7 @@ def list_places(texts: jax.Array) -> Rows:
     place = jnp.arange(count * width, dtype=jnp.int32)
     tokens = jnp.where(is_there, texts.reshape(-1), -1)
     owners = jnp.where(is_there, jax.lax.div(place, jnp.int32(max(width, 1))), -1)
-    return Rows(tokens, owners, place)
+    return TreeRows(tokens, owners, place)
 
 
 def join_arrays(one: jax.Array, other: jax.Array) -> jax.Array:
@@ -166,7 +166,7 @@ def grow(tree: TextTree, texts: Texts, parents: Integers) -> tuple[TextTree, jax
 
 
 def grow_rows(
-    tree: TextTree, rows: Rows, parents: Integers, shape: tuple[int, ...]
+    tree: TextTree, rows: TreeRows, parents: Integers, shape: tuple[int, ...]
 ) -> tuple[TextTree, jax.Array]:
     """Add segments whose rows are listed: N of at most C tokens, the shape."""
     (known,) = broadcast(shape[0], parents=parents)
@@ -183,7 +183,7 @@ def grow_rows(
 
 
 def _continue(
-    tree: TextTree, rows: Rows, parents: jax.Array, shape: tuple[int, ...]
+    tree: TextTree, rows: TreeRows, parents: jax.Array, shape: tuple[int, ...]
 ) -> TextTree:
     """Add rows of new segments, whose parents, i32[N], are numbers in the new tree."""
     xp: Any = np if is_known(rows.owners) else jnp

@@ -205,8 +205,9 @@ class Expander:
         ]
         for place, ways in enumerate(each):
             for other, branch in enumerate(branches):
-                others = self._expand(part.of(branch).widely()) if ways else []
-                if other != place and self.overlap(ways, others):
+                if other == place or not ways:
+                    continue
+                if self.overlap(ways, self._expand(part.of(branch).widely())):
                     contrary = _muted(self._expand(part.of(branch, True)))
                     ways = self._both(ways, contrary, schema)
             found += ways

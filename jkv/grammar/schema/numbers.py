@@ -14,32 +14,16 @@ import numpy as np
 from jkv.grammar.automaton import Automaton, intersect, minimize, subtract
 from jkv.grammar.bounds import Bounds
 from jkv.grammar.determinization import determinize
-from jkv.grammar.expressions import (
-    ByteRange,
-    Choice,
-    Expression,
-    Leaf,
-    Literal,
-    Repeat,
-    concat,
-    optional,
-)
+from jkv.grammar.expressions import Choice, Expression, Leaf, concat
+from jkv.grammar.regexes import compile_regex
 from jkv.grammar.schema.expansion import Way, named, said
 from jkv.grammar.schema.keywords import is_number
 from jkv.grammar.schema.negation import NOT_MULTIPLE, NOT_VALUES
 
-_DIGIT, _NOT_ZERO = ByteRange(0x30, 0x39), ByteRange(0x31, 0x39)
-_DIGITS = Repeat(_DIGIT)
-_WHOLE = Choice([Literal(b"0"), concat(_NOT_ZERO, _DIGITS)])
-_FRACTION = concat(b".", _DIGIT, _DIGITS)
-_SIGN = Choice([Literal(b"+"), Literal(b"-")])
-_POWER = concat(
-    Choice([Literal(b"e"), Literal(b"E")]), optional(_SIGN), _DIGIT, _DIGITS
-)
-INTEGER = concat(optional(Literal(b"-")), _WHOLE)
-NUMBER = concat(INTEGER, optional(_FRACTION), optional(_POWER))
-PLAIN = concat(INTEGER, optional(_FRACTION))
-ZEROS = concat(b".", b"0", Repeat(Literal(b"0")))
+# Patterns of numbers without a sign and an exponent, and so on.
+_WHOLE, _FRACTION, ZEROS = "(?:0|[1-9][0-9]*)", r"(?:\.[0-9]+)?", r"(?:\.0+)?"
+INTEGER, PLAIN = f"-?{_WHOLE}", f"-?{_WHOLE}{_FRACTION}"
+NUMBER = f"{PLAIN}(?:[eE][+-]?[0-9]+)?"
 
 # Bounds with more digits allow numbers of so many.
 _MOST_DIGITS = 32
@@ -61,11 +45,11 @@ def number_expression(way: Way, kinds: Set[str], bounds: Bounds) -> Expression:
     if wanted and is_integer and not unwanted and not values:
         return Leaf(found)
     # A number is taken away however it is written, so it has no exponent.
-    found = intersect(found, determinize(PLAIN, bounds), bounds)
+    found = intersect(found, compile_regex(PLAIN, bounds), bounds)
     taken = [_multiples(number, bounds) for number in unwanted]
-    taken += [determinize(_spellings(value), bounds) for value in values]
+    taken += [compile_regex(_spellings(value), bounds) for value in values]
     if not is_integer:
-        taken.append(determinize(concat(INTEGER, optional(ZEROS)), bounds))
+        taken.append(compile_regex(f"{INTEGER}{ZEROS}", bounds))
     for automaton in taken:
         found = subtract(found, automaton, bounds)
     return Leaf(found)
@@ -75,7 +59,7 @@ def _within_bounds(way: Way, is_integer: bool, bounds: Bounds) -> Expression:
     least = _read_bound(way, "minimum", "exclusiveMinimum", max)
     most = _read_bound(way, "maximum", "exclusiveMaximum", min)
     if least is None and most is None:
-        return INTEGER if is_integer else NUMBER
+        return Leaf(compile_regex(INTEGER if is_integer else NUMBER, bounds))
     parts: list[Expression] = []
     zero = (decimal.Decimal(0), False)
     positive = least if least and least[0] >= 0 else zero
@@ -148,17 +132,12 @@ def _multiples(number: int | float, bounds: Bounds) -> Automaton:
     return minimize(Automaton(table, np.append(False, is_multiple)), bounds)
 
 
-def _spellings(value: int | float) -> Expression:
-    """Return a number in every way that has no exponent."""
+def _spellings(value: int | float) -> str:
+    """Return a pattern of a number in every way that has no exponent."""
     whole, _, fraction = f"{abs(_decimal(value)):f}".partition(".")
     fraction = fraction.rstrip("0")
-    sign = b"-" if value < 0 else b""
-    number = concat(sign, whole.encode())
-    if value == 0:
-        number = concat(optional(Literal(b"-")), b"0")
-    if fraction:
-        return concat(number, f".{fraction}".encode(), Repeat(Literal(b"0")))
-    return concat(number, optional(ZEROS))
+    sign = "-?" if value == 0 else "-" if value < 0 else ""
+    return f"{sign}{whole}" + (rf"\.{fraction}0*" if fraction else ZEROS)
 
 
 @functools.lru_cache(maxsize=256)
@@ -166,36 +145,36 @@ def _magnitudes(
     least: _Bound, most: _Bound | None, is_integer: bool, bounds: Bounds
 ) -> Expression:
     """Return the numbers without a sign within two bounds that are not negative."""
-    shape = _WHOLE if is_integer else concat(_WHOLE, optional(_FRACTION))
-    found = determinize(shape, bounds)
-    above = determinize(_at_least(*least), bounds)
-    found = intersect(found, above, bounds)
+    found = compile_regex(_WHOLE if is_integer else f"{_WHOLE}{_FRACTION}", bounds)
+    found = intersect(found, compile_regex(_at_least(*least), bounds), bounds)
     if most is not None:
         bound, is_exclusive = most
-        above = determinize(_at_least(bound, not is_exclusive), bounds)
+        above = compile_regex(_at_least(bound, not is_exclusive), bounds)
         found = subtract(found, above, bounds)
     return Leaf(found)
 
 
-def _at_least(bound: decimal.Decimal, is_exclusive: bool) -> Expression:
-    """Return numbers from a bound on (and no numbers), by their first higher digit."""
+def _at_least(bound: decimal.Decimal, is_exclusive: bool) -> str:
+    """Return a pattern of numbers from a bound on, by their first higher digit.
+
+    It is of what are no numbers, too.
+    """
     whole, _, fraction = f"{bound:f}".partition(".")
     fraction = fraction.rstrip("0")
-    any_fraction = optional(concat(b".", _DIGITS))
-    parts = [concat(_NOT_ZERO, Repeat(_DIGIT, len(whole)), any_fraction)]
+    behind = r"(?:\.[0-9]*)?"
+    ways = [f"[1-9][0-9]{{{len(whole)},}}{behind}"]
     for place, digit in enumerate(whole):
-        lower_digits = Repeat(_DIGIT, count := len(whole) - 1 - place, count)
-        higher = concat(whole[:place].encode(), _above(digit), lower_digits)
-        parts.append(concat(higher, any_fraction))
+        lower_digits = f"[0-9]{{{len(whole) - 1 - place}}}"
+        ways.append(f"{whole[:place]}{_above(digit)}{lower_digits}{behind}")
     for place, digit in enumerate(fraction):
-        same = f"{whole}.{fraction[:place]}".encode()
-        parts.append(concat(same, _above(digit), _DIGITS))
-    more = concat(_DIGITS, _NOT_ZERO, _DIGITS) if is_exclusive else _DIGITS
-    parts.append(concat(f"{whole}.{fraction}".encode(), more))
+        ways.append(rf"{whole}\.{fraction[:place]}{_above(digit)}[0-9]*")
+    more = "[0-9]*[1-9][0-9]*" if is_exclusive else "[0-9]*"
+    ways.append(rf"{whole}\.{fraction}{more}")
     if not fraction and not is_exclusive:
-        parts.append(Literal(whole.encode()))
-    return Choice(parts)
+        ways.append(whole)
+    return "|".join(ways)
 
 
-def _above(digit: str) -> Expression:
-    return ByteRange(ord(digit) + 1, 0x39) if digit != "9" else Choice([])
+def _above(digit: str) -> str:
+    """Return a pattern of the higher digits, of which 9 has none."""
+    return "(?!)" if digit == "9" else f"[{int(digit) + 1}-9]"

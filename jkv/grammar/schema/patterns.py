@@ -27,13 +27,22 @@ _SPACES = unite(
 )
 _CLASSES = {"d": _DIGIT, "w": _WORD, "s": _SPACES}
 _CONTROLS = {"t": 0x09, "n": 0x0A, "v": 0x0B, "f": 0x0C, "r": 0x0D}
-_COUNT = re.compile(r"\{[0-9]+(?:,[0-9]*)?\}")
-_GROUP = re.compile(r"\(\?(?:[:=!]|<[=!]|(<[A-Za-z_$][\w$]*>))")
-_CODE = re.compile(
-    r"u\{([0-9A-Fa-f]{1,8})\}|u([0-9A-Fa-f]{4})|x([0-9A-Fa-f]{2})|c([A-Za-z])"
+_ESCAPE = (
+    r"\\(?:u\{(?P<long>[0-9A-Fa-f]{1,8})\}"
+    r"|u(?P<high>[Dd][89ABab][0-9A-Fa-f]{2})\\u(?P<low>[Dd][C-Fc-f][0-9A-Fa-f]{2})"
+    r"|u(?P<short>[0-9A-Fa-f]{4})|x(?P<byte>[0-9A-Fa-f]{2})|c(?P<control>[A-Za-z])"
+    r"|(?P<kind>[dwsDWS])"
+    r"|(?P<has>[pP])(?:\{(?:(?:General_Category|gc)=)?(?P<property>[A-Za-z_]+)\})?"
+    r"|(?P<zero>0(?![0-9]))|(?P<letter>.?))"
 )
-_LOW_HALF = re.compile(r"\\u([Dd][C-Fc-f][0-9A-Fa-f]{2})")
-_PROPERTY = re.compile(r"\{(?:(?:General_Category|gc)=)?([A-Za-z_]+)\}")
+_MEMBER = re.compile(rf"{_ESCAPE}|(?P<plain>.)", re.DOTALL)
+_TOKEN = re.compile(
+    r"(?P<count>(?P<times>[*+?]|\{[0-9]+(?:,[0-9]*)?\})\??)"
+    r"|(?P<group>\((?!\?)|\(\?(?:[:=!]|<[=!]|(?P<name><[A-Za-z_$][\w$]*>)))"
+    r"|(?P<set>\[(?P<negated>\^?)(?P<members>(?:\\.|[^\]\\])*)(?P<end>\]?))"
+    rf"|(?P<edge>\\[bB])|(?P<escape>{_ESCAPE})|(?P<wrong>\(\?.{{0,2}})|(?P<sign>.)",
+    re.DOTALL,
+)
 _LONG_NAMES = {
     "Letter": "L",
     "Lowercase_Letter": "Ll",
@@ -52,146 +61,98 @@ _LONG_NAMES = {
 
 def find_pattern(pattern: str, bounds: Bounds) -> Automaton:
     """Return the texts in which a pattern of a schema is found."""
-    written = _Translator(pattern).translate()
+    try:
+        written = _translate(pattern)
+    except Unsupported as error:
+        message = f"{error} in the pattern {pattern!r} (of ECMA-262)"
+        raise Unsupported(message) from error
     return compile_regex(written, bounds, is_search=True, shown=pattern)
 
 
-class _Translator:
-    """A pattern, and the place up to which it was read."""
+def _translate(pattern: str) -> str:
+    """Return a pattern in Python's syntax."""
+    found, can_repeat = [], False
+    for token in _TOKEN.finditer(pattern):
+        piece, kind = token[0], token.lastgroup
+        match kind:
+            case "count" if not can_repeat:
+                raise Unsupported("a count behind nothing")
+            case "count":
+                piece = token["times"]  # whether greedy or not, of the same texts
+            case "group":
+                piece = "(?:" if token["name"] or piece == "(" else piece
+            case "set":
+                piece = _written(_read_set(token))
+            case "edge":
+                piece = f"(?a:{piece})"
+            case "escape":
+                piece = _written(_read_escape(token))
+            case "wrong":
+                raise Unsupported(repr(piece))
+            case _ if piece == ".":
+                piece = _written(complement(_LINE_ENDS))
+            case _ if piece not in "^$|)":
+                piece = re.escape(piece)
+        found.append(piece)
+        can_repeat = kind not in ("count", "group", "edge") and piece not in "^$|"
+    return "".join(found)
 
-    def __init__(self, pattern: str) -> None:
-        self._text, self._place = pattern, 0
 
-    def translate(self) -> str:
-        """Return the pattern in Python's syntax."""
-        found, can_repeat = [], False
-        while self._place < len(self._text):
-            character = self._text[self._place]
-            piece, can_repeat = self._read_piece(character, can_repeat)
-            found.append(piece)
-        return "".join(found)
+def _read_escape(token: re.Match[str]) -> Ranges:
+    """Return the characters that are meant by a backslash and what is behind it."""
+    if token["zero"]:
+        return _single(0)
+    if token["control"]:
+        return _single(ord(token["control"]) % 32)
+    if token["high"]:
+        high, low = int(token["high"], 16), int(token["low"], 16)
+        return _single(0x10000 + (high - 0xD800) * 0x400 + low - 0xDC00)
+    if code := token["long"] or token["short"] or token["byte"]:
+        if int(code, 16) > sys.maxunicode:
+            raise Unsupported(repr(token[0][1:]))
+        return _single(int(code, 16))
+    if kind := token["kind"] or token["has"]:
+        name = token["property"] or ""
+        ranges = _CLASSES.get(kind.lower()) or _category(_LONG_NAMES.get(name, name))
+        if not ranges:
+            raise Unsupported("a property of characters")
+        return ranges if kind.islower() else complement(ranges)
+    letter = token["letter"]
+    if letter in _CONTROLS:
+        return _single(_CONTROLS[letter])
+    if letter == "" or letter.isalnum():
+        raise Unsupported(f"'\\{letter}'")
+    return _single(ord(letter))
 
-    def _read_piece(self, character: str, can_repeat: bool) -> tuple[str, bool]:
-        """Return the next piece, and whether a count may stand behind it."""
-        count = _COUNT.match(self._text, self._place)
-        if character in "*+?" or count:
-            if not can_repeat:
-                raise self._refuse("a count behind nothing")
-            piece = count[0] if count else character
-            self._place += len(piece)
-            if self._text.startswith("?", self._place):
-                self._place += 1  # of the same texts
-            return piece, False
-        if character == "(":
-            return self._read_group(), False
-        self._place += 1
-        match character:
-            case "\\" if self._text[self._place : self._place + 1] in ("b", "B"):
-                self._place += 1
-                return rf"(?a:\{self._text[self._place - 1]})", False
-            case "\\":
-                return _written(self._read_escaped()), True
-            case "[":
-                return _written(self._read_class()), True
-            case ".":
-                return _written(complement(_LINE_ENDS)), True
-            case "^" | "$" | "|":
-                return character, False
-            case ")":
-                return character, True
-        return re.escape(character), True
 
-    def _read_group(self) -> str:
-        if not self._text.startswith("(?", self._place):
-            self._place += 1
-            return "(?:"
-        group = _GROUP.match(self._text, self._place)
-        if group is None:
-            raise self._refuse(f"{self._text[self._place : self._place + 4]!r}")
-        self._place += len(group[0])
-        return "(?:" if group[1] else group[0]
+def _read_set(token: re.Match[str]) -> Ranges:
+    """Return the characters of a set in brackets."""
+    if not token["end"]:
+        raise Unsupported("'[' without an end")
+    members: list[Ranges | str] = []  # "-" for one that may be of a range
+    for member in _MEMBER.finditer(token["members"]):
+        if member["plain"] is None:
+            is_backspace = member["letter"] == "b"
+            members.append(_single(0x08) if is_backspace else _read_escape(member))
+        else:
+            members.append("-" if member[0] == "-" else _single(ord(member[0])))
+    ranges = _join(members)
+    return complement(ranges) if token["negated"] else ranges
 
-    def _read_escaped(self) -> Ranges:
-        """Return the characters that are meant behind a backslash."""
-        text, place = self._text, self._place
-        letter = text[place : place + 1]
-        if code := _CODE.match(text, place):
-            self._place += len(code[0])
-            return self._read_code(code)
-        self._place += 1
-        if letter.lower() in _CLASSES:
-            ranges = _CLASSES[letter.lower()]
-            return ranges if letter.islower() else complement(ranges)
-        if letter in ("p", "P"):
-            ranges = self._read_property()
-            return ranges if letter == "p" else complement(ranges)
-        if letter in _CONTROLS:
-            return _single(_CONTROLS[letter])
-        if letter == "0" and not text[place + 1 : place + 2].isdigit():
-            return _single(0)
-        if letter == "" or letter.isalnum():
-            raise self._refuse(f"'\\{letter}'")
-        return _single(ord(letter))
 
-    def _read_code(self, code: re.Match[str]) -> Ranges:
-        long, short, byte, control = code.groups()
-        if control:
-            return _single(ord(control) % 32)
-        number = int(long or short or byte, 16)
-        if short and 0xD800 <= number < 0xDC00:
-            low = _LOW_HALF.match(self._text, self._place)
-            if low:
-                self._place += len(low[0])
-                number = 0x10000 + (number - 0xD800) * 0x400 + int(low[1], 16) - 0xDC00
-        if number > sys.maxunicode:
-            raise self._refuse(repr(code[0]))
-        return _single(number)
-
-    def _read_property(self) -> Ranges:
-        found = _PROPERTY.match(self._text, self._place)
-        name = _LONG_NAMES.get(found[1], found[1]) if found else ""
-        if found is None or not _category(name):
-            raise self._refuse("a property of characters")
-        self._place += len(found[0])
-        return _category(name)
-
-    def _read_class(self) -> Ranges:
-        """Return the characters of a class, behind its bracket."""
-        is_negated = self._text.startswith("^", self._place)
-        self._place += is_negated
-        members: list[Ranges | str] = []  # "-" for one that may be of a range
-        while not self._text.startswith("]", self._place):
-            if self._place >= len(self._text):
-                raise self._refuse("'[' without an end")
-            character = self._text[self._place]
-            self._place += 1
-            if character == "\\" and self._text.startswith("b", self._place):
-                self._place += 1
-                members.append(_single(0x08))
-            elif character == "\\":
-                members.append(self._read_escaped())
-            else:
-                members.append("-" if character == "-" else _single(ord(character)))
-        self._place += 1
-        ranges = self._join(members)
-        return complement(ranges) if is_negated else ranges
-
-    def _join(self, members: list["Ranges | str"]) -> Ranges:
-        found: list[tuple[int, int]] = []
-        while members:
-            first = _set_of(members.pop(0))
-            if len(members) > 1 and members[0] == "-":
-                last = _set_of(members[1])
-                if _is_single(first) and _is_single(last):
-                    del members[:2]
-                    if last[0][0] < first[0][0]:
-                        raise self._refuse("a range that runs down")
-                    first = ((first[0][0], last[0][0]),)
-            found += first
-        return unite(*found)
-
-    def _refuse(self, what: str) -> Unsupported:
-        return Unsupported(f"{what} in the pattern {self._text!r} (of ECMA-262)")
+def _join(members: list[Ranges | str]) -> Ranges:
+    found: list[tuple[int, int]] = []
+    while members:
+        first = _set_of(members.pop(0))
+        if len(members) > 1 and members[0] == "-":
+            last = _set_of(members[1])
+            if _is_single(first) and _is_single(last):
+                del members[:2]
+                if last[0][0] < first[0][0]:
+                    raise Unsupported("a range that runs down")
+                first = ((first[0][0], last[0][0]),)
+        found += first
+    return unite(*found)
 
 
 def _set_of(member: Ranges | str) -> Ranges:

@@ -10,7 +10,8 @@ from jkv.grammar.automaton import begin_at, intersect, minimize, subtract
 from jkv.grammar.bounds import Bounds
 from jkv.grammar.determinization import determinize
 from jkv.grammar.errors import Unsupported
-from jkv.grammar.expressions import Choice, Expression, Leaf, Literal, concat, optional
+from jkv.grammar.expressions import Choice, Expression, Leaf, Literal, concat
+from jkv.grammar.regexes import compile_regex
 from jkv.grammar.schema.numbers import PLAIN, ZEROS
 from jkv.grammar.schema.punctuation import Punctuation
 from jkv.grammar.schema.strings import any_string
@@ -53,8 +54,9 @@ def by_first_sign(
     Numbers have no exponent, and zero no sign: so those that begin with different signs
     are different numbers.
     """
-    shown = determinize(Choice([any_string(bounds), PLAIN]), bounds)
-    minus_zero = determinize(concat(b"-0", optional(ZEROS)), bounds)
+    numbers = Leaf(compile_regex(PLAIN, bounds))
+    shown = determinize(Choice([any_string(bounds), numbers]), bounds)
+    minus_zero = compile_regex(f"-0{ZEROS}", bounds)
     found = intersect(determinize(item, bounds), shown, bounds)
     found = subtract(found, minus_zero, bounds)
     quoted = int(found.transitions[0, ord('"')])

@@ -1,6 +1,5 @@
 """The weights of a rollout: the trainer's own, or a copy of them somewhere else."""
 
-import operator
 import weakref
 from functools import partial
 from typing import Any
@@ -8,9 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from tunix.rl import reshard
-from tunix.rl import utils as rl_utils
 
 
 def put_module(model: nnx.Module, mesh: Mesh | None, dtype: Any | None) -> nnx.Module:
@@ -19,18 +17,15 @@ def put_module(model: nnx.Module, mesh: Mesh | None, dtype: Any | None) -> nnx.M
     Without a mesh, or devices in it, that is where it is; without a dtype they have
     theirs. A copy is put where its annotations say.
     """
-    graph, state = nnx.split(model)
-    if mesh is None or mesh.empty or rl_utils.get_pytree_mesh_info(state) == mesh:
-        mesh = None
-    cast = state if dtype is None else jax.tree.map(partial(_cast, dtype=dtype), state)
-    is_cast = any(map(operator.is_not, jax.tree.leaves(cast), jax.tree.leaves(state)))
-    if mesh is None:
-        return nnx.merge(graph, cast) if is_cast else model
-    shardings = jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec or PartitionSpec()),
-        nnx.get_partition_spec(cast),
-    )
-    return nnx.merge(graph, reshard.reshard_pytree(cast, shardings))
+    if dtype is not None:
+        graph, state = nnx.split(model)
+        cast = jax.tree.map(partial(_cast, dtype=dtype), state)
+        pairs = zip(jax.tree.leaves(cast), jax.tree.leaves(state), strict=True)
+        if any(new is not old for new, old in pairs):
+            model = nnx.merge(graph, cast)
+    if mesh is None or mesh.empty:
+        return model
+    return reshard.reshard_model_to_mesh(model, mesh)
 
 
 def update(

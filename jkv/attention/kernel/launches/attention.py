@@ -37,7 +37,7 @@ from jkv.attention.kernel.work.cutting import (
 )
 from jkv.attention.kernel.work.lists import (
     DecodeSizes,
-    Sizes,
+    ListSizes,
     Work,
     WorkList,
     find_list,
@@ -119,7 +119,7 @@ def decode_rows(
 
 def _find_list(
     call: Call,  # which makes its own where nothing was planned for it
-    *sizes: Sizes,  # of the lists that serve it
+    *sizes: ListSizes,  # of the lists that serve it
 ) -> WorkList:
     """Return the first that was listed with the step, else the last, for the call."""
     for each in sizes:

@@ -20,10 +20,10 @@ from jax import lax
 from jkv.attention.call import Requests
 from jkv.attention.kernel.work.lists import (
     DecodeSizes,
+    ListSizes,
     Pieces,
     PositionSizes,
     PrefillSizes,
-    Sizes,
     Work,
     WorkList,
 )
@@ -45,7 +45,7 @@ _MIN_PIECE_UNITS = 4
 
 def list_work(
     requests: Requests,
-    sizes: Sizes,
+    sizes: ListSizes,
     window: jax.Array | int | None,
     *,
     num_parts: int,

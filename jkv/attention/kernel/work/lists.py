@@ -91,7 +91,7 @@ class PositionSizes(NamedTuple):
     num_pieces: int  # that the longest context has
 
 
-Sizes: TypeAlias = DecodeSizes | PrefillSizes | PositionSizes
+ListSizes: TypeAlias = DecodeSizes | PrefillSizes | PositionSizes
 
 
 @jax.tree_util.register_dataclass
@@ -109,10 +109,10 @@ class WorkList:
     pieces: Pieces | None
     # None: all rows of a tile are of one request.
     lanes: SharedLanes | Lanes | None
-    sizes: Sizes = dataclasses.field(metadata={"static": True})
+    sizes: ListSizes = dataclasses.field(metadata={"static": True})
 
 
-def find_list(call: Call, sizes: Sizes) -> WorkList | None:
+def find_list(call: Call, sizes: ListSizes) -> WorkList | None:
     """Return what was listed of a size when the call's step was planned, if it was."""
     lists: tuple[WorkList, ...] = call.plans.get(NAME, ())
     return next((one for one in lists if one.sizes == sizes), None)

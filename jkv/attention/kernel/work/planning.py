@@ -30,7 +30,7 @@ from jkv.attention.kernel.work.cutting import (
     size_position_work,
     size_prefill_work,
 )
-from jkv.attention.kernel.work.lists import Sizes, WorkList
+from jkv.attention.kernel.work.lists import ListSizes, WorkList
 from jkv.attention.pools import Pools
 from jkv.attention.shared_prefixes import find_shared_prefixes
 
@@ -52,7 +52,7 @@ def plan_work(
     if tuning is None or not num_rows or not num_requests:
         return None
     counts = _HEADS_PER_KV if pools.values is not None else _LATENT_HEADS
-    sizes: set[Sizes] = set()
+    sizes: set[ListSizes] = set()
     max_tokens = max_blocks * step.part_size
     is_windowed, has_shared = step.window is not None, _may_share(step)
     for heads_per_kv in counts:
@@ -86,7 +86,7 @@ def _list_all(
     asked: Requests,
     reference_counts: jax.Array,
     *,
-    sizes: tuple[Sizes, ...],
+    sizes: tuple[ListSizes, ...],
     step: StepShape,
 ) -> tuple[WorkList, ...]:
     requests = make_requests(

@@ -18,8 +18,8 @@ from jkv.state import NO_SEQUENCE, Batch, Cache
 Carry = TypeVar("Carry")
 
 
-class Pending(NamedTuple):
-    """Texts that lack something in the cache."""
+class Unread(NamedTuple):
+    """Texts of which tokens are not in the cache yet."""
 
     seq_ids: jax.Array  # i32[B], their sequences, -1 for none
     # Returns the tokens, i32[R], of texts i32[R] at positions i32[R].
@@ -31,7 +31,7 @@ class Pending(NamedTuple):
 def run_chunk(
     runner: Runner,
     cache: Cache,
-    texts: Pending,
+    texts: Unread,
     done: jax.Array,  # i32[B], tokens of each that are in the cache
     counts: jax.Array,  # i32[B], tokens to compute of each, together at most R
     num_rows: int,  # R
@@ -42,7 +42,7 @@ def run_chunk(
     return runner.run(cache, seq_ids, tokens, counts, commits=texts.commits)
 
 
-class Sizes(NamedTuple):
+class ChunkSizes(NamedTuple):
     """How a chunk is divided among texts."""
 
     num_rows: int  # R, at least B
@@ -100,12 +100,12 @@ class Chunk(NamedTuple):
     is_whole: jax.Array  # bool[B], whether it brought all that was left
 
 
-def prefill(
+def run_chunks(
     runner: Runner,
     cache: Cache,
-    texts: Pending,
+    texts: Unread,
     carry: Carry,
-    sizes: Sizes,
+    sizes: ChunkSizes,
     *,
     count_left: Callable[[Carry, jax.Array], jax.Array],
     note: Callable[[Cache, Carry, Chunk], Carry],
