@@ -146,10 +146,12 @@ def _raise_parents(
     """Return how nodes are kept, if at all: none less than what follows it here."""
     if num_classes == 1:
         return None
-    if spilled.keep is None:
-        return Keep(np.zeros_like(spilled.salts), np.zeros(len(is_there), np.uint32))
-    classes = np.minimum(spilled.keep.classes, num_classes - 1)
-    until = np.array(spilled.keep.until)
+    classes = np.zeros(len(is_there), np.int32)
+    until = np.zeros(len(is_there), np.uint32)
+    for node, each in spilled.held.items():
+        if each.keep is not None:
+            classes[node] = min(each.keep[0], num_classes - 1)
+            until[node] = each.keep[1]
     for node in np.flatnonzero(is_there & (spilled.parents >= 0))[::-1].tolist():
         parent = spilled.parents[node]
         classes[parent] = max(classes[parent], classes[node])
@@ -186,7 +188,7 @@ def warm_up(cache: Cache, most: int) -> Cache:
     """Compile what restores so many blocks, by copying some; the cache is donated."""
     texts = TextBuilder(cache.block_size)
     texts.add(-1, 0, np.zeros(cache.block_size, np.int32))
-    bare = Spilled(layout=Layout.of(cache), keep=None, **texts.arrays())
+    bare = Spilled(layout=Layout.of(cache), **texts.arrays())
     cache, _ = restore(cache, bare, donate=True)
     for number in cache.metadata.block_numbers:
         size = 1

@@ -4,10 +4,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Self
 
-import jax
 import numpy as np
 
-from jkv.metadata.ring import Keep
 from jkv.state import Cache
 
 
@@ -109,9 +107,6 @@ class Spilled:
     tokens: np.ndarray  # i32[Q, T], of each node
     parents: np.ndarray  # i32[Q], the node before each, -1 for a text's first
     salts: np.ndarray  # i32[Q], the domain of each
-    # i32[Q] and u32[Q], the class of each (`free(keep=)`), and the time up to which it
-    # has it; None where there is one class.
-    keep: Keep | None
     held: dict[int, Held]  # what there is of nodes, in their order
     layout: Layout  # of the cache that it left
 
@@ -142,8 +137,8 @@ class Spilled:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        own = jax.tree.leaves([self.tokens, self.parents, self.salts, self.keep])
-        return sum(each.nbytes for each in [*own, *self.held.values()])
+        own = sum(each.nbytes for each in (self.tokens, self.parents, self.salts))
+        return own + sum(each.nbytes for each in self.held.values())
 
     def text_of(self, node: int) -> np.ndarray:
         """Return the tokens of a text up to the end of a node, i32[n T]."""
@@ -180,6 +175,7 @@ class TextBuilder:
         self.tokens: list[np.ndarray] = []
         self.parents: list[int] = []
         self.salts: list[int] = []
+        self.keep: dict[int, tuple[int, int]] = {}  # classes and times, by node
         self._held: dict[int, dict[str, np.ndarray]] = {}
 
     def add(self, parent: int, salt: int, tokens: np.ndarray) -> int:
@@ -222,6 +218,7 @@ class TextBuilder:
             "parents": np.array(self.parents, np.int32),
             "salts": np.array(self.salts, np.int32),
             "held": {
-                node: Held(arrays=self._held[node]) for node in sorted(self._held)
+                node: Held(arrays=self._held.get(node, {}), keep=self.keep.get(node))
+                for node in sorted(self._held.keys() | self.keep.keys())
             },
         }

@@ -9,7 +9,6 @@ import numpy as np
 from jkv.blocks import contents
 from jkv.metadata import requests
 from jkv.metadata.requests import Integer
-from jkv.metadata.ring import Keep
 from jkv.prefixes.prefix_index import index_of
 from jkv.prefixes.snapshots import snapshots_of
 from jkv.state import Cache
@@ -70,7 +69,6 @@ def take(cache: Cache, count: int, width: int) -> tuple[Cache, Spilled]:
     metadata, texts = cache.metadata, TextBuilder(cache.block_size)
     blocks: tuple[np.ndarray, ...] = ()
     spilled: dict[int, int] = {}  # what goes of the leading group: hashes by node
-    of_class: tuple[np.ndarray, ...] = ()
     numbers = metadata.block_numbers
     if numbers:
         chosen = jax.device_get(choose(metadata, jnp.int32(count), width=width))
@@ -81,7 +79,6 @@ def take(cache: Cache, count: int, width: int) -> tuple[Cache, Spilled]:
             for block in blocks[numbers.index(metadata.leader)].tolist()
             if block < metadata.leading.num_blocks
         }
-        of_class = tuple(each[list(nodes)[1:]] for each in chosen.kept)
         for at, number in enumerate(numbers):
             is_there = blocks[at] < metadata.groups[number].num_blocks
             holders = iter([nodes[b] for b in chosen.above[at][is_there].tolist()])
@@ -94,12 +91,7 @@ def take(cache: Cache, count: int, width: int) -> tuple[Cache, Spilled]:
     gone = np.full(max(num_places, 1), num_places, np.int32)
     gone[: len(places)] = list(places)
     cache = cache.with_metadata(forget(metadata, blocks, gone))
-    told = texts.arrays()
-    # Texts of snapshots come last, and are of class 0.
-    rest = len(told["parents"]) - len(of_class[0]) if of_class else 0
-    padded = [np.pad(each, (0, rest)) for each in of_class]
-    keep = Keep(*padded) if padded else None
-    return cache, Spilled(layout=Layout.of(cache), keep=keep, **told)
+    return cache, Spilled(layout=Layout.of(cache), **texts.arrays())
 
 
 def check_has_texts(cache: Cache) -> None:
@@ -128,7 +120,10 @@ def _add_chains(cache: Cache, chosen: Chosen, texts: TextBuilder) -> dict[int, i
     nodes = {nothing: -1}
     for block, row in zip(order, tokens, strict=True):
         parent = nodes[int(chosen.parents[block])]
-        nodes[block] = texts.add(parent, int(chosen.salts[block]), row)
+        node = nodes[block] = texts.add(parent, int(chosen.salts[block]), row)
+        if chosen.kept:
+            of_class, until = (int(each[block]) for each in chosen.kept)
+            texts.keep[node] = of_class, until
     return nodes
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from jkv.config.units import human_bytes
-from jkv.metadata.ring import Keep
 from jkv.status import UsageError
 from jkv.tiers.folder import Folder, first_digest, next_digest
 from jkv.tiers.spilled import Held, Layout, Spilled
@@ -83,10 +82,9 @@ class BlockStore:
         self.max_bytes, self.version = int(max_bytes), version
         self._lock = threading.RLock()
         self._folder: Folder | None = None
+        self._layout: Layout | None = None
         if folder is not None:
             self._folder = Folder(os.fspath(folder), max_folder_bytes)
-        self._layout: Layout | None = None
-        if self._folder is not None:
             self._layout = self._folder.agree(version, None)
         self._roots: dict[int, _Node] = {}
         # Those that hold something in memory, the longest unused first.
@@ -158,10 +156,8 @@ class BlockStore:
                 before = self._root(salt) if parent < 0 else nodes[parent]
                 nodes.append(self._child(before, tokens))
             for number, held in spilled.held.items():
-                if spilled.keep is not None:
-                    of_class, until = (int(each[number]) for each in spilled.keep)
-                    held = dataclasses.replace(held, keep=(of_class, until))
-                self._hold(nodes[number], held)
+                if held.arrays:
+                    self._hold(nodes[number], held)
             self._touch(nodes)
             self._make_room()
             for node in nodes:
@@ -224,18 +220,10 @@ class BlockStore:
         if not held:
             return None
         num = max(held) + 1
-        keep = np.zeros((2, num), np.int64)
-        for i, each in held.items():
-            keep[:, i] = each.keep or (0, 0)
         return Spilled(
             tokens=np.stack([node.tokens for node in path[:num]]),
             parents=np.arange(-1, num - 1, dtype=np.int32),
             salts=np.full(num, path[0].salt, np.int32),
-            keep=(
-                Keep(keep[0].astype(np.int32), keep[1].astype(np.uint32))
-                if any(each.keep is not None for each in held.values())
-                else None
-            ),
             held=held,
             layout=layout,
         )

@@ -41,10 +41,8 @@ class Spilling:
         assert found == blocks
         nodes = [node for node, held in spilled.held.items() if held.has_snapshot]
         assert {texts[node] for node in nodes} == {*places}
-        if spilled.keep is not None:
-            pairs = zip(*spilled.keep, strict=True)
-            found = dict(zip(texts, ((int(c), int(t)) for c, t in pairs), strict=True))
-            assert found.items() <= kept.items()
+        keep = {texts[node]: held.keep for node, held in spilled.held.items()}
+        assert {t: k for t, k in keep.items() if k}.items() <= kept.items()
 
     def play_restore(self):
         if not self.kept:

@@ -255,7 +255,7 @@ def test_a_parent_that_was_stored_in_a_lower_class_comes_back_in_its_childs():
     _, spilled = jkv.spill(played(cache, A, keep=2), 1)  # the child alone goes
     store.put(spilled)
     stored = store.find([*A])
-    assert stored.keep.classes.tolist() == [0, 2]
+    assert [held.keep[0] for held in stored.held.values()] == [0, 2]
     cache, num = jkv.restore(fresh(), stored)
     jkv.check(cache)
     assert num == 2 and found(pressed(played(cache, B), 6), A, B) == [8, 0]
