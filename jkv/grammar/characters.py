@@ -3,6 +3,7 @@
 import functools
 import re
 import sys
+from collections.abc import Iterator
 
 from jkv.grammar.automaton import Automaton
 from jkv.grammar.bounds import UNBOUNDED
@@ -86,37 +87,25 @@ def one_of(ranges: Ranges) -> Expression:
     for low, high in complement(complement(ranges)):
         first = 0
         for last in _LAST_OF_LENGTH:
-            if max(low, first) <= min(high, last):
-                begin, end = chr(max(low, first)), chr(min(high, last))
-                sequences += _split(begin.encode(), end.encode())
+            sequences += _split(max(low, first), min(high, last))
             first = last + 1
     automaton: Automaton = determinize(Choice(sequences), UNBOUNDED)
     return Leaf(automaton)
 
 
-def _split(low: bytes, high: bytes) -> list[Expression]:
-    """Return the byte sequences between two of one length, as sequences of ranges.
+def _split(low: int, high: int) -> Iterator[Expression]:
+    """Yield the bytes of the code points between two of one length, as ranges.
 
-    All but the first byte of a character range over 0x80 to 0xBF (K. Thompson's way,
-    https://swtch.com/~rsc/regexp/regexp3.html).
+    A byte behind the first has six bits of a code point. So characters that differ in
+    the last byte alone are ranges of bytes, and so are whole sets of 64 or 64 * 64.
     """
-    if len(low) == 1:
-        return [ByteRange(low[0], high[0])]
-    least, most = b"\x80" * (len(low) - 1), b"\xbf" * (len(low) - 1)
-    if low[0] == high[0]:
-        head = ByteRange(low[0], low[0])
-        return [concat(head, tail) for tail in _split(low[1:], high[1:])]
-    first, last, found = low[0], high[0], []
-    if low[1:] != least:
-        found += _split(low, bytes([first]) + most)
-        first += 1
-    if high[1:] != most:
-        found += _split(bytes([last]) + least, high)
-        last -= 1
-    if first <= last:
-        tails = _split(least, most)
-        found += [concat(ByteRange(first, last), tail) for tail in tails]
-    return found
+    while low <= high:
+        last = min(high, low | 0x3F)
+        for size in (2**12, 2**18):
+            if low % size == 0 and low + size - 1 <= high:
+                last = low + size - 1
+        yield concat(*map(ByteRange, chr(low).encode(), chr(last).encode()))
+        low = last + 1
 
 
 @functools.cache
