@@ -13,7 +13,7 @@ import unicodedata
 
 from jkv.grammar.automaton import Automaton
 from jkv.grammar.bounds import Bounds
-from jkv.grammar.characters import Ranges, complement, unite
+from jkv.grammar.characters import Ranges, complement, select, unite
 from jkv.grammar.errors import Unsupported
 from jkv.grammar.regexes import compile_regex
 
@@ -185,10 +185,4 @@ def _category(name: str) -> Ranges:
     """Return the characters of a general category, or of one of its first letters."""
     if name not in _LONG_NAMES.values() and len(name) != 2:
         return ()
-    return unite(
-        *(
-            (code, code)
-            for code in range(sys.maxunicode + 1)
-            if unicodedata.category(chr(code)).startswith(name)
-        )
-    )
+    return select(lambda character: unicodedata.category(character).startswith(name))
