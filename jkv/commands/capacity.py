@@ -51,10 +51,7 @@ OPTIONS: dict[str, tuple[type, str]] = {
         f"{tell_cost('int8', 'int4').replace('%', '%%')}); default: as --dtype",
     ),
     "num-layers": (int, "with keys; default: the model's"),
-    "max-pending": (
-        int,
-        "tokens of a state to take back, as many as are guessed",
-    ),
+    "max-pending": (int, "tokens of a state to take back, as many as are guessed"),
     "snapshot-every": (int, "tokens between copies of states, with --prefix-caching"),
     "num-snapshots": (int, "copies of states, with it"),
 }
