@@ -395,7 +395,3 @@ def _weights(folder: str | Path, given: int | str | None, notes: list[str]) -> i
             return sum(sizes)
     notes.append("no weight files found, none taken off; give --weights")
     return 0
-
-
-if __name__ == "__main__":
-    main()
