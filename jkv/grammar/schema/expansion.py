@@ -68,9 +68,9 @@ class Atom:
     # properties and items does not count as evaluated.
     is_muted: bool = False
 
-    def part(self, schema: Any, *, is_negated: bool = False) -> Part:
+    def part(self, schema: Any) -> Part:
         """Return a schema that stands in this one."""
-        return Part(schema, self.route, is_negated)
+        return Part(schema, self.route)
 
 
 Way = list[Atom]
