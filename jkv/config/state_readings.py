@@ -118,10 +118,14 @@ def _read_delta_rule(
 
 
 def read_qwen3_next(model: Mapping[str, Any]) -> LayerState:
-    heads = dict(linear_num_key_heads=16, linear_num_value_heads=32)
-    dims = dict(linear_key_head_dim=128, linear_value_head_dim=128)
-    sizes = _counts(model, **heads, **dims, linear_conv_kernel_dim=4)
-    return _read_delta_rule(*sizes, 1)
+    return _read_delta_rule(
+        key_heads=_count(model, "linear_num_key_heads", 16),
+        heads=_count(model, "linear_num_value_heads", 32),
+        key_dim=_count(model, "linear_key_head_dim", 128),
+        value_dim=_count(model, "linear_value_head_dim", 128),
+        window=_count(model, "linear_conv_kernel_dim", 4),
+        gates=1,
+    )
 
 
 def read_olmo_hybrid(model: Mapping[str, Any]) -> LayerState:
