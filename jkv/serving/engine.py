@@ -203,13 +203,13 @@ class Engine:
                 "None and let JAX keep compiled programs (warm_up(programs_folder=))"
             )
         self._shared = loop if isinstance(loop, SharedLoop) else None
-        self._limits = loop.find_limits(
-            as_token_ids("stop_tokens", stop_tokens), detokenize is not None
-        )
-        self._limits.check_own()
-        self._turns = Turns(
-            lambda: self._scheduler.step(), lambda: self._scheduler.is_idle
-        )
+        ends = as_token_ids("stop_tokens", stop_tokens)
+        if len(ends) > stop_sizes.tokens:
+            raise UsageError(
+                f"{len(ends)} stop tokens are more than this engine looks for: give it "
+                f"stop_sizes=StopSizes(tokens={len(ends)})"
+            )
+        self._limits = loop.find_limits(ends, detokenize is not None)
         options = HostOptions(
             detokenize,
             max_waiting,
@@ -223,7 +223,8 @@ class Engine:
             checks,
             clock,
         )
-        self._scheduler = Scheduler(loop, options, self._turns.lock)
+        scheduler = self._scheduler = Scheduler(loop, options)
+        self._turns = Turns(scheduler.step, lambda: scheduler.is_idle, scheduler.lock)
 
     # Requests.
 

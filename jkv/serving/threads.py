@@ -23,10 +23,13 @@ Brought = TypeVar("Brought")
 class Turns(Generic[Brought]):
     """Steps, one at a time, and the threads that wait for what they bring."""
 
-    def __init__(self, step: Callable[[], Brought], is_idle: Callable[[], bool]):
-        # Held while requests are read or changed; not while the device computes.
-        self.lock = threading.RLock()
-        self._news = threading.Condition(self.lock)
+    def __init__(
+        self,
+        step: Callable[[], Brought],
+        is_idle: Callable[[], bool],
+        lock: threading.RLock,  # held while requests are read or changed
+    ):
+        self.lock, self._news = lock, threading.Condition(lock)
         self._turn = threading.Lock()
         self._step, self._is_idle = step, is_idle
         self._thread: threading.Thread | None = None

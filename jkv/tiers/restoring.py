@@ -58,7 +58,11 @@ def restore(
       (2, 2)
     """
     check_has_texts(cache)
-    check_fits(cache, spilled)
+    if different := spilled.layout.differences(Layout.of(cache)):
+        raise ValueError(
+            f"blocks can be restored into a cache of the same layers, heads, sizes and "
+            f"dtype only: {'; '.join(different)}"
+        )
     stands: np.ndarray | None = None
     num_restored = 0
     numbers = cache.metadata.block_numbers
@@ -78,15 +82,6 @@ def restore(
             num_restored += len(nodes)
     cache, num_places = _restore_snapshots(cache, spilled, stands, donate=donate)
     return cache, num_restored + num_places
-
-
-def check_fits(cache: Cache, spilled: Spilled) -> None:
-    """Reject blocks from a cache of other groups, or another shape or dtype."""
-    if different := spilled.layout.differences(Layout.of(cache)):
-        raise ValueError(
-            f"blocks can be restored into a cache of the same layers, heads, sizes and "
-            f"dtype only: {'; '.join(different)}"
-        )
 
 
 def _enter_all(

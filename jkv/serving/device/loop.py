@@ -124,8 +124,7 @@ class Loop:
             cache=self.cache,
             state=state,
             sampling=sampling,
-            arrivals=change.arrivals,
-            cancelled=change.cancelled,
+            change=change,
             steering=self._given.steering,
         )
 

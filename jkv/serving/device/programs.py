@@ -23,7 +23,7 @@ from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.decoding.texts.blocks import count_free_blocks, sum_groups
 from jkv.decoding.texts.results import Statistics
 from jkv.serving.device.sizes import DraftSizes, EngineSizes
-from jkv.serving.device.transfers import Arrivals, WindowReport, make_empty_sequences
+from jkv.serving.device.transfers import Change, WindowReport, make_empty_sequences
 from jkv.serving.request.ask import NOT_STEERED
 from jkv.state import Cache
 from jkv.steering import Steering
@@ -77,12 +77,12 @@ def exchange(
     cache: Cache,
     state: GenerationState,
     sampling: Sampling,
-    arrivals: Arrivals,
-    cancelled: jax.Array,  # bool[N]
+    change: Change,
     steering: Steering | None,
 ) -> tuple[Cache, GenerationState, Sampling, jax.Array]:  # i32[], blocks free then
     """End what was cancelled, then let prompts wait: an index may be free only now."""
-    cache, state = decoding.cancel(cache, state, cancelled)
+    arrivals = change.arrivals
+    cache, state = decoding.cancel(cache, state, jnp.asarray(change.cancelled))
     indices, samples = jnp.asarray(arrivals.indices), state.num_samples
     state = decoding.add_prompts(
         cache,

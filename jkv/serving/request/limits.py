@@ -21,7 +21,6 @@ from jkv.decoding.texts.results import FinishReason
 from jkv.metadata.requests import I32, Integers, Texts, as_domains
 from jkv.serving.request.ask import NOT_STEERED, Ask, Client, OfAsk
 from jkv.serving.request.request import Request
-from jkv.status import UsageError
 
 
 class RequestRefused(ValueError):
@@ -94,13 +93,6 @@ class Limits(NamedTuple):
                 f"is for a request that is not steered"
             )
         self._check_stops(request)
-
-    def check_own(self) -> None:
-        if len(self.stop_tokens) > self.stops.tokens:
-            raise UsageError(
-                f"{len(self.stop_tokens)} stop tokens are more than this engine looks "
-                f"for: give it stop_sizes=StopSizes(tokens={len(self.stop_tokens)})"
-            )
 
     def _check_prompt(self, tokens: np.ndarray[Any, Any]) -> None:
         length = len(tokens)

@@ -5,7 +5,6 @@ Between two windows what the index has of their texts is given the request's cla
 """
 
 import functools
-import heapq
 import math
 import time
 from collections.abc import Callable
@@ -31,7 +30,7 @@ class Keeping:
         # Times are seconds since 1970, the same for all who share a store's folder.
         self._start = time.time() - clock()
         self._new: list[tuple[np.ndarray, int, int, int]] = []
-        self._due: list[int] = []
+        self._due: set[int] = set()
 
     @property
     def has_changes(self) -> bool:
@@ -43,21 +42,20 @@ class Keeping:
         text, until = request.text_of(sample), FOREVER
         if request.keep_seconds is not None:
             until = math.ceil(min(self._now + request.keep_seconds, FOREVER))
-            heapq.heappush(self._due, until)
+            self._due.add(until)
         self._new.append((text, request.salt, request.keep, until))
 
     def take(self) -> Callable[[], None]:
         """Return what is to be done before the next window, without the lock."""
         new, self._new = self._new, []
-        now, is_due = int(self._now), False
-        while self._due and self._due[0] <= now:
-            heapq.heappop(self._due)
-            is_due = True
+        now = int(self._now)
+        due = {time for time in self._due if time <= now}
+        self._due -= due
 
         def settle() -> None:
             for text, salt, keep, until in new:
                 self._keep(text, salt, keep, until)
-            if is_due:
+            if due:
                 self._loop.cache = demote(self._loop.cache, now)
 
         return settle

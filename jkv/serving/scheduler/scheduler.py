@@ -8,9 +8,9 @@ through `_end`.
 import asyncio
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -82,23 +82,20 @@ class _Window(NamedTuple):
 class Scheduler:
     """The host's side of an engine; one thread at a time does its steps."""
 
-    def __init__(
-        self,
-        loop: Loop,
-        options: HostOptions,
-        lock: AbstractContextManager[Any],
-    ):
+    def __init__(self, loop: Loop, options: HostOptions):
         self.loop, self.measures, sizes = loop, Measures(), loop.sizes
+        # Held while requests are read or changed; not while the device computes.
+        self.lock = threading.RLock()
         self.queue = Queue(sizes.num_prompts, sizes.steps.num_samples, options.shares)
         self.measures.free_blocks = sum(loop.num_blocks)
         kept_for, most = options.park_seconds, options.max_parked_bytes
-        self.parking = Parking(loop, kept_for, most, options.clock, lock)
+        self.parking = Parking(loop, kept_for, most, options.clock, self.lock)
         self.storing: Storing | NoStoring = NoStoring()
         if options.store is not None:
             self.storing = Storing(loop, options.store, options.store_share)
         self._keeping = Keeping(loop, options.clock)
         self._versions = Versions()
-        self._sizes, self._options, self._lock = sizes, options, lock
+        self._sizes, self._options = sizes, options
         self._deadlines: dict[int, float] = {}  # of requests that have one
         self._ended = Results(
             options.max_results, options.result_seconds, options.clock
@@ -140,7 +137,7 @@ class Scheduler:
         if detokenize is not None:
             prompt = request.tokens.tolist()
             stream = TextStream(detokenize, prompt, request.stop_strings)
-        with self._lock:
+        with self.lock:
             if self._failure is not None:
                 raise EngineError("the engine has failed") from self._failure
             if not self.has_room:
@@ -160,7 +157,7 @@ class Scheduler:
 
     def find(self, request_id: int) -> Request:
         """Return a request that goes on, or one that ended not long ago."""
-        with self._lock:
+        with self.lock:
             going_on = self.queue.requests.get(request_id)
             request = going_on or self._ended.find(request_id)
         if request is None:
@@ -172,7 +169,7 @@ class Scheduler:
 
     def cancel(self, request: Request) -> bool:
         """End what goes on of a request; return whether there was anything."""
-        with self._lock:
+        with self.lock:
             goes_on = not request.has_ended
             self._cancel(request)
             wake(request, self._cancel)
@@ -195,20 +192,20 @@ class Scheduler:
                 "with CacheConfig(prefix_caching=True)"
             )
         request = self.find(request_id)
-        with self._lock:
+        with self.lock:
             request.is_parked = True
             for sample in request.samples:
                 self._park(request, sample)
 
     def unpark(self, request_id: int) -> bool:
         """Give up the texts of a request; return whether there were any."""
-        with self._lock:
+        with self.lock:
             with contextlib.suppress(KeyError):
                 self.find(request_id).is_parked = False
             return self.parking.give_up(request_id)
 
     def count_refused(self) -> None:
-        with self._lock:
+        with self.lock:
             self.measures.refused += 1
 
     def _park(self, request: Request, sample: Sample) -> None:
@@ -216,7 +213,7 @@ class Scheduler:
             self.parking.add(request, sample)
 
     def read_stats(self) -> EngineStats:
-        with self._lock:
+        with self.lock:
             if self._unread is None and self.loop.num_free_blocks is not None:
                 self.measures.free_blocks = int(self.loop.num_free_blocks)
             return self.measures.read(
@@ -247,7 +244,7 @@ class Scheduler:
             self._fail(error)
             if not isinstance(error, Exception):
                 raise
-        with self._lock:
+        with self.lock:
             self._versions.advance(update)
             if update.recompute:
                 self._note_preempted()
@@ -276,11 +273,11 @@ class Scheduler:
             self._fail(error)
             if not isinstance(error, Exception):
                 raise
-        with self._lock:
+        with self.lock:
             return self._news.tell(self._cancel)
 
     def _start_window(self) -> _Window | None:
-        with self._lock:
+        with self.lock:
             self._end_overdue()
             changes = []
             while self.queue.has_changes:
@@ -327,7 +324,7 @@ class Scheduler:
             if (sample := window.samples[part.sequence]) is not None
         ]
         num_tokens = 0
-        with self._lock:
+        with self.lock:
             now = self._options.clock()
             for sample, part, brought in news:
                 if sample.has_ended:
@@ -402,7 +399,7 @@ class Scheduler:
 
     def _fail(self, error: BaseException) -> None:
         """Fail the requests on the device, and begin with an empty generation."""
-        with self._lock:
+        with self.lock:
             self._unread = None
             computed = [each for each in self.queue.find_computed() if each is not None]
             numbers = dict.fromkeys(sample.request_id for sample in computed)
