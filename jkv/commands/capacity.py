@@ -51,10 +51,7 @@ OPTIONS: dict[str, tuple[type, str]] = {
         f"{tell_cost('int8', 'int4').replace('%', '%%')}); default: as --dtype",
     ),
     "num-layers": (int, "with keys; default: the model's"),
-    "max-pending": (
-        int,
-        "tokens of a state to take back, as many as are guessed",
-    ),
+    "max-pending": (int, "tokens of a state to take back, as many as are guessed"),
     "snapshot-every": (int, "tokens between copies of states, with --prefix-caching"),
     "num-snapshots": (int, "copies of states, with it"),
 }
@@ -398,7 +395,3 @@ def _weights(folder: str | Path, given: int | str | None, notes: list[str]) -> i
             return sum(sizes)
     notes.append("no weight files found, none taken off; give --weights")
     return 0
-
-
-if __name__ == "__main__":
-    main()

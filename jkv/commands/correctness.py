@@ -31,10 +31,7 @@ class Case:
     value_dtype: str | None = None  # of values, where they are stored otherwise
 
 
-DECODE: dict[str, Any] = {
-    "query_lengths": (1, 1, 1),
-    "context_lengths": (70, 1, 33),
-}
+DECODE: dict[str, Any] = {"query_lengths": (1, 1, 1), "context_lengths": (70, 1, 33)}
 
 CASES = (
     Case("decode", **DECODE),

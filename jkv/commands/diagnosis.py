@@ -27,7 +27,7 @@ from jkv.commands.bookkeeping import check_cycles, check_in_place
 from jkv.commands.collectives import check_collectives
 from jkv.commands.compiled_programs import keep_compiled_programs
 from jkv.commands.correctness import on_cpu
-from jkv.commands.ending import Parser, run_process
+from jkv.commands.ending import Parser
 from jkv.commands.facts import collect_facts, list_known_faults
 from jkv.commands.first_light import shed_light
 from jkv.commands.paths import print_paths
@@ -135,7 +135,3 @@ def check_combinations(report: Report) -> None:
         report.add("warning", warning)
     if not warnings:
         report.add("ok", "nothing known against these versions")
-
-
-if __name__ == "__main__":
-    run_process(main)

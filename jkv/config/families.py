@@ -24,11 +24,8 @@ STATE, BOTH = "linear_attention", "attention_and_state"
 PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 
 SIZES = (
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "hidden_size",
-    "max_position_embeddings",
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("hidden_size", "max_position_embeddings"),
 )
 
 

@@ -44,7 +44,7 @@ MODEL_TYPES = {
 HAVE_WINDOWS = {"gemma2", "gemma3", "phi3"}
 
 
-class Place(NamedTuple):
+class TensorInfo(NamedTuple):
     """Where a tensor lies."""
 
     path: Path
@@ -58,7 +58,7 @@ class GGUFile(NamedTuple):
 
     paths: tuple[Path, ...]
     metadata: dict[str, Any]
-    places: dict[str, Place]  # by GGUF's names of tensors
+    tensors: dict[str, TensorInfo]  # by GGUF's names
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return what the file says of its architecture, such as "block_count"."""
@@ -85,7 +85,7 @@ class GGUFile(NamedTuple):
     @property
     def num_weights(self) -> int:
         """Numbers of all tensors together."""
-        return sum(math.prod(place.shape) for place in self.places.values())
+        return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
 
 
 def find_file(model: str | Path) -> Path | None:
@@ -115,8 +115,8 @@ def read_file(path: Path) -> GGUFile:
         raise FileNotFoundError(f"{path} is not there")
     paths = _find_parts(path)
     heads = [_read_head(each) for each in paths]
-    places = {name: place for _, own in heads for name, place in own.items()}
-    return GGUFile(paths, heads[0][0], places)
+    tensors = {name: tensor for _, own in heads for name, tensor in own.items()}
+    return GGUFile(paths, heads[0][0], tensors)
 
 
 def describe_model(file: GGUFile) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def _find_parts(path: Path) -> tuple[Path, ...]:
     return parts
 
 
-def _read_head(path: Path) -> tuple[dict[str, Any], dict[str, Place]]:
+def _read_head(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
     """Return the metadata of one file, and where its tensors lie."""
     with path.open("rb") as file:
         start = file.read(len(MAGIC))
@@ -189,7 +189,7 @@ class _Reader:
         self._path, self._data = path, np.memmap(path, mode="r").data
         self._position = len(MAGIC)
 
-    def read_head(self) -> tuple[dict[str, Any], dict[str, Place]]:
+    def read_head(self) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
         if (version := self._read_number("<u4")) not in VERSIONS:
             raise ValueError(
                 f"its version is {version}, and {VERSIONS} are read; files of "
@@ -197,14 +197,14 @@ class _Reader:
             )
         num_tensors, num_fields = self._read_number("<u8"), self._read_number("<u8")
         metadata = self._read_table(num_fields, self._read_field)
-        places = self._read_table(num_tensors, self._read_place)
+        tensors = self._read_table(num_tensors, self._read_tensor)
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
             raise ValueError(f"its alignment is {alignment!r}")
         begin = -(-self._position // alignment) * alignment
-        for name, place in places.items():
-            places[name] = place._replace(offset=begin + place.offset)
-        return metadata, places
+        for name, tensor in tensors.items():
+            tensors[name] = tensor._replace(offset=begin + tensor.offset)
+        return metadata, tensors
 
     def _read_table(self, count: int, read: Callable[[], Any]) -> dict[str, Any]:
         """Return as many values by their names."""
@@ -219,11 +219,11 @@ class _Reader:
     def _read_field(self) -> Any:
         return self._read_value(self._read_number("<u4"))
 
-    def _read_place(self) -> Place:
-        """Return the place of a tensor behind the head's end."""
+    def _read_tensor(self) -> TensorInfo:
+        """Return where a tensor is, behind the head's end."""
         shape = tuple(self._read_numbers("<u8", self._read_number("<u4"))[::-1])
         kind, offset = self._read_number("<u4"), self._read_number("<u8")
-        return Place(self._path, shape or (1,), kind, offset)
+        return TensorInfo(self._path, shape or (1,), kind, offset)
 
     def _read_number(self, dtype: str) -> Any:
         return self._read_numbers(dtype, 1)[0]

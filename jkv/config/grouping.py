@@ -57,10 +57,7 @@ def fit_context_length(
 
 
 def _make_groups(
-    layers: ModelLayers,
-    max_sequences: int,
-    step_tokens: int,
-    sizes: dict[str, Any],
+    layers: ModelLayers, max_sequences: int, step_tokens: int, sizes: dict[str, Any]
 ) -> tuple[tuple[CacheConfig, ...], tuple[int, ...]]:
     """Return the groups, those that see furthest first, and the group of each layer."""
     ordered = order_windows(layers.windows)

@@ -26,10 +26,7 @@ NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 NUM_HEADS = ("num_attention_heads", "n_head", "n_heads")
 
 NUM_KV_HEADS = (
-    "num_key_value_heads",
-    "num_kv_heads",
-    "n_head_kv",
-    "multi_query_group_num",
+    *("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num"),
 )
 
 HEAD_DIM = ("head_dim", "attention_head_dim", "kv_channels")
@@ -37,10 +34,7 @@ HEAD_DIM = ("head_dim", "attention_head_dim", "kv_channels")
 HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model")
 
 CONTEXT_LENGTH = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_seq_len",
-    "seq_length",
+    *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
     "model_max_length",
 )
 # What Bloom, Falcon and the first Mambas, which name none, were trained with.
@@ -48,12 +42,8 @@ USUAL_CONTEXT = 2048
 
 # Keys of models whose layers differ in a way that one pool cannot mirror unasked.
 MIXED_LAYERS = (
-    "attn_layer_indices",
-    "attn_layer_period",
-    "block_configs",
-    "full_attention_interval",
-    "hybrid_override_pattern",
-    "ssm_cfg",
+    *("attn_layer_indices", "attn_layer_period", "block_configs", "ssm_cfg"),
+    *("full_attention_interval", "hybrid_override_pattern"),
 )
 
 GLOBAL_HEADS = ("global_head_dim", "num_global_key_value_heads")

@@ -52,18 +52,13 @@ def _read_mamba2(
 
 def read_bamba(model: Mapping[str, Any]) -> LayerState:
     """Return the state of Bamba, and of Granite 4, which names its sizes alike."""
-    heads, expand = (
-        _count(model, "mamba_n_heads", 128),
-        _count(model, "mamba_expand", 2),
-    )
+    heads, expand = _counts(model, mamba_n_heads=128, mamba_expand=2)
     inner = model.get("mamba_d_ssm") or expand * _count(model, "hidden_size")
     dim = model.get("mamba_d_head", "auto")
     return _read_mamba2(
-        heads=heads,
-        head_dim=inner // heads if dim == "auto" else dim,
-        groups=_count(model, "mamba_n_groups", 1),
-        state_dim=_count(model, "mamba_d_state", 256),
-        window=_count(model, "mamba_d_conv", 4),
+        heads,
+        inner // heads if dim == "auto" else dim,
+        *_counts(model, mamba_n_groups=1, mamba_d_state=256, mamba_d_conv=4),
     )
 
 
@@ -72,23 +67,14 @@ def read_falcon_h1(model: Mapping[str, Any]) -> LayerState:
 
 
 def read_nemotron_h(model: Mapping[str, Any]) -> LayerState:
-    return _read_mamba2(
-        heads=_count(model, "mamba_num_heads", 128),
-        head_dim=_count(model, "mamba_head_dim", 64),
-        groups=_count(model, "n_groups", model.get("mamba_n_groups", 8)),
-        state_dim=_count(model, "ssm_state_size", 128),
-        window=_count(model, "conv_kernel", model.get("mamba_d_conv", 4)),
-    )
+    groups, window = model.get("mamba_n_groups", 8), model.get("mamba_d_conv", 4)
+    own = dict(n_groups=groups, ssm_state_size=128, conv_kernel=window)
+    return _read_mamba2(*_counts(model, mamba_num_heads=128, mamba_head_dim=64, **own))
 
 
 def read_plain_mamba2(model: Mapping[str, Any]) -> LayerState:
-    return _read_mamba2(
-        heads=_count(model, "num_heads", 128),
-        head_dim=_count(model, "head_dim", 64),
-        groups=_count(model, "n_groups", 8),
-        state_dim=_count(model, "state_size", 128),
-        window=_count(model, "conv_kernel", 4),
-    )
+    own = dict(n_groups=8, state_size=128, conv_kernel=4)
+    return _read_mamba2(*_counts(model, num_heads=128, head_dim=64, **own))
 
 
 def _read_mamba1(inner: int, state_dim: int, window: int) -> LayerState:
@@ -104,16 +90,12 @@ def _read_mamba1(inner: int, state_dim: int, window: int) -> LayerState:
 def read_plain_mamba1(model: Mapping[str, Any]) -> LayerState:
     inner = _count(model, "expand", 2) * _count(model, "hidden_size")
     inner = model.get("intermediate_size") or inner
-    return _read_mamba1(
-        inner, _count(model, "state_size", 16), _count(model, "conv_kernel", 4)
-    )
+    return _read_mamba1(inner, *_counts(model, state_size=16, conv_kernel=4))
 
 
 def read_jamba(model: Mapping[str, Any]) -> LayerState:
     inner = _count(model, "mamba_expand", 2) * _count(model, "hidden_size")
-    return _read_mamba1(
-        inner, _count(model, "mamba_d_state", 16), _count(model, "mamba_d_conv", 4)
-    )
+    return _read_mamba1(inner, *_counts(model, mamba_d_state=16, mamba_d_conv=4))
 
 
 def _read_delta_rule(
@@ -151,14 +133,10 @@ def read_olmo_hybrid(model: Mapping[str, Any]) -> LayerState:
     key_heads = _count(model, "linear_num_key_heads", heads)
     usual = 3 * _count(model, "hidden_size", 3840) // (4 * key_heads)
     key_dim = _count(model, "linear_key_head_dim", usual)
-    return _read_delta_rule(
-        key_heads=key_heads,
-        heads=_count(model, "linear_num_value_heads", heads),
-        key_dim=key_dim,
-        value_dim=_count(model, "linear_value_head_dim", 2 * key_dim),
-        window=_count(model, "linear_conv_kernel_dim", 4),
-        gates=1,
-    )
+    value_dim = _count(model, "linear_value_head_dim", 2 * key_dim)
+    heads = _count(model, "linear_num_value_heads", heads)
+    window = _count(model, "linear_conv_kernel_dim", 4)
+    return _read_delta_rule(key_heads, heads, key_dim, value_dim, window, gates=1)
 
 
 def read_kimi(model: Mapping[str, Any]) -> LayerState:
@@ -178,6 +156,11 @@ def read_lfm2(model: Mapping[str, Any]) -> LayerState:
         (("past", Array((window - 1, hidden), None, 1)),),
         (("x", Array((hidden,), None, 0)),),
     )
+
+
+def _counts(model: Mapping[str, Any], **usual: int) -> tuple[int, ...]:
+    """Return sizes by their keys, each given with what transformers assumes."""
+    return tuple(_count(model, key, value) for key, value in usual.items())
 
 
 def _count(model: Mapping[str, Any], key: str, default: int | None = None) -> int:

@@ -4,10 +4,7 @@ import re
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 
-_FACTORS = {"b": 1}
-
-_FACTORS |= {unit.lower(): 1024**i for i, unit in enumerate(_BINARY) if i}
-
+_FACTORS = {unit.lower(): 1024**i for i, unit in enumerate(_BINARY)}
 _FACTORS |= {unit: 1000**i for i, unit in enumerate(("kb", "mb", "gb", "tb"), 1)}
 
 

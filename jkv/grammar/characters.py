@@ -3,6 +3,7 @@
 import functools
 import re
 import sys
+from collections.abc import Callable, Iterator
 
 from jkv.grammar.automaton import Automaton
 from jkv.grammar.bounds import UNBOUNDED
@@ -13,6 +14,12 @@ Ranges = tuple[tuple[int, int], ...]  # of code points, sorted, apart from each 
 
 _LAST = sys.maxunicode
 _SURROGATES = ((0xD800, 0xDFFF),)
+# What `re` means by its categories.
+_MEANT: dict[str, Callable[[str], bool]] = {
+    "DIGIT": str.isdecimal,
+    "SPACE": str.isspace,
+    "WORD": lambda character: character.isalnum() or character == "_",
+}
 # Last code points of one, two, three and four bytes.
 _LAST_OF_LENGTH = (0x7F, 0x7FF, 0xFFFF, _LAST)
 
@@ -38,12 +45,15 @@ def complement(ranges: Ranges) -> Ranges:
     return tuple([*found, (next_, _LAST)] if next_ <= _LAST else found)
 
 
+def select(is_meant: Callable[[str], bool]) -> Ranges:
+    """Return the code points of all characters that are meant."""
+    codes = (code for code in range(_LAST + 1) if is_meant(chr(code)))
+    return unite(*((code, code) for code in codes))
+
+
 @functools.cache
-def category(letter: str) -> Ranges:
-    """Return the characters that `re` means by \\d, \\w or \\s."""
-    found = re.finditer(rf"\{letter}+", _every_character())
-    # The string leaves surrogates out; a run of them is not part of any category.
-    return unite(*((_code(m.start()), _code(m.end() - 1)) for m in found))
+def category(name: str) -> Ranges:
+    return select(_MEANT[name])
 
 
 def ignoring_case(ranges: Ranges, *, is_ascii: bool) -> Ranges:
@@ -60,20 +70,16 @@ def ignoring_case(ranges: Ranges, *, is_ascii: bool) -> Ranges:
 @functools.cache
 def _cases(is_ascii: bool) -> dict[int, list[int]]:
     """Return the other cases of each character that has some, as `re` sees them."""
-    groups: dict[str, set[str]] = {}
+    groups: dict[str, list[str]] = {}
     for character in map(chr, range(0x80 if is_ascii else 0x20000)):
-        forms = character.lower(), character.upper(), character.casefold()
-        alike = {character, *(form[0] for form in forms)}
-        if len(alike) > 1:
-            for form in alike:
-                groups.setdefault(form.casefold()[0], set()).update(alike)
+        groups.setdefault(character.lower()[0].upper()[0], []).append(character)
     flags = re.IGNORECASE | (re.ASCII if is_ascii else 0)
     found: dict[int, list[int]] = {}
-    for alike in groups.values():
+    for alike in (each for each in groups.values() if len(each) > 1):
         for one in alike:
             same = re.compile(re.escape(one), flags)
             others = [ord(c) for c in alike if c != one and same.fullmatch(c)]
-            found.setdefault(ord(one), []).extend(others)
+            found[ord(one)] = others
     return found
 
 
@@ -86,43 +92,22 @@ def one_of(ranges: Ranges) -> Expression:
     for low, high in complement(complement(ranges)):
         first = 0
         for last in _LAST_OF_LENGTH:
-            if max(low, first) <= min(high, last):
-                begin, end = chr(max(low, first)), chr(min(high, last))
-                sequences += _split(begin.encode(), end.encode())
+            sequences += _split(max(low, first), min(high, last))
             first = last + 1
     automaton: Automaton = determinize(Choice(sequences), UNBOUNDED)
     return Leaf(automaton)
 
 
-def _split(low: bytes, high: bytes) -> list[Expression]:
-    """Return the byte sequences between two of one length, as sequences of ranges.
+def _split(low: int, high: int) -> Iterator[Expression]:
+    """Yield the bytes of the code points between two of one length, as ranges.
 
-    All but the first byte of a character range over 0x80 to 0xBF (K. Thompson's way,
-    https://swtch.com/~rsc/regexp/regexp3.html).
+    A byte behind the first has six bits of a code point. So characters that differ in
+    the last byte alone are ranges of bytes, and so are whole sets of 64 or 64 * 64.
     """
-    if len(low) == 1:
-        return [ByteRange(low[0], high[0])]
-    least, most = b"\x80" * (len(low) - 1), b"\xbf" * (len(low) - 1)
-    if low[0] == high[0]:
-        head = ByteRange(low[0], low[0])
-        return [concat(head, tail) for tail in _split(low[1:], high[1:])]
-    first, last, found = low[0], high[0], []
-    if low[1:] != least:
-        found += _split(low, bytes([first]) + most)
-        first += 1
-    if high[1:] != most:
-        found += _split(bytes([last]) + least, high)
-        last -= 1
-    if first <= last:
-        tails = _split(least, most)
-        found += [concat(ByteRange(first, last), tail) for tail in tails]
-    return found
-
-
-@functools.cache
-def _every_character() -> str:
-    return "".join(map(chr, (*range(0xD800), *range(0xE000, _LAST + 1))))
-
-
-def _code(place: int) -> int:
-    return place if place < 0xD800 else place + 0x800
+    while low <= high:
+        last = min(high, low | 0x3F)
+        for size in (2**12, 2**18):
+            if low % size == 0 and low + size - 1 <= high:
+                last = low + size - 1
+        yield concat(*map(ByteRange, chr(low).encode(), chr(last).encode()))
+        low = last + 1

@@ -222,11 +222,11 @@ class _Reader:
 
 def _read_category(name: str, flags: int) -> Ranges:
     """Return the characters of CATEGORY_DIGIT, CATEGORY_NOT_WORD and so on."""
-    letter = {"DIGIT": "d", "WORD": "w", "SPACE": "s"}[name.rpartition("_")[2]]
-    ranges = category(letter)
+    kind = name.rpartition("_")[2]
+    ranges = category(kind)
     if flags & re.ASCII:
         ranges = tuple((low, min(high, 0x7F)) for low, high in ranges if low < 0x80)
-        ranges = _ASCII_SPACE if letter == "s" else ranges
+        ranges = _ASCII_SPACE if kind == "SPACE" else ranges
     return complement(ranges) if "_NOT_" in name else ranges
 
 

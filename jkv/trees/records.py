@@ -21,7 +21,7 @@ from jkv.decoding.texts.text_tree import (
     NO_PARENT,
     TextTree,
     empty_tree,
-    grow_rows,
+    grow,
     is_known,
     join_arrays,
     list_rows,
@@ -304,7 +304,7 @@ def _add(
 ) -> tuple[TreeRecord, jax.Array]:
     """Add segments, i32[N, C]; with log-probabilities, f32[N, C], where generated."""
     rows = list_rows(texts)
-    tree, segments = grow_rows(record.tree, rows, parents, texts.shape)
+    tree, segments = grow(record.tree, texts, parents)
     is_generated = np.full(segments.shape, logprobs is not None)
     if logprobs is None:
         added: Any = np.zeros(rows.places.shape, np.float32)

@@ -702,7 +702,7 @@ MUTATIONS = (
         "padding-marks-a-token-as-seen",
         "decoding",
         "The padding behind a prompt counts as the last token of the vocabulary.",
-        "token = jnp.where(texts < 0, vocabulary, texts)",
+        "token = jnp.where(texts < 0, state.seen.shape[1], texts)",
         "token = texts",
     ),
     # The engine.

@@ -37,12 +37,12 @@ def make_config(file: GGUFile) -> dict[str, Any]:
         rope_theta=file.get("rope.freq_base", 10_000.0),
         # Of the tokens there are; the metadata may count others.
         vocab_size=len(tokens) if tokens else file.need("vocab_size"),
-        tie_word_embeddings="output.weight" not in file.places,
+        tie_word_embeddings="output.weight" not in file.tensors,
         eos_token_id=file.metadata.get("tokenizer.ggml.eos_token_id"),
         bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
-        attention_bias="blk.0.attn_q.bias" in file.places,
+        attention_bias="blk.0.attn_q.bias" in file.tensors,
         mlp_bias=any(
-            ".ffn_gate" in name and name.endswith(".bias") for name in file.places
+            ".ffn_gate" in name and name.endswith(".bias") for name in file.tensors
         ),
     )
     scaling = _read_scaling(file)
@@ -61,7 +61,7 @@ def find_kind(file: GGUFile) -> Kind:
 
 def _read_scaling(file: GGUFile) -> dict[str, Any] | None:
     """Return how positions are scaled, None if they are not."""
-    if (name := "rope_freqs.weight") in file.places:
+    if (name := "rope_freqs.weight") in file.tensors:
         # What Llama 3 makes of its settings, worked out: a factor a pair of components.
         each = [float(factor) for factor in np.ravel(read_tensor(file, name))]
         length = file.need("context_length")
@@ -156,12 +156,12 @@ def _read_glm4_moe(file: GGUFile) -> dict[str, Any]:
         norm_topk_prob=file.get("expert_weights_norm", True),
         n_group=file.get("expert_group_count", 1),
         topk_group=file.get("expert_group_used_count", 1),
-        use_qk_norm="blk.0.attn_q_norm.weight" in file.places,
+        use_qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
     )
 
 
 def _read_ernie(file: GGUFile) -> dict[str, Any]:
-    return dict(use_bias="blk.0.attn_q.bias" in file.places)
+    return dict(use_bias="blk.0.attn_q.bias" in file.tensors)
 
 
 def _read_ernie_moe(file: GGUFile) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def _read_ernie_moe(file: GGUFile) -> dict[str, Any]:
         moe_layer_interval=file.get("interleave_moe_layer_step", 1),
         moe_layer_start_index=file.get("leading_dense_block_count", 0),
         moe_layer_end_index=max(
-            i for i in layers if f"blk.{i}.ffn_gate_inp.weight" in file.places
+            i for i in layers if f"blk.{i}.ffn_gate_inp.weight" in file.tensors
         ),
     )
 

@@ -28,7 +28,7 @@ def read_file(path: Path) -> GGUFile:
     """
     file = read_head(path)
     try:
-        kinds = {_map(file, name)[1].name for name in file.places} - {*KINDS}
+        kinds = {_map(file, name)[1].name for name in file.tensors} - {*KINDS}
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(EXTRA, name="gguf") from error
     except ValueError as error:
@@ -53,7 +53,7 @@ def read_tensor(file: GGUFile, name: str, index: int | None = None) -> np.ndarra
     from gguf.quants import dequantize
 
     data, kind = _map(file, name)
-    shape = file.places[name].shape
+    shape = file.tensors[name].shape
     if index is not None:
         data, shape = data[index], shape[1:]
     if kind.name == "F16":
@@ -72,7 +72,7 @@ def _map(file: GGUFile, name: str) -> tuple[np.ndarray, Any]:
     """
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    path, shape, number, offset = file.places[name]
+    path, shape, number, offset = file.tensors[name]
     kind = GGMLQuantizationType(number)
     block, size = GGML_QUANT_SIZES[kind]
     if shape[-1] % block or min(shape) < 1:

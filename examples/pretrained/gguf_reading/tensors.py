@@ -46,8 +46,8 @@ def name_tensors(file: GGUFile, known: set[str]) -> dict[str, str]:
         return names.get_name(name, try_suffixes=(".weight", ".bias"))
 
     named = {name: find(name) for name in known}
-    found = {name: other for name, other in named.items() if other in file.places}
-    strange = file.places.keys() - {*found.values()} - DERIVED
+    found = {name: other for name, other in named.items() if other in file.tensors}
+    strange = file.tensors.keys() - {*found.values()} - DERIVED
     past = tuple(f"blk.{i}." for i in range(layers, file.need("block_count")))
     return found | {name: name for name in strange if not name.startswith(past)}
 

@@ -155,12 +155,9 @@ class GenerationState:
 
 def note_texts(state: GenerationState, lanes: jax.Array) -> GenerationState:
     """Note which tokens the texts in places have, i32[K]; W is no place."""
-    nowhere = state.places.num_places
     sequences = state.places.sequences.at[lanes].get(mode="clip")
     texts, _ = find_texts(state.prompts, state.result, sequences)
-    vocabulary = state.seen.shape[1]
-    token = jnp.where(texts < 0, vocabulary, texts)
+    token = jnp.where(texts < 0, state.seen.shape[1], texts)
     seen = state.seen.at[lanes].set(False, mode="drop")
-    lane = jnp.broadcast_to(jnp.minimum(lanes, nowhere)[:, None], token.shape)
-    seen = seen.at[lane, token].set(True, mode="drop")
+    seen = seen.at[lanes[:, None], token].set(True, mode="drop")
     return dataclasses.replace(state, seen=seen)

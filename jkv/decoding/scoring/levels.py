@@ -186,10 +186,10 @@ def _score_tokens(
     fed = num_prompts + number * (most - 1) + column - 1
     is_token = column < count_tokens(chosen)[:, None]
     follows = is_token & ((column > 0) | (lengths[prompt] > 0))
-    return pick_logprobs(logits, jnp.where(column > 0, fed, prompt), chosen, follows)
+    return logprobs_at(logits, jnp.where(column > 0, fed, prompt), chosen, follows)
 
 
-def pick_logprobs(
+def logprobs_at(
     logits: jax.Array,  # f32[A, V]
     rows: jax.Array,  # i32[...], whose logits are before a token
     tokens: jax.Array,  # i32[...]

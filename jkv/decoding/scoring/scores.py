@@ -24,7 +24,7 @@ from jkv.decoding.scoring.layout import Places, find_places, find_rows
 from jkv.decoding.scoring.levels import (
     check_counts,
     list_levels,
-    pick_logprobs,
+    logprobs_at,
     run_levels,
     score_two_levels,
 )
@@ -210,7 +210,7 @@ def _score_rows(logits: jax.Array, places: Places, tree: TextTree) -> jax.Array:
     is_token = (tree.tokens >= 0) & (tree.segments >= 0)
     follows = is_token & (before >= 0)
     rows = find_rows(places, segment, jnp.maximum(before, 0))
-    found = pick_logprobs(logits, rows, tree.tokens, follows)
+    found = logprobs_at(logits, rows, tree.tokens, follows)
     return jnp.where(is_token & ~places.is_sound[segment], jnp.nan, found)
 
 

@@ -71,7 +71,7 @@ class TextTree:
         """
         given = as_prompts(texts, "texts")
         (known,) = broadcast(given.shape[0], parents=parents)
-        return _continue(empty_tree(), list_rows(given), known, given.shape)
+        return _continue(empty_tree(), given, known)
 
     @property
     def num_rows(self) -> int:
@@ -162,37 +162,28 @@ def grow(tree: TextTree, texts: Texts, parents: Integers) -> tuple[TextTree, jax
       ([-1, 0, 0, 2], [5, 6, 7, 8, 9, 4, 1, 2])
     """
     given = as_prompts(texts, "texts")
-    return grow_rows(tree, list_rows(given), parents, given.shape)
-
-
-def grow_rows(
-    tree: TextTree, rows: TreeRows, parents: Integers, shape: tuple[int, ...]
-) -> tuple[TextTree, jax.Array]:
-    """Add segments whose rows are listed: N of at most C tokens, the shape."""
-    (known,) = broadcast(shape[0], parents=parents)
-    if is_known(known):
-        wrong = np.flatnonzero(np.asarray(known) >= tree.num_segments)
-        if wrong.size:
-            raise UsageError(
-                f"text {wrong[0]} has parent {known[wrong[0]]}, and the tree has the "
-                f"segments 0 to {tree.num_segments - 1}; -1 is for none"
-            )
+    (known,) = broadcast(given.shape[0], parents=parents)
     first = tree.num_segments
-    numbers = jnp.asarray(np.arange(first, first + shape[0], dtype=np.int32))
-    return _continue(tree, rows, known, shape), numbers
+    if is_known(known):
+        for text in np.flatnonzero(np.asarray(known) >= first):
+            raise UsageError(
+                f"text {text} has parent {known[text]}, and the tree has the segments "
+                f"0 to {first - 1}; -1 is for none"
+            )
+    numbers = np.arange(first, first + given.shape[0], dtype=np.int32)
+    return _continue(tree, given, known), jnp.asarray(numbers)
 
 
-def _continue(
-    tree: TextTree, rows: TreeRows, parents: jax.Array, shape: tuple[int, ...]
-) -> TextTree:
+def _continue(tree: TextTree, texts: jax.Array, parents: jax.Array) -> TextTree:
     """Add rows of new segments, whose parents, i32[N], are numbers in the new tree."""
+    rows = list_rows(texts)
     xp: Any = np if is_known(rows.owners) else jnp
     segments = xp.where(rows.owners >= 0, rows.owners + tree.num_segments, -1)
     grown = TextTree(
         tokens=join_arrays(tree.tokens, rows.tokens),
         segments=join_arrays(tree.segments, segments),
         parents=join_arrays(tree.parents, jnp.asarray(parents)),
-        max_length=_bound_length(tree, parents, shape[1]),
+        max_length=_bound_length(tree, parents, texts.shape[1]),
     )
     if not is_known(grown):
         return grown

@@ -148,7 +148,7 @@ class SchemaCompiler:
         return found.parts[0] if len(found.parts) == 1 else found
 
     def _at(self, parts: Sequence[Part]) -> str:
-        return self.document.place(parts[0].schema) if parts else "#"
+        return self.document.pointer(parts[0].schema) if parts else "#"
 
     def _ways(self, parts: Sequence[Part]) -> list[Way]:
         return self._expander.settle(self._expander.expand(parts))

@@ -99,7 +99,7 @@ class _Items(NamedTuple):
     @classmethod
     def of(cls, way: Way) -> Self:
         num_first = num_first_items(way)
-        first = [parts_of_item(way, place) for place in range(num_first)]
+        first = [parts_of_item(way, index) for index in range(num_first)]
         rest = parts_of_item(way, num_first)
         is_open = bool(rest) or not num_first
         is_closed = any(part.schema is False for part in rest)
@@ -123,11 +123,11 @@ def _in_order(
         )
         rest = concat(Repeat(behind, count, others), rest)
     # From the last to the first: each that may lack takes the ones behind it along.
-    for place in range(len(first) - 1, -1, -1):
-        comma = marks.comma if place else Literal(b"")
-        there = concat(comma, compiler.compile(first[place]), rest)
-        ending = marks.space if place else Literal(b"")
-        rest = there if place < least else Choice([there, ending])
+    for index in range(len(first) - 1, -1, -1):
+        comma = marks.comma if index else Literal(b"")
+        there = concat(comma, compiler.compile(first[index]), rest)
+        ending = marks.space if index else Literal(b"")
+        rest = there if index < least else Choice([there, ending])
     return rest
 
 

@@ -1,4 +1,4 @@
-"""A schema as a document: its places, what they say, and what references name."""
+"""A schema as a document: where its parts are, what they and references say."""
 
 import json
 import urllib.parse
@@ -14,7 +14,7 @@ _OLD_DRAFTS = "draft-04", "draft-05", "draft-06", "draft-07"
 _REFERENCES = "$ref", "$dynamicRef", "$recursiveRef"
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where a schema stands."""
 
     pointer: str  # from the root, "#/properties/a"
@@ -36,7 +36,7 @@ class Document:
             raise Unsupported("a schema of draft 3: write it as one of a later draft")
         self._is_old = any(draft in dialect for draft in _OLD_DRAFTS)
         self._id = "id" if "draft-04" in dialect else "$id"
-        self._places: dict[int, Place] = {}
+        self._locations: dict[int, Location] = {}
         self._resources: dict[str, Any] = {"": self.root}
         self._anchors: dict[tuple[str, str], Any] = {}
         self._dynamic: dict[str, int] = {}  # how many anchors of a name
@@ -44,15 +44,15 @@ class Document:
         self._targets: dict[int, list[Any]] = {}
         self._recursive: dict[int, bool] = {}
         self._kept: list[Any] = []  # so that no other schema takes the place in memory
-        self._look(self.root, Place("#", ""), 0)
+        self._look(self.root, Location("#", ""), 0)
 
-    def place(self, schema: Any) -> str:
+    def pointer(self, schema: Any) -> str:
         """Return where a schema stands, a JSON pointer from the root."""
-        return self._places[id(schema)].pointer if id(schema) in self._places else "#"
+        return self._locations.get(id(schema), Location("#", "")).pointer
 
     def add(self, words: dict[str, Any], like: Any) -> dict[str, Any]:
         """Return a schema that is not written, in the place of one that is."""
-        self._places[id(words)] = self._places.get(id(like), Place("#", ""))
+        self._locations[id(words)] = self._locations.get(id(like), Location("#", ""))
         self._kept.append(words)
         return words
 
@@ -69,28 +69,28 @@ class Document:
             if name not in keywords.SERVED:
                 is_known = name in keywords.IGNORED or name.startswith("x-")
                 if self._is_strict and not is_known:
-                    raise Unsupported(f"keyword {name!r} at {self.place(schema)}")
+                    raise Unsupported(f"keyword {name!r} at {self.pointer(schema)}")
                 continue
             if is_reference and name != "$ref":
                 continue  # until draft 7 nothing counts beside a reference
             check, form = keywords.FORMS.get(name, (lambda _: True, ""))
             if not check(value):
                 raise Malformed(
-                    f"{name!r} at {self.place(schema)} must be {form}, not "
+                    f"{name!r} at {self.pointer(schema)} must be {form}, not "
                     f"{_shorten(value)}"
                 )
             found[name] = value
         if self._is_strict and found.get("format", "uuid") not in FORMATS:
-            raise Unsupported(f"format {found['format']!r} at {self.place(schema)}")
+            raise Unsupported(f"format {found['format']!r} at {self.pointer(schema)}")
         return found
 
     def target(self, schema: Mapping[str, Any], word: str) -> Any:
         """Return the schema that a reference names; refuse one of elsewhere."""
         reference = schema[word]
-        where = f"{word} {reference!r} at {self.place(schema)}"
+        where = f"{word} {reference!r} at {self.pointer(schema)}"
         if self._dynamic.get(f"{word} {reference.rpartition('#')[2]}", 0) > 1:
             raise Unsupported(f"{where}: several places have this name")
-        base = self._places.get(id(schema), Place("#", "")).base
+        base = self._locations.get(id(schema), Location("#", "")).base
         whole = base + reference if reference[:1] in "#" else _join(base, reference)
         uri, fragment = urllib.parse.urldefrag(whole)
         if uri not in self._resources:
@@ -102,8 +102,8 @@ class Document:
             found = self._follow(found, fragment)
         if not keywords.is_schema(found):
             raise Malformed(f"{where} points to nothing, or to no schema")
-        if isinstance(found, dict) and id(found) not in self._places:
-            self._look(found, Place(f"#{fragment}", uri), 0)
+        if isinstance(found, dict) and id(found) not in self._locations:
+            self._look(found, Location(f"#{fragment}", uri), 0)
         return found
 
     def _follow(self, found: Any, pointer: str) -> Any:
@@ -145,24 +145,25 @@ class Document:
                 found += self._direct_targets(inner)
         return self._targets[id(schema)]
 
-    def _look(self, schema: Any, place: Place, level: int) -> None:
-        """Note the place of a schema and of all in it, their names and anchors."""
+    def _look(self, schema: Any, location: Location, level: int) -> None:
+        """Note where a schema is and all in it, their names and anchors."""
         if not isinstance(schema, dict):
             return
         if level > MAX_LEVELS:
-            raise TooLarge(f"schemas stand in each other too deeply at {place.pointer}")
+            where = location.pointer
+            raise TooLarge(f"schemas stand in each other too deeply at {where}")
         name = schema.get(self._id)
         if isinstance(name, str) and not (self._is_old and "$ref" in schema):
-            uri, fragment = urllib.parse.urldefrag(_join(place.base, name))
+            uri, fragment = urllib.parse.urldefrag(_join(location.base, name))
             if fragment:
                 self._anchors[uri, fragment] = schema
-            if uri and uri != place.base:
-                place = place._replace(base=uri)
+            if uri and uri != location.base:
+                location = location._replace(base=uri)
                 self._resources.setdefault(uri, schema)
-        self._places[id(schema)] = place
+        self._locations[id(schema)] = location
         for word in ("$anchor", "$dynamicAnchor"):
             if isinstance(schema.get(word), str):
-                self._anchors[place.base, schema[word]] = schema
+                self._anchors[location.base, schema[word]] = schema
         for word, anchor in (
             ("$dynamicRef", schema.get("$dynamicAnchor")),
             ("$recursiveRef", "" if schema.get("$recursiveAnchor") is True else None),
@@ -174,7 +175,7 @@ class Document:
             pointer = "/".join(
                 part.replace("~", "~0").replace("/", "~1") for part in path
             )
-            below = place._replace(pointer=f"{place.pointer}/{pointer}")
+            below = location._replace(pointer=f"{location.pointer}/{pointer}")
             self._look(inner, below, level + 1)
 
 

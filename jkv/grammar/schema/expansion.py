@@ -68,9 +68,9 @@ class Atom:
     # properties and items does not count as evaluated.
     is_muted: bool = False
 
-    def part(self, schema: Any, *, is_negated: bool = False) -> Part:
+    def part(self, schema: Any) -> Part:
         """Return a schema that stands in this one."""
-        return Part(schema, self.route, is_negated)
+        return Part(schema, self.route)
 
 
 Way = list[Atom]
@@ -138,7 +138,7 @@ class Expander:
         if len(ways) > _MAX_WAYS:
             raise TooLarge(
                 f"more than {_MAX_WAYS} ways to hold for the schema at "
-                f"{self.document.place(schema)}"
+                f"{self.document.pointer(schema)}"
             )
 
     def _expand(self, part: Part) -> Ways:
@@ -203,9 +203,9 @@ class Expander:
             self._both(beside, self._expand(part.of(branch)), schema)
             for branch in branches
         ]
-        for place, ways in enumerate(each):
+        for index, ways in enumerate(each):
             for other, branch in enumerate(branches):
-                if other == place or not ways:
+                if other == index or not ways:
                     continue
                 if self.overlap(ways, self._expand(part.of(branch).widely())):
                     contrary = _muted(self._expand(part.of(branch, True)))
@@ -297,8 +297,8 @@ class Expander:
         none = self.expand(part.of(one, True) for one in branches)
         pairs = [
             self.expand([part.of(one, False), part.of(other, False)])
-            for place, one in enumerate(branches)
-            for other in branches[:place]
+            for index, one in enumerate(branches)
+            for other in branches[:index]
         ]
         return none + sum(pairs, [])
 
@@ -316,7 +316,7 @@ class Expander:
             return [{}]
         if found is None:
             raise Unsupported(
-                f"{word!r} at {self.document.place(part.schema)}, where it must not "
+                f"{word!r} at {self.document.pointer(part.schema)}, where it must not "
                 "hold ('not', 'oneOf' with values in common, or 'if')"
             )
         return found
@@ -343,12 +343,12 @@ def num_first_items(way: Way) -> int:
     return max((len(items_of(atom.words)[0]) for atom in way), default=0)
 
 
-def parts_of_item(way: Way, place: int) -> list[Part]:
+def parts_of_item(way: Way, index: int) -> list[Part]:
     """Return the schemas that atoms have for an item of an array."""
     found = []
     for atom in way:
         first, more = items_of(atom.words)
-        schema = first[place] if place < len(first) else more
+        schema = first[index] if index < len(first) else more
         if schema is not None:
             found.append(atom.part(schema))
     return found

@@ -189,8 +189,8 @@ class Judge:
     def distinct(self, values: Sequence[Any]) -> list[Any]:
         return [
             value
-            for place, value in enumerate(values)
-            if not any(equal(value, other) for other in values[:place])
+            for index, value in enumerate(values)
+            if not any(equal(value, other) for other in values[:index])
         ]
 
     def is_possible(self, way: Way, is_thorough: bool) -> bool:
@@ -223,7 +223,7 @@ class Judge:
             case "array":
                 least, _ = counts_of(way, "Items")
                 places = range(min(least, num_first_items(way) + 1))
-                needed = (parts_of_item(way, place) for place in places)
+                needed = (parts_of_item(way, index) for index in places)
             case "object":
                 required = {*named(way, "required")}
                 if required.intersection(named(way, negation.ABSENT)):

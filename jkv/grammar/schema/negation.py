@@ -136,11 +136,11 @@ def _some_item(
         return [
             {
                 "type": "array",
-                "prefixItems": [*([True] * place), negate(schema)],
+                "prefixItems": [*([True] * index), negate(schema)],
                 "items": True,
-                "minItems": place + 1,
+                "minItems": index + 1,
             }
-            for place, schema in enumerate(first)
+            for index, schema in enumerate(first)
             if schema is not True
         ]
     if words[word] is not more or more is True:

@@ -13,7 +13,7 @@ import unicodedata
 
 from jkv.grammar.automaton import Automaton
 from jkv.grammar.bounds import Bounds
-from jkv.grammar.characters import Ranges, complement, unite
+from jkv.grammar.characters import Ranges, complement, select, unite
 from jkv.grammar.errors import Unsupported
 from jkv.grammar.regexes import compile_regex
 
@@ -25,6 +25,7 @@ _SPACES = unite(
     *((0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000)),
     (0xFEFF, 0xFEFF),
 )
+_DASH = ((0x2D, 0x2D),)  # itself, where it stands for a range
 _CLASSES = {"d": _DIGIT, "w": _WORD, "s": _SPACES}
 _CONTROLS = {"t": 0x09, "n": 0x0A, "v": 0x0B, "f": 0x0C, "r": 0x0D}
 _ESCAPE = (
@@ -43,20 +44,12 @@ _TOKEN = re.compile(
     rf"|(?P<edge>\\[bB])|(?P<escape>{_ESCAPE})|(?P<wrong>\(\?.{{0,2}})|(?P<sign>.)",
     re.DOTALL,
 )
-_LONG_NAMES = {
-    "Letter": "L",
-    "Lowercase_Letter": "Ll",
-    "Uppercase_Letter": "Lu",
-    "Mark": "M",
-    "Number": "N",
-    "Decimal_Number": "Nd",
-    "Punctuation": "P",
-    "Symbol": "S",
-    "Separator": "Z",
-    "Space_Separator": "Zs",
-    "Other": "C",
-    "Control": "Cc",
-}
+_LONG_NAMES = dict(
+    each.split(":")
+    for each in "Letter:L Lowercase_Letter:Ll Uppercase_Letter:Lu Mark:M Number:N "
+    "Decimal_Number:Nd Punctuation:P Symbol:S Separator:Z Space_Separator:Zs Other:C "
+    "Control:Cc".split()
+)
 
 
 def find_pattern(pattern: str, bounds: Bounds) -> Automaton:
@@ -129,23 +122,24 @@ def _read_set(token: re.Match[str]) -> Ranges:
     """Return the characters of a set in brackets."""
     if not token["end"]:
         raise Unsupported("'[' without an end")
-    members: list[Ranges | str] = []  # "-" for one that may be of a range
+    members = []
     for member in _MEMBER.finditer(token["members"]):
         if member["plain"] is None:
             is_backspace = member["letter"] == "b"
             members.append(_single(0x08) if is_backspace else _read_escape(member))
         else:
-            members.append("-" if member[0] == "-" else _single(ord(member[0])))
+            members.append(_DASH if member[0] == "-" else _single(ord(member[0])))
     ranges = _join(members)
     return complement(ranges) if token["negated"] else ranges
 
 
-def _join(members: list[Ranges | str]) -> Ranges:
+def _join(members: list[Ranges]) -> Ranges:
+    """Return all members; a dash that is not escaped makes ranges of its neighbours."""
     found: list[tuple[int, int]] = []
     while members:
-        first = _set_of(members.pop(0))
-        if len(members) > 1 and members[0] == "-":
-            last = _set_of(members[1])
+        first = members.pop(0)
+        if len(members) > 1 and members[0] is _DASH:
+            last = members[1]
             if _is_single(first) and _is_single(last):
                 del members[:2]
                 if last[0][0] < first[0][0]:
@@ -153,10 +147,6 @@ def _join(members: list[Ranges | str]) -> Ranges:
                 first = ((first[0][0], last[0][0]),)
         found += first
     return unite(*found)
-
-
-def _set_of(member: Ranges | str) -> Ranges:
-    return _single(ord(member)) if isinstance(member, str) else member
 
 
 def _single(code: int) -> Ranges:
@@ -173,11 +163,8 @@ def _written(ranges: Ranges) -> str:
         return "(?!)"
     if _is_single(ranges):
         return re.escape(chr(ranges[0][0]))
-    return f"[{''.join(f'{_name(a)}-{_name(b)}' for a, b in ranges)}]"
-
-
-def _name(code: int) -> str:
-    return f"\\U{code:08x}"
+    members = (rf"\U{low:08x}-\U{high:08x}" for low, high in ranges)
+    return f"[{''.join(members)}]"
 
 
 @functools.cache
@@ -185,10 +172,4 @@ def _category(name: str) -> Ranges:
     """Return the characters of a general category, or of one of its first letters."""
     if name not in _LONG_NAMES.values() and len(name) != 2:
         return ()
-    return unite(
-        *(
-            (code, code)
-            for code in range(sys.maxunicode + 1)
-            if unicodedata.category(chr(code)).startswith(name)
-        )
-    )
+    return select(lambda character: unicodedata.category(character).startswith(name))

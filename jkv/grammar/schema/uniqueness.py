@@ -4,6 +4,7 @@ An automaton remembers few of the items that were there: which of some listed va
 or with which sign the newest began.
 """
 
+import itertools
 from collections.abc import Sequence
 
 from jkv.grammar.automaton import begin_at, intersect, minimize, subtract
@@ -27,23 +28,13 @@ def listed_once(
     most = len(texts) if most is None else min(most, len(texts))
     if len(texts) > _MAX_ORDERED:
         return marks.separated([(text, False) for text in texts], None, least, most)
-    counts = range(max(1, least), most + 1)
-    found = [_arrangements(texts, count, marks) for count in counts]
+    chosen = (
+        each
+        for count in range(max(1, least), most + 1)
+        for each in itertools.permutations(texts, count)
+    )
+    found = [marks.separated([(text, True) for text in each]) for each in chosen]
     return Choice([*found, *([] if least else [Literal(b"")])])
-
-
-def _arrangements(
-    texts: Sequence[Expression], count: int, marks: Punctuation
-) -> Expression:
-    """Return so many of some texts in every order."""
-    if not count:
-        return marks.space
-    ways = []
-    for place, text in enumerate(texts):
-        others = [*texts[:place], *texts[place + 1 :]]
-        comma = marks.comma if count > 1 else Literal(b"")
-        ways.append(concat(text, comma, _arrangements(others, count - 1, marks)))
-    return Choice(ways)
 
 
 def by_first_sign(
