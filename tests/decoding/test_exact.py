@@ -300,6 +300,7 @@ def state_model(weights, tokens, cache, batch):
     return jnp.sin(hidden) @ weights.T, cache
 
 
+@pytest.mark.further
 @pytest.mark.one_end
 def test_layers_with_a_state():
     """Their prompts are cut in other pieces, found again, and scored."""

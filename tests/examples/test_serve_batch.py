@@ -253,6 +253,7 @@ def test_no_line_stops_the_others(tmp_path, capsys, echo):
     assert len(echo.asked) == 1  # nothing was computed again
 
 
+@pytest.mark.further
 def test_lines_are_steered_as_clients_are(tmp_path):
     """More languages than there is room for, rules, and a template that fails."""
     served = load_served(tmp_path / "pydoc")
