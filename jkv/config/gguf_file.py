@@ -78,6 +78,19 @@ class GGUFile(NamedTuple):
         return str(self.metadata.get("general.architecture"))
 
     @property
+    def model_type(self) -> str:
+        """What transformers calls the architecture, one of those that are served."""
+        kind = self.architecture
+        if kind not in MODEL_TYPES:
+            raise ValueError(
+                f"{self.paths[0]} holds a model of the architecture {kind!r}; of GGUF "
+                f"files {', '.join(MODEL_TYPES)} are served: take the model's "
+                "safetensors"
+            )
+        is_mixtral = kind == "llama" and self.get("expert_count")
+        return "mixtral" if is_mixtral else MODEL_TYPES[kind]
+
+    @property
     def num_layers(self) -> int:
         """Layers of the model, without those that guess further tokens."""
         return int(self.need("block_count") - self.get("nextn_predict_layers", 0))
@@ -121,12 +134,7 @@ def read_file(path: Path) -> GGUFile:
 
 def describe_model(file: GGUFile) -> dict[str, Any]:
     """Return what the config.json of a model's checkpoint would say of its cache."""
-    kind, path = file.architecture, file.paths[0]
-    if kind not in MODEL_TYPES:
-        raise ValueError(
-            f"{path} holds a model of the architecture {kind!r}; of GGUF files "
-            f"{', '.join(MODEL_TYPES)} are served: take the model's safetensors"
-        )
+    model_type, kind, path = file.model_type, file.architecture, file.paths[0]
     window = file.get("attention.sliding_window") or None
     if kind == "olmo2" and window:
         raise ValueError(
@@ -137,9 +145,8 @@ def describe_model(file: GGUFile) -> dict[str, Any]:
     kv_heads = file.get("attention.head_count_kv", heads)
     if not isinstance(heads, int) or not isinstance(kv_heads, int):
         raise ValueError(f"{path}: layers of different heads are not served")
-    is_mixtral = kind == "llama" and file.get("expert_count")
     sizes = dict(
-        model_type="mixtral" if is_mixtral else MODEL_TYPES[kind],
+        model_type=model_type,
         hidden_size=hidden,
         num_hidden_layers=file.num_layers,
         num_attention_heads=heads,

@@ -26,7 +26,7 @@ class Kind(NamedTuple):
 
 def make_config(file: GGUFile) -> dict[str, Any]:
     """Return what the config.json of a model's checkpoint would say."""
-    sizes, kind = describe_model(file), find_kind(file)
+    sizes, kind = describe_model(file), KINDS[file.model_type]
     head_dim = sizes["head_dim"]
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     config = sizes | dict(
@@ -50,13 +50,6 @@ def make_config(file: GGUFile) -> dict[str, Any]:
         config["rope_scaling"] = scaling
     read = kind.read(file) if kind.read else {}
     return config | dict(kind.says) | {k: v for k, v in read.items() if v is not None}
-
-
-def find_kind(file: GGUFile) -> Kind:
-    """Return the row of the architecture of a file that jkv has read the sizes of."""
-    if file.architecture == "llama" and file.get("expert_count"):
-        return MIXTRAL
-    return KINDS[file.architecture]
 
 
 def _read_scaling(file: GGUFile) -> dict[str, Any] | None:
@@ -195,20 +188,21 @@ def _read_phi3(file: GGUFile) -> dict[str, Any]:
 
 
 NO_WINDOW = dict(use_sliding_window=False)
-MIXTRAL = Kind("MixtralForCausalLM", _read_experts, is_permuted=True)
+# By the model types of jkv's.
 KINDS = {
     "llama": Kind("LlamaForCausalLM", is_permuted=True),
+    "mixtral": Kind("MixtralForCausalLM", _read_experts, is_permuted=True),
     "qwen2": Kind("Qwen2ForCausalLM", says=NO_WINDOW),
-    "qwen2moe": Kind("Qwen2MoeForCausalLM", _read_qwen2_moe),
+    "qwen2_moe": Kind("Qwen2MoeForCausalLM", _read_qwen2_moe),
     "qwen3": Kind("Qwen3ForCausalLM", says=NO_WINDOW),
-    "qwen3moe": Kind("Qwen3MoeForCausalLM", _read_qwen3_moe),
+    "qwen3_moe": Kind("Qwen3MoeForCausalLM", _read_qwen3_moe),
     "gemma2": Kind("Gemma2ForCausalLM", _read_gemma2, norm_offset=1.0),
-    "gemma3": Kind("Gemma3ForCausalLM", _read_gemma3, norm_offset=1.0),
+    "gemma3_text": Kind("Gemma3ForCausalLM", _read_gemma3, norm_offset=1.0),
     "phi3": Kind("Phi3ForCausalLM", _read_phi3),
     "olmo2": Kind("Olmo2ForCausalLM"),
     "smollm3": Kind("SmolLM3ForCausalLM", says=NO_WINDOW, is_permuted=True),
     "granite": Kind("GraniteForCausalLM", _read_granite, is_permuted=True),
     "ernie4_5": Kind("Ernie4_5ForCausalLM", _read_ernie),
-    "ernie4_5-moe": Kind("Ernie4_5_MoeForCausalLM", _read_ernie_moe),
-    "glm4moe": Kind("Glm4MoeForCausalLM", _read_glm4_moe),
+    "ernie4_5_moe": Kind("Ernie4_5_MoeForCausalLM", _read_ernie_moe),
+    "glm4_moe": Kind("Glm4MoeForCausalLM", _read_glm4_moe),
 }

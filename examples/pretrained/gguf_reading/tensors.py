@@ -10,7 +10,7 @@ import numpy as np
 
 from jkv.config.gguf_file import GGUFile
 
-from .settings import find_kind
+from .settings import KINDS
 from .stored import read_file, read_tensor
 
 # Worked out of what the config says.
@@ -60,7 +60,7 @@ class GGUFTensors:
         written = json.loads(index.read_text(encoding="utf-8"))
         self._names = written["weight_map"]
         self._file = read_file(Path(written["file"]))
-        self._kind = find_kind(self._file)
+        self._kind = KINDS[self._file.model_type]
 
     def get_slice(self, name: str) -> "_Stored":
         """Return a tensor that is read when it is indexed."""
