@@ -4,6 +4,7 @@ What runs them is imported where it is called: most processes have no card.
 """
 
 import dataclasses
+import functools
 import pathlib
 import sys
 from typing import TYPE_CHECKING, ClassVar
@@ -101,10 +102,16 @@ class Kernels(Backend):
             return why_missing()
         # Without a card the kernel may be lowered elsewhere or, as mostly, never: seen
         # without an import.
-        folder = pathlib.Path(jax.__file__).parent / "experimental" / "pallas"
         known = sys.modules.get("jax.experimental.pallas.triton", jax)
-        is_installed = known is not None and any(folder.glob("triton*"))
+        is_installed = known is not None and _has_file_of_lowering()
         return None if is_installed else "this JAX has no Pallas for GPUs"
+
+
+@functools.cache
+def _has_file_of_lowering() -> bool:
+    """Whether Pallas' lowering to Triton came with JAX; each call of attention asks."""
+    folder = pathlib.Path(jax.__file__).parent / "experimental" / "pallas"
+    return any(folder.glob("triton*"))
 
 
 @dataclasses.dataclass(frozen=True)
