@@ -15,7 +15,7 @@ from jkv import serialization
 from jkv.attention import paged_attention
 from jkv.config.cache_config import CacheConfig
 from jkv.lazy import imports_later
-from jkv.prefixes.arrays import PrefixIndex
+from jkv.prefixes.index import PrefixIndex
 from jkv.state import (
     NO_SEQUENCE,
     Batch,

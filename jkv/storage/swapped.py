@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jkv.indexing import gather
 from jkv.metadata import requests
 from jkv.metadata.part import Luggage
 from jkv.metadata.requests import Integers
@@ -106,8 +107,8 @@ def _look_up(metadata: Metadata, seq_ids: jax.Array) -> dict[str, Any]:
         status=requests.find_status(padding, [(Status.INVALID_SEQUENCE, ~closable)]),
         of_parts=tuple(part.leave(metadata, seq_ids) for part in metadata.parts),
         seq_ids=seq_ids,
-        context_lengths=sequences.context_lengths.at[seq_ids].get(mode="clip"),
-        num_uses=sequences.num_uses.at[seq_ids].get(mode="clip"),
+        context_lengths=gather(sequences.context_lengths, seq_ids),
+        num_uses=gather(sequences.num_uses, seq_ids),
         committed=committed,
         salts=salts,
         num_pending=sequences.pending_of(seq_ids) if metadata.has_states else None,

@@ -47,34 +47,64 @@ class Runner(NamedTuple):
         last row, or those that were asked for; anything without one.
         """
         num_sequences = seq_ids.shape[0]
-        if self.exact is not None:
-            self.exact.check_cache(cache)
-            seq_ids, tokens, counts = self.exact.pad(seq_ids, tokens, counts)
-        recorded = tokens if commits else None
-        if counts is None:
-            # Rows and sequences are the same thing, which costs less.
-            cache, batch = append(
-                cache, seq_ids, tokens=recorded, num_pending=num_pending
-            )
-        else:
-            cache, batch = append(
-                cache,
-                seq_ids,
-                counts,
-                capacity=tokens.shape[0],
-                tokens=recorded,
-                num_pending=num_pending,
-            )
+        cache, batch, tokens = self.append(
+            cache, seq_ids, tokens, counts, records=commits, num_pending=num_pending
+        )
         if asked_rows is not None:
             batch = dataclasses.replace(batch, asked_rows=asked_rows)
-        logits, cache = self._call(tokens, cache, batch)
+        cache, logits = self.compute(cache, batch, tokens)
         if commits:
             cache = commit(cache, batch)
-        logits = logits.astype(jnp.float32)
         if num_sequences < batch.seq_ids.shape[0]:
             batch = batch.first_requests(num_sequences)
             logits = logits[:num_sequences]
         return cache, batch, logits
+
+    def append(
+        self,
+        cache: Cache,
+        seq_ids: jax.Array,  # i32[B]
+        tokens: jax.Array,  # i32[R]
+        counts: jax.Array | None,  # i32[B]
+        *,
+        records: bool = True,
+        num_pending: jax.Array | int = 0,
+    ) -> tuple[Cache, Batch, jax.Array]:
+        """Append tokens to sequences, with arguments as for `run`.
+
+        Returns:
+          The cache, the batch and its tokens; with `exact` both are padded.
+        """
+        if self.exact is not None:
+            self.exact.check_cache(cache)
+            seq_ids, tokens, counts = self.exact.pad(seq_ids, tokens, counts)
+        # Without counts rows and sequences are the same thing, which costs less.
+        rows = {} if counts is None else {"capacity": tokens.shape[0]}
+        cache, batch = append(
+            cache,
+            seq_ids,
+            1 if counts is None else counts,
+            tokens=tokens if records else None,
+            num_pending=num_pending,
+            **rows,
+        )
+        return cache, batch, tokens
+
+    def compute(
+        self, cache: Cache, batch: Batch, tokens: jax.Array
+    ) -> tuple[Cache, jax.Array]:
+        """Compute the rows of a step that was appended; commit nothing.
+
+        Args:
+          cache: after the `append` that returned the batch.
+          batch: the step, of R rows.
+          tokens: i32[R].
+
+        Returns:
+          The cache and f32[B, V], the logits after each sequence's last row.
+        """
+        logits, cache = self._call(tokens, cache, batch)
+        return cache, logits.astype(jnp.float32)
 
     def _call(
         self, tokens: jax.Array, cache: Cache, batch: Batch
