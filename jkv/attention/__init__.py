@@ -13,9 +13,15 @@ import jax
 import jax.numpy as jnp
 
 from jkv.arguments import explains_arguments
-from jkv.attention.call import Call, Requests, empty_results, make_requests
+from jkv.attention.call import (
+    Call,
+    Pools,
+    Requests,
+    empty_results,
+    make_pools,
+    make_requests,
+)
 from jkv.attention.choice import choose
-from jkv.attention.pools import Pools, make_pools
 from jkv.attention.validation import (
     Integer,
     require_options,

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.formats.format import Format
-from jkv.formats.numbers import Numbers
+from jkv.formats.format import Format, Numbers
 from jkv.formats.table import FORMATS
 
 # One number of any integer type. No `jax.typing.ArrayLike`, which takes floats.

@@ -5,8 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.formats.format import Format, Formats
-from jkv.formats.numbers import Numbers
+from jkv.formats.format import Format, Formats, Numbers
 from jkv.formats.packed import Packed
 from jkv.formats.scaled import Scaled
 

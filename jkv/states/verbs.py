@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.arguments import as_array
-from jkv.formats.bits import as_bits
+from jkv.formats.format import as_bits
 from jkv.metadata.requests import Integer
 from jkv.sharding.loops import when
 from jkv.state import Batch, Cache, GroupLayer, StateStorage

@@ -18,7 +18,7 @@ import numpy as np
 
 from jkv.blocks import contents
 from jkv.blocks.contents import HostArray
-from jkv.formats.bits import STORED_AS
+from jkv.formats.format import STORED_AS
 from jkv.sharding.processes import agree, bring_whole, is_shared, is_writer
 from jkv.sharding.storage_sharding import (
     POOL_HEADS,

@@ -24,7 +24,7 @@ from support.tolerances import assert_close, is_close
 
 from jkv.attention import paged_attention
 from jkv.attention.call import Requests, make_requests
-from jkv.attention.xla.pieces import list_work
+from jkv.attention.xla.decode import list_work
 
 NUM_ROWS, NUM_BLOCKS, MAX_BLOCKS = 17, 30, 9
 LAYER = 1

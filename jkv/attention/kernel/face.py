@@ -11,12 +11,16 @@ from typing import TYPE_CHECKING, ClassVar
 
 import jax
 
-from jkv.attention.backend import Backend, StepShape
-from jkv.attention.call import Call, Requests
-from jkv.attention.cards import Card, find_gpu
-from jkv.attention.derivative import Cotangents, Gradients
+from jkv.attention.backend import (
+    Backend,
+    Card,
+    Cotangents,
+    Gradients,
+    StepShape,
+    find_gpu,
+)
+from jkv.attention.call import Call, Pools, Requests
 from jkv.attention.kernel.work import lists
-from jkv.attention.pools import Pools
 from jkv.attention.slots import SlotWrite
 
 if TYPE_CHECKING:

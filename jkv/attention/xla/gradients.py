@@ -11,11 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jkv.attention.backend import Cotangents, Gradients, shape_gradients
 from jkv.attention.call import Call
-from jkv.attention.derivative import Cotangents, Gradients, shape_gradients
-from jkv.attention.pools import add_blocks
-from jkv.attention.xla.operations import multiply, set_broken_apart
-from jkv.attention.xla.plain_path import scale_queries
+from jkv.attention.xla.lanes import multiply, scale_queries, set_broken_apart
 from jkv.attention.xla.tiling import (
     RowTile,
     Tiling,
@@ -149,3 +147,15 @@ def _by_block(tiling: Tiling, tokens: jax.Array) -> jax.Array:
     block_size = tiling.call.pools.block_size
     heads = tokens.reshape(num_kv_heads, -1, block_size, head_dim)
     return jnp.swapaxes(heads, 0, 1)
+
+
+def add_blocks(
+    pool: jax.Array,  # f32[L, N, K, T, D]
+    layer: jax.Array,  # i32[]
+    blocks: jax.Array,  # i32[C], ids out of range are dropped
+    chunk: jax.Array,  # f32[C, K, T, D]
+) -> jax.Array:
+    """Add a chunk back to where its blocks are in a layer."""
+    # A negative index would wrap even with mode="drop".
+    blocks = jnp.where(blocks < 0, pool.shape[1], blocks)
+    return pool.at[layer, blocks].add(chunk, mode="drop")

@@ -14,7 +14,7 @@ from jax import lax
 
 from jkv.attention.call import Call
 from jkv.attention.softmax import Sums, empty_sums, finish_sums
-from jkv.attention.xla.operations import multiply, set_broken_apart
+from jkv.attention.xla.lanes import multiply, set_broken_apart
 from jkv.attention.xla.tiling import (
     RowTile,
     Tiling,

@@ -5,13 +5,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.attention.call import Call
-from jkv.attention.pools import Pools, Stored, gather_pieces
+from jkv.attention.call import Call, Pools, Stored
 from jkv.attention.softmax import HIDDEN
-from jkv.attention.xla.operations import (
+from jkv.attention.xla.lanes import (
     cap_scores,
     divide_up,
     gather,
+    gather_pieces,
     multiply,
     quotient,
 )

@@ -3,10 +3,21 @@
 A tile is a lane, which reads its request's blocks once for all of its rows, a piece at
 a time. Pieces are cut at multiples of a fixed number of tokens and joined from the
 first that the lane sees to the last, so what a row gets does not depend on the other
-lanes.
+lanes. Two ways to attend are sizes of this loop:
+
+* Small calls. What one trip of `decode.py` would gather at most holds every context. So
+  lanes go through their contexts together, some columns of the block tables at a time,
+  as far as the longest reaches: no list of work, and a fifth of the operations to
+  compile. A lane is a row, or a tile where requests have a few rows each, as in a step
+  that checks guesses.
+* By position. The sums of floats depend on their order. With sizes that no step
+  changes, all products have one shape whatever a step consists of, and what a row gets
+  depends on its own context alone (as `jkv.generate(exact=)` promises). Why shapes must
+  not vary: Horace He and Thinking Machines Lab, "Defeating Nondeterminism in LLM
+  Inference", 2025.
 
 Symbols: `R` rows, `B` requests, `P` lanes of a trip, `Q` rows of a tile, `W` columns of
-a piece.
+a piece, `S` tokens of a piece.
 """
 
 import functools
@@ -18,9 +29,32 @@ from jax import lax
 
 from jkv.attention.call import Call
 from jkv.attention.softmax import Sums, empty_sums, finish_sums, join_sums
-from jkv.attention.xla.operations import divide_up, gather, quotient
-from jkv.attention.xla.piece_lanes import Lanes, attend_lanes
+from jkv.attention.xla.lanes import (
+    MAX_LANES,
+    TRIP_BYTES,
+    Lanes,
+    attend_lanes,
+    divide_up,
+    gather,
+    quotient,
+)
 from jkv.sharding.loops import fori_loop
+
+# Keys (or values) gathered in one trip, in float32: less follows the contexts more
+# closely, more shares the cost of a trip.
+_COLUMNS_BYTES = 2**18
+
+
+# Rows of a tile: those of a step that checks seven guesses fit in one.
+_SMALL_TILE_ROWS = 8
+
+
+# By position: tokens of a piece, or a block if that has more.
+_POSITION_TOKENS = 64
+
+
+# By position, rows of a tile: a single row costs the products of all of them.
+_POSITION_ROWS = 4
 
 
 class Readers(NamedTuple):
@@ -108,6 +142,101 @@ class RowTiles(NamedTuple):
             jnp.where(is_owned[..., None], output, 0.0),
             jnp.where(is_owned, lse, -jnp.inf),
         )
+
+
+def is_small(call: Call) -> bool:
+    """Whether the contexts of all rows, or of all tiles, fit into one trip."""
+    return _are_rows_small(call) or _are_tiles_small(call)
+
+
+def attend_side_by_side(
+    call: Call,
+    queries: jax.Array,  # f32[R, K, G, D], scaled
+) -> tuple[jax.Array, jax.Array]:
+    """Return `f32[R, K, G, Dv]` and `f32[R, K, G]`."""
+    if _are_rows_small(call):
+        width = _find_width(call, call.num_rows)
+        return attend_contexts(call, queries, _locate_rows(call), width)
+    # As many at a time as there are requests: one trip does where none has more rows
+    # than a tile.
+    num_lanes, tiles = call.num_requests, cut_rows(call, _SMALL_TILE_ROWS)
+    width = _find_width(call, num_lanes)
+    return attend_tiles(queries, tiles, num_lanes=num_lanes, width=width)
+
+
+def _are_rows_small(call: Call) -> bool:
+    if max(call.num_rows, call.num_requests) > MAX_LANES:
+        return False
+    # Rows of one prompt gather the same blocks, each for itself.
+    most = TRIP_BYTES if call.is_decoding else TRIP_BYTES // 4
+    return call.max_blocks * _column_bytes(call, call.num_rows) <= most
+
+
+def _are_tiles_small(call: Call) -> bool:
+    num_lanes = call.num_requests
+    if num_lanes > MAX_LANES or call.num_rows > num_lanes * _SMALL_TILE_ROWS:
+        return False
+    return call.max_blocks * _column_bytes(call, num_lanes) <= TRIP_BYTES
+
+
+def _column_bytes(call: Call, num_lanes: int) -> int:
+    """Return the bytes of one block of each lane, in float32."""
+    pools = call.pools
+    token_bytes = 4 * pools.num_kv_heads * max(pools.head_dim, pools.value_dim)
+    return num_lanes * pools.block_size * token_bytes
+
+
+def _locate_rows(call: Call) -> Readers:
+    """Find the request of each row, and what it sees."""
+    requests, owners = call.requests, Owners.of(call)
+    first = requests.context_lengths - requests.query_lengths
+    position = owners.pick(first[None] + owners.rank + 1) - 1
+    request = jnp.arange(call.num_requests, dtype=jnp.int32)
+    before = None
+    if call.window is not None:
+        before = call.find_held(position - call.window)[:, None]
+    last = call.find_held(position)[:, None]
+    return Readers(owners.pick(request[None]), last, before)
+
+
+def _find_width(call: Call, num_lanes: int) -> int:
+    """Return the columns of a trip, W."""
+    width = max(1, _COLUMNS_BYTES // _column_bytes(call, num_lanes))
+    return min(width, call.max_blocks)
+
+
+def attend_by_position(
+    call: Call,
+    queries: jax.Array,  # f32[R, K, G, D], scaled
+) -> tuple[jax.Array, jax.Array]:
+    """Return `f32[R, K, G, Dv]` and `f32[R, K, G]`, whose bits no other row changes.
+
+    Tiles are taken in the order of their pieces, the most first, so that those side by
+    side have much the same to do.
+    """
+    pools, tiles = call.pools, cut_rows(call, _POSITION_ROWS)
+    # Sizes that no step changes.
+    width = max(1, _POSITION_TOKENS // pools.block_size)
+    head_dim = max(queries.shape[3], pools.value_dim)
+    piece_bytes = 4 * width * pools.block_size * pools.num_kv_heads * head_dim
+    num_lanes = max(1, min(TRIP_BYTES // piece_bytes, MAX_LANES, tiles.most))
+    order = _order_tiles(tiles, tiles.most_of_trips(num_lanes), width)
+    return attend_tiles(queries, tiles, num_lanes=num_lanes, width=width, order=order)
+
+
+def _order_tiles(
+    tiles: RowTiles, num_tiles: int, width: int
+) -> tuple[jax.Array, jax.Array]:
+    """Return tiles by their pieces, the most first, and where each is, i32[tiles]."""
+    index = jnp.arange(num_tiles, dtype=jnp.int32)
+    first, last = find_pieces(tiles.call, tiles.locate(index)[1], width)
+    counts = last - first
+    # How many come before each, of a few hundred at most: cheaper than to sort.
+    is_before = (counts[None] > counts[:, None]) | (
+        (counts[None] == counts[:, None]) & (index[None] < index[:, None])
+    )
+    rank = jnp.sum(is_before, axis=1, dtype=jnp.int32)
+    return jnp.zeros_like(index).at[rank].set(index, unique_indices=True), rank
 
 
 def cut_rows(call: Call, tile_rows: int) -> RowTiles:
