@@ -1,8 +1,8 @@
 """Plain XLA as two backends, which serve wherever no other does.
 
 Calls whose contexts are all small go through `tiles.py` side by side. In others
-requests of one row go through `decode.py`, the others through `prefill.py`; each loop
-makes no trip when it has no work.
+requests of one row go through `decode.py`, the others through `tiles.py` as prompts;
+each loop makes no trip when it has no work.
 
 Decoding is bound by reading the keys and values once. Without a kernel XLA cannot
 multiply out of scattered blocks: it copies a chunk of them into the cache and reads it
@@ -33,9 +33,13 @@ from jkv.attention.call import Call, Pools, Requests, call_of, check_call
 from jkv.attention.shared_prefixes import SharedPrefixes, find_shared_prefixes
 from jkv.attention.xla.decode import attend_decode
 from jkv.attention.xla.lanes import scale_queries
-from jkv.attention.xla.prefill import attend_prefill
 from jkv.attention.xla.shared import FEWEST, NAME
-from jkv.attention.xla.tiles import attend_by_position, attend_side_by_side, is_small
+from jkv.attention.xla.tiles import (
+    attend_by_position,
+    attend_prompts,
+    attend_side_by_side,
+    is_small,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +121,7 @@ def _attend_requests(call: Call, queries: jax.Array) -> tuple[jax.Array, jax.Arr
     output, lse = attend_decode(call, queries)
     if call.is_decoding:
         return output, lse
-    return attend_prefill(call, queries, output, lse)
+    return attend_prompts(call, queries, (output, lse))
 
 
 def attend_by_head(

@@ -18,6 +18,7 @@ from jax import lax
 
 from jkv.attention.call import Call, Stored
 from jkv.attention.softmax import HIDDEN, Sums
+from jkv.formats.format import multiply_out
 
 # Keys (or values) gathered in one trip, in float32. Smaller chunks stay in the cache
 # nearer to the core, larger ones share the cost of a trip.
@@ -61,22 +62,33 @@ def attend_lanes(
     mask_values: bool,  # whether blocks may hold slots that the row does not see
 ) -> Sums:
     """Return the sums of each lane's tokens, `f32[P, K, Q * G, ...]`."""
-    gathered = _gather_lanes(call, lanes)
-    if mask_values:
+    gathered, marks = gather_lanes(call, lanes), None
+    # With several rows and more scores than elements, work is done on the elements.
+    most = max(call.pools.head_dim, call.pools.value_dim)
+    is_wide = lanes.visible.shape[1] > 1 and queries.shape[2] > most
+    if is_wide:
+        gathered, marks = _break_apart(gathered, lanes.visible.any(axis=1))
+    elif mask_values:
         gathered = _hide_values(gathered, lanes.visible.any(axis=1))
     hidden = read_twice(gathered.flat_keys, lanes.never, HIDDEN)
     scores = _score_pieces(call, gather(queries, lanes.row), gathered)
+    if marks is not None:
+        scores += marks[:, :, None]
     scores = _hide_scores(scores, lanes.visible, hidden)
-    sums = _sum_pieces(scores, gathered, lanes.visible)
+    sums = _sum_pieces(scores, gathered, lanes.visible, is_sound=is_wide)
     total = sums.total + read_twice(gathered.flat_values, lanes.never, 0.0)
     return sums._replace(total=total)
 
 
-def _gather_lanes(call: Call, lanes: Lanes) -> Gathered:
+def find_blocks(call: Call, lanes: Lanes) -> jax.Array:
+    """Return the ids of the lanes' blocks, i32[P, W]."""
+    table = gather(call.requests.seq_ids, lanes.request)[:, None]
+    return gather(call.requests.block_tables, table, lanes.columns)
+
+
+def gather_lanes(call: Call, lanes: Lanes) -> Gathered:
     """Read the lanes' blocks, each once, by way of the block tables."""
-    pools, requests = call.pools, call.requests
-    table = gather(requests.seq_ids, lanes.request)[:, None]
-    blocks = gather(requests.block_tables, table, lanes.columns)
+    pools, blocks = call.pools, find_blocks(call, lanes)
 
     def by_head(flat: jax.Array, head_dim: int) -> jax.Array:
         return flat.reshape(blocks.shape[0], pools.num_kv_heads, -1, head_dim)
@@ -89,6 +101,20 @@ def _gather_lanes(call: Call, lanes: Lanes) -> Gathered:
     flat_values, factor = gather_pieces(pools.stored_values, call.layer, blocks)
     values = by_head(flat_values, pools.value_dim)
     return Gathered(flat_keys, flat_values, keys, values, key_factor, factor)
+
+
+def _break_apart(
+    gathered: Gathered,
+    seen: jax.Array,  # bool[P, S]
+) -> tuple[Gathered, jax.Array]:
+    """Multiply by the factors and clear broken values; return marks, f32[P, K, S]."""
+    keys = multiply_out(gathered.keys, gathered.key_factor)
+    values = multiply_out(gathered.values, gathered.value_factor)
+    values, marks = set_broken_apart(values, seen[:, None, :, None])
+    gathered = gathered._replace(
+        keys=keys, values=values, key_factor=None, value_factor=None
+    )
+    return gathered, marks
 
 
 def _hide_values(
@@ -131,6 +157,8 @@ def _sum_pieces(
     scores: jax.Array,  # f32[P, K, Q * G, S], masked
     gathered: Gathered,
     visible: jax.Array,  # bool[P, Q, S]
+    *,
+    is_sound: bool,  # whether no value is broken
 ) -> Sums:
     """Return the softmax sums of each piece, `f32[P, K, Q * G, ...]`."""
     maximum = scores.max(axis=3)
@@ -138,7 +166,7 @@ def _sum_pieces(
     total = weights.sum(axis=3)
     num_rows, values = visible.shape[1], gathered.values
     seen = None
-    if num_rows > 1:  # which do not see the same tokens
+    if num_rows > 1 and not is_sound:  # rows do not see the same tokens
         seen = jnp.repeat(visible, scores.shape[2] // num_rows, axis=1)[:, None]
     if gathered.value_factor is not None:
         weights *= gathered.value_factor[:, :, None]
@@ -146,9 +174,9 @@ def _sum_pieces(
     summed = multiply(_WEIGH, weights, values)
     if seen is not None:
         # Looking at the sums costs less than looking at all values.
-        is_sound = jnp.isfinite(summed).all()
+        is_finite = jnp.isfinite(summed).all()
         given = summed, weights, values, seen
-        summed = lax.cond(is_sound, lambda sums, *_: sums, _sum_apart, *given)
+        summed = lax.cond(is_finite, lambda sums, *_: sums, _sum_apart, *given)
     return Sums(maximum, total, summed)
 
 

@@ -3,7 +3,7 @@
 A tile is a lane, which reads its request's blocks once for all of its rows, a piece at
 a time. Pieces are cut at multiples of a fixed number of tokens and joined from the
 first that the lane sees to the last, so what a row gets does not depend on the other
-lanes. Two ways to attend are sizes of this loop:
+lanes. All ways to attend but decoding in a large cache are sizes of this loop:
 
 * Small calls. What one trip of `decode.py` would gather at most holds every context. So
   lanes go through their contexts together, some columns of the block tables at a time,
@@ -15,11 +15,15 @@ lanes. Two ways to attend are sizes of this loop:
   depends on its own context alone (as `jkv.generate(exact=)` promises). Why shapes must
   not vary: Horace He and Thinking Machines Lab, "Defeating Nondeterminism in LLM
   Inference", 2025.
+* Prompts, one tile of many rows at a time, with the online softmax of FlashAttention
+  (arXiv 2205.14135). Trip counts are traced: what the causal mask or the window hides
+  as a whole is never read, and a call without prompts makes no trip.
 
 Symbols: `R` rows, `B` requests, `P` lanes of a trip, `Q` rows of a tile, `W` columns of
 a piece, `S` tokens of a piece.
 """
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -56,6 +60,10 @@ _POSITION_TOKENS = 64
 # By position, rows of a tile: a single row costs the products of all of them.
 _POSITION_ROWS = 4
 
+# Prompts: rows of a tile, and tokens of a piece.
+_MIN_PROMPT_ROWS, _MAX_PROMPT_ROWS = 16, 128
+_PROMPT_TOKENS = 256
+
 
 class Readers(NamedTuple):
     """What the rows of each lane see of their sequence."""
@@ -84,6 +92,30 @@ class Owners(NamedTuple):
         return jnp.sum(jnp.where(self.owns, values, 0), axis=1, dtype=jnp.int32)
 
 
+class RowSlice(NamedTuple):
+    """Consecutive rows of a call, some of which may be of other tiles."""
+
+    start: jax.Array  # i32[]
+    valid: jax.Array  # bool[Q], which rows are the tile's
+    heads_per_kv: int  # G
+
+    def take(self, array: jax.Array) -> jax.Array:
+        """Return the rows of an array [R, K, G, ...] by kv head, [K, Q * G, ...]."""
+        rows = lax.dynamic_slice_in_dim(array, self.start, self.valid.shape[0])
+        rows = jnp.moveaxis(rows, 0, 1)
+        return rows.reshape(rows.shape[0], -1, *rows.shape[3:])
+
+    def put(self, array: jax.Array, rows: jax.Array) -> jax.Array:
+        """Return the array with these rows, [K, Q * G, ...], where they are valid."""
+        num_rows, num_kv_heads = self.valid.shape[0], rows.shape[0]
+        rows = rows.reshape(num_kv_heads, num_rows, -1, *rows.shape[2:])
+        rows = jnp.moveaxis(rows, 1, 0)
+        old = lax.dynamic_slice_in_dim(array, self.start, num_rows)
+        valid = self.valid.reshape(-1, *(1,) * (rows.ndim - 1))
+        rows = jnp.where(valid, rows, old)
+        return lax.dynamic_update_slice_in_dim(array, rows, self.start, 0)
+
+
 class RowTiles(NamedTuple):
     """The rows of all requests, cut into tiles."""
 
@@ -104,20 +136,48 @@ class RowTiles(NamedTuple):
 
     def locate(self, index: jax.Array) -> tuple[jax.Array, Readers]:
         """Return the rows of tiles i32[P], i32[P, Q], and what they see."""
+        request, first = self._find_requests(index)
+        offset = first[:, None] + jnp.arange(self.tile_rows, dtype=jnp.int32)[None]
+        length = gather(self.call.requests.query_lengths, request)[:, None]
+        valid = (offset < length) & (index < self.ends[-1])[:, None]
+        readers = self._see(request, offset, length, valid)
+        row = gather(self.call.requests.query_starts, request)[:, None] + offset
+        return row, readers
+
+    def locate_slice(self, index: jax.Array) -> tuple["RowSlice", Readers]:
+        """Return the rows of a tile, i32[], as a slice of the call's, P = 1."""
         call, requests = self.call, self.call.requests
+        request, first = self._find_requests(index[None])
+        start = gather(requests.query_starts, request) + first
+        # A slice past the last row would be moved back unasked, so move it here.
+        excess = jnp.maximum(start + self.tile_rows - call.num_rows, 0)
+        offset = jnp.arange(self.tile_rows, dtype=jnp.int32)[None]
+        offset = (first - excess)[:, None] + offset
+        length = gather(requests.query_lengths, request)[:, None]
+        valid = (offset >= first[:, None]) & (offset < length)
+        rows = RowSlice((start - excess)[0], valid[0], call.heads_per_kv)
+        return rows, self._see(request, offset, length, valid)
+
+    def _find_requests(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return whose each tile is, and its first row within the request, i32[P]."""
         request = jnp.sum(self.ends[None] <= index[:, None], axis=1, dtype=jnp.int32)
         before = jnp.where(request > 0, gather(self.ends, request - 1), 0)
-        offset = jnp.arange(self.tile_rows, dtype=jnp.int32)[None]
-        offset = ((index - before) * self.tile_rows)[:, None] + offset
-        length = gather(requests.query_lengths, request)[:, None]
-        valid = (offset < length) & (index < self.ends[-1])[:, None]
-        position = gather(requests.context_lengths, request)[:, None] - length + offset
+        return request, (index - before) * self.tile_rows
+
+    def _see(
+        self,
+        request: jax.Array,  # i32[P]
+        offset: jax.Array,  # i32[P, Q], of rows within the request
+        length: jax.Array,  # i32[P, 1], rows of the request
+        valid: jax.Array,  # bool[P, Q], whether the row is the tile's
+    ) -> Readers:
+        call = self.call
+        context = gather(call.requests.context_lengths, request)[:, None]
+        position = context - length + offset
         starts = None
         if call.window is not None:
             starts = call.find_held(position - call.window)
-        last = jnp.where(valid, call.find_held(position), -1)
-        row = gather(requests.query_starts, request)[:, None] + offset
-        return row, Readers(request, last, starts)
+        return Readers(request, jnp.where(valid, call.find_held(position), -1), starts)
 
     def to_rows(
         self,
@@ -224,6 +284,25 @@ def attend_by_position(
     return attend_tiles(queries, tiles, num_lanes=num_lanes, width=width, order=order)
 
 
+def attend_prompts(
+    call: Call,
+    queries: jax.Array,  # f32[R, K, G, D], scaled
+    # f32[R, K, G, Dv] and f32[R, K, G], of the rows of other requests
+    results: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+    """Fill in the rows of all requests with more than one row, leave the others."""
+    tiles, width = cut_prompts(call, min_rows=2)
+    Results = tuple[jax.Array, jax.Array]
+
+    def fill(index: jax.Array, results: Results) -> Results:
+        tile, readers = tiles.locate_slice(index)
+        rows = tile.take(queries)[None]
+        output, lse = attend_contexts(call, rows, readers, width)
+        return tile.put(results[0], output[0]), tile.put(results[1], lse[0])
+
+    return fori_loop(jnp.int32(0), tiles.ends[-1], fill, results)
+
+
 def _order_tiles(
     tiles: RowTiles, num_tiles: int, width: int
 ) -> tuple[jax.Array, jax.Array]:
@@ -243,6 +322,21 @@ def cut_rows(call: Call, tile_rows: int) -> RowTiles:
     """Cut the rows of each request into tiles of so many."""
     counts = divide_up(call.requests.query_lengths, tile_rows)
     return RowTiles(call, tile_rows, counts, jnp.cumsum(counts, dtype=jnp.int32))
+
+
+def cut_prompts(call: Call, *, min_rows: int) -> tuple[RowTiles, int]:
+    """Cut requests of at least `min_rows` rows as suits prompts; return W, too."""
+    # Small tiles waste less on short requests, large ones read each block less often.
+    # Requests of 64 rows and a longer one, as trees of texts are, shall have 64.
+    mean_rows = -(-call.num_rows // call.num_requests)
+    tile_rows = _MIN_PROMPT_ROWS
+    while 5 * tile_rows < 4 * min(mean_rows, _MAX_PROMPT_ROWS):
+        tile_rows *= 2
+    requests, lengths = call.requests, call.requests.query_lengths
+    lengths = jnp.where(lengths >= min_rows, lengths, 0)
+    call = dataclasses.replace(call, requests=requests._replace(query_lengths=lengths))
+    width = max(1, min(_PROMPT_TOKENS // call.pools.block_size, call.max_blocks))
+    return cut_rows(call, min(tile_rows, call.num_rows)), width
 
 
 def take_rows(queries: jax.Array, rows: jax.Array) -> jax.Array:
@@ -340,18 +434,30 @@ def _take_piece(
     behind all that the row sees, and is multiplied by exp(HIDDEN - maximum) = 0, or
     before, and then what it left is.
     """
-    size, piece = width * call.pools.block_size, first + trip
+    lanes = find_lanes(call, readers, first + trip, width, never=trip < 0)
+    return join_sums(sums, attend_lanes(call, queries, lanes, mask_values=True))
+
+
+def find_lanes(
+    call: Call,
+    readers: Readers,
+    piece: jax.Array,  # i32[P], the one that each lane takes
+    width: int,  # W
+    *,
+    never: jax.Array,
+) -> Lanes:
+    """Return the blocks of a piece of each lane, and which rows see their tokens."""
+    size = width * call.pools.block_size
     column = jnp.arange(width, dtype=jnp.int32)
     token = jnp.arange(size, dtype=jnp.int32)
     token = (piece[:, None] * size + token[None])[:, None]
     visible = token <= readers.last[..., None]
     if readers.before is not None:
         visible &= token > readers.before[..., None]
-    lanes = Lanes(
-        row=jnp.arange(queries.shape[0], dtype=jnp.int32),
+    return Lanes(
+        row=jnp.arange(piece.shape[0], dtype=jnp.int32),
         request=readers.request,
         columns=piece[:, None] * width + column[None],
         visible=visible,
-        never=trip < 0,
+        never=never,
     )
-    return join_sums(sums, attend_lanes(call, queries, lanes, mask_values=True))
