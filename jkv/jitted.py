@@ -44,9 +44,20 @@ Loop = TypeVar("Loop", bound=Callable[..., Any])
 # Arguments that shapes and programs depend on, of all loops.
 STATIC = frozenset(
     {
-        *("model", "config", "steps", "max_new_tokens", "num_samples", "max_running"),
-        *("chunk_size", "row_counts", "exact", "mesh", "heads"),
-        *("num_beams", "num_return", "early_stopping"),
+        "model",
+        "config",
+        "steps",
+        "max_new_tokens",
+        "num_samples",
+        "max_running",
+        "chunk_size",
+        "row_counts",
+        "exact",
+        "mesh",
+        "heads",
+        "num_beams",
+        "num_return",
+        "early_stopping",
     }
 )
 # How the host reads the arguments that are integers, before anything is traced: JAX

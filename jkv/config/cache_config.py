@@ -14,8 +14,14 @@ from jkv.formats.table import checked_dtype
 
 # The fields that are checked as counts.
 COUNTS = (
-    *("num_layers", "num_kv_heads", "head_dim", "value_head_dim"),
-    *("num_blocks", "block_size", "max_sequences", "max_context_length"),
+    "num_layers",
+    "num_kv_heads",
+    "head_dim",
+    "value_head_dim",
+    "num_blocks",
+    "block_size",
+    "max_sequences",
+    "max_context_length",
 )
 
 
