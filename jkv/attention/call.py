@@ -21,10 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jkv.arguments import expect
 from jkv.attention.validation import (
     require_format,
-    require_pools,
-    require_rank,
     require_value_dim,
 )
 from jkv.formats.format import Format, Formats, Parts
@@ -228,15 +227,17 @@ def make_pools(
     """
     keys, key_scales = keys_and_scales
     values, value_scales = values_and_scales
+    layers, why = "L ", "layer=None drops the L"
     if not has_layers:
-        require_rank("key_pool", keys, 4, "[N, K, T, D] when layer is None")
-        if values is not None:
-            require_rank("value_pool", values, 4, "[N, K, T, Dv], layer is None")
+        layers, why = "", "as layer is None"
+    sizes = expect("key_pool", keys, f"{layers}N K T D", why=why)
+    if values is not None:
+        expect("value_pool", values, f"{layers}N K T Dv", sizes, why="as key_pool")
+    if not has_layers:
         # The new axis is a view under jit, and free.
         keys, values, key_scales, value_scales = jax.tree.map(
             lambda array: array[None], (keys, values, key_scales, value_scales)
         )
-    require_pools(keys, values)
     of_keys = of_values = require_format("key", keys, key_scales, dtypes[0])
     head_dim, value_dim = of_keys.width_of(keys.shape[4]), None
     if values is not None:

@@ -49,7 +49,7 @@ class AllowedTokens(Unchanging):
     def begin(self, variants: jax.Array, prompts: jax.Array) -> jax.Array:
         """Return the variant of each text, i32[N]."""
         del prompts
-        check_integers("AllowedTokens.tokens", self.tokens, ("[A]", "[M, A]"))
+        check_integers("AllowedTokens.tokens", self.tokens, "A | M A")
         return variants
 
     def steer(self, state: jax.Array, logits: jax.Array) -> jax.Array:

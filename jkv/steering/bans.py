@@ -57,7 +57,7 @@ class BannedTexts(EndsNothing):
 
     def begin(self, variants: jax.Array, prompts: jax.Array) -> _BanRows:
         """Return the newest tokens of each text, and its variant."""
-        texts = check_integers("BannedTexts.texts", self.texts, ("[F, C]", "[M, F, C]"))
+        texts = check_integers("BannedTexts.texts", self.texts, "F C | M F C")
         return _BanRows(find_newest(prompts, texts.shape[-1] - 1), variants)
 
     def steer(self, state: _BanRows, logits: jax.Array) -> jax.Array:

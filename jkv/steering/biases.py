@@ -8,9 +8,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jkv.status import UsageError
+from jkv.arguments import expect
 from jkv.steering.protocol import Unchanging
-from jkv.steering.tables import check_integers, check_numbers, count_variants
+from jkv.steering.tables import check_integers, count_variants
 from jkv.steering.tokens import find_columns
 
 
@@ -53,14 +53,12 @@ class TokenBias(Unchanging):
     def begin(self, variants: jax.Array, prompts: jax.Array) -> jax.Array:
         """Return the variant of each text, i32[N]."""
         del prompts
-        shapes = ("[E]", "[M, E]")
-        tokens = check_integers("TokenBias.tokens", self.tokens, shapes)
-        values = check_numbers("TokenBias.values", self.values, shapes)
-        if tokens.shape != values.shape:
-            raise UsageError(
-                f"TokenBias: values must be shaped as tokens, {list(tokens.shape)}; "
-                f"got {list(values.shape)}"
-            )
+        tokens = check_integers("TokenBias.tokens", self.tokens, "E | M E")
+        axes = " ".join(map(str, tokens.shape))
+        values = jnp.asarray(self.values)
+        expect(
+            "TokenBias.values", values, axes, kind=jnp.number, why="shaped as tokens"
+        )
         return variants
 
     def steer(self, state: jax.Array, logits: jax.Array) -> jax.Array:

@@ -152,7 +152,7 @@ def renumber(steering: Steering, numbers: jax.Array) -> Steering:
       >>> both.steer(state, jnp.ones((3, 3))).tolist()
       [[1.0, 4.0, 1.0], [1.0, 1.0, -inf], [1.0, 4.0, -inf]]
     """
-    array = check_integers("renumber: numbers", numbers, ("[M]",))
+    array = check_integers("renumber: numbers", numbers, "M")
     if not isinstance(array, jax.core.Tracer):
         found, most = np.asarray(array), steering.num_variants
         wrong = found[(found < -1) | (found >= most)]

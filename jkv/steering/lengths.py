@@ -66,11 +66,9 @@ class MinimumLength(EndsNothing):
     def begin(self, variants: jax.Array, prompts: jax.Array) -> _LengthRows:
         """Return how many tokens each text lacks before it may end."""
         del prompts
-        ends = check_integers(
-            "MinimumLength.end_tokens", self.end_tokens, ("[E]", "[M, E]")
-        )
+        ends = check_integers("MinimumLength.end_tokens", self.end_tokens, "E | M E")
         least = check_integers(
-            "MinimumLength.min_new_tokens", self.min_new_tokens, ("[]", "[M]")
+            "MinimumLength.min_new_tokens", self.min_new_tokens, "| M"
         )
         if ends.ndim == 2 and least.ndim == 1 and len(ends) != len(least):
             raise UsageError(

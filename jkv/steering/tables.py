@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jkv.status import UsageError
+from jkv.arguments import expect
 
 
 def count_variants(
@@ -32,30 +32,15 @@ def find_rows(
     return jnp.broadcast_to(table[None], (variants.shape[0], *table.shape))
 
 
-def check_integers(where: str, array: Any, shapes: tuple[str, ...]) -> jax.Array:
-    """Return an array or a number as i32, of a shape such as "[M, E]" or "[]"."""
-    return _check(where, array, shapes, jnp.integer, jnp.int32)
-
-
-def check_numbers(
-    where: str,  # what it is called, in a message
-    array: Any,  # it
-    shapes: tuple[str, ...],  # those that it may have
-) -> jax.Array:
-    """Return an array as f32, as `check_integers` does."""
-    return _check(where, array, shapes, jnp.number, jnp.float32)
-
-
-def _check(
-    where: str, array: Any, shapes: tuple[str, ...], kind: Any, dtype: Any
-) -> jax.Array:
-    """Return an array as `dtype`, if it is of a kind and has the axes of a shape."""
+def check_integers(where: str, array: Any, axes: str) -> jax.Array:
+    """Return an array or a number as i32; `axes` as in `expect`."""
     given = jnp.asarray(array)
-    axes = [shape.count(",") + (shape != "[]") for shape in shapes]
-    if not jnp.issubdtype(given.dtype, kind) or given.ndim not in axes:
-        name = jnp.dtype(dtype).name
-        raise UsageError(
-            f"{where} must be {' or '.join(name + shape for shape in shapes)}, got "
-            f"{given.dtype}{list(given.shape)}"
-        )
-    return given.astype(dtype)
+    expect(where, given, axes, kind=jnp.integer)
+    return given.astype(jnp.int32)
+
+
+def check_numbers(where: str, array: Any, axes: str) -> jax.Array:
+    """Return an array or a number as f32; `axes` as in `expect`."""
+    given = jnp.asarray(array)
+    expect(where, given, axes, kind=jnp.number)
+    return given.astype(jnp.float32)

@@ -21,7 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "arguments": {"status"},
     "lazy": set(),
     "xla_flags": set(),
-    "steering": {"status"},
+    "steering": {"arguments", "status"},
     "grammar": {"status", "steering"},
     "sharding": set(),
     "formats": set(),

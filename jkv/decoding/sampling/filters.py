@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jkv.arguments import explains_arguments
+from jkv.arguments import expect, explains_arguments
 from jkv.decoding.sampling.options import (
     SAMPLING_DTYPES,
     Sampling,
@@ -80,11 +80,8 @@ def by_row(sampling: Sampling, num_rows: int) -> PerRow:
 
     def spread(name: str, dtype: Any) -> jax.Array:
         value = jnp.asarray(getattr(sampling, name))
-        if value.shape not in ((), (num_rows,)):
-            raise ValueError(
-                f"Sampling.{name} is one number or an array of shape ({num_rows},), "
-                f"one for each sequence; got shape {value.shape}"
-            )
+        why = "one number, or one for each sequence"
+        expect(f"Sampling.{name}", value, "N |", {"N": num_rows}, why=why)
         return jnp.broadcast_to(value.astype(dtype), (num_rows,))
 
     rows = PerRow(**{name: spread(name, as_) for name, as_ in SAMPLING_DTYPES.items()})

@@ -10,6 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jkv.arguments import expect
 from jkv.decoding.scheduler.places import LANES, find_chosen, find_oldest, vacate
 from jkv.decoding.scheduler.samples import find_hand_over
 from jkv.decoding.scheduler.state import GenerationState, Holder, note_texts
@@ -84,12 +85,8 @@ def cancel(
       >>> state.is_running.tolist(), int(jkv.num_free_blocks(cache))
       ([False, True], 7)
     """
-    expected = state.result.reasons.shape
-    if sequences.shape != expected or sequences.dtype != jnp.bool_:
-        raise ValueError(
-            f"sequences must be bool{list(expected)}, whether to end each one, got "
-            f"{sequences.dtype}{list(sequences.shape)}"
-        )
+    sizes, why = {"N": state.result.reasons.shape[0]}, "True for each one to end"
+    expect("sequences", sequences, "N", sizes, jnp.bool_, why=why)
     reasons = jnp.where(
         state.is_running & sequences,
         jnp.int32(FinishReason.CANCELLED),
