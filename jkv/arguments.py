@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.signatures import with_signature
 from jkv.status import CacheError, UsageError
 
 Params = ParamSpec("Params")
@@ -124,7 +125,7 @@ def explains_arguments(
                 raise
         return function(*again[0], **again[1])
 
-    return explained
+    return with_signature(explained, function)
 
 
 def as_arrays(

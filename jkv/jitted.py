@@ -79,14 +79,15 @@ CHECKS = {"sampling": check_sampling, "speculate": check_speculation}
 
 def _jit(loop: Loop, donated: tuple[str, ...] = ("cache",)) -> Loop:
     """Return a loop jitted, with the type and the documentation of the loop."""
-    signature = inspect.signature(loop)
-    names = {*signature.parameters} if "fields" not in signature.parameters else STATIC
-    static = sorted(STATIC & names)
+    static = sorted(STATIC & {*inspect.signature(loop).parameters})
     jitted = jax.jit(loop, static_argnames=static, donate_argnames=donated)
+
+    # Which has the fields as keyword arguments, none of which is required.
+    written = inspect.signature(inspect.unwrap(loop))
 
     @functools.wraps(loop)
     def call(*args: Any, **options: Any) -> Any:
-        given = signature.bind(*args, **options)
+        given = written.bind(*args, **options)
         fields = given.arguments.get("fields", {})
         for arguments in (given.arguments, fields):
             for name, value in arguments.items():

@@ -23,12 +23,12 @@ from jkv.attention.call import (
 )
 from jkv.attention.choice import choose
 from jkv.attention.validation import (
-    Integer,
     require_options,
     require_part,
     require_queries,
     require_requests,
 )
+from jkv.signatures import Integer
 
 __all__ = ["paged_attention"]
 

@@ -1,7 +1,5 @@
 """What a call of `paged_attention` must look like; mistakes are explained."""
 
-from typing import Any, TypeAlias
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,11 +7,7 @@ import numpy as np
 from jkv.arguments import expect
 from jkv.formats.format import Format, Numbers
 from jkv.formats.table import FORMATS
-
-# One number of any integer type. No `jax.typing.ArrayLike`, which takes floats.
-Integer: TypeAlias = (
-    jax.Array | np.ndarray[Any, np.dtype[np.integer[Any]]] | np.integer[Any] | int
-)
+from jkv.signatures import Integer
 
 
 def require_value_dim(

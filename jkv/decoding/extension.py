@@ -30,6 +30,7 @@ from jkv.metadata import requests
 from jkv.metadata.part import Lack
 from jkv.metadata.requests import Integers
 from jkv.sharding.loops import when, while_loop
+from jkv.signatures import set_defaults
 from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.state.entry import takes_cache
 from jkv.status import Status, UsageError
@@ -50,6 +51,9 @@ class OfExtension(TypedDict, total=False):
     sampling: Sampling
     steering: Steering | None
     steering_state: Any  # of a result
+
+
+set_defaults(OfExtension, Prompts.of, Steps, How, steering_state=None)
 
 
 @takes_cache(argument=2)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.signatures import lists_arguments
 from jkv.status import UsageError
 from jkv.steering.protocol import Steering, check_steering
 from jkv.steering.tables import check_integers
@@ -124,6 +125,7 @@ class Chain(Steering):
         return token
 
 
+@lists_arguments
 def renumber(steering: Steering, numbers: jax.Array) -> Steering:
     """Return what steers as another does, with variants of its own.
 

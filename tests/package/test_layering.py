@@ -18,18 +18,19 @@ PACKAGE = pathlib.Path(jkv.__file__).parent
 # The rooms from the ground up, with what each may import of the others.
 ALLOWED: dict[str, set[str]] = {
     "status": set(),
-    "arguments": {"status"},
+    "signatures": set(),
+    "arguments": {"signatures", "status"},
     "lazy": set(),
     "xla_flags": set(),
-    "steering": {"arguments", "status"},
-    "grammar": {"status", "steering"},
+    "steering": {"arguments", "signatures", "status"},
+    "grammar": {"signatures", "status", "steering"},
     "sharding": set(),
     "formats": set(),
-    "attention": {"arguments", "formats", "sharding", "xla_flags"},
+    "attention": {"arguments", "formats", "sharding", "signatures", "xla_flags"},
     "recurrence": {"sharding"},
     "config": {"formats", "sharding", "status"},
-    "state": {"arguments", "config", "formats", "sharding", "status"},
-    "metadata": {"sharding", "state", "status"},
+    "state": {"arguments", "config", "formats", "sharding", "signatures", "status"},
+    "metadata": {"sharding", "signatures", "state", "status"},
     "blocks": {"attention", "formats", "metadata", "sharding", "state", "status"},
     "storage": {
         "blocks",
@@ -98,6 +99,7 @@ ALLOWED: dict[str, set[str]] = {
         "making",
         "metadata",
         "sharding",
+        "signatures",
         "state",
         "states",
         "status",
@@ -105,7 +107,7 @@ ALLOWED: dict[str, set[str]] = {
         "verbs",
     },
     "jitted": {"decoding", "metadata"},
-    "trees": {"decoding", "metadata", "status", "verbs"},
+    "trees": {"decoding", "metadata", "signatures", "status", "verbs"},
     "serialization": {
         "attention",
         "decoding",
@@ -134,6 +136,7 @@ ALLOWED: dict[str, set[str]] = {
         "metadata",
         "prefixes",
         "sharding",
+        "signatures",
         "state",
         "status",
         "steering",
@@ -150,7 +153,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 # What a user of the cache reads: it knows kinds of things by their faces alone.
 CORE = {
-    *("status", "arguments", "sharding", "formats", "attention"),
+    *("status", "signatures", "arguments", "sharding", "formats", "attention"),
     *("config", "state", "metadata", "blocks", "storage", "verbs"),
     "xla_flags",
 }

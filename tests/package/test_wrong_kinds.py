@@ -117,7 +117,7 @@ EXPECTED = (ValueError, NotImplementedError, jkv.CacheError, OSError)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_value_of_another_kind(name):
     function = getattr(jkv, name)
-    signature = inspect.signature(function)
+    signature = inspect.signature(inspect.unwrap(function))
     cache = calls()["free"][0]
     good = signature.bind(*calls().get(name, (cache,)), **NAMED.get(name, {}))
     hints = inspect.get_annotations(function, eval_str=True)

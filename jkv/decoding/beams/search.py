@@ -25,6 +25,7 @@ from jkv.decoding.texts.results import BeamSearch
 from jkv.decoding.texts.stops import Stops
 from jkv.metadata.requests import Integers, Texts, check_counts
 from jkv.sharding.loops import while_loop
+from jkv.signatures import set_defaults
 from jkv.state import Cache
 from jkv.state.entry import takes_cache
 from jkv.status import UsageError
@@ -45,6 +46,17 @@ class OfSearch(TypedDict, total=False):
     variants: Integers | None
     stop_tokens: Integers
     steering: Steering | None
+
+
+set_defaults(
+    OfSearch,
+    Prompts.of,
+    Steps,
+    length_penalty=1.0,
+    early_stopping=False,
+    num_return=1,
+    steering=None,
+)
 
 
 @takes_cache(argument=2)

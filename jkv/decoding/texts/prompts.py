@@ -13,6 +13,7 @@ import numpy as np
 from jkv.decoding.texts.results import Generation
 from jkv.decoding.texts.stops import Stops
 from jkv.metadata.requests import I32, Integers, Texts, as_prompts, broadcast
+from jkv.signatures import set_defaults
 from jkv.status import UsageError
 
 
@@ -105,6 +106,9 @@ class OfPrompts(TypedDict, total=False):
     variants: Integers | None
     stop_tokens: Integers | None
     stop_sequences: Texts | None
+
+
+set_defaults(OfPrompts, Prompts.of)
 
 
 def count_tokens(texts: jax.Array) -> jax.Array:

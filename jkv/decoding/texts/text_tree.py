@@ -19,6 +19,7 @@ import numpy as np
 from jkv.arguments import expect
 from jkv.decoding.texts.prompts import count_tokens
 from jkv.metadata.requests import Integers, Texts, as_prompts, broadcast
+from jkv.signatures import lists_arguments
 from jkv.status import UsageError
 
 NO_PARENT = -1
@@ -136,6 +137,7 @@ def join_arrays(one: jax.Array, other: jax.Array) -> jax.Array:
     return jnp.concatenate([one, other])
 
 
+@lists_arguments
 def grow(tree: TextTree, texts: Texts, parents: Integers) -> tuple[TextTree, jax.Array]:
     """Add segments to a tree.
 
