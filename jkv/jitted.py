@@ -33,7 +33,7 @@ import jax
 from jkv import decoding
 from jkv.decoding.sampling.options import check_sampling
 from jkv.decoding.speculation.options import check_speculation
-from jkv.decoding.texts.stops import as_stop_sequences, as_stop_tokens
+from jkv.decoding.texts.prompts import as_stop_sequences, as_stop_tokens
 from jkv.decoding.texts.text_tree import TextTree
 from jkv.metadata.requests import as_domains, read_prompts, saturated
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from jkv.commands.ending import BAD_VALUE, Parser
 from jkv.commands.model_layers import Layers, StateBytes, count_state_bytes
 from jkv.config.cache_config import CacheConfig
+from jkv.config.counts import human_bytes, parse_bytes
 from jkv.config.gguf_file import find_file, read_file
 from jkv.config.grouped_config import GroupedConfig
 from jkv.config.grouping import ModelLayers
@@ -21,7 +22,6 @@ from jkv.config.huggingface import DEFAULT_SEQUENCES, read_sizes
 from jkv.config.layer_kinds import refuse_different
 from jkv.config.layers import Windows, count_windows
 from jkv.config.layout import describe
-from jkv.config.units import human_bytes, parse_bytes
 from jkv.formats.table import COSTS, tell_cost
 
 # Context lengths to plan for, as far as the model goes; its own longest one is added.

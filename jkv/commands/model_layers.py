@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jkv.config.arrays import count_bytes
 from jkv.config.cache_config import CacheConfig
+from jkv.config.counts import count_bytes
 from jkv.config.grouped_config import GroupedConfig, as_grouped
 from jkv.config.grouping import ModelLayers, fit_context_length
 from jkv.config.layers import Kept

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.config import counts, sizing
-from jkv.config.arrays import count_bytes
+from jkv.config.counts import count_bytes
 from jkv.config.layout import Sizes, describe, lay_out
 from jkv.formats.table import checked_dtype
 

@@ -7,8 +7,7 @@ from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 
-from jkv.config.arrays import count_bytes
-from jkv.config.counts import checked_count
+from jkv.config.counts import checked_count, count_bytes
 from jkv.config.state_layout import StateSizes
 from jkv.formats.format import STORED_AS
 

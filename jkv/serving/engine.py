@@ -19,8 +19,7 @@ import numpy as np
 from jkv.commands.compiled_programs import keep_compiled_programs
 from jkv.decoding.arguments.asked import How
 from jkv.decoding.model.protocol import Model
-from jkv.decoding.model.rows import CHUNK_SIZE
-from jkv.decoding.model.steps import ExactShape, Steps
+from jkv.decoding.model.steps import CHUNK_SIZE, ExactShape, Steps
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.metadata.requests import Integers, Texts, check_counts
 from jkv.serving.device.kept_programs import KeptPrograms

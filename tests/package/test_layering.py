@@ -170,7 +170,6 @@ DOORS: dict[str, tuple[str, ...]] = {
         "beams",
         "scoring",
         "extension",
-        "stepping",
         "generation",
         "exactness",
         "format_accuracy",

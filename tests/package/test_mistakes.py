@@ -22,7 +22,7 @@ from support.small_caches import prompts as padded
 
 import jkv
 from jkv.decoding import begin, decode, prefill
-from jkv.decoding.texts.stops import Stops, as_stop_sequences
+from jkv.decoding.texts.prompts import Stops, as_stop_sequences
 
 VOCABULARY = 7
 ONE_SIZE = dict(row_counts=(4,))  # of all steps: a model is traced once

@@ -16,8 +16,7 @@ from jkv.decoding.sampling.options import GREEDY, Sampling, check_sampling
 from jkv.decoding.speculation.loop import Speculation
 from jkv.decoding.speculation.options import check_speculation
 from jkv.decoding.steering.rows import as_steering, with_variants
-from jkv.decoding.texts.prompts import OfPrompts, Prompts
-from jkv.decoding.texts.stops import Stops
+from jkv.decoding.texts.prompts import OfPrompts, Prompts, Stops
 from jkv.metadata.requests import Texts
 from jkv.signatures import set_defaults
 from jkv.status import UsageError

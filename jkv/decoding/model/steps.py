@@ -16,12 +16,16 @@ from typing import NamedTuple, Self, TypedDict
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.model.rows import CHUNK_SIZE
 from jkv.indexing import scatter
 from jkv.metadata.requests import check_counts
 from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.status import UsageError
 from jkv.verbs.attention_plan import plan_attention
+
+# Rows of a step with prompts when the caller does not say: enough to keep a processor
+# busy, few enough that the step's activations stay small.
+CHUNK_SIZE = 512
+
 
 # Requests and rows of a call, if the caller does not say.
 _DEFAULT = 64, 64

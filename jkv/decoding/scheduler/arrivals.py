@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.arguments import expect
-from jkv.decoding.sampling.stopping import judge_prompts
+from jkv.decoding.sampling.next_token import judge_prompts
 from jkv.decoding.scheduler.queue import (
     drop_from_queue,
     list_queue,
