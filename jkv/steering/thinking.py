@@ -13,8 +13,14 @@ import jax.numpy as jnp
 
 from jkv.status import UsageError
 from jkv.steering.protocol import EndsNothing
-from jkv.steering.tables import check_integers, count_variants, find_rows
-from jkv.steering.tokens import ends_with, find_newest, push
+from jkv.steering.tables import (
+    check_integers,
+    count_variants,
+    ends_with,
+    find_newest,
+    find_rows,
+    push,
+)
 
 
 class _ThoughtRows(NamedTuple):
