@@ -6,7 +6,7 @@ import numpy as np
 
 from jkv.arguments import expect
 from jkv.formats.format import Format, Numbers
-from jkv.formats.table import FORMATS
+from jkv.formats.table import FORMATS, MEANINGS
 from jkv.signatures import Integer
 
 
@@ -49,9 +49,7 @@ def require_format(
             f"kv_dtype must be a dtype or None, got {kv_dtype!r}"
         ) from None
     dtype = pool.dtype
-    known = FORMATS.values()
-    meanings = [kept.dtype for kept in known if kept.stored_as == dtype != kept.dtype]
-    if meanings:
+    if meanings := MEANINGS.get(dtype):
         if asked not in meanings:
             names = " or ".join(str(dtype) for dtype in meanings)
             raise ValueError(

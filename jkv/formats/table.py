@@ -21,6 +21,12 @@ FORMATS: dict[np.dtype[Any], Format] = {
     )
 }
 
+# Dtypes of raw bits in pools, and the dtypes that the bits may mean.
+MEANINGS: dict[np.dtype[Any], list[np.dtype[Any]]] = {
+    bits: [each.dtype for each in FORMATS.values() if each.stored_as == bits]
+    for bits in {each.stored_as for each in FORMATS.values()} - FORMATS.keys()
+}
+
 # What every card can read, whichever encoding it prefers, so that files travel.
 OTHER_NAMES = {"fp8": np.dtype(jnp.float8_e4m3fn)}
 

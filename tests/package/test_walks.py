@@ -12,8 +12,8 @@ pytestmark = pytest.mark.one_end
 
 # Files and lines of functions at most. Lower them with the code, and never raise them.
 MOST = {
-    "verbs": (65, 4850),
-    "attend": (27, 1650),
+    "verbs": (64, 4850),
+    "attend": (26, 1650),
     "generate": (65, 4550),
     "engine": (87, 6550),
     "schema": (22, 1400),
