@@ -162,8 +162,15 @@ __getattr__ = imports_later(
         "jkv.verbs.swapping": "SwapIn swap_in swap_out",
     },
     (
-        *("decoding", "grammar", "inspection", "jitted", "making", "recurrence"),
-        *("serving", "steering", "trees"),
+        "decoding",
+        "grammar",
+        "inspection",
+        "jitted",
+        "making",
+        "recurrence",
+        "serving",
+        "steering",
+        "trees",
     ),
 )
 

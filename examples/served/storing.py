@@ -5,7 +5,7 @@ import hashlib
 from pathlib import Path
 
 import jkv
-from jkv.config.units import human_bytes, parse_bytes
+from jkv.config.counts import human_bytes, parse_bytes
 
 ENDS_BYTES = 2**20  # of each file of weights that are read to tell it from others
 

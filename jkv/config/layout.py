@@ -16,10 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.config.arrays import ArrayLayout, Arrays, count_bytes, within
+from jkv.config.counts import ArrayLayout, Arrays, count_bytes, human_bytes, within
 from jkv.config.layers import find_leader
 from jkv.config.state_layout import StateSizes, lay_out_snapshots
-from jkv.config.units import human_bytes
 from jkv.formats.format import Formats, name_parts
 from jkv.formats.table import formats_of
 from jkv.sharding.storage_sharding import Divided, divide_pools

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 
-from jkv.config.arrays import ArrayLayout
+from jkv.config.counts import ArrayLayout
 from jkv.config.layout import lay_out
 from jkv.inspection import block_invariants as blocks
 from jkv.inspection import index_invariants as prefixes

@@ -15,16 +15,18 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.model.chunks import end_at_snapshots
-from jkv.decoding.model.rows import choose_size, locate_rows, share_rows
-from jkv.decoding.model.runner import Runner
+from jkv.decoding.model.runner import (
+    Runner,
+    choose_size,
+    end_at_snapshots,
+    locate_rows,
+    share_rows,
+)
 from jkv.decoding.sampling.draws import Choice
-from jkv.decoding.sampling.next_token import choose_next
-from jkv.decoding.sampling.stopping import Progress
+from jkv.decoding.sampling.next_token import Progress, choose_next
 from jkv.decoding.scheduler.admission import admit
-from jkv.decoding.scheduler.preemption import preempt_youngest
-from jkv.decoding.scheduler.release import release_ended
-from jkv.decoding.scheduler.samples import hold_prompt
+from jkv.decoding.scheduler.queue import hold_prompt
+from jkv.decoding.scheduler.release import preempt_youngest, release_ended
 from jkv.decoding.scheduler.state import GenerationState, Loads
 from jkv.decoding.texts.blocks import count_used_blocks
 from jkv.decoding.texts.results import FinishReason, Generation
