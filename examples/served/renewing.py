@@ -23,10 +23,13 @@ def renew_when_asked(served: Served, options: argparse.Namespace) -> None:
     def renew() -> None:
         try:
             with one_at_a_time:
+                named = None
+                if served.store is not None and served.store.has_folder:
+                    named = storing.find_version(options.model)
                 params = read_weights(options)
-                version = served.engine.update_params(params)
-                if served.store is not None:
-                    served.store.clear(storing.find_version(options.model))
+                if named not in (None, storing.find_version(options.model)):
+                    raise ValueError(f"{options.model} was changed while it was read")
+                version = served.engine.update_params(params, store_version=named)
                 if served.scorer is not None:
                     served.scorer.params = params
         except (OSError, ValueError, EngineError) as error:
