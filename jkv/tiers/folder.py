@@ -175,7 +175,9 @@ class Folder:
                 self._enter(name, os.path.getsize(path))
         except OSError as error:
             if error.errno in NO_ROOM:
-                self._room = sum(self._scan().values())
+                sizes = self._scan()
+                with self._lock:
+                    self._sizes, self._room = sizes, sum(sizes.values())
                 self._warn(f"{self.path} takes no more ({error})")
             else:
                 self._warn(f"{path} is not written ({error})")

@@ -92,7 +92,8 @@ def note_snapshots(
     free = sorted({*range(none)} - {*own.tolist()}, key=lambda place: last_used[place])
     places, is_new = own.copy(), own == none
     pending = np.where(is_new, pending, np.take(known.num_pending, own, mode="clip"))
-    new = np.flatnonzero(is_new)[: len(free)]
+    new = np.flatnonzero(is_new)
+    new = new[max(len(new) - len(free), 0) :]  # the last are the longest
     places[new] = free[: len(new)]
     rows = np.full((len(texts), known.texts.shape[1]), -1, np.int32)
     for row, text in zip(rows, texts, strict=True):

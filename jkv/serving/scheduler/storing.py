@@ -30,6 +30,8 @@ from jkv.tiers.store import BlockStore, Names
 BLOCKS_PER_SPILL = 64  # at most, between two windows
 # Fewer tokens of prompts tell little of how fast they are computed.
 FEWEST_TIMED = 64
+LEAST_GAIN = 0.1  # seconds that computing a prompt must save
+FADING = 0.9  # of copying's pace, for each prompt that was computed instead
 
 
 @dataclasses.dataclass
@@ -208,8 +210,10 @@ class Storing:
         if not held:
             return
         known = self._match(request)
-        copying, computing = self._copying.seconds, self._computing.seconds
-        if held <= known or 0 < computing <= copying:
+        if held <= known:
+            return
+        if self._is_slower(held - known):
+            self._copying.seconds *= FADING  # so that it is tried again
             return
         start = time.monotonic()
         metadata = self._loop.cache.metadata
@@ -228,8 +232,20 @@ class Storing:
         self._done["restored_blocks"] += num
         self._awaited[request] = num
         if brought > 0:
+            # The first one compiles.
+            if self._done["restored_tokens"]:
+                self._copying.add(time.monotonic() - start, brought)
             self._done["restored_tokens"] += brought
-            self._copying.add(time.monotonic() - start, brought)
+
+    def _is_slower(self, tokens: int) -> bool:
+        """Return whether copying takes longer than computing, as far as both are known.
+
+        Paces of short prompts are rough: what is nearly as fast is copied.
+        """
+        copying, computing = self._copying.seconds, self._computing.seconds
+        if not (copying and computing):
+            return False
+        return tokens * (copying - computing) > LEAST_GAIN
 
     def _match(self, request: Request) -> int:
         """Return how many tokens of a prompt the cache has."""
