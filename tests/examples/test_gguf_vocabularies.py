@@ -30,10 +30,11 @@ def make_file(more=(), architecture="llama", general=(), **said):
 
 
 def make_pieces(**said):
-    return make_file(**dict(model="llama", pre=None, tokens=PIECES) | said | SCORES)
-
-
-SCORES = {"scores": [0.0] * len(PIECES)}
+    """A file of SentencePiece's family."""
+    said = dict(model="llama", tokens=PIECES, scores=[0.0] * len(PIECES)) | said
+    file = make_file(**said)
+    del file.metadata["tokenizer.ggml.merges"], file.metadata["tokenizer.ggml.pre"]
+    return file
 
 
 def ends(*tokens, **said):
