@@ -1,7 +1,8 @@
 """The attention on a GPU: bandwidth of decoding, rate of prefill, beside its peers.
 
     python benchmarks/gpu.py [--quick] [--minutes 8]
-    python benchmarks/gpu.py --all      # whatever a card should tell: `gpu_parts.py`
+    python benchmarks/gpu.py --brief    # all topics in 8 minutes: `gpu_brief.py`
+    python benchmarks/gpu.py --all      # everything, for an hour: `gpu_parts.py`
 
 Decoding over batches of 1 to 256 and contexts of 512 to 131,072 tokens, as far as a
 pool fits in 60% of the memory, with 32 query and 8 kv heads of 128, in bfloat16, int8
@@ -26,6 +27,7 @@ kernel's tests, compiled for the card, are
 import argparse
 import functools
 import gc
+import math
 import os
 import pathlib
 import sys
@@ -41,6 +43,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import harness  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
+from gpu_brief import run_brief  # noqa: E402
 from gpu_calls import (  # noqa: E402
     BLOCK_SIZE,
     HEAD_DIM,
@@ -71,20 +74,30 @@ RESULTS = pathlib.Path(__file__).parent / "results" / "gpu.json"
 NUM_LAYERS = 32
 SLOW_BYTES = 2**32  # the plain path, and a second copy of the pools, stay below
 PLAIN_BATCH = 64
-JKV, PLAIN = "jkv", "jkv, plain path"
+JKV, PLAIN, OWN = "jkv", "jkv, plain path", "jkv, own Triton lowering"
 JAX_TOKENS = 32, 64, 128, 256  # that JAX's kernel takes at a time
 DRAW, TURN = "operands", "operands for JAX"
 JAX = "jax.experimental paged_attention"
 
 
-def find_programs(workloads: Sequence[Workload]) -> dict[Any, Any]:
-    """Return what is to be compiled, by workload and who."""
+def find_programs(
+    workloads: Sequence[Workload], own: Sequence[Workload] = ()
+) -> dict[Any, Any]:
+    """Return functions and shapes to compile, by workload and peer.
+
+    Args:
+      workloads: what is timed.
+      own: workloads that are timed with our own Triton lowering as well.
+    """
     programs: dict[Any, Any] = {}
     for workload in workloads:
         shapes = shape_operands(workload)
         programs[workload, DRAW] = functools.partial(draw_arrays, workload), ()
         attend = functools.partial(attend_by_jkv, workload, None)
         programs[workload, JKV] = make_program(workload, attend), (shapes,)
+        if workload in own:
+            attend = functools.partial(attend_by_jkv, workload, "triton")
+            programs[workload, OWN] = make_program(workload, attend), (shapes,)
         if workload.num_bytes > SLOW_BYTES:
             continue
         if len(workload.lengths) == PLAIN_BATCH or workload.dtype == "float32":
@@ -160,7 +173,7 @@ def measure(
     operands = make_operands(workload, compiled[workload, DRAW])
     cases, rows = [], []
     jax_settings = [f"{JAX}, {tokens} tokens" for tokens in JAX_TOKENS]
-    for who in (JKV, PLAIN, *jax_settings, TORCH):
+    for who in (JKV, OWN, PLAIN, *jax_settings, TORCH):
         labels = {"workload": workload.label, "who": who}
         try:
             if who == TORCH:
@@ -198,6 +211,42 @@ def measure(
             row |= {"GB/s": reached / 1e9, "of a copy": reached / copied}
         row["ratio"] = taken.ratio_to(samples[JKV]) if JKV in samples else None
         rows.append(row | {"bytes": workload.num_bytes})
+    return rows
+
+
+def measure_calls(
+    workloads: Sequence[Workload],
+    compiled: dict[Any, Any],
+    rounds: int,
+    copied: float,
+    deadline: float = math.inf,
+    save: Callable[[list[dict[str, Any]]], None] | None = None,
+) -> list[dict[str, Any]]:
+    """Return the rows of all workloads; those after the deadline are refused.
+
+    Args:
+      workloads: what is timed.
+      compiled: their programs.
+      rounds: samples of each case.
+      copied: bandwidth of a copy, bytes per second.
+      deadline: of `time.monotonic`, after which no workload begins.
+      save: called with all rows so far after each workload.
+    """
+    rows: list[dict[str, Any]] = []
+    for workload in workloads:
+        if time.monotonic() > deadline:
+            rows.append({"workload": workload.label, "refused": "no time was left"})
+            continue
+        try:
+            rows += measure(workload, compiled, rounds, copied)
+        except Exception as error:  # no room, say: the others are measured all the same
+            rows.append({"workload": workload.label, "refused": str(error)[:200]})
+        gc.collect()
+        if "torch" in sys.modules:  # gives back what it has kept for itself
+            sys.modules["torch"].cuda.empty_cache()
+        if save is not None:
+            save(rows)
+        print(f"  measured {workload.label}", flush=True)
     return rows
 
 
@@ -241,7 +290,6 @@ def measure_step(batch: int, context: int, rounds: int) -> list[dict[str, Any]]:
             return step(cache, attends)
 
     held: list[Any] = []
-    cases = []
     # The writes of all layers alone, and by the kernel where there is one.
     functions: dict[str, Any] = {
         "step": step,
@@ -250,26 +298,36 @@ def measure_step(batch: int, context: int, rounds: int) -> list[dict[str, Any]]:
         "writes by scatters": functools.partial(by_scatters, attends=False),
         "bookkeeping": bookkeeping,
     }
-    for name, function in functions.items():
-        jitted = jax.jit(function, donate_argnums=0)
 
-        def run(_: None, jitted: Any = jitted) -> None:
-            for _ in range(calls):
-                held[0], result = jitted(held[0])
-            jax.block_until_ready(result)
+    def fill(cache: jkv.Cache) -> jkv.Cache:
+        cache, _ = jkv.allocate(cache, [context] * len(seq_ids))
+        return jkv.append(cache, seq_ids, context, max_query_length=context)[0]
 
-        def prepare() -> None:
-            cache, _ = jkv.truncate(held.pop(), seq_ids, context)
-            held.append(jax.block_until_ready(cache))
+    def cut(cache: jkv.Cache) -> jkv.Cache:
+        return jkv.truncate(cache, seq_ids, context)[0]
 
-        cases.append(Case(name=name, prepare=prepare, run=run, calls=calls))
-    cache, _ = jax.jit(jkv.allocate, donate_argnums=0)(
-        jkv.init(config), [context] * batch
+    shapes = jax.eval_shape(functools.partial(jkv.init, config))
+    compiled = compile_all(
+        {
+            name: (jax.jit(function, donate_argnums=0), (shapes,))
+            for name, function in {**functions, "fill": fill, "cut": cut}.items()
+        }
     )
-    grow = jax.jit(
-        functools.partial(jkv.append, max_query_length=context), donate_argnums=0
-    )
-    held.append(grow(cache, seq_ids, context)[0])
+    harness.wait_for_turn()
+
+    def prepare() -> None:
+        held.append(jax.block_until_ready(compiled["cut"](held.pop())))
+
+    def run(name: str, _: None) -> None:
+        for _ in range(calls):
+            held[0], result = compiled[name](held[0])
+        jax.block_until_ready(result)
+
+    cases = [
+        Case(name=name, prepare=prepare, run=functools.partial(run, name), calls=calls)
+        for name in functions
+    ]
+    held.append(compiled["fill"](jkv.init(config)))
     samples = harness.interleave(cases, rounds=rounds, warmup=1)
     label = {"batch": batch, "context": context, "layers": NUM_LAYERS}
     return [
@@ -319,6 +377,7 @@ def main() -> None:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="tiny shapes")
+    parser.add_argument("--brief", action="store_true", help="8 minutes, all topics")
     parser.add_argument("--all", action="store_true", help="all benchmarks of a card")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--minutes", type=float, default=8)
@@ -326,6 +385,10 @@ def main() -> None:
     parser.add_argument("--prompts", action="store_true", help="nothing else")
     parser.add_argument("--json", type=pathlib.Path, default=RESULTS)
     options = parser.parse_args()
+    if options.brief:
+        sys.exit(
+            1 if run_brief(options.quick, RESULTS.with_name("gpu_brief.json")) else 0
+        )
     if options.all:
         sys.exit(1 if run_parts(list_parts()) else 0)
     began = time.monotonic()
@@ -350,19 +413,8 @@ def main() -> None:
     shape = (2, 64) if quick else (64, 2_048)
     step = measure_step(*shape, options.rounds)
     print(harness.table(step, {k: k for k in step[0]}), flush=True)
-    rows: list[dict[str, Any]] = []
-    for workload in workloads:
-        if time.monotonic() - began > 60 * options.minutes:
-            rows.append({"workload": workload.label, "refused": "no time was left"})
-            continue
-        try:
-            rows += measure(workload, compiled, options.rounds, copied)
-        except Exception as error:  # no room, say: the others are measured all the same
-            rows.append({"workload": workload.label, "refused": str(error)[:200]})
-        gc.collect()
-        if "torch" in sys.modules:  # gives back what it has kept for itself
-            sys.modules["torch"].cuda.empty_cache()
-        print(f"  measured {workload.label}", flush=True)
+    deadline = began + 60 * options.minutes
+    rows = measure_calls(workloads, compiled, options.rounds, copied, deadline)
     print("\n" + _show_calls(rows))
     gradients: list[dict[str, Any]] = []
     if time.monotonic() - began < 60 * options.minutes:

@@ -318,12 +318,16 @@ def make_program(workload: Workload, attend: Attend) -> Callable[[Operands], jax
 def compile_all(
     programs: Mapping[Any, tuple[Callable[..., Any], Sequence[Any]]],
 ) -> dict[Any, Any]:
-    """Compile functions for shapes, several at a time; what fails is an exception."""
+    """Compile functions for shapes in threads; a failure is returned as an exception.
+
+    A function that is jitted already keeps its options, such as donation.
+    """
 
     def build(name: Any) -> Any:
         function, shapes = programs[name]
+        jitted = function if hasattr(function, "lower") else jax.jit(function)
         try:
-            return jax.jit(function).lower(*shapes).compile()
+            return jitted.lower(*shapes).compile()
         except Exception as error:  # a refusal is a result, whatever its type
             return error
 

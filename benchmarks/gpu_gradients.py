@@ -7,14 +7,14 @@ backward, as if nothing were computed twice.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gpu_calls import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS
+from gpu_calls import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, compile_all
 from gpu_torch import TORCH, Synchronised, import_torch
 from harness import Case
 
@@ -69,17 +69,43 @@ def find_texts(quick: bool) -> list[Texts]:
     ]
 
 
-def measure_gradients(quick: bool, rounds: int) -> list[dict[str, Any]]:
-    """Return a row per peer and shape, refused ones with their reason."""
+def measure_gradients(
+    quick: bool, rounds: int, every: Sequence[Texts] | None = None
+) -> list[dict[str, Any]]:
+    """Return a row per peer and shape, refused ones with their reason.
+
+    Args:
+      quick: tiny shapes.
+      rounds: samples of each case.
+      every: shapes; None selects all.
+    """
     rows: list[dict[str, Any]] = []
-    for texts in find_texts(quick):
+    chosen = find_texts(quick) if every is None else every
+    operands = {texts: _make_operands(texts) for texts in chosen}
+    compiled = compile_all(
+        {
+            (texts, who): (_make_gradient(who), operands[texts])
+            for texts in chosen
+            for who in (JKV, PLAIN)
+            if who == JKV or texts.num_rows <= PLAIN_ROWS
+        }
+    )
+    harness.wait_for_turn()
+    for texts in chosen:
         cases = []
         for who in (JKV, PLAIN, TORCH):
             try:
-                run = _find_program(texts, who)
-                if run is not None:
-                    jax.block_until_ready(run())
-                    cases.append(_make_case(who, run))
+                if who == TORCH:
+                    run = _torch_program(texts)
+                elif (texts, who) not in compiled:
+                    continue
+                else:
+                    program = compiled[texts, who]
+                    if isinstance(program, Exception):
+                        raise program
+                    run = functools.partial(program, *operands[texts])
+                jax.block_until_ready(run())
+                cases.append(_make_case(who, run))
             except Exception as error:  # a peer's refusal is a result
                 reason = f"{type(error).__name__}: {error}"[:200]
                 rows.append({"texts": texts.label, "who": who, "refused": reason})
@@ -105,12 +131,8 @@ def _make_case(name: str, run: Callable[[], Any]) -> Case:
     return Case(name=name, prepare=lambda: None, run=run_all, calls=CALLS)
 
 
-def _find_program(texts: Texts, who: str) -> Callable[[], Any] | None:
-    """Return what computes the gradients once; None where a peer is left out."""
-    if who == TORCH:
-        return _torch_program(texts)
-    if who == PLAIN and texts.num_rows > PLAIN_ROWS:
-        return None
+def _make_operands(texts: Texts) -> list[jax.Array]:
+    """Return queries, keys, values, cotangents, tables and lengths of requests."""
     tables, *lengths = _lay_out(texts)
     num_blocks = int(tables.max()) + 1
     draw = functools.partial(jax.random.normal, dtype=texts.dtype)
@@ -119,8 +141,12 @@ def _find_program(texts: Texts, who: str) -> Callable[[], Any] | None:
     queries = draw(names[0], (texts.num_rows, NUM_HEADS, HEAD_DIM))
     pools = draw(names[1], shape), draw(names[2], shape)
     cotangents = draw(names[3], queries.shape)
+    return [*map(jnp.asarray, (queries, *pools, cotangents, tables, *lengths))]
 
-    @jax.jit
+
+def _make_gradient(who: str) -> Callable[..., Any]:
+    """Return a function of `_make_operands` that computes the three gradients."""
+
     def differentiate(*arrays: jax.Array) -> Any:
         *variables, cotangents, tables = arrays[:5]
 
@@ -132,8 +158,7 @@ def _find_program(texts: Texts, who: str) -> Callable[[], Any] | None:
 
         return jax.vjp(attend, *variables)[1](cotangents)
 
-    given = map(jnp.asarray, (queries, *pools, cotangents, tables, *lengths))
-    return functools.partial(differentiate, *given)
+    return differentiate
 
 
 def _lay_out(texts: Texts) -> list[np.ndarray]:

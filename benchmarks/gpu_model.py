@@ -12,14 +12,16 @@ The floor is reading the weights and the contexts' keys and values once a step, 
 as a copy in the same run reads and writes. Beside it, where torch has a GPU: the same
 decoder with a contiguous cache, one step captured as a CUDA graph (`llama_torch.py`).
 `share` is the floor's time by the time taken; `start` the seconds until the first call
-is done, compiling included. Of the engine `started` says how many programs XLA compiled
-for that, and `kept` and `found` the same of another engine that begins with the
-programs that the first one kept, which neither traces nor compiles its model. Results
-are saved after each batch. `--tiny` shows on a CPU within a minute that the script
-works, and saves nothing unless it is told where.
+is done, compiling included. Of the engine `started` is the number of programs that XLA
+compiled for that; `kept` and `found` are the same of another engine that begins with
+the programs of the first one, which neither traces nor compiles its model. `--profile`
+adds launches and device time of a step of `generate` by kernel name. Results are saved
+after each batch. `--tiny` shows on a CPU within a minute that the script works, and
+saves nothing without `--json` or `--rows`.
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import functools
 import gc
@@ -28,6 +30,7 @@ import pathlib
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import Any
 
 # torch needs memory beside JAX.
@@ -39,6 +42,7 @@ import jax.monitoring  # noqa: E402
 import llama  # noqa: E402
 import numpy as np  # noqa: E402
 from gpu import copy_bandwidth  # noqa: E402
+from gpu_profile import profile, subtract, sum_groups  # noqa: E402
 from harness import Case  # noqa: E402
 from llama import Llama, count_step_bytes  # noqa: E402
 from llama_torch import make_torch_step  # noqa: E402
@@ -48,7 +52,8 @@ from jkv.serving import Engine, KeptPrograms  # noqa: E402
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "gpu_model.json"
 BLOCK_SIZE = 16
-GENERATE, ENGINE, TORCH = "generate", "engine", "torch, CUDA graph"
+GENERATE, ENGINE, TORCH = WAYS = "generate", "engine", "torch, CUDA graph"
+PROFILED_STEPS = 8
 compiled: list[str] = []  # what XLA was asked for
 STATIC = ("model", "max_new_tokens", "max_running")
 generate = jax.jit(jkv.generate, static_argnames=STATIC, donate_argnames="cache")
@@ -89,16 +94,14 @@ TINY = Size(
 
 
 class Runs:
-    """A decoder with a cache whose prompts are found, continued in two ways."""
+    """A decoder with a cache that finds all prompts, continued in two ways."""
 
-    def __init__(
-        self, size: Size, params: Any, batch: int, context: int, kept: KeptPrograms
-    ):
+    def __init__(self, size: Size, dtype: str, batch: int, context: int):
         prompt = context - (size.few + size.many) // 2
         rng = np.random.default_rng(0)
         shape = (batch, prompt)
         self.prompts = rng.integers(size.model.vocabulary, size=shape, dtype=np.int32)
-        self.size, self.params, self.batch = size, params, batch
+        self.size, self.dtype, self.batch, self.context = size, dtype, batch, context
         self.config = jkv.CacheConfig.for_context_length(
             prompt + size.many + BLOCK_SIZE,
             max_sequences=batch,
@@ -108,39 +111,81 @@ class Runs:
             block_size=BLOCK_SIZE,
             prefix_caching=True,
         )
+        self.params: Any = None
+        self.program: Any = None
+        self.compile_seconds = 0.0
         self.cache: jkv.Cache | None = None
         self.engine: Engine | None = None
-        self.kept = kept
+        self.folder = tempfile.TemporaryDirectory()
+        name = str(size.model)
+        self.kept = KeptPrograms(name, self.folder.name, sources=(llama,))
+
+    @property
+    def label(self) -> str:
+        """Batch and context, as `--only` takes them."""
+        return f"{self.batch}x{self.context}"
+
+    @property
+    def param_shapes(self) -> Any:
+        """Shapes and dtypes of the weights."""
+        draw = functools.partial(self.size.model.draw_params, self.dtype)
+        return jax.eval_shape(draw)
+
+    def compile(self) -> None:
+        """Compile `generate` for these shapes; nothing runs, and no array is made."""
+        began = time.perf_counter()
+        self.program = generate.lower(
+            self.size.model,
+            self.param_shapes,
+            jax.eval_shape(functools.partial(jkv.init, self.config)),
+            self.prompts,
+            **self._generate_sizes,
+            limits=np.zeros((self.batch,), np.int32),
+        ).compile()
+        self.compile_seconds = time.perf_counter() - began
 
     def generate(self, new_tokens: int) -> np.ndarray:
         """Continue all prompts inside one jit; return how many tokens each got."""
         if self.cache is None:
             self.cache = jkv.init(self.config)
-        self.cache, found = generate(
-            self.size.model,
-            self.params,
-            self.cache,
-            self.prompts,
-            max_new_tokens=self.size.many,
-            max_running=self.batch,
-            limits=np.full((self.batch,), new_tokens, np.int32),
+        limits = np.full((self.batch,), new_tokens, np.int32)
+        self.cache, found = self.program(
+            self.params, self.cache, self.prompts, limits=limits
         )
         return np.asarray(found.lengths)
+
+    def start_engine(self) -> None:
+        """Make an engine and compile its programs."""
+        self.engine = Engine(
+            self.size.model,
+            self.params,
+            jkv.init(self.config),
+            max_running=self.batch,
+            max_new_tokens=self.size.many,
+            max_prompt_tokens=self.prompts.shape[1],
+            kept_programs=self.kept,
+        )
+        self.engine.warm_up()
 
     def serve(self, new_tokens: int) -> np.ndarray:
         """Continue all prompts as requests of an engine."""
         if self.engine is None:
-            self.engine = Engine(
-                self.size.model,
-                self.params,
-                jkv.init(self.config),
-                max_running=self.batch,
-                max_new_tokens=self.size.many,
-                max_prompt_tokens=self.prompts.shape[1],
-                kept_programs=self.kept,
-            )
+            self.start_engine()
+        assert self.engine is not None
         found = self.engine.generate(self.prompts, max_new_tokens=new_tokens)
         return np.array([len(each.tokens) for each in found])
+
+    def profile_generate(self) -> list[dict[str, Any]]:
+        """Return launches and microseconds of a step of `generate` by kernel."""
+        few, more = self.size.few, self.size.few + PROFILED_STEPS
+        few_profile, many_profile = (
+            profile(functools.partial(self.generate, count)) for count in (few, more)
+        )
+        return subtract(many_profile, few_profile, more - few)
+
+    @property
+    def _generate_sizes(self) -> dict[str, int]:
+        return {"max_new_tokens": self.size.many, "max_running": self.batch}
 
 
 def note_compiled(event: str, _: float, **__: Any) -> None:
@@ -185,90 +230,153 @@ def measure_way(name: str, run: Any, size: Size, rounds: int) -> dict[str, Any]:
 
 
 def measure_batch(
-    size: Size, params: Any, batch: int, context: int, copied: float, rounds: int
+    runs: Runs, ways: Sequence[str], copied: float, rounds: int, profiled: bool
 ) -> list[dict[str, Any]]:
-    """Return a row for each way to continue a batch of texts; refusals with reasons."""
-    folder = tempfile.TemporaryDirectory()
-    kept = KeptPrograms(str(size.model), folder.name, sources=(llama,))
-    runs = Runs(size, params, batch, context, kept)
-    num_bytes = count_step_bytes(params)
-    num_bytes += batch * context * runs.config.bytes_per_token
+    """Return a row for each way to continue a batch; refusals with reasons."""
+    size = runs.size
+    num_bytes = count_step_bytes(runs.param_shapes)
+    num_bytes += runs.batch * runs.context * runs.config.bytes_per_token
     floor = num_bytes / copied
 
+    def generate() -> dict[str, Any]:
+        row = measure_way(GENERATE, runs.generate, size, rounds)
+        row["start"] += runs.compile_seconds
+        if profiled:
+            row["profile"] = runs.profile_generate()
+        runs.cache = None
+        return row
+
     def serve() -> dict[str, Any]:
-        runs.cache = None  # the engine has one of its own
         row = measure_way(ENGINE, runs.serve, size, rounds)
         runs.engine = None
         gc.collect()
         jax.clear_caches()
         row["kept"], row["found"] = start(runs.serve, size)
+        runs.engine = None
         return row
 
     def replay() -> dict[str, Any]:
-        runs.engine = None
+        runs.params = None  # torch has its own
         gc.collect()
-        step = make_torch_step(size.model, batch, context)
+        step = make_torch_step(size.model, runs.batch, runs.context)
         case = Case(name=TORCH, prepare=lambda: None, run=lambda _: step(), calls=10)
         taken = harness.interleave([case], rounds=max(rounds, 5), warmup=2)[TORCH]
         return {"seconds a step": taken.median}
 
-    ways = {
-        GENERATE: functools.partial(measure_way, GENERATE, runs.generate, size, rounds),
-        ENGINE: serve,
-        TORCH: replay,
-    }
+    measures = {GENERATE: generate, ENGINE: serve, TORCH: replay}
     rows = []
-    for name, measure in ways.items():
-        row: dict[str, Any] = {"texts": batch, "context": context, "who": name}
+    for name in ways:
+        row: dict[str, Any] = {
+            "weights": runs.dtype,
+            "texts": runs.batch,
+            "context": runs.context,
+            "who": name,
+        }
         try:
-            row |= measure()
+            row |= measures[name]()
         except Exception as error:  # no room, no torch: the others are measured still
             rows.append(row | {"refused": f"{type(error).__name__}: {error}"[:200]})
             continue
+        finally:
+            gc.collect()
         taken = row["seconds a step"]
-        row |= {"tokens/s": batch / taken, "floor tokens/s": batch / floor}
+        row |= {"tokens/s": runs.batch / taken, "floor tokens/s": runs.batch / floor}
+        row |= {"us above the floor": (taken - floor) * 1e6}
         rows.append(row | {"share": floor / taken})
     return rows
 
 
+def compile_side_by_side(every: Sequence[Runs]) -> None:
+    """Compile `generate` of all batches in threads."""
+    with concurrent.futures.ThreadPoolExecutor(max(1, len(every))) as pool:
+        list(pool.map(Runs.compile, every))
+
+
+def show_profile(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the groups of a profiled step, then its most expensive kernels."""
+    groups = harness.table(
+        sum_groups(rows), {name: name for name in ("group", "launches", "us")}
+    )
+    names = {name: name for name in ("us", "launches", "group", "kernel")}
+    return f"{groups}\n\n{harness.table(rows[:30], names)}"
+
+
 def main() -> None:
-    """Measure what was asked for; save after each batch."""
+    """Measure the ways and batches that the arguments name; save after each batch."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
     parser.add_argument("--weights", nargs="+", default=["bfloat16", "int8"])
-    parser.add_argument("--only", metavar="TEXTSxCONTEXT", help="one batch")
+    parser.add_argument(
+        "--only", nargs="+", metavar="BATCHxCONTEXT", help="these alone"
+    )
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
+    parser.add_argument("--profile", action="store_true", help="kernels of a step")
+    parser.add_argument(
+        "--warm", action="store_true", help="compile engines before they are timed"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--rows", type=pathlib.Path, help="a file of rows alone")
     options = parser.parse_args()
     size = TINY if options.tiny else FULL
     batches = {"x".join(map(str, batch)): batch for batch in size.batches}
-    if options.only is not None and options.only not in batches:
-        parser.error(f"--only: one of {', '.join(batches)}")
-    path = options.json or (None if options.tiny else RESULTS)
+    unknown = {*(options.only or ())} - {*batches}
+    if unknown:
+        parser.error(f"--only: {', '.join(unknown)}; one of {', '.join(batches)}")
+    path = options.json or (None if options.tiny or options.rows else RESULTS)
     where = harness.machine()
     print(harness.header("A whole model", where), flush=True)
+    jax.monitoring.register_event_duration_secs_listener(note_compiled)
+    every = [
+        Runs(size, dtype, *batch)
+        for dtype in options.weights
+        for name, batch in batches.items()
+        if options.only is None or name in options.only
+    ]
+    if GENERATE in options.ways:
+        compile_side_by_side(every)
+    drawn: dict[str, Any] = {}
+
+    def draw(dtype: str) -> Any:
+        if dtype not in drawn:
+            drawn.clear()
+            drawn[dtype] = jax.block_until_ready(size.model.draw_params(dtype))
+        return drawn[dtype]
+
+    if options.warm:
+        for runs in every:
+            runs.params = draw(runs.dtype)
+            began = time.perf_counter()
+            runs.start_engine()
+            runs.compile_seconds = time.perf_counter() - began
+            print(f"{runs.label}: warm after {runs.compile_seconds:.1f} s", flush=True)
+    harness.wait_for_turn()
     copied = copy_bandwidth(size.copy_bytes, options.rounds)
     print(f"a copy: {copied / 1e9:,.0f} GB/s", flush=True)
-    jax.monitoring.register_event_duration_secs_listener(note_compiled)
     names = ("weights", "texts", "context", "who", "tokens/s", "floor tokens/s")
-    starts = ("start", "started", "kept", "found")
+    starts = ("us above the floor", "start", "started", "kept", "found")
     columns = {name: name for name in (*names, "share", *starts, "refused")}
-    for dtype in options.weights:
-        params = jax.block_until_ready(size.model.draw_params(dtype))
-        for name, batch in batches.items():
-            if options.only not in (None, name):
-                continue
-            found = measure_batch(size, params, *batch, copied, options.rounds)
-            rows = [{"weights": dtype, **row} for row in found]
-            print(harness.table(rows, columns), flush=True)
-            gc.collect()
-            if path is not None:
-                run = {"machine": where, "copy GB/s": copied / 1e9, "rows": rows}
-                label = f"gpu_model, {dtype}, {name}"
-                harness.save(path, {"benchmark": label, **run})
-        del params
-        gc.collect()
-    print("nothing is saved" if path is None else f"saved in {path}")
+    found: list[dict[str, Any]] = []
+    for runs in every:
+        if {*options.ways} != {TORCH}:
+            runs.params = draw(runs.dtype)
+        rows = measure_batch(
+            runs, options.ways, copied, options.rounds, options.profile
+        )
+        runs.params = None
+        print(harness.table(rows, columns), flush=True)
+        for row in rows:
+            if "profile" in row:
+                print(show_profile(row["profile"]), flush=True)
+        found += rows
+        if options.rows:
+            harness.save_rows(options.rows, found)
+        if path is not None:
+            run = {"machine": where, "copy GB/s": copied / 1e9, "rows": rows}
+            label = f"gpu_model, {runs.dtype}, {runs.label}"
+            harness.save(path, {"benchmark": label, **run})
+    saved = path or options.rows
+    print("nothing is saved" if saved is None else f"saved in {saved}")
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ import numpy as np
 import jkv
 
 MIN_ROUNDS = 5  # samples of a case however slow it is
+TURN = "JKV_TURN"  # environment variable: the path of the files that hand out turns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -216,6 +217,26 @@ def save(path: pathlib.Path, run: Mapping[str, Any]) -> None:
     kept = [old for old in runs if likeness(old) != likeness(run)]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"runs": [*kept, run]}, indent=1) + "\n")
+
+
+def save_rows(path: pathlib.Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write the rows of one part of a run, replacing those written before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(list(rows), indent=1) + "\n")
+
+
+def wait_for_turn() -> None:
+    """Wait until this process may use the device, if another one hands out turns.
+
+    Everything is compiled before this call, so that processes compile side by side and
+    are timed one after the other (`gpu_brief.py`).
+    """
+    turn = os.environ.get(TURN)
+    if turn is None:
+        return
+    pathlib.Path(f"{turn}.ready").touch()
+    while not pathlib.Path(f"{turn}.go").exists():
+        time.sleep(0.05)
 
 
 def find_port() -> int:

@@ -105,7 +105,7 @@ def multiply(rows: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
 def count_step_bytes(params: dict[str, Any]) -> int:
     """Return the bytes that a step must read of the weights: all but the embedding."""
     read = {name: value for name, value in params.items() if name != "embedding"}
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(read))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(read))
 
 
 def _draw(key: jax.Array, shape: tuple[int, int], dtype: str) -> dict[str, jax.Array]:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.attention import lazy_chex as chex
+from jkv.indexing import gather, scatter
 from jkv.sharding.processes import bring, find_shared_mesh
 from jkv.sharding.storage_sharding import (
     POOL_HEADS,
@@ -119,7 +120,7 @@ def _gather_blocks(
         )
         for name, pool in arrays.items()
     }
-    return storage, None if tokens is None else tokens.at[blocks].get(mode="clip")
+    return storage, None if tokens is None else gather(tokens, blocks)
 
 
 def _to_host(gathered: Any) -> Any:
@@ -188,11 +189,11 @@ def _scatter(
     for name, pool in arrays.items():
         chex.assert_shape(contents[name], (len(pool), len(blocks), *pool.shape[2:]))
 
-    def scatter(pool: jax.Array, piece: HostArray) -> jax.Array:
+    def fill(pool: jax.Array, piece: HostArray) -> jax.Array:
         return pool.at[:, blocks].set(piece, mode="drop", unique_indices=True)
 
-    arrays = {name: scatter(pool, contents[name]) for name, pool in arrays.items()}
+    arrays = {name: fill(pool, contents[name]) for name, pool in arrays.items()}
     if tokens is not None:
         chex.assert_shape(rows, (len(blocks), tokens.shape[1]))
-        tokens = tokens.at[blocks].set(rows, mode="drop", unique_indices=True)
+        tokens = scatter(tokens, blocks, rows, unique=True)
     return arrays, tokens

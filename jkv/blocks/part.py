@@ -8,6 +8,7 @@ import numpy as np
 
 from jkv.blocks import plans, sharing
 from jkv.blocks.swapped import SwappedGroup, fetch_group
+from jkv.indexing import gather
 from jkv.metadata import allocator, tables
 from jkv.metadata.part import Lack, Lengths
 from jkv.state import BlockStorage, Cache, Metadata
@@ -64,7 +65,7 @@ class Blocks(NamedTuple):
     ) -> plans.Growing:
         """Count the blocks that lengths, i32[B], need beside those mapped."""
         group = metadata.groups[self.number]
-        mapped = group.num_mapped_blocks.at[seq_ids].get(mode="clip")
+        mapped = gather(group.num_mapped_blocks, seq_ids)
         blocks = tables.num_blocks_for(new_length, group.block_size)
         need = jnp.where(eligible, jnp.maximum(blocks - mapped, 0), 0)
         return plans.Growing(self.number, mapped, (Lack.of(group, need),))
@@ -125,7 +126,7 @@ class Blocks(NamedTuple):
         """Return the block tables, i32[B, M], and columns given back, i32[B]."""
         group = metadata.groups[self.number]
         gap = jnp.asarray(group.window.gaps_of(seq_ids), jnp.int32)
-        tables = group.block_tables.at[seq_ids].get(mode="clip")
+        tables = gather(group.block_tables, seq_ids)
         return tables, jnp.broadcast_to(gap, seq_ids.shape)
 
     def fetch(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jkv.blocks import sharing
 from jkv.blocks.sharing import BlockCopies
+from jkv.indexing import gather, scatter, scatter_add
 from jkv.metadata import allocator, ring, tables
 from jkv.metadata.entries import Entries, for_each_entry
 from jkv.metadata.part import Done, Granted, Lack, Lengths, Masks, Step
@@ -51,13 +52,14 @@ def _reserve(
     num_taken = jnp.sum(num_fresh, dtype=jnp.int32)
     metadata, before = allocator.take(metadata, number, num_taken)
     group = metadata.groups[number]
-    mapped = group.num_mapped_blocks.at[row].set(first + num_fresh, mode="drop")
+    mapped = scatter(group.num_mapped_blocks, row, first + num_fresh)
     metadata = metadata.changed(number, num_mapped_blocks=mapped)
 
     # Entry e of the call's reservations is block e of those taken.
     def reserve(metadata: Metadata, at: Entries) -> Metadata:
-        table_row = jnp.where(at.valid, row[at.request], metadata.max_sequences)
-        column, block = first[at.request] + at.rank, ring.peek(before, at.number)
+        table_row = jnp.where(at.valid, gather(row, at.request), metadata.max_sequences)
+        column = gather(first, at.request) + at.rank
+        block = ring.peek(before, at.number)
         return allocator.enter(metadata, number, table_row, column, block)
 
     most = num_fresh.shape[0] * group.max_blocks_per_sequence
@@ -94,11 +96,11 @@ class Growing(NamedTuple):
         )
         group = metadata.groups[number]
         row = step.done.rows(metadata)
-        mapped = group.num_mapped_blocks.at[row].add(need, mode="drop")
+        mapped = scatter_add(group.num_mapped_blocks, row, need)
         group = dataclasses.replace(group, num_mapped_blocks=mapped)
         block = tables.blocks_at(group, step.table_row, step.column)
         if group.tokens is not None and step.tokens is not None:
-            tokens = group.tokens.at[block, step.offset].set(step.tokens, mode="drop")
+            tokens = scatter(group.tokens, (block, step.offset), step.tokens)
             group = dataclasses.replace(group, tokens=tokens)
         return metadata.with_group(number, group), block
 
@@ -140,7 +142,7 @@ class Exchanging(NamedTuple):
         # In this order a block that only changes hands stays live.
         group = metadata.groups[self.number]
         group = sharing.count_owners(group, self.past, self.length, served)
-        mapped = group.num_mapped_blocks.at[self.seq_ids].get(mode="clip")
+        mapped = gather(group.num_mapped_blocks, self.seq_ids)
         gap = group.window.gaps_of(self.seq_ids)
         last = jnp.where(served, mapped, 0)
         group = tables.release_kept(group, self.seq_ids, last, gap)
@@ -166,8 +168,8 @@ class Cutting(NamedTuple):
         group, lengths = self.group, jnp.where(eligible, self.lengths, 0)
         column, tail = tables.locate(lengths, group.block_size)
         is_cut = eligible & (tail > 0)
-        block = group.block_tables.at[self.seq_ids, column].get(mode="clip")
-        has_others = group.reference_counts.at[block].get(mode="clip") > 1
+        block = gather(group.block_tables, (self.seq_ids, column))
+        has_others = gather(group.reference_counts, block) > 1
         is_shared = is_cut & has_others
         lack = Lack.of(group, is_shared.astype(jnp.int32))
         return CutBlocks(
@@ -191,7 +193,7 @@ class CutBlocks(NamedTuple):
         number, group = self.number, metadata.groups[self.number]
         copied = self.is_shared & done.served
         kept = tables.num_blocks_for(self.lengths, group.block_size)
-        mapped = group.num_mapped_blocks.at[done.seq_ids].get(mode="clip")
+        mapped = gather(group.num_mapped_blocks, done.seq_ids)
         # A tail that is copied is released with what lies past the end.
         first = kept - copied.astype(jnp.int32)
         last = jnp.where(done.served, mapped, 0)
@@ -211,7 +213,7 @@ class CutBlocks(NamedTuple):
         group = metadata.groups[number]
         row = done.rows(metadata)
         emptied = jnp.where(self.lengths == 0, row, metadata.max_sequences)
-        num_mapped = group.num_mapped_blocks.at[row].set(kept, mode="drop")
+        num_mapped = scatter(group.num_mapped_blocks, row, kept)
         window = group.window.with_gaps(emptied, 0)
         changed = metadata.changed(number, num_mapped_blocks=num_mapped, window=window)
         return changed, copies
@@ -251,9 +253,9 @@ class Entering(NamedTuple):
         mapped = jnp.sum(mapped, axis=1, dtype=jnp.int32) + brought.num_given_back
         metadata = metadata.changed(
             number,
-            block_tables=group.block_tables.at[row].set(block, mode="drop"),
-            num_mapped_blocks=group.num_mapped_blocks.at[row].set(mapped, mode="drop"),
-            reference_counts=group.reference_counts.at[block].add(1, mode="drop"),
+            block_tables=scatter(group.block_tables, row, block),
+            num_mapped_blocks=scatter(group.num_mapped_blocks, row, mapped),
+            reference_counts=scatter_add(group.reference_counts, block, 1),
             window=group.window.with_gaps(row, brought.num_given_back),
         )
         return metadata, block

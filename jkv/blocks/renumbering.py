@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jkv.indexing import gather, scatter
 from jkv.metadata import counters, mentions, ring
 from jkv.metadata.xla_cpu import running_sum
 from jkv.state import BlockGroup, Metadata
@@ -35,7 +36,7 @@ def _extend(
     """Put the chosen ids, in order, behind the first `count` of the blocks."""
     ranks = count + running_sum(chosen.astype(jnp.int32))
     index = jnp.where(chosen, ranks - 1, blocks.shape[0])
-    return blocks.at[index].set(ids, mode="drop"), ranks[-1]
+    return scatter(blocks, index, ids), ranks[-1]
 
 
 class FreeBlocks(NamedTuple):
@@ -61,13 +62,13 @@ def renumber(
     num_old, num_new = group.num_blocks, source.shape[0]
     new_id = jnp.arange(num_new, dtype=jnp.int32)
     target = jnp.full((num_old,), num_new, jnp.int32)
-    target = target.at[source].set(new_id, mode="drop", unique_indices=True)
+    target = scatter(target, source, new_id, unique=True)
 
     def renamed(ids: jax.Array) -> jax.Array:
-        return target.at[ids].get(mode="fill", fill_value=num_new)
+        return gather(target, ids, fill=num_new)
 
     def moved(rows: jax.Array, fill: int) -> jax.Array:
-        return rows.at[source].get(mode="fill", fill_value=fill)
+        return gather(rows, source, fill=fill)
 
     tokens, kept = group.tokens, group.free_blocks.kept
     if kept is not None:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.attention import lazy_chex as chex
+from jkv.indexing import gather, scatter, scatter_add
 from jkv.metadata import allocator, tables
 from jkv.metadata.entries import Entries, for_each_entry
 from jkv.metadata.part import Done, Lengths
@@ -40,7 +41,7 @@ def find_lengths(
     metadata: Metadata, parents: jax.Array, lengths: jax.Array | None = None
 ) -> Lengths:
     """Look up how long open parents are, i32[B]; no more counts than these lengths."""
-    tokens = metadata.context_lengths.at[parents].get(mode="clip")
+    tokens = gather(metadata.context_lengths, parents)
     if lengths is not None:
         tokens = jnp.clip(lengths, 0, tokens)
     return Lengths(tokens, *divide(tokens, metadata.block_size))
@@ -48,7 +49,7 @@ def find_lengths(
 
 def find_past(group: BlockGroup, parents: jax.Array, length: Lengths) -> Past:
     """Look up what parents have in a group, i32[B]; rubbish for ids not open."""
-    blocks = group.block_tables.at[parents].get(mode="clip")
+    blocks = gather(group.block_tables, parents)
     gap = group.window.gaps_of(parents)
     if not isinstance(gap, int):
         gap = jnp.where(length.tokens > 0, gap, 0)
@@ -61,11 +62,11 @@ def count_owners(
     """Count one more owner for the full blocks of each past that is served, bool[B]."""
 
     def count(counts: jax.Array, at: Entries) -> jax.Array:
-        gap = past.gap if isinstance(past.gap, int) else past.gap[at.request]
+        gap = past.gap if isinstance(past.gap, int) else gather(past.gap, at.request)
         column = group.window.skip(at.rank, gap, group.block_size)
-        block = past.blocks.at[at.request, column].get(mode="clip")
+        block = gather(past.blocks, (at.request, column))
         block = jnp.where(at.valid, block, group.num_blocks)
-        return counts.at[block].add(1, mode="drop")
+        return scatter_add(counts, block, 1)
 
     counts = for_each_entry(
         jnp.where(served, length.num_full - past.gap, 0),
@@ -94,8 +95,8 @@ def adopt(
     mapped = length.num_full + copied.astype(jnp.int32)
     metadata = metadata.changed(
         number,
-        block_tables=group.block_tables.at[row].set(shared, mode="drop"),
-        num_mapped_blocks=group.num_mapped_blocks.at[row].set(mapped, mode="drop"),
+        block_tables=scatter(group.block_tables, row, shared),
+        num_mapped_blocks=scatter(group.num_mapped_blocks, row, mapped),
         window=group.window.with_gaps(row, past.gap),
     )
     return take_tails(metadata, number, copied, done.seq_ids, length.num_full, source)
@@ -118,7 +119,7 @@ def enter_found(
     rows = jnp.where(blocks < nothing, row[:, None], no_row)
     group = dataclasses.replace(
         group,
-        block_tables=group.block_tables.at[rows, columns].set(blocks, mode="drop"),
+        block_tables=scatter(group.block_tables, (rows, columns), blocks),
         window=group.window.with_gaps(row, of_group.gap),
     )
     group = allocator.add_references(group, blocks.reshape(-1))
@@ -171,8 +172,8 @@ def copy_tokens(group: BlockGroup, copies: BlockCopies) -> BlockGroup:
     """Copy the recorded tokens of blocks, if the group has tokens."""
     if group.tokens is None:
         return group
-    rows = group.tokens.at[copies.source].get(mode="clip")
-    tokens = group.tokens.at[copies.target].set(rows, mode="drop")
+    rows = gather(group.tokens, copies.source)
+    tokens = scatter(group.tokens, copies.target, rows)
     return dataclasses.replace(group, tokens=tokens)
 
 

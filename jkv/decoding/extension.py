@@ -26,6 +26,7 @@ from jkv.decoding.texts import blocks
 from jkv.decoding.texts.blocks import BlockSize, Held
 from jkv.decoding.texts.prompts import Prompts, find_texts
 from jkv.decoding.texts.results import FinishReason, Generation
+from jkv.indexing import gather, scatter
 from jkv.metadata import requests
 from jkv.metadata.part import Lack
 from jkv.metadata.requests import Integers
@@ -128,7 +129,7 @@ def extend(
             f"extend needs tokens for each of {ids.shape[0]} sequences, got "
             f"{num_sequences}"
         )
-    before = context_lengths(cache).at[ids].get(mode="clip")
+    before = gather(context_lengths(cache), ids)
     # What a text may still take.
     room = cache.max_context_length - before
     shape = steps.exact_shape
@@ -203,7 +204,7 @@ class _Extension(NamedTuple):
 
         def find_tokens(text: jax.Array, position: jax.Array) -> jax.Array:
             column = position - self.before[text]
-            return jnp.maximum(prompts.tokens.at[text, column].get(mode="clip"), 0)
+            return jnp.maximum(gather(prompts.tokens, (text, column)), 0)
 
         def count_left(progress: Progress, done: jax.Array) -> jax.Array:
             left = self.before + prompts.lengths - done
@@ -282,7 +283,7 @@ def _find_seen(progress: Progress, vocabulary: int, sampling: Sampling) -> jax.A
     def note(seen: jax.Array) -> jax.Array:
         tokens, _ = find_texts(progress.prompts, progress.result, sequences)
         tokens = jnp.where(tokens < 0, vocabulary, tokens)
-        return seen.at[sequences[:, None], tokens].set(True, mode="drop")
+        return scatter(seen, (sequences[:, None], tokens), True)
 
     seen = jnp.zeros((sequences.shape[0], vocabulary), bool)
     return when(jnp.any(jnp.asarray(sampling.repetition_penalty) != 1), note, seen)

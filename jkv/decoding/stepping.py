@@ -23,6 +23,7 @@ from jkv.decoding.steering.rows import begin_rows, check_steering_of
 from jkv.decoding.texts.blocks import count_free_blocks, find_block_size
 from jkv.decoding.texts.prompts import Prompts
 from jkv.decoding.texts.results import FinishReason, Generation
+from jkv.indexing import gather
 from jkv.metadata.requests import Integer, Texts, as_index
 from jkv.state import Cache
 from jkv.state.entry import takes_cache
@@ -106,7 +107,7 @@ def prefill(
 
     def lacks_token(state: GenerationState, num_steps: jax.Array) -> jax.Array:
         places, lengths = state.places, state.result.lengths
-        is_new = places.is_running & (lengths[places.sequences] == 0)
+        is_new = places.is_running & (gather(lengths, places.sequences) == 0)
         is_first = (num_steps == 0) & jnp.any(state.is_running)
         return is_first | jnp.any(is_new)
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jkv.indexing import gather, scatter, scatter_add
 from jkv.metadata import mentions, ring
 from jkv.metadata.xla_cpu import stage, written_after
 from jkv.state import BlockGroup, Metadata, Ring
@@ -50,8 +51,8 @@ def _enter(
 ) -> tuple[jax.Array, jax.Array]:
     """Name blocks in cells, with one reference each; N is dropped."""
     return (
-        tables.at[row, column].set(block, mode="drop"),
-        counts.at[block].set(1, mode="drop"),
+        scatter(tables, (row, column), block),
+        scatter(counts, block, 1),
     )
 
 
@@ -83,7 +84,7 @@ def renew(
     of each, [P]; None where there is one class.
     """
     group = metadata.groups[number]
-    owners = group.reference_counts.at[block].get(mode="fill", fill_value=1)
+    owners = gather(group.reference_counts, block, fill=1)
     free = ring.renew(group.free_blocks, block, owners == 0, keep)
     return metadata.changed(number, free_blocks=free)
 
@@ -113,8 +114,8 @@ def drop_references(group: BlockGroup, block: jax.Array) -> BlockGroup:
     each.
     """
     num_blocks = group.num_blocks
-    counts = group.reference_counts.at[block].add(-1, mode="drop")
-    dropped = counts.at[block].get(mode="fill", fill_value=1) == 0
+    counts = scatter_add(group.reference_counts, block, -1)
+    dropped = gather(counts, block, fill=1) == 0
 
     # Several lanes may have brought one block to zero: the last of them returns it.
     zeroed = jnp.where(dropped, block, num_blocks)
@@ -138,7 +139,7 @@ def find_revivals(group: BlockGroup, blocks: jax.Array) -> Revivals:
     if blocks.size == 0:
         none = jnp.zeros(blocks.shape[:1], jnp.int32)
         return Revivals(none, none > 0)
-    counts = group.reference_counts.at[blocks].get(mode="fill", fill_value=1)
+    counts = gather(group.reference_counts, blocks, fill=1)
     is_free = counts == 0
     is_first = mentions.is_first(blocks.reshape(-1), group.num_blocks)
     costs = jnp.sum(is_free & is_first.reshape(blocks.shape), axis=1, dtype=jnp.int32)
@@ -153,13 +154,13 @@ def add_references(group: BlockGroup, block: jax.Array) -> BlockGroup:
     num_blocks = group.num_blocks
     # The first lane of several that name a free block takes it from the ring.
     counts = group.reference_counts
-    owners = counts.at[block].get(mode="fill", fill_value=1)
+    owners = gather(counts, block, fill=1)
     named = jnp.where(owners == 0, block, num_blocks)
     counts, revived = mentions.find_one(counts, named, last=False)
     # Counts are never negative: the condition only puts the write after the read.
     gains = written_after(owners >= 0, block, num_blocks)
     return dataclasses.replace(
         group,
-        reference_counts=counts.at[gains].add(1, mode="drop"),
+        reference_counts=scatter_add(counts, gains, 1),
         free_blocks=ring.remove(group.free_blocks, block, revived),
     )

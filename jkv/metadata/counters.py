@@ -11,6 +11,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jkv.indexing import scatter, scatter_add
 from jkv.metadata import mentions
 from jkv.metadata.xla_cpu import stage
 from jkv.state import Metadata, Sequences
@@ -49,16 +50,16 @@ def _count(row: jax.Array) -> jax.Array:
     if row.shape[0] <= mentions.MOST_COMPARED:
         kind = jnp.arange(NUM_COUNTERS, dtype=jnp.int32)
         return jnp.sum(row[:, None] == kind[None], axis=0, dtype=jnp.int32)
-    return jnp.zeros((NUM_COUNTERS,), jnp.int32).at[row].add(1, mode="drop")
+    return scatter_add(jnp.zeros((NUM_COUNTERS,), jnp.int32), row, 1)
 
 
 def mark_opened(metadata: Metadata, row: jax.Array) -> Metadata:
     """Stamp rows, i32[B], as opened by the next tick; one of S or above is dropped."""
     sequences, stamp = metadata.sequences, metadata.now + jnp.uint32(1)
     return metadata.with_sequences(
-        created=sequences.created.at[row].set(stamp, mode="drop"),
-        last_used=sequences.last_used.at[row].set(stamp, mode="drop"),
-        num_uses=sequences.num_uses.at[row].set(jnp.uint32(0), mode="drop"),
+        created=scatter(sequences.created, row, stamp),
+        last_used=scatter(sequences.last_used, row, stamp),
+        num_uses=scatter(sequences.num_uses, row, jnp.uint32(0)),
     )
 
 
@@ -72,8 +73,8 @@ def _mark_used(sequences: Sequences, row: jax.Array) -> Sequences:
     stamp = sequences.now + jnp.uint32(1)
     return dataclasses.replace(
         sequences,
-        last_used=sequences.last_used.at[row].set(stamp, mode="drop"),
-        num_uses=sequences.num_uses.at[row].add(jnp.uint32(1), mode="drop"),
+        last_used=scatter(sequences.last_used, row, stamp),
+        num_uses=scatter_add(sequences.num_uses, row, jnp.uint32(1)),
     )
 
 

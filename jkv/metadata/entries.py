@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
+from jkv.indexing import gather, scatter_add
 from jkv.metadata.mentions import MOST_COMPARED
 from jkv.metadata.xla_cpu import running_sum
 from jkv.sharding.loops import fori_loop
@@ -32,7 +33,7 @@ def find_owners(starts: jax.Array, first: jax.Array | int, width: int) -> jax.Ar
         return jnp.sum(begun, axis=1, dtype=jnp.int32) - 1
     # As many ranges begin up to an index as there are up to its owner.
     index = jnp.maximum(starts - first, 0)
-    begun = jnp.zeros((width,), jnp.int32).at[index].add(1, mode="drop")
+    begun = scatter_add(jnp.zeros((width,), jnp.int32), index, 1)
     return running_sum(begun) - 1
 
 
@@ -58,7 +59,7 @@ def _list_entries(
 ) -> Entries:
     number = first + jnp.arange(width, dtype=jnp.int32)
     request = find_owners(starts, first, width)
-    return Entries(number, request, number - starts[request], number < end)
+    return Entries(number, request, number - gather(starts, request), number < end)
 
 
 def for_each_entry(

@@ -6,6 +6,7 @@
 import jax
 import jax.numpy as jnp
 
+from jkv.indexing import gather, scatter
 from jkv.metadata.xla_cpu import running_sum, stage
 from jkv.sharding.loops import while_loop
 from jkv.state import Ring
@@ -32,9 +33,9 @@ def push(ring: Ring, ids: jax.Array, entering: jax.Array) -> Ring:
     indices = None
     if ring.indices is not None:
         row = jnp.where(entering, ids, ring.indices.shape[0])
-        indices = ring.indices.at[row].set(index, mode="drop")
+        indices = scatter(ring.indices, row, index)
     return ring.changed(
-        ids=ring.ids.at[index].set(ids, mode="drop", unique_indices=True),
+        ids=scatter(ring.ids, index, ids, unique=True),
         indices=indices,
         span=ring.span + num,
         count=ring.count + num,
@@ -46,7 +47,7 @@ def remove(ring: Ring, ids: jax.Array, leaving: jax.Array) -> Ring:
     indices = indices_of(ring)
     num_ids = indices.shape[0]
     gone = jnp.where(leaving, ids, num_ids)
-    indices = indices.at[gone].set(-1, mode="drop")
+    indices = scatter(indices, gone, -1)
     num = jnp.sum(leaving, dtype=jnp.int32)
     ring = ring.changed(indices=indices, count=ring.count - num)
     # The ring has room for as many holes as ids; more than that are squeezed out.
@@ -58,9 +59,9 @@ def entries(ring: Ring, index: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the ids at distances from the head, i32[P], and which are entries."""
     indices = indices_of(ring)
     stored_at = wrap(ring, ring.head + index)
-    ids = ring.ids.at[stored_at].get(mode="clip")
+    ids = gather(ring.ids, stored_at)
     inside = (index >= 0) & (index < ring.span)
-    return ids, inside & (indices.at[ids].get(mode="clip") == stored_at)
+    return ids, inside & (gather(indices, ids) == stored_at)
 
 
 def indices_of(ring: Ring) -> jax.Array:
@@ -75,7 +76,7 @@ def refill(ring: Ring, ids: jax.Array, num: jax.Array) -> Ring:
     if ring.indices is not None:
         room = size  # for holes
         index = jnp.arange(size, dtype=jnp.int32)
-        indices = jnp.full((size,), -1, jnp.int32).at[ids].set(index, mode="drop")
+        indices = scatter(jnp.full((size,), -1, jnp.int32), ids, index)
     return ring.changed(
         ids=jnp.pad(ids, (0, room), constant_values=size),
         indices=indices,
@@ -85,14 +86,14 @@ def refill(ring: Ring, ids: jax.Array, num: jax.Array) -> Ring:
     )
 
 
-def gather(
+def collect(
     ids: jax.Array, chosen: jax.Array, num_ids: int
 ) -> tuple[jax.Array, jax.Array]:
     """Return the chosen ids, i32[N], N behind the last; and how many."""
     ranks = running_sum(chosen.astype(jnp.int32))
     index = jnp.where(chosen, ranks - 1, num_ids)
     gathered = jnp.full((num_ids,), num_ids, jnp.int32)
-    return gathered.at[index].set(ids, mode="drop"), ranks[-1]
+    return scatter(gathered, index, ids), ranks[-1]
 
 
 def reach(ring: Ring, num: jax.Array) -> jax.Array:
@@ -146,8 +147,8 @@ def _squeeze_chunk(
     target = wrap(ring, ring.head + write_to - rank[-1] + rank - 1)
     moved = jnp.where(entry, found, indices.shape[0])
     return (
-        ids.at[jnp.where(entry, target, ids.shape[0])].set(found, mode="drop"),
-        indices.at[moved].set(target, mode="drop"),
+        scatter(ids, jnp.where(entry, target, ids.shape[0]), found),
+        scatter(indices, moved, target),
         read_to - CHUNK,
         write_to - rank[-1],
     )

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.indexing import gather, scatter, scatter_min
 from jkv.metadata.xla_cpu import written_after
 
 # Comparing costs the square of the lanes.
@@ -24,9 +25,9 @@ def is_first(ids: jax.Array, size: int) -> jax.Array:
         named_before = jnp.any((ids[:, None] == ids[None]) & earlier, axis=1)
         return ~named_before | (ids >= size)
     lane = jnp.arange(num_lanes, dtype=jnp.int32)
-    earliest = jnp.full((size,), num_lanes, jnp.int32).at[ids].min(lane, mode="drop")
+    earliest = scatter_min(jnp.full((size,), num_lanes, jnp.int32), ids, lane)
     last = jnp.iinfo(jnp.int32).max
-    return earliest.at[ids].get(mode="fill", fill_value=last) >= lane
+    return gather(earliest, ids, fill=last) >= lane
 
 
 def find_one(
@@ -45,10 +46,10 @@ def find_one(
         return marks, ~is_named & (ids < nothing)
     lane = jnp.arange(num_lanes, dtype=jnp.int32)
     key = -1 - lane if last else lane - num_lanes
-    marked = marks.at[ids].min(key, mode="drop")
-    lowest = marked.at[ids].get(mode="fill", fill_value=0) == key
+    marked = scatter_min(marks, ids, key)
+    lowest = gather(marked, ids, fill=0) == key
     lowest &= ids < nothing
-    return marked.at[written_after(lowest, ids, nothing)].set(0, mode="drop"), lowest
+    return scatter(marked, written_after(lowest, ids, nothing), 0), lowest
 
 
 class Equals(NamedTuple):

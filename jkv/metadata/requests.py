@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.indexing import gather
 from jkv.metadata import mentions
 from jkv.metadata.part import Granted, Lack
 from jkv.metadata.xla_cpu import running_sum, stage
@@ -204,7 +205,7 @@ def _namespace(array: Any) -> Any:
 def is_live(metadata: Metadata, seq_ids: jax.Array) -> jax.Array:
     """Return whether each id names an open sequence, bool[B]."""
     known = (seq_ids >= 0) & (seq_ids < metadata.max_sequences)
-    return known & metadata.is_open.at[seq_ids].get(mode="clip")
+    return known & gather(metadata.is_open, seq_ids)
 
 
 def is_first_mention(metadata: Metadata, seq_ids: jax.Array) -> jax.Array:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
+from jkv.indexing import gather, scatter, scatter_max
 from jkv.metadata import fifo
 from jkv.metadata.xla_cpu import running_sum
 from jkv.sharding.loops import while_loop
@@ -38,7 +39,7 @@ class Keep(NamedTuple):
 
 def peek(ring: Ring, ranks: jax.Array) -> jax.Array:
     """Return the ids that leave at these ranks, i32[...], none of them a hole."""
-    return ring.ids.at[fifo.wrap(ring, ring.head + ranks)].get(mode="clip")
+    return gather(ring.ids, fifo.wrap(ring, ring.head + ranks))
 
 
 def pop(ring: Ring, num: jax.Array) -> Ring:
@@ -63,7 +64,7 @@ def push(ring: Ring, ids: jax.Array, entering: jax.Array) -> Ring:
     pushed = _change_each(ring, fifo.push, ids, entering)
     return pushed.joined(
         pushed.by_class,
-        entered=kept.entered.at[row].set(kept.num_entered + rank, mode="drop"),
+        entered=scatter(kept.entered, row, kept.num_entered + rank),
         num_entered=kept.num_entered + jnp.sum(entering, dtype=jnp.uint32),
     )
 
@@ -77,7 +78,7 @@ def _change_each(
     """Change the ring of each class by those of its ids, i32[P], where bool[P]."""
     if ring.kept is None:
         return change(ring, ids, chosen)
-    of = ring.kept.classes.at[ids].get(mode="clip")
+    of = gather(ring.kept.classes, ids)
     return ring.joined(
         [
             change(each, ids, chosen & (of == number))
@@ -124,7 +125,7 @@ def _supply_chunk(
     passed = jnp.minimum(passed, ring.span)
     gone = jnp.where(goes, ids, indices.shape[0])
     ring = ring.changed(
-        indices=indices.at[gone].set(-1, mode="drop"),
+        indices=scatter(indices, gone, -1),
         head=fifo.wrap(ring, ring.head + passed),
         span=ring.span - passed,
         count=ring.count - num,
@@ -154,8 +155,8 @@ def raise_classes(ring: Ring, ids: jax.Array, keep: Keep | None) -> Ring:
         return ring
     return ring.joined(
         ring.by_class,
-        classes=kept.classes.at[ids].max(keep.classes, mode="drop"),
-        kept_until=kept.kept_until.at[ids].max(keep.until, mode="drop"),
+        classes=scatter_max(kept.classes, ids, keep.classes),
+        kept_until=scatter_max(kept.kept_until, ids, keep.until),
     )
 
 
@@ -163,7 +164,7 @@ def forget(ring: Ring, ids: jax.Array, num_forgotten: jax.Array) -> Ring:
     """Note that ids, i32[P], have left for good, and lost what they were known by."""
     if ring.indices is None:
         return ring
-    indices = ring.indices.at[ids].set(-1, mode="drop")
+    indices = scatter(ring.indices, ids, -1)
     ring = ring.changed(indices=indices, forgotten=num_forgotten)
     return _reset(ring, ids)
 
@@ -175,8 +176,8 @@ def _reset(ring: Ring, ids: jax.Array) -> Ring:
         return ring
     return ring.joined(
         ring.by_class,
-        classes=kept.classes.at[ids].set(0, mode="drop"),
-        kept_until=kept.kept_until.at[ids].set(jnp.uint32(0), mode="drop"),
+        classes=scatter(kept.classes, ids, 0),
+        kept_until=scatter(kept.kept_until, ids, jnp.uint32(0)),
     )
 
 
@@ -187,8 +188,8 @@ def lower(ring: Ring, ids: jax.Array) -> Ring:
         return ring
     is_free = jnp.zeros(ids.shape, bool)
     for each in ring.by_class:
-        is_free |= fifo.indices_of(each).at[ids].get(mode="fill", fill_value=-1) >= 0
-    moves = is_free & (kept.classes.at[ids].get(mode="clip") > 0)
+        is_free |= gather(fifo.indices_of(each), ids, fill=-1) >= 0
+    moves = is_free & (gather(kept.classes, ids) > 0)
     out = _reset(remove(ring, ids, moves), ids)
     return push(out, ids, moves).with_account_of(ring)
 
@@ -205,10 +206,10 @@ def arrange(ring: Ring, stays: jax.Array) -> Ring:
     )
     ids, num = in_order(ring)
     nothing = len(ring.by_class)
-    entered = kept.entered.at[ids].get(mode="clip")
+    entered = gather(kept.entered, ids)
     *_, ids = jax.lax.sort(
         (
-            kept.classes.at[ids].get(mode="fill", fill_value=nothing),
+            gather(kept.classes, ids, fill=nothing),
             entered - kept.num_entered - 1,  # the oldest has the smallest bits
             ids,
         ),
@@ -222,7 +223,7 @@ def in_order(ring: Ring) -> tuple[jax.Array, jax.Array]:
     capacity = sum(each.ids.shape[0] for each in ring.by_class)
     num_ids = ring.ids.shape[0] if ring.indices is None else ring.indices.shape[0]
     ids, is_entry = entries(ring, jnp.arange(capacity, dtype=jnp.int32))
-    return fifo.gather(ids, is_entry, num_ids)
+    return fifo.collect(ids, is_entry, num_ids)
 
 
 def refill(ring: Ring, ids: jax.Array, num: jax.Array, kept: Kept | None) -> Ring:
@@ -234,10 +235,10 @@ def refill(ring: Ring, ids: jax.Array, num: jax.Array, kept: Kept | None) -> Rin
     if kept is None:
         return fifo.refill(ring, ids, num)
     ring = dataclasses.replace(ring, kept=kept)
-    of = kept.classes.at[ids].get(mode="fill", fill_value=-1)
+    of = gather(kept.classes, ids, fill=-1)
     return ring.joined(
         [
-            fifo.refill(each, *fifo.gather(ids, of == number, ids.shape[0]))
+            fifo.refill(each, *fifo.collect(ids, of == number, ids.shape[0]))
             for number, each in enumerate(ring.by_class)
         ]
     )

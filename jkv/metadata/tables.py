@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jkv.indexing import gather, scatter, scatter_add
 from jkv.metadata import allocator, counters, ring
 from jkv.metadata.entries import Entries, find_chunk, for_each_entry
 from jkv.metadata.mentions import MOST_COMPARED
@@ -34,9 +35,7 @@ def blocks_at(group: BlockGroup, row: jax.Array, column: jax.Array) -> jax.Array
     """Return the block in each cell of the tables, i32[...]; N outside of them."""
     num_rows, num_columns = group.block_tables.shape
     inside = (row < num_rows) & (column >= 0) & (column < num_columns)
-    block = group.block_tables.at[row, column].get(
-        mode="clip", wrap_negative_indices=False
-    )
+    block = gather(group.block_tables, (row, column))
     return jnp.where(inside, block, group.num_blocks)
 
 
@@ -61,7 +60,7 @@ def open_rows(metadata: Metadata, served: jax.Array) -> tuple[Metadata, jax.Arra
     row = jnp.where(served, row, sequences.max_sequences)
     num = ranks[-1] if ranks.shape[0] else jnp.int32(0)
     metadata = metadata.with_sequences(
-        is_open=sequences.is_open.at[row].set(True, mode="drop"),
+        is_open=scatter(sequences.is_open, row, True),
         free_rows=ring.pop(sequences.free_rows, num),
     )
     return counters.mark_opened(metadata, row), seq_ids
@@ -72,7 +71,7 @@ def close_rows(metadata: Metadata, seq_ids: jax.Array, closable: jax.Array) -> M
     sequences = metadata.sequences
     row = jnp.where(closable, seq_ids, sequences.max_sequences)
     return metadata.with_lengths(row, 0).with_sequences(
-        is_open=sequences.is_open.at[row].set(False, mode="drop"),
+        is_open=scatter(sequences.is_open, row, False),
         free_rows=ring.push(sequences.free_rows, seq_ids, closable),
     )
 
@@ -81,14 +80,14 @@ def empty_rows(
     group: BlockGroup, seq_ids: jax.Array, closable: jax.Array
 ) -> BlockGroup:
     """Give back all blocks of sequences, i32[B], distinct where bool[B], in a group."""
-    mapped = group.num_mapped_blocks.at[seq_ids].get(mode="clip")
+    mapped = gather(group.num_mapped_blocks, seq_ids)
     last = jnp.where(closable, mapped, 0)
     row = jnp.where(closable, seq_ids, group.max_sequences)
     gap = group.window.gaps_of(seq_ids)
     # Before the loop, or it would carry a copy of what is read here and written after.
     group = dataclasses.replace(
         group,
-        num_mapped_blocks=group.num_mapped_blocks.at[row].add(-last, mode="drop"),
+        num_mapped_blocks=scatter_add(group.num_mapped_blocks, row, -last),
         window=group.window.with_gaps(row, 0),
     )
     return release_kept(group, seq_ids, last, gap)
@@ -106,16 +105,16 @@ def keep_blocks(
     gap = group.window.gaps_of(seq_ids)
 
     def note(free: Ring, at: Entries) -> Ring:
-        row = jnp.where(at.valid, seq_ids[at.request], group.max_sequences)
-        gone = gap if isinstance(gap, int) else gap[at.request]
+        row = jnp.where(at.valid, gather(seq_ids, at.request), group.max_sequences)
+        gone = gap if isinstance(gap, int) else gather(gap, at.request)
         column = group.window.skip(at.rank, gone, group.block_size)
         block = blocks_at(group, row, column)
         is_known = metadata.index.knows(metadata, number, block)
         block = jnp.where(is_known, block, group.num_blocks)
-        of = Keep(keep.classes[at.request], keep.until[at.request])
+        of = Keep(gather(keep.classes, at.request), gather(keep.until, at.request))
         return ring.raise_classes(free, block, of)
 
-    mapped = group.num_mapped_blocks.at[seq_ids].get(mode="clip")
+    mapped = gather(group.num_mapped_blocks, seq_ids)
     num = jnp.where(closable, mapped - gap, 0)
     most = seq_ids.shape[0] * group.max_blocks_per_sequence
     free = for_each_entry(num, most, note, group.free_blocks)
@@ -148,9 +147,9 @@ def _release(
     """Release `num` kept blocks of each sequence, from rank `last` - 1 downwards."""
 
     def release(group: BlockGroup, at: Entries) -> BlockGroup:
-        row = jnp.where(at.valid, seq_ids[at.request], group.max_sequences)
-        gone = gap if isinstance(gap, int) else gap[at.request]
-        kept = last[at.request] - 1 - at.rank
+        row = jnp.where(at.valid, gather(seq_ids, at.request), group.max_sequences)
+        gone = gap if isinstance(gap, int) else gather(gap, at.request)
+        kept = gather(last, at.request) - 1 - at.rank
         return _unmap(group, row, group.window.skip(kept, gone, group.block_size))
 
     most = seq_ids.shape[0] * group.max_blocks_per_sequence
@@ -161,7 +160,7 @@ def _unmap(group: BlockGroup, row: jax.Array, column: jax.Array) -> BlockGroup:
     """Empty cells, i32[P]; a row of S or above is dropped."""
     block = blocks_at(group, row, column)
     row = written_after(block < group.num_blocks, row, group.max_sequences)
-    tables = group.block_tables.at[row, column].set(group.num_blocks, mode="drop")
+    tables = scatter(group.block_tables, (row, column), group.num_blocks)
     group = dataclasses.replace(group, block_tables=tables)
     return allocator.drop_references(group, block)
 
@@ -186,7 +185,7 @@ def give_back(
     def trip(carry: Carry) -> Carry:
         group, left = carry
         at, num_done = find_chunk(left, width)
-        row = jnp.where(at.valid, seq_ids[at.request], group.max_sequences)
+        row = jnp.where(at.valid, gather(seq_ids, at.request), group.max_sequences)
         group = _unmap(group, row, sinks + group.window.gaps_of(row) + at.rank)
         group = dataclasses.replace(group, window=group.window.with_one_more(row))
         return group, left - num_done

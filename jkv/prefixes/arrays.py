@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jkv.indexing import gather
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -114,12 +116,12 @@ class PrefixIndex:
 
     def epochs_of(self, seq_ids: jax.Array) -> jax.Array:
         """Return when sequences were opened or last cut back, u32[B]."""
-        return self.epochs.at[seq_ids].get(mode="clip")
+        return gather(self.epochs, seq_ids)
 
     def leave(self, seq_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the tokens visible of sequences, and their domains, i32[B] each."""
         of_sequences = self.committed, self.sequence_salts
-        committed, salts = (each.at[seq_ids].get(mode="clip") for each in of_sequences)
+        committed, salts = (gather(each, seq_ids) for each in of_sequences)
         return committed, salts
 
     # What takes the metadata asks it for the index.

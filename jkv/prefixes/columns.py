@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jkv.indexing import gather
 from jkv.metadata import requests, tables
 from jkv.prefixes import hashing, proofs
 from jkv.prefixes.hash_tables import Prefixes
@@ -33,7 +34,7 @@ class CommitLanes(NamedTuple):
 
     def spread(self, values: jax.Array) -> jax.Array:
         """Give each lane the value of its request: [B] to [P]."""
-        return values if self.request is None else values[self.request]
+        return values if self.request is None else gather(values, self.request)
 
 
 class Columns(NamedTuple):
@@ -53,12 +54,12 @@ def find_chains(metadata: Metadata, batch: Batch) -> Chains:
     """Find which sequences go on with what is visible of them, and where."""
     index, seq_ids, size = index_of(metadata), batch.seq_ids, metadata.block_size
     assert batch.epochs is not None, "append stamps its batch if there is an index"
-    committed = index.committed.at[seq_ids].get(mode="clip")
-    current = metadata.context_lengths.at[seq_ids].get(mode="clip")
+    committed = gather(index.committed, seq_ids)
+    current = gather(metadata.context_lengths, seq_ids)
     continues = (
         (batch.query_lengths > 0)
         & requests.is_live(metadata, seq_ids)
-        & (index.epochs.at[seq_ids].get(mode="clip") == batch.epochs)
+        & (gather(index.epochs, seq_ids) == batch.epochs)
         & (committed == batch.context_lengths - batch.query_lengths)
         & (batch.context_lengths <= current)
     )
@@ -69,7 +70,7 @@ def find_chains(metadata: Metadata, batch: Batch) -> Chains:
         continues=continues,
         first=first,
         num_columns=jnp.where(continues, batch.context_lengths // size - first, 0),
-        salts=index.sequence_salts.at[seq_ids].get(mode="clip"),
+        salts=gather(index.sequence_salts, seq_ids),
     )
 
 
@@ -80,10 +81,10 @@ def describe_blocks(metadata: Metadata, chains: Chains, lanes: CommitLanes) -> C
     row = jnp.where(lanes.valid, lanes.spread(chains.seq_ids), group.max_sequences)
     block = tables.blocks_at(group, row, column)
     before = tables.blocks_at(group, row, column - 1)
-    tokens = tokens_of(metadata).at[block].get(mode="clip")
+    tokens = gather(tokens_of(metadata), block)
     # What precedes the first lane of a request is visible; from there hashes are sums.
     terms = hashing.column_hash(tokens, column)
-    hashes_before = index.hashes.at[before].get(mode="clip")
+    hashes_before = gather(index.hashes, before)
     above = jnp.where(column == 0, hashing.salt_hash(salts), hashes_before)
     is_first, first_lane = jnp.ones_like(lanes.valid), None
     if not lanes.is_alone:
@@ -100,7 +101,7 @@ def describe_blocks(metadata: Metadata, chains: Chains, lanes: CommitLanes) -> C
         column=column,
         block=block,
         prefixes=Prefixes(tokens, salts, hashes, wide, parents),
-        owners=group.reference_counts.at[block].get(mode="fill", fill_value=0),
+        owners=gather(group.reference_counts, block, fill=0),
         hashes_above=above,
         is_first=is_first,
         before=before,

@@ -6,6 +6,7 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 
+from jkv.indexing import gather, scatter
 from jkv.metadata import allocator, tables
 from jkv.metadata.entries import Entries, for_each_entry
 from jkv.metadata.mentions import MOST_COMPARED, find_equals
@@ -56,7 +57,7 @@ def _commit_blocks(metadata: Metadata, batch: Batch) -> tuple[Metadata, jax.Arra
         (chains.first + lengths) * metadata.block_size,
     )
     row = jnp.where(chains.continues, batch.seq_ids, metadata.max_sequences)
-    committed = index_of(metadata).committed.at[row].set(visible, mode="drop")
+    committed = scatter(index_of(metadata).committed, row, visible)
     return with_index(metadata, committed=committed), chains.continues
 
 
@@ -88,7 +89,7 @@ def _commit_runs(start: _Carry, chains: Chains, batch: Batch) -> _Carry:
 
     def enter(carry: _Carry, at: Entries) -> _Carry:
         metadata, lengths = carry
-        unbroken = lengths[at.request] == at.rank[first_lanes(at.rank)]
+        unbroken = gather(lengths, at.request) == gather(at.rank, first_lanes(at.rank))
         lanes = CommitLanes(*at[1:], unbroken, batch.is_decoding)
         return _commit_lanes(metadata, lengths, chains, lanes)
 
@@ -192,22 +193,22 @@ def _prove(
     follows = proofs.follows(index, stands, parent)
 
     def is_in(index: PrefixIndex) -> jax.Array:
-        return index.hashes.at[stands].get(mode="fill", fill_value=0) != 0
+        return gather(index.hashes, stands, fill=0) != 0
 
     reach = lengths.at[request].max(jnp.where(valid, rank + 1, 0))
     # A chain that was cut already stays at its length.
-    bad_rank = jnp.where(lanes.unbroken, rank, lengths[request])
+    bad_rank = jnp.where(lanes.unbroken, rank, gather(lengths, request))
 
     def cut(index: PrefixIndex) -> jax.Array:
         is_bad = valid & ~(is_in(index) & follows)
         return reach.at[request].min(jnp.where(is_bad, bad_rank, past_end))
 
     def lost(index: PrefixIndex, lengths: jax.Array) -> jax.Array:
-        return entered & is_in(index) & (rank >= lengths[request])
+        return entered & is_in(index) & (rank >= gather(lengths, request))
 
     def round_(state: tuple[PrefixIndex, jax.Array]) -> tuple[PrefixIndex, jax.Array]:
         gone = jnp.where(lost(*state), stands, nothing)
-        hashes = state[0].hashes.at[gone].set(jnp.uint32(0), mode="drop")
+        hashes = scatter(state[0].hashes, gone, jnp.uint32(0))
         index = dataclasses.replace(state[0], hashes=hashes)
         return index, cut(index)
 
@@ -246,7 +247,7 @@ def _pair_blocks(
     )
     metadata = prefix_index.set_partners(metadata, number, leader, partner)
 
-    new = own.at[first].get(mode="fill", fill_value=nothing)
+    new = gather(own, first, fill=nothing)
     other = jnp.where(known < nothing, known, new)
     replaced = (own < nothing) & (other < nothing) & (other != own)
     group = _exchange(group, columns, own, other, replaced)
@@ -263,7 +264,7 @@ def _exchange(
     """Give back own blocks, i32[P], for known equal ones where bool[P]."""
     nothing = group.num_blocks
     row = jnp.where(replaced, columns.row, group.max_sequences)
-    block_tables = group.block_tables.at[row, columns.column].set(other, mode="drop")
+    block_tables = scatter(group.block_tables, (row, columns.column), other)
     group = dataclasses.replace(group, block_tables=block_tables)
     group = allocator.add_references(group, jnp.where(replaced, other, nothing))
     return allocator.drop_references(group, jnp.where(replaced, own, nothing))

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.indexing import gather, scatter
 from jkv.metadata.mentions import find_equals
 from jkv.prefixes import hashing
 from jkv.prefixes.arrays import PrefixIndex
@@ -65,9 +66,9 @@ def resolve(
     free = _find_free(index, index.buckets, row, lambda _, hashes: hashes)
     column = _find_entries(free, width, row, wants & (first == lane))
     enters = jnp.where(column < width, block, nothing)
-    theirs = jax.tree.map(lambda each: each.at[first].get(mode="clip"), prefixes)
+    theirs = jax.tree.map(lambda each: gather(each, first), prefixes)
     follows = (block < nothing) & (first < lane) & _agree(theirs, prefixes)
-    new = enters[jnp.where(follows, first, lane)]
+    new = gather(enters, jnp.where(follows, first, lane))
     return Resolved(jnp.where(is_equal, equal, new), enters, row, column)
 
 
@@ -83,16 +84,16 @@ def enter(
     index = dataclasses.replace(
         index,
         buckets=_put(index.buckets, resolved.row, resolved.column, block),
-        hashes=index.hashes.at[block].set(prefixes.hashes, mode="drop"),
-        salts=index.salts.at[block].set(prefixes.salts, mode="drop"),
+        hashes=scatter(index.hashes, block, prefixes.hashes),
+        salts=scatter(index.salts, block, prefixes.salts),
     )
     if index.wide_hashes is None or index.hashes_above is None:
-        known = index.parents.at[block].set(parents, mode="drop")
+        known = scatter(index.parents, block, parents)
         return dataclasses.replace(index, parents=known)
     return dataclasses.replace(
         index,
-        wide_hashes=index.wide_hashes.at[block].set(prefixes.wide, mode="drop"),
-        hashes_above=index.hashes_above.at[block].set(hashes_above, mode="drop"),
+        wide_hashes=scatter(index.wide_hashes, block, prefixes.wide),
+        hashes_above=scatter(index.hashes_above, block, hashes_above),
     )
 
 
@@ -114,8 +115,8 @@ def insert_children(
 
 def look_up(index: PrefixIndex, hashes: jax.Array) -> jax.Array:
     """Return the indexed block with each hash, i32[...], N where there is none."""
-    bucket = index.buckets[row_of(index.buckets, hashes)]
-    theirs = index.hashes.at[bucket].get(mode="fill", fill_value=0)
+    bucket = gather(index.buckets, row_of(index.buckets, hashes))
+    theirs = gather(index.hashes, bucket, fill=0)
     # 0 marks what is not indexed; a prefix with that hash is never found.
     hit = (theirs == hashes[..., None]) & (hashes != 0)[..., None]
     nothing = index.hashes.shape[0]
@@ -127,7 +128,7 @@ def is_same(metadata: Metadata, block: jax.Array, prefixes: Prefixes) -> jax.Arr
     index = index_of(metadata)
 
     def get(array: jax.Array) -> jax.Array:
-        return array.at[block].get(mode="clip")
+        return gather(array, block)
 
     theirs = Prefixes(
         tokens=get(tokens_of(metadata)),
@@ -153,10 +154,10 @@ def _agree(theirs: Prefixes, prefixes: Prefixes) -> jax.Array:
 def hash_above(index: PrefixIndex, block: jax.Array) -> jax.Array:
     """Return the hash of the prefix before blocks, u32[...]; 0 without a parent."""
     if index.hashes_above is not None:
-        return index.hashes_above.at[block].get(mode="clip")
-    parent = index.parents.at[block].get(mode="clip")
-    above = index.hashes.at[parent].get(mode="fill", fill_value=0)
-    root = hashing.salt_hash(index.salts.at[block].get(mode="clip"))
+        return gather(index.hashes_above, block)
+    parent = gather(index.parents, block)
+    above = gather(index.hashes, parent, fill=0)
+    root = hashing.salt_hash(gather(index.salts, block))
     return jnp.where(parent < index.hashes.shape[0], above, root)
 
 
@@ -186,8 +187,8 @@ def _find_free(
 
     Blocks and their hashes have keys, u32[P, W], by which they are listed.
     """
-    listed = table[row]
-    hashes = index.hashes.at[listed].get(mode="fill", fill_value=0)
+    listed = gather(table, row)
+    hashes = gather(index.hashes, listed, fill=0)
     is_stale = (hashes == 0) | (row_of(table, keys_of(listed, hashes)) != row[:, None])
     # What stands further left in its row, too, is repeated.
     earlier = np.tri(listed.shape[1], k=-1, dtype=bool)[None]
@@ -201,7 +202,7 @@ def _put(
 ) -> jax.Array:
     """Name blocks, i32[P], in different entries of a table; N is dropped."""
     row = jnp.where(block < table.shape[0], row, table.shape[0])
-    return table.at[row, column].set(block, mode="drop")
+    return scatter(table, (row, column), block)
 
 
 def row_of(table: jax.Array, hashes: jax.Array) -> jax.Array:

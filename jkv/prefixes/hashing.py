@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.indexing import gather
+
 # Odd constants that spread bits: the golden ratio's, and those of MurmurHash3's
 # finaliser (A. Appleby, public domain).
 _GOLDEN = np.uint32(0x9E3779B9)
@@ -54,7 +56,7 @@ def run_on(
     if first_lane is None:
         return above + terms
     sums = jnp.cumsum(terms, axis=0, dtype=jnp.uint32)
-    return (above + terms - sums)[first_lane] + sums
+    return gather(above + terms - sums, first_lane) + sums
 
 
 def mixed(bits: jax.Array) -> jax.Array:

@@ -20,6 +20,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jkv.indexing import gather, scatter
 from jkv.metadata.xla_cpu import stage, written_after
 from jkv.prefixes.arrays import Beside, PrefixIndex
 from jkv.sharding.loops import when
@@ -66,8 +67,8 @@ def set_partners(
     return with_follower(
         metadata,
         number,
-        partners=beside.partners.at[leaders].set(blocks, mode="drop"),
-        beside=beside.beside.at[blocks].set(leaders, mode="drop"),
+        partners=scatter(beside.partners, leaders, blocks),
+        beside=scatter(beside.beside, blocks, leaders),
     )
 
 
@@ -75,7 +76,7 @@ def forget_partners(metadata: Metadata, number: int, leaders: jax.Array) -> Meta
     """Forget partners of an earlier text of the leader's blocks that just entered."""
     nothing = metadata.groups[number].num_blocks
     partners = beside_of(metadata, number).partners
-    partners = partners.at[leaders].set(nothing, mode="drop")
+    partners = scatter(partners, leaders, nothing)
     return with_follower(metadata, number, partners=partners)
 
 
@@ -88,7 +89,7 @@ def tokens_of(metadata: Metadata) -> jax.Array:
 def is_indexed(metadata: Metadata, block: jax.Array) -> jax.Array:
     """Return whether the leader's blocks, i32[...], are in the index, bool[...]."""
     hashes = index_of(metadata).hashes
-    return hashes.at[block].get(mode="fill", fill_value=0) != 0
+    return gather(hashes, block, fill=0) != 0
 
 
 def find_partners(metadata: Metadata, number: int, block: jax.Array) -> jax.Array:
@@ -103,8 +104,8 @@ def find_partners(metadata: Metadata, number: int, block: jax.Array) -> jax.Arra
 @stage
 def _agree(beside: Beside, block: jax.Array, *, nothing: int) -> jax.Array:
     """Return the partners of the leader's blocks that stand beside them."""
-    partner = beside.partners.at[block].get(mode="fill", fill_value=nothing)
-    agrees = beside.beside.at[partner].get(mode="fill", fill_value=-1) == block
+    partner = gather(beside.partners, block, fill=nothing)
+    agrees = gather(beside.beside, partner, fill=-1) == block
     return jnp.where(agrees, partner, nothing)
 
 
@@ -114,23 +115,23 @@ def is_known(metadata: Metadata, number: int, block: jax.Array) -> jax.Array:
         return is_indexed(metadata, block)
     above = _find_above(metadata, number, block)
     partners = beside_of(metadata, number).partners
-    partner = partners.at[above].get(mode="fill", fill_value=-1)
+    partner = gather(partners, above, fill=-1)
     return (partner == block) & is_indexed(metadata, above)
 
 
 def _find_above(metadata: Metadata, number: int, block: jax.Array) -> jax.Array:
     """Return which of the leader's blocks those of another group stand beside."""
     above, nothing = beside_of(metadata, number).beside, metadata.leading.num_blocks
-    return above.at[block].get(mode="fill", fill_value=nothing)
+    return gather(above, block, fill=nothing)
 
 
 def forget_blocks(metadata: Metadata, number: int, block: jax.Array) -> Metadata:
     """Take blocks of a group, i32[P], out of the index; N is dropped."""
     if number == metadata.leader:
-        hashes = index_of(metadata).hashes.at[block].set(jnp.uint32(0), mode="drop")
+        hashes = scatter(index_of(metadata).hashes, block, jnp.uint32(0))
         return with_index(metadata, hashes=hashes)
     beside, nothing = beside_of(metadata, number), metadata.leading.num_blocks
-    above = beside.beside.at[block].set(nothing, mode="drop")
+    above = scatter(beside.beside, block, nothing)
     return with_follower(metadata, number, beside=above)
 
 
@@ -159,16 +160,16 @@ def forget_rewritten(metadata: Metadata, number: int, block: jax.Array) -> Metad
     indexed = jnp.where(is_indexed(metadata, block), block, nothing)
 
     def forget_all(hashes: jax.Array) -> jax.Array:
-        gone = jnp.zeros((nothing,), bool).at[indexed].set(True, mode="drop")
+        gone = scatter(jnp.zeros((nothing,), bool), indexed, True)
         above = jnp.where(hashes != 0, index.parents, nothing)
 
         # A trip asks whether the ancestor 1, 2, 4, ... blocks before is gone: few trips
         # for the longest chain. A loop of XLA would copy what it reads and writes.
         for _ in range(metadata.max_blocks_per_sequence.bit_length()):
-            gone |= gone.at[above].get(mode="fill", fill_value=False)
-            above = above.at[above].get(mode="fill", fill_value=nothing)
+            gone |= gather(gone, above, fill=False)
+            above = gather(above, above, fill=nothing)
         block = jnp.where(gone, jnp.arange(nothing, dtype=jnp.int32), nothing)
-        return hashes.at[block].set(jnp.uint32(0), mode="drop")
+        return scatter(hashes, block, jnp.uint32(0))
 
     # A pass over the pool, so only where there is something to forget.
     hashes = when(jnp.any(indexed < nothing), forget_all, index.hashes)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.indexing import gather, scatter
 from jkv.prefixes import hash_tables, hashing, proofs
 from jkv.prefixes.hash_tables import Prefixes
 from jkv.prefixes.prefix_index import find_partners, index_of, tokens_of
@@ -87,15 +88,15 @@ def find_partings_behind(
     snapshots = snapshots_of(metadata)
     if snapshots is None:
         return None
-    known = snapshots.sequence_texts.at[seq_ids].get(mode="clip")
+    known = gather(snapshots.sequence_texts, seq_ids)
     num_sequences, most = known.shape
     position = jnp.arange(most, dtype=jnp.int32)[None]
     known = jnp.where(position < lengths[:, None], known, -1)
     column = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     at = jnp.where(tokens >= 0, lengths[:, None] + column, most)
     row = jnp.arange(num_sequences, dtype=jnp.int32)[:, None]
-    whole = known.at[row, at].set(tokens, mode="drop")
-    salts = index_of(metadata).sequence_salts.at[seq_ids].get(mode="clip")
+    whole = scatter(known, (row, at), tokens)
+    salts = gather(index_of(metadata).sequence_salts, seq_ids)
     return _find_partings(metadata, whole, salts)
 
 
@@ -214,16 +215,16 @@ def _find_part(
     offset = jnp.arange(size, dtype=jnp.int32)[None]
     rest = _at_each(prompts.tokens, num[:, None] * size + offset, -1)
     at_most = jnp.minimum(prompts.usable - num * size, size - 1)
-    child = index.children[hash_tables.row_of(index.children, ~whole.tip.hash)]
+    child = gather(index.children, hash_tables.row_of(index.children, ~whole.tip.hash))
     is_child = (
-        (index.hashes.at[child].get(mode="fill", fill_value=0) != 0)
-        & (index.salts.at[child].get(mode="clip") == prompts.salts[:, None])
+        (gather(index.hashes, child, fill=0) != 0)
+        & (gather(index.salts, child) == prompts.salts[:, None])
         & proofs.follows_tip(metadata, child, num, whole.tip)
     )
     children = {number: find_partners(metadata, number, child) for number in groups}
     for number in metadata.followers:
         is_child &= children[number] < metadata.groups[number].num_blocks
-    theirs = tokens_of(metadata)[jnp.minimum(child, nothing - 1)]
+    theirs = gather(tokens_of(metadata), jnp.minimum(child, nothing - 1))
     offset = offset[None]
     differs = (theirs != rest[:, None]) | (offset >= at_most[:, None, None])
     common = jnp.min(jnp.where(differs, offset, size), axis=2)

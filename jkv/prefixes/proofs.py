@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.indexing import gather
 from jkv.metadata import tables
 from jkv.prefixes import hashing
 from jkv.prefixes.arrays import PrefixIndex
@@ -53,7 +54,7 @@ def hash_lanes(
     above = jnp.where(
         (column == 0)[:, None],
         hashing.wide_salt_hash(salts),
-        index.wide_hashes.at[before].get(mode="clip"),
+        gather(index.wide_hashes, before),
     )
     return hashing.run_on(above, hashing.wide_column_hash(tokens, column), first_lane)
 
@@ -72,7 +73,7 @@ def follows(
     """
     if index.wide_hashes is not None:
         return np.ones(block.shape, bool)
-    return index.parents.at[block].get(mode="clip") == parent
+    return gather(index.parents, block) == parent
 
 
 def follows_tip(
@@ -81,11 +82,11 @@ def follows_tip(
     """Return which indexed blocks, i32[B, K], of a column, i32[B], follow prefixes."""
     index = index_of(metadata)
     if index.wide_hashes is None or tip.wide is None:
-        return index.parents.at[child].get(mode="clip") == tip.block[:, None]
-    tokens = tokens_of(metadata).at[child].get(mode="clip")
-    above = index.hashes.at[child].get(mode="clip")
+        return gather(index.parents, child) == tip.block[:, None]
+    tokens = gather(tokens_of(metadata), child)
+    above = gather(index.hashes, child)
     above -= hashing.column_hash(tokens, column[:, None])
-    wide = index.wide_hashes.at[child].get(mode="clip")
+    wide = gather(index.wide_hashes, child)
     wide -= hashing.wide_column_hash(tokens, column[:, None])
     return (above == tip.hash[:, None]) & jnp.all(wide == tip.wide[:, None], axis=-1)
 

@@ -7,6 +7,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
+from jkv.indexing import gather, scatter
 from jkv.metadata import allocator
 from jkv.metadata.mentions import MOST_COMPARED
 from jkv.prefixes import hash_tables
@@ -85,11 +86,11 @@ def reenter(metadata: Metadata) -> Metadata:
     )
 
     # Only what was listed: a parent may have more children than a row has entries.
-    listed = jnp.zeros((num_blocks,), bool).at[before.children].set(True, mode="drop")
+    listed = scatter(jnp.zeros((num_blocks,), bool), before.children, True)
     listed &= hashes != 0
 
     def list_some(index: PrefixIndex, block: jax.Array) -> PrefixIndex:
-        is_listed = listed.at[block].get(mode="fill", fill_value=False)
+        is_listed = gather(listed, block, fill=False)
         above = hash_above(index, block)
         block = jnp.where(is_listed, block, num_blocks)
         return hash_tables.insert_children(index, block, above)
@@ -118,23 +119,23 @@ def _enter_anew(metadata: Metadata) -> tuple[Metadata, jax.Array]:
     ) -> tuple[PrefixIndex, jax.Array]:
         index, stays = carry
         prefixes = Prefixes(
-            tokens=tokens.at[block].get(mode="clip"),
-            salts=before.salts.at[block].get(mode="clip"),
-            hashes=before.hashes.at[block].get(mode="fill", fill_value=0),
-            wide=None if wide is None else wide.at[block].get(mode="clip"),
+            tokens=gather(tokens, block),
+            salts=gather(before.salts, block),
+            hashes=gather(before.hashes, block, fill=0),
+            wide=None if wide is None else gather(wide, block),
         )
-        parents = before.parents.at[block].get(mode="clip")
+        parents = gather(before.parents, block)
         above = hash_above(before, block)
         now = put_index(metadata, index)
         resolved = hash_tables.resolve(now, block, prefixes, prefixes.hashes != 0)
         index = hash_tables.enter(index, resolved, prefixes, parents, above)
-        return index, stays.at[resolved.enters].set(True, mode="drop")
+        return index, scatter(stays, resolved.enters, True)
 
     start = empty, jnp.zeros((num_blocks,), bool)
     index, stays = _for_all_blocks(num_blocks, enter_some, start)
 
     def is_cut_off(hashes: jax.Array) -> jax.Array:
-        parent = hashes.at[before.parents].get(mode="fill", fill_value=1)
+        parent = gather(hashes, before.parents, fill=1)
         return (hashes != 0) & (parent == 0)
 
     # Hardly ever a trip: a row has eight entries for one block on average.
@@ -168,7 +169,7 @@ def _still_committed(metadata: Metadata, hashes: jax.Array) -> jax.Array:
     """Return what sequences have committed, i32[S], before a block whose hash is 0."""
     group, committed = metadata.leading, index_of(metadata).committed
     size, num_columns = jnp.int32(group.block_size), group.max_blocks_per_sequence
-    visible = hashes.at[group.block_tables].get(mode="fill", fill_value=0) != 0
+    visible = gather(hashes, group.block_tables, fill=0) != 0
     visible |= group.window.gone_cells(num_columns, group.block_size)
     leading = jnp.cumprod(visible, axis=1, dtype=jnp.int32)
     num_visible = jnp.sum(leading, axis=1, dtype=jnp.int32)

@@ -8,6 +8,7 @@ an engine that parked a text lets the next request find it.
 import jax
 import jax.numpy as jnp
 
+from jkv.indexing import gather, scatter
 from jkv.metadata import requests
 from jkv.metadata.requests import Integers, Texts
 from jkv.prefixes.prefix_index import index_of, with_index
@@ -44,7 +45,7 @@ def _forget_committed(metadata: Metadata, seq_ids: jax.Array) -> Metadata:
     if metadata.block_numbers:
         is_whole &= metadata.leading.window.gaps_of(jnp.maximum(seq_ids, 0)) == 0
     row = jnp.where(is_whole, seq_ids, metadata.max_sequences)
-    committed = index_of(metadata).committed.at[row].set(0, mode="drop")
+    committed = scatter(index_of(metadata).committed, row, 0)
     return with_index(metadata, committed=committed)
 
 
@@ -55,7 +56,7 @@ def _note_texts(metadata: Metadata, seq_ids: jax.Array, tokens: jax.Array) -> Me
     is_live = requests.is_live_once(metadata, seq_ids)
     row = jnp.where(is_live, seq_ids, metadata.max_sequences)[:, None]
     position = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    length = metadata.context_lengths.at[seq_ids].get(mode="clip")[:, None]
+    length = gather(metadata.context_lengths, seq_ids)[:, None]
     told = jnp.where(position < length, tokens, -1)
     return record_texts(metadata, row, position, told)
 
@@ -64,7 +65,7 @@ def _plan_whole(cache: Cache, seq_ids: jax.Array) -> Batch:
     """Return a step that would have appended all tokens of sequences."""
     metadata, num_rows = cache.metadata, cache.max_context_length
     is_live = requests.is_live_once(metadata, seq_ids)
-    lengths = metadata.context_lengths.at[seq_ids].get(mode="clip")
+    lengths = gather(metadata.context_lengths, seq_ids)
     lengths = jnp.where(is_live, lengths, 0)
     none = jnp.zeros((len(seq_ids) * num_rows,), jnp.int32)
     return Batch(
@@ -79,7 +80,7 @@ def _plan_whole(cache: Cache, seq_ids: jax.Array) -> Batch:
         blocks_of_groups=tuple(
             none + g.num_blocks if g.kind == "blocks" else None for g in metadata.groups
         ),
-        epochs=index_of(metadata).epochs.at[seq_ids].get(mode="clip"),
+        epochs=gather(index_of(metadata).epochs, seq_ids),
         is_decoding=False,
         sizes=cache.sizes,
     )

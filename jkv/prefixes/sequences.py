@@ -12,6 +12,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jkv.indexing import gather, scatter
 from jkv.metadata import counters
 from jkv.metadata.entries import for_each_of
 from jkv.prefixes.prefix_index import index_of, with_index
@@ -49,7 +50,7 @@ def enter(
     metadata: Metadata, row: jax.Array, salts: jax.Array, known: jax.Array
 ) -> Metadata:
     """Note the domains of rows from elsewhere, and the tokens visible, i32[B] each."""
-    metadata = _change(metadata, lambda texts: texts.at[row].set(-1, mode="drop"))
+    metadata = _change(metadata, lambda texts: scatter(texts, row, -1))
     return _note_opened(metadata, row, salts, known)
 
 
@@ -65,11 +66,11 @@ def inherit(
     source = jnp.where((row < nothing) & (lengths > 0), parents, nothing)
     metadata = _copy_texts(metadata, row, source, is_exchange=is_exchange)
     index = index_of(metadata)
-    committed = index.committed.at[parents].get(mode="clip")
+    committed = gather(index.committed, parents)
     return _note_opened(
         metadata,
         row,
-        index.sequence_salts.at[parents].get(mode="clip"),
+        gather(index.sequence_salts, parents),
         jnp.minimum(committed, lengths),
     )
 
@@ -77,10 +78,10 @@ def inherit(
 def cut_back(metadata: Metadata, row: jax.Array, lengths: jax.Array) -> Metadata:
     """Note that rows, i32[B], hold no more than these tokens, i32[B], any longer."""
     index = index_of(metadata)
-    committed = jnp.minimum(index.committed.at[row].get(mode="clip"), lengths)
+    committed = jnp.minimum(gather(index.committed, row), lengths)
     # An empty sequence holds nothing that could be out of date.
     committed = jnp.where(lengths == 0, 0, committed)
-    salts = index.sequence_salts.at[row].get(mode="clip")
+    salts = gather(index.sequence_salts, row)
     return _note_opened(metadata, row, salts, committed)
 
 
@@ -91,9 +92,9 @@ def _note_opened(
     index, stamp = index_of(metadata), metadata.now + jnp.uint32(1)
     return with_index(
         metadata,
-        committed=index.committed.at[row].set(committed, mode="drop"),
-        sequence_salts=index.sequence_salts.at[row].set(salts, mode="drop"),
-        epochs=index.epochs.at[row].set(stamp, mode="drop"),
+        committed=scatter(index.committed, row, committed),
+        sequence_salts=scatter(index.sequence_salts, row, salts),
+        epochs=scatter(index.epochs, row, stamp),
     )
 
 
@@ -102,16 +103,14 @@ def texts_of(metadata: Metadata, row: jax.Array) -> jax.Array:
     snapshots = snapshots_of(metadata)
     if snapshots is None:
         return jnp.full((*row.shape, metadata.max_context_length), -1, jnp.int32)
-    return snapshots.sequence_texts.at[row].get(mode="fill", fill_value=-1)
+    return gather(snapshots.sequence_texts, row, fill=-1)
 
 
 def record_texts(
     metadata: Metadata, row: jax.Array, position: jax.Array, tokens: jax.Array
 ) -> Metadata:
     """Note tokens, i32[...], at positions of rows; a row of S is dropped."""
-    return _change(
-        metadata, lambda texts: texts.at[row, position].set(tokens, mode="drop")
-    )
+    return _change(metadata, lambda texts: scatter(texts, (row, position), tokens))
 
 
 def _copy_texts(
@@ -121,12 +120,12 @@ def _copy_texts(
     is_copied = source < metadata.max_sequences
 
     def exchange(texts: jax.Array, source: jax.Array) -> jax.Array:
-        rows = texts.at[source].get(mode="clip")
-        return texts.at[row].set(rows, mode="drop")
+        rows = gather(texts, source)
+        return scatter(texts, row, rows)
 
     def copy(request: jax.Array, texts: jax.Array) -> jax.Array:
-        text = texts.at[source[request]].get(mode="clip")
-        return texts.at[row[request]].set(text, mode="drop")
+        text = gather(texts, gather(source, request))
+        return scatter(texts, gather(row, request), text)
 
     if is_exchange:
         return _change(

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jkv.indexing import gather, scatter, scatter_max
 from jkv.metadata.entries import for_each_of
 from jkv.prefixes import hashing
 from jkv.prefixes.arrays import Snapshots
@@ -69,7 +70,7 @@ def find_longest(
 
     def is_wrong(proposed: jax.Array) -> jax.Array:
         length, best = choose(proposed)
-        theirs = snapshots.texts[:, :width].at[best].get(mode="clip")
+        theirs = gather(snapshots.texts[:, :width], best)
         theirs = jnp.pad(theirs, ((0, 0), (0, width - theirs.shape[1])))
         return jnp.any((theirs != tokens) & (position < length[:, None]), axis=1)
 
@@ -100,10 +101,10 @@ def find_common(metadata: Metadata, tokens: jax.Array, salts: jax.Array) -> jax.
 
     # A prompt at a time: all together would be large.
     def compare(request: jax.Array, common: jax.Array) -> jax.Array:
-        differs = texts != prompts[request]
+        differs = texts != gather(prompts, request)
         differs |= position >= snapshots.lengths[:, None]
         end = jnp.min(jnp.where(differs, position, width), axis=1, initial=width)
-        end = jnp.where(snapshots.salts == salts[request], end, 0)
+        end = jnp.where(snapshots.salts == gather(salts, request), end, 0)
         return common.at[request].set(jnp.max(end)[None])
 
     common = jnp.zeros(salts.shape, jnp.int32)
@@ -112,7 +113,7 @@ def find_common(metadata: Metadata, tokens: jax.Array, salts: jax.Array) -> jax.
 
 def state_at(snapshots: Snapshots, place: jax.Array) -> FoundState:
     """Return the snapshots at places, i32[B], P for none."""
-    pending = snapshots.num_pending.at[place].get(mode="fill", fill_value=0)
+    pending = gather(snapshots.num_pending, place, fill=0)
     return FoundState(place, pending, snapshots.lengths.shape[0])
 
 
@@ -124,11 +125,13 @@ def find_at(
     if snapshots is None:
         return None
     known, none = snapshots.sequence_texts, snapshots.lengths.shape[0]
-    salts = index_of(metadata).sequence_salts.at[seq_ids].get(mode="clip")
+    salts = gather(index_of(metadata).sequence_salts, seq_ids)
 
     def look(request: jax.Array, places: jax.Array) -> jax.Array:
-        text = known.at[seq_ids[request]].get(mode="clip")
-        place, _ = _find_text(snapshots, text[0], lengths[request], salts[request])
+        text = gather(known, gather(seq_ids, request))
+        place, _ = _find_text(
+            snapshots, text[0], gather(lengths, request), gather(salts, request)
+        )
         return places.at[request].set(place)
 
     places = jnp.full(seq_ids.shape, none, jnp.int32)
@@ -158,7 +161,7 @@ def mark_used(metadata: Metadata, found: FoundState | None) -> Metadata:
     stamps = snapshots.num_uses + rank
     return with_snapshots(
         metadata,
-        last_used=snapshots.last_used.at[place].max(stamps, mode="drop"),
+        last_used=scatter_max(snapshots.last_used, place, stamps),
         num_uses=snapshots.num_uses + jnp.sum(is_used, dtype=jnp.uint32),
     )
 
@@ -175,8 +178,8 @@ def make(
     snapshots = snapshots_of(metadata)
     assert snapshots is not None
     length, seq_ids = batch.context_lengths, batch.seq_ids
-    is_now = metadata.context_lengths.at[seq_ids].get(mode="clip") == length
-    committed = index_of(metadata).committed.at[seq_ids].get(mode="clip")
+    is_now = gather(metadata.context_lengths, seq_ids) == length
+    committed = gather(index_of(metadata).committed, seq_ids)
     is_due = (
         continues & is_now & (committed == length) & (length % snapshots.every == 0)
     )
@@ -198,9 +201,12 @@ def _make_one(
     places: jax.Array,
 ) -> tuple[Snapshots, jax.Array]:
     """Find the place of one request's text, i32[1], or give one up for it."""
-    seq_id, length = batch.seq_ids[request], batch.context_lengths[request]
-    text = snapshots.sequence_texts.at[seq_id].get(mode="clip")[0]
-    salt = index_of(metadata).sequence_salts.at[seq_id].get(mode="clip")
+    seq_id, length = (
+        gather(batch.seq_ids, request),
+        gather(batch.context_lengths, request),
+    )
+    text = gather(snapshots.sequence_texts, seq_id)[0]
+    salt = gather(index_of(metadata).sequence_salts, seq_id)
     place, is_told = _find_text(snapshots, text, length, salt)
     none = snapshots.lengths.shape[0]
     is_new = (place == none) & is_told
@@ -226,7 +232,7 @@ def _make_one(
 def put_at(snapshots: Snapshots, places: jax.Array, **values: jax.Array) -> Snapshots:
     """Return snapshots with other values at places, i32[W]; P is dropped."""
     changed: dict[str, Any] = {
-        name: getattr(snapshots, name).at[places].set(value, mode="drop")
+        name: scatter(getattr(snapshots, name), places, value)
         for name, value in values.items()
     }
     return dataclasses.replace(snapshots, **changed)

@@ -11,6 +11,7 @@ chain has a gap (a step not committed, a token not told, a full bucket) adds no 
 import jax
 import jax.numpy as jnp
 
+from jkv.indexing import gather, scatter
 from jkv.metadata import allocator, requests, ring
 from jkv.metadata.requests import Integer, Integers, Texts
 from jkv.metadata.xla_cpu import running_sum
@@ -222,15 +223,15 @@ def _snapshots(metadata: Metadata, seq_id: jax.Array) -> jax.Array:
     known, length = snapshots_of(metadata), metadata.max_context_length
     assert known is not None
     row = row_of(metadata, seq_id)
-    text = known.sequence_texts.at[row].get(mode="fill", fill_value=-1)
-    salt = index_of(metadata).sequence_salts.at[row].get(mode="clip")
+    text = gather(known.sequence_texts, row, fill=-1)
+    salt = gather(index_of(metadata).sequence_salts, row)
     position = jnp.arange(length, dtype=jnp.int32)[None]
     counts = position < known.lengths[:, None]
     alike = jnp.all((known.texts == text[None]) | ~counts, axis=1)
     alike &= known.salts == salt
     alike &= known.lengths <= length_of(metadata, seq_id)
     at = jnp.where(alike & (known.lengths > 0), known.lengths, length + 1)
-    return jnp.zeros((length + 1,), bool).at[at].set(True, mode="drop")
+    return scatter(jnp.zeros((length + 1,), bool), at, True)
 
 
 @jax.jit

@@ -15,6 +15,7 @@ from typing import Any, Self
 import jax
 
 from jkv.config.layers import find_leader
+from jkv.indexing import gather, scatter
 from jkv.state.index import Index
 from jkv.state.rings import Ring
 from jkv.state.windows import Window
@@ -50,7 +51,7 @@ class Sequences:
         """Return how many tokens of sequences, i32[B], are pending, i32[B]."""
         if self.num_pending is None:
             return jax.numpy.zeros(seq_ids.shape, jax.numpy.int32)
-        return self.num_pending.at[seq_ids].get(mode="clip")
+        return gather(self.num_pending, seq_ids)
 
     @property
     def max_sequences(self) -> int:
@@ -168,7 +169,7 @@ class Metadata:
 
     def with_lengths(self, row: jax.Array, lengths: jax.Array | int) -> Self:
         """Note the context lengths of rows, i32[B] each; a row of S is dropped."""
-        lengths = self.context_lengths.at[row].set(lengths, mode="drop")
+        lengths = scatter(self.context_lengths, row, lengths)
         return self.with_sequences(context_lengths=lengths)
 
     def with_pending(self, row: jax.Array, count: jax.Array | int) -> Self:
@@ -176,7 +177,7 @@ class Metadata:
         pending = self.sequences.num_pending
         if pending is None:
             return self
-        pending = pending.at[row].set(jax.numpy.int32(count), mode="drop")
+        pending = scatter(pending, row, jax.numpy.int32(count))
         return self.with_sequences(num_pending=pending)
 
     @property

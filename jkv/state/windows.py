@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.config.counts import count_window_blocks
+from jkv.indexing import gather, scatter, scatter_add
 
 # One for each request, or one for all.
 Columns: TypeAlias = jax.Array | int
@@ -108,7 +109,7 @@ class SlidingWindow:
 
     def gaps_of(self, seq_ids: jax.Array) -> jax.Array:
         """Return the columns that open sequences have given back, i32[...]."""
-        return self.num_given_back.at[seq_ids].get(mode="clip")
+        return gather(self.num_given_back, seq_ids)
 
     def skip(self, rank: jax.Array, gap: Columns, size: int) -> jax.Array:
         """Return the column of the kept block of each rank behind gaps, i32[P]."""
@@ -116,12 +117,12 @@ class SlidingWindow:
 
     def with_gaps(self, row: jax.Array, gap: Columns) -> Self:
         """Note the columns given back of rows, i32[B]; one of S or above is dropped."""
-        given_back = self.num_given_back.at[row].set(gap, mode="drop")
+        given_back = scatter(self.num_given_back, row, gap)
         return dataclasses.replace(self, num_given_back=given_back)
 
     def with_one_more(self, row: jax.Array) -> Self:
         """Note one more column given back for each mention of a row, i32[P]."""
-        given_back = self.num_given_back.at[row].add(1, mode="drop")
+        given_back = scatter_add(self.num_given_back, row, 1)
         return dataclasses.replace(self, num_given_back=given_back)
 
     def unseen_from(self, lengths: jax.Array, size: int) -> jax.Array:

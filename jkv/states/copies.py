@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.indexing import gather, scatter
 from jkv.metadata.entries import for_each_of
 from jkv.sharding.loops import fori_loop
 from jkv.state import StateStorage
@@ -63,10 +64,7 @@ def read_rows(
     """
 
     def clear(arrays: Arrays) -> Arrays:
-        found = {
-            name: array.at[layer, rows].get(mode="clip")
-            for name, array in arrays.items()
-        }
+        found = {name: gather(array, (layer, rows)) for name, array in arrays.items()}
 
         def clear_one(request: jax.Array, found: Arrays) -> Arrays:
             return {name: array.at[request].set(0) for name, array in found.items()}
@@ -76,7 +74,7 @@ def read_rows(
     def fill(arrays: Arrays) -> Arrays:
         def get(array: jax.Array) -> jax.Array:
             row = jnp.where(is_empty, array.shape[1], rows)
-            return array.at[layer, row].get(mode="fill", fill_value=0)
+            return gather(array, (layer, row), fill=0)
 
         return jax.tree.map(get, arrays)
 
@@ -122,8 +120,8 @@ def _copy_rows(arrays: Arrays, moves: StateMoves, source: jax.Array) -> Arrays:
     # A layer at a time: the rows that are on their way are those of one layer.
     def exchange(layer: jax.Array, arrays: Arrays) -> Arrays:
         def each(array: jax.Array) -> jax.Array:
-            rows = array.at[layer, source].get(mode="clip")
-            return array.at[layer, target].set(rows, mode="drop", unique_indices=True)
+            rows = gather(array, (layer, source))
+            return scatter(array, (layer, target), rows, unique=True)
 
         return jax.tree.map(each, arrays)
 
@@ -149,8 +147,8 @@ def _copy(
     def copy(request: jax.Array, changing: Arrays) -> Arrays:
         read = changing if is_same else sources
         return {
-            name: array.at[:, target[request]].set(
-                read[name].at[:, source[request]].get(mode="clip"), mode="drop"
+            name: array.at[:, gather(target, request)].set(
+                read[name].at[:, gather(source, request)].get(mode="clip"), mode="drop"
             )
             for name, array in changing.items()
         }

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.indexing import gather
 from jkv.metadata.part import Done, Lack, Lengths, Masks
 from jkv.state import Cache, Metadata, StateStorage
 from jkv.state.index import Found, FoundState
@@ -103,7 +104,7 @@ def _find_cut(metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array) -> _Cu
 
     The length may be the present one, 0, any from the base on, or a snapshot's.
     """
-    length = metadata.context_lengths.at[seq_ids].get(mode="clip")
+    length = gather(metadata.context_lengths, seq_ids)
     base = length - metadata.sequences.pending_of(seq_ids)
     stands = (lengths == 0) | ((lengths >= base) & (lengths <= length))
     pending = jnp.where(lengths == 0, 0, lengths - base)

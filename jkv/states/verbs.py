@@ -14,6 +14,7 @@ import numpy as np
 
 from jkv.arguments import as_array
 from jkv.formats.bits import as_bits
+from jkv.indexing import gather, scatter
 from jkv.metadata.requests import Integer
 from jkv.sharding.loops import when
 from jkv.state import Batch, Cache, GroupLayer, StateStorage
@@ -211,7 +212,7 @@ def _read(
     dtypes: tuple[np.dtype[Any], ...],
 ) -> Arrays:
     # Whatever an empty sequence's row holds, it begins with zeros.
-    base = bases.at[layer, row].get(mode="fill", fill_value=0)
+    base = gather(bases, (layer, row), fill=0)
     found = read_rows(rows, layer, row, base == 0)
     return {
         name: as_bits(state, dtype)
@@ -230,7 +231,7 @@ def _read_inputs(
 ) -> Arrays:
     found = {}
     for (name, array), dtype in zip(sorted(inputs.items()), dtypes, strict=True):
-        pending = as_bits(array.at[layer, row].get(mode="fill", fill_value=0), dtype)
+        pending = as_bits(gather(array, (layer, row), fill=0), dtype)
         place = jnp.arange(pending.shape[1], dtype=jnp.int32)[None]
         is_pending = _along(place < count[:, None], pending)
         found[name] = jnp.where(is_pending, pending, jnp.zeros_like(pending))
@@ -249,7 +250,7 @@ def _write(
 
     def put(array: jax.Array, rows: jax.Array, row: jax.Array) -> jax.Array:
         rows = as_bits(rows, array.dtype)
-        return array.at[layer, row].set(rows, mode="drop", unique_indices=True)
+        return scatter(array, (layer, row), rows, unique=True)
 
     base = batch.context_lengths - batch.pending_after
     storage = dataclasses.replace(
@@ -273,8 +274,8 @@ def _write(
         earlier = jnp.minimum(place + skipped[:, None], most - 1)
 
         def choose(array: jax.Array, given: jax.Array) -> jax.Array:
-            new = given.at[source].get(mode="fill", fill_value=0)
-            before = array.at[layer, row[:, None], earlier].get(mode="clip")
+            new = gather(given, source, fill=0)
+            before = gather(array, (layer, row[:, None], earlier))
             new = as_bits(new, array.dtype)
             return jnp.where(_along(is_new, new), new, before)
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.indexing import gather
 from jkv.metadata import counters, requests, tables
 from jkv.metadata.entries import find_owners
 from jkv.metadata.part import Done, Granted, Growing, Step, parts_of
@@ -172,7 +173,7 @@ class _Layout(NamedTuple):
     def spread(self, values: jax.Array) -> jax.Array:
         """Give each row the value of the request that owns it: [B] to [R]."""
         if self.owner is not None:
-            return values[self.owner]
+            return gather(values, self.owner)
         num_requests, num_rows = values.shape[0], self.rank.shape[0]
         each = num_rows // max(num_requests, 1)
         return jnp.broadcast_to(values[:, None], (num_requests, each)).reshape(-1)
@@ -193,7 +194,7 @@ def _lay_out(
     starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends[:-1]])
     row = jnp.arange(num_rows, dtype=jnp.int32)
     owner = find_owners(starts, 0, num_rows)
-    return _Layout(starts, num_rows - starts, row - starts[owner], owner)
+    return _Layout(starts, num_rows - starts, row - gather(starts, owner), owner)
 
 
 class _Growth(NamedTuple):
@@ -217,7 +218,7 @@ def _judge_growth(
     rows: _Layout,
 ) -> _Growth:
     """Judge the requests by the blocks free before the call."""
-    length = metadata.context_lengths.at[seq_ids].get(mode="clip")
+    length = gather(metadata.context_lengths, seq_ids)
     padding = requests.is_padding(seq_ids)
     live = requests.is_live(metadata, seq_ids)
     is_first = requests.is_first_mention(metadata, seq_ids)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.blocks.renumbering import FreeBlocks, count_compaction, in_order, renumber
+from jkv.indexing import gather
 from jkv.sharding.loops import fori_loop
 from jkv.state import Cache, Metadata
 from jkv.state.entry import takes_cache
@@ -74,7 +75,7 @@ def _permute(array: jax.Array, source: jax.Array) -> jax.Array:
     """Move blocks, [L, N, ...], in place: layer by layer, a layer's copy at a time."""
 
     def permute_layer(layer: jax.Array, array: jax.Array) -> jax.Array:
-        return array.at[layer].set(array.at[layer, source].get(mode="clip"))
+        return array.at[layer].set(gather(array, (layer, source)))
 
     # No trip where every block stays where it is.
     in_order = jnp.all(source == jnp.arange(source.shape[0], dtype=jnp.int32))

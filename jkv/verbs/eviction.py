@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.indexing import scatter
 from jkv.metadata import counters, requests
 from jkv.metadata.part import close_sequences, parts_of
 from jkv.metadata.requests import Integer, Integers
@@ -203,7 +204,7 @@ def _oldest_first(
     """Return the open sequences not excluded, i32[S], oldest first, -1 after the last;
     and their ages, u32[S], 0 there."""
     row = jnp.where(exclude < 0, metadata.max_sequences, exclude)
-    listed = metadata.is_open.at[row].set(False, mode="drop")
+    listed = scatter(metadata.is_open, row, False)
     sequences = metadata.sequences
     age = jnp.where(listed, sequences.now - sequences.last_used, jnp.uint32(0))
     life = jnp.where(listed, sequences.now - sequences.created, jnp.uint32(0))

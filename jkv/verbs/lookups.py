@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.indexing import gather
 from jkv.metadata import requests, tables
 from jkv.metadata.requests import Integer, Integers
 from jkv.state import BlockGroup, Cache, Metadata, Slots
@@ -245,17 +246,13 @@ def num_free_blocks(cache: Cache) -> jax.Array:
 def table_of(metadata: Metadata, seq_id: jax.Array, *, number: int) -> jax.Array:
     """Return a sequence's row of a group's block tables, i32[M], N if it is closed."""
     group = metadata.groups[number]
-    return group.block_tables.at[row_of(metadata, seq_id)].get(
-        mode="fill", fill_value=group.num_blocks
-    )
+    return gather(group.block_tables, row_of(metadata, seq_id), fill=group.num_blocks)
 
 
 @jax.jit
 def length_of(metadata: Metadata, seq_id: jax.Array) -> jax.Array:
     """Return the context length of a sequence, i32[], 0 if it is not open."""
-    return metadata.context_lengths.at[row_of(metadata, seq_id)].get(
-        mode="fill", fill_value=0
-    )
+    return gather(metadata.context_lengths, row_of(metadata, seq_id), fill=0)
 
 
 @functools.partial(jax.jit, static_argnames="number")
@@ -265,8 +262,8 @@ def _slots(
     group: BlockGroup = metadata.groups[number]
     column, offset = tables.locate(positions, group.block_size)
     column = jnp.where(positions < 0, group.max_blocks_per_sequence, column)
-    found = group.block_tables.at[row_of(metadata, seq_ids), column].get(
-        mode="fill", fill_value=group.num_blocks
+    found = gather(
+        group.block_tables, (row_of(metadata, seq_ids), column), fill=group.num_blocks
     )
     return Slots(found, jnp.where(found < group.num_blocks, offset, 0))
 
@@ -281,7 +278,7 @@ def _tokens(metadata: Metadata, seq_id: jax.Array) -> jax.Array:
     else:
         group = metadata.leading
         table = table_of(metadata, seq_id, number=metadata.leader)
-        told = metadata.tokens.at[table].get(mode="clip").reshape(-1)[:most]
+        told = gather(metadata.tokens, table).reshape(-1)[:most]
         valid &= group.window.is_kept(seq_id, position, group.block_size)
     return jnp.where(valid, told, -1)
 
@@ -290,7 +287,7 @@ def _tokens(metadata: Metadata, seq_id: jax.Array) -> jax.Array:
 def _block_info(metadata: Metadata, block_id: jax.Array, *, number: int) -> BlockInfo:
     group = metadata.groups[number]
     known = (block_id >= 0) & (block_id < group.num_blocks)
-    count = jnp.where(known, group.reference_counts.at[block_id].get(mode="clip"), 0)
+    count = jnp.where(known, gather(group.reference_counts, block_id), 0)
     is_free = known & (count == 0)
     is_cached = is_free & metadata.index.knows(metadata, number, block_id)
     return BlockInfo(count, is_free, is_cached)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.formats.format import parts_of
+from jkv.indexing import gather
 from jkv.metadata import requests
 from jkv.metadata.requests import Integer
 from jkv.sharding.mapping import with_whole_blocks
@@ -145,11 +146,11 @@ def _read(
         tokens = blocks.swapaxes(1, 2).reshape(-1, blocks.shape[1], blocks.shape[3])
         return jnp.where(valid, tokens[:most], jnp.zeros((), tokens.dtype))
 
-    def gather(pool: jax.Array) -> jax.Array:
-        blocks = pool.at[layer, row].get(mode="clip")  # [M, K, T, ...]
+    def read_pool(pool: jax.Array) -> jax.Array:
+        blocks = gather(pool, (layer, row))  # [M, K, T, ...]
         return with_whole_blocks(storage.sharding, blocks, 2)
 
-    keys, values = _restored(storage, 1, gather)
+    keys, values = _restored(storage, 1, read_pool)
     return in_order(keys), in_order(values), length, start
 
 
@@ -161,20 +162,20 @@ def _read_slot(
     known = (layer >= 0) & (block_id >= 0) & (offset >= 0)
     block_id = jnp.where(known, block_id, storage.num_blocks)
 
-    def gather(pool: jax.Array) -> jax.Array:
-        block = pool.at[layer, block_id].get(mode="fill", fill_value=0)
+    def read_pool(pool: jax.Array) -> jax.Array:
+        block = gather(pool, (layer, block_id), fill=0)
         block = with_whole_blocks(storage.sharding, block, 1)
         return block.at[:, offset].get(mode="fill", fill_value=0)
 
-    return _restored(storage, 0, gather)
+    return _restored(storage, 0, read_pool)
 
 
 def _restored(
-    storage: BlockStorage, head_axis: int, gather: Callable[[jax.Array], jax.Array]
+    storage: BlockStorage, head_axis: int, read_pool: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """Return keys and values of what is gathered from each array, heads on one axis."""
     found = {
-        name: without_copies_of_heads(storage.sharding, gather(pool), head_axis)
+        name: without_copies_of_heads(storage.sharding, read_pool(pool), head_axis)
         for name, pool in storage.arrays.items()
     }
     keys = storage.formats.key.read(parts_of("key", found))

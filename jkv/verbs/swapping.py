@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.indexing import scatter
 from jkv.metadata import counters, requests, tables
 from jkv.metadata.part import Luggage, parts_of
 from jkv.metadata.requests import Integers
@@ -188,7 +189,7 @@ def _open(
         if of_part is not None:
             new_tables |= dict.fromkeys(part.numbers, of_part)
     metadata = metadata.with_lengths(row, entering.context_lengths)
-    uses = metadata.sequences.num_uses.at[row].set(entering.num_uses, mode="drop")
+    uses = scatter(metadata.sequences.num_uses, row, entering.num_uses)
     metadata = metadata.with_sequences(num_uses=uses)
     metadata = metadata.index.enter(metadata, row, entering.salts, entering.committed)
     metadata = metadata.with_pending(row, entering.num_pending)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from jkv.indexing import gather
 from jkv.metadata import counters, requests
 from jkv.metadata.part import Done, Moves, apply_plans, parts_of
 from jkv.metadata.requests import Integers
@@ -65,7 +66,7 @@ def _truncate(
 ) -> tuple[Metadata, jax.Array, tuple[Moves, ...]]:
     padding = requests.is_padding(seq_ids)
     live = requests.is_live_once(metadata, seq_ids)
-    length = metadata.context_lengths.at[seq_ids].get(mode="clip")
+    length = gather(metadata.context_lengths, seq_ids)
     outside = (lengths < 0) | (lengths > length)
     looks = [part.cut(metadata, seq_ids, lengths) for part in parts_of(metadata)]
     wrong = requests.any_of([outside, *(m for look in looks for m in look.wrongs)])

@@ -11,6 +11,8 @@ import pytest
 from support.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))  # benchmarks are no package
+import gpu_brief  # noqa: E402
+import gpu_profile  # noqa: E402
 import launches  # noqa: E402
 from gpu_calls import Operands, Workload, find_workloads, make_program  # noqa: E402
 from gpu_parts import BATCHES, Part, list_parts, run_parts  # noqa: E402
@@ -142,3 +144,64 @@ def test_launches_of_a_decode_step_are_counted(monkeypatch):
     ):
         monkeypatch.setattr(compiled, "as_text", lambda text=text: text, raising=False)
         assert [*launches.find_faults(compiled)] == faults
+
+
+def brief_part(name, seconds=20.0, *, is_timed=True, script=""):
+    """A part that waits for its turn, runs a line of Python and saves a row."""
+    lines = (
+        f"import sys, time; sys.path.insert(0, {str(ROOT / 'benchmarks')!r})",
+        "import os, pathlib, json",
+        "turn = os.environ['JKV_TURN']",
+        "pathlib.Path(turn + '.ready').touch()",
+        "while not pathlib.Path(turn + '.go').exists(): time.sleep(0.01)",
+        f"began = time.monotonic(); {script or 'pass'}",
+        "row = {'what': turn, 'median': began, 'p90': time.monotonic()}",
+        "pathlib.Path(sys.argv[1]).write_text(json.dumps([row]))",
+    )
+    return gpu_brief.Part(name, ("-c", "\n".join(lines)), seconds, is_timed)
+
+
+def test_brief_hands_the_device_from_part_to_part(tmp_path, capsys):
+    parts = [
+        brief_part("first", script="time.sleep(0.2)"),
+        brief_part("second", script="time.sleep(0.2)"),
+        brief_part("fails", script="raise SystemExit(3)"),
+        brief_part("too long", seconds=0.3, script="time.sleep(60)"),
+        brief_part("free", is_timed=False),
+    ]
+    failed = gpu_brief.run_brief(True, tmp_path / "results.json", parts)
+    assert failed == 2
+    shown = capsys.readouterr().out
+    assert "fails: failed with 3" in shown and "too long: out of time" in shown
+    rows = {
+        part.name: json.loads(
+            (tmp_path / "brief" / f"{part.file_name}.json").read_text()
+        )
+        for part in parts
+        if part.name in ("first", "second", "free")
+    }
+    assert rows["first"][0]["p90"] <= rows["second"][0]["median"]
+
+
+def test_profile_subtracts_the_shorter_run():
+    events = [("jkv_decode", 0, 2000), ("fusion.1", 3000, 1000)]
+    few = gpu_profile.read_events(events)
+    later = [(name, start + 5000, took) for name, start, took in events]
+    many = gpu_profile.read_events([*events, *later, ("gemm_x", 10_000, 4000)])
+    rows = {row["kernel"]: row for row in gpu_profile.subtract(many, few, steps=2)}
+    assert rows["jkv_decode"]["launches"] == 0.5
+    assert rows["jkv_decode"]["us"] == pytest.approx(1.0)
+    assert rows["gemm_x"]["group"] == "products"
+    # The runs span 14 and 4 us; 3.5 of the 5 us of a step are busy.
+    assert rows["idle"]["us"] == pytest.approx(1.5)
+    groups = {row["group"]: row for row in gpu_profile.sum_groups(rows.values())}
+    assert groups["attention"]["us"] == pytest.approx(1.0)
+
+
+@pytest.mark.further
+def test_brief_runs_on_a_cpu(tmp_path):
+    parts = gpu_brief.list_parts(quick=True)
+    assert gpu_brief.run_brief(True, tmp_path / "results.json", parts) == 0
+    for part in parts:
+        rows = json.loads((tmp_path / "brief" / f"{part.file_name}.json").read_text())
+        assert rows, part.name

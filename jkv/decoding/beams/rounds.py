@@ -37,6 +37,7 @@ from jkv.decoding.steering.rows import (
 )
 from jkv.decoding.texts.blocks import BlockSize, count_cached
 from jkv.decoding.texts.results import FinishReason
+from jkv.indexing import gather
 from jkv.metadata.xla_cpu import divide
 from jkv.sharding.loops import when, while_loop
 from jkv.state import Cache
@@ -98,7 +99,7 @@ def _compute_prompts(
     Kept = tuple[SearchState, jax.Array]
 
     def find_tokens(prompt: jax.Array, position: jax.Array) -> jax.Array:
-        return jnp.maximum(prompts.tokens.at[prompt, position].get(mode="clip"), 0)
+        return jnp.maximum(gather(prompts.tokens, (prompt, position)), 0)
 
     def note(_: Cache, kept: Kept, chunk: Chunk) -> Kept:
         state, logits = kept

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.arguments import explains_arguments
+from jkv.indexing import gather
 from jkv.metadata.entries import find_owners
 from jkv.metadata.requests import check_counts, saturating_cumsum
 from jkv.metadata.xla_cpu import running_sum
@@ -73,7 +74,9 @@ def share_rows(
     more = jnp.clip(left - 1, 0, num_rows)
     more_by_age = jnp.zeros_like(more).at[ages].set(more)
     wanted = saturating_cumsum(more_by_age, num_rows)
-    wanted_by_older = jnp.concatenate([jnp.zeros((1,), jnp.int32), wanted[:-1]])[ages]
+    wanted_by_older = gather(
+        jnp.concatenate([jnp.zeros((1,), jnp.int32), wanted[:-1]]), ages
+    )
     room = num_rows - jnp.sum(first, dtype=jnp.int32)
     return first + jnp.clip(room - wanted_by_older, 0, more)
 
@@ -87,7 +90,7 @@ def locate_rows(
     starts = running_sum(counts) - counts
     row = jnp.arange(num_rows, dtype=jnp.int32)
     owner = find_owners(starts, 0, num_rows)
-    return owner, row + (first - starts)[owner]
+    return owner, row + gather(first - starts, owner)
 
 
 def choose_size(work: jax.Array, sizes: tuple[int, ...]) -> jax.Array:

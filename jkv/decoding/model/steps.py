@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.decoding.model.rows import CHUNK_SIZE
+from jkv.indexing import scatter
 from jkv.metadata.requests import check_counts
 from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.status import UsageError
@@ -93,7 +94,7 @@ class Exact(NamedTuple):
             row = jnp.cumsum(counts, dtype=jnp.int32) - 1
             row = jnp.where(counts > 0, row, self.num_rows)
             rows = jnp.zeros((self.num_rows,), jnp.int32)
-            tokens = rows.at[row].set(tokens, mode="drop")
+            tokens = scatter(rows, row, tokens)
         else:
             tokens = jnp.pad(tokens, (0, self.num_rows - tokens.shape[0]))
         seq_ids = jnp.pad(seq_ids, more, constant_values=NO_SEQUENCE)

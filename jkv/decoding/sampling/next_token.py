@@ -14,6 +14,7 @@ from jkv.decoding.sampling.options import Sampling
 from jkv.decoding.sampling.stopping import Progress, judge_texts
 from jkv.decoding.steering.rows import SteeredRows, mark_refused, rows_of
 from jkv.decoding.texts.results import FinishReason, Generation
+from jkv.indexing import gather, scatter, scatter_add
 from jkv.sharding.loops import when
 
 
@@ -33,7 +34,7 @@ def choose_next(
     result, num_sequences = progress.result, progress.result.lengths.shape[0]
     known = jnp.minimum(sequences, num_sequences - 1)
     chosen = sampling_of(choice.sampling, num_sequences, known)
-    positions = result.lengths[known]
+    positions = gather(result.lengths, known)
     steered = rows_of(choice.steering, progress.prompts, result, known)
     if steered is not None:
         logits = steered.steer(logits)
@@ -61,7 +62,7 @@ def take_several(
     result, num_sequences = progress.result, progress.result.lengths.shape[0]
     known = jnp.minimum(sequences, num_sequences - 1)
     after = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    positions = (result.lengths[known][:, None] + after).reshape(-1)
+    positions = (gather(result.lengths, known)[:, None] + after).reshape(-1)
     each = jnp.broadcast_to(sequences[:, None], tokens.shape).reshape(-1)
     flat = tokens.reshape(-1)
     steered = None if before is None else before.advance(flat)
@@ -91,7 +92,7 @@ class _New(NamedTuple):
     def put(self, tokens: jax.Array) -> jax.Array:
         """Return tokens, i32[N, G], with the new ones."""
         sequences = self.find_served(tokens.shape[0])
-        return tokens.at[sequences, self.positions].set(self.tokens, mode="drop")
+        return scatter(tokens, (sequences, self.positions), self.tokens)
 
     def find_served(self, num_sequences: int) -> jax.Array:
         """Return the sequences that get a token, i32[K]; N for those without."""
@@ -133,17 +134,15 @@ def _put(
     ended = jnp.where(reasons == FinishReason.RUNNING, num_sequences, new.sequences)
     return result._replace(
         tokens=written,
-        lengths=result.lengths.at[served].add(1, mode="drop"),
+        lengths=scatter_add(result.lengths, served, 1),
         reasons=when(
             jnp.any(ended < num_sequences),
-            lambda old: old.at[ended].set(reasons, mode="drop"),
+            lambda old: scatter(old, ended, reasons),
             result.reasons,
         ),
-        logprobs=result.logprobs.at[served, new.positions].set(
-            new.logprobs, mode="drop"
-        ),
+        logprobs=scatter(result.logprobs, (served, new.positions), new.logprobs),
         steering_state=jax.tree.map(
-            lambda rows, new: rows.at[newest].set(new, mode="drop"),
+            lambda rows, new: scatter(rows, newest, new),
             result.steering_state,
             new.steered and new.steered.state,
         ),
@@ -159,7 +158,7 @@ def sampling_of(
     # Of one number each sequence has a seed of its own.
     is_one["seeds"] = False
     picked = {
-        name: getattr(sampling, name) if is_one[name] else values[sequences]
+        name: getattr(sampling, name) if is_one[name] else gather(values, sequences)
         for name, values in rows.items()
     }
     return Sampling(**picked)

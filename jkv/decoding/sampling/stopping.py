@@ -15,6 +15,7 @@ from jkv.decoding.texts.blocks import Blocks, BlockSize, of_tokens, reach
 from jkv.decoding.texts.prompts import Prompts, find_malformed
 from jkv.decoding.texts.results import FinishReason, Generation
 from jkv.decoding.texts.stops import ANY, Stops
+from jkv.indexing import gather
 from jkv.steering import Steering
 
 # Beside a token of a text there can be no such number.
@@ -99,7 +100,7 @@ def judge_texts(
     prompts = progress.prompts
     num_samples = tokens.shape[0] // prompts.lengths.shape[0]
     prompt = jax.lax.div(sequences, jnp.int32(num_samples))
-    newest = tokens[sequences, jnp.maximum(lengths - 1, 0)]
+    newest = gather(tokens, (sequences, jnp.maximum(lengths - 1, 0)))
     stops = progress.stops.of_prompts(prompt)
     is_stop = jnp.any(newest[:, None] == stops.tokens, axis=1)
     if stops.sequences is not None:
@@ -110,8 +111,8 @@ def judge_texts(
         lengths.shape,
         [
             (FinishReason.STOP, is_stop),
-            (FinishReason.LENGTH, lengths >= prompts.limits[prompt]),
-            *progress.bounds.exceeded(prompts.lengths[prompt] + lengths),
+            (FinishReason.LENGTH, lengths >= gather(prompts.limits, prompt)),
+            *progress.bounds.exceeded(gather(prompts.lengths, prompt) + lengths),
         ],
     )
 
@@ -123,7 +124,7 @@ def _ends_with_any(
     width = stops.shape[2]
     offset = jnp.arange(width, dtype=jnp.int32)[None]
     column = lengths[:, None] - width + offset
-    last = tokens[sequences[:, None], jnp.maximum(column, 0)]
+    last = gather(tokens, (sequences[:, None], jnp.maximum(column, 0)))
     last = jnp.where(column < 0, _NO_TOKEN, last)
     agrees = (stops == ANY) | (stops == last[:, None])
     is_stop = jnp.all(agrees, axis=2) & jnp.any(stops != ANY, axis=2)

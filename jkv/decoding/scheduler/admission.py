@@ -19,6 +19,7 @@ from jkv.decoding.scheduler.state import GenerationState, Holder, Loads, note_te
 from jkv.decoding.texts.blocks import Blocks
 from jkv.decoding.texts.prompts import find_texts
 from jkv.decoding.texts.results import FinishReason
+from jkv.indexing import gather, scatter
 from jkv.sharding.loops import while_loop
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.status import Status
@@ -61,7 +62,7 @@ def _open_seated(
     has_states = cache.metadata.has_states
     lanes, is_more = _find_lanes(state, loads, num_lanes, has_states)
     texts, lengths = find_texts(state.prompts, state.result, lanes.sequences)
-    salts = state.prompts.salts[lanes.prompts]
+    salts = gather(state.prompts.salts, lanes.prompts)
     partings = cache.metadata.index.find_partings(cache.metadata, texts, salts)
     cache, opened = allocate(
         cache,
@@ -93,10 +94,10 @@ def _find_lanes(
     lanes = find_oldest(places, can_open, num_lanes)
     found = _Lanes(
         places=lanes,
-        sequences=places.sequences.at[lanes].get(mode="clip"),
-        prompts=loads.prompts.at[lanes].get(mode="clip"),
-        leads=leads.at[lanes].get(mode="fill", fill_value=False),
-        forks=forks.at[lanes].get(mode="fill", fill_value=False),
+        sequences=gather(places.sequences, lanes),
+        prompts=gather(loads.prompts, lanes),
+        leads=gather(leads, lanes, fill=False),
+        forks=gather(forks, lanes, fill=False),
     )
     return found, jnp.sum(can_open, dtype=jnp.int32) > num_lanes
 
@@ -113,19 +114,19 @@ def _fork_prompts(
     if cache.metadata.has_states:
         # A state cannot be cut back: what is held stays so while samples wait for it.
         has_prompt = loads.done == loads.prompt_lengths
-        may_take = ~has_more_samples(state, loads)[lanes.prompts]
+        may_take = ~gather(has_more_samples(state, loads), lanes.prompts)
     is_source = (
         (places.is_cached & has_prompt)[None]
         & (loads.prompts[None] == lanes.prompts[:, None])
         & lanes.forks[:, None]
     )
     has_source = jnp.any(is_source, axis=1)
-    source = places.seq_ids[jnp.argmax(is_source, axis=1)]
+    source = gather(places.seq_ids, jnp.argmax(is_source, axis=1))
     is_held = lanes.forks & ~has_source & holder.holds(lanes.prompts)
     takes = is_held & may_take & (jnp.cumsum(is_held, dtype=jnp.int32) == 1)
     parents = jnp.where(is_held & ~takes, holder.seq_id, NO_SEQUENCE)
     parents = jnp.where(has_source, source, parents)
-    cache, forked = fork(cache, parents, state.prompts.lengths[lanes.prompts])
+    cache, forked = fork(cache, parents, gather(state.prompts.lengths, lanes.prompts))
     seq_ids = jnp.where(takes, holder.seq_id, forked.seq_ids)
     left = jnp.where(jnp.any(takes), NO_SEQUENCE, holder.seq_id)
     return cache, seq_ids, holder._replace(seq_id=left)
@@ -141,19 +142,19 @@ def _note_opened(
     """Note the rows of the cache that places got, i32[K], -1 where they got none."""
     place = jnp.where(seq_ids >= 0, lanes.places, state.places.num_places)
     if partings is not None and state.partings is not None:
-        noted = state.partings.at[place].set(partings, mode="drop")
+        noted = scatter(state.partings, place, partings)
         state = dataclasses.replace(state, partings=noted)
     result = state.result.add_counts(cached_tokens=jnp.sum(num_cached, dtype=jnp.int32))
     # Of its prompt: one that was preempted has its own tokens in the cache, too.
-    begins = (seq_ids >= 0) & (result.lengths.at[lanes.sequences].get(mode="clip") == 0)
+    begins = (seq_ids >= 0) & (gather(result.lengths, lanes.sequences) == 0)
     begun = jnp.where(begins, lanes.sequences, result.lengths.shape[0])
     state = dataclasses.replace(
         state,
         places=state.places._replace(
-            seq_ids=state.places.seq_ids.at[place].set(seq_ids, mode="drop")
+            seq_ids=scatter(state.places.seq_ids, place, seq_ids)
         ),
         result=result._replace(
-            cached_tokens=result.cached_tokens.at[begun].set(num_cached, mode="drop")
+            cached_tokens=scatter(result.cached_tokens, begun, num_cached)
         ),
     )
     return note_texts(state, place)
@@ -170,7 +171,7 @@ def _give_up(
     places, result = state.places, state.result
     is_alone = ~jnp.any(places.is_cached) & ~jnp.any(seq_ids >= 0)
     refused = lanes.leads & (status != Status.OK)
-    ages = places.ages.at[lanes.places].get(mode="fill", fill_value=-1)
+    ages = gather(places.ages, lanes.places, fill=-1)
     is_tried = attempt.is_trial & (ages == places.num_running - 1)
     unseats = jnp.any(is_tried & refused) & ~is_alone
     reason = find_first(
@@ -191,7 +192,5 @@ def _give_up(
             jnp.where(unseats, slack + 1, needs)
             for slack, needs in zip(attempt.slack, state.seating_needs, strict=True)
         ),
-        result=result._replace(
-            reasons=result.reasons.at[ended].set(reason, mode="drop")
-        ),
+        result=result._replace(reasons=scatter(result.reasons, ended, reason)),
     )

@@ -24,6 +24,7 @@ from jkv.decoding.steering.rows import (
 )
 from jkv.decoding.texts.prompts import OfPrompts, Prompts
 from jkv.decoding.texts.results import FinishReason, Generation
+from jkv.indexing import gather, scatter
 from jkv.metadata import mentions, ring
 from jkv.metadata.requests import Integers, Texts, broadcast
 from jkv.state import Cache, Ring
@@ -104,12 +105,10 @@ def add_prompts(
     added = with_variants(added, steering)
     is_busy = jnp.any(state.is_running.reshape(num_prompts, -1), axis=1)
     index = jnp.where(indices < 0, num_prompts, indices)
-    is_free = ~is_busy.at[index].get(mode="fill", fill_value=True)
+    is_free = ~gather(is_busy, index, fill=True)
     is_free &= mentions.is_first(index, num_prompts)
     index = jnp.where(is_free, index, num_prompts)
-    kept = jax.tree.map(
-        lambda old, new: old.at[index].set(new, mode="drop"), state.prompts, added
-    )
+    kept = jax.tree.map(lambda old, new: scatter(old, index, new), state.prompts, added)
     if prompts.stops is None:
         stops = state.stops
     else:
@@ -147,7 +146,7 @@ def _queue_up(
     state = dataclasses.replace(
         state,
         result=state.result.map_sequences(
-            lambda old, new: old.at[sequences].set(new, mode="drop"), fresh
+            lambda old, new: scatter(old, sequences, new), fresh
         ),
         seating_needs=jax.tree.map(jnp.zeros_like, state.seating_needs),
         speculation=state.speculation and state.speculation.forget(sequences),
@@ -165,7 +164,7 @@ def _find_ranks(state: GenerationState, queue: Ring) -> jax.Array:
     num_samples, is_running = state.num_samples, state.is_running
     sequences, waits = list_queue(queue)
     waiting = jnp.where(waits, sequences, len(is_running))
-    has_begun = is_running.at[waiting].set(False, mode="drop")
+    has_begun = scatter(is_running, waiting, False)
     has_begun |= state.result.lengths > 0
     has_begun = jnp.any(has_begun.reshape(-1, num_samples), axis=1)
     first = jnp.iinfo(jnp.int32).min

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jkv.indexing import gather, scatter
 from jkv.metadata.xla_cpu import running_sum
 from jkv.state import NO_SEQUENCE
 
@@ -81,7 +82,7 @@ def find_chosen(
     rank = running_sum(chosen.astype(jnp.int32)) - 1
     lane = jnp.where(chosen & (rank < num_lanes), rank, num_lanes)
     found = jnp.full((num_lanes,), size, jnp.int32)
-    return found.at[lane].set(jnp.arange(size, dtype=jnp.int32), mode="drop")
+    return scatter(found, lane, jnp.arange(size, dtype=jnp.int32))
 
 
 def find_oldest(
@@ -93,7 +94,7 @@ def find_oldest(
     chosen_by_age = jnp.zeros_like(chosen).at[places.ages].set(chosen)
     age = find_chosen(chosen_by_age, num_lanes)
     by_age = sort_by_age(places)
-    return by_age.at[age].get(mode="fill", fill_value=places.num_places)
+    return gather(by_age, age, fill=places.num_places)
 
 
 def find_youngest_running(places: Places) -> jax.Array:
@@ -107,7 +108,7 @@ def unseat_youngest(places: Places) -> Places:
     """Let the youngest running sequence wait; its row of the cache is freed."""
     youngest = find_youngest_running(places)
     return places._replace(
-        seq_ids=places.seq_ids.at[youngest].set(NO_SEQUENCE, mode="drop"),
+        seq_ids=scatter(places.seq_ids, youngest, NO_SEQUENCE),
         num_running=jnp.maximum(places.num_running - 1, 0),
     )
 
@@ -117,7 +118,7 @@ def vacate(places: Places, ended: jax.Array) -> Places:
     ended = ended & places.is_started
     ended_by_age = jnp.zeros_like(ended).at[places.ages].set(ended).astype(jnp.int32)
     upto = running_sum(ended_by_age)
-    older = (upto - ended_by_age)[places.ages]
+    older = gather(upto - ended_by_age, places.ages)
     num_ended = upto[-1]
     num_started = places.num_started - num_ended
     # Empty places follow those that are left; those emptied just now come first.

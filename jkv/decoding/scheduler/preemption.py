@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jkv.decoding.scheduler.places import find_youngest_running, unseat_youngest
 from jkv.decoding.scheduler.state import GenerationState
 from jkv.decoding.texts.blocks import Blocks, count_free_blocks, reach, subtract, total
+from jkv.indexing import gather
 from jkv.sharding.loops import while_loop
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.state.entry import takes_cache
@@ -103,7 +104,9 @@ def _take_back(demand: Blocks, carry: Carry) -> Carry:
     cache, state, promised = carry
     is_held = state.holder.seq_id >= 0
     youngest = find_youngest_running(state.places)
-    seq_id = jnp.where(is_held, state.holder.seq_id, state.places.seq_ids[youngest])
+    seq_id = jnp.where(
+        is_held, state.holder.seq_id, gather(state.places.seq_ids, youngest)
+    )
     cache, _ = free(cache, seq_id[None])
     places = jax.tree.map(
         lambda kept, new: jnp.where(is_held, kept, new),
@@ -118,5 +121,5 @@ def _take_back(demand: Blocks, carry: Carry) -> Carry:
         holder=state.holder._replace(seq_id=jnp.int32(NO_SEQUENCE)),
         result=state.result.add_counts(preemptions=counts.astype(jnp.int32)),
     )
-    given = tuple(jnp.where(is_held, 0, blocks[youngest]) for blocks in demand)
+    given = tuple(jnp.where(is_held, 0, gather(blocks, youngest)) for blocks in demand)
     return cache, state, subtract(promised, given)

@@ -17,6 +17,7 @@ from jkv.decoding.scheduler.state import GenerationState, Loads
 from jkv.decoding.texts import blocks
 from jkv.decoding.texts.blocks import Blocks
 from jkv.decoding.texts.results import FinishReason
+from jkv.indexing import gather, scatter
 from jkv.metadata import ring
 from jkv.metadata.xla_cpu import running_sum
 from jkv.state import Cache, Ring
@@ -37,15 +38,15 @@ def list_queue(queue: Ring) -> tuple[jax.Array, jax.Array]:
 def drop_from_queue(queue: Ring, ended: jax.Array) -> Ring:
     """Return the queue without the sequences that ended, bool[N]."""
     sequences, waits = list_queue(queue)
-    return make_queue(sequences, waits & ~ended[sequences])
+    return make_queue(sequences, waits & ~gather(ended, sequences))
 
 
 def order_queue(queue: Ring, ranks: jax.Array) -> Ring:
     """Order a queue by the ranks of N sequences, i32[N]; equal ones stay."""
     sequences, waits = list_queue(queue)
     last = jnp.iinfo(jnp.int32).max
-    order = jnp.argsort(jnp.where(waits, ranks[sequences], last), stable=True)
-    return make_queue(sequences[order], waits[order])
+    order = jnp.argsort(jnp.where(waits, gather(ranks, sequences), last), stable=True)
+    return make_queue(gather(sequences, order), gather(waits, order))
 
 
 class Candidates(NamedTuple):
@@ -69,9 +70,9 @@ def find_waiting(
     num_preempted = places.num_started - places.num_running
     fresh_rank = lane - num_preempted
     is_fresh = fresh_rank >= 0
-    place = sort_by_age(places).at[places.num_running + lane].get(mode="clip")
+    place = gather(sort_by_age(places), places.num_running + lane)
     fresh = ring.peek(queue, jnp.clip(fresh_rank, 0, queue.count))
-    sequences = jnp.where(is_fresh, fresh, places.sequences[place])
+    sequences = jnp.where(is_fresh, fresh, gather(places.sequences, place))
     return sequences, ~is_fresh | (fresh_rank < queue.count), is_fresh
 
 
@@ -103,12 +104,12 @@ def seat(
 ) -> tuple[Places, Ring]:
     """Give the chosen ones their places, those that are free or their own."""
     rank = running_sum(result.seated.astype(jnp.int32)) - 1
-    place = sort_by_age(places).at[places.num_running + rank].get(mode="clip")
+    place = gather(sort_by_age(places), places.num_running + rank)
     place = jnp.where(result.seated, place, places.num_places)
     num_fresh = jnp.sum(result.seated & candidates.is_fresh, dtype=jnp.int32)
     num_left = jnp.sum(result.passed & candidates.is_fresh, dtype=jnp.int32)
     places = places._replace(
-        sequences=places.sequences.at[place].set(candidates.sequences, mode="drop"),
+        sequences=scatter(places.sequences, place, candidates.sequences),
         num_running=places.num_running + rank[-1] + 1,
         num_started=places.num_started + num_fresh,
     )
@@ -161,13 +162,9 @@ def seat_waiting(
         state,
         places=places,
         queue=queue,
-        seating_needs=tuple(
-            need.at[num_passed].get(mode="fill", fill_value=0) for need in needs
-        ),
+        seating_needs=tuple(gather(need, num_passed, fill=0) for need in needs),
     )
-    is_tried_next = candidates.may_cost_less.at[num_passed].get(
-        mode="fill", fill_value=False
-    )
+    is_tried_next = gather(candidates.may_cost_less, num_passed, fill=False)
     goes_on = is_trial | (num_passed == num_lanes) | (is_tried_next & (num_passed > 0))
     keep_free = tuple(jnp.where(is_trial, each, 0) for each in promised)
     return state, Attempt(is_trial, keep_free, slack, goes_on)
@@ -178,10 +175,10 @@ def _find_candidates(
 ) -> Candidates:
     waiting = find_waiting(state.places, state.queue, num_lanes)
     sequences, size = waiting[0], state.block_size(cache)
-    ended = state.result.reasons[sequences] != FinishReason.RUNNING
+    ended = gather(state.result.reasons, sequences) != FinishReason.RUNNING
     prompt = jax.lax.div(sequences, jnp.int32(state.num_samples))
-    prompt_lengths = state.prompts.lengths[prompt]
-    text_lengths = prompt_lengths + state.result.lengths[sequences]
+    prompt_lengths = gather(state.prompts.lengths, prompt)
+    text_lengths = prompt_lengths + gather(state.result.lengths, sequences)
     costs, leads = blocks.of_tokens(text_lengths, size), jnp.ones_like(ended)
     if state.num_samples > 1:
         # The first sample computes the prompt, unless it is held for it.

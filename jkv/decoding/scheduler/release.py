@@ -14,6 +14,7 @@ from jkv.decoding.scheduler.places import LANES, find_chosen, find_oldest, vacat
 from jkv.decoding.scheduler.samples import find_hand_over
 from jkv.decoding.scheduler.state import GenerationState, Holder, note_texts
 from jkv.decoding.texts.results import FinishReason
+from jkv.indexing import gather, scatter
 from jkv.sharding.loops import when, while_loop
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.state.entry import takes_cache
@@ -47,7 +48,7 @@ def release_ended(
 
     # In most steps no sequence ends.
     places = state.places
-    ended = places.is_started & ~state.is_running[places.sequences]
+    ended = places.is_started & ~gather(state.is_running, places.sequences)
     is_unwanted = _is_holder_unwanted(state)
     return when(jnp.any(ended) | is_unwanted, release, (cache, state))
 
@@ -107,9 +108,9 @@ def _free_all(cache: Cache, seq_ids: jax.Array) -> Cache:
     def trip(carry: Carry) -> Carry:
         cache, left = carry
         chosen = find_chosen(left, num_lanes)
-        lanes = seq_ids.at[chosen].get(mode="fill", fill_value=NO_SEQUENCE)
+        lanes = gather(seq_ids, chosen, fill=NO_SEQUENCE)
         cache, _ = free(cache, lanes)
-        return cache, left.at[chosen].set(False, mode="drop")
+        return cache, scatter(left, chosen, False)
 
     left = seq_ids != NO_SEQUENCE
     cache, _ = while_loop(lambda carry: jnp.any(carry[1]), trip, (cache, left))
@@ -129,12 +130,15 @@ def _hand_over(
     def trip(carry: Carry) -> Carry:
         cache, state, left, given = carry
         giver = find_oldest(places, left, 1)[0]
-        seq_id, length = places.seq_ids[giver], loads.prompt_lengths[giver]
+        seq_id, length = (
+            gather(places.seq_ids, giver),
+            gather(loads.prompt_lengths, giver),
+        )
         cache, status = truncate(cache, seq_id[None], length[None])
         # A sequence that cannot be cut back is freed; the prompt is computed again.
         is_cut = status[0] == Status.OK
-        receiver = jnp.where(is_cut, receivers[giver], -1)
-        state = _receive(state, receiver, seq_id, loads.prompts[giver])
+        receiver = jnp.where(is_cut, gather(receivers, giver), -1)
+        state = _receive(state, receiver, seq_id, gather(loads.prompts, giver))
         return cache, state, left.at[giver].set(False), given.at[giver].set(is_cut)
 
     cache, state, _, given = while_loop(
@@ -154,9 +158,7 @@ def _receive(
     is_held = receiver == places.num_places
     state = dataclasses.replace(
         state,
-        places=places._replace(
-            seq_ids=places.seq_ids.at[place].set(seq_id, mode="drop")
-        ),
+        places=places._replace(seq_ids=scatter(places.seq_ids, place, seq_id)),
         holder=Holder(
             seq_id=jnp.where(is_held, seq_id, holder.seq_id),
             prompt=jnp.where(is_held, prompt, holder.prompt),
@@ -171,4 +173,4 @@ def _is_holder_unwanted(state: GenerationState) -> jax.Array:
         return jnp.zeros((), bool)
     sample_index = jnp.arange(state.num_samples, dtype=jnp.int32)
     samples = state.holder.prompt * state.num_samples + sample_index
-    return (state.holder.seq_id >= 0) & ~jnp.any(state.is_running[samples])
+    return (state.holder.seq_id >= 0) & ~jnp.any(gather(state.is_running, samples))

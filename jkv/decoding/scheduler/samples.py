@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from jkv.decoding.scheduler.places import find_oldest, sort_by_age
 from jkv.decoding.scheduler.state import GenerationState, Holder, Loads
+from jkv.indexing import gather, scatter_add, scatter_max, scatter_min
 from jkv.sharding.loops import when
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.verbs.forking import fork
@@ -40,11 +41,11 @@ def find_pending(
     pending = places.is_pending
     running = jnp.where(places.is_cached, prompts, num_prompts)
     most_done = jnp.full((num_prompts,), -1, jnp.int32)
-    most_done = most_done.at[running].max(done, mode="drop")[prompts]
+    most_done = gather(scatter_max(most_done, running, done), prompts)
     is_held = state.holder.holds(prompts)
     oldest = jnp.full((num_prompts,), places.num_places, jnp.int32)
     waiting = jnp.where(pending, prompts, num_prompts)
-    oldest = oldest.at[waiting].min(places.ages, mode="drop")[prompts]
+    oldest = gather(scatter_min(oldest, waiting, places.ages), prompts)
     is_alone = (most_done < 0) & ~is_held
     leads = pending & is_alone & (places.ages == oldest)
     return leads, pending & ((most_done >= loads.prompt_lengths) | is_held)
@@ -68,18 +69,22 @@ def find_hand_over(
         return jnp.where(mask, prompts, num_prompts)
 
     none = jnp.zeros((num_prompts,), jnp.int32)
-    num_cached = none.at[of(stays & places.is_cached)].add(1, mode="drop")
-    num_running = none.at[of(stays)].add(1, mode="drop")
+    num_cached = scatter_add(none, of(stays & places.is_cached), 1)
+    num_running = scatter_add(none, of(stays), 1)
     youngest = jnp.full((num_prompts,), nothing, jnp.int32)
-    heir = youngest.at[of(stays & ~places.is_cached)].min(places.ages, mode="drop")
+    heir = scatter_min(youngest, of(stays & ~places.is_cached), places.ages)
     may_give = ended & places.is_cached & loads.has_prompt
-    giver = youngest.at[of(may_give)].min(places.ages, mode="drop")
+    giver = scatter_min(youngest, of(may_give), places.ages)
 
-    is_last = may_give & (num_cached[prompts] == 0) & (places.ages == giver[prompts])
-    has_heir = heir[prompts] < nothing
-    is_wanted = unfinished[prompts] > num_running[prompts]
+    is_last = (
+        may_give
+        & (gather(num_cached, prompts) == 0)
+        & (places.ages == gather(giver, prompts))
+    )
+    has_heir = gather(heir, prompts) < nothing
+    is_wanted = gather(unfinished, prompts) > gather(num_running, prompts)
     by_age = sort_by_age(places)
-    receiver = by_age.at[heir[prompts]].get(mode="fill", fill_value=nothing)
+    receiver = gather(by_age, gather(heir, prompts), fill=nothing)
     return is_last & (has_heir | is_wanted), receiver
 
 
@@ -87,7 +92,7 @@ def has_more_samples(state: GenerationState, loads: Loads) -> jax.Array:
     """Return which prompts have samples that wait without a place, bool[Q]."""
     num_prompts = state.prompts.lengths.shape[0]
     of_place = jnp.where(state.places.is_running, loads.prompts, num_prompts)
-    seated = jnp.zeros((num_prompts,), jnp.int32).at[of_place].add(1, mode="drop")
+    seated = scatter_add(jnp.zeros((num_prompts,), jnp.int32), of_place, 1)
     return state.num_unfinished > seated
 
 
@@ -98,13 +103,13 @@ def hold_prompt(cache: Cache, state: GenerationState) -> tuple[Cache, Generation
     places, loads, holder = state.places, state.loads(cache), state.holder
     is_whole = places.is_cached & places.is_running
     is_whole &= loads.done == loads.prompt_lengths
-    wanted = is_whole & has_more_samples(state, loads)[loads.prompts]
+    wanted = is_whole & gather(has_more_samples(state, loads), loads.prompts)
     wanted &= holder.seq_id < 0
 
     def hold(carry: tuple[Cache, Holder]) -> tuple[Cache, Holder]:
         cache, _ = carry
         place = find_oldest(places, wanted, 1)
-        parent = places.seq_ids.at[place].get(mode="fill", fill_value=NO_SEQUENCE)
+        parent = gather(places.seq_ids, place, fill=NO_SEQUENCE)
         cache, forked = fork(cache, parent)
         return cache, Holder(seq_id=forked.seq_ids[0], prompt=loads.prompts[place[0]])
 

@@ -18,6 +18,7 @@ from jkv.decoding.texts.blocks import Blocks, BlockSize, Held
 from jkv.decoding.texts.prompts import Prompts, find_texts, find_tokens
 from jkv.decoding.texts.results import FinishReason, Generation
 from jkv.decoding.texts.stops import Stops
+from jkv.indexing import gather, scatter
 from jkv.state import NO_SEQUENCE, Cache, Ring
 from jkv.steering import Steering
 
@@ -100,7 +101,7 @@ class GenerationState:
         places, num_sequences = self.places, self.result.lengths.shape[0]
         sequence = jnp.where(places.is_cached, places.sequences, num_sequences)
         nowhere = jnp.full((num_sequences,), NO_SEQUENCE, jnp.int32)
-        return nowhere.at[sequence].set(places.seq_ids, mode="drop")
+        return scatter(nowhere, sequence, places.seq_ids)
 
     @property
     def num_unfinished(self) -> jax.Array:
@@ -114,7 +115,7 @@ class GenerationState:
 
     def tokens_at(self, places: jax.Array, positions: jax.Array) -> jax.Array:
         """Return tokens of the texts in places, i32[...], at positions, i32[...]."""
-        sequences = self.places.sequences[places]
+        sequences = gather(self.places.sequences, places)
         return find_tokens(self.prompts, self.result, sequences, positions)
 
     def progress(self, cache: Cache) -> Progress:
@@ -131,11 +132,11 @@ class GenerationState:
         """What the sequence of each place has."""
         places, num_samples = self.places, jnp.int32(self.num_samples)
         prompt = jax.lax.div(places.sequences, num_samples)
-        prompt_lengths = self.prompts.lengths[prompt]
+        prompt_lengths = gather(self.prompts.lengths, prompt)
         return Loads(
             prompts=prompt,
             prompt_lengths=prompt_lengths,
-            text_lengths=prompt_lengths + self.result.lengths[places.sequences],
+            text_lengths=prompt_lengths + gather(self.result.lengths, places.sequences),
             done=blocks.count_cached(cache, places.seq_ids),
             held=Held.of(cache, places.seq_ids),
         )
@@ -155,9 +156,9 @@ class GenerationState:
 
 def note_texts(state: GenerationState, lanes: jax.Array) -> GenerationState:
     """Note which tokens the texts in places have, i32[K]; W is no place."""
-    sequences = state.places.sequences.at[lanes].get(mode="clip")
+    sequences = gather(state.places.sequences, lanes)
     texts, _ = find_texts(state.prompts, state.result, sequences)
     token = jnp.where(texts < 0, state.seen.shape[1], texts)
-    seen = state.seen.at[lanes].set(False, mode="drop")
-    seen = seen.at[lanes[:, None], token].set(True, mode="drop")
+    seen = scatter(state.seen, lanes, False)
+    seen = scatter(seen, (lanes[:, None], token), True)
     return dataclasses.replace(state, seen=seen)

@@ -29,6 +29,7 @@ from jkv.decoding.scheduler.state import GenerationState, Loads
 from jkv.decoding.texts.blocks import count_used_blocks
 from jkv.decoding.texts.prompts import find_tokens
 from jkv.decoding.texts.results import FinishReason, Generation
+from jkv.indexing import gather, scatter
 from jkv.sharding.loops import when, while_loop
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.status import Status
@@ -133,7 +134,7 @@ def choose_tokens(
         progress, logits, sequences, state.seen, choice
     )
     if state.num_samples > 1:
-        is_first = is_ready & (lengths[places.sequences] == 0)
+        is_first = is_ready & (gather(lengths, places.sequences) == 0)
         progress = progress._replace(result=result)
         result = _choose_for_samples(progress, state, logits, is_first, choice)
     state = dataclasses.replace(state, result=result)
@@ -147,7 +148,7 @@ def note_seen(
     place = jnp.arange(state.places.num_places, dtype=jnp.int32)
     place = place.reshape(-1, *(1,) * (tokens.ndim - 1))
     token = jnp.where(is_ready, tokens, state.seen.shape[1])
-    seen = state.seen.at[place, token].set(True, mode="drop")
+    seen = scatter(state.seen, (place, token), True)
     return dataclasses.replace(state, seen=seen)
 
 
@@ -168,20 +169,22 @@ def _choose_for_samples(
     def trip(carry: Carry) -> Carry:
         todo, result = carry
         place = jnp.argmax(todo)
-        leader = state.places.sequences[place]
+        leader = gather(state.places.sequences, place)
         sample_index = jnp.arange(num_samples, dtype=jnp.int32)
         sequences = (
             jax.lax.div(leader, jnp.int32(num_samples)) * num_samples + sample_index
         )
         before = progress._replace(result=result)
-        is_open = before.is_running[sequences] & (result.lengths[sequences] == 0)
+        is_open = gather(before.is_running, sequences) & (
+            gather(result.lengths, sequences) == 0
+        )
         is_open &= sequences != leader
         chosen = jnp.where(is_open, sequences, num_sequences)
 
         def spread(row: jax.Array) -> jax.Array:
             return jnp.broadcast_to(row[None], (num_samples, row.shape[0]))
 
-        rows, seen = spread(logits[place]), spread(state.seen[place])
+        rows, seen = spread(gather(logits, place)), spread(gather(state.seen, place))
         result, *_ = choose_next(before, rows, chosen, seen, choice)
         return todo.at[place].set(False), result
 
@@ -204,7 +207,7 @@ def note_refusals(
     sequence = jnp.where(refused, places.sequences, result.reasons.shape[0])
     reasons = when(
         jnp.any(refused),
-        lambda reasons: reasons.at[sequence].set(cause.astype(jnp.int32), mode="drop"),
+        lambda reasons: scatter(reasons, sequence, cause.astype(jnp.int32)),
         result.reasons,
     )
     return dataclasses.replace(state, result=result._replace(reasons=reasons))

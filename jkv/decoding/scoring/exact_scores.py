@@ -22,6 +22,7 @@ from jkv.decoding.model.steps import Exact
 from jkv.decoding.sampling.draws import pick_logprobs
 from jkv.decoding.scoring.scored import WITHOUT_COPIES, Scored, resize
 from jkv.decoding.texts.prompts import count_tokens
+from jkv.indexing import gather, scatter, scatter_add
 from jkv.metadata.xla_cpu import running_sum
 from jkv.sharding.loops import fori_loop, when
 from jkv.state import NO_SEQUENCE, Cache
@@ -93,7 +94,7 @@ def _score_first(
         known = jnp.minimum(index, num_prompts - 1)
 
         def find_tokens(text: jax.Array, position: jax.Array) -> jax.Array:
-            return jnp.maximum(prompts.at[known[text], position].get(mode="clip"), 0)
+            return jnp.maximum(gather(prompts, (known[text], position)), 0)
 
         def note(_: Cache, found: jax.Array, chunk: Chunk) -> jax.Array:
             at = jnp.where(chunk.is_whole, known, num_prompts)
@@ -101,7 +102,7 @@ def _score_first(
             def put(found: jax.Array, logits: jax.Array) -> jax.Array:
                 tokens = chosen[known].T
                 scores = lax.map(lambda token: pick_logprobs(logits, token), tokens)
-                return found.at[at].set(scores.T, mode="drop")
+                return scatter(found, at, scores.T)
 
             return when(jnp.any(chunk.is_whole), put, found, chunk.logits)
 
@@ -153,17 +154,17 @@ def _score_later(
         rank = running_sum((is_new & is_row).astype(jnp.int32)) - 1
         request = jnp.where(is_row, rank, width)
         nowhere = jnp.full((width,), NO_SEQUENCE, jnp.int32)
-        ids = nowhere.at[request].set(seq_ids[owner], mode="drop")
-        counts = jnp.zeros((width,), jnp.int32).at[request].add(1, mode="drop")
-        tokens = continuations.at[owner, column].get(mode="clip")
+        ids = scatter(nowhere, request, seq_ids[owner])
+        counts = scatter_add(jnp.zeros((width,), jnp.int32), request, 1)
+        tokens = gather(continuations, (owner, column))
         tokens = jnp.where(is_row, tokens, 0)
         cache, _, logits = runner.run(
             cache, ids, tokens, counts, commits=False, asked_rows=row
         )
-        following = continuations.at[owner, column + 1].get(mode="clip")
+        following = gather(continuations, (owner, column + 1))
         scores = pick_logprobs(logits, jnp.maximum(following, 0))
         at = jnp.where(is_row, owner, count)
-        return cache, found.at[at, column + 1].set(scores, mode="drop")
+        return cache, scatter(found, (at, column + 1), scores)
 
     num_calls = lax.div(total + (width - 1), jnp.int32(width))
     return fori_loop(jnp.int32(0), num_calls, take, (cache, first))[1]

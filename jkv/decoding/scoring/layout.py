@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.decoding.texts.text_tree import TextTree
+from jkv.indexing import scatter_add, scatter_max, scatter_min
 from jkv.metadata.entries import find_owners
 
 
@@ -61,9 +62,9 @@ def find_places(tree: TextTree) -> Places:
     segment = jnp.where(tree.segments >= 0, tree.segments, count)
     row = jnp.arange(num_rows, dtype=jnp.int32)
     first = jnp.full((count + 1,), num_rows, jnp.int32)
-    first = first.at[segment].min(row, mode="drop").at[count].set(num_rows)
-    last = jnp.full((count + 1,), -1, jnp.int32).at[segment].max(row, mode="drop")
-    lengths = jnp.zeros((count + 1,), jnp.int32).at[segment].add(1, mode="drop")
+    first = scatter_min(first, segment, row).at[count].set(num_rows)
+    last = scatter_max(jnp.full((count + 1,), -1, jnp.int32), segment, row)
+    lengths = scatter_add(jnp.zeros((count + 1,), jnp.int32), segment, 1)
     lengths = lengths.at[count].set(0)
 
     number = jnp.arange(count, dtype=jnp.int32)

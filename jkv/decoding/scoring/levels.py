@@ -20,6 +20,7 @@ from jkv.decoding.scoring.one_call import run_tree
 from jkv.decoding.scoring.scored import Scored, resize_for_tree
 from jkv.decoding.texts.prompts import count_tokens, refuse_unknown
 from jkv.decoding.texts.text_tree import TextTree, is_known, list_places, measure
+from jkv.indexing import gather
 from jkv.status import UsageError
 from jkv.verbs.allocation import allocate
 from jkv.verbs.appending import append
@@ -198,5 +199,5 @@ def logprobs_at(
     """Return the log-probabilities of tokens, f32[...], 0 of those not asked for."""
     at = jnp.where(follows, rows, 0), jnp.where(follows, tokens, 0)
     normalised = jax.nn.log_softmax(logits, axis=-1)
-    found = normalised.at[at].get(mode="fill", fill_value=jnp.nan)
+    found = gather(normalised, at, fill=jnp.nan)
     return jnp.where(follows, found, 0.0)

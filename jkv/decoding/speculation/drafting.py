@@ -30,6 +30,7 @@ from jkv.decoding.speculation.options import DraftModel
 from jkv.decoding.speculation.verification import DRAFT
 from jkv.decoding.steering.rows import is_nothing_left
 from jkv.decoding.texts.blocks import count_cached
+from jkv.indexing import gather
 from jkv.sharding.loops import fori_loop
 from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.status import Status, UsageError
@@ -165,7 +166,7 @@ def _run_ahead(
     rows = drafts.rows
     sequences, made = state.places.sequences, state.result.lengths
     chosen = sampling_of(choice.sampling, made.shape[0], sequences)
-    seeds, made = by_row(chosen, sequences.shape[0]).seeds, made[sequences]
+    seeds, made = by_row(chosen, sequences.shape[0]).seeds, gather(made, sequences)
     # What is drafted is steered, too, or most of it would be refused.
     begun = state.rows_of(choice.steering)
     Carry = tuple[Cache, Guesses, jax.Array, Any]

@@ -15,6 +15,7 @@ from jkv.decoding.speculation.options import PromptLookup
 from jkv.decoding.steering.rows import SteeredRows
 from jkv.decoding.texts import blocks
 from jkv.decoding.texts.blocks import BlockSize
+from jkv.indexing import gather
 from jkv.metadata.xla_cpu import running_sum
 from jkv.state import Cache
 
@@ -118,8 +119,8 @@ def limit_guesses(
 ) -> jax.Array:
     """Return for how many guesses there is room beside what was promised, i32[W]."""
     places, size = state.places, BlockSize(cache.block_size)
-    made = state.result.lengths[places.sequences]
-    left = state.prompts.limits[loads.prompts] - made
+    made = gather(state.result.lengths, places.sequences)
+    left = gather(state.prompts.limits, loads.prompts) - made
     room = cache.max_context_length - loads.text_lengths
     counts = jnp.clip(jnp.minimum(left - 1, room), 0, counts)
     is_ready = places.is_cached & places.is_running

@@ -35,6 +35,7 @@ from jkv.decoding.speculation.options import DraftModel, PromptLookup, check_spe
 from jkv.decoding.speculation.pace import Pace
 from jkv.decoding.speculation.verification import check_guesses
 from jkv.decoding.texts.prompts import find_texts
+from jkv.indexing import gather
 from jkv.sharding.loops import when, while_loop
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.status import UsageError
@@ -217,7 +218,7 @@ def _guess(fixed: _Fixed, loop: _Loop) -> tuple[_Loop, Guesses]:
     cache, state, options = loop.cache, loop.state, fixed.options
     places, loads = state.places, state.loads(cache)
     is_ready = places.is_cached & places.is_running
-    lengths = state.result.lengths[places.sequences]
+    lengths = gather(state.result.lengths, places.sequences)
     # A first token is drawn for all samples of a prompt, by a plain step.
     is_decoding = jnp.all((loads.count_left(places) <= 1) & (~is_ready | (lengths > 0)))
     steered = state.rows_of(fixed.choice.steering)

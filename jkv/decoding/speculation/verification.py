@@ -41,6 +41,7 @@ from jkv.decoding.scheduler.step import count_step, note_refusals, note_seen
 from jkv.decoding.speculation.guesses import Guesses, GuessRows, row_sizes
 from jkv.decoding.steering.rows import SteeredRows, mark_refused
 from jkv.decoding.texts.prompts import find_tokens
+from jkv.indexing import gather, scatter
 from jkv.sharding.loops import when
 from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.verbs.appending import append
@@ -78,9 +79,9 @@ def check_guesses(
     num_rows = batch.query_lengths
     state = count_step(cache, state, loads, jnp.minimum(num_rows, 1))
     state = note_refusals(state, batch.status)
-    before = state.result.lengths[places.sequences]
+    before = gather(state.result.lengths, places.sequences)
     state = _take_checked(cache, state, check, batch, chosen)
-    made = state.result.lengths[places.sequences] - before
+    made = gather(state.result.lengths, places.sequences) - before
     made = jnp.where(num_rows > 0, made, 0)
     cache = _keep(cache, batch, loads, jnp.minimum(made, num_rows))
     accepted = jnp.maximum(made - 1, 0)
@@ -104,14 +105,14 @@ class _Check(NamedTuple):
     def choose(self, logits: jax.Array, rows: GuessRows) -> _Chosen:
         """Choose the token after each row, taking the guesses before it as right."""
         state, guesses = self.state, self.guesses.tokens
-        sequences = state.places.sequences[rows.places]
+        sequences = gather(state.places.sequences, rows.places)
         sampling = sampling_of(self.sampling, state.result.lengths.shape[0], sequences)
-        counts = state.result.lengths[sequences] + rows.before
+        counts = gather(state.result.lengths, sequences) + rows.before
         guess = jnp.arange(guesses.shape[1], dtype=jnp.int32)[None]
         is_before = guess < rows.before[:, None]
-        token = jnp.where(is_before, guesses[rows.places], state.seen.shape[1])
+        token = jnp.where(is_before, gather(guesses, rows.places), state.seen.shape[1])
         row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
-        seen = state.seen[rows.places].at[row, token].set(True, mode="drop")
+        seen = scatter(gather(state.seen, rows.places), (row, token), True)
         if self.steered is not None:
             row_of = rows.places * (guesses.shape[1] + 1) + rows.before
             logits = self.steered.pick(row_of).steer(logits)
@@ -145,9 +146,9 @@ class _Check(NamedTuple):
             wanted = filter_logits(logits, sampling, seen=seen)
             tokens = accept_or_replace(
                 wanted,
-                draft_logits[draft],
-                guesses.tokens[draft],
-                rows.before < guesses.counts[rows.places],
+                gather(draft_logits, draft),
+                gather(guesses.tokens, draft),
+                rows.before < gather(guesses.counts, rows.places),
                 by.seeds,
                 counts,
             )
@@ -172,7 +173,7 @@ def _compute_guesses(
     rows = GuessRows.of(counts, sizes[-1])
     newest = find_tokens(state.prompts, state.result, places.sequences, loads.done)
     of_place = jnp.concatenate([newest[:, None], guesses.tokens], axis=1)
-    tokens = of_place.at[rows.places, rows.before].get(mode="clip")
+    tokens = gather(of_place, (rows.places, rows.before))
     seq_ids = jnp.where(is_ready, places.seq_ids, NO_SEQUENCE)
     has_states = cache.metadata.has_states
     cache, batch = append(
@@ -219,7 +220,7 @@ def _take_checked(
     num_tokens = guesses.tokens.shape[1]
     after = jnp.arange(num_tokens + 1, dtype=jnp.int32)[None]
     row = batch.query_starts[:, None] + after
-    tokens, logprobs = (array.at[row].get(mode="clip") for array in chosen)
+    tokens, logprobs = (gather(array, row) for array in chosen)
     guess = jnp.pad(guesses.tokens, ((0, 0), (0, 1)))
     is_right = (after < guesses.counts[:, None]) & (tokens == guess)
     num_sequences = state.result.lengths.shape[0]

@@ -17,6 +17,7 @@ from jax import lax
 
 from jkv.decoding.texts.prompts import Prompts
 from jkv.decoding.texts.results import Generation
+from jkv.indexing import gather
 from jkv.status import UsageError
 from jkv.steering import Steering
 from jkv.steering.protocol import check_steering
@@ -33,7 +34,7 @@ class SteeredRows(NamedTuple):
         """Return these rows of it, i32[...]; with more axes they are flattened."""
         rows = rows.reshape(-1)
         state, is_steered = jax.tree.map(
-            lambda array: array.at[rows].get(mode="clip"), (self.state, self.is_steered)
+            lambda array: gather(array, rows), (self.state, self.is_steered)
         )
         return self._replace(state=state, is_steered=is_steered)
 

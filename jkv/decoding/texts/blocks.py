@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jkv.indexing import gather
 from jkv.metadata.xla_cpu import divide
 from jkv.state import Cache
 
@@ -67,7 +68,7 @@ def count_used_blocks(cache: Cache) -> jax.Array:
 def count_cached(cache: Cache, seq_ids: jax.Array) -> jax.Array:
     """Return the tokens that sequences have in a cache, i32[...]; 0 of none."""
     row = jnp.where(seq_ids >= 0, seq_ids, cache.max_sequences)
-    return cache.metadata.context_lengths.at[row].get(mode="fill", fill_value=0)
+    return gather(cache.metadata.context_lengths, row, fill=0)
 
 
 class Held(NamedTuple):
@@ -82,7 +83,7 @@ class Held(NamedTuple):
         row = jnp.where(seq_ids >= 0, seq_ids, cache.max_sequences)
 
         def find(array: jax.Array) -> jax.Array:
-            return array.at[row].get(mode="fill", fill_value=0)
+            return gather(array, row, fill=0)
 
         groups = cache.metadata.block_groups
         mapped = tuple(find(group.num_mapped_blocks) for group in groups)

@@ -12,6 +12,7 @@ import numpy as np
 
 from jkv.decoding.texts.results import Generation
 from jkv.decoding.texts.stops import Stops
+from jkv.indexing import gather
 from jkv.metadata.requests import I32, Integers, Texts, as_prompts, broadcast
 from jkv.status import UsageError
 
@@ -164,9 +165,9 @@ def find_tokens(
     """Return tokens of texts, prompts and what was generated behind, i32[...]; or 0."""
     num_samples = result.tokens.shape[0] // prompts.tokens.shape[0]
     prompt = jax.lax.div(sequences, jnp.int32(num_samples))
-    behind = positions - prompts.lengths[prompt]
-    given = prompts.tokens.at[prompt, positions].get(mode="clip")
-    generated = result.tokens.at[sequences, jnp.maximum(behind, 0)].get(mode="clip")
+    behind = positions - gather(prompts.lengths, prompt)
+    given = gather(prompts.tokens, (prompt, positions))
+    generated = gather(result.tokens, (sequences, jnp.maximum(behind, 0)))
     return jnp.maximum(jnp.where(behind < 0, given, generated), 0)
 
 
@@ -178,7 +179,7 @@ def find_texts(
     """Return whole texts, i32[K, P + G], -1 behind each, and their lengths, i32[K]."""
     num_samples = result.tokens.shape[0] // prompts.tokens.shape[0]
     prompt = jax.lax.div(sequences, jnp.int32(num_samples))
-    lengths = prompts.lengths[prompt] + result.lengths[sequences]
+    lengths = gather(prompts.lengths, prompt) + gather(result.lengths, sequences)
     width = prompts.tokens.shape[1] + result.tokens.shape[1]
     position = jnp.arange(width, dtype=jnp.int32)[None]
     tokens = find_tokens(prompts, result, sequences[:, None], position)

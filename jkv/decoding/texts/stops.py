@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.indexing import gather, scatter
 from jkv.metadata.requests import as_ids, pad_rows
 from jkv.status import UsageError
 
@@ -48,7 +49,7 @@ class Stops:
         """Return what stops each of these prompts, i32[K], or all of them alike."""
 
         def pick(rows: jax.Array) -> jax.Array:
-            return rows if rows.shape[0] == 1 else rows[prompts]
+            return rows if rows.shape[0] == 1 else gather(rows, prompts)
 
         return jax.tree.map(pick, self)
 
@@ -67,7 +68,7 @@ class Stops:
                 )
             if old is None or new is None:
                 return None
-            return old.at[prompts].set(new, mode="drop")
+            return scatter(old, prompts, new)
 
         tokens = put(self.tokens, stops.tokens)
         assert tokens is not None

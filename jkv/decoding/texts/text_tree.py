@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.decoding.texts.prompts import count_tokens
+from jkv.indexing import scatter_add
 from jkv.metadata.requests import Integers, Texts, as_prompts, broadcast
 from jkv.status import UsageError
 
@@ -89,7 +90,7 @@ class TextTree:
         ones = (self.segments >= 0).astype(jnp.int32)
         segments = jnp.where(self.segments >= 0, self.segments, self.num_segments)
         empty = jnp.zeros((self.num_segments,), jnp.int32)
-        return empty.at[segments].add(ones, mode="drop")
+        return scatter_add(empty, segments, ones)
 
 
 def empty_tree() -> TextTree:
