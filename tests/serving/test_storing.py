@@ -13,6 +13,7 @@ from jkv.decoding import FinishReason
 from jkv.serving import Engine
 from jkv.serving.request import domains
 from jkv.serving.request.domains import Domains
+from jkv.serving.scheduler import storing as storing_module
 
 pytestmark = pytest.mark.one_end
 PROMPTS = np.random.default_rng(5).integers(0, 29, (12, WIDTH)).tolist()
@@ -261,7 +262,8 @@ def test_what_copies_slower_than_it_computes_is_computed(copying, restored):
     engine = make_engine(free_blocks=FREE_BLOCKS, store=store, store_share=0.9)
     play(engine, rounds=1)
     storing = engine._scheduler.storing
-    storing._copying.seconds, storing._computing.seconds = copying, 1e-3
+    storing._copying = storing_module._Pace(copying, num_timed=2)
+    storing._computing = storing_module._Pace(1e-3, num_timed=2)
     engine.generate(PROMPTS[:1], max_new_tokens=1)
     assert engine.stats().restored_tokens == restored
     if not restored:  # and is tried again in the end

@@ -39,10 +39,17 @@ class _Pace:
     """Seconds that a token takes, the newest weighing most; 0 until one was timed."""
 
     seconds: float = 0.0
+    num_timed: int = 0
+    num_compiling: int = 0  # how many at first are too slow to tell
+
+    @property
+    def is_known(self) -> bool:
+        return self.num_timed > self.num_compiling
 
     def add(self, seconds: float, tokens: int) -> None:
         new = seconds / tokens
-        self.seconds = new if not self.seconds else 0.7 * self.seconds + 0.3 * new
+        self.seconds = 0.7 * self.seconds + 0.3 * new if self.is_known else new
+        self.num_timed += 1
 
 
 class NoStoring:
@@ -97,7 +104,7 @@ class Storing:
         self._reserve = [max(int(size * share), 1) for size in sizes]
         # What should leave of the cache before the window under way.
         self._leaving: jax.Array | None = None
-        self._copying, self._computing = _Pace(), _Pace()
+        self._copying, self._computing = _Pace(num_compiling=1), _Pace()
         # Blocks that were restored for prompts that have not begun.
         self._awaited: dict[Request, int] = {}
         self._read = -math.inf  # when the last window was
@@ -232,20 +239,18 @@ class Storing:
         self._done["restored_blocks"] += num
         self._awaited[request] = num
         if brought > 0:
-            # The first one compiles.
-            if self._done["restored_tokens"]:
-                self._copying.add(time.monotonic() - start, brought)
             self._done["restored_tokens"] += brought
+            self._copying.add(time.monotonic() - start, brought)
 
     def _is_slower(self, tokens: int) -> bool:
         """Return whether copying takes longer than computing, as far as both are known.
 
         Paces of short prompts are rough: what is nearly as fast is copied.
         """
-        copying, computing = self._copying.seconds, self._computing.seconds
-        if not (copying and computing):
+        copying, computing = self._copying, self._computing
+        if not (copying.is_known and computing.is_known):
             return False
-        return tokens * (copying - computing) > LEAST_GAIN
+        return tokens * (copying.seconds - computing.seconds) > LEAST_GAIN
 
     def _match(self, request: Request) -> int:
         """Return how many tokens of a prompt the cache has."""
