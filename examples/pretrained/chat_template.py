@@ -139,10 +139,9 @@ def _fill(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _part(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message with its text in parts."""
-    text = message["content"]
-    parts = [{"type": "text", "text": text}] if text else []
-    return {**message, "content": parts}
+    """Return a message with its text in parts; templates look at the first one."""
+    text = message["content"] or ""
+    return {**message, "content": [{"type": "text", "text": text}]}
 
 
 @functools.lru_cache(maxsize=16)

@@ -306,6 +306,14 @@ def test_texts_come_in_parts_where_nothing_else_is_taken(tmp_path):
     assert render(tmp_path, template, CHAT) == "Be brief.|Why <é>?\n|"
 
 
+def test_a_message_without_a_text_has_a_part_without_one(tmp_path):
+    """Templates look at the first part of each message."""
+    template = EACH + "{{ m.content[0].type }}:" + PARTS + "|" + END
+    assert render(tmp_path, template, WITH_CALL) == (
+        "text:Be brief.|text:Why <é>?\n|text:|text:sun|"
+    )
+
+
 def test_roles_and_fields_that_templates_do_not_know(tmp_path):
     developer = [
         {"role": "developer", "content": "a", "refusal": None, "tool_calls": []}
