@@ -82,8 +82,9 @@ class Folder:
         """Return the layout of what lies here, or note one; refuse any other."""
         path = self._layout_path
         try:
-            with open(path, encoding="utf-8") as file:
-                said = json.load(file)
+            with open(path, "rb") as file:
+                note = file.read()
+            said = json.loads(note)
             there, theirs = said["version"], Layout.of_json(said["layout"])
         except FileNotFoundError:
             if layout is not None:
@@ -107,6 +108,7 @@ class Folder:
                 f"{self.path} holds blocks of another layout: name another folder, or "
                 f"remove that one ({different})"
             )
+        self._note, self._is_noted = note, True
         return theirs
 
     def note(self, version: str, layout: Layout) -> None:
@@ -309,8 +311,9 @@ class Folder:
     def clear(self) -> None:
         self.flush()
         for name in self._scan():
-            with contextlib.suppress(OSError):
-                os.unlink(os.path.join(self.path, name))
+            if not name.endswith(UNFINISHED):  # another process may be writing it
+                with contextlib.suppress(OSError):
+                    os.unlink(os.path.join(self.path, name))
         with self._lock:
             self._sizes = {}
 

@@ -44,7 +44,7 @@ class _Pace:
 
     @property
     def is_known(self) -> bool:
-        return self.num_timed > self.num_compiling
+        return self.num_timed > self.num_compiling and self.seconds > 0
 
     def add(self, seconds: float, tokens: int) -> None:
         new = seconds / tokens
