@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jkv
-from jkv.formats.bits import STORED_AS
+from jkv.formats.format import STORED_AS
 
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))

@@ -19,7 +19,7 @@ from gpu_torch import TORCH, Synchronised, import_torch
 from harness import Case
 
 import jkv
-from jkv.formats.bits import STORED_AS
+from jkv.formats.format import STORED_AS
 
 KERNEL, CUDNN = "jkv", "jkv, prompts by cuDNN"
 CALLS = 4  # in a program

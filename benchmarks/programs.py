@@ -43,6 +43,7 @@ class Size(NamedTuple):
     operations: int  # of StableHLO
     fusions: int  # of the compiled module
     scatters: int  # likewise
+    loops: int  # likewise; on a GPU the host waits for each condition
     seconds: float  # of compiling, processor time
 
 
@@ -110,7 +111,9 @@ def measure(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Size:
     lines = (compiled.as_text() or "").splitlines()
     fusions = sum(" fusion(" in line for line in lines)
     scatters = sum(re.search(r" scatter\(", line) is not None for line in lines)
-    return Size(count_operations(lowered.as_text()), fusions, scatters, seconds)
+    loops = sum(re.search(r" while\(", line) is not None for line in lines)
+    operations = count_operations(lowered.as_text())
+    return Size(operations, fusions, scatters, loops, seconds)
 
 
 def list_sources(

@@ -349,7 +349,7 @@ def count_launches(text: str) -> dict[str, int] | None:
 def pretend_mi300x() -> Iterator[None]:
     """Let the kernel be cut for the card that is compiled for."""
     found = {"rocm": "gfx942"}
-    with unittest.mock.patch("jkv.attention.cards.find_target", found.get):
+    with unittest.mock.patch("jkv.attention.backend.find_target", found.get):
         yield
 
 

@@ -38,12 +38,11 @@ from gpu_calls import (  # noqa: E402
     shape_operands,
 )
 
-from jkv.attention.call import Call, Requests, make_requests  # noqa: E402
+from jkv.attention.call import Call, Pools, Requests, make_pools, make_requests  # noqa: E402  # noqa: E402
 from jkv.attention.kernel.backend import Way
 from jkv.attention.kernel.launches.attention import attend_kernel  # noqa: E402
 from jkv.attention.kernel.tiles.table import Tile, Tuning, Ways  # noqa: E402
 from jkv.attention.kernel.work.planning import find_card_tuning  # noqa: E402
-from jkv.attention.pools import Pools, make_pools  # noqa: E402
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "tiles.json"
 # A program of one call suffices where that takes long. Of short ones only the number of

@@ -15,7 +15,7 @@ from jkv import serialization
 from jkv.attention import paged_attention
 from jkv.config.cache_config import CacheConfig
 from jkv.lazy import imports_later
-from jkv.prefixes.arrays import PrefixIndex
+from jkv.prefixes.index import PrefixIndex
 from jkv.state import (
     NO_SEQUENCE,
     Batch,
@@ -162,8 +162,15 @@ __getattr__ = imports_later(
         "jkv.verbs.swapping": "SwapIn swap_in swap_out",
     },
     (
-        *("decoding", "grammar", "inspection", "jitted", "making", "recurrence"),
-        *("serving", "steering", "trees"),
+        "decoding",
+        "grammar",
+        "inspection",
+        "jitted",
+        "making",
+        "recurrence",
+        "serving",
+        "steering",
+        "trees",
     ),
 )
 

@@ -8,12 +8,14 @@ import functools
 import inspect
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jkv.signatures import with_signature
 from jkv.status import CacheError, UsageError
 
 Params = ParamSpec("Params")
@@ -32,10 +34,79 @@ WORDS: dict[Any, str] = {
     jax.Array: "an array",
     np.ndarray: "an array",
 }
+# Kinds of numbers in the notation of arrays.
+KINDS: dict[Any, str] = {
+    jnp.bool_: "bool",
+    jnp.integer: "int32",
+    jnp.floating: "float",
+    jnp.number: "float32",
+}
 # What no protocol of ours is.
 PLAIN = (str, bytes, complex, float, int, list, tuple, dict, set, type(None))
 # Raised on purpose, with words of their own.
 OWN_ERRORS = (UsageError, CacheError, NotImplementedError)
+
+
+def expect(
+    name: str,
+    value: Any,
+    axes: str,  # letters or numbers, "R H D"; "M E | E" for either, "N ..." for more
+    sizes: Mapping[str, int] | None = None,  # of letters, as far as they are known
+    kind: Any = None,  # of its numbers, one of `KINDS` or a dtype; None for any
+    *,
+    why: str = "",  # where the sizes come from, or what to do
+) -> dict[str, int]:
+    """Return the sizes of all letters of an array that has these axes.
+
+    Raises:
+      UsageError: for anything else, saying what it must be and what it is.
+    """
+    known = {} if sizes is None else dict(sizes)
+    forms = [form.split() for form in axes.split("|")]
+    found = find_kind(value)
+    if found is not None and (kind is None or jnp.issubdtype(found[0], kind)):
+        for form in forms:
+            if (matched := _match(form, found[1], known)) is not None:
+                return matched
+    word = "" if kind is None else KINDS.get(kind) or jnp.dtype(kind).name
+    expected = " or ".join(f"{word}[{', '.join(form)}]" for form in forms)
+    named = [f"{each} = {known[each]}" for each in forms[0] if each in known]
+    if named:
+        expected += f" with {', '.join(named)}"
+    if found is None:
+        expected = f"an array, {expected}"
+    why = f", {why}" if why else ""
+    raise UsageError(f"{name} must be {expected}{why}, got {name_kind(value)}")
+
+
+def _match(
+    form: list[str], shape: tuple[int, ...], known: dict[str, int]
+) -> dict[str, int] | None:
+    """Return the sizes of letters, None where a shape does not have the form."""
+    if form[-1:] == ["..."]:
+        form = form[:-1]
+        shape = shape[: len(form)]
+    if len(shape) != len(form):
+        return None
+    sizes = dict(known)
+    for axis, size in zip(form, shape, strict=True):
+        wanted = int(axis) if axis.isdigit() else sizes.setdefault(axis, size)
+        if wanted != size:
+            return None
+    return sizes
+
+
+def find_kind(value: Any) -> tuple[Any, tuple[int, ...]] | None:
+    """Return the dtype and shape of an array, None of anything else."""
+    if isinstance(value, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
+        return value.dtype, value.shape
+    return None
+
+
+def name_kind(value: Any) -> str:
+    """Return the dtype and shape of an array, else the name of a type."""
+    kind = find_kind(value)
+    return type(value).__name__ if kind is None else f"{kind[0]}{list(kind[1])}"
 
 
 def explains_arguments(
@@ -54,7 +125,7 @@ def explains_arguments(
                 raise
         return function(*again[0], **again[1])
 
-    return explained
+    return with_signature(explained, function)
 
 
 def as_arrays(

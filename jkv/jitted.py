@@ -33,7 +33,7 @@ import jax
 from jkv import decoding
 from jkv.decoding.sampling.options import check_sampling
 from jkv.decoding.speculation.options import check_speculation
-from jkv.decoding.texts.stops import as_stop_sequences, as_stop_tokens
+from jkv.decoding.texts.prompts import as_stop_sequences, as_stop_tokens
 from jkv.decoding.texts.text_tree import TextTree
 from jkv.metadata.requests import as_domains, read_prompts, saturated
 
@@ -44,9 +44,20 @@ Loop = TypeVar("Loop", bound=Callable[..., Any])
 # Arguments that shapes and programs depend on, of all loops.
 STATIC = frozenset(
     {
-        *("model", "config", "steps", "max_new_tokens", "num_samples", "max_running"),
-        *("chunk_size", "row_counts", "exact", "mesh", "heads"),
-        *("num_beams", "num_return", "early_stopping"),
+        "model",
+        "config",
+        "steps",
+        "max_new_tokens",
+        "num_samples",
+        "max_running",
+        "chunk_size",
+        "row_counts",
+        "exact",
+        "mesh",
+        "heads",
+        "num_beams",
+        "num_return",
+        "early_stopping",
     }
 )
 # How the host reads the arguments that are integers, before anything is traced: JAX
@@ -68,14 +79,15 @@ CHECKS = {"sampling": check_sampling, "speculate": check_speculation}
 
 def _jit(loop: Loop, donated: tuple[str, ...] = ("cache",)) -> Loop:
     """Return a loop jitted, with the type and the documentation of the loop."""
-    signature = inspect.signature(loop)
-    names = {*signature.parameters} if "fields" not in signature.parameters else STATIC
-    static = sorted(STATIC & names)
+    static = sorted(STATIC & {*inspect.signature(loop).parameters})
     jitted = jax.jit(loop, static_argnames=static, donate_argnames=donated)
+
+    # Which has the fields as keyword arguments, none of which is required.
+    written = inspect.signature(inspect.unwrap(loop))
 
     @functools.wraps(loop)
     def call(*args: Any, **options: Any) -> Any:
-        given = signature.bind(*args, **options)
+        given = written.bind(*args, **options)
         fields = given.arguments.get("fields", {})
         for arguments in (given.arguments, fields):
             for name, value in arguments.items():

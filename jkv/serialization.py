@@ -27,7 +27,8 @@ from jkv.decoding.texts.results import (
     Generation,
     Statistics,
 )
-from jkv.prefixes.arrays import Beside, PrefixIndex, Snapshots
+from jkv.prefixes.arrays import Beside, Snapshots
+from jkv.prefixes.index import PrefixIndex
 from jkv.state.batch import StepSizes
 from jkv.state.states import StateSizes
 from jkv.state.storage import GroupSizes

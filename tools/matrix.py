@@ -254,7 +254,6 @@ TABLES: dict[str, tuple[Row, ...]] = {
             (
                 "test_swapping.py::test_one_among_many",
                 "test_saving.py::test_is_restored_to_the_bit",
-                "test_version_0_2.py::test_a_cache_is_read",
             ),
         ),
         Row(

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 import jkv
 from jkv.commands.compiled_programs import keep_compiled_programs
 from jkv.decoding import spread_seeds
-from jkv.decoding.model.rows import CHUNK_SIZE
+from jkv.decoding.model.steps import CHUNK_SIZE
 from jkv.formats.table import checked_dtype
 from jkv.serving import Engine, StopSizes
 

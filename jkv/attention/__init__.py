@@ -13,16 +13,22 @@ import jax
 import jax.numpy as jnp
 
 from jkv.arguments import explains_arguments
-from jkv.attention.call import Call, Requests, empty_results, make_requests
+from jkv.attention.call import (
+    Call,
+    Pools,
+    Requests,
+    empty_results,
+    make_pools,
+    make_requests,
+)
 from jkv.attention.choice import choose
-from jkv.attention.pools import Pools, make_pools
 from jkv.attention.validation import (
-    Integer,
     require_options,
     require_part,
     require_queries,
     require_requests,
 )
+from jkv.signatures import Integer
 
 __all__ = ["paged_attention"]
 

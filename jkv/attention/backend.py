@@ -9,14 +9,89 @@ import dataclasses
 from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jkv.attention.call import Call, Requests
-from jkv.attention.cards import DEFAULT, Card
-from jkv.attention.derivative import Cotangents, Gradients, shape_gradients
-from jkv.attention.pools import Pools
+from jkv.attention.call import Call, Pools, Requests
 from jkv.attention.slots import SlotWrite
+
+# Stands for all platforms that are not named.
+DEFAULT = "default"
+
+
+class Card(NamedTuple):
+    """What a program is lowered for."""
+
+    platform: str  # as JAX names it: "rocm", "cuda", "cpu"; or `DEFAULT`
+    target: str | None  # such as "gfx942" or "sm_90"; None where it is not known
+
+
+def find_card(platform: str) -> Card:
+    """Return what is known of the card of a platform."""
+    is_gpu = platform in ("rocm", "cuda")
+    return Card(platform, find_target(platform) if is_gpu else None)
+
+
+def find_gpu() -> Card | None:
+    """Return the GPU at hand, None if there is none."""
+    cards = map(find_card, ("rocm", "cuda"))
+    return next((card for card in cards if card.target is not None), None)
+
+
+def find_target(
+    platform: str,  # "rocm" or "cuda"
+) -> str | None:
+    """Name the GPU at hand, such as gfx942 or sm_90, as far as it is of a platform.
+
+    None if the program is to run on some other machine, and the card not known.
+    """
+    device = jax.devices()[0]
+    # From JAX 0.11 on a program may be meant for a card that is not here but named
+    # (`use_abstract_mesh`); only AMD's names are those of targets.
+    mesh = jax.sharding.get_abstract_mesh()
+    named = getattr(mesh, "abstract_device", None)
+    if named is not None and named.device_kind != device.device_kind:
+        is_target = platform == "rocm" and named.device_kind.startswith("gfx")
+        return named.device_kind if is_target else None
+    name = str(getattr(device, "compute_capability", ""))
+    if device.platform != "gpu" or name.startswith("gfx") != (platform == "rocm"):
+        return None
+    return name.split(":")[0] if platform == "rocm" else f"sm_{name.replace('.', '')}"
+
+
+class Cotangents(NamedTuple):
+    """What a backward pass reads of each row and head, beside the call."""
+
+    d_output: jax.Array  # [R, H, Dv], in the output's dtype
+    lse: jax.Array  # f32[R, H], -inf for a row that sees nothing
+    # d score = weight * (d weight - delta): what the softmax couples, summed up.
+    delta: jax.Array  # f32[R, H], sum(d_output * output) - d_lse
+
+
+class Gradients(NamedTuple):
+    """Cotangents of what is multiplied; of the pools None unless they hold floats."""
+
+    queries: jax.Array  # f32[R, H, D], of the scaled queries
+    keys: jax.Array | None  # [L, N, K, T, D], in the pool's dtype
+    values: jax.Array | None  # [L, N, K, T, Dv], None also if they lie in the keys
+
+
+def shape_gradients(call: Call) -> Gradients:
+    """Return the shapes and dtypes of what a backward pass gives."""
+    queries = jax.ShapeDtypeStruct(call.queries.shape, jnp.float32)
+    pools = map(_shape_gradient, (call.pools.keys, call.pools.values))
+    shapes: tuple[Any, ...] = queries, *pools
+    return Gradients(*shapes)
+
+
+def _shape_gradient(pool: jax.Array | None) -> jax.ShapeDtypeStruct | None:
+    """Return that of a pool of whole floats, None for what has no gradient."""
+    if pool is None or not jnp.issubdtype(pool.dtype, jnp.floating):
+        return None
+    if pool.dtype.itemsize == 1:
+        return None
+    return jax.ShapeDtypeStruct(pool.shape, pool.dtype)
 
 
 class StepShape(NamedTuple):
@@ -145,6 +220,12 @@ def _lower(_ctx: Any, *, reason: str, **_params: Any) -> Any:
 
 
 _refuse = Primitive("jkv_refuse")
+
+
 _refuse.multiple_results = True
+
+
 _refuse.def_abstract_eval(_find_types)
+
+
 mlir.register_lowering(_refuse, _lower)

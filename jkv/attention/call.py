@@ -1,19 +1,94 @@
 """A call: queries, the pools that they read, and which request reads what.
 
 Symbols: `R` query rows, `H` query heads, `K` kv heads, `G = H // K` query heads of one
-kv head, `D` (`Dv`) key (value) head dim; `S` rows of the block tables, `M` blocks per
-row, `B` requests.
+kv head, `D` (`Dv`) key (value) head dim; `L` layers, `N` blocks, `T` tokens per block;
+`S` rows of the block tables, `M` blocks per row, `B` requests.
+
+A call may read parts of blocks: several devices have a sequence, each an equal part of
+its blocks. Of each block of T tokens the first of n devices has the first T / n, and so
+on. What one of them has of a sequence lies in its pool as a shorter sequence does,
+without gaps and in order, so it is attended to as such: all that is needed is where a
+row's own position falls in it (`find_held`). What the devices find is joined by its
+log-sum-exp (`softmax.join_parts`), as pieces of a context are on one device.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
-from jkv.attention import lazy_chex as chex
-from jkv.attention.parts import find_held
-from jkv.attention.pools import Pools
+from jkv.arguments import expect
+from jkv.attention.validation import (
+    require_format,
+    require_value_dim,
+)
+from jkv.formats.format import Format, Formats, Parts
+
+
+class Stored(NamedTuple):
+    """Keys or values as they are stored."""
+
+    parts: Parts  # [L, N, K, T, ...] each
+    format: Format
+
+    @property
+    def num_blocks(self) -> int:
+        """N."""
+        return self.parts["pool"].shape[1]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Pools:
+    """Stored keys and values, and what they mean.
+
+    Symbols: `L` layers, `N` blocks, `K` kv heads, `T` tokens per block, `D` (`Dv`) key
+    (value) head dim.
+    """
+
+    keys: jax.Array  # [L, N, K, T, D], or as their format has it
+    values: jax.Array | None  # [L, N, K, T, Dv]; None: the first Dv of each key
+    # [L, N, K, T], float or bits of one, where the format has scales. Without `values`
+    # the keys' scales are theirs.
+    key_scales: jax.Array | None
+    value_scales: jax.Array | None
+    # Static: no shape tells them.
+    head_dim: int = dataclasses.field(metadata={"static": True})  # D
+    value_dim: int = dataclasses.field(metadata={"static": True})  # Dv
+    formats: Formats = dataclasses.field(metadata={"static": True})
+
+    @property
+    def num_kv_heads(self) -> int:
+        """K."""
+        return self.keys.shape[2]
+
+    @property
+    def block_size(self) -> int:
+        """T."""
+        return self.keys.shape[3]
+
+    @property
+    def stored_keys(self) -> Stored:
+        """The keys."""
+        parts = {"pool": self.keys, "scales": self.key_scales}
+        return Stored(_those_there(parts), self.formats.key)
+
+    @property
+    def stored_values(self) -> Stored | None:
+        """The values, None where they are the first Dv of each key."""
+        if self.values is None:
+            return None
+        parts = {"pool": self.values, "scales": self.value_scales}
+        return Stored(_those_there(parts), self.formats.value)
+
+    @property
+    def dtypes(self) -> set[np.dtype[Any]]:
+        """What the elements are, one dtype unless keys and values differ."""
+        return {each.dtype for each in self.formats}
 
 
 class Requests(NamedTuple):
@@ -137,32 +212,55 @@ def call_of(queries: jax.Array, pools: Pools) -> Call:
     )
 
 
-def empty_results(call: Call) -> tuple[jax.Array, jax.Array]:
-    """Return what a call gives that has no rows or no requests."""
-    output, lse = call.results
-    return (
-        jnp.zeros(output.shape, output.dtype),
-        jnp.full(lse.shape, -jnp.inf, lse.dtype),
+def make_pools(
+    keys_and_scales: tuple[jax.Array, jax.Array | None],
+    values_and_scales: tuple[jax.Array | None, jax.Array | None],
+    *,
+    has_layers: bool,
+    dtypes: Sequence[jax.typing.DTypeLike | None] = (None, None),
+    value_head_dim: int | None = None,
+) -> Pools:
+    """Check pools with their scales, and bring them to five axes.
+
+    Raises:
+      ValueError: saying what does not fit.
+    """
+    keys, key_scales = keys_and_scales
+    values, value_scales = values_and_scales
+    layers, why = "L ", "layer=None drops the L"
+    if not has_layers:
+        layers, why = "", "as layer is None"
+    sizes = expect("key_pool", keys, f"{layers}N K T D", why=why)
+    if values is not None:
+        expect("value_pool", values, f"{layers}N K T Dv", sizes, why="as key_pool")
+    if not has_layers:
+        # The new axis is a view under jit, and free.
+        keys, values, key_scales, value_scales = jax.tree.map(
+            lambda array: array[None], (keys, values, key_scales, value_scales)
+        )
+    of_keys = of_values = require_format("key", keys, key_scales, dtypes[0])
+    head_dim, value_dim = of_keys.width_of(keys.shape[4]), None
+    if values is not None:
+        of_values = require_format("value", values, value_scales, dtypes[1])
+        value_dim = of_values.width_of(values.shape[4])
+    elif value_scales is not None:
+        raise ValueError(
+            "with value_pool=None the keys' scales are the values': leave value_scales "
+            "out"
+        )
+    return Pools(
+        keys=keys,
+        values=values,
+        key_scales=key_scales,
+        value_scales=value_scales,
+        head_dim=head_dim,
+        value_dim=require_value_dim(value_dim, head_dim, value_head_dim),
+        formats=Formats(of_keys, of_values),
     )
 
 
-def check_call(call: Call) -> None:
-    """Assert the shapes and dtypes that implementations rely on, at trace time."""
-    requests, num_requests = call.requests, call.num_requests
-    chex.assert_shape(call.queries, (None, None, call.pools.head_dim))
-    chex.assert_is_divisible(call.num_heads, call.pools.num_kv_heads)
-    chex.assert_rank(call.pools.keys, 5)
-    chex.assert_rank([call.layer, call.scale], 0)
-    chex.assert_rank(requests.block_tables, 2)
-    chex.assert_shape(list(requests[1:]), (num_requests,))
-    chex.assert_type([call.layer, *requests], jnp.int32)
-    chex.assert_type(call.scale, jnp.float32)
-    if call.window is not None:
-        chex.assert_shape(call.window, ())
-        chex.assert_type(call.window, jnp.int32)
-    if call.sinks is not None:
-        chex.assert_shape(call.sinks, (call.num_heads,))
-        chex.assert_type(call.sinks, jnp.float32)
+def _those_there(parts: dict[str, jax.Array | None]) -> Parts:
+    return {name: array for name, array in parts.items() if array is not None}
 
 
 def make_requests(
@@ -194,3 +292,54 @@ def make_requests(
         query_lengths=query_lengths,
         context_lengths=context_lengths,
     )
+
+
+def empty_results(call: Call) -> tuple[jax.Array, jax.Array]:
+    """Return what a call gives that has no rows or no requests."""
+    output, lse = call.results
+    return (
+        jnp.zeros(output.shape, output.dtype),
+        jnp.full(lse.shape, -jnp.inf, lse.dtype),
+    )
+
+
+def check_call(call: Call) -> None:
+    """Assert the shapes and dtypes that implementations rely on, at trace time."""
+    import chex  # importing it takes longer than all of jkv
+
+    requests, num_requests = call.requests, call.num_requests
+    chex.assert_shape(call.queries, (None, None, call.pools.head_dim))
+    chex.assert_is_divisible(call.num_heads, call.pools.num_kv_heads)
+    chex.assert_rank(call.pools.keys, 5)
+    chex.assert_rank([call.layer, call.scale], 0)
+    chex.assert_rank(requests.block_tables, 2)
+    chex.assert_shape(list(requests[1:]), (num_requests,))
+    chex.assert_type([call.layer, *requests], jnp.int32)
+    chex.assert_type(call.scale, jnp.float32)
+    if call.window is not None:
+        chex.assert_shape(call.window, ())
+        chex.assert_type(call.window, jnp.int32)
+    if call.sinks is not None:
+        chex.assert_shape(call.sinks, (call.num_heads,))
+        chex.assert_type(call.sinks, jnp.float32)
+
+
+def find_held(
+    positions: jax.Array,  # i32[...], in the sequence
+    # i32[], which part of each block is held here; None where blocks are whole
+    part: jax.Array | None,
+    num_parts: int,  # of a block
+    block_size: int,  # tokens of a part
+) -> jax.Array:
+    """Return which token held here is the last one up to each position.
+
+    Tokens held here are counted from 0; -1 stands for none of them, as a position
+    before the first does.
+    """
+    if part is None:
+        return positions
+    count = jnp.maximum(positions + 1, 0)
+    num_blocks = lax.div(count, jnp.int32(num_parts * block_size))
+    rest = count - num_blocks * (num_parts * block_size)
+    in_block = jnp.clip(rest - part * block_size, 0, block_size)
+    return num_blocks * block_size + in_block - 1

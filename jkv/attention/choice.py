@@ -1,4 +1,11 @@
-"""Which backend: by the platform that a program is compiled for, or by name."""
+"""Which backend: by the platform that a program is compiled for, or by name.
+
+The derivative is that of whichever backend computed the result. As in FlashAttention
+(arXiv 2205.14135, appendix B) nothing is kept but the result and its log-sum-exp: the
+weights are computed anew from the scores. What the softmax couples is one number for
+each row and head, `delta`, which is found here; so are the cotangents of sinks and of
+the scale. Those of queries, keys and values are the backend's.
+"""
 
 import dataclasses
 import functools
@@ -6,29 +13,39 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
-from jkv.attention.backend import Backend, Refusal, StepShape
-from jkv.attention.call import Call, Requests, call_of
-from jkv.attention.cards import DEFAULT, Card, find_card
-from jkv.attention.cudnn import Cudnn
-from jkv.attention.derivative import (
+from jkv.attention.backend import (
+    DEFAULT,
+    Backend,
+    Card,
     Cotangents,
     Gradients,
-    attend_differentiably,
+    Refusal,
+    StepShape,
+    find_card,
 )
+from jkv.attention.call import Call, Pools, Requests, call_of
+from jkv.attention.cudnn import Cudnn
 from jkv.attention.kernel.face import Pallas, Triton
-from jkv.attention.pools import Pools
 from jkv.attention.reference import Reference
 from jkv.attention.slots import SlotWrite, scatter, scatter_by_head
 from jkv.attention.xla.face import SideBySide, Xla
-from jkv.sharding.varying import is_manual, vary_over, varying_axes
+from jkv.sharding.loops import is_manual, vary_over, varying_axes
 
 Results = TypeVar("Results")
+
+
 WhyNot = Callable[[Backend, Card], str | None]
+
+
 Store = Callable[[SlotWrite], dict[str, jax.Array]]
 
+
 _PAGED: tuple[Backend, ...] = (Pallas(), Triton(), SideBySide(), Xla())
+
+
 # All that there are. Of those that are chosen unasked on a platform the first one is
 # taken that has no reason against it.
 BACKENDS: tuple[Backend, ...] = (*_PAGED, Cudnn(_PAGED), Reference())
@@ -77,6 +94,77 @@ class Choice:
     @property
     def _named_with_lse(self) -> Backend | None:
         return self.named if self.named is not None and self.named.has_lse else None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(choice: Choice, call: Call) -> tuple[jax.Array, jax.Array]:
+    """Attend by what need not be differentiable itself."""
+    return choice.attend(call)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def attend_differentiably(choice: Choice, call: Call) -> tuple[jax.Array, jax.Array]:
+    """Attend, with a derivative that JAX is told.
+
+    Jitted, so that calls of equal shapes, dtypes and static fields are traced and
+    lowered once, and an eager backward pass is compiled. Inside `shard_map` a gradient
+    varies over all axes that anything here varies over, so the arguments do too: what
+    was the same on several devices has its gradient summed over them.
+    """
+    if is_manual():
+        call = vary_over(call, varying_axes(call))
+    return _attend(choice, call)
+
+
+def _forward(choice, call):  # type: ignore[no-untyped-def]
+    output, lse = choice.attend_with_lse(call)
+    return (output, lse), (call, output, lse)
+
+
+def _backward(choice, saved, cotangents):  # type: ignore[no-untyped-def]
+    call, output, lse = saved
+    d_output, d_lse = cotangents
+    delta = jnp.sum(d_output.astype(jnp.float32) * output.astype(jnp.float32), axis=-1)
+    delta -= d_lse
+    grads = choice.differentiate(call, Cotangents(d_output, lse, delta))
+    # Rows that see nothing bring nothing, and may hold NaN: 0 * NaN is NaN.
+    sees = ~jnp.isneginf(lse)
+    of_scale = grads.queries * call.queries.astype(jnp.float32)
+    # None stands for what has no gradient: integers, raw bits, scales of tokens.
+    gradient = dataclasses.replace(
+        call,
+        queries=(grads.queries * call.scale).astype(call.queries.dtype),
+        pools=dataclasses.replace(
+            call.pools,
+            keys=grads.keys,
+            values=grads.values,
+            key_scales=None,
+            value_scales=None,
+        ),
+        scale=jnp.sum(jnp.where(sees[..., None], of_scale, 0.0)),
+        sinks=_differentiate_sinks(call.sinks, lse, delta),
+        layer=None,
+        requests=None,
+        window=None,
+        part=None,
+        plans=None,
+    )
+    return (gradient,)
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _differentiate_sinks(
+    sinks: jax.Array | None,  # f32[H]
+    lse: jax.Array,  # f32[R, H]
+    delta: jax.Array,  # f32[R, H]
+) -> jax.Array | None:
+    """A sink is a token with the value zero. Rows that see nothing have none."""
+    if sinks is None:
+        return None
+    each = jnp.exp(sinks[None] - lse) * delta
+    return -jnp.sum(jnp.where(jnp.isneginf(lse), 0.0, each), axis=0)
 
 
 def choose(

@@ -20,12 +20,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jkv.attention.backend import Backend
-from jkv.attention.call import Call, check_call
-from jkv.attention.cards import Card
-from jkv.attention.pools import Stored
+from jkv.attention.backend import Backend, Card
+from jkv.attention.call import Call, Stored, check_call
 from jkv.formats.format import multiply_out
-from jkv.sharding.varying import vary_over, varying_axes
+from jkv.sharding.loops import vary_over, varying_axes
 
 # Rows of a step for which it pays, and parts of them all but one of which it has.
 MIN_ROWS, _NUM_PARTS = 4_096, 16

@@ -11,10 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jkv.attention.backend import Backend
-from jkv.attention.call import Call, check_call
-from jkv.attention.cards import Card
-from jkv.attention.pools import Pools, Stored
+from jkv.attention.backend import Backend, Card
+from jkv.attention.call import Call, Pools, Stored, check_call
 from jkv.formats.format import multiply_out
 
 

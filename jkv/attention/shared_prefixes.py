@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jkv.attention.call import Requests
-from jkv.sharding.loops import fori_loop, while_loop
-from jkv.sharding.varying import is_manual, vary_over, varying_axes
+from jkv.sharding.loops import fori_loop, is_manual, vary_over, varying_axes, while_loop
 
 # Columns of the tables that are compared in one trip.
 _COLUMNS = 64

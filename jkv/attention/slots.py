@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jkv.attention import lazy_chex as chex
 from jkv.formats.format import Formats, name_parts
 
 
@@ -72,6 +71,8 @@ def scatter_by_head(write: SlotWrite) -> dict[str, jax.Array]:
 
 def _locate(write: SlotWrite) -> tuple[jax.Array, jax.Array]:
     """Return the block and the offset in it of each row, i32[R]; N or more for none."""
+    import chex  # importing it takes longer than all of jkv
+
     chex.assert_equal_shape([write.block_ids, write.offsets, write.valid])
     num_blocks, size = write.pool.shape[1], write.pool.shape[3]
     offsets, valid = write.offsets, write.valid

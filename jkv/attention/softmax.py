@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 # Stands for -inf in scores: exp(HIDDEN - HIDDEN) is 1 and not NaN, and whatever a row
 # sums up before it sees its first token is multiplied by exp(HIDDEN - score) = 0.
@@ -63,3 +64,33 @@ def finish_sums(
     mean = sums.values / jnp.where(sums.maximum > HIDDEN, total, jnp.nan)[..., None]
     output = jnp.where(sees[..., None], mean, 0.0)
     return output, jnp.where(sees, sums.maximum + jnp.log(total), -jnp.inf)
+
+
+def join_parts(
+    # f32[R, H, Dv], what they see on this device; zeros for a row that sees nothing
+    output: jax.Array,
+    # f32[R, H], the log-sum-exp of that, -inf for a row that sees nothing
+    lse: jax.Array,
+    sinks: jax.Array | None,  # [H], a logit per head, None for none
+    axis: str,  # of the mesh
+) -> tuple[jax.Array, jax.Array]:
+    """Return what rows see on all devices of a mesh axis, f32[R, H, Dv] and f32[R, H].
+
+    Inside `shard_map`. A sink is counted once, here.
+    """
+    # Any common shift will do, so none of it has a derivative.
+    highest = lax.pmax(lax.stop_gradient(lse), axis)
+    sees = highest > -jnp.inf
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32)[None]
+        highest = jnp.maximum(highest, lax.stop_gradient(sinks))
+    shift = jnp.where(sees, highest, 0.0)
+    # Side by side: one sum of one array, which nothing must take apart before.
+    weight = jnp.exp(lse - shift)[..., None]
+    both = jnp.concatenate([weight * output, weight], axis=-1)
+    both = lax.psum(both, axis)
+    summed, total = both[..., :-1], both[..., -1]
+    if sinks is not None:
+        total += jnp.where(sees, jnp.exp(sinks - shift), 0.0)
+    total = jnp.where(sees, total, 1.0)
+    return summed / total[..., None], jnp.where(sees, shift + jnp.log(total), -jnp.inf)

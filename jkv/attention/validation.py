@@ -1,40 +1,13 @@
 """What a call of `paged_attention` must look like; mistakes are explained."""
 
-from typing import Any, TypeAlias
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.formats.format import Format
-from jkv.formats.numbers import Numbers
-from jkv.formats.table import FORMATS
-
-# One number of any integer type. No `jax.typing.ArrayLike`, which takes floats.
-Integer: TypeAlias = (
-    jax.Array | np.ndarray[Any, np.dtype[np.integer[Any]]] | np.integer[Any] | int
-)
-
-
-def require_rank(name: str, array: jax.Array, rank: int, meaning: str) -> None:
-    """Check the number of axes; `meaning` says what they should be."""
-    if array.ndim != rank:
-        raise ValueError(
-            f"{name} must have {rank} axes, {meaning}, got shape {array.shape}"
-        )
-
-
-def require_pools(key_pool: jax.Array, value_pool: jax.Array | None) -> None:
-    """Check ranks and sizes of the pools."""
-    require_rank("key_pool", key_pool, 5, "[L, N, K, T, D]; layer=None drops the L")
-    if value_pool is None:
-        return
-    require_rank("value_pool", value_pool, 5, "[L, N, K, T, Dv]")
-    if key_pool.shape[:4] != value_pool.shape[:4]:
-        raise ValueError(
-            "key_pool and value_pool must agree in layers, blocks, kv heads and "
-            f"block size, got {key_pool.shape} and {value_pool.shape}"
-        )
+from jkv.arguments import expect
+from jkv.formats.format import Format, Numbers
+from jkv.formats.table import FORMATS, MEANINGS
+from jkv.signatures import Integer
 
 
 def require_value_dim(
@@ -76,9 +49,7 @@ def require_format(
             f"kv_dtype must be a dtype or None, got {kv_dtype!r}"
         ) from None
     dtype = pool.dtype
-    known = FORMATS.values()
-    meanings = [kept.dtype for kept in known if kept.stored_as == dtype != kept.dtype]
-    if meanings:
+    if meanings := MEANINGS.get(dtype):
         if asked not in meanings:
             names = " or ".join(str(dtype) for dtype in meanings)
             raise ValueError(
@@ -106,12 +77,13 @@ def require_format(
             f"{name}_scales are for pools of int8, fp8 or int4, {name}_pool holds "
             f"{pool.dtype}; leave them out"
         )
+    sizes = dict(zip("LNKT", pool.shape[:4], strict=True))
     of_row = kept.arrays(kept.width_of(pool.shape[4]))["scales"].shape
-    if scales.shape != (*pool.shape[:4], *of_row):
-        raise ValueError(
-            f"{name}_scales must have one number per token and kv head, "
-            f"{[*pool.shape[:4], *of_row]}, got {list(scales.shape)}"
-        )
+    axes = "L N K T" + (" S" if of_row else "")
+    sizes |= dict(zip("S", of_row, strict=False))
+    expect(
+        f"{name}_scales", scales, axes, sizes, why="numbers for each row of the pool"
+    )
     if scales.dtype != jnp.uint16 and not jnp.issubdtype(scales.dtype, jnp.floating):
         raise ValueError(
             f"{name}_scales must be floating point, or uint16 as the bits of "
@@ -129,30 +101,22 @@ def require_queries(
     key_dim: int,
 ) -> None:
     """Check queries and sinks against pools that are as they should be."""
-    require_rank("queries", queries, 3, "[R, H, D]")
+    why = "D that of key_pool"
+    sizes = expect("queries", queries, "R H D", {"D": key_dim}, jnp.floating, why=why)
     value_shape = () if value_pool is None else value_pool.shape
     if 0 in (*queries.shape[1:], *key_pool.shape, *value_shape):
         raise ValueError(
             "no axis of the pools, no number of heads and no head dim may be 0, got "
             f"queries {queries.shape}, pools {key_pool.shape}, {value_shape}"
         )
-    num_heads, head_dim = queries.shape[1:]
-    num_kv_heads = key_pool.shape[2]
-    if head_dim != key_dim:
-        raise ValueError(
-            f"queries have head dim {head_dim}, key_pool {key_dim}; they must be equal"
-        )
+    num_heads, num_kv_heads = sizes["H"], key_pool.shape[2]
     if num_heads % num_kv_heads:
         raise ValueError(
             f"{num_heads} query heads do not divide over {num_kv_heads} kv heads; "
             "give a multiple of the kv heads"
         )
-    if sinks is not None and sinks.shape != (num_heads,):
-        raise ValueError(
-            f"sinks must be one logit per query head, [{num_heads}], got {sinks.shape}"
-        )
-    if not jnp.issubdtype(queries.dtype, jnp.floating):
-        raise ValueError(f"queries must be floating point, got {queries.dtype}")
+    if sinks is not None:
+        expect("sinks", sinks, "H", sizes, why="a logit for each query head")
 
 
 def require_options(
@@ -230,30 +194,22 @@ def require_requests(
     query_lengths: jax.Array,
     context_lengths: jax.Array,
 ) -> None:
-    """Check that the integer arrays are integers and one entry per request."""
-    require_rank("block_tables", block_tables, 2, "[S, M]")
-    require_rank("query_starts", query_starts, 1, "[B]")
+    """Check the arrays of requests."""
+    sizes = expect("block_tables", block_tables, "S M", kind=jnp.integer)
+    sizes = expect("query_starts", query_starts, "B", sizes, jnp.integer)
     named = {
         "seq_ids": seq_ids,
-        "query_starts": query_starts,
         "query_lengths": query_lengths,
         "context_lengths": context_lengths,
     }
-    num_requests = query_starts.shape
     for name, array in named.items():
-        if array is not None and array.shape != num_requests:
-            raise ValueError(
-                f"{name} must have one entry per request, {list(num_requests)} as "
-                f"query_starts, got {list(array.shape)}"
-            )
-    named["block_tables"] = block_tables
-    for name, array in named.items():
-        if array is not None and not jnp.issubdtype(array.dtype, jnp.integer):
-            raise ValueError(f"{name} must hold integers, got {array.dtype}")
+        if array is not None:
+            why = "one for each request, as query_starts"
+            expect(name, array, "B", sizes, jnp.integer, why=why)
     if 0 in block_tables.shape:
         raise ValueError(f"block_tables may not be empty, got {block_tables.shape}")
-    if seq_ids is None and num_requests[0] > block_tables.shape[0]:
+    if seq_ids is None and sizes["B"] > sizes["S"]:
         raise ValueError(
-            f"seq_ids=None stands for arange({num_requests[0]}), but block_tables has "
-            f"{block_tables.shape[0]} rows; pass seq_ids or more rows"
+            f"seq_ids=None stands for arange({sizes['B']}), but block_tables has "
+            f"{sizes['S']} rows; pass seq_ids or more rows"
         )

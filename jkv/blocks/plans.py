@@ -10,7 +10,7 @@ from jkv.blocks import sharing
 from jkv.blocks.sharing import BlockCopies
 from jkv.indexing import gather, scatter, scatter_add
 from jkv.metadata import allocator, ring, tables
-from jkv.metadata.entries import Entries, for_each_entry
+from jkv.metadata.entries import Entries, for_each_entry, list_entries
 from jkv.metadata.part import Done, Granted, Lack, Lengths, Masks, Step
 from jkv.state import BlockGroup, Metadata
 from jkv.state.index import Found
@@ -82,20 +82,21 @@ class Growing(NamedTuple):
         group, grows = metadata.groups[number], step.query_lengths > 0
         group = tables.give_back(group, step.done.seq_ids, step.length, grows)
         metadata = metadata.with_group(number, group)
-        # Each row that begins an unmapped block maps a fresh one.
-        fresh = step.column - step.spread(self.mapped)
-        opens_block = step.valid & (step.offset == 0) & (fresh >= 0)
+        # Each sequence maps its fresh blocks behind those that it has.
         need = jnp.where(step.done.served, of_pool.num, 0)
-        metadata, _ = allocator.grant(
-            metadata,
-            number,
-            jnp.where(opens_block, step.table_row, metadata.max_sequences),
-            step.column,
-            step.spread(of_pool.before) + fresh,
-            jnp.sum(need, dtype=jnp.int32),
-        )
-        group = metadata.groups[number]
+        num_taken = jnp.sum(need, dtype=jnp.int32)
         row = step.done.rows(metadata)
+        if step.is_decoding:  # a block each at most
+            opens = jnp.where(need > 0, row, metadata.max_sequences)
+            cells = opens, self.mapped, of_pool.before
+        else:
+            # The rows alone fill so many blocks, and each request begins one more.
+            most = len(need) + step.num_rows // group.block_size
+            at = list_entries(of_pool.before, num_taken, 0, most)
+            opens = jnp.where(at.valid, gather(row, at.request), metadata.max_sequences)
+            cells = opens, gather(self.mapped, at.request) + at.rank, at.number
+        metadata, _ = allocator.grant(metadata, number, *cells, num_taken)
+        group = metadata.groups[number]
         mapped = scatter_add(group.num_mapped_blocks, row, need)
         group = dataclasses.replace(group, num_mapped_blocks=mapped)
         block = tables.blocks_at(group, step.table_row, step.column)

@@ -81,11 +81,15 @@ def renumber(
             entered=entered,
         )
     refilled = ring.refill(group.free_blocks, free.ids, free.num, kept)
+    if free.fewest is not None:
+        refilled = refilled.with_numbers(fewest=free.fewest)
+    if free.forgotten is not None:
+        refilled = refilled.added(free.forgotten, forgotten=1)
     group = dataclasses.replace(
         group,
         block_tables=renamed(group.block_tables),
         reference_counts=moved(group.reference_counts, 0),
-        free_blocks=refilled.changed(fewest=free.fewest, forgotten=free.forgotten),
+        free_blocks=refilled,
         tokens=None if tokens is None else moved(tokens, -1),
     )
     metadata = metadata.with_group(number, group)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jkv.attention.cards import Card, find_gpu
+from jkv.attention.backend import Card, find_gpu
 from jkv.attention.choice import PlainReasons, explain_choice
 from jkv.attention.kernel.tiles.table import TABLE
 from jkv.config.cache_config import CacheConfig

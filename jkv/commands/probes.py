@@ -51,8 +51,12 @@ TALL = 600_000, 64, 16
 OTHER_CASES = "decode", "prefill", "mixed, with padding"
 
 PROMPT = (
-    *("The with statement", "--max-new-tokens", "24"),
-    *("--temperature", "0", "--json"),
+    "The with statement",
+    "--max-new-tokens",
+    "24",
+    "--temperature",
+    "0",
+    "--json",
 )
 
 

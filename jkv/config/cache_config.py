@@ -8,14 +8,20 @@ import jax
 import jax.numpy as jnp
 
 from jkv.config import counts, sizing
-from jkv.config.arrays import count_bytes
+from jkv.config.counts import count_bytes
 from jkv.config.layout import Sizes, describe, lay_out
 from jkv.formats.table import checked_dtype
 
 # The fields that are checked as counts.
 COUNTS = (
-    *("num_layers", "num_kv_heads", "head_dim", "value_head_dim"),
-    *("num_blocks", "block_size", "max_sequences", "max_context_length"),
+    "num_layers",
+    "num_kv_heads",
+    "head_dim",
+    "value_head_dim",
+    "num_blocks",
+    "block_size",
+    "max_sequences",
+    "max_context_length",
 )
 
 

@@ -23,11 +23,6 @@ STATE, BOTH = "linear_attention", "attention_and_state"
 # Where the language model's settings lie, as the models' authors name it.
 PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 
-SIZES = (
-    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-    *("hidden_size", "max_position_embeddings"),
-)
-
 
 def full_first_of(step: int) -> Namer:
     """The first of every so many layers sees everything, the others a window."""
@@ -106,6 +101,27 @@ def _mark(layers: range, full: Collection[int], other: str = WINDOWED) -> list[s
     return [FULL if layer in full else other for layer in layers]
 
 
+class Sizes(NamedTuple):
+    """Sizes of a language model that is a part of one that also sees or hears."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    context: int
+
+    @property
+    def settings(self) -> dict[str, int]:
+        """The sizes by their names in config.json."""
+        return {
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "hidden_size": self.hidden,
+            "max_position_embeddings": self.context,
+        }
+
+
 class Family(NamedTuple):
     """What is known of a model type."""
 
@@ -114,8 +130,7 @@ class Family(NamedTuple):
     head_dim: int | None = None
     window: int | None = None
     more: Mapping[str, Any] = {}
-    # And what of `SIZES`, in a part of a model that also sees or hears.
-    sizes: tuple[int, ...] = ()
+    sizes: Sizes | None = None  # and in a part of a model, of keys that it leaves out
     # Names the kind of each layer. Where there is nothing that does, every so many-th
     # layer sees everything, unless the file says how many-th.
     kinds: Namer | None = None
@@ -134,9 +149,13 @@ class Family(NamedTuple):
     @property
     def usual(self) -> dict[str, Any]:
         """The settings that are assumed, by the names in config.json."""
-        names = "num_key_value_heads", "head_dim", "sliding_window"
-        named = zip(names, self[:3], strict=True)
-        return {key: value for key, value in named if value is not None} | {**self.more}
+        named = {
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "sliding_window": self.window,
+        }
+        known = {name: value for name, value in named.items() if value is not None}
+        return known | {**self.more}
 
 
 # Models with one latent vector a token.
@@ -144,93 +163,198 @@ LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 # Windows that are off, and the first of the layers that would have them.
 OFF = {"use_sliding_window": False}
 OFF_AND_LATE = OFF | {"max_window_layers": 28}
-THIRTY_TWO, QWEN = (32, 32, 32, 4096, 2048), (32, 32, 32, 4096, 32_768)
-QWEN3_NEXT: dict[str, Any] = dict(
-    kinds=attending_every(4), state=states.read_qwen3_next
-)
 
-# By what transformers' classes leave out, which tests compare with those installed: kv
-# heads, head dim, window, other settings, sizes; then the kinds of layers, the state.
+# By the names of transformers' classes; tests compare with those that are installed.
 FAMILIES: dict[str, Family] = {
     "afmoe": Family(full_every=4),
-    "bamba": Family(8, kinds=_bamba, state=states.read_bamba),
-    "cohere2": Family(None, None, 4096, {}, (40, 64, 64, 8192, 8192), full_every=4),
+    "bamba": Family(kv_heads=8, kinds=_bamba, state=states.read_bamba),
+    "cohere2": Family(
+        window=4096,
+        sizes=Sizes(layers=40, heads=64, kv_heads=64, hidden=8192, context=8192),
+        full_every=4,
+    ),
     "cwm": Family(kinds=full_first_of(4)),
-    "deepseek_v2": Family(more=LATENT, sizes=THIRTY_TWO),
-    "deepseek_v3": Family(more=LATENT, sizes=(61, 128, 128, 7168, 4096)),
-    "ernie4_5": Family(2, 128),
-    "ernie4_5_moe": Family(4),
-    "exaone4": Family(32, None, 4096, {}, THIRTY_TWO, full_every=4),
-    "falcon_h1": Family(8, kinds=_falcon_h1, state=states.read_falcon_h1),
+    "deepseek_v2": Family(
+        more=LATENT,
+        sizes=Sizes(layers=32, heads=32, kv_heads=32, hidden=4096, context=2048),
+    ),
+    "deepseek_v3": Family(
+        more=LATENT,
+        sizes=Sizes(layers=61, heads=128, kv_heads=128, hidden=7168, context=4096),
+    ),
+    "ernie4_5": Family(kv_heads=2, head_dim=128),
+    "ernie4_5_moe": Family(kv_heads=4),
+    "exaone4": Family(
+        kv_heads=32,
+        window=4096,
+        sizes=Sizes(layers=32, heads=32, kv_heads=32, hidden=4096, context=2048),
+        full_every=4,
+    ),
+    "falcon_h1": Family(kv_heads=8, kinds=_falcon_h1, state=states.read_falcon_h1),
     "falcon_mamba": Family(kinds=all_states, state=states.read_plain_mamba1),
-    "gemma": Family(None, 256, sizes=(28, 16, 16, 3072, 8192)),
-    "gemma2": Family(4, 256, 4096, {}, (26, 8, 4, 2304, 8192), full_every=2),
-    "gemma3_text": Family(4, 256, 4096, {}, (26, 8, 4, 2304, 131_072), full_every=6),
-    "gemma3n_text": Family(2, 256, 512, full_every=5),
+    "gemma": Family(
+        head_dim=256,
+        sizes=Sizes(layers=28, heads=16, kv_heads=16, hidden=3072, context=8192),
+    ),
+    "gemma2": Family(
+        kv_heads=4,
+        head_dim=256,
+        window=4096,
+        sizes=Sizes(layers=26, heads=8, kv_heads=4, hidden=2304, context=8192),
+        full_every=2,
+    ),
+    "gemma3_text": Family(
+        kv_heads=4,
+        head_dim=256,
+        window=4096,
+        sizes=Sizes(layers=26, heads=8, kv_heads=4, hidden=2304, context=131_072),
+        full_every=6,
+    ),
+    "gemma3n_text": Family(kv_heads=2, head_dim=256, window=512, full_every=5),
     "gemma4_text": Family(
-        *(4, 256, 512, {}, (30, 8, 4, 2304, 131_072)),
+        kv_heads=4,
+        head_dim=256,
+        window=512,
+        sizes=Sizes(layers=30, heads=8, kv_heads=4, hidden=2304, context=131_072),
         full_every=6,
         last_is_full=True,
         global_head_dim=512,
         gate="attention_k_eq_v",
     ),
     "gemma4_unified_text": Family(
-        4, 256, 1024, full_every=6, last_is_full=True, global_head_dim=512
+        kv_heads=4,
+        head_dim=256,
+        window=1024,
+        full_every=6,
+        last_is_full=True,
+        global_head_dim=512,
     ),
-    "glm": Family(2, 128),
-    "glm4": Family(2, 128),
-    "glm4_moe": Family(8),
+    "glm": Family(kv_heads=2, head_dim=128),
+    "glm4": Family(kv_heads=2, head_dim=128),
+    "glm4_moe": Family(kv_heads=8),
     "glm4_moe_lite": Family(more=LATENT),
-    "gpt_oss": Family(8, 64, 128, {}, (36, 64, 8, 2880, 131_072), full_every=2),
-    "granite": Family(sizes=THIRTY_TWO),
+    "gpt_oss": Family(
+        kv_heads=8,
+        head_dim=64,
+        window=128,
+        sizes=Sizes(layers=36, heads=64, kv_heads=8, hidden=2880, context=131_072),
+        full_every=2,
+    ),
+    "granite": Family(
+        sizes=Sizes(layers=32, heads=32, kv_heads=32, hidden=4096, context=2048)
+    ),
     "granite_swa": Family(kinds=full_first_of(4)),
     "granitemoe_swa": Family(kinds=full_first_of(4)),
     "granitemoehybrid": Family(kinds=all_states, state=states.read_bamba),
-    "jamba": Family(8, kinds=_jamba, state=states.read_jamba),
-    "kimi_linear": Family(None, None, None, LATENT, (), _kimi_linear, states.read_kimi),
-    "lfm2": Family(8, state=states.read_lfm2),
-    "lfm2_moe": Family(8, state=states.read_lfm2),
-    "llama": Family(sizes=THIRTY_TWO),
+    "jamba": Family(kv_heads=8, kinds=_jamba, state=states.read_jamba),
+    "kimi_linear": Family(more=LATENT, kinds=_kimi_linear, state=states.read_kimi),
+    "lfm2": Family(kv_heads=8, state=states.read_lfm2),
+    "lfm2_moe": Family(kv_heads=8, state=states.read_lfm2),
+    "llama": Family(
+        sizes=Sizes(layers=32, heads=32, kv_heads=32, hidden=4096, context=2048)
+    ),
     "llama4_text": Family(
-        sizes=(48, 40, 8, 5120, 131_072), kinds=turned_windowed(True)
+        sizes=Sizes(layers=48, heads=40, kv_heads=8, hidden=5120, context=131_072),
+        kinds=turned_windowed(True),
     ),
     "mamba": Family(kinds=all_states, state=states.read_plain_mamba1),
     "mamba2": Family(kinds=all_states, state=states.read_plain_mamba2),
     "mimo_v2_flash": Family(
-        *(4, 192, None, {"v_head_dim": 128}),
+        kv_heads=4,
+        head_dim=192,
+        more={"v_head_dim": 128},
         full_every=6,
         first_is_full=True,
         window_heads=2,
         counts_past=True,
     ),
-    "minimax_m2": Family(8, 128),
-    "ministral3": Family(8, 128, None, {}, (34, 32, 8, 4096, 262_144), all_windowed),
-    "mistral": Family(8, None, 4096, {}, (32, 32, 8, 4096, 131_072), all_windowed),
+    "minimax_m2": Family(kv_heads=8, head_dim=128),
+    "ministral3": Family(
+        kv_heads=8,
+        head_dim=128,
+        sizes=Sizes(layers=34, heads=32, kv_heads=8, hidden=4096, context=262_144),
+        kinds=all_windowed,
+    ),
+    "mistral": Family(
+        kv_heads=8,
+        window=4096,
+        sizes=Sizes(layers=32, heads=32, kv_heads=8, hidden=4096, context=131_072),
+        kinds=all_windowed,
+    ),
     "mistral4": Family(
         more={"kv_lora_rank": 256, "qk_rope_head_dim": 64},
-        sizes=(36, 32, 32, 4096, 1_048_576),
+        sizes=Sizes(layers=36, heads=32, kv_heads=32, hidden=4096, context=1_048_576),
     ),
-    "mixtral": Family(8, sizes=(32, 32, 8, 4096, 131_072), kinds=all_windowed),
-    "nemotron_h": Family(8, 128, kinds=_nemotron_h, state=states.read_nemotron_h),
-    "olmo2": Family(sizes=THIRTY_TWO),
+    "mixtral": Family(
+        kv_heads=8,
+        sizes=Sizes(layers=32, heads=32, kv_heads=8, hidden=4096, context=131_072),
+        kinds=all_windowed,
+    ),
+    "nemotron_h": Family(
+        kv_heads=8, head_dim=128, kinds=_nemotron_h, state=states.read_nemotron_h
+    ),
+    "olmo2": Family(
+        sizes=Sizes(layers=32, heads=32, kv_heads=32, hidden=4096, context=2048)
+    ),
     "olmo3": Family(window=4096, full_every=4),
     "olmo_hybrid": Family(kinds=attending_every(4), state=states.read_olmo_hybrid),
-    "phi": Family(sizes=(24, 32, 32, 2048, 2048)),
-    "phi3": Family(sizes=(32, 32, 32, 3072, 4096), kinds=all_windowed),
-    "phimoe": Family(8, kinds=all_windowed),
-    "qwen2": Family(None, None, 4096, OFF_AND_LATE, QWEN, late_windowed),
-    "qwen2_5_vl_text": Family(more=OFF, sizes=(80, 64, 8, 8192, 32_768)),
-    "qwen2_moe": Family(16, None, 4096, OFF_AND_LATE, kinds=early_windowed),
-    "qwen2_vl_text": Family(more=OFF, sizes=(80, 64, 8, 8192, 32_768)),
-    "qwen3": Family(None, 128, 4096, OFF_AND_LATE, QWEN, late_windowed),
-    "qwen3_5_moe_text": Family(2, 256, **QWEN3_NEXT),
-    "qwen3_5_text": Family(4, 256, **QWEN3_NEXT),
-    "qwen3_moe": Family(4, None, 4096, OFF, (24, 32, 4, 2048, 32_768), all_windowed),
-    "qwen3_next": Family(2, 256, **QWEN3_NEXT),
-    "qwen3_vl_text": Family(sizes=(32, 32, 32, 4096, 128_000)),
-    "seed_oss": Family(8, 128),
+    "phi": Family(
+        sizes=Sizes(layers=24, heads=32, kv_heads=32, hidden=2048, context=2048)
+    ),
+    "phi3": Family(
+        sizes=Sizes(layers=32, heads=32, kv_heads=32, hidden=3072, context=4096),
+        kinds=all_windowed,
+    ),
+    "phimoe": Family(kv_heads=8, kinds=all_windowed),
+    "qwen2": Family(
+        window=4096,
+        more=OFF_AND_LATE,
+        sizes=Sizes(layers=32, heads=32, kv_heads=32, hidden=4096, context=32_768),
+        kinds=late_windowed,
+    ),
+    "qwen2_5_vl_text": Family(
+        more=OFF,
+        sizes=Sizes(layers=80, heads=64, kv_heads=8, hidden=8192, context=32_768),
+    ),
+    "qwen2_moe": Family(
+        kv_heads=16, window=4096, more=OFF_AND_LATE, kinds=early_windowed
+    ),
+    "qwen2_vl_text": Family(
+        more=OFF,
+        sizes=Sizes(layers=80, heads=64, kv_heads=8, hidden=8192, context=32_768),
+    ),
+    "qwen3": Family(
+        head_dim=128,
+        window=4096,
+        more=OFF_AND_LATE,
+        sizes=Sizes(layers=32, heads=32, kv_heads=32, hidden=4096, context=32_768),
+        kinds=late_windowed,
+    ),
+    "qwen3_5_moe_text": Family(
+        kv_heads=2, head_dim=256, kinds=attending_every(4), state=states.read_qwen3_next
+    ),
+    "qwen3_5_text": Family(
+        kv_heads=4, head_dim=256, kinds=attending_every(4), state=states.read_qwen3_next
+    ),
+    "qwen3_moe": Family(
+        kv_heads=4,
+        window=4096,
+        more=OFF,
+        sizes=Sizes(layers=24, heads=32, kv_heads=4, hidden=2048, context=32_768),
+        kinds=all_windowed,
+    ),
+    "qwen3_next": Family(
+        kv_heads=2, head_dim=256, kinds=attending_every(4), state=states.read_qwen3_next
+    ),
+    "qwen3_vl_text": Family(
+        sizes=Sizes(layers=32, heads=32, kv_heads=32, hidden=4096, context=128_000)
+    ),
+    "seed_oss": Family(kv_heads=8, head_dim=128),
     "smollm3": Family(
-        4, more=OFF, sizes=(36, 16, 4, 2048, 32_768), kinds=turned_windowed(False)
+        kv_heads=4,
+        more=OFF,
+        sizes=Sizes(layers=36, heads=16, kv_heads=4, hidden=2048, context=32_768),
+        kinds=turned_windowed(False),
     ),
     "vaultgemma": Family(full_every=2),
 }
@@ -258,12 +382,13 @@ def find_text_part(raw: dict[str, Any]) -> TextPart:
         model, name = model[inner], inner
     if not around:
         return TextPart(model, around, [])
-    defaults = find_family(model).sizes
+    sizes = find_family(model).sizes
+    defaults = {} if sizes is None else sizes.settings
     # Heads that are not named are as many as the queries', if those are.
     has_heads = "num_attention_heads" in model
     filled = {
         size: value
-        for size, value in zip(SIZES, defaults, strict=False)
+        for size, value in defaults.items()
         if size not in model and not (has_heads and size == "num_key_value_heads")
     }
     notes = [f"the cache is that of the language model, {name} in config.json"]

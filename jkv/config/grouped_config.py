@@ -14,9 +14,13 @@ from typing import Any, Self, TypeAlias
 import jax
 
 from jkv.config import grouping
-from jkv.config.arrays import count_bytes
 from jkv.config.cache_config import CacheConfig
-from jkv.config.counts import check_classes, check_window, checked_num_blocks
+from jkv.config.counts import (
+    check_classes,
+    check_window,
+    checked_num_blocks,
+    count_bytes,
+)
 from jkv.config.layout import AnySizes, describe, lay_out
 from jkv.config.state_config import StateConfig
 

@@ -26,7 +26,10 @@ NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 NUM_HEADS = ("num_attention_heads", "n_head", "n_heads")
 
 NUM_KV_HEADS = (
-    *("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num"),
+    "num_key_value_heads",
+    "num_kv_heads",
+    "n_head_kv",
+    "multi_query_group_num",
 )
 
 HEAD_DIM = ("head_dim", "attention_head_dim", "kv_channels")
@@ -34,7 +37,10 @@ HEAD_DIM = ("head_dim", "attention_head_dim", "kv_channels")
 HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model")
 
 CONTEXT_LENGTH = (
-    *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
     "model_max_length",
 )
 # What Bloom, Falcon and the first Mambas, which name none, were trained with.
@@ -42,8 +48,12 @@ USUAL_CONTEXT = 2048
 
 # Keys of models whose layers differ in a way that one pool cannot mirror unasked.
 MIXED_LAYERS = (
-    *("attn_layer_indices", "attn_layer_period", "block_configs", "ssm_cfg"),
-    *("full_attention_interval", "hybrid_override_pattern"),
+    "attn_layer_indices",
+    "attn_layer_period",
+    "block_configs",
+    "ssm_cfg",
+    "full_attention_interval",
+    "hybrid_override_pattern",
 )
 
 GLOBAL_HEADS = ("global_head_dim", "num_global_key_value_heads")
@@ -51,7 +61,7 @@ GLOBAL_HEADS = ("global_head_dim", "num_global_key_value_heads")
 # Keys that name the kind of each layer.
 LISTS_OF_LAYERS = ("attn_type_list", "layer_types", "layers_block_type")
 
-MIXED_HEADS = (*GLOBAL_HEADS, "block_configs")
+MIXED_HEADS = ("global_head_dim", "num_global_key_value_heads", "block_configs")
 
 # The fields that say what a token takes in a layer.
 HEADS = ("num_kv_heads", "head_dim", "value_head_dim")
@@ -90,14 +100,15 @@ def read_sizes(
 
 def read_fields(folder: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a `CacheConfig` for a model, all layers in one pool."""
-    fields, notes, layer_windows, layer_heads, _ = read_sizes(folder, given)
+    sizes = read_sizes(folder, given)
+    fields, notes = sizes.fields, sizes.notes
     if not fields["num_layers"]:
         raise ValueError(
             f"{folder}: none of its layers has keys and values; "
             f"GroupedConfig.from_model has a group for their states"
         )
-    layer_kinds.refuse_different(layer_heads, folder)
-    windows = count_windows(layer_windows)
+    layer_kinds.refuse_different(sizes.layer_heads, folder)
+    windows = count_windows(sizes.layer_windows)
     if windows and given.get("sliding_window") is None:
         notes.append(
             f"a sliding window of {windows.length} tokens is ignored: all tokens are "
@@ -157,7 +168,13 @@ def _sizes(
         dtype=given.get("dtype") or _dtype([model, *around], notes),
     )
     different = heads if "num_kv_heads" not in fields else None
-    return ModelSizes(fields, notes, windows, different, layers)
+    return ModelSizes(
+        fields=fields,
+        notes=notes,
+        layer_windows=windows,
+        layer_heads=different,
+        layers=layers,
+    )
 
 
 def _list_kept(
@@ -213,13 +230,14 @@ def _read_heads(
         model
     ):
         return (usual,)
-    layers = [i for i, kind in enumerate(kinds or ()) if kind in layer_kinds.ATTENDING]
-    windowed = {
-        layer: kinds is not None and kinds[layer] in layer_kinds.WITH_WINDOW
-        for layer, _ in zip(
-            layers if kinds else range(len(windows)), windows, strict=False
-        )
-    }
+    if kinds:
+        attending = [i for i, each in enumerate(kinds) if each in layer_kinds.ATTENDING]
+        windowed = {
+            layer: kinds[layer] in layer_kinds.WITH_WINDOW
+            for layer in attending[: len(windows)]
+        }
+    else:
+        windowed = {layer: False for layer in range(len(windows))}
     fixed = {name: given[name] for name in HEADS if name in given}
     own = tuple(
         each._replace(**fixed)

@@ -36,9 +36,18 @@ FIELDS = {
 
 # And what it may say that the cache does not depend on.
 WITHOUT_KEYS = {
-    *("attention_bias", "hidden_act", "hidden_activation", "intermediate_size"),
-    *("mlp_bias", "moe_intermediate_size", "num_experts", "num_experts_per_tok"),
-    *("num_local_experts", "partial_rotary_factor", "rope_parameters", "rope_theta"),
+    "attention_bias",
+    "hidden_act",
+    "hidden_activation",
+    "intermediate_size",
+    "mlp_bias",
+    "moe_intermediate_size",
+    "num_experts",
+    "num_experts_per_tok",
+    "num_local_experts",
+    "partial_rotary_factor",
+    "rope_parameters",
+    "rope_theta",
 }
 
 # The same fields for layers with a window, by the model's authors.

@@ -16,10 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.config.arrays import ArrayLayout, Arrays, count_bytes, within
+from jkv.config.counts import ArrayLayout, Arrays, count_bytes, human_bytes, within
 from jkv.config.layers import find_leader
 from jkv.config.state_layout import StateSizes, lay_out_snapshots
-from jkv.config.units import human_bytes
 from jkv.formats.format import Formats, name_parts
 from jkv.formats.table import formats_of
 from jkv.sharding.storage_sharding import Divided, divide_pools
@@ -28,6 +27,8 @@ from jkv.status import NUM_COUNTERS
 # Entries in a row of the prefix index's hash tables.
 BUCKET_SIZE, CHILDREN_SIZE = 8, 16
 
+_SEQUENCE_COLUMNS = 5  # of `jkv.state.SequenceRow`
+_INDEX_COLUMNS = 3  # of `jkv.prefixes.arrays.IndexRow`
 _I32, _U32, _BOOL = (np.dtype(dtype) for dtype in (jnp.int32, jnp.uint32, jnp.bool_))
 
 
@@ -207,12 +208,8 @@ def describe(
 def _lay_out_sequences(max_sequences: int, has_pending: bool) -> Arrays:
     rows = (max_sequences,)
     arrays = {
-        "context_lengths": ArrayLayout(rows, _I32, fill=0),
-        "is_open": ArrayLayout(rows, _BOOL, fill=False),
+        "rows": ArrayLayout((max_sequences, _SEQUENCE_COLUMNS), _I32, fill=0),
         **within("free_rows", _lay_out_ring(max_sequences)),
-        "created": ArrayLayout(rows, _U32, fill=0),
-        "last_used": ArrayLayout(rows, _U32, fill=0),
-        "num_uses": ArrayLayout(rows, _U32, fill=0),
         "counters": ArrayLayout((NUM_COUNTERS, 2), _U32, fill=0),
     }
     if has_pending:
@@ -262,9 +259,7 @@ def _lay_out_index(
         "hashes": ArrayLayout((blocks,), _U32, fill=0),
         "parents": ArrayLayout((blocks,), _I32, fill=blocks),
         "salts": ArrayLayout((blocks,), _I32, fill=0),
-        "committed": ArrayLayout((sequences,), _I32, fill=0),
-        "sequence_salts": ArrayLayout((sequences,), _I32, fill=0),
-        "epochs": ArrayLayout((sequences,), _U32, fill=0),
+        "rows": ArrayLayout((sequences, _INDEX_COLUMNS), _I32, fill=0),
     }
     if leader and leader.sliding_window is not None:
         arrays["wide_hashes"] = ArrayLayout((blocks, 2), _U32, fill=0)

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar
 
-from jkv.config.units import parse_bytes
+from jkv.config.counts import parse_bytes
 from jkv.status import UsageError
 
 # What other projects call the fields.

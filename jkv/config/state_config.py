@@ -7,10 +7,9 @@ from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 
-from jkv.config.arrays import count_bytes
-from jkv.config.counts import checked_count
+from jkv.config.counts import checked_count, count_bytes
 from jkv.config.state_layout import StateSizes
-from jkv.formats.bits import STORED_AS
+from jkv.formats.format import STORED_AS
 
 # Shape and dtype of an array of one sequence, or of one token, in one layer.
 ArrayOf: TypeAlias = tuple[tuple[int, ...], Any]

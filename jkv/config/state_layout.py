@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.config.arrays import ArrayLayout, Arrays, count_bytes, within
-from jkv.config.units import human_bytes
-from jkv.formats.bits import STORED_AS
+from jkv.config.counts import ArrayLayout, Arrays, count_bytes, human_bytes, within
+from jkv.formats.format import STORED_AS
 from jkv.sharding.storage_sharding import Divided, DividedAxes, find_spec
 
 # An array of one sequence, or of one token: its name, its shape and its dtype.

@@ -10,21 +10,18 @@ if TYPE_CHECKING:  # imported when they are first asked for
     from jkv.decoding.exactness import ExactDifference, ExactReport, check_exact
     from jkv.decoding.extension import extend
     from jkv.decoding.format_accuracy import FormatAccuracy, measure_formats
-    from jkv.decoding.generation import generate
+    from jkv.decoding.generation import begin, decode, generate, prefill
     from jkv.decoding.model.protocol import Model
-    from jkv.decoding.model.rows import spread_row_counts
+    from jkv.decoding.model.runner import spread_row_counts
     from jkv.decoding.model.steps import Steps
     from jkv.decoding.sampling.best_of import select_best
-    from jkv.decoding.sampling.draws import sample
-    from jkv.decoding.sampling.filters import filter_logits
+    from jkv.decoding.sampling.draws import filter_logits, sample
     from jkv.decoding.sampling.options import Sampling, spread_seeds
     from jkv.decoding.scheduler.arrivals import add_prompts
-    from jkv.decoding.scheduler.preemption import preempt
-    from jkv.decoding.scheduler.release import cancel
+    from jkv.decoding.scheduler.release import cancel, preempt
     from jkv.decoding.scheduler.state import GenerationState
     from jkv.decoding.scoring.scores import score
     from jkv.decoding.speculation.options import DraftModel, PromptLookup
-    from jkv.decoding.stepping import begin, decode, prefill
     from jkv.decoding.texts.prompts import Prompts
     from jkv.decoding.texts.results import (
         BeamSearch,
@@ -43,21 +40,18 @@ __getattr__ = imports_later(
         "jkv.decoding.exactness": "ExactDifference ExactReport check_exact",
         "jkv.decoding.extension": "extend",
         "jkv.decoding.format_accuracy": "FormatAccuracy measure_formats",
-        "jkv.decoding.generation": "generate",
+        "jkv.decoding.generation": "begin decode generate prefill",
         "jkv.decoding.model.protocol": "Model",
-        "jkv.decoding.model.rows": "spread_row_counts",
+        "jkv.decoding.model.runner": "spread_row_counts",
         "jkv.decoding.model.steps": "Steps",
         "jkv.decoding.sampling.best_of": "select_best",
-        "jkv.decoding.sampling.draws": "sample",
-        "jkv.decoding.sampling.filters": "filter_logits",
+        "jkv.decoding.sampling.draws": "filter_logits sample",
         "jkv.decoding.sampling.options": "Sampling spread_seeds",
         "jkv.decoding.scheduler.arrivals": "add_prompts",
-        "jkv.decoding.scheduler.preemption": "preempt",
-        "jkv.decoding.scheduler.release": "cancel",
+        "jkv.decoding.scheduler.release": "cancel preempt",
         "jkv.decoding.scheduler.state": "GenerationState",
         "jkv.decoding.scoring.scores": "score",
         "jkv.decoding.speculation.options": "DraftModel PromptLookup",
-        "jkv.decoding.stepping": "begin decode prefill",
         "jkv.decoding.texts.prompts": "Prompts",
         "jkv.decoding.texts.results": (
             "BeamSearch BeamStatistics FinishReason Generation Statistics"

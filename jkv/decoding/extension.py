@@ -13,14 +13,17 @@ import jax
 import jax.numpy as jnp
 
 from jkv.decoding.arguments.asked import Asked, How
-from jkv.decoding.model.chunks import Chunk, ChunkSizes, Unread, run_chunks
 from jkv.decoding.model.protocol import Model
-from jkv.decoding.model.runner import Runner
+from jkv.decoding.model.runner import Chunk, ChunkSizes, Runner, Unread, run_chunks
 from jkv.decoding.model.steps import ExactShape, Steps
 from jkv.decoding.sampling.draws import Choice
-from jkv.decoding.sampling.next_token import choose_next
+from jkv.decoding.sampling.next_token import (
+    Bounds,
+    Progress,
+    choose_next,
+    judge_prompts,
+)
 from jkv.decoding.sampling.options import Sampling
-from jkv.decoding.sampling.stopping import Bounds, Progress, judge_prompts
 from jkv.decoding.steering.rows import begin_rows, resume_rows
 from jkv.decoding.texts import blocks
 from jkv.decoding.texts.blocks import BlockSize, Held
@@ -31,6 +34,7 @@ from jkv.metadata import requests
 from jkv.metadata.part import Lack
 from jkv.metadata.requests import Integers
 from jkv.sharding.loops import when, while_loop
+from jkv.signatures import set_defaults
 from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.state.entry import takes_cache
 from jkv.status import Status, UsageError
@@ -51,6 +55,9 @@ class OfExtension(TypedDict, total=False):
     sampling: Sampling
     steering: Steering | None
     steering_state: Any  # of a result
+
+
+set_defaults(OfExtension, Prompts.of, Steps, How, steering_state=None)
 
 
 @takes_cache(argument=2)

@@ -6,13 +6,33 @@ array or several, each with the axes `[L, N, K, T]` and then its own.
 """
 
 import dataclasses
+import functools
 import math
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from jkv.formats.bits import STORED_AS
+# Meaning -> dtype of the array that holds it. XLA on CPU up to jaxlib 0.11.1 turns a
+# whole bfloat16 array into float32 and back on every scatter, and still does so with
+# fp8; the same bits as unsigned integers are updated in place by every version and
+# backend, so they are stored that way.
+STORED_AS: dict[np.dtype[Any], np.dtype[Any]] = {
+    np.dtype(jnp.float32): np.dtype(jnp.float32),
+    np.dtype(jnp.float16): np.dtype(jnp.float16),
+    np.dtype(jnp.bfloat16): np.dtype(jnp.uint16),
+    np.dtype(jnp.int8): np.dtype(jnp.int8),
+    np.dtype(jnp.float8_e4m3fn): np.dtype(jnp.uint8),
+    np.dtype(jnp.float8_e4m3fnuz): np.dtype(jnp.uint8),
+    np.dtype(jnp.float8_e5m2): np.dtype(jnp.uint8),
+}
+
+
+# Dtypes that do not say by themselves what they hold.
+RAW_BITS = frozenset(bits for meaning, bits in STORED_AS.items() if bits != meaning)
+
 
 # Arrays by what they hold of rows, "pool" and "scales".
 Parts: TypeAlias = dict[str, jax.Array]
@@ -132,3 +152,65 @@ def parts_of(row: str, arrays: dict[str, jax.Array]) -> Parts:
     """Return those of the arrays that have "key" or "value" rows, by part."""
     names = {name: name.removeprefix(f"{row}_") for name in arrays}
     return {part: arrays[name] for name, part in names.items() if part != name}
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers(Format):
+    """Each number for itself: float32, float16, bfloat16; in plain arrays fp8, too."""
+
+    def arrays(self, width: int) -> dict[str, Element]:
+        return {"pool": Element((width,), self.stored_as, self.dtype)}
+
+    def prepare(self, rows: jax.Array) -> jax.Array:
+        """Cast; what is stored as bits has no derivative from here on."""
+        if self.stored_as != self.dtype:
+            rows = without_derivative(rows, self.dtype.name)
+        return rows.astype(self.dtype)
+
+    def put(self, rows: jax.Array) -> Parts:
+        return {"pool": as_stored(rows)}
+
+    def get(self, stored: Parts) -> tuple[jax.Array, jax.Array | None]:
+        """Return what the bits mean; nothing is multiplied."""
+        return to_float32(stored["pool"], self.dtype), None
+
+    def read(self, stored: Parts) -> jax.Array:
+        """Return the numbers in their dtype."""
+        return as_bits(stored["pool"], self.dtype)
+
+
+def without_derivative(rows: jax.Array, dtype: str) -> jax.Array:
+    """Return rows of which no derivative can be had, as they are stored as bits."""
+    return _cut_off(rows, dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _cut_off(rows: jax.Array, dtype: str) -> jax.Array:
+    del dtype
+    return rows
+
+
+@_cut_off.defjvp
+def _refuse_derivative(dtype: str, _primals: Any, _tangents: Any) -> NoReturn:
+    raise ValueError(
+        f"there is no derivative with respect to keys and values stored as {dtype}: it "
+        f"would be zero without a word. Differentiate on a cache with "
+        f"CacheConfig(dtype='float32'), or cut them off with jax.lax.stop_gradient"
+    )
+
+
+def as_stored(numbers: jax.Array) -> jax.Array:
+    """Return the bits of numbers as arrays keep them."""
+    return as_bits(numbers, STORED_AS[np.dtype(numbers.dtype)])
+
+
+def as_bits(array: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+    """Return an array as another dtype of that many bits has it."""
+    return array if array.dtype == dtype else lax.bitcast_convert_type(array, dtype)
+
+
+def to_float32(stored: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+    """Turn what is stored into float32; `dtype` says what raw bits mean."""
+    if stored.dtype in RAW_BITS:
+        stored = lax.bitcast_convert_type(stored, dtype)
+    return stored.astype(jnp.float32)

@@ -23,8 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jkv.formats.bits import as_stored, to_float32
-from jkv.formats.format import Element, Parts, multiply_out
+from jkv.formats.format import Element, Parts, as_stored, multiply_out, to_float32
 from jkv.formats.scaled import SCALE_DTYPE, Scaled, scale_rows
 
 # Steps, from 0 to 15, are numbers when this is taken from them.

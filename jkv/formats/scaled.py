@@ -23,9 +23,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jkv.formats.bits import STORED_AS, as_stored, to_float32
-from jkv.formats.format import Element, Format, Parts
-from jkv.formats.numbers import without_derivative
+from jkv.formats.format import (
+    STORED_AS,
+    Element,
+    Format,
+    Parts,
+    as_stored,
+    to_float32,
+    without_derivative,
+)
 
 SCALE_DTYPE = np.dtype(jnp.bfloat16)
 

@@ -5,8 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.formats.format import Format, Formats
-from jkv.formats.numbers import Numbers
+from jkv.formats.format import Format, Formats, Numbers
 from jkv.formats.packed import Packed
 from jkv.formats.scaled import Scaled
 
@@ -20,6 +19,12 @@ FORMATS: dict[np.dtype[Any], Format] = {
         Scaled(np.dtype(jnp.float8_e5m2)),
         Packed(np.dtype(jnp.int4)),
     )
+}
+
+# Dtypes of raw bits in pools, and the dtypes that the bits may mean.
+MEANINGS: dict[np.dtype[Any], list[np.dtype[Any]]] = {
+    bits: [each.dtype for each in FORMATS.values() if each.stored_as == bits]
+    for bits in {each.stored_as for each in FORMATS.values()} - FORMATS.keys()
 }
 
 # What every card can read, whichever encoding it prefers, so that files travel.

@@ -23,6 +23,7 @@ from jkv.grammar.parts import (
 from jkv.grammar.tables import make_grammar
 from jkv.grammar.token_table import make_table
 from jkv.grammar.vocabulary import Vocabulary
+from jkv.signatures import lists_arguments, set_defaults
 
 MAX_BYTES = 2**28
 
@@ -79,6 +80,10 @@ def concatenate(
     return keep(folder, vocabulary, list_asked(parts), make)
 
 
+set_defaults(Limits, concatenate)
+
+
+@lists_arguments
 def from_choices(
     texts: Sequence[str], vocabulary: Vocabulary, **limits: Unpack[Limits]
 ) -> Grammar:
@@ -105,6 +110,7 @@ def from_choices(
     return concatenate([Choices(texts)], vocabulary, **limits)
 
 
+@lists_arguments
 def from_regex(
     pattern: str, vocabulary: Vocabulary, **limits: Unpack[Limits]
 ) -> Grammar:
@@ -135,6 +141,7 @@ def from_regex(
     return concatenate([Pattern(pattern)], vocabulary, **limits)
 
 
+@lists_arguments
 def from_gbnf(
     text: str,
     vocabulary: Vocabulary,
@@ -171,6 +178,7 @@ def from_gbnf(
     return concatenate([Rules(text, recursion)], vocabulary, **limits)
 
 
+@lists_arguments
 def from_json_schema(
     schema: Mapping[str, Any] | bool,
     vocabulary: Vocabulary,
@@ -225,6 +233,7 @@ def from_json_schema(
     )
 
 
+@lists_arguments
 def from_json_object(
     vocabulary: Vocabulary,
     *,

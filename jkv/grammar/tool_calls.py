@@ -21,6 +21,7 @@ from jkv.grammar.schema.compilation import Reading, compile_schema
 from jkv.grammar.schema.punctuation import Punctuation
 from jkv.grammar.schema.strings import literal_string
 from jkv.grammar.vocabulary import Vocabulary
+from jkv.signatures import lists_arguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +67,7 @@ class _Calls(Part):
         return marks.object(marks.separated([(name, True), (arguments, True)]))
 
 
+@lists_arguments
 def from_tools(
     tools: Sequence[Mapping[str, Any]],
     vocabulary: Vocabulary,

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from jkv.inspection.recount import Recount
-from jkv.prefixes.arrays import Beside, PrefixIndex, Snapshots
+from jkv.prefixes.arrays import Beside, IndexArrays, Snapshots
 
 
-def check_indexed(index: PrefixIndex, found: Recount) -> Iterator[str]:
+def check_indexed(index: IndexArrays, found: Recount) -> Iterator[str]:
     """Yield the indexed blocks that could not be found, or found for another text."""
     nothing = found.group.num_blocks
     hashes, parents = np.asarray(index.hashes), np.asarray(index.parents)
@@ -43,7 +43,7 @@ def check_indexed(index: PrefixIndex, found: Recount) -> Iterator[str]:
 
 
 def _check_order(
-    index: PrefixIndex, found: Recount, indexed: np.ndarray
+    index: IndexArrays, found: Recount, indexed: np.ndarray
 ) -> Iterator[str]:
     """A parent is handed out after its children: it is live, or behind them."""
     free, live = found.group.free_blocks, found.owners > 0
@@ -62,7 +62,7 @@ def _check_order(
             yield f"block {block} outlives its parent {parents[block]}"
 
 
-def check_committed(index: PrefixIndex, found: Recount) -> Iterator[str]:
+def check_committed(index: IndexArrays, found: Recount) -> Iterator[str]:
     """Yield rows that committed what is no chain, or map indexed blocks behind it."""
     nothing = found.group.num_blocks
     hashes, parents = np.asarray(index.hashes), np.asarray(index.parents)
@@ -84,7 +84,7 @@ def check_committed(index: PrefixIndex, found: Recount) -> Iterator[str]:
 
 
 def check_beside(
-    index: PrefixIndex, leader: Recount, found: Recount, beside: Beside
+    index: IndexArrays, leader: Recount, found: Recount, beside: Beside
 ) -> Iterator[str]:
     """Yield the blocks of a group that are found beside what they do not belong to.
 
@@ -123,7 +123,7 @@ def _find_outside(ids: np.ndarray, nothing: int) -> list[tuple[int, int]]:
     return list(zip(blocks.tolist(), ids[blocks].tolist(), strict=True))
 
 
-def _num_committed(index: PrefixIndex, found: Recount, row: int) -> int:
+def _num_committed(index: IndexArrays, found: Recount, row: int) -> int:
     """Return the columns of a row that were made visible."""
     return max(int(np.asarray(index.committed)[row]), 0) // found.group.block_size
 

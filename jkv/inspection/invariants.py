@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 
-from jkv.config.arrays import ArrayLayout
+from jkv.config.counts import ArrayLayout
 from jkv.config.layout import lay_out
 from jkv.inspection import block_invariants as blocks
 from jkv.inspection import index_invariants as prefixes
 from jkv.inspection.recount import Recount, named_arrays, recount
-from jkv.prefixes.arrays import PrefixIndex
+from jkv.prefixes.index import PrefixIndex
 from jkv.state import Cache, Metadata
 from jkv.state.cache import Role
 from jkv.state.entry import takes_cache

@@ -4,7 +4,7 @@ import dataclasses
 import operator
 from typing import Any
 
-from jkv.config.units import human_bytes
+from jkv.config.counts import human_bytes
 from jkv.inspection.recount import named_arrays
 from jkv.inspection.statistics import num_held_tokens, tally
 from jkv.state import Cache

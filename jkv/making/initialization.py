@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.arguments import explains_arguments
-from jkv.config.arrays import ArrayLayout
 from jkv.config.cache_config import CacheConfig
+from jkv.config.counts import ArrayLayout
 from jkv.config.grouped_config import GroupedConfig, as_grouped
 from jkv.config.layout import AnySizes, lay_out
 from jkv.config.state_config import StateConfig

@@ -5,7 +5,7 @@ from typing import Any
 
 from jkv.blocks.part import Blocks
 from jkv.blocks.swapped import SwappedGroup
-from jkv.prefixes.arrays import PrefixIndex
+from jkv.prefixes.index import PrefixIndex
 from jkv.state import BlockGroup, BlockStorage, Cache, NoIndex, States, StateStorage
 from jkv.states.part import OfStates
 from jkv.states.swapped import SwappedStates

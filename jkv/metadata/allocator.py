@@ -65,7 +65,7 @@ def forget_taken(metadata: Metadata, number: int, block: jax.Array) -> Metadata:
 
 def count_forgotten(metadata: Metadata, number: int, num: jax.Array) -> Metadata:
     """Count free blocks of a group, i32[], that are not found any more."""
-    free = metadata.groups[number].free_blocks.changed(forgotten=num)
+    free = metadata.groups[number].free_blocks.added(num, forgotten=1)
     return metadata.changed(number, free_blocks=free)
 
 

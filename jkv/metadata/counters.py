@@ -6,15 +6,13 @@ the stamp that says when a sequence was opened and last used. What left the pool
 ring counts for itself (`jkv.state.rings`).
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 
 from jkv.indexing import scatter, scatter_add
 from jkv.metadata import mentions
 from jkv.metadata.xla_cpu import stage
-from jkv.state import Metadata, Sequences
+from jkv.state import Metadata, SequenceRow
 from jkv.status import NUM_COUNTERS, Counter, Status
 
 
@@ -53,33 +51,40 @@ def _count(row: jax.Array) -> jax.Array:
     return scatter_add(jnp.zeros((NUM_COUNTERS,), jnp.int32), row, 1)
 
 
-def mark_opened(metadata: Metadata, row: jax.Array) -> Metadata:
-    """Stamp rows, i32[B], as opened by the next tick; one of S or above is dropped."""
-    sequences, stamp = metadata.sequences, metadata.now + jnp.uint32(1)
-    return metadata.with_sequences(
-        created=scatter(sequences.created, row, stamp),
-        last_used=scatter(sequences.last_used, row, stamp),
-        num_uses=scatter(sequences.num_uses, row, jnp.uint32(0)),
+def mark_used(
+    metadata: Metadata,
+    row: jax.Array,
+    before: SequenceRow,
+    context_lengths: jax.Array | None = None,
+) -> Metadata:
+    """Stamp distinct rows, i32[B], as used by this call; a row of S is dropped.
+
+    Args:
+      metadata: the metadata.
+      row: i32[B].
+      before: the rows as they are.
+      context_lengths: i32[B], new lengths; None leaves them.
+    """
+    if context_lengths is not None:
+        before = before._replace(context_length=context_lengths)
+    stamp = metadata.sequences.next_stamp
+    used = before._replace(last_used=stamp, num_uses=before.num_uses + 1)
+    return metadata.with_rows(row, used)
+
+
+def mark_parents(metadata: Metadata, row: jax.Array) -> Metadata:
+    """Stamp rows, i32[B], as used by this call, once for each mention."""
+    sequences = metadata.sequences
+    last_used, num_uses = (
+        jnp.full(row.shape, SequenceRow._fields.index(name), jnp.int32)
+        for name in ("last_used", "num_uses")
     )
-
-
-def mark_used(metadata: Metadata, row: jax.Array) -> Metadata:
-    """Stamp rows, i32[B], as used by the next tick; one of S or above is dropped."""
-    return dataclasses.replace(metadata, sequences=_mark_used(metadata.sequences, row))
-
-
-@stage
-def _mark_used(sequences: Sequences, row: jax.Array) -> Sequences:
-    stamp = sequences.now + jnp.uint32(1)
-    return dataclasses.replace(
-        sequences,
-        last_used=scatter(sequences.last_used, row, stamp),
-        num_uses=scatter_add(sequences.num_uses, row, jnp.uint32(1)),
-    )
+    rows = scatter(sequences.rows, (row, last_used), sequences.next_stamp)
+    rows = scatter_add(rows, (row, num_uses), 1)
+    return metadata.with_sequences(rows=rows)
 
 
 def _add_all(old: jax.Array, increments: jax.Array) -> jax.Array:
     """Add u32[counters] to the counters, carrying into the high words."""
-    low = old[:, 0] + increments
-    high = old[:, 1] + (low < old[:, 0]).astype(jnp.uint32)
-    return jnp.stack([low, high], axis=1)
+    carries = (old[:, 0] + increments < old[:, 0]).astype(jnp.uint32)
+    return old + jnp.stack([increments, carries], axis=1)

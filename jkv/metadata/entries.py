@@ -51,12 +51,16 @@ def find_chunk(counts: jax.Array, width: int) -> tuple[Entries, jax.Array]:
     ends = running_sum(counts)
     starts = ends - counts
     num_done = jnp.clip(width - starts, 0, counts)
-    return _list_entries(starts, ends[-1], 0, width), num_done
+    return list_entries(starts, ends[-1], 0, width), num_done
 
 
-def _list_entries(
+def list_entries(
     starts: jax.Array, end: jax.Array, first: jax.Array | int, width: int
 ) -> Entries:
+    """List P entries from a number on, of requests whose entries start at i32[B].
+
+    Those at `end`, i32[], and behind it are not valid.
+    """
     number = first + jnp.arange(width, dtype=jnp.int32)
     request = find_owners(starts, first, width)
     return Entries(number, request, number - gather(starts, request), number < end)
@@ -82,7 +86,7 @@ def for_each_entry(
     width = min(max_entries, width)
 
     def trip(i: jax.Array, carry: Carry) -> Carry:
-        return body(carry, _list_entries(starts, ends[-1], i * width, width))
+        return body(carry, list_entries(starts, ends[-1], i * width, width))
 
     num_trips = (ends[-1] + width - 1) // width
     return fori_loop(jnp.int32(0), num_trips, trip, carry)

@@ -34,12 +34,8 @@ def push(ring: Ring, ids: jax.Array, entering: jax.Array) -> Ring:
     if ring.indices is not None:
         row = jnp.where(entering, ids, ring.indices.shape[0])
         indices = scatter(ring.indices, row, index)
-    return ring.changed(
-        ids=scatter(ring.ids, index, ids, unique=True),
-        indices=indices,
-        span=ring.span + num,
-        count=ring.count + num,
-    )
+    ring = ring.changed(ids=scatter(ring.ids, index, ids, unique=True), indices=indices)
+    return ring.added(num, span=1, count=1)
 
 
 def remove(ring: Ring, ids: jax.Array, leaving: jax.Array) -> Ring:
@@ -49,7 +45,7 @@ def remove(ring: Ring, ids: jax.Array, leaving: jax.Array) -> Ring:
     gone = jnp.where(leaving, ids, num_ids)
     indices = scatter(indices, gone, -1)
     num = jnp.sum(leaving, dtype=jnp.int32)
-    ring = ring.changed(indices=indices, count=ring.count - num)
+    ring = ring.changed(indices=indices).added(num, count=-1)
     # The ring has room for as many holes as ids; more than that are squeezed out.
     full = ring.span - ring.count > num_ids
     return squeeze(ring, reach(ring, jnp.where(full, ring.count, 0)))
@@ -77,13 +73,9 @@ def refill(ring: Ring, ids: jax.Array, num: jax.Array) -> Ring:
         room = size  # for holes
         index = jnp.arange(size, dtype=jnp.int32)
         indices = scatter(jnp.full((size,), -1, jnp.int32), ids, index)
-    return ring.changed(
-        ids=jnp.pad(ids, (0, room), constant_values=size),
-        indices=indices,
-        head=jnp.int32(0),
-        span=num,
-        count=num,
-    )
+    ids = jnp.pad(ids, (0, room), constant_values=size)
+    ring = ring.changed(ids=ids, indices=indices)
+    return ring.with_numbers(head=jnp.int32(0), span=num, count=num)
 
 
 def collect(
@@ -123,12 +115,7 @@ def squeeze(ring: Ring, end: jax.Array) -> Ring:
         lambda state: _squeeze_chunk(ring.bounds, *state),
         (ring.ids, indices_of(ring), end, end),
     )
-    return ring.changed(
-        ids=ids,
-        indices=indices,
-        head=wrap(ring, ring.head + start),
-        span=ring.span - start,
-    )
+    return ring.changed(ids=ids, indices=indices).added(start, head=1, span=-1)
 
 
 @stage

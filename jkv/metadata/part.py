@@ -13,7 +13,7 @@ A part has no arrays: it knows which of the metadata are its own. `()` stands fo
 nothing wrong, nothing lacking, no pool. Symbols as in `jkv.state.metadata`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
@@ -78,14 +78,18 @@ class Step(NamedTuple):
     done: Done
     length: jax.Array  # i32[B], tokens before the call
     query_lengths: jax.Array  # i32[B], tokens appended, 0 unless served
-    # Gives each row the value of the request that owns it: [B] to [R].
-    spread: Callable[[jax.Array], jax.Array]
+    is_decoding: bool  # static: each request has one row at most
     valid: jax.Array  # bool[R], whether a served request owns the row
     position: jax.Array  # i32[R], in its sequence, 0 if invalid
     table_row: jax.Array  # i32[R], S if invalid
     column: jax.Array  # i32[R], of the tables
     offset: jax.Array  # i32[R], in the block
     tokens: jax.Array | None  # i32[R], if they are recorded
+
+    @property
+    def num_rows(self) -> int:
+        """Token rows, R."""
+        return self.valid.shape[0]
 
 
 class Judged(Protocol):

@@ -13,24 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.indexing import gather
 from jkv.metadata import mentions
 from jkv.metadata.part import Granted, Lack
 from jkv.metadata.xla_cpu import running_sum, stage
-from jkv.state import NO_SEQUENCE, Metadata
+from jkv.signatures import Integer as Integer
+from jkv.signatures import IntegerArray as IntegerArray
+from jkv.signatures import Integers as Integers
+from jkv.signatures import Texts as Texts
+from jkv.state import NO_SEQUENCE, Metadata, SequenceRow
 from jkv.status import Status, UsageError
-
-# Arrays of any integer type. JAX's own do not tell type checkers what they hold.
-IntegerArray: TypeAlias = jax.Array | np.ndarray[Any, np.dtype[np.integer[Any]]]
-
-# One number. No `jax.typing.ArrayLike`, which takes floats.
-Integer: TypeAlias = IntegerArray | np.integer[Any] | int
-
-# An array, a number, or a list, tuple or range of numbers.
-Integers: TypeAlias = Integer | Sequence[int] | Sequence[np.integer[Any]]
-
-# Token ids, a row for each prompt: an array, or one list of numbers for each.
-Texts: TypeAlias = IntegerArray | Sequence[Integers]
 
 # Numbers of blocks, the same in all groups or one for each.
 Blocks: TypeAlias = jax.Array | int | tuple[jax.Array | int, ...]
@@ -204,8 +195,13 @@ def _namespace(array: Any) -> Any:
 
 def is_live(metadata: Metadata, seq_ids: jax.Array) -> jax.Array:
     """Return whether each id names an open sequence, bool[B]."""
+    return is_open(metadata, seq_ids, metadata.sequences.read(seq_ids))
+
+
+def is_open(metadata: Metadata, seq_ids: jax.Array, rows: SequenceRow) -> jax.Array:
+    """Return whether each id names an open sequence, bool[B], given their rows."""
     known = (seq_ids >= 0) & (seq_ids < metadata.max_sequences)
-    return known & gather(metadata.is_open, seq_ids)
+    return known & (jnp.asarray(rows.is_open) != 0)
 
 
 def is_first_mention(metadata: Metadata, seq_ids: jax.Array) -> jax.Array:

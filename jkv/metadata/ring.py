@@ -44,14 +44,8 @@ def peek(ring: Ring, ranks: jax.Array) -> jax.Array:
 
 def pop(ring: Ring, num: jax.Array) -> Ring:
     """Drop `num` ids (i32[], at most the count) from the head, none of them a hole."""
-    lowest, left = ring.by_class[0], ring.count - num
-    return ring.changed(
-        head=fifo.wrap(ring, ring.head + num),
-        span=lowest.span - num,
-        count=left if ring.kept is None else lowest.count - num,
-        fewest=jnp.minimum(ring.fewest, left),
-        taken=num,
-    )
+    left = ring.added(num, head=1, span=-1, count=-1, taken=1)
+    return left.with_fewest(left.count)
 
 
 def push(ring: Ring, ids: jax.Array, entering: jax.Array) -> Ring:
@@ -124,19 +118,15 @@ def _supply_chunk(
     passed = jnp.sum(rank <= lacking, dtype=jnp.int32)
     passed = jnp.minimum(passed, ring.span)
     gone = jnp.where(goes, ids, indices.shape[0])
-    ring = ring.changed(
-        indices=scatter(indices, gone, -1),
-        head=fifo.wrap(ring, ring.head + passed),
-        span=ring.span - passed,
-        count=ring.count - num,
-    )
+    ring = ring.changed(indices=scatter(indices, gone, -1)).added(num, count=-1)
+    ring = ring.added(passed, head=1, span=-1)
     return fifo.push(lowest, ids, goes), ring, lacking - num
 
 
 def remove(ring: Ring, ids: jax.Array, leaving: jax.Array) -> Ring:
     """Let different ids, i32[P], leave from wherever they stand, where bool[P]."""
     num = jnp.sum(leaving, dtype=jnp.int32)
-    ring = ring.changed(fewest=jnp.minimum(ring.fewest, ring.count - num), taken=num)
+    ring = ring.added(num, taken=1).with_fewest(ring.count - num)
     return _change_each(ring, fifo.remove, ids, leaving)
 
 
@@ -165,7 +155,7 @@ def forget(ring: Ring, ids: jax.Array, num_forgotten: jax.Array) -> Ring:
     if ring.indices is None:
         return ring
     indices = scatter(ring.indices, ids, -1)
-    ring = ring.changed(indices=indices, forgotten=num_forgotten)
+    ring = ring.changed(indices=indices).added(num_forgotten, forgotten=1)
     return _reset(ring, ids)
 
 

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from jkv.indexing import gather, scatter, scatter_add
-from jkv.metadata import allocator, counters, ring
+from jkv.metadata import allocator, ring
 from jkv.metadata.entries import Entries, find_chunk, for_each_entry
 from jkv.metadata.mentions import MOST_COMPARED
 from jkv.metadata.ring import Keep
 from jkv.metadata.xla_cpu import divide, running_sum, written_after
 from jkv.sharding.loops import while_loop
-from jkv.state import NO_SEQUENCE, BlockGroup, Metadata, Ring
+from jkv.state import NO_SEQUENCE, BlockGroup, Metadata, Ring, SequenceRow
 from jkv.state.windows import Columns
 
 # Columns that growing sequences give back in one trip of a loop: few enough to be
@@ -51,29 +51,32 @@ def lacks_row(
     return eligible & (taken_before >= metadata.sequences.free_rows.count)
 
 
-def open_rows(metadata: Metadata, served: jax.Array) -> tuple[Metadata, jax.Array]:
-    """Take a free row for each served request; return ids, i32[B], -1 for others."""
+def open_rows(
+    metadata: Metadata, served: jax.Array, context_lengths: jax.Array | int
+) -> tuple[Metadata, jax.Array]:
+    """Take a free row for each served request; return ids, i32[B], -1 for others.
+
+    The sequences begin with these context lengths, i32[B].
+    """
     sequences = metadata.sequences
     ranks = running_sum(served.astype(jnp.int32))
     row = ring.peek(sequences.free_rows, ranks - 1)
     seq_ids = jnp.where(served, row, NO_SEQUENCE)
     row = jnp.where(served, row, sequences.max_sequences)
     num = ranks[-1] if ranks.shape[0] else jnp.int32(0)
-    metadata = metadata.with_sequences(
-        is_open=scatter(sequences.is_open, row, True),
-        free_rows=ring.pop(sequences.free_rows, num),
-    )
-    return counters.mark_opened(metadata, row), seq_ids
+    stamp = sequences.next_stamp
+    opened = SequenceRow(context_lengths, 1, stamp, stamp, 0)
+    metadata = metadata.with_sequences(free_rows=ring.pop(sequences.free_rows, num))
+    return metadata.with_rows(row, opened), seq_ids
 
 
 def close_rows(metadata: Metadata, seq_ids: jax.Array, closable: jax.Array) -> Metadata:
     """Give back the rows of sequences, i32[B], distinct where bool[B]."""
     sequences = metadata.sequences
     row = jnp.where(closable, seq_ids, sequences.max_sequences)
-    return metadata.with_lengths(row, 0).with_sequences(
-        is_open=scatter(sequences.is_open, row, False),
-        free_rows=ring.push(sequences.free_rows, seq_ids, closable),
-    )
+    free_rows = ring.push(sequences.free_rows, seq_ids, closable)
+    metadata = metadata.with_sequences(free_rows=free_rows)
+    return metadata.with_rows(row, SequenceRow(0, 0, 0, 0, 0))
 
 
 def empty_rows(

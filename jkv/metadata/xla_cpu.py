@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from jkv.sharding.varying import vary_over, varying_axes
+from jkv.sharding.loops import vary_over, varying_axes
 
 P = ParamSpec("P")
 T = TypeVar("T")

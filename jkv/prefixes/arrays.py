@@ -1,17 +1,17 @@
-"""The prefix index: its arrays, and the face that the core knows (`jkv.state.index`).
+"""Arrays of the prefix index.
 
 Symbols in shape comments as in `jkv.state.metadata`; P places of snapshots, X tokens
 that a sequence may have.
 """
 
 import dataclasses
-import importlib
-from typing import Any
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 
-from jkv.indexing import gather
+from jkv.indexing import gather, scatter
+from jkv.state import NoIndex
 
 
 @jax.tree_util.register_dataclass
@@ -49,20 +49,17 @@ class Beside:
     beside: jax.Array  # i32[N], the leader's block beside each one, N_0 for none
 
 
-def _later(module: str, name: str) -> Any:
-    """Return a function of this room, which is imported when it is first called."""
+class IndexRow(NamedTuple):
+    """What the index holds of a sequence."""
 
-    def call(*arguments: Any) -> Any:
-        home = importlib.import_module(f"jkv.prefixes.{module}")
-        return getattr(home, name)(*arguments)
-
-    return staticmethod(call)
+    committed: jax.Array  # i32[...], tokens made visible; -1: none will ever be
+    salt: jax.Array  # i32[...], cache salt
+    epoch: jax.Array  # u32[...], clock when it was opened or last cut
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class PrefixIndex:
-    """Which full blocks can be found by the tokens that lead up to their end.
+class IndexArrays(NoIndex):
+    """Arrays of the prefix index: full blocks by the tokens up to their end.
 
     The blocks of the *leading* group are indexed, N of them: the first group that sees
     everything, or else the one that sees furthest. The blocks of the others are found
@@ -76,8 +73,8 @@ class PrefixIndex:
     Buckets and children are hash tables with 8 and 16 entries to a row. What they name
     need not be indexed any more: a reader compares with the arrays by block.
 
-    A cache without prefix caching has an index, too, which finds nothing: `is_there`
-    tells them apart. Verbs call the methods; functions of this room take the arrays.
+    Functions of this package take the arrays; `jkv.prefixes.index.PrefixIndex` adds the
+    methods that verbs call.
     """
 
     buckets: jax.Array  # i32[N, 8], blocks by the hash of their prefix, N where empty
@@ -85,9 +82,7 @@ class PrefixIndex:
     hashes: jax.Array  # u32[N], hash of the prefix to the block's end, 0 if not indexed
     parents: jax.Array  # i32[N], the block before, N for the first of a prompt
     salts: jax.Array  # i32[N], domain of the block
-    committed: jax.Array  # i32[S], tokens made visible; -1: none will ever be
-    sequence_salts: jax.Array  # i32[S], domain of each sequence
-    epochs: jax.Array  # u32[S], clock when the sequence was opened or last cut back
+    rows: jax.Array  # i32[S, 3], the columns of `IndexRow`
     # Where the leading group has a window, which gives parents back before their
     # children: no block has a parent, and what came before it is known by more hashes.
     wide_hashes: jax.Array | None  # u32[N, 2], of the prefix to the block's end
@@ -96,11 +91,9 @@ class PrefixIndex:
     followers: tuple[Beside, ...]
     snapshots: Snapshots | None  # where there are groups with a state
 
-    is_there = True  # `NoIndex` says False
-
     @property
     def snapshot_every(self) -> int | None:
-        """At multiples of which length states are kept, None if never."""
+        """Length whose multiples states are copied at, None if never."""
         return None if self.snapshots is None else self.snapshots.every
 
     @property
@@ -109,36 +102,42 @@ class PrefixIndex:
         return 0 if self.snapshots is None else self.snapshots.lengths.shape[0]
 
     def count_snapshots(self) -> jax.Array:
-        """Return how many places hold one, i32[]."""
+        """Return the number of places in use, i32[]."""
         if self.snapshots is None:
             return jnp.int32(0)
         return jnp.sum(self.snapshots.lengths > 0, dtype=jnp.int32)
 
-    def epochs_of(self, seq_ids: jax.Array) -> jax.Array:
-        """Return when sequences were opened or last cut back, u32[B]."""
-        return gather(self.epochs, seq_ids)
+    def read(self, seq_ids: jax.Array) -> IndexRow:
+        """Return the rows of sequences, i32[...]; an id out of range is clamped."""
+        return _split(gather(self.rows, seq_ids))
 
-    def leave(self, seq_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the tokens visible of sequences, and their domains, i32[B] each."""
-        of_sequences = self.committed, self.sequence_salts
-        committed, salts = (gather(each, seq_ids) for each in of_sequences)
-        return committed, salts
+    def write(self, row: jax.Array, values: IndexRow) -> Self:
+        """Replace distinct rows, i32[B]; one of S or above is dropped."""
+        epoch = jax.lax.bitcast_convert_type(values.epoch, jnp.int32)
+        columns = (values.committed, values.salt, epoch)
+        stacked = jnp.stack([jnp.broadcast_to(c, row.shape) for c in columns], axis=-1)
+        return dataclasses.replace(self, rows=scatter(self.rows, row, stacked))
 
-    # What takes the metadata asks it for the index.
-    find = _later("prompt_search", "find")
-    find_state = _later("snapshots", "find_at")
-    find_partings = _later("prompt_search", "find_partings")
-    find_partings_behind = _later("prompt_search", "find_partings_behind")
-    texts_of = _later("sequences", "texts_of")
-    begin = _later("sequences", "begin")
-    enter = _later("sequences", "enter")
-    record = _later("sequences", "record_texts")
-    inherit = _later("sequences", "inherit")
-    cut = _later("sequences", "cut_back")
-    use = _later("snapshots", "mark_used")
-    knows = _later("prefix_index", "is_known")
-    forget = _later("prefix_index", "forget_taken")
-    forget_rewritten = _later("prefix_index", "forget_rewritten")
-    commit = _later("commitment", "commit_step")
-    rename = _later("rebuilding", "rename_blocks")
-    reenter = _later("rebuilding", "reenter")
+    @property
+    def committed(self) -> jax.Array:
+        """Visible tokens of each sequence, i32[S]; -1: none will ever be."""
+        return _split(self.rows).committed
+
+    @property
+    def sequence_salts(self) -> jax.Array:
+        """Cache salt of each sequence, i32[S]."""
+        return _split(self.rows).salt
+
+    @property
+    def epochs(self) -> jax.Array:
+        """Clock when each sequence was opened or last cut, u32[S]."""
+        return _split(self.rows).epoch
+
+    def with_committed(self, committed: jax.Array) -> Self:
+        """Return the index with other visible tokens of all sequences, i32[S]."""
+        return dataclasses.replace(self, rows=self.rows.at[..., 0].set(committed))
+
+
+def _split(rows: jax.Array) -> IndexRow:
+    committed, salt, epoch = (rows[..., i] for i in range(3))
+    return IndexRow(committed, salt, jax.lax.bitcast_convert_type(epoch, jnp.uint32))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jkv.indexing import gather
 from jkv.metadata import requests, tables
 from jkv.prefixes import hashing, proofs
+from jkv.prefixes.arrays import IndexRow
 from jkv.prefixes.hash_tables import Prefixes
 from jkv.prefixes.prefix_index import index_of, tokens_of
 from jkv.state import Batch, Metadata
@@ -20,7 +21,7 @@ class Chains(NamedTuple):
     continues: jax.Array  # bool[B], whether the step may become visible
     first: jax.Array  # i32[B], the first column to make visible
     num_columns: jax.Array  # i32[B]
-    salts: jax.Array  # i32[B]
+    rows: IndexRow  # [B], of the sequences
 
 
 class CommitLanes(NamedTuple):
@@ -54,12 +55,13 @@ def find_chains(metadata: Metadata, batch: Batch) -> Chains:
     """Find which sequences go on with what is visible of them, and where."""
     index, seq_ids, size = index_of(metadata), batch.seq_ids, metadata.block_size
     assert batch.epochs is not None, "append stamps its batch if there is an index"
-    committed = gather(index.committed, seq_ids)
+    rows = index.read(seq_ids)
+    committed = rows.committed
     current = gather(metadata.context_lengths, seq_ids)
     continues = (
         (batch.query_lengths > 0)
         & requests.is_live(metadata, seq_ids)
-        & (gather(index.epochs, seq_ids) == batch.epochs)
+        & (rows.epoch == batch.epochs)
         & (committed == batch.context_lengths - batch.query_lengths)
         & (batch.context_lengths <= current)
     )
@@ -70,14 +72,17 @@ def find_chains(metadata: Metadata, batch: Batch) -> Chains:
         continues=continues,
         first=first,
         num_columns=jnp.where(continues, batch.context_lengths // size - first, 0),
-        salts=gather(index.sequence_salts, seq_ids),
+        rows=rows,
     )
 
 
 def describe_blocks(metadata: Metadata, chains: Chains, lanes: CommitLanes) -> Columns:
     """Look up the lanes' blocks, and hash the prefixes that they end."""
     index, group = index_of(metadata), metadata.leading
-    salts, column = lanes.spread(chains.salts), lanes.spread(chains.first) + lanes.rank
+    salts, column = (
+        lanes.spread(chains.rows.salt),
+        lanes.spread(chains.first) + lanes.rank,
+    )
     row = jnp.where(lanes.valid, lanes.spread(chains.seq_ids), group.max_sequences)
     block = tables.blocks_at(group, row, column)
     before = tables.blocks_at(group, row, column - 1)

@@ -12,7 +12,7 @@ from jkv.metadata.entries import Entries, for_each_entry
 from jkv.metadata.mentions import MOST_COMPARED, find_equals
 from jkv.metadata.part import Moves, parts_of
 from jkv.prefixes import hash_tables, prefix_index, proofs, snapshots
-from jkv.prefixes.arrays import PrefixIndex
+from jkv.prefixes.arrays import IndexArrays
 from jkv.prefixes.columns import (
     Chains,
     Columns,
@@ -21,7 +21,7 @@ from jkv.prefixes.columns import (
     find_chains,
     first_lanes,
 )
-from jkv.prefixes.prefix_index import index_of, put_index, with_index
+from jkv.prefixes.prefix_index import index_of, put_index
 from jkv.sharding.loops import fori_loop, while_loop
 from jkv.state import Batch, BlockGroup, Metadata
 
@@ -57,8 +57,8 @@ def _commit_blocks(metadata: Metadata, batch: Batch) -> tuple[Metadata, jax.Arra
         (chains.first + lengths) * metadata.block_size,
     )
     row = jnp.where(chains.continues, batch.seq_ids, metadata.max_sequences)
-    committed = scatter(index_of(metadata).committed, row, visible)
-    return with_index(metadata, committed=committed), chains.continues
+    index = index_of(metadata).write(row, chains.rows._replace(committed=visible))
+    return put_index(metadata, index), chains.continues
 
 
 # The metadata, and i32[B]: the columns of each request that are visible already.
@@ -172,12 +172,12 @@ def _find_fit(
 
 
 def _prove(
-    index: PrefixIndex,
+    index: IndexArrays,
     lanes: CommitLanes,
     lengths: jax.Array,
     resolved: hash_tables.Resolved,
     parent: jax.Array,
-) -> tuple[PrefixIndex, jax.Array]:
+) -> tuple[IndexArrays, jax.Array]:
     """Cut each chain where a block's parent is not the block before it.
 
     Blocks entered past a cut leave the index again, and whatever relied on them is cut
@@ -187,26 +187,27 @@ def _prove(
     nothing, past_end = index.hashes.shape[0], jnp.iinfo(jnp.int32).max
     request, rank, valid = lanes.request, lanes.rank, lanes.valid
     stands, entered = resolved.stands, resolved.enters < nothing
-    if lanes.is_alone:  # its parent was compared, and nothing relies on it
+    # A block alone had its parent compared, and nothing relies on it.
+    if request is None or lanes.is_alone:
         num = (stands < nothing).astype(jnp.int32)
         return index, num if request is None else lengths.at[request].max(num)
     follows = proofs.follows(index, stands, parent)
 
-    def is_in(index: PrefixIndex) -> jax.Array:
+    def is_in(index: IndexArrays) -> jax.Array:
         return gather(index.hashes, stands, fill=0) != 0
 
     reach = lengths.at[request].max(jnp.where(valid, rank + 1, 0))
     # A chain that was cut already stays at its length.
     bad_rank = jnp.where(lanes.unbroken, rank, gather(lengths, request))
 
-    def cut(index: PrefixIndex) -> jax.Array:
+    def cut(index: IndexArrays) -> jax.Array:
         is_bad = valid & ~(is_in(index) & follows)
         return reach.at[request].min(jnp.where(is_bad, bad_rank, past_end))
 
-    def lost(index: PrefixIndex, lengths: jax.Array) -> jax.Array:
+    def lost(index: IndexArrays, lengths: jax.Array) -> jax.Array:
         return entered & is_in(index) & (rank >= gather(lengths, request))
 
-    def round_(state: tuple[PrefixIndex, jax.Array]) -> tuple[PrefixIndex, jax.Array]:
+    def round_(state: tuple[IndexArrays, jax.Array]) -> tuple[IndexArrays, jax.Array]:
         gone = jnp.where(lost(*state), stands, nothing)
         hashes = scatter(state[0].hashes, gone, jnp.uint32(0))
         index = dataclasses.replace(state[0], hashes=hashes)

@@ -16,7 +16,7 @@ import numpy as np
 from jkv.indexing import gather, scatter
 from jkv.metadata.mentions import find_equals
 from jkv.prefixes import hashing
-from jkv.prefixes.arrays import PrefixIndex
+from jkv.prefixes.arrays import IndexArrays
 from jkv.prefixes.prefix_index import index_of, tokens_of
 from jkv.state import Metadata
 
@@ -73,12 +73,12 @@ def resolve(
 
 
 def enter(
-    index: PrefixIndex,
+    index: IndexArrays,
     resolved: Resolved,
     prefixes: Prefixes,
     parents: jax.Array,
     hashes_above: jax.Array,
-) -> PrefixIndex:
+) -> IndexArrays:
     """Enter blocks without an equal, and what they hold, [P], behind their parents."""
     block = resolved.enters
     index = dataclasses.replace(
@@ -87,19 +87,20 @@ def enter(
         hashes=scatter(index.hashes, block, prefixes.hashes),
         salts=scatter(index.salts, block, prefixes.salts),
     )
-    if index.wide_hashes is None or index.hashes_above is None:
+    wide = prefixes.wide
+    if index.wide_hashes is None or index.hashes_above is None or wide is None:
         known = scatter(index.parents, block, parents)
         return dataclasses.replace(index, parents=known)
     return dataclasses.replace(
         index,
-        wide_hashes=scatter(index.wide_hashes, block, prefixes.wide),
+        wide_hashes=scatter(index.wide_hashes, block, wide),
         hashes_above=scatter(index.hashes_above, block, hashes_above),
     )
 
 
 def insert_children(
-    index: PrefixIndex, block: jax.Array, parent_hash: jax.Array
-) -> PrefixIndex:
+    index: IndexArrays, block: jax.Array, parent_hash: jax.Array
+) -> IndexArrays:
     """List blocks, i32[P], under their parents' hashes, u32[P]; N is dropped.
 
     A row that is full gives up one of its entries. A child without an entry is not
@@ -113,7 +114,7 @@ def insert_children(
     return dataclasses.replace(index, children=_put(table, row, column, block))
 
 
-def look_up(index: PrefixIndex, hashes: jax.Array) -> jax.Array:
+def look_up(index: IndexArrays, hashes: jax.Array) -> jax.Array:
     """Return the indexed block with each hash, i32[...], N where there is none."""
     bucket = gather(index.buckets, row_of(index.buckets, hashes))
     theirs = gather(index.hashes, bucket, fill=0)
@@ -151,7 +152,7 @@ def _agree(theirs: Prefixes, prefixes: Prefixes) -> jax.Array:
     return same & jnp.all(theirs.wide == prefixes.wide, axis=-1)
 
 
-def hash_above(index: PrefixIndex, block: jax.Array) -> jax.Array:
+def hash_above(index: IndexArrays, block: jax.Array) -> jax.Array:
     """Return the hash of the prefix before blocks, u32[...]; 0 without a parent."""
     if index.hashes_above is not None:
         return gather(index.hashes_above, block)
@@ -178,7 +179,7 @@ def _find_entries(
 
 
 def _find_free(
-    index: PrefixIndex,
+    index: IndexArrays,
     table: jax.Array,
     row: jax.Array,
     keys_of: Callable[[jax.Array, jax.Array], jax.Array],

@@ -22,14 +22,14 @@ import jax.numpy as jnp
 
 from jkv.indexing import gather, scatter
 from jkv.metadata.xla_cpu import stage, written_after
-from jkv.prefixes.arrays import Beside, PrefixIndex
+from jkv.prefixes.arrays import Beside, IndexArrays
 from jkv.sharding.loops import when
 from jkv.state import Metadata
 
 
-def index_of(metadata: Metadata) -> PrefixIndex:
+def index_of(metadata: Metadata) -> IndexArrays:
     """Return the index, or say how to get one."""
-    if not isinstance(metadata.index, PrefixIndex):
+    if not isinstance(metadata.index, IndexArrays):
         raise ValueError(
             "this cache has no prefix index; configure it with prefix_caching=True, in "
             "its CacheConfig or, with groups of layers, in its GroupedConfig"
@@ -37,7 +37,7 @@ def index_of(metadata: Metadata) -> PrefixIndex:
     return metadata.index
 
 
-def put_index(metadata: Metadata, index: PrefixIndex) -> Metadata:
+def put_index(metadata: Metadata, index: IndexArrays) -> Metadata:
     return dataclasses.replace(metadata, index=index)
 
 

@@ -96,7 +96,7 @@ def find_partings_behind(
     at = jnp.where(tokens >= 0, lengths[:, None] + column, most)
     row = jnp.arange(num_sequences, dtype=jnp.int32)[:, None]
     whole = scatter(known, (row, at), tokens)
-    salts = gather(index_of(metadata).sequence_salts, seq_ids)
+    salts = index_of(metadata).read(seq_ids).salt
     return _find_partings(metadata, whole, salts)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from jkv.indexing import gather
 from jkv.metadata import tables
 from jkv.prefixes import hashing
-from jkv.prefixes.arrays import PrefixIndex
+from jkv.prefixes.arrays import IndexArrays
 from jkv.prefixes.prefix_index import index_of, tokens_of
 from jkv.state import Metadata
 
@@ -30,7 +30,7 @@ class Tip(NamedTuple):
 
 
 def hash_prompts(
-    index: PrefixIndex, whole: jax.Array, column: jax.Array, salts: jax.Array
+    index: IndexArrays, whole: jax.Array, column: jax.Array, salts: jax.Array
 ) -> jax.Array | None:
     """Return the wide hashes of prompts up to columns' ends, u32[B, C, 2], if any."""
     if index.wide_hashes is None:
@@ -41,7 +41,7 @@ def hash_prompts(
 
 
 def hash_lanes(
-    index: PrefixIndex,
+    index: IndexArrays,
     salts: jax.Array,
     tokens: jax.Array,
     column: jax.Array,
@@ -59,13 +59,13 @@ def hash_lanes(
     return hashing.run_on(above, hashing.wide_column_hash(tokens, column), first_lane)
 
 
-def known_parents(index: PrefixIndex, before: jax.Array) -> jax.Array | None:
+def known_parents(index: IndexArrays, before: jax.Array) -> jax.Array | None:
     """Return the blocks before others, i32[...], if it is them that are compared."""
     return before if index.wide_hashes is None else None
 
 
 def follows(
-    index: PrefixIndex, block: jax.Array, parent: jax.Array
+    index: IndexArrays, block: jax.Array, parent: jax.Array
 ) -> jax.Array | np.ndarray:
     """Return whether indexed blocks, i32[P], follow their parents, i32[P], bool[P].
 

@@ -11,7 +11,7 @@ from jkv.indexing import gather, scatter
 from jkv.metadata import allocator
 from jkv.metadata.mentions import MOST_COMPARED
 from jkv.prefixes import hash_tables
-from jkv.prefixes.arrays import Beside, PrefixIndex
+from jkv.prefixes.arrays import Beside, IndexArrays
 from jkv.prefixes.hash_tables import Prefixes, hash_above
 from jkv.prefixes.prefix_index import (
     beside_of,
@@ -82,14 +82,16 @@ def reenter(metadata: Metadata) -> Metadata:
     was_indexed = before.hashes != 0
     metadata, hashes = _enter_anew(metadata)
     metadata = with_index(
-        metadata, hashes=hashes, committed=_still_committed(metadata, hashes)
+        metadata,
+        hashes=hashes,
+        rows=index_of(metadata).with_committed(_still_committed(metadata, hashes)).rows,
     )
 
     # Only what was listed: a parent may have more children than a row has entries.
     listed = scatter(jnp.zeros((num_blocks,), bool), before.children, True)
     listed &= hashes != 0
 
-    def list_some(index: PrefixIndex, block: jax.Array) -> PrefixIndex:
+    def list_some(index: IndexArrays, block: jax.Array) -> IndexArrays:
         is_listed = gather(listed, block, fill=False)
         above = hash_above(index, block)
         block = jnp.where(is_listed, block, num_blocks)
@@ -115,8 +117,8 @@ def _enter_anew(metadata: Metadata) -> tuple[Metadata, jax.Array]:
     tokens, wide = tokens_of(metadata), before.wide_hashes
 
     def enter_some(
-        carry: tuple[PrefixIndex, jax.Array], block: jax.Array
-    ) -> tuple[PrefixIndex, jax.Array]:
+        carry: tuple[IndexArrays, jax.Array], block: jax.Array
+    ) -> tuple[IndexArrays, jax.Array]:
         index, stays = carry
         prefixes = Prefixes(
             tokens=gather(tokens, block),

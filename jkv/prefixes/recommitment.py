@@ -8,10 +8,10 @@ an engine that parked a text lets the next request find it.
 import jax
 import jax.numpy as jnp
 
-from jkv.indexing import gather, scatter
+from jkv.indexing import gather
 from jkv.metadata import requests
 from jkv.metadata.requests import Integers, Texts
-from jkv.prefixes.prefix_index import index_of, with_index
+from jkv.prefixes.prefix_index import index_of, put_index
 from jkv.prefixes.sequences import record_texts
 from jkv.state import Batch, Cache, Metadata
 from jkv.state.entry import takes_cache
@@ -45,8 +45,9 @@ def _forget_committed(metadata: Metadata, seq_ids: jax.Array) -> Metadata:
     if metadata.block_numbers:
         is_whole &= metadata.leading.window.gaps_of(jnp.maximum(seq_ids, 0)) == 0
     row = jnp.where(is_whole, seq_ids, metadata.max_sequences)
-    committed = scatter(index_of(metadata).committed, row, 0)
-    return with_index(metadata, committed=committed)
+    index = index_of(metadata)
+    rows = index.read(row)._replace(committed=jnp.zeros_like(row))
+    return put_index(metadata, index.write(row, rows))
 
 
 def _note_texts(metadata: Metadata, seq_ids: jax.Array, tokens: jax.Array) -> Metadata:
@@ -80,7 +81,7 @@ def _plan_whole(cache: Cache, seq_ids: jax.Array) -> Batch:
         blocks_of_groups=tuple(
             none + g.num_blocks if g.kind == "blocks" else None for g in metadata.groups
         ),
-        epochs=gather(index_of(metadata).epochs, seq_ids),
+        epochs=index_of(metadata).read(seq_ids).epoch,
         is_decoding=False,
         sizes=cache.sizes,
     )

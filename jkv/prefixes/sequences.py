@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jkv.indexing import gather, scatter
 from jkv.metadata import counters
 from jkv.metadata.entries import for_each_of
-from jkv.prefixes.prefix_index import index_of, with_index
+from jkv.prefixes.arrays import IndexRow
+from jkv.prefixes.prefix_index import index_of, put_index
 from jkv.prefixes.snapshots import snapshots_of, with_snapshots
 from jkv.sharding.loops import when
 from jkv.state import Metadata
@@ -30,7 +31,6 @@ def begin(
     tokens: jax.Array | None,  # i32[B, P], the prompts
 ) -> Metadata:
     """Let rows begin with the tokens found, and count the prompts."""
-    metadata = metadata.with_lengths(row, num_cached)
     metadata = _note_opened(metadata, row, salts, num_cached)
     if tokens is None:
         return metadata
@@ -66,23 +66,19 @@ def inherit(
     source = jnp.where((row < nothing) & (lengths > 0), parents, nothing)
     metadata = _copy_texts(metadata, row, source, is_exchange=is_exchange)
     index = index_of(metadata)
-    committed = gather(index.committed, parents)
-    return _note_opened(
-        metadata,
-        row,
-        gather(index.sequence_salts, parents),
-        jnp.minimum(committed, lengths),
-    )
+    known = index.read(parents)
+    committed = jnp.minimum(known.committed, lengths)
+    return _note_opened(metadata, row, known.salt, committed)
 
 
 def cut_back(metadata: Metadata, row: jax.Array, lengths: jax.Array) -> Metadata:
     """Note that rows, i32[B], hold no more than these tokens, i32[B], any longer."""
     index = index_of(metadata)
-    committed = jnp.minimum(gather(index.committed, row), lengths)
+    known = index.read(row)
+    committed = jnp.minimum(known.committed, lengths)
     # An empty sequence holds nothing that could be out of date.
     committed = jnp.where(lengths == 0, 0, committed)
-    salts = gather(index.sequence_salts, row)
-    return _note_opened(metadata, row, salts, committed)
+    return _note_opened(metadata, row, known.salt, committed)
 
 
 def _note_opened(
@@ -90,12 +86,7 @@ def _note_opened(
 ) -> Metadata:
     """Note the domain of opened rows, i32[B], and the tokens found for them."""
     index, stamp = index_of(metadata), metadata.now + jnp.uint32(1)
-    return with_index(
-        metadata,
-        committed=scatter(index.committed, row, committed),
-        sequence_salts=scatter(index.sequence_salts, row, salts),
-        epochs=scatter(index.epochs, row, stamp),
-    )
+    return put_index(metadata, index.write(row, IndexRow(committed, salts, stamp)))
 
 
 def texts_of(metadata: Metadata, row: jax.Array) -> jax.Array:

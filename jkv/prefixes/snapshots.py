@@ -125,7 +125,7 @@ def find_at(
     if snapshots is None:
         return None
     known, none = snapshots.sequence_texts, snapshots.lengths.shape[0]
-    salts = gather(index_of(metadata).sequence_salts, seq_ids)
+    salts = index_of(metadata).read(seq_ids).salt
 
     def look(request: jax.Array, places: jax.Array) -> jax.Array:
         text = gather(known, gather(seq_ids, request))
@@ -179,7 +179,7 @@ def make(
     assert snapshots is not None
     length, seq_ids = batch.context_lengths, batch.seq_ids
     is_now = gather(metadata.context_lengths, seq_ids) == length
-    committed = gather(index_of(metadata).committed, seq_ids)
+    committed = index_of(metadata).read(seq_ids).committed
     is_due = (
         continues & is_now & (committed == length) & (length % snapshots.every == 0)
     )
@@ -206,7 +206,7 @@ def _make_one(
         gather(batch.context_lengths, request),
     )
     text = gather(snapshots.sequence_texts, seq_id)[0]
-    salt = gather(index_of(metadata).sequence_salts, seq_id)
+    salt = index_of(metadata).read(seq_id).salt
     place, is_told = _find_text(snapshots, text, length, salt)
     none = snapshots.lengths.shape[0]
     is_new = (place == none) & is_told

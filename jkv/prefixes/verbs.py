@@ -224,7 +224,7 @@ def _snapshots(metadata: Metadata, seq_id: jax.Array) -> jax.Array:
     assert known is not None
     row = row_of(metadata, seq_id)
     text = gather(known.sequence_texts, row, fill=-1)
-    salt = gather(index_of(metadata).sequence_salts, row)
+    salt = index_of(metadata).read(row).salt
     position = jnp.arange(length, dtype=jnp.int32)[None]
     counts = position < known.lengths[:, None]
     alike = jnp.all((known.texts == text[None]) | ~counts, axis=1)
@@ -291,7 +291,7 @@ def _forget(metadata: Metadata, salt: jax.Array | None) -> Metadata:
     metadata = with_index(
         metadata,
         hashes=jnp.where(in_domain, jnp.uint32(0), index.hashes),
-        committed=jnp.where(is_stale, -1, index.committed),
+        rows=index.with_committed(jnp.where(is_stale, -1, index.committed)).rows,
     )
     return _demote(metadata, None)
 

@@ -19,8 +19,7 @@ import numpy as np
 from jkv.commands.compiled_programs import keep_compiled_programs
 from jkv.decoding.arguments.asked import How
 from jkv.decoding.model.protocol import Model
-from jkv.decoding.model.rows import CHUNK_SIZE
-from jkv.decoding.model.steps import ExactShape, Steps
+from jkv.decoding.model.steps import CHUNK_SIZE, ExactShape, Steps
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.metadata.requests import Integers, Texts, check_counts
 from jkv.serving.device.kept_programs import KeptPrograms
@@ -44,6 +43,7 @@ from jkv.serving.scheduler.scheduler import HostOptions, QueueFull, Scheduler
 from jkv.serving.scheduler.versions import Update
 from jkv.serving.threads import Turns, await_events, read_events
 from jkv.sharding.processes import find_shared_mesh
+from jkv.signatures import lists_arguments
 from jkv.state import Cache
 from jkv.status import UsageError
 from jkv.steering import Steering
@@ -234,6 +234,7 @@ class Engine:
 
     # Requests.
 
+    @lists_arguments
     def submit(self, tokens: Integers | Ask, **fields: Unpack[OfAsk]) -> int:
         """Take a request in, and return at once.
 
@@ -252,6 +253,7 @@ class Engine:
         """
         return self._take_in(None, Ask.of(tokens, fields))
 
+    @lists_arguments
     def generate(
         self,
         prompts: Texts,
@@ -331,6 +333,7 @@ class Engine:
         self._scheduler.park(request_id)
         self._turns.tell()
 
+    @lists_arguments
     def resume(
         self,
         request_id: int,
@@ -441,6 +444,7 @@ class Engine:
         request = self._scheduler.find(request_id)
         return await_events(self._turns, request, self._scheduler.cancel)
 
+    @lists_arguments
     async def astream(
         self, tokens: Integers | Ask, **fields: Unpack[OfAsk]
     ) -> AsyncGenerator[int, None]:

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jkv.sharding.loops import vary_over
 from jkv.sharding.storage_sharding import WHOLE, DividedAxes, StorageSharding, spread
-from jkv.sharding.varying import vary_over
 
 
 def divided(axes: DividedAxes) -> dict[str, DividedAxes]:

@@ -6,8 +6,13 @@ about blocks can be tested, simulated and jitted without touching storage.
 
 from jkv.state.batch import Batch, Slots
 from jkv.state.cache import Cache, GroupLayer
-from jkv.state.index import Index
-from jkv.state.metadata import NO_SEQUENCE, BlockGroup, Metadata, Sequences
+from jkv.state.metadata import (
+    NO_SEQUENCE,
+    BlockGroup,
+    Metadata,
+    SequenceRow,
+    Sequences,
+)
 from jkv.state.no_index import NoIndex
 from jkv.state.rings import Kept, Ring
 from jkv.state.states import States, StateStorage
@@ -22,11 +27,11 @@ __all__ = [
     "Cache",
     "Everything",
     "GroupLayer",
-    "Index",
     "Kept",
     "Metadata",
     "NoIndex",
     "Ring",
+    "SequenceRow",
     "Sequences",
     "SlidingWindow",
     "Slots",

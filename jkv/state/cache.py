@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 import jax
 import numpy as np
 
-from jkv.config.units import human_bytes
+from jkv.config.counts import human_bytes
 from jkv.sharding.storage_sharding import PoolSharding, StorageSharding
 from jkv.state.batch import StepSizes
 from jkv.state.metadata import Metadata

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jkv.arguments import as_arrays, explain, explains_arguments
 from jkv.sharding.storage_sharding import PoolSharding
+from jkv.signatures import with_signature
 from jkv.state.cache import Cache, Role
 from jkv.status import CacheError, UsageError
 
@@ -64,7 +65,7 @@ def takes_cache(
                     raise
             return entered(*again[0], **again[1])
 
-        return entered
+        return with_signature(entered, function)
 
     return decorate
 

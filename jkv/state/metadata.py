@@ -10,18 +10,32 @@ sequence, B requests in a call, R token rows in a batch.
 """
 
 import dataclasses
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
 
 from jkv.config.layers import find_leader
 from jkv.indexing import gather, scatter
-from jkv.state.index import Index
+from jkv.state.no_index import NoIndex
 from jkv.state.rings import Ring
 from jkv.state.windows import Window
 from jkv.status import Counter, Status
 
 NO_SEQUENCE = -1  # as a `seq_id`: padding, ignored
+
+
+class SequenceRow(NamedTuple):
+    """Numbers of a sequence that verbs read and write together, i32[...] each.
+
+    Stamps and counts are the bits of u32.
+    """
+
+    context_length: jax.Array | int  # tokens
+    is_open: jax.Array | int  # 1 if opened by allocate or fork and not freed, else 0
+    created: jax.Array | int  # clock when it was opened
+    last_used: jax.Array | int  # clock when it was last appended to, forked, touched
+    num_uses: jax.Array | int  # uses since it was opened
 
 
 @jax.tree_util.register_dataclass
@@ -32,12 +46,8 @@ class Sequences:
     A context length counts the tokens appended, the newest included.
     """
 
-    context_lengths: jax.Array  # i32[S], tokens of each sequence
-    is_open: jax.Array  # bool[S], handed out by allocate or fork, not yet freed
+    rows: jax.Array  # i32[S, 5], the columns of `SequenceRow`
     free_rows: Ring  # [S], closed rows, oldest first
-    created: jax.Array  # u32[S], clock when each sequence was opened
-    last_used: jax.Array  # u32[S], clock when it was last appended to, forked, touched
-    num_uses: jax.Array  # u32[S], how often it was, since it was opened
     counters: jax.Array  # u32[counters, 2], `Counter` rows: low word, high word
     # i32[S], of each sequence's newest tokens those that no state stands behind yet, so
     # that they can be taken back; None if none ever are.
@@ -50,18 +60,63 @@ class Sequences:
     def pending_of(self, seq_ids: jax.Array) -> jax.Array:
         """Return how many tokens of sequences, i32[B], are pending, i32[B]."""
         if self.num_pending is None:
-            return jax.numpy.zeros(seq_ids.shape, jax.numpy.int32)
+            return jnp.zeros(seq_ids.shape, jnp.int32)
         return gather(self.num_pending, seq_ids)
+
+    def read(self, seq_ids: jax.Array) -> "SequenceRow":
+        """Return the rows of sequences, i32[...]; an id out of range is clamped."""
+        rows = gather(self.rows, seq_ids)
+        return SequenceRow(*(rows[..., i] for i in range(rows.shape[-1])))
+
+    def write(self, row: jax.Array, values: "SequenceRow") -> Self:
+        """Replace distinct rows, i32[B]; one of S or above is dropped."""
+        columns = [jnp.broadcast_to(each, row.shape) for each in values]
+        rows = scatter(self.rows, row, jnp.stack(columns, axis=-1))
+        return dataclasses.replace(self, rows=rows)
+
+    @property
+    def context_lengths(self) -> jax.Array:
+        """Tokens of each sequence, i32[S]."""
+        return self._column("context_length")
+
+    @property
+    def is_open(self) -> jax.Array:
+        """True for sequences opened by `allocate` or `fork` and not freed, bool[S]."""
+        return self._column("is_open") != 0
+
+    @property
+    def created(self) -> jax.Array:
+        """Clock when each sequence was opened, u32[S]."""
+        return jax.lax.bitcast_convert_type(self._column("created"), jnp.uint32)
+
+    @property
+    def last_used(self) -> jax.Array:
+        """Clock when each was last appended to, forked or touched, u32[S]."""
+        return jax.lax.bitcast_convert_type(self._column("last_used"), jnp.uint32)
+
+    @property
+    def num_uses(self) -> jax.Array:
+        """Uses of each sequence since it was opened, u32[S]."""
+        return jax.lax.bitcast_convert_type(self._column("num_uses"), jnp.uint32)
+
+    def _column(self, name: str) -> jax.Array:
+        # With a pool for each rank the rows have a leading axis.
+        return self.rows[..., SequenceRow._fields.index(name)]
 
     @property
     def max_sequences(self) -> int:
         """Sequences that can be open at one time, S."""
-        return self.is_open.shape[0]
+        return self.rows.shape[-2]
 
     @property
     def now(self) -> jax.Array:
         """The low word of the clock, u32[]: calls that served a request."""
         return self.counters[int(Counter.CLOCK), 0]
+
+    @property
+    def next_stamp(self) -> jax.Array:
+        """Clock after this call, i32[], the bits of a u32."""
+        return jax.lax.bitcast_convert_type(self.now + jnp.uint32(1), jnp.int32)
 
 
 @jax.tree_util.register_dataclass
@@ -105,7 +160,7 @@ class BlockGroup:
     @property
     def num_kept_blocks(self) -> jax.Array:
         """Blocks of each sequence without those given back, i32[S]."""
-        rows = jax.numpy.arange(self.max_sequences, dtype=jax.numpy.int32)
+        rows = jnp.arange(self.max_sequences, dtype=jnp.int32)
         return self.num_mapped_blocks - self.window.gaps_of(rows)
 
 
@@ -146,7 +201,7 @@ class Metadata:
     sequences: Sequences  # which are open, and how long
     # What they have in each group of the configuration: a `BlockGroup`, or `States`.
     groups: tuple[Any, ...]
-    index: "Index[Metadata]"  # what can be found again: with prefix caching, or nothing
+    index: NoIndex  # what can be found again: with prefix caching, or nothing
     # Static: what verbs ask, a `jkv.metadata.part.Part` for one group or several.
     parts: tuple[Any, ...] = dataclasses.field(metadata={"static": True})
 
@@ -167,17 +222,16 @@ class Metadata:
         sequences = dataclasses.replace(self.sequences, **changes)  # type: ignore[arg-type]
         return dataclasses.replace(self, sequences=sequences)
 
-    def with_lengths(self, row: jax.Array, lengths: jax.Array | int) -> Self:
-        """Note the context lengths of rows, i32[B] each; a row of S is dropped."""
-        lengths = scatter(self.context_lengths, row, lengths)
-        return self.with_sequences(context_lengths=lengths)
+    def with_rows(self, row: jax.Array, values: SequenceRow) -> Self:
+        """Return the metadata with other rows of sequences, i32[B]; S is dropped."""
+        return dataclasses.replace(self, sequences=self.sequences.write(row, values))
 
     def with_pending(self, row: jax.Array, count: jax.Array | int) -> Self:
         """Note how many tokens of rows, i32[B], are pending; one of S is dropped."""
         pending = self.sequences.num_pending
         if pending is None:
             return self
-        pending = scatter(pending, row, jax.numpy.int32(count))
+        pending = scatter(pending, row, jnp.int32(count))
         return self.with_sequences(num_pending=pending)
 
     @property

@@ -1,56 +1,205 @@
-"""The index that finds nothing: what a cache without prefix caching has."""
+"""The index of a cache without prefix caching, and the base class of the prefix index.
+
+A method takes the metadata that holds the index and returns metadata: a loop carries
+metadata, so that an index kept from before is stale. `self` only selects the kind.
+
+Rows are those of the block tables: a row of S or above is dropped. Symbols in shape
+comments as in `jkv.state.metadata`; P places of snapshots.
+"""
+
+# ruff: noqa: ARG002 (the base class ignores the arguments of its subclass)
+
+from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from jkv.state.index import Found, FoundBlocks
-from jkv.state.metadata import Metadata
+from jkv.state.index import Found, FoundBlocks, FoundState
+
+if TYPE_CHECKING:
+    from jkv.state.batch import Batch
+    from jkv.state.metadata import Metadata
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class NoIndex:
-    """Nothing can be found again: an `Index` that has nothing to note."""
+    """An index without arrays that finds nothing and adds no instruction to a program.
 
-    is_there = False
-    snapshot_every = None
-    num_places = 0
+    `jkv.prefixes.index.PrefixIndex` overrides every method.
+    """
 
-    def find(self, metadata: Metadata, _tokens: object, salts: jax.Array) -> Found:
-        return find_nothing(metadata, salts.shape)
+    is_there = False  # static: True if `commit` makes blocks visible
 
-    def texts_of(self, metadata: Metadata, row: jax.Array) -> jax.Array:
-        return jnp.full((*row.shape, metadata.max_context_length), -1, jnp.int32)
+    @property
+    def snapshot_every(self) -> int | None:
+        """Length whose multiples states are copied at, None if never; static."""
+        return None
 
-    def knows(self, _metadata: Metadata, _number: int, block: jax.Array) -> jax.Array:
-        return jnp.zeros(block.shape, bool)
+    @property
+    def num_places(self) -> int:
+        """Places for snapshots of states, P; static."""
+        return 0
 
     def count_snapshots(self) -> jax.Array:
+        """Return the number of places in use, i32[]."""
         return jnp.int32(0)
 
-    def forget(self, metadata: Metadata, *_: object) -> tuple[Metadata, jax.Array]:
-        return metadata, jnp.int32(0)
+    # Look-ups.
 
-    def commit(self, metadata: Metadata, _batch: object) -> tuple[Metadata, tuple[()]]:
-        return metadata, ()
+    def find(
+        self, metadata: Metadata, tokens: jax.Array | None, salts: jax.Array
+    ) -> Found:
+        """Look up prompts; the last token of each is never found.
 
-    def _find_none(self, *_: object) -> None:
-        """Find nothing."""
+        Args:
+          metadata: the metadata.
+          tokens: i32[B, P], negative from each prompt's end on, or None.
+          salts: i32[B], cache salts.
+        """
+        return find_nothing(metadata, salts.shape)
 
-    find_state = find_partings = find_partings_behind = _find_none
-    epochs_of = leave = _find_none
+    def find_state(
+        self, metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array
+    ) -> FoundState | None:
+        """Look up snapshots of sequences at lengths above 0, i32[B] each."""
+        return None
 
-    def _note_nothing(self, metadata: Metadata, *_: object) -> Metadata:
+    def find_partings(
+        self, metadata: Metadata, tokens: jax.Array, salts: jax.Array
+    ) -> jax.Array | None:
+        """Return the divergence point of each prompt from known sequences, i32[B].
+
+        It may lie behind the tokens found, where only a state is missing: a snapshot
+        there pays off. None without snapshots. Arguments as for `find`.
+        """
+        return None
+
+    def find_partings_behind(
+        self,
+        metadata: Metadata,
+        seq_ids: jax.Array,
+        lengths: jax.Array,
+        tokens: jax.Array,
+    ) -> jax.Array | None:
+        """Return the same for the first tokens of sequences and tokens behind them."""
+        return None
+
+    def texts_of(self, metadata: Metadata, row: jax.Array) -> jax.Array:
+        """Return the recorded tokens of rows, i32[..., max_context_length], or -1."""
+        return jnp.full((*row.shape, metadata.max_context_length), -1, jnp.int32)
+
+    def epochs_of(self, seq_ids: jax.Array) -> jax.Array | None:
+        """Return the clock when sequences were opened or last cut, u32[B]."""
+        return None
+
+    def leave(self, seq_ids: jax.Array) -> tuple[jax.Array, jax.Array] | None:
+        """Return the committed tokens and the salts of sequences, i32[B] each."""
+        return None
+
+    def knows(self, metadata: Metadata, number: int, block: jax.Array) -> jax.Array:
+        """Return True for blocks of a group, i32[...], that can be found."""
+        return jnp.zeros(block.shape, bool)
+
+    # Records of sequences.
+
+    def begin(
+        self,
+        metadata: Metadata,
+        row: jax.Array,
+        salts: jax.Array,
+        num_cached: jax.Array,
+        tokens: jax.Array | None,
+    ) -> Metadata:
+        """Open rows with the tokens found of their prompts, i32[B]; count the hits."""
         return metadata
 
-    begin = enter = record = inherit = cut = use = _note_nothing
-    forget_rewritten = rename = reenter = _note_nothing
+    def enter(
+        self, metadata: Metadata, row: jax.Array, salts: jax.Array, known: jax.Array
+    ) -> Metadata:
+        """Open swapped-in rows with their salts and committed tokens, i32[B]."""
+        return metadata
+
+    def record(
+        self, metadata: Metadata, row: jax.Array, position: jax.Array, tokens: jax.Array
+    ) -> Metadata:
+        """Record tokens, i32[...], at positions of rows."""
+        return metadata
+
+    def inherit(
+        self,
+        metadata: Metadata,
+        row: jax.Array,
+        parents: jax.Array,
+        lengths: jax.Array,
+        is_exchange: bool = False,
+    ) -> Metadata:
+        """Copy each parent's tokens and salt to `row`, i32[B] each.
+
+        The committed length is capped at `lengths`. In an exchange a parent may be one
+        of the rows.
+        """
+        return metadata
+
+    def cut(self, metadata: Metadata, row: jax.Array, lengths: jax.Array) -> Metadata:
+        """Cap the committed lengths of truncated rows, i32[B] each."""
+        return metadata
+
+    def use(self, metadata: Metadata, found: FoundState | None) -> Metadata:
+        """Mark snapshots as used, in the order of the requests."""
+        return metadata
+
+    # Blocks.
+
+    def forget(
+        self, metadata: Metadata, number: int, block: jax.Array
+    ) -> tuple[Metadata, jax.Array]:
+        """Remove allocated blocks of a group, i32[P]; return how many were indexed."""
+        return metadata, jnp.int32(0)
+
+    def forget_rewritten(
+        self, metadata: Metadata, number: int, block: jax.Array
+    ) -> Metadata:
+        """Remove blocks of a group that are written again, i32[B]; N is dropped.
+
+        The blocks that follow one of them are removed as well.
+        """
+        return metadata
+
+    def commit(
+        self, metadata: Metadata, batch: Batch
+    ) -> tuple[Metadata, tuple[Any, ...]]:
+        """Make the blocks that a step filled visible; return moves of storage."""
+        return metadata, ()
+
+    def rename(
+        self,
+        metadata: Metadata,
+        number: int,
+        renamed: Callable[[jax.Array], jax.Array],
+        moved: Callable[[jax.Array, int], jax.Array],
+    ) -> Metadata:
+        """Renumber the blocks of a group.
+
+        Args:
+          metadata: renumbered but for the index.
+          number: the group's number.
+          renamed: new ids of old ids, N' for none.
+          moved: values by new block of values by old block, and the fill of new blocks.
+        """
+        return metadata
+
+    def reenter(self, metadata: Metadata) -> Metadata:
+        """Index all blocks again after their number has changed."""
+        return metadata
 
 
 def find_nothing(metadata: Metadata, shape: tuple[int, ...]) -> Found:
-    """Return that nothing is found of prompts, nor looked for."""
+    """Return a look-up without a hit, for prompts of i32[*shape]."""
     none = jnp.zeros(shape, jnp.int32)
     columns = jnp.zeros((*shape, 0), jnp.int32)
     nothing = FoundBlocks(columns, 0, None)

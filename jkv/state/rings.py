@@ -11,6 +11,7 @@ from typing import Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @jax.tree_util.register_dataclass
@@ -72,39 +73,50 @@ class Ring:
         return jax.lax.bitcast_convert_type(self.bounds[6:8], jnp.uint32)
 
     def changed(
-        self,
-        *,
-        ids: jax.Array | None = None,
-        indices: jax.Array | None = None,
-        taken: jax.Array | None = None,
-        forgotten: jax.Array | None = None,
-        **numbers: jax.Array,
+        self, *, ids: jax.Array | None = None, indices: jax.Array | None = None
     ) -> Self:
-        """Return the ring with some of it changed.
-
-        Args:
-          ids: i32[C], None for those it has.
-          indices: i32[N], likewise.
-          taken: i32[], how many more ids have left the ring.
-          forgotten: i32[], how many more lost what they were known by.
-          **numbers: i32[] each: `head`, `span`, `count`, `fewest`.
-        """
-        bounds = [numbers.get(name, self.bounds[i]) for i, name in enumerate(NUMBERS)]
-        for first, more in ((4, taken), (6, forgotten)):
-            low, high = self.bounds[first], self.bounds[first + 1]
-            if more is not None:
-                old, low = low, low + more
-                words = [
-                    jax.lax.bitcast_convert_type(w, jnp.uint32) for w in (low, old)
-                ]
-                high = high + (words[0] < words[1]).astype(jnp.int32)
-            bounds += [low, high]
+        """Return the ring with other ids, i32[C], or indices, i32[N]."""
         return dataclasses.replace(
             self,
             ids=self.ids if ids is None else ids,
-            bounds=jnp.stack(bounds),
             indices=self.indices if indices is None else indices,
         )
+
+    def added(self, num: jax.Array, **signs: int) -> Self:
+        """Return the ring with `num`, i32[], times a sign added to numbers by name.
+
+        The head is brought back into the ring, and sums of 64 bits carry.
+        """
+        steps = np.zeros(len(NUMBERS), np.int32)
+        for name, sign in signs.items():
+            steps[NUMBERS.index(name)] = sign
+        bounds = self.bounds + num * steps
+        if "head" in signs:
+            is_past = bounds >= np.int32(self.ids.shape[0])
+            wrapped = bounds - np.int32(self.ids.shape[0])
+            bounds = jnp.where(is_past & _NUMBER["head"], wrapped, bounds)
+        if {"taken", "forgotten"} & {*signs}:
+            new, old = (
+                jax.lax.bitcast_convert_type(words, jnp.uint32)
+                for words in (bounds, self.bounds)
+            )
+            carries = (new < old) & (_NUMBER["taken"] | _NUMBER["forgotten"])
+            # The high word of a sum is behind its low word.
+            carried = jnp.pad(carries[:-1].astype(jnp.int32), (1, 0))
+            bounds = bounds + carried
+        return dataclasses.replace(self, bounds=bounds)
+
+    def with_fewest(self, count: jax.Array) -> Self:
+        """Return the ring with its lowest count so far at most `count`, i32[]."""
+        most = jnp.where(_NUMBER["fewest"], count, _NO_LIMIT)
+        return dataclasses.replace(self, bounds=jnp.minimum(self.bounds, most))
+
+    def with_numbers(self, **numbers: jax.Array) -> Self:
+        """Return the ring with other numbers, i32[] each, by name."""
+        bounds = self.bounds
+        for name, number in numbers.items():
+            bounds = jnp.where(_NUMBER[name], number, bounds)
+        return dataclasses.replace(self, bounds=bounds)
 
     def joined(self, rings: Sequence["Ring"], **of_kept: jax.Array) -> "Ring":
         """Return the ring with other rings of its classes, and more of them changed."""
@@ -131,8 +143,13 @@ class Kept:
     num_entered: jax.Array  # u32[], ids that ever entered
 
 
-# The first of the bounds; two words each for the ids taken and forgotten follow.
-NUMBERS = ("head", "span", "count", "fewest")
+# The names of the bounds; sums of 64 bits have a high word behind the low one.
+NUMBERS = (
+    *("head", "span", "count", "fewest"),
+    *("taken", "taken, high", "forgotten", "forgotten, high"),
+)
+_NUMBER = {name: np.arange(len(NUMBERS)) == i for i, name in enumerate(NUMBERS)}
+_NO_LIMIT = np.int32(np.iinfo(np.int32).max)
 
 
 def _sum(counts: list[jax.Array]) -> jax.Array:

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.arguments import as_array
-from jkv.formats.bits import as_bits
+from jkv.arguments import as_array, expect, name_kind
+from jkv.formats.format import as_bits
 from jkv.indexing import gather, scatter
 from jkv.metadata.requests import Integer
 from jkv.sharding.loops import when
@@ -22,7 +22,7 @@ from jkv.state.cache import Role
 from jkv.state.entry import takes_cache
 from jkv.states.copies import read_rows
 from jkv.status import Status, UsageError
-from jkv.verbs.arguments import any_layer, check_batch, name_kind
+from jkv.verbs.arguments import any_layer, check_batch
 
 Layer = Integer | GroupLayer | tuple[GroupLayer, ...]
 Arrays = dict[str, jax.Array]
@@ -185,15 +185,13 @@ def _check_arrays(
             f"{what} must have the arrays that StateConfig names, {sorted(stored)}, "
             f"got {names}"
         )
+    is_state = what == "state"
     for (name, array), dtype in zip(sorted(stored.items()), dtypes, strict=True):
-        shape = (count, *array.shape[2 if what == "state" else 3 :])
-        found = as_array(given[name])
-        if getattr(found, "shape", None) != shape or found.dtype != dtype:
-            raise UsageError(
-                f"{what}[{name!r}] must be {dtype.name}{list(shape)}, as StateConfig "
-                f"says of one {'sequence' if what == 'state' else 'token'}, got "
-                f"{name_kind(found)}"
-            )
+        first, skipped, one = ("B", 2, "sequence") if is_state else ("R", 3, "token")
+        axes = " ".join([first, *map(str, array.shape[skipped:])])
+        why = f"as StateConfig says of one {one}"
+        value, sizes = as_array(given[name]), {first: count}
+        expect(f"{what}[{name!r}]", value, axes, sizes, dtype, why=why)
 
 
 def _list_rows(batch: Batch, storage: StateStorage) -> jax.Array:

@@ -4,13 +4,15 @@
 them, and `renumber` gives their variants other numbers.
 """
 
-from jkv.steering.allowances import AllowedTokens
-from jkv.steering.bans import BannedTexts
-from jkv.steering.biases import TokenBias
 from jkv.steering.chains import chain, renumber
-from jkv.steering.lengths import MinimumLength
-from jkv.steering.ngrams import NoRepeatedNgrams
 from jkv.steering.protocol import Steering
+from jkv.steering.rules import (
+    AllowedTokens,
+    BannedTexts,
+    MinimumLength,
+    NoRepeatedNgrams,
+    TokenBias,
+)
 from jkv.steering.thinking import ThinkingBudget
 
 __all__ = [

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.signatures import lists_arguments
 from jkv.status import UsageError
 from jkv.steering.protocol import Steering, check_steering
 from jkv.steering.tables import check_integers
@@ -124,6 +125,7 @@ class Chain(Steering):
         return token
 
 
+@lists_arguments
 def renumber(steering: Steering, numbers: jax.Array) -> Steering:
     """Return what steers as another does, with variants of its own.
 
@@ -152,7 +154,7 @@ def renumber(steering: Steering, numbers: jax.Array) -> Steering:
       >>> both.steer(state, jnp.ones((3, 3))).tolist()
       [[1.0, 4.0, 1.0], [1.0, 1.0, -inf], [1.0, 4.0, -inf]]
     """
-    array = check_integers("renumber: numbers", numbers, ("[M]",))
+    array = check_integers("renumber: numbers", numbers, "M")
     if not isinstance(array, jax.core.Tracer):
         found, most = np.asarray(array), steering.num_variants
         wrong = found[(found < -1) | (found >= most)]

@@ -13,8 +13,14 @@ import jax.numpy as jnp
 
 from jkv.status import UsageError
 from jkv.steering.protocol import EndsNothing
-from jkv.steering.tables import check_integers, count_variants, find_rows
-from jkv.steering.tokens import ends_with, find_newest, push
+from jkv.steering.tables import (
+    check_integers,
+    count_variants,
+    ends_with,
+    find_newest,
+    find_rows,
+    push,
+)
 
 
 class _ThoughtRows(NamedTuple):
@@ -71,7 +77,7 @@ class ThinkingBudget(EndsNothing):
 
     def begin(self, variants: jax.Array, prompts: jax.Array) -> _ThoughtRows:
         """Find which prompts end in thought, and how many tokens of it they have."""
-        budget = check_integers("ThinkingBudget.budget", self.budget, ("[]", "[M]"))
+        budget = check_integers("ThinkingBudget.budget", self.budget, "| M")
         opening, closing = self._tags()
         position = jnp.arange(prompts.shape[1], dtype=jnp.int32)[None]
         closes = _find_tags(prompts, closing)
@@ -123,7 +129,7 @@ class ThinkingBudget(EndsNothing):
         """Return the open tag and the closing tag."""
         names = ("open_tag", "close_tag")
         opening, closing = (
-            check_integers(f"ThinkingBudget.{name}", getattr(self, name), (f"[{n}]",))
+            check_integers(f"ThinkingBudget.{name}", getattr(self, name), n)
             for name, n in zip(names, "AC", strict=True)
         )
         if not (opening.size and closing.size):

@@ -33,9 +33,6 @@ Path: TypeAlias = str | os.PathLike[str]
 
 FORMAT, VERSION = "jkv", 3
 
-# `jkv.storage.saved` knows the names of the second.
-READABLE_VERSIONS = ("2", "3")
-
 MAX_HEADER_BYTES = 10**8  # more is not allowed by the format
 
 CHUNK_BYTES = 2**24  # read, hashed and written at a time
@@ -210,10 +207,9 @@ def _read_header(
         raise FileError(path, fault) from error
     if form != FORMAT:
         raise FileError(path, "is foreign: a safetensors file that jkv did not write")
-    if version not in READABLE_VERSIONS:
-        readable = ", ".join(READABLE_VERSIONS)
+    if version != str(VERSION):
         raise FileError(
-            path, f"has version {version} of the format, this jkv reads {readable}"
+            path, f"has version {version} of the format, this jkv reads {VERSION}"
         )
     return raw, header
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from jkv.blocks import contents
 from jkv.blocks.contents import HostArray
-from jkv.formats.bits import STORED_AS
+from jkv.formats.format import STORED_AS
 from jkv.sharding.processes import agree, bring_whole, is_shared, is_writer
 from jkv.sharding.storage_sharding import (
     POOL_HEADS,
@@ -30,7 +30,6 @@ from jkv.state import Cache
 from jkv.storage import fields, files
 from jkv.storage.files import FileError, Path, Tensor
 from jkv.storage.swapped import Swapped
-from jkv.storage.version_0_2 import bring_up_to_date
 
 # What a file holds, by the name in its header. Pools are a cache whose arrays have an
 # axis of ranks first.
@@ -84,7 +83,6 @@ def read_value(path: Path, kinds: fields.Kinds) -> Cache | Swapped:
     try:
         leaves |= json.loads(metadata["fields"])
         kind = _KINDS[metadata["holds"]]
-        leaves = bring_up_to_date(leaves, is_cache=kind is Cache)
         for name in [each for each in leaves if ".contents.storage." in each]:
             leaves[name] = contents.cut_array(leaves[name])
         value = fields.build(kind, leaves, kinds)

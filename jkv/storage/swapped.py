@@ -1,13 +1,14 @@
 """Sequences on the host, apart from any cache."""
 
-import collections
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from jkv.indexing import gather
 from jkv.metadata import requests
 from jkv.metadata.part import Luggage
 from jkv.metadata.requests import Integers
@@ -106,8 +107,8 @@ def _look_up(metadata: Metadata, seq_ids: jax.Array) -> dict[str, Any]:
         status=requests.find_status(padding, [(Status.INVALID_SEQUENCE, ~closable)]),
         of_parts=tuple(part.leave(metadata, seq_ids) for part in metadata.parts),
         seq_ids=seq_ids,
-        context_lengths=sequences.context_lengths.at[seq_ids].get(mode="clip"),
-        num_uses=sequences.num_uses.at[seq_ids].get(mode="clip"),
+        context_lengths=gather(sequences.context_lengths, seq_ids),
+        num_uses=gather(sequences.num_uses, seq_ids),
         committed=committed,
         salts=salts,
         num_pending=sequences.pending_of(seq_ids) if metadata.has_states else None,
@@ -115,11 +116,8 @@ def _look_up(metadata: Metadata, seq_ids: jax.Array) -> dict[str, Any]:
 
 
 def match_groups(cache: Cache, swapped: Swapped) -> tuple[Luggage, ...]:
-    """Return what sequences have for each group of a cache; refuse others.
-
-    Each group takes the next of its kind: files of 0.2 have those with blocks first.
-    """
-    there, here = (_count_groups(groups) for groups in (swapped.groups, cache.storage))
+    """Return what sequences have for each group of a cache; refuse others."""
+    there, here = (_list_kinds(groups) for groups in (swapped.groups, cache.storage))
     if there != here:
         raise UsageError(
             f"these sequences left a cache of {there}, and this cache has {here}: make "
@@ -128,11 +126,7 @@ def match_groups(cache: Cache, swapped: Swapped) -> tuple[Luggage, ...]:
     kinds: dict[str, tuple[Any, Any]] = {
         "block_size": (swapped.block_size, cache.block_size)
     }
-    left, found = list(swapped.groups), []
-    for number, storage in enumerate(cache.storage):
-        own = next(each for each in left if each.kind == storage.kind)
-        left.remove(own)
-        found.append(own)
+    for number, own in enumerate(swapped.groups):
         compared = own.compare(cache, number, swapped.context_lengths)
         within = f"group {number}: " if len(cache.storage) > 1 else ""
         kinds |= {within + name: both for name, both in compared.items()}
@@ -146,13 +140,15 @@ def match_groups(cache: Cache, swapped: Swapped) -> tuple[Luggage, ...]:
             f"sequences can be swapped into a cache of the same layers, heads, sizes "
             f"and dtype only: {'; '.join(different)}"
         )
-    return tuple(found)
+    return swapped.groups
 
 
-def _count_groups(groups: Sequence[Any]) -> str:
-    """Say how many groups of layers there are of each kind."""
-    counts = collections.Counter(group.kind for group in groups)
-    return " and ".join(
+def _list_kinds(groups: Sequence[Any]) -> str:
+    """Return how many groups of layers there are in a row of each kind."""
+    runs = [
+        (kind, len([*run])) for kind, run in itertools.groupby(g.kind for g in groups)
+    ]
+    return ", then ".join(
         f"{'one group' if count == 1 else f'{count} groups'} of layers with {kind}"
-        for kind, count in sorted(counts.items())
+        for kind, count in runs
     )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jkv.config.units import human_bytes
+from jkv.config.counts import human_bytes
 from jkv.status import UsageError
 from jkv.tiers.folder import Folder, first_digest, next_digest
 from jkv.tiers.spilled import Held, Layout, Spilled

@@ -28,6 +28,7 @@ from jkv.decoding.texts.text_tree import (
     read_text,
 )
 from jkv.metadata.requests import Integers, Texts, as_prompts, broadcast
+from jkv.signatures import lists_arguments
 from jkv.status import UsageError
 from jkv.verbs.allocation import Allocation
 from jkv.verbs.forking import Fork
@@ -69,6 +70,7 @@ class TreeRecord:
         )
 
 
+@lists_arguments
 def note_generate(
     record: TreeRecord,
     prompts: Texts,
@@ -143,6 +145,7 @@ def note_allocate(record: TreeRecord, opened: Allocation) -> TreeRecord:
     return _move(record, opened.seq_ids, jnp.int32(NO_PARENT), jnp.int32(0))
 
 
+@lists_arguments
 def note_given(
     record: TreeRecord, seq_ids: Integers, tokens: Texts
 ) -> tuple[TreeRecord, jax.Array]:
@@ -178,6 +181,7 @@ def note_given(
     return _move(record, ids, segments, unfed + count_tokens(texts)), segments
 
 
+@lists_arguments
 def note_fed(record: TreeRecord, seq_ids: Integers, num_tokens: Integers) -> TreeRecord:
     """Note that tokens which the record knows are in the cache now.
 
@@ -208,6 +212,7 @@ def note_fed(record: TreeRecord, seq_ids: Integers, num_tokens: Integers) -> Tre
     return _move(record, ids, tips, jnp.maximum(waiting - counts, 0))
 
 
+@lists_arguments
 def note_extend(
     record: TreeRecord, seq_ids: Integers, tokens: Texts, result: Generation
 ) -> tuple[TreeRecord, jax.Array]:
@@ -265,6 +270,7 @@ def note_extend(
     return _move(record, moved, segments, waiting), segments
 
 
+@lists_arguments
 def note_fork(record: TreeRecord, parents: Integers, forked: Fork) -> TreeRecord:
     """Note that sequences were forked whole: children begin where their parents are.
 

@@ -179,14 +179,14 @@ def _allocate(
 ) -> tuple[Metadata, Allocation, tuple[Moves, ...]]:
     found = metadata.index.find(metadata, tokens, salts)
     status, served, plans = _judge_openings(metadata, num_tokens, found, keep_free)
-    metadata, seq_ids = tables.open_rows(metadata, served)
+    num_cached = jnp.where(served, found.num_tokens(metadata.block_size), 0)
+    metadata, seq_ids = tables.open_rows(metadata, served, num_cached)
     row = jnp.where(served, seq_ids, metadata.max_sequences)
     # Found blocks are pinned before any block is taken, so that none of them is.
     for plan in plans:
         metadata = plan.pin(metadata, row)
     done = Done(served, seq_ids)
     metadata, moves = apply_plans(metadata, plans, done)
-    num_cached = jnp.where(served, found.num_tokens(metadata.block_size), 0)
     metadata = metadata.index.begin(metadata, row, salts, num_cached, tokens)
     metadata = counters.settle(metadata, status, served)
     return metadata, Allocation(seq_ids, status, num_cached), moves

@@ -18,7 +18,7 @@ from jkv.metadata import counters, requests, tables
 from jkv.metadata.entries import find_owners
 from jkv.metadata.part import Done, Granted, Growing, Step, parts_of
 from jkv.metadata.requests import Integers
-from jkv.state import NO_SEQUENCE, Batch, Cache, Metadata
+from jkv.state import NO_SEQUENCE, Batch, Cache, Metadata, SequenceRow
 from jkv.state.entry import takes_cache
 from jkv.status import Status, UsageError
 from jkv.verbs.attention_plan import plan_attention
@@ -132,7 +132,8 @@ def _append(
     """Return the metadata and the arrays of the `Batch` by their names."""
     rows = _lay_out(num_tokens, num_rows, max_query_length)
     growth = _judge_growth(metadata, seq_ids, num_tokens, num_pending, rows)
-    step = _make_step(metadata, seq_ids, tokens, rows, growth)
+    is_decoding = max_query_length == 1
+    step = _make_step(metadata, seq_ids, tokens, rows, growth, is_decoding)
     blocks: list[jax.Array | None] = [None] * len(metadata.groups)
     of_parts = zip(parts_of(metadata), growth.plans, growth.granted, strict=True)
     for part, plan, granted in of_parts:
@@ -144,7 +145,7 @@ def _append(
             metadata, step.table_row, step.position, tokens
         )
     row = step.done.rows(metadata)
-    metadata = counters.mark_used(metadata.with_lengths(row, growth.new_length), row)
+    metadata = counters.mark_used(metadata, row, growth.before, growth.new_length)
     metadata = counters.settle(metadata, growth.status, growth.served)
     metadata, pending_counts = _note_pending(metadata, step, growth, num_pending)
     return metadata, dict(
@@ -203,7 +204,7 @@ class _Growth(NamedTuple):
     status: jax.Array  # i32[B], `Status`
     is_live: jax.Array  # bool[B], whether the id is open
     served: jax.Array  # bool[B], OK and not padding
-    length: jax.Array  # i32[B], tokens before the call
+    before: SequenceRow  # rows of the sequences before the call, i32[B]
     new_length: jax.Array  # i32[B], tokens after it
     query_lengths: jax.Array  # i32[B], tokens appended, 0 unless served
     plans: list[Growing]  # of each part
@@ -218,9 +219,10 @@ def _judge_growth(
     rows: _Layout,
 ) -> _Growth:
     """Judge the requests by the blocks free before the call."""
-    length = gather(metadata.context_lengths, seq_ids)
+    before = metadata.sequences.read(seq_ids)
+    length = jnp.asarray(before.context_length)
     padding = requests.is_padding(seq_ids)
-    live = requests.is_live(metadata, seq_ids)
+    live = requests.is_open(metadata, seq_ids, before)
     is_first = requests.is_first_mention(metadata, seq_ids)
     wrong = num_tokens < 0
     if num_pending is not None:
@@ -244,7 +246,7 @@ def _judge_growth(
         status=jnp.where(no_block, jnp.int32(Status.OUT_OF_BLOCKS), status),
         is_live=live,
         served=served,
-        length=length,
+        before=before,
         new_length=jnp.where(served, new_length, length),
         query_lengths=jnp.where(served, num_tokens, 0),
         plans=plans,
@@ -258,17 +260,19 @@ def _make_step(
     tokens: jax.Array | None,
     rows: _Layout,
     growth: _Growth,
+    is_decoding: bool,
 ) -> Step:
     """Give the new tokens of each served request the positions behind its old ones."""
     served = growth.served
     valid = (rows.rank >= 0) & (rows.rank < rows.spread(growth.query_lengths))
-    position = jnp.where(valid, rows.spread(growth.length) + rows.rank, 0)
+    length = jnp.asarray(growth.before.context_length)
+    position = jnp.where(valid, rows.spread(length) + rows.rank, 0)
     column, offset = tables.locate(position, metadata.block_size)
     return Step(
         done=Done(served, seq_ids),
-        length=growth.length,
+        length=length,
         query_lengths=growth.query_lengths,
-        spread=rows.spread,
+        is_decoding=is_decoding,
         valid=valid,
         position=position,
         table_row=jnp.where(valid, rows.spread(seq_ids), metadata.max_sequences),

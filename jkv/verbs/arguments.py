@@ -4,12 +4,11 @@ A layer is a number, a batch is one that `append` planned on this cache, rows ar
 and one for each row of the batch.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.arguments import expect, find_kind, name_kind
 from jkv.attention.validation import require_window
 from jkv.metadata import requests
 from jkv.metadata.requests import Integer
@@ -36,7 +35,7 @@ def locate_layer(cache: Cache, layer: Integer | GroupLayer) -> GroupLayer:
         if not 0 <= number < known:
             raise UsageError(f"layer must be in 0..{known - 1}, got {int(number)}")
     else:
-        kind = _array_kind(number)
+        kind = find_kind(number)
         if kind is None or kind[1] or not jnp.issubdtype(kind[0], jnp.integer):
             raise UsageError(f"layer must be an int or i32[], got {name_kind(number)}")
     return cache.find_layer(layer)
@@ -104,32 +103,27 @@ def check_dtypes(storage: BlockStorage) -> None:
 
 def check_rows(storage: BlockStorage, batch: Batch, name: str, rows: jax.Array) -> None:
     """Reject rows for a named array that are not one for each row of the batch."""
-    width = storage.head_dim if name == "key_pool" else storage.value_head_dim
-    expected = (batch.num_rows, storage.num_kv_heads, width)
-    kind, called = _array_kind(rows), name.replace("_pool", "s")
-    if kind is None or kind[1] != expected:
+    sizes = {
+        "R": batch.num_rows,
+        "K": storage.num_kv_heads,
+        "D": storage.head_dim if name == "key_pool" else storage.value_head_dim,
+    }
+    called, why = name.replace("_pool", "s"), "one row per row of the batch"
+    expect(called, rows, "R K D", sizes, why=why)
+    if not jnp.issubdtype(rows.dtype, jnp.floating):
         raise UsageError(
-            f"{called} must have shape [R, K, D] = {list(expected)}, one row per row "
-            f"of the batch, got {name_kind(rows)}"
-        )
-    if not jnp.issubdtype(kind[0], jnp.floating):
-        raise UsageError(
-            f"{called} must be floating point, got {kind[0]}; convert them with "
+            f"{called} must be floating point, got {rows.dtype}; convert them with "
             f"{called}.astype(...) if these numbers are what shall be stored"
         )
 
 
 def check_queries(storage: BlockStorage, batch: Batch, queries: jax.Array) -> None:
     """Reject queries that are not one for each row, or that a mesh cannot share."""
-    kind = _array_kind(queries)
-    if kind is None or len(kind[1]) != 3 or kind[1][0] != batch.num_rows:
-        raise UsageError(
-            f"queries must have shape [R, H, D] with R = {batch.num_rows}, the rows of "
-            f"the batch, got {name_kind(queries)}"
-        )
+    sizes = {"R": batch.num_rows}
+    sizes = expect("queries", queries, "R H D", sizes, why="R the rows of the batch")
     sharding = storage.sharding
     if sharding is not None and sharding.heads in sharding.open_axes:
-        num_heads, num_devices = kind[1][1], sharding.mesh.shape[sharding.heads]
+        num_heads, num_devices = sizes["H"], sharding.mesh.shape[sharding.heads]
         if num_heads % num_devices:
             raise ValueError(
                 f"{num_heads} query heads cannot be shared evenly by the {num_devices} "
@@ -164,16 +158,3 @@ def any_layer(layer: Integer, batch: Batch) -> jax.Array:
     if isinstance(layer, jax.Array) or not is_traced:
         return number
     return unknown(number, batch.context_lengths)
-
-
-def name_kind(value: Any) -> str:
-    """Say what an argument is: an array by dtype and shape, else by its type."""
-    kind = _array_kind(value)
-    return type(value).__name__ if kind is None else f"{kind[0]}{list(kind[1])}"
-
-
-def _array_kind(value: Any) -> tuple[Any, tuple[int, ...]] | None:
-    """Return the dtype and shape of an array, None of anything else."""
-    if isinstance(value, jax.Array | np.ndarray | np.generic):
-        return value.dtype, value.shape
-    return None

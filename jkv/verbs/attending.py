@@ -8,7 +8,7 @@ import jax
 
 from jkv.attention import paged_attention
 from jkv.attention.call import Requests
-from jkv.attention.parts import join_parts
+from jkv.attention.softmax import join_parts
 from jkv.metadata.requests import Integer
 from jkv.sharding.mapping import divided, over_devices
 from jkv.sharding.storage_sharding import PER_HEAD, POOL, ROWS

@@ -5,8 +5,7 @@ from typing import Any
 
 from jkv.attention import choice
 from jkv.attention.backend import StepShape
-from jkv.attention.call import Requests
-from jkv.attention.pools import Pools
+from jkv.attention.call import Pools, Requests
 from jkv.sharding.storage_sharding import heads_on_device
 from jkv.state import Batch, BlockGroup, BlockStorage, Cache
 

@@ -188,12 +188,14 @@ def evict_older_than(
 
 @jax.jit
 def _touch(metadata: Metadata, seq_ids: jax.Array) -> tuple[Metadata, jax.Array]:
-    live = requests.is_live_once(metadata, seq_ids)
+    before = metadata.sequences.read(seq_ids)
+    live = requests.is_open(metadata, seq_ids, before)
+    live &= requests.is_first_mention(metadata, seq_ids)
     status = requests.find_status(
         requests.is_padding(seq_ids), [(Status.INVALID_SEQUENCE, ~live)]
     )
     row = jnp.where(live, seq_ids, metadata.max_sequences)
-    metadata = counters.mark_used(metadata, row)
+    metadata = counters.mark_used(metadata, row, before)
     return counters.settle(metadata, status, live), status
 
 

@@ -88,13 +88,13 @@ def _fork(
         # A length that the parent does not have was clipped, and differs.
         wrong = requests.any_of([length.tokens != lengths, *wrongs])
     status, served, plans = _judge(metadata, looks, parents, wrong)
-    metadata, children = tables.open_rows(metadata, served)
+    metadata, children = tables.open_rows(metadata, served, length.tokens)
     done = Done(served, children)
     metadata, moves = apply_plans(metadata, plans, done)
     row = done.rows(metadata)
     metadata = metadata.index.inherit(metadata, row, parents, length.tokens)
     parent = jnp.where(served, parents, metadata.max_sequences)
-    metadata = counters.mark_used(metadata.with_lengths(row, length.tokens), parent)
+    metadata = counters.mark_parents(metadata, parent)
     metadata = counters.settle(metadata, status, served)
     return metadata, Fork(children, status), moves
 

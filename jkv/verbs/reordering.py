@@ -61,7 +61,9 @@ def _reorder(
     metadata: Metadata, seq_ids: jax.Array, parents: jax.Array
 ) -> tuple[Metadata, jax.Array, tuple[Moves, ...]]:
     padding = requests.is_padding(seq_ids)
-    live = requests.is_live_once(metadata, seq_ids)
+    before = metadata.sequences.read(seq_ids)
+    live = requests.is_open(metadata, seq_ids, before)
+    live &= requests.is_first_mention(metadata, seq_ids)
     live &= requests.is_live(metadata, parents)
     changes = live & ~padding & (seq_ids != parents)
     length = sharing.find_lengths(metadata, parents)
@@ -77,7 +79,7 @@ def _reorder(
     metadata, moves = apply_plans(metadata, plans, done)
     row = done.rows(metadata)
     metadata = metadata.index.inherit(metadata, row, parents, length.tokens, True)
-    metadata = counters.mark_used(metadata.with_lengths(row, length.tokens), row)
+    metadata = counters.mark_used(metadata, row, before, length.tokens)
     return counters.settle(metadata, status, served), status, moves
 
 

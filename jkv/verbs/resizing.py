@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.blocks.renumbering import FreeBlocks, count_compaction, in_order, renumber
-from jkv.config.counts import checked_num_blocks
-from jkv.config.units import human_bytes
+from jkv.config.counts import checked_num_blocks, human_bytes
 from jkv.state import Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.status import UsageError

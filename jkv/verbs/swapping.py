@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.indexing import scatter
 from jkv.metadata import counters, requests, tables
 from jkv.metadata.part import Luggage, parts_of
 from jkv.metadata.requests import Integers
@@ -181,16 +180,17 @@ def _open(
     cause = requests.find_status(jnp.zeros((1,), bool), causes)
     status = jnp.full((num_rows,), cause)
     served = status == Status.OK
-    metadata, seq_ids = tables.open_rows(metadata, served)
+    lengths = entering.context_lengths
+    metadata, seq_ids = tables.open_rows(metadata, served, lengths)
     row = jnp.where(served, seq_ids, metadata.max_sequences)
     new_tables: dict[int, jax.Array] = {}
     for part, plan in zip(parts, plans, strict=True):
         metadata, of_part = plan.apply(metadata, row)
         if of_part is not None:
             new_tables |= dict.fromkeys(part.numbers, of_part)
-    metadata = metadata.with_lengths(row, entering.context_lengths)
-    uses = scatter(metadata.sequences.num_uses, row, entering.num_uses)
-    metadata = metadata.with_sequences(num_uses=uses)
+    opened = metadata.sequences.read(row)
+    uses = jax.lax.bitcast_convert_type(jnp.asarray(entering.num_uses), jnp.int32)
+    metadata = metadata.with_rows(row, opened._replace(num_uses=uses))
     metadata = metadata.index.enter(metadata, row, entering.salts, entering.committed)
     metadata = metadata.with_pending(row, entering.num_pending)
     metadata = counters.settle(metadata, status, served)

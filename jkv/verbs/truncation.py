@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 
-from jkv.indexing import gather
 from jkv.metadata import counters, requests
 from jkv.metadata.part import Done, Moves, apply_plans, parts_of
 from jkv.metadata.requests import Integers
@@ -65,9 +64,10 @@ def _truncate(
     metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array
 ) -> tuple[Metadata, jax.Array, tuple[Moves, ...]]:
     padding = requests.is_padding(seq_ids)
-    live = requests.is_live_once(metadata, seq_ids)
-    length = gather(metadata.context_lengths, seq_ids)
-    outside = (lengths < 0) | (lengths > length)
+    before = metadata.sequences.read(seq_ids)
+    live = requests.is_open(metadata, seq_ids, before)
+    live &= requests.is_first_mention(metadata, seq_ids)
+    outside = (lengths < 0) | (lengths > before.context_length)
     looks = [part.cut(metadata, seq_ids, lengths) for part in parts_of(metadata)]
     wrong = requests.any_of([outside, *(m for look in looks for m in look.wrongs)])
     causes = [(Status.INVALID_SEQUENCE, ~live), (Status.INVALID_ARGUMENT, wrong)]
@@ -82,6 +82,6 @@ def _truncate(
     done = Done(served, seq_ids)
     metadata, moves = apply_plans(metadata, plans, done)
     row = done.rows(metadata)
-    metadata = metadata.with_lengths(row, lengths)
-    metadata = counters.mark_used(metadata.index.cut(metadata, row, lengths), row)
+    metadata = metadata.index.cut(metadata, row, lengths)
+    metadata = counters.mark_used(metadata, row, before, lengths)
     return counters.settle(metadata, status, served), status, moves

@@ -24,7 +24,7 @@ from support.tolerances import assert_close, is_close
 
 from jkv.attention import paged_attention
 from jkv.attention.call import Requests, make_requests
-from jkv.attention.xla.pieces import list_work
+from jkv.attention.xla.decode import list_work
 
 NUM_ROWS, NUM_BLOCKS, MAX_BLOCKS = 17, 30, 9
 LAYER = 1
@@ -636,14 +636,17 @@ def test_mistakes_are_explained():
     refuses(
         "None or one of 'pallas', 'triton', 'xla_small', 'xla'", implementation="cuda"
     )
-    refuses("queries must have 3 axes", (0, good[0][0]))
-    refuses("key_pool must have 5 axes", (1, good[1][0]))
-    refuses("key_pool must have 4 axes", (3, None))
-    refuses("agree in layers", (2, good[2][:1]))
-    refuses("head dim 15, key_pool 16", (0, good[0][..., :15]))
+    refuses(r"queries must be float\[R, H, D\]", (0, good[0][0]))
+    refuses("key_pool must be .*layer=None drops", (1, good[1][0]))
+    refuses(r"key_pool must be \[N, K, T, D\]", (3, None))
+    refuses(
+        "value_pool must be .* with L = 2, .* as key_pool",
+        (2, good[2][:1]),
+    )
+    refuses("D = 16, D that of key_pool, got", (0, good[0][..., :15]))
     refuses("3 query heads do not divide", (0, jnp.ones((5, 3, 16))))
-    refuses(r"sinks must be .* \[2\]", sinks=jnp.ones(3))
-    refuses("queries must be floating", (0, good[0].astype(jnp.int32)))
+    refuses(r"sinks must be \[H\] with H = 2", sinks=jnp.ones(3))
+    refuses(r"queries must be float\[.* got int32", (0, good[0].astype(jnp.int32)))
     refuses("must be floating point or int8, uint16", (1, keys.astype(jnp.int16)))
     refuses("key_pool holds int8: pass key_scales", (1, keys.astype(jnp.int8)))
     refuses("pass kv_dtype=bfloat16", (1, keys.astype(jnp.uint16)))
@@ -651,13 +654,16 @@ def test_mistakes_are_explained():
     eighths = (1, keys.astype(jnp.int8))
     scales = jnp.ones(good[1].shape[:4])
     refuses("key_pool holds float32; leave", key_scales=scales)
-    refuses("one number per token", eighths, key_scales=scales[..., 1:])
+    refuses("key_scales must be .L, N, K, T", eighths, key_scales=scales[..., 1:])
     refuses("must be floating point, or uint16", eighths, key_scales=scales > 0)
     refuses("leave value_scales out", (2, None), value_head_dim=8, value_scales=scales)
     refuses("kv_dtype is for pools of raw bits", kv_dtype=jnp.bfloat16)
-    refuses(r"query_lengths must have one entry", (7, good[7][:2]))
-    refuses("context_lengths must hold integers", (8, good[8].astype(jnp.float32)))
-    refuses("block_tables must have 2 axes", (4, good[4][0]))
+    refuses("query_lengths must be .* with B = ", (7, good[7][:2]))
+    refuses(
+        "context_lengths must be int32.*got float32",
+        (8, good[8].astype(jnp.float32)),
+    )
+    refuses(r"block_tables must be int32\[S, M\]", (4, good[4][0]))
     refuses("block_tables has 2 rows", (4, good[4][:2]), (5, None))
     refuses("window counts the token itself", window=0)
     refuses("window counts the token itself", window=np.int64(0))

@@ -31,10 +31,10 @@ from support.tolerances import TOLERANCE, assert_close, is_close
 
 import jkv
 from jkv.attention import choice, paged_attention
-from jkv.attention.cards import DEFAULT, Card
+from jkv.attention.backend import DEFAULT, Card
 from jkv.attention.cudnn import Cudnn, attend_prompts, find_prompt, without_prompt
 from jkv.attention.kernel.face import Pallas
-from jkv.attention.xla.plain_path import attend_xla
+from jkv.attention.xla.face import attend_xla
 
 NUM_ROWS, MIN_ROWS, MAX_BLOCKS, NUM_BLOCKS = 32, 30, 12, 40
 LAYER = 1

@@ -13,8 +13,8 @@ from support.plain_prefixes import check_prefixes
 from support.tolerances import assert_close
 
 import jkv
+from jkv.attention.backend import Card
 from jkv.attention.call import Requests
-from jkv.attention.cards import Card
 from jkv.attention.kernel import face
 from jkv.attention.kernel.tiles.table import INTERPRETED
 from jkv.attention.kernel.work import planning

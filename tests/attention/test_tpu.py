@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.attention import pools
 from jkv.attention.slots import SlotWrite, scatter, scatter_by_head
+from jkv.attention.xla import lanes
 from jkv.formats.format import Formats
 from jkv.formats.table import FORMATS
 
@@ -80,7 +80,7 @@ def test_blocks_are_gathered_alike():
     pool = jax.random.normal(jax.random.key(0), (2, 5, 3, 4, 8))
     starts = jnp.array([[0, 1], [1, 4], [1, 9], [5, -2]])
     chex.assert_trees_all_equal(
-        pools._gather_tiled(pool, starts), pools._gather_flat(pool, starts)
+        lanes._gather_tiled(pool, starts), lanes._gather_flat(pool, starts)
     )
 
 

@@ -6,8 +6,8 @@ import pytest
 from support.kernel_lowering import find_kernels, lower, make_shapes
 from support.paths import ROOT
 
-from jkv.attention import cards, paged_attention
-from jkv.attention.cards import Card
+from jkv.attention import backend, paged_attention
+from jkv.attention.backend import Card
 from jkv.attention.choice import explain_choice
 from jkv.commands.diagnosis import main
 
@@ -53,7 +53,7 @@ def test_a_program_has_the_kernels_that_are_told_of(
     monkeypatch, target, options, forward, derivative
 ):
     platform = "rocm" if target.startswith("gfx") else "cuda"
-    monkeypatch.setattr(cards, "find_target", {platform: target}.get)
+    monkeypatch.setattr(backend, "find_target", {platform: target}.get)
     queries, pools = make_shapes(group=2, kv_heads=1, has_bits=False, **options)
     reasons = explain_choice(queries, pools, Card(platform, target))
     assert (reasons.forward is None, reasons.derivative is None) == (
@@ -125,7 +125,7 @@ def test_the_card_at_hand_is_asked_for_first(capsys, monkeypatch):
     assert {"gfx942:", "gfx1201:", "sm_90:", "sm_100:"} <= {*cards}
     assert text.startswith("no GPU is at hand")
     known = {"rocm": "gfx950"}
-    monkeypatch.setattr("jkv.attention.cards.find_target", known.get)
+    monkeypatch.setattr("jkv.attention.backend.find_target", known.get)
     text = said(capsys, "--model", "num_kv_heads=1,head_dim=64")
     assert text.startswith("gfx950:\n") and text.count("layers,") == 1
 

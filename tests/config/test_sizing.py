@@ -7,7 +7,7 @@ from support.paths import EXAMPLES
 from support.small_caches import small_config
 
 import jkv
-from jkv.config.units import human_bytes, parse_bytes
+from jkv.config.counts import human_bytes, parse_bytes
 
 pytestmark = pytest.mark.one_end
 PYDOC = EXAMPLES / "models" / "pydoc"

@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from jkv.config.families import FAMILIES, SIZES
+from jkv.config.families import FAMILIES
 
 pytestmark = [
     pytest.mark.one_end,
@@ -19,8 +19,8 @@ def test_sizes_left_out_are_those_of_transformers(model_type):
     from transformers import CONFIG_MAPPING
 
     defaults = CONFIG_MAPPING[model_type]()
-    expected = {size: getattr(defaults, size) for size in SIZES}
-    assert dict(zip(SIZES, FAMILIES[model_type].sizes, strict=True)) == expected
+    own = FAMILIES[model_type].sizes.settings
+    assert own == {size: getattr(defaults, size) for size in own}
 
 
 @pytest.mark.parametrize("model_type", [t for t, f in FAMILIES.items() if f.usual])

@@ -552,7 +552,7 @@ def test_wrong_arguments_are_named():
     assert result.reasons.shape == (2,)
     with pytest.raises(ValueError, match=r"stop_sequences must be i32\[F, C\]"):
         start(one, max_new_tokens=1, stop_sequences=np.int32([1, 2]))
-    with pytest.raises(ValueError, match=r"logits of shape \[2, 100\].*\[1, V\]"):
+    with pytest.raises(ValueError, match=r"\[B, V\] with B = 1.*got float32\[2, 100\]"):
         # Logits of rows, not of sequences.
         model = functools.partial(counting_model, all_rows=True)
         decoding.generate(model, None, fresh_cache(), one, max_new_tokens=1)

@@ -280,8 +280,11 @@ def test_the_loop_updates_the_pool_in_place():
     memory = compiled().memory_analysis()
     assert memory.temp_size_in_bytes < cache.storage[0].key_pool.nbytes
     assert memory.alias_size_in_bytes >= 2 * cache.storage[0].key_pool.nbytes
-    # A step of single tokens computes nothing for the rows of prompts.
-    assert in_the_steps_of_a_loop(compiled().as_text(), str(ROW_COUNTS[1])) == []
+    # A step of single tokens plans the rows of prompts, and computes nothing for them:
+    # what a loop within the step computes has not moved in front of it.
+    planned = in_the_steps_of_a_loop(compiled().as_text(), str(ROW_COUNTS[1]))
+    moved = [line for line in planned if line.count("while/body") > 1]
+    assert planned and moved == []
 
 
 def test_what_is_donated_is_gone_without_a_trace():

@@ -13,7 +13,7 @@ from support.jax_versions import few
 
 from jkv import decoding
 from jkv.decoding import Sampling, spread_seeds
-from jkv.decoding.sampling import filters
+from jkv.decoding.sampling import draws
 from jkv.decoding.sampling.draws import find_best
 
 # Compiled once for each shape, whatever the parameters.
@@ -372,9 +372,9 @@ def test_nothing_is_sorted():
 
 @pytest.mark.one_end
 def test_wrong_shapes_are_named():
-    with pytest.raises(ValueError, match=r"Sampling.top_p .* shape \(4,\)"):
+    with pytest.raises(ValueError, match=r"Sampling.top_p must be .* N = 4"):
         sample(random_logits(), Sampling(top_p=np.ones(3, np.float32)))
-    with pytest.raises(ValueError, match=r"Sampling.seeds .* shape \(4,\)"):
+    with pytest.raises(ValueError, match=r"Sampling.seeds must be .* N = 4"):
         sample(random_logits(), Sampling(seeds=np.ones((4, 1), np.int32)))
 
 
@@ -418,13 +418,13 @@ def test_many_logits_are_searched_row_by_row_on_a_cpu(monkeypatch):
         top_p=np.array([0.9, 1.0, 0.5, 0.7, 1.0]),
         min_p=np.array([0.0, 0.0, 0.0, 0.1, 0.2]),
     )
-    rows = filters.by_row(sampling, 5)
-    at_once = jax.jit(filters.filter_rows.__wrapped__)(logits, rows, None)
-    monkeypatch.setattr(filters, "_MOST_AT_ONCE", 64)
+    rows = draws.by_row(sampling, 5)
+    at_once = jax.jit(draws.filter_rows.__wrapped__)(logits, rows, None)
+    monkeypatch.setattr(draws, "_MOST_AT_ONCE", 64)
 
     def remove(logits):
         of_these = jax.tree.map(lambda field: field[: len(logits)], rows)
-        return filters.filter_rows.__wrapped__(logits, of_these, None)
+        return draws.filter_rows.__wrapped__(logits, of_these, None)
 
     np.testing.assert_array_equal(jax.jit(remove)(logits), at_once)
     loops = [str(jax.make_jaxpr(remove)(logits[:n])).count("scan[") for n in (1, 5)]

@@ -5,14 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jkv.decoding.model.rows import choose_size, share_rows
-from jkv.decoding.scheduler.places import (
-    Places,
-    find_oldest,
-    find_youngest_running,
-    unseat_youngest,
-    vacate,
-)
+from jkv.decoding.model.runner import choose_size, share_rows
 from jkv.decoding.scheduler.queue import (
     Candidates,
     choose_seated,
@@ -21,6 +14,13 @@ from jkv.decoding.scheduler.queue import (
     make_queue,
     order_queue,
     seat,
+)
+from jkv.decoding.scheduler.state import (
+    Places,
+    find_oldest,
+    find_youngest_running,
+    unseat_youngest,
+    vacate,
 )
 
 pytestmark = pytest.mark.one_end

@@ -176,7 +176,7 @@ class TestMistakes:
             rows = jnp.zeros((ROWS, HEADS, DIM))
             return rows, jkv.write(cache, 0, batch, rows, rows)
 
-        with pytest.raises(ValueError, match=r"keys must have shape \[R, K, D\]"):
+        with pytest.raises(ValueError, match=r"keys must be \[R, K, D\]"):
             traced_rows(PROMPTS, CONTINUATIONS, model)
 
     def test_a_verb_that_has_no_place_in_a_model(self):

@@ -71,7 +71,7 @@ def test_equals_the_plain_choice(answers):
         (dict(num_samples=6, by="likelihood"), 'by must be "mean_logprob" or'),
         (
             dict(num_samples=6, by="majority", answers=jnp.zeros(6, jnp.int32)),
-            r"answers must be i32\[N\] or i32\[N, A\] with N = 240",
+            r"answers must be int32\[N\] or int32\[N, A\] with N = 240",
         ),
     ],
 )

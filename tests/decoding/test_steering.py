@@ -540,8 +540,11 @@ class Wrong(jkv.Steering):
 @pytest.mark.parametrize(
     "how, message",
     [
-        ("rows", "begin must return .* a row for each of 2 sequences; got int32.1"),
-        ("no array", "begin must return a pytree of arrays .* got 3"),
+        (
+            "rows",
+            "begin must be .N, .* N = 2, a row for each sequence, got int32.1",
+        ),
+        ("no array", "begin must be an array, .* got int"),
         ("shape", "steer must return float32.*, got float32"),
         ("dtype", "steer must return float32.*, got bfloat16"),
         ("state", "`advance` returns must be as `begin` makes it, int32.*got float32"),

@@ -266,8 +266,11 @@ class TestMistakes:
                 dict(tokens=[5, 6, 7, 19]),
                 "segment 2 has 19 at position 0.*from 0 to 18",
             ),
-            (dict(tokens=[5, 6, 7]), "a segment for each of 3 rows, got 4"),
-            (dict(parents=[[-1, 0, 0]]), r"parents must be i32 of one axis, got int32"),
+            (
+                dict(tokens=[5, 6, 7]),
+                r"segments must be int32\[R\] with R = 3, got int32\[4\]",
+            ),
+            (dict(parents=[[-1, 0, 0]]), r"parents must be int32\[S\], got int32"),
         ],
     )
     def test_a_tree_that_is_none(self, change, message):

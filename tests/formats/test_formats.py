@@ -18,9 +18,8 @@ from support.small_caches import small_config
 from support.tolerances import assert_close, is_close
 
 import jkv
-from jkv.attention.call import Call, Requests
-from jkv.attention.cards import DEFAULT, Card
-from jkv.attention.pools import Pools
+from jkv.attention.backend import DEFAULT, Card
+from jkv.attention.call import Call, Pools, Requests
 from jkv.attention.reference import Reference
 from jkv.attention.xla.face import SideBySide, Xla
 from jkv.formats.format import Element, Format, Formats, name_parts

@@ -2,6 +2,7 @@
 
 import dataclasses
 import doctest
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -10,10 +11,12 @@ import re
 import sys
 from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import jkv
-from jkv import decoding, serving, steering, trees
+from jkv import decoding, grammar, serving, steering, trees
 
 pytestmark = pytest.mark.one_end
 
@@ -118,7 +121,9 @@ def section(text: str, title: str) -> str:
 @pytest.mark.parametrize("name", sorted(public_functions()))
 def test_docstrings_say_arguments_results_and_refusals(name: str) -> None:
     function = public_functions()[name]
-    text, signature = inspect.getdoc(function) or "", inspect.signature(function)
+    text = inspect.getdoc(function) or ""
+    # Fields of other values are described there.
+    signature = inspect.signature(inspect.unwrap(function))
     arguments = section(text, "Args")
     for parameter in signature.parameters:
         assert re.search(rf"\b{parameter}\b", arguments), parameter
@@ -156,3 +161,60 @@ def test_a_public_class_says_what_its_fields_are(name: str) -> None:
         assert said, f"{name}.{field} is not described"
         if "Array" in str(hint):
             assert "[" in said, f"{name}.{field} is described without its shape"
+
+
+@pytest.mark.parametrize(
+    ("function", "defaults"),
+    [
+        (jkv.generate, {"max_running": None, "exact": False, "salts": 0}),
+        (jkv.jitted.generate, {"num_samples": 1, "stop_tokens": None}),
+        (decoding.beam_search, {"length_penalty": 1.0, "num_return": 1}),
+        (decoding.extend, {"steering_state": None, "chunk_size": 512}),
+        (decoding.prefill, {"variants": None, "steering": None}),
+        (serving.Engine.submit, {"n": 1, "keep": 0, "timeout": None}),
+        (serving.Engine.generate, {"limits": None, "priority": 0}),
+        (grammar.from_regex, {"timeout": None, "folder": None}),
+    ],
+)
+def test_a_signature_lists_all_arguments(
+    function: Callable[..., object], defaults: dict[str, object]
+) -> None:
+    parameters = inspect.signature(function).parameters
+    kinds = {each.kind for each in parameters.values()}
+    assert inspect.Parameter.VAR_KEYWORD not in kinds
+    assert {name: parameters[name].default for name in defaults} == defaults
+
+
+@pytest.mark.parametrize("name", sorted(public_functions()))
+def test_a_signature_is_read_at_a_glance(name: str) -> None:
+    """No union of the types of arrays is spelled out."""
+    signature = inspect.signature(public_functions()[name])
+    for parameter in signature.parameters.values():
+        text = str(parameter)
+        assert "jaxlib" not in text and "integer" not in text, parameter
+        assert text.count("|") < 5, parameter
+
+
+def test_jit_finds_a_static_field_by_its_name() -> None:
+    jitted = jax.jit(
+        jkv.generate, static_argnames=("model", "max_new_tokens", "max_running")
+    )
+    config = jkv.CacheConfig(
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=8,
+        num_blocks=8,
+        block_size=4,
+        max_sequences=2,
+        max_context_length=16,
+    )
+
+    def model(_params, tokens, cache, batch):  # type: ignore[no-untyped-def]
+        return jax.nn.one_hot(tokens + 1, 50)[batch.last_rows], cache
+
+    run = functools.partial(jitted, model, None)
+    prompts = jnp.array([[1, 2]])
+    _, result = jax.eval_shape(
+        functools.partial(run, max_new_tokens=3), jkv.init(config), prompts
+    )
+    assert result.tokens.shape == (1, 3)

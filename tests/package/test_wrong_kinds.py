@@ -12,7 +12,7 @@ import pytest
 from support.small_caches import opened, small_config
 
 import jkv
-from jkv.arguments import fits
+from jkv.arguments import expect, fits
 
 pytestmark = pytest.mark.one_end
 
@@ -117,7 +117,7 @@ EXPECTED = (ValueError, NotImplementedError, jkv.CacheError, OSError)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_value_of_another_kind(name):
     function = getattr(jkv, name)
-    signature = inspect.signature(function)
+    signature = inspect.signature(inspect.unwrap(function))
     cache = calls()["free"][0]
     good = signature.bind(*calls().get(name, (cache,)), **NAMED.get(name, {}))
     hints = inspect.get_annotations(function, eval_str=True)
@@ -156,13 +156,19 @@ def test_what_wraps_an_array_is_taken():
     [
         (
             lambda: attend(sinks=[1.0]),
-            "sinks must be an array or None, got list",
+            "sinks must be an array, [H] with H = ",
         ),
         (lambda: attend(soft_cap="5"), "soft_cap must be a number or None"),
         (lambda: attend(scale=np.ones(2)), "scale must be one number"),
         (lambda: attend(window=10**30), "below 2^31"),
-        (lambda: paged(4, [[0, 1], [0, 1]]), "block_tables must be an array, got list"),
-        (lambda: paged(8, [1, 1]), "context_lengths must be an array, got list"),
+        (
+            lambda: paged(4, [[0, 1], [0, 1]]),
+            "block_tables must be an array, int32[S, M]",
+        ),
+        (
+            lambda: paged(8, [1, 1]),
+            "context_lengths must be an array, int32[B]",
+        ),
         (lambda: paged(3, 0.5), "layer must be an int or i32[]"),
         (lambda: free("5"), "seq_ids must be an int or a one-dimensional integer"),
         (lambda: swap_in_a_pair(), "swapped must be Swapped, got tuple"),
@@ -202,3 +208,32 @@ def test_an_error_of_another_cause_stays():
         jkv.generate(broken, None, cache, [[1]], max_new_tokens=1)
     with pytest.raises(TypeError, match="missing 1 required"):
         jkv.free(cache)
+
+
+@pytest.mark.parametrize(
+    ("axes", "sizes", "kind", "words"),
+    [
+        ("R H D", {}, jnp.floating, None),
+        ("R 3 D", {"R": 2}, None, None),
+        ("R ...", {"R": 2}, np.dtype(np.float32), None),
+        ("A | R H D", {}, None, None),
+        ("R H", {}, jnp.floating, "x must be float[R, H], got float32[2, 3, 4]"),
+        ("R H R", {}, None, "x must be [R, H, R], got"),
+        ("R 2 D", {}, None, "x must be [R, 2, D], got"),
+        ("R ...", {"R": 5}, None, "x must be [R, ...] with R = 5, got"),
+        ("A |", {"A": 7}, None, "x must be [A] or [] with A = 7, got"),
+        ("R H D", {}, jnp.integer, "x must be int32[R, H, D], got float32[2, 3, 4]"),
+        ("R H D", {}, np.dtype(np.float16), "x must be float16[R, H, D], got"),
+    ],
+)
+@pytest.mark.one_end
+def test_arrays_of_wrong_axes_are_named(axes, sizes, kind, words):
+    array = np.zeros((2, 3, 4), np.float32)
+    if words is None:
+        found = expect("x", array, axes, sizes, kind)
+        assert found["R"] == 2 and found.get("D", 4) == 4
+        return
+    with pytest.raises(jkv.UsageError, match=re.escape(words)):
+        expect("x", array, axes, sizes, kind)
+    with pytest.raises(jkv.UsageError, match="x must be an array, .*, as y, got list"):
+        expect("x", [1], axes, sizes, kind, why="as y")

@@ -393,7 +393,7 @@ def test_what_cannot_be_chained_is_refused():
         ),
         (
             TokenBias(np.int32([1, 2]), np.float32([1])),
-            r"shaped as tokens, \[2\]; got \[1\]",
+            r"float32\[2\], shaped as tokens, got float32\[1\]",
         ),
         (TokenBias(np.float32([1]), np.float32([1])), "tokens must be int32.E. or"),
     ],

@@ -583,3 +583,22 @@ class TestWithAPrefixIndex:
         assert free_blocks.num_forgotten.tolist() == [3, 0]
         for seq_id in back.seq_ids.tolist():
             assert stored_tokens(cache, seq_id) == list(range(9))
+
+
+@pytest.mark.one_end
+def test_groups_in_another_order_are_refused():
+    """What has blocks is no state, however many groups there are of each."""
+    sizes = dict(max_sequences=2, max_context_length=16, block_size=4)
+    blocks = jkv.CacheConfig(
+        num_layers=1, num_kv_heads=1, head_dim=8, num_blocks=4, **sizes
+    )
+    states = jkv.StateConfig(num_layers=1, arrays={"s": ((2,), "float32")}, **sizes)
+    first, second = (
+        jkv.init(jkv.GroupedConfig(groups=groups, layer_groups=(0, 1)))
+        for groups in ((blocks, states), (states, blocks))
+    )
+    first, opened = jkv.allocate(first, [0])
+    _, swapped = jkv.swap_out(first, opened.seq_ids)
+    words = "one group of layers with blocks, then one .* states, and this cache has"
+    with pytest.raises(jkv.UsageError, match=words):
+        jkv.swap_in(second, swapped)

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from jkv.formats.numbers import Numbers
+from jkv.formats.format import Numbers
 from jkv.formats.table import FORMATS
 
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxlib.mlir import ir
 from jaxlib.triton import dialect
 
-from jkv.attention.call import Call, Requests
-from jkv.attention.derivative import Cotangents
+from jkv.attention.backend import Cotangents
+from jkv.attention.call import Call, Pools, Requests
 from jkv.attention.kernel.backend import Way
 from jkv.attention.kernel.launches.attention import attend_kernel
 from jkv.attention.kernel.launches.derivative import differentiate_kernel
@@ -26,7 +26,6 @@ from jkv.attention.kernel.work.cutting import (
     size_decode_work,
     size_position_work,
 )
-from jkv.attention.pools import Pools
 from jkv.attention.shared_prefixes import find_shared_prefixes
 from jkv.formats.format import Formats
 from jkv.formats.table import FORMATS

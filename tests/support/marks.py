@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.config import grouped_config
-from jkv.config.arrays import ArrayLayout
+from jkv.config.counts import ArrayLayout
 from jkv.making import kinds
 from jkv.metadata.part import Done
 

@@ -123,6 +123,9 @@ def _filled(pool, bits, blocks):
     return put(array, pool.sharding if pool.committed else None)
 
 
+COLUMNS = "context_lengths", "is_open", "created", "last_used", "num_uses"
+
+
 def with_metadata(cache, group=0, **changes):
     """A cache with other metadata arrays, given as numpy has them.
 
@@ -130,7 +133,10 @@ def with_metadata(cache, group=0, **changes):
     """
     metadata = cache.metadata
     for name, value in jax.tree.map(jnp.asarray, changes).items():
-        if hasattr(metadata.sequences, name):
+        if name in COLUMNS:
+            rows = metadata.sequences.rows.at[..., COLUMNS.index(name)].set(value)
+            metadata = metadata.with_sequences(rows=rows)
+        elif hasattr(metadata.sequences, name):
             sequences = dataclasses.replace(metadata.sequences, **{name: value})
             metadata = dataclasses.replace(metadata, sequences=sequences)
         elif hasattr(metadata.groups[group], name):

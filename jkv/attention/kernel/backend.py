@@ -18,13 +18,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jkv.sharding.varying import (
-    is_manual,
-    type_alike,
-    unvarying,
-    vary_over,
-    varying_axes,
-)
+from jkv.sharding.loops import is_manual, type_alike, unvarying, vary_over, varying_axes
 
 Results = TypeVar("Results")
 

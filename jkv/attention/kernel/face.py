@@ -4,19 +4,20 @@ What runs them is imported where it is called: most processes have no card.
 """
 
 import dataclasses
-import functools
-import pathlib
-import sys
 from typing import TYPE_CHECKING, ClassVar
 
 import jax
 
-from jkv.attention.backend import Backend, StepShape
-from jkv.attention.call import Call, Requests
-from jkv.attention.cards import Card, find_gpu
-from jkv.attention.derivative import Cotangents, Gradients
+from jkv.attention.backend import (
+    Backend,
+    Card,
+    Cotangents,
+    Gradients,
+    StepShape,
+    find_gpu,
+)
+from jkv.attention.call import Call, Pools, Requests
 from jkv.attention.kernel.work import lists
-from jkv.attention.pools import Pools
 from jkv.attention.slots import SlotWrite
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class Kernels(Backend):
         """Say whether there is a row in the table; without a card, for any of them."""
         from jkv.attention.kernel.tiles.tuning import why_not
 
-        return self._why_missing(card) or why_not(call.queries, call.pools, *card)
+        return why_not(call.queries, call.pools, *card) or self._why_missing()
 
     def attend(self, call: Call, card: Card) -> tuple[jax.Array, jax.Array]:
         """Run the kernels with the tiles for the card."""
@@ -50,7 +51,8 @@ class Kernels(Backend):
         """Say the same of the derivative's table."""
         from jkv.attention.kernel.tiles.tuning import why_no_tile
 
-        return self._why_missing(card) or why_no_tile(call.queries, call.pools, *card)
+        reason = why_no_tile(call.queries, call.pools, *card)
+        return reason or self._why_missing()
 
     def differentiate(
         self, call: Call, cotangents: Cotangents, card: Card
@@ -78,7 +80,7 @@ class Kernels(Backend):
             return f"there are no kernels for {card.target}"
         if not {*write.formats} <= KERNEL_FORMATS.keys():
             return "there is no kernel for the format"
-        return self._why_missing(card) or why_scattered(write.arrays)
+        return why_scattered(write.arrays) or self._why_missing()
 
     def store(self, write: SlotWrite, card: Card) -> dict[str, jax.Array]:
         """Store by one launch for all arrays."""
@@ -93,25 +95,13 @@ class Kernels(Backend):
             return Way(interpret=True)
         return Way(written_for=card.platform if self.is_written else None)
 
-    def _why_missing(self, card: Card) -> str | None:
+    def _why_missing(self) -> str | None:
+        """Say why Pallas does not lower the kernels, where it is to; imports it."""
         if self.is_written:
             return None
-        if card.platform == "cpu" or card.target is not None:
-            from jkv.attention.kernel.backend import why_missing
+        from jkv.attention.kernel.backend import why_missing
 
-            return why_missing()
-        # Without a card the kernel may be lowered elsewhere or, as mostly, never: seen
-        # without an import.
-        known = sys.modules.get("jax.experimental.pallas.triton", jax)
-        is_installed = known is not None and _has_file_of_lowering()
-        return None if is_installed else "this JAX has no Pallas for GPUs"
-
-
-@functools.cache
-def _has_file_of_lowering() -> bool:
-    """Whether Pallas' lowering to Triton came with JAX; each call of attention asks."""
-    folder = pathlib.Path(jax.__file__).parent / "experimental" / "pallas"
-    return any(folder.glob("triton*"))
+        return why_missing()
 
 
 @dataclasses.dataclass(frozen=True)

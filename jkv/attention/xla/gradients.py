@@ -1,35 +1,38 @@
-"""The derivative without a kernel: tiles of rows and chunks of blocks again.
+"""The derivative without a kernel: tiles of rows and pieces of contexts again.
 
 Gradients with respect to the pools are summed in float32 arrays of the pools' shape: a
 block that several sequences share collects from all of them.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from jkv.attention.backend import Cotangents, Gradients, shape_gradients
 from jkv.attention.call import Call
-from jkv.attention.derivative import Cotangents, Gradients, shape_gradients
-from jkv.attention.pools import add_blocks
-from jkv.attention.xla.operations import multiply, set_broken_apart
-from jkv.attention.xla.plain_path import scale_queries
-from jkv.attention.xla.tiling import (
-    RowTile,
-    Tiling,
-    gather_heads,
-    locate_chunk,
-    locate_tile,
-    make_tiling,
-    score_chunk,
+from jkv.attention.softmax import HIDDEN
+from jkv.attention.xla.lanes import (
+    Lanes,
+    cap_scores,
+    find_blocks,
+    gather_lanes,
+    multiply,
+    scale_queries,
+    set_broken_apart,
 )
+from jkv.attention.xla.tiles import (
+    RowTiles,
+    cut_prompts,
+    find_lanes,
+    find_pieces,
+)
+from jkv.formats.format import multiply_out
 from jkv.sharding.loops import fori_loop
 
 
 class RowOperands(NamedTuple):
-    """What the backward pass reads of each row: [R, K, G, ...], of a tile [K, G, Q]."""
+    """The operands of each row: [R, K, G, ...], of a tile [K, Q * G, ...]."""
 
     queries: jax.Array  # f32[..., D], scaled
     lse: jax.Array  # f32[...], finite
@@ -63,16 +66,16 @@ def differentiate_plainly(call: Call, cotangents: Cotangents) -> Gradients:
         marks=query_marks + output_marks,
     )
     shapes = shape_gradients(call)
-    tiling = make_tiling(call, min_rows=1)
+    tiles, width = cut_prompts(call, min_rows=1)
 
     def add_tile(index: jax.Array, sums: Sums) -> Sums:
-        return _add_tile(tiling, locate_tile(tiling, index), rows, sums)
+        return _add_tile(tiles, width, index, rows, sums)
 
     def start(shape: jax.Array | None) -> jax.Array | None:
         return None if shape is None else jnp.zeros(shape.shape, jnp.float32)
 
     sums = Sums(jnp.zeros_like(queries), start(shapes.keys), start(shapes.values))
-    sums = fori_loop(jnp.int32(0), tiling.ends[-1], add_tile, sums)
+    sums = fori_loop(jnp.int32(0), tiles.ends[-1], add_tile, sums)
     return Gradients(
         sums.queries.reshape(call.queries.shape),
         _cast_like(sums.keys, call.pools.keys),
@@ -84,68 +87,82 @@ def _cast_like(sums: jax.Array | None, pool: jax.Array | None) -> jax.Array | No
     return None if sums is None or pool is None else sums.astype(pool.dtype)
 
 
-def _add_tile(tiling: Tiling, tile: RowTile, rows: RowOperands, sums: Sums) -> Sums:
+def _add_tile(
+    tiles: RowTiles, width: int, index: jax.Array, rows: RowOperands, sums: Sums
+) -> Sums:
     """Add what the rows of one tile bring."""
-    tile_rows = RowOperands(
-        *(
-            jnp.moveaxis(
-                lax.dynamic_slice_in_dim(array, tile.start, tiling.tile_rows), 0, 2
-            )
-            for array in rows
+    tile, readers = tiles.locate_slice(index)
+    tile_rows = RowOperands(*map(tile.take, rows))
+    first, end = find_pieces(tiles.call, readers, width)
+
+    def add_piece(trip: jax.Array, sums: Sums) -> Sums:
+        piece, never = first + trip, trip < 0
+        lanes = find_lanes(tiles.call, readers, piece, width, never=never)
+        return _add_piece(tiles.call, lanes, tile_rows, sums)
+
+    tile_sums = sums._replace(queries=jnp.zeros_like(tile_rows.queries))
+    tile_sums = fori_loop(jnp.int32(0), (end - first)[0], add_piece, tile_sums)
+    return tile_sums._replace(queries=tile.put(sums.queries, tile_sums.queries))
+
+
+def _add_piece(call: Call, lanes: Lanes, rows: RowOperands, sums: Sums) -> Sums:
+    """Add what one piece of a context brings, `sums.queries` of the tile's rows."""
+    pools, soft_cap = call.pools, call.soft_cap
+    visible = lanes.visible[0]  # bool[Q, S]
+    gathered, used = gather_lanes(call, lanes), visible.any(axis=0)[None, :, None]
+    keys, values = (
+        multiply_out(tokens, factor)[0]
+        for tokens, factor in (
+            (gathered.keys, gathered.key_factor),
+            (gathered.values, gathered.value_factor),
         )
     )
-    add_chunk = functools.partial(_add_chunk, tiling, tile, tile_rows)
-    tile_sums = sums._replace(queries=jnp.zeros_like(tile_rows.queries))
-    tile_sums = fori_loop(jnp.int32(0), tile.num_chunks, add_chunk, tile_sums)
-    # Rows of other tiles and requests get nothing.
-    d_rows = jnp.moveaxis(tile_sums.queries, 2, 0)
-    d_rows = jnp.where(tile.valid[:, None, None, None], d_rows, 0.0)
-    old = lax.dynamic_slice_in_dim(sums.queries, tile.start, tiling.tile_rows)
-    d_queries = lax.dynamic_update_slice_in_dim(
-        sums.queries, old + d_rows, tile.start, 0
-    )
-    return tile_sums._replace(queries=d_queries)
-
-
-def _add_chunk(
-    tiling: Tiling, tile: RowTile, rows: RowOperands, index: jax.Array, sums: Sums
-) -> Sums:
-    """Add what one chunk of blocks brings, `sums.queries` of the tile's rows."""
-    pools, layer, soft_cap = tiling.call.pools, tiling.call.layer, tiling.call.soft_cap
-    blocks, visible, used = locate_chunk(tiling, tile, index)
-    keys, values = gather_heads(pools, layer, blocks)
-    used, seen = used[None, :, None], visible[None, None]
     keys, key_marks = set_broken_apart(keys, used)
     values, value_marks = set_broken_apart(values, used)
-    marks = key_marks + value_marks
-    scores = score_chunk(rows.queries, keys, visible, soft_cap, marks)
+    marks = (key_marks + value_marks)[:, None]
+    seen = jnp.repeat(visible, call.heads_per_kv, axis=0)[None]
+    scores = cap_scores(multiply("kqd,ksd->kqs", rows.queries, keys), soft_cap)
+    scores = jnp.where(seen, scores + marks, HIDDEN)
     weights = jnp.exp(scores + (rows.marks - rows.lse)[..., None])
     weights = jnp.where(seen, weights, 0.0)
-    d_weights = multiply("kgqd,ksd->kgqs", rows.d_output, values)
+    d_weights = multiply("kqd,ksd->kqs", rows.d_output, values)
     d_scores = weights * (d_weights - rows.delta[..., None])
     if soft_cap is not None:
         d_scores *= 1.0 - jnp.square(scores / soft_cap)
     # The other rows of a tile are of others, whose cotangents may be NaN.
     d_scores = jnp.where(seen, d_scores, 0.0)
 
+    blocks = find_blocks(call, lanes)[0]
     d_key_pool, d_value_pool = sums.keys, sums.values
     if d_key_pool is not None:
-        d_keys = multiply("kgqs,kgqd->ksd", d_scores, rows.queries)
+        d_keys = multiply("kqs,kqd->ksd", d_scores, rows.queries)
         if pools.values is None:
-            d_values = multiply("kgqs,kgqd->ksd", weights, rows.d_output)
+            d_values = multiply("kqs,kqd->ksd", weights, rows.d_output)
             d_keys = d_keys.at[..., : pools.value_dim].add(d_values)
-        d_key_pool = add_blocks(d_key_pool, layer, blocks, _by_block(tiling, d_keys))
+        d_keys = _by_block(d_keys, pools.block_size)
+        d_key_pool = add_blocks(d_key_pool, call.layer, blocks, d_keys)
     if d_value_pool is not None:
-        d_values = multiply("kgqs,kgqd->ksd", weights, rows.d_output)
-        d_values = _by_block(tiling, d_values)
-        d_value_pool = add_blocks(d_value_pool, layer, blocks, d_values)
-    d_queries = sums.queries + multiply("kgqs,ksd->kgqd", d_scores, keys)
+        d_values = multiply("kqs,kqd->ksd", weights, rows.d_output)
+        d_values = _by_block(d_values, pools.block_size)
+        d_value_pool = add_blocks(d_value_pool, call.layer, blocks, d_values)
+    d_queries = sums.queries + multiply("kqs,ksd->kqd", d_scores, keys)
     return Sums(d_queries, d_key_pool, d_value_pool)
 
 
-def _by_block(tiling: Tiling, tokens: jax.Array) -> jax.Array:
-    """Turn `f32[K, C * T, D]` into `f32[C, K, T, D]`."""
+def _by_block(tokens: jax.Array, block_size: int) -> jax.Array:
+    """Turn `f32[K, W * T, D]` into `f32[W, K, T, D]`."""
     num_kv_heads, _, head_dim = tokens.shape
-    block_size = tiling.call.pools.block_size
     heads = tokens.reshape(num_kv_heads, -1, block_size, head_dim)
     return jnp.swapaxes(heads, 0, 1)
+
+
+def add_blocks(
+    pool: jax.Array,  # f32[L, N, K, T, D]
+    layer: jax.Array,  # i32[]
+    blocks: jax.Array,  # i32[W], ids out of range are dropped
+    chunk: jax.Array,  # f32[W, K, T, D]
+) -> jax.Array:
+    """Add a chunk back to where its blocks are in a layer."""
+    # A negative index would wrap even with mode="drop".
+    blocks = jnp.where(blocks < 0, pool.shape[1], blocks)
+    return pool.at[layer, blocks].add(chunk, mode="drop")

@@ -18,8 +18,8 @@ from jax import lax
 from jkv.attention.call import Call
 from jkv.attention.shared_prefixes import SharedPrefixes
 from jkv.attention.softmax import Sums, join_sums
-from jkv.attention.xla.operations import divide_up, gather
-from jkv.attention.xla.piece_lanes import Lanes, attend_lanes
+from jkv.attention.xla.lanes import Lanes, attend_lanes, divide_up
+from jkv.indexing import gather
 from jkv.sharding.loops import fori_loop, while_loop
 
 # What `implementation=` calls the loops, and a step's plan what is shared.

@@ -16,9 +16,9 @@ from jkv.decoding.sampling.options import GREEDY, Sampling, check_sampling
 from jkv.decoding.speculation.loop import Speculation
 from jkv.decoding.speculation.options import check_speculation
 from jkv.decoding.steering.rows import as_steering, with_variants
-from jkv.decoding.texts.prompts import OfPrompts, Prompts
-from jkv.decoding.texts.stops import Stops
+from jkv.decoding.texts.prompts import OfPrompts, Prompts, Stops
 from jkv.metadata.requests import Texts
+from jkv.signatures import set_defaults
 from jkv.status import UsageError
 from jkv.steering import Steering
 
@@ -73,6 +73,10 @@ class OfHow(TypedDict, total=False):
 
 class Fields(OfPrompts, OfSteps, OfHow, total=False):
     """The fields of `Prompts`, `Steps` and `How`, as arguments of a loop."""
+
+
+set_defaults(OfHow, How)
+set_defaults(Fields, Prompts.of, Steps, How)
 
 
 class Asked(NamedTuple):

@@ -26,9 +26,8 @@ from jkv.decoding.beams.hypotheses import (
     may_improve,
     rank_continuations,
 )
-from jkv.decoding.model.chunks import Chunk, ChunkSizes, Unread, run_chunks
-from jkv.decoding.model.runner import Runner
-from jkv.decoding.sampling.stopping import find_first
+from jkv.decoding.model.runner import Chunk, ChunkSizes, Runner, Unread, run_chunks
+from jkv.decoding.sampling.next_token import find_first
 from jkv.decoding.steering.rows import (
     SteeredRows,
     all_rows,

@@ -17,14 +17,14 @@ from jkv.decoding.beams.rounds import Searcher, run_round
 from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.model.steps import Steps
-from jkv.decoding.sampling.stopping import Bounds, judge_prompts
+from jkv.decoding.sampling.next_token import Bounds, judge_prompts
 from jkv.decoding.steering.rows import begin_rows
 from jkv.decoding.texts.blocks import count_free_blocks, find_block_size
-from jkv.decoding.texts.prompts import Prompts
+from jkv.decoding.texts.prompts import Prompts, Stops
 from jkv.decoding.texts.results import BeamSearch
-from jkv.decoding.texts.stops import Stops
 from jkv.metadata.requests import Integers, Texts, check_counts
 from jkv.sharding.loops import while_loop
+from jkv.signatures import set_defaults
 from jkv.state import Cache
 from jkv.state.entry import takes_cache
 from jkv.status import UsageError
@@ -45,6 +45,17 @@ class OfSearch(TypedDict, total=False):
     variants: Integers | None
     stop_tokens: Integers
     steering: Steering | None
+
+
+set_defaults(
+    OfSearch,
+    Prompts.of,
+    Steps,
+    length_penalty=1.0,
+    early_stopping=False,
+    num_return=1,
+    steering=None,
+)
 
 
 @takes_cache(argument=2)

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from jkv.arguments import expect
 from jkv.state import Batch, Cache
 from jkv.status import UsageError
 
@@ -75,16 +76,8 @@ def call_model(
         )
     logits, cache = answer
     num_sequences = batch.last_rows.shape[0]
-    shape, dtype = jnp.shape(logits), jnp.result_type(logits)
-    if len(shape) != 2 or shape[0] != num_sequences:
-        raise UsageError(
-            f"the model returned logits of shape {list(shape)} for a step of "
-            f"{num_sequences} sequences and {batch.num_rows} rows; it must return "
-            f"[B, V] = [{num_sequences}, V], a row for each sequence: "
-            f"logits[batch.last_rows]"
-        )
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise UsageError(f"the model must return logits as floats, got {dtype}")
+    why = f"a row for each sequence, logits[batch.last_rows] of {batch.num_rows} rows"
+    _expect_logits("logits", logits, "B V", {"B": num_sequences}, why)
     return logits, cache
 
 
@@ -106,10 +99,17 @@ def call_model_for_rows(
         )
     rows: Any = model
     logits, cache = rows(params, tokens, cache, batch, all_rows=True)
-    shape = jnp.shape(logits)
-    if len(shape) != 2 or shape[0] != batch.num_rows:
-        raise UsageError(
-            f"the model returned logits of shape {list(shape)} with all_rows=True for "
-            f"a step of {batch.num_rows} rows; it must return [R, V]"
-        )
+    why = "a row for each row of the step"
+    _expect_logits(
+        "logits with all_rows=True", logits, "R V", {"R": batch.num_rows}, why
+    )
     return logits, cache
+
+
+def _expect_logits(
+    name: str, logits: Any, axes: str, sizes: dict[str, int], why: str
+) -> None:
+    """Refuse what a model returned if it is no array of such floats."""
+    expect(
+        f"the model's {name}", jnp.asarray(logits), axes, sizes, jnp.floating, why=why
+    )

@@ -1,14 +1,28 @@
-"""A model with its weights, and the one way in which a step runs rows through it."""
+"""A model with its weights: rows of a step, and prompts that are computed in chunks.
+
+A step has one row for each sequence that runs, the rest go to the oldest. Prefill
+computes what texts lack in the cache, in chunks, the oldest first.
+
+Symbols: B texts, W places, R rows of a step or a chunk, V tokens in the vocabulary.
+"""
 
 import dataclasses
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from jkv.arguments import explains_arguments
 from jkv.decoding.model.protocol import Model, call_model, call_model_for_rows
-from jkv.decoding.model.steps import Exact
-from jkv.sharding.loops import when
+from jkv.decoding.model.steps import CHUNK_SIZE, Exact
+from jkv.decoding.texts.blocks import count_cached
+from jkv.indexing import gather
+from jkv.metadata.entries import find_owners
+from jkv.metadata.requests import check_counts, saturating_cumsum
+from jkv.metadata.xla_cpu import running_sum
+from jkv.sharding.loops import when, while_loop
 from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.verbs.appending import append
 from jkv.verbs.commitment import commit
@@ -47,34 +61,64 @@ class Runner(NamedTuple):
         last row, or those that were asked for; anything without one.
         """
         num_sequences = seq_ids.shape[0]
-        if self.exact is not None:
-            self.exact.check_cache(cache)
-            seq_ids, tokens, counts = self.exact.pad(seq_ids, tokens, counts)
-        recorded = tokens if commits else None
-        if counts is None:
-            # Rows and sequences are the same thing, which costs less.
-            cache, batch = append(
-                cache, seq_ids, tokens=recorded, num_pending=num_pending
-            )
-        else:
-            cache, batch = append(
-                cache,
-                seq_ids,
-                counts,
-                capacity=tokens.shape[0],
-                tokens=recorded,
-                num_pending=num_pending,
-            )
+        cache, batch, tokens = self.append(
+            cache, seq_ids, tokens, counts, records=commits, num_pending=num_pending
+        )
         if asked_rows is not None:
             batch = dataclasses.replace(batch, asked_rows=asked_rows)
-        logits, cache = self._call(tokens, cache, batch)
+        cache, logits = self.compute(cache, batch, tokens)
         if commits:
             cache = commit(cache, batch)
-        logits = logits.astype(jnp.float32)
         if num_sequences < batch.seq_ids.shape[0]:
             batch = batch.first_requests(num_sequences)
             logits = logits[:num_sequences]
         return cache, batch, logits
+
+    def append(
+        self,
+        cache: Cache,
+        seq_ids: jax.Array,  # i32[B]
+        tokens: jax.Array,  # i32[R]
+        counts: jax.Array | None,  # i32[B]
+        *,
+        records: bool = True,
+        num_pending: jax.Array | int = 0,
+    ) -> tuple[Cache, Batch, jax.Array]:
+        """Append tokens to sequences, with arguments as for `run`.
+
+        Returns:
+          The cache, the batch and its tokens; with `exact` both are padded.
+        """
+        if self.exact is not None:
+            self.exact.check_cache(cache)
+            seq_ids, tokens, counts = self.exact.pad(seq_ids, tokens, counts)
+        # Without counts rows and sequences are the same thing, which costs less.
+        rows = {} if counts is None else {"capacity": tokens.shape[0]}
+        cache, batch = append(
+            cache,
+            seq_ids,
+            1 if counts is None else counts,
+            tokens=tokens if records else None,
+            num_pending=num_pending,
+            **rows,
+        )
+        return cache, batch, tokens
+
+    def compute(
+        self, cache: Cache, batch: Batch, tokens: jax.Array
+    ) -> tuple[Cache, jax.Array]:
+        """Compute the rows of a step that was appended; commit nothing.
+
+        Args:
+          cache: after the `append` that returned the batch.
+          batch: the step, of R rows.
+          tokens: i32[R].
+
+        Returns:
+          The cache and f32[B, V], the logits after each sequence's last row.
+        """
+        logits, cache = self._call(tokens, cache, batch)
+        return cache, logits.astype(jnp.float32)
 
     def _call(
         self, tokens: jax.Array, cache: Cache, batch: Batch
@@ -122,3 +166,220 @@ class Runner(NamedTuple):
             return self.run(cache, nowhere, tokens, jnp.zeros_like(nowhere))[2]
 
         return int(jax.eval_shape(probe, cache).shape[1])
+
+
+# Sizes of a step that `spread_row_counts` returns at most. What it returns is a copy of
+# the model each, so that one which would spare fewer rows than this is left out.
+_MOST_SIZES = 4
+
+
+_LEAST_SPARED = 128
+
+
+_MULTIPLE = 16  # of the sizes in between, which matrix units like
+
+
+@explains_arguments
+def spread_row_counts(
+    max_running: int, chunk_size: int = CHUNK_SIZE
+) -> tuple[int, ...]:
+    """Return row counts for queues of prompts much shorter than a chunk.
+
+    Where one sequence ends at a time, a step has the rows of one prompt beside those
+    that run, and `generate` computes all rows of the smallest size that holds them.
+    Sizes between the least and the largest, as far from each other by ratio, spare
+    most of that; each is a copy of the model to compile.
+
+    Args:
+      max_running: most sequences that run at one time, the least size.
+      chunk_size: rows of the largest, unless more run.
+
+    Returns:
+      Ascending numbers for `row_counts` of `generate`, four at most.
+
+    Raises:
+      ValueError: for a number below 1.
+
+    Example:
+      >>> from jkv.decoding import spread_row_counts
+      >>> spread_row_counts(64), spread_row_counts(8), spread_row_counts(8, 64)
+      ((64, 128, 256, 512), (8, 128, 512), (8, 64))
+    """
+    check_counts(max_running=max_running, chunk_size=chunk_size)
+    most = max(max_running, chunk_size)
+    ratio = most / max_running
+    num_sizes = min(_MOST_SIZES, 1 + int(math.log2(ratio)))
+    counts = [most]
+    for i in reversed(range(1, num_sizes - 1)):
+        size = max_running * ratio ** (i / (num_sizes - 1))
+        size = _MULTIPLE * round(size / _MULTIPLE)
+        if size > max_running and counts[0] - size >= _LEAST_SPARED:
+            counts.insert(0, size)
+    return tuple(sorted({max_running, *counts}))
+
+
+def share_rows(
+    left: jax.Array,  # i32[W], tokens that each place's sequence has yet to compute
+    ages: jax.Array,  # i32[W], the places' ages
+    num_rows: int,  # rows of the largest step, at least W
+) -> jax.Array:
+    """Return how many rows of a step each place has, i32[W]."""
+    first = jnp.minimum(left, 1)
+    more = jnp.clip(left - 1, 0, num_rows)
+    more_by_age = jnp.zeros_like(more).at[ages].set(more)
+    wanted = saturating_cumsum(more_by_age, num_rows)
+    wanted_by_older = gather(
+        jnp.concatenate([jnp.zeros((1,), jnp.int32), wanted[:-1]]), ages
+    )
+    room = num_rows - jnp.sum(first, dtype=jnp.int32)
+    return first + jnp.clip(room - wanted_by_older, 0, more)
+
+
+def locate_rows(
+    counts: jax.Array,  # i32[W], rows of each; they follow each other
+    first: jax.Array,  # i32[W], the position of each one's first row
+    num_rows: int,  # R, static
+) -> tuple[jax.Array, jax.Array]:
+    """Return whose token each row of a step is, and its position, i32[R] each."""
+    starts = running_sum(counts) - counts
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    owner = find_owners(starts, 0, num_rows)
+    return owner, row + gather(first - starts, owner)
+
+
+def choose_size(work: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
+    """Return the index of the smallest size, ascending, that holds the work, i32[]."""
+    too_small = [(work > size).astype(jnp.int32) for size in sizes[:-1]]
+    return sum(too_small, start=jnp.int32(0))
+
+
+Carry = TypeVar("Carry")
+
+
+class Unread(NamedTuple):
+    """Texts of which tokens are not in the cache yet."""
+
+    seq_ids: jax.Array  # i32[B], their sequences, -1 for none
+    # Returns the tokens, i32[R], of texts i32[R] at positions i32[R].
+    find_tokens: Callable[[jax.Array, jax.Array], jax.Array]
+    commits: bool = True  # whether full blocks can be found afterwards
+    partings: jax.Array | None = None  # i32[B], as for `end_at_snapshots`
+
+
+def run_chunk(
+    runner: Runner,
+    cache: Cache,
+    texts: Unread,
+    done: jax.Array,  # i32[B], tokens of each that are in the cache
+    counts: jax.Array,  # i32[B], tokens to compute of each, together at most R
+    num_rows: int,  # R
+) -> tuple[Cache, Batch, jax.Array]:
+    """Compute the next tokens of texts in one step; returns as `Runner.run`."""
+    seq_ids = jnp.where(counts > 0, texts.seq_ids, NO_SEQUENCE)
+    tokens = texts.find_tokens(*locate_rows(counts, done, num_rows))
+    return runner.run(cache, seq_ids, tokens, counts, commits=texts.commits)
+
+
+class ChunkSizes(NamedTuple):
+    """How a chunk is divided among texts."""
+
+    num_rows: int  # R, at least B
+    # i32[B], a permutation: texts with the smallest have rows first. None: their order.
+    ages: jax.Array | None = None
+    most_each: int | None = None  # tokens of a text in a chunk; None: as many as rows
+
+    def share(self, left: jax.Array) -> jax.Array:
+        """Return the rows of each text, i32[B], of which so much is left, i32[B]."""
+        ages = self.ages
+        if ages is None:
+            ages = jnp.arange(left.shape[0], dtype=jnp.int32)
+        if self.most_each is not None:
+            left = jnp.minimum(left, self.most_each)
+        return share_rows(left, ages, self.num_rows)
+
+
+def end_at_snapshots(
+    cache: Cache,
+    done: jax.Array,  # i32[B], tokens of each text in it
+    counts: jax.Array,  # i32[B], tokens to compute now
+    left: jax.Array,  # i32[B], tokens to compute at all
+    # i32[B], where each text parts from others, 0 where that is not known
+    parting: jax.Array | None = None,
+) -> jax.Array:
+    """Return fewer rows of texts, i32[B], where their states are to be copied.
+
+    A text stops at the last multiple of `snapshot_every` before its end, from which a
+    prompt that begins like it goes on; at the one up to which it is like a text that is
+    known; and, where a chunk does not reach its end, at the last that the chunk has.
+    One row is left at least where there was one.
+    """
+    snapshot_every, end = cache.metadata.index.snapshot_every, done + counts
+    if snapshot_every is None:
+        return counts
+    every = jnp.int32(snapshot_every)
+
+    def floor(lengths: jax.Array) -> jax.Array:
+        return jax.lax.div(lengths, every) * every
+
+    stops = [floor(jnp.maximum(done + left - 1, 0))]
+    stops.append(jnp.where(counts < left, floor(end), end))
+    if parting is not None:
+        stops.append(floor(parting))
+    for stop in stops:
+        end = jnp.where(stop > done, jnp.minimum(end, stop), end)
+    return jnp.where(counts > 0, end - done, counts)
+
+
+class Chunk(NamedTuple):
+    """What a chunk brought, for each text."""
+
+    logits: jax.Array  # f32[B, V], after the text's last row, any without one
+    batch: Batch  # what the cache answered, and the rows that were computed
+    is_whole: jax.Array  # bool[B], whether it brought all that was left
+
+
+def run_chunks(
+    runner: Runner,
+    cache: Cache,
+    texts: Unread,
+    carry: Carry,
+    sizes: ChunkSizes,
+    *,
+    count_left: Callable[[Carry, jax.Array], jax.Array],
+    note: Callable[[Cache, Carry, Chunk], Carry],
+) -> tuple[Cache, Carry]:
+    """Compute texts in chunks, until nothing is left or no text finds a block.
+
+    Args:
+      texts: B of them.
+      carry: what `note` changes.
+      sizes: how a chunk is divided.
+      count_left: of the carry and the tokens of each text in the cache, i32[B]: i32[B],
+        how many more are to be computed.
+      note: returns what becomes of the carry after a chunk.
+    """
+
+    def find_left(cache: Cache, carry: Carry) -> tuple[jax.Array, jax.Array]:
+        done = count_cached(cache, texts.seq_ids)
+        left = count_left(carry, done)
+        return done, jnp.where(texts.seq_ids >= 0, left, 0)
+
+    def trip(
+        loop: tuple[Cache, Carry, jax.Array],
+    ) -> tuple[Cache, Carry, jax.Array]:
+        cache, carry, _ = loop
+        done, left = find_left(cache, carry)
+        counts = end_at_snapshots(cache, done, sizes.share(left), left, texts.partings)
+        cache, batch, logits = run_chunk(
+            runner, cache, texts, done, counts, sizes.num_rows
+        )
+        is_served = batch.query_lengths > 0
+        carry = note(cache, carry, Chunk(logits, batch, is_served & (counts == left)))
+        return cache, carry, jnp.any(is_served)
+
+    def goes_on(loop: tuple[Cache, Carry, jax.Array]) -> jax.Array:
+        _, left = find_left(*loop[:2])
+        return jnp.any(left > 0) & loop[2]
+
+    cache, carry, _ = while_loop(goes_on, trip, (cache, carry, jnp.ones((), bool)))
+    return cache, carry

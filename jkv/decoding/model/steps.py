@@ -4,7 +4,7 @@ Steps may have one shape, so that a text's bits do not depend on what runs besid
 product's rows differ in their last bits with the number of rows, and attention's with
 the way in which a context is cut. So every call of the model then has the same number
 of rows and of requests, however much of them is used, and attention cuts contexts by
-position (`by_position.py` of `jkv.attention.xla` and of `jkv.attention.kernel`).
+position (`attend_by_position` of `jkv.attention.xla.tiles`, and the kernels).
 
 Symbols: B prompts of at most P tokens, W sequences that run at one time or requests of
 a call, R rows.
@@ -16,12 +16,16 @@ from typing import NamedTuple, Self, TypedDict
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.model.rows import CHUNK_SIZE
 from jkv.indexing import scatter
 from jkv.metadata.requests import check_counts
 from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.status import UsageError
 from jkv.verbs.attention_plan import plan_attention
+
+# Rows of a step with prompts when the caller does not say: enough to keep a processor
+# busy, few enough that the step's activations stay small.
+CHUNK_SIZE = 512
+
 
 # Requests and rows of a call, if the caller does not say.
 _DEFAULT = 64, 64

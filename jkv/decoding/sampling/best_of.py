@@ -8,7 +8,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jkv.arguments import explains_arguments
+from jkv.arguments import expect, explains_arguments
 from jkv.decoding.texts.results import Generation
 
 
@@ -83,11 +83,7 @@ def _count_votes(
 ) -> jax.Array:
     """Return how many samples of its prompt have each one's answer, i32[Q, S]."""
     given = jnp.asarray(result.tokens if answers is None else answers)
-    if given.shape[0] != result.lengths.shape[0] or given.ndim not in (1, 2):
-        raise ValueError(
-            f"answers must be i32[N] or i32[N, A] with N = {result.lengths.shape[0]}, "
-            f"got {given.dtype}{list(given.shape)}"
-        )
+    expect("answers", given, "N | N A", {"N": result.lengths.shape[0]}, jnp.integer)
     given = given.reshape(-1, num_samples, given.size // given.shape[0])
     is_same = jnp.all(given[:, :, None] == given[:, None, :], axis=3)
     has_answer = given[:, :, 0] >= 0

@@ -1,28 +1,214 @@
 """From logits to tokens: the most likely one, or one draw from what filters keep.
 
-A draw inverts the cumulative distribution in two levels, a tile and a token in it, with
-two uniform numbers in place of one Gumbel number per token of the vocabulary.
+Filters are a penalty, temperature, top-k, top-p and min-p. Nothing is sorted. Top-k and
+top-p keep the same kind of set: token i stays while the tokens strictly above it weigh
+less than a limit, where a token weighs 1 for top-k and its probability for top-p. So
+each is one number, the smallest kept logit, found by bisection over the 32 bits of a
+float, a masked sum a bit.
 
-A row's randomness depends on its own seed and on how many tokens it has generated,
-so a sequence's text does not depend on its neighbours or on the batch's size.
+A draw inverts the cumulative distribution in two levels, a tile and a token in it, with
+two uniform numbers in place of one Gumbel number per token of the vocabulary. A row's
+randomness depends on its own seed and on how many tokens it has generated, so a
+sequence's text does not depend on its neighbours or on the batch's size.
 
 Symbols: B sequences of a call, V tokens in the vocabulary.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jkv.arguments import explains_arguments
-from jkv.decoding.sampling.filters import PerRow, by_row, filter_rows, penalise
-from jkv.decoding.sampling.options import Sampling
+from jkv.arguments import expect, explains_arguments
+from jkv.decoding.sampling.options import (
+    SAMPLING_DTYPES,
+    Sampling,
+    check_sampling,
+    spread_seeds,
+)
+from jkv.sharding.loops import while_loop
 from jkv.steering import Steering
 
+# Logits that are searched in one go on a CPU too, 1 MiB of them.
+_MOST_AT_ONCE = 2**18
+
+
+# The limit of a top-p of 0, which keeps the most likely token alone.
+_LEAST_MASS = float(jnp.finfo(jnp.float32).tiny)
+
+
+@explains_arguments
+def filter_logits(
+    logits: jax.Array,  # f32[B, V]
+    sampling: Sampling,
+    *,
+    seen: jax.Array | None = None,  # bool[B, V]
+) -> jax.Array:
+    """Return the logits that `sample` draws from.
+
+    Args:
+      logits: f32[B, V].
+      sampling: how to choose.
+      seen: bool[B, V], tokens that the repetition penalty applies to; None is none.
+
+    Returns:
+      f32[B, V], penalised, divided by the temperature, less each row's maximum; -inf
+      where a filter removes the token. A greedy row (temperature 0) keeps its most
+      likely tokens only.
+
+    Raises:
+      ValueError: for a field of `sampling` that is neither one number nor B.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jkv.decoding import Sampling, filter_logits
+      >>> filter_logits(
+      ...     jnp.array([[1.0, 3.0, 2.0]]), Sampling(temperature=0.5, top_k=2)).tolist()
+      [[-inf, 0.0, -2.0]]
+    """
+    rows = by_row(sampling, logits.shape[0])
+    return filter_rows(logits.astype(jnp.float32), rows, seen)
+
+
+class PerRow(NamedTuple):
+    """`Sampling` with one value a row; fields as there."""
+
+    temperature: jax.Array  # f32[B]
+    top_k: jax.Array  # i32[B]
+    top_p: jax.Array  # f32[B]
+    min_p: jax.Array  # f32[B]
+    repetition_penalty: jax.Array  # f32[B]
+    seeds: jax.Array  # i32[B]
+
+
+def by_row(sampling: Sampling, num_rows: int) -> PerRow:
+    """Return the fields of `Sampling` with one value a row."""
+    check_sampling(sampling)
+
+    def spread(name: str, dtype: Any) -> jax.Array:
+        value = jnp.asarray(getattr(sampling, name))
+        why = "one number, or one for each sequence"
+        expect(f"Sampling.{name}", value, "N |", {"N": num_rows}, why=why)
+        return jnp.broadcast_to(value.astype(dtype), (num_rows,))
+
+    rows = PerRow(**{name: spread(name, as_) for name, as_ in SAMPLING_DTYPES.items()})
+    if jnp.ndim(sampling.seeds) > 0:
+        return rows
+    seeds = spread_seeds(jnp.asarray(sampling.seeds, jnp.int32), num_rows)
+    return rows._replace(seeds=seeds)
+
+
+def penalise(logits: jax.Array, rows: PerRow, seen: jax.Array | None) -> jax.Array:
+    """Make the tokens of `seen` less likely (Keskar et al., CTRL, 2019)."""
+    if seen is None:
+        return logits
+    penalty = rows.repetition_penalty[:, None]
+    penalised = jnp.where(logits < 0, logits * penalty, logits / penalty)
+    return jnp.where(seen, penalised, logits)
+
+
+@jax.jit
+def filter_rows(logits: jax.Array, rows: PerRow, seen: jax.Array | None) -> jax.Array:
+    """Penalise, divide by the temperature, remove what the filters remove."""
+    scaled = _scale(logits, rows, seen)
+    is_on = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
+    if scaled.shape[0] == 1 or scaled.size <= _MOST_AT_ONCE:
+        remove = _remove
+    else:
+        remove = _remove_by_platform
+    return lax.cond(jnp.any(is_on), lambda: remove(scaled, rows), lambda: scaled)
+
+
+def _scale(logits: jax.Array, rows: PerRow, seen: jax.Array | None) -> jax.Array:
+    """Penalise, and divide by the temperature; the maximum of each row is 0 then."""
+    # Less the maximum first: then nothing overflows, however low the temperature.
+    logits = penalise(logits, rows, seen)
+    shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
+    is_greedy = rows.temperature <= 0
+    divisor = jnp.where(is_greedy, jnp.float32(1), rows.temperature)[:, None]
+    cold = jnp.where(shifted == 0, jnp.float32(0), jnp.float32(-jnp.inf))
+    return jnp.where(is_greedy[:, None], cold, shifted / divisor)
+
+
+def _remove_by_platform(scaled: jax.Array, rows: PerRow) -> jax.Array:
+    """Go through one row after the other on a CPU, where its caches hold one row."""
+
+    def one_by_one(scaled: jax.Array, rows: PerRow) -> jax.Array:
+        def remove(row: tuple[jax.Array, PerRow]) -> jax.Array:
+            return _remove(*jax.tree.map(lambda leaf: leaf[None], row))[0]
+
+        removed: jax.Array = lax.map(remove, (scaled, rows))
+        return removed
+
+    chosen: jax.Array = lax.platform_dependent(
+        scaled, rows, cpu=one_by_one, default=_remove
+    )
+    return chosen
+
+
+def _remove(scaled: jax.Array, rows: PerRow) -> jax.Array:
+    # A search that starts at its row's maximum is over before it begins.
+    ranks = _ordered_bits(scaled)
+    keep_all, keep_best = jnp.min(ranks, axis=-1), jnp.max(ranks, axis=-1)
+
+    # Top-k: the tokens with fewer than k above them.
+    is_on = rows.top_k > 0
+    start = jnp.where(is_on, keep_all, keep_best)
+    kept = _smallest_kept(ranks, jnp.ones_like(ranks), rows.top_k, start=start)
+    cut = jnp.where(is_on, kept, keep_all)
+
+    # Top-p: those with less than p of the probability that top-k left above them.
+    weights = jnp.where(ranks >= cut[:, None], jnp.exp(scaled), jnp.float32(0))
+    mass = jnp.maximum(rows.top_p * jnp.sum(weights, axis=-1), _LEAST_MASS)
+    is_on = rows.top_p < 1
+    start = jnp.where(is_on, cut, keep_best)
+    kept = _smallest_kept(ranks, weights, mass, start=start)
+    cut = jnp.where(is_on, kept, cut)
+
+    # Min-p: the most likely token weighs exp(0) = 1.
+    min_p = jnp.minimum(rows.min_p, jnp.float32(1))[:, None]
+    is_kept = (ranks >= cut[:, None]) & (jnp.exp(scaled) >= min_p)
+    return jnp.where(is_kept, scaled, jnp.float32(-jnp.inf))
+
+
+def _smallest_kept(
+    ranks: jax.Array,  # i32[B, V]
+    weights: jax.Array,  # i32[B, V] or f32[B, V]
+    limits: jax.Array,  # i32[B] or f32[B], above 0
+    *,
+    start: jax.Array,  # i32[B], from where each row is searched up to its maximum
+) -> jax.Array:
+    """Return the smallest rank above which the weights sum to less than the limit."""
+
+    def halve(bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds
+        # The mean, rounded down, without the overflow of low + high.
+        middle = (low & high) + ((low ^ high) >> 1)
+        above = jnp.where(ranks > middle[:, None], weights, jnp.zeros_like(weights))
+        enough = jnp.sum(above, axis=-1, dtype=weights.dtype) < limits
+        return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
+
+    high = jnp.max(ranks, axis=-1)
+    _, kept = while_loop(
+        lambda bounds: jnp.any(bounds[0] < bounds[1]), halve, (start, high)
+    )
+    return kept
+
+
+def _ordered_bits(values: jax.Array) -> jax.Array:
+    """Map f32 to i32 so that the integers compare as the floats do."""
+    values = jnp.where(values == 0, jnp.float32(0), values)  # -0 equals 0
+    bits = lax.bitcast_convert_type(values, jnp.int32)
+    return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
+
+
 Part = TypeVar("Part")
+
+
 Results = TypeVar("Results")
+
 
 # A choice picks one of V / _TILE tiles, then one token of it: for a draw two short
 # cumulative sums in place of one of length V.

@@ -11,11 +11,22 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.sampling.stopping import find_first
-from jkv.decoding.scheduler.places import LANES, find_oldest
-from jkv.decoding.scheduler.queue import Attempt, may_seat, seat_waiting
-from jkv.decoding.scheduler.samples import find_pending, has_more_samples
-from jkv.decoding.scheduler.state import GenerationState, Holder, Loads, note_texts
+from jkv.decoding.sampling.next_token import find_first
+from jkv.decoding.scheduler.queue import (
+    Attempt,
+    find_pending,
+    has_more_samples,
+    may_seat,
+    seat_waiting,
+)
+from jkv.decoding.scheduler.state import (
+    LANES,
+    GenerationState,
+    Holder,
+    Loads,
+    find_oldest,
+    note_texts,
+)
 from jkv.decoding.texts.blocks import Blocks
 from jkv.decoding.texts.prompts import find_texts
 from jkv.decoding.texts.results import FinishReason

@@ -9,7 +9,8 @@ from typing import Unpack
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.sampling.stopping import judge_prompts
+from jkv.arguments import expect
+from jkv.decoding.sampling.next_token import judge_prompts
 from jkv.decoding.scheduler.queue import (
     drop_from_queue,
     list_queue,
@@ -95,11 +96,8 @@ def add_prompts(
     added, stops = prompts.divide(state.result.tokens.shape[1])
     (order,) = broadcast(added.lengths.shape[0], priorities=priorities)
     added = dataclasses.replace(added, priorities=jnp.asarray(order))
-    if added.tokens.shape != (len(indices), width):
-        raise ValueError(
-            f"prompts must be i32[{len(indices)}, {width}], one for each index, as "
-            f"wide as the first ones; got i32{list(added.tokens.shape)}"
-        )
+    sizes, why = {"N": len(indices), "P": width}, "as many as indices, P as at first"
+    expect("prompts", added.tokens, "N P", sizes, jnp.integer, why=why)
     steering = as_steering(steering)
     check_steering_of(state.result.steering_state, steering)
     added = with_variants(added, steering)

@@ -15,24 +15,27 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.model.chunks import Unread, end_at_snapshots, run_chunk
-from jkv.decoding.model.rows import choose_size, share_rows
-from jkv.decoding.model.runner import Runner
+from jkv.decoding.model.runner import (
+    Runner,
+    choose_size,
+    end_at_snapshots,
+    locate_rows,
+    share_rows,
+)
 from jkv.decoding.sampling.draws import Choice
-from jkv.decoding.sampling.next_token import choose_next
-from jkv.decoding.sampling.stopping import Progress
+from jkv.decoding.sampling.next_token import Progress, choose_next
 from jkv.decoding.scheduler.admission import admit
-from jkv.decoding.scheduler.preemption import preempt_youngest
-from jkv.decoding.scheduler.release import release_ended
-from jkv.decoding.scheduler.samples import hold_prompt
+from jkv.decoding.scheduler.queue import hold_prompt
+from jkv.decoding.scheduler.release import preempt_youngest, release_ended
 from jkv.decoding.scheduler.state import GenerationState, Loads
 from jkv.decoding.texts.blocks import count_used_blocks
-from jkv.decoding.texts.prompts import find_tokens
 from jkv.decoding.texts.results import FinishReason, Generation
 from jkv.indexing import gather, scatter
 from jkv.sharding.loops import when, while_loop
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.status import Status
+from jkv.verbs.attention_plan import plan_attention
+from jkv.verbs.commitment import commit
 
 
 class Computed(NamedTuple):
@@ -85,38 +88,49 @@ def _compute_rows(
 ) -> tuple[Cache, Computed]:
     """Compute rows of the texts, i32[W], in the smallest step that holds them."""
     places, num_places = state.places, counts.shape[0]
-    Carry = tuple[Cache, Computed]
+    sizes, work = state.row_counts, jnp.sum(counts, dtype=jnp.int32)
+    size, may_decode = choose_size(work, sizes), num_places in sizes
+    may_decode &= runner.exact is None
+    # Where each sequence has one row at most, row i is that of place i: a place without
+    # one owns a row of padding.
+    is_decoding = jnp.asarray(may_decode) & jnp.all(counts <= 1)
+    if may_decode:
+        is_decoding &= size == sizes.index(num_places)
+    rows = jnp.where(is_decoding, 1, counts)
+    seq_ids = jnp.where(counts > 0, places.seq_ids, NO_SEQUENCE)
+    tokens = state.tokens_at(*locate_rows(rows, loads.done, sizes[-1]))
 
-    def decode(carry: Carry, counts: jax.Array) -> Carry:
-        seq_ids = jnp.where(counts > 0, places.seq_ids, NO_SEQUENCE)
-        tokens = find_tokens(state.prompts, state.result, places.sequences, loads.done)
-        cache, batch, logits = runner.run(carry[0], seq_ids, tokens)
-        return cache, Computed(logits, batch.status, batch.query_lengths)
+    # The step is planned once, for the most rows; the model computes the first of them,
+    # as many as the smallest size that holds the work. Each size has a plan of its own.
+    cache, batch, tokens = runner.append(cache, seq_ids, tokens, rows)
+    batch = dataclasses.replace(batch, plan=None)
+    leaves, structure = jax.tree.flatten((tokens, batch))
+    Carry = tuple[Cache, jax.Array]
 
-    def mix(num_rows: int) -> Callable[[Carry, jax.Array], Carry]:
-        def compute(carry: Carry, counts: jax.Array) -> Carry:
-            pending = Unread(places.seq_ids, state.tokens_at)
-            cache, batch, logits = run_chunk(
-                runner, carry[0], pending, loads.done, counts, num_rows
-            )
-            return cache, Computed(logits, batch.status, batch.query_lengths)
+    def program(num_rows: int, *, decodes: bool) -> Callable[..., Carry]:
+        def compute(carry: Carry, *leaves: jax.Array) -> Carry:
+            tokens, batch = jax.tree.unflatten(structure, leaves)
+            first = dataclasses.replace(batch.first_rows(num_rows), is_decoding=decodes)
+            first = plan_attention(carry[0], first)
+            cache, logits = runner.compute(carry[0], first, tokens[:num_rows])
+            return cache, logits[:num_places]
 
         return compute
 
     # Each program on its own: `lax.switch` would copy the pool.
-    sizes, work = state.row_counts, jnp.sum(counts, dtype=jnp.int32)
-    size, is_decoding = choose_size(work, sizes), jnp.zeros((), bool)
-    none = jnp.full((num_places,), Status.OK, jnp.int32)
-    carry = cache, Computed(logits, status=none, num_rows=jnp.zeros_like(none))
-    if num_places in sizes and runner.exact is None:
-        is_decoding = (size == sizes.index(num_places)) & jnp.all(counts <= 1)
-        carry = when(is_decoding & (work > 0), decode, carry, counts)
+    carry = cache, logits
+    if may_decode:
+        decode = program(num_places, decodes=True)
+        carry = when(is_decoding & (work > 0), decode, carry, *leaves)
     for i, num_rows in enumerate(sizes):
-        if num_rows == num_places == 1 and runner.exact is None:
+        if num_rows == num_places == 1 and may_decode:
             continue  # its work is one row each
         is_chosen = (size == i) & ~is_decoding & (work > 0)
-        carry = when(is_chosen, mix(num_rows), carry, counts)
-    return carry
+        num_rows = num_rows if runner.exact is None else tokens.shape[0]
+        carry = when(is_chosen, program(num_rows, decodes=False), carry, *leaves)
+    cache, logits = carry
+    cache, batch = commit(cache, batch), batch.first_requests(num_places)
+    return cache, Computed(logits, batch.status, batch.query_lengths)
 
 
 def choose_tokens(

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jkv.config.grouped_config import GroupedConfig
-from jkv.decoding.model.chunks import Chunk, ChunkSizes, Unread, run_chunks
-from jkv.decoding.model.runner import Runner
+from jkv.decoding.model.runner import Chunk, ChunkSizes, Runner, Unread, run_chunks
 from jkv.decoding.model.steps import Exact
 from jkv.decoding.sampling.draws import pick_logprobs
 from jkv.decoding.scoring.scored import WITHOUT_COPIES, Scored, resize

@@ -14,7 +14,7 @@ from jkv.decoding.model.protocol import Model, call_model
 from jkv.decoding.scoring.layout import count_blocks
 from jkv.decoding.texts.text_tree import TextTree
 from jkv.making.initialization import init
-from jkv.sharding.varying import vary_with
+from jkv.sharding.loops import vary_with
 from jkv.state import Batch, Cache
 from jkv.status import UsageError
 

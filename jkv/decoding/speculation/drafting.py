@@ -13,16 +13,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.model.chunks import (
+from jkv.decoding.model.runner import (
     Chunk,
     ChunkSizes,
+    Runner,
     Unread,
     run_chunk,
     run_chunks,
 )
-from jkv.decoding.model.runner import Runner
-from jkv.decoding.sampling.draws import Choice, draw
-from jkv.decoding.sampling.filters import by_row, filter_logits
+from jkv.decoding.sampling.draws import Choice, by_row, draw, filter_logits
 from jkv.decoding.sampling.next_token import sampling_of
 from jkv.decoding.scheduler.state import GenerationState
 from jkv.decoding.speculation.guesses import Guesses

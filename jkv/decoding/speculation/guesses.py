@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.model.rows import locate_rows
+from jkv.decoding.model.runner import locate_rows
 from jkv.decoding.scheduler.state import GenerationState, Loads
 from jkv.decoding.speculation.options import PromptLookup
 from jkv.decoding.steering.rows import SteeredRows

@@ -23,17 +23,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jkv.decoding.model.rows import choose_size
-from jkv.decoding.model.runner import Runner
+from jkv.decoding.model.runner import Runner, choose_size
 from jkv.decoding.sampling.draws import (
     Choice,
+    by_row,
     draw,
     draw_uniforms,
+    filter_logits,
     find_best,
     pick_logprobs,
     sample,
 )
-from jkv.decoding.sampling.filters import by_row, filter_logits
 from jkv.decoding.sampling.next_token import sampling_of, take_several
 from jkv.decoding.sampling.options import Sampling
 from jkv.decoding.scheduler.state import GenerationState, Loads

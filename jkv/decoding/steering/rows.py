@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jkv.arguments import expect
 from jkv.decoding.texts.prompts import Prompts
 from jkv.decoding.texts.results import Generation
 from jkv.indexing import gather
@@ -208,13 +209,8 @@ def begin_rows(
         jnp.repeat(known, num_samples), jnp.repeat(prompts.tokens, num_samples, axis=0)
     )
     for leaf in jax.tree.leaves(state):
-        if not isinstance(leaf, jax.Array) or leaf.shape[:1] != (num_sequences,):
-            is_array = hasattr(leaf, "dtype")
-            got = f"{leaf.dtype}{list(leaf.shape)}" if is_array else repr(leaf)
-            raise UsageError(
-                f"{_name(steering)}.begin must return a pytree of arrays with a row "
-                f"for each of {num_sequences} sequences; got {got}"
-            )
+        name, why = f"each leaf of {_name(steering)}.begin", "a row for each sequence"
+        expect(name, leaf, "N ...", {"N": num_sequences}, why=why)
     return state
 
 

@@ -16,9 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.arguments import expect
 from jkv.decoding.texts.prompts import count_tokens
 from jkv.indexing import scatter_add
 from jkv.metadata.requests import Integers, Texts, as_prompts, broadcast
+from jkv.signatures import lists_arguments
 from jkv.status import UsageError
 
 NO_PARENT = -1
@@ -136,6 +138,7 @@ def join_arrays(one: jax.Array, other: jax.Array) -> jax.Array:
     return jnp.concatenate([one, other])
 
 
+@lists_arguments
 def grow(tree: TextTree, texts: Texts, parents: Integers) -> tuple[TextTree, jax.Array]:
     """Add segments to a tree.
 
@@ -268,18 +271,11 @@ def read_text(tree: TextTree, segment: int) -> list[int]:
 
 def check_tree(tree: TextTree) -> None:
     """Refuse what is no tree: shapes and types always, numbers where they are known."""
+    sizes: dict[str, int] = {}
     for name in ("tokens", "segments", "parents"):
         array = getattr(tree, name)
-        if array.ndim != 1 or array.dtype != jnp.int32:
-            raise UsageError(
-                f"a tree's {name} must be i32 of one axis, got "
-                f"{array.dtype}{list(array.shape)}"
-            )
-    if tree.tokens.shape != tree.segments.shape:
-        raise UsageError(
-            f"a tree needs a segment for each of {tree.num_rows} rows, got "
-            f"{tree.segments.shape[0]}"
-        )
+        letter = "S" if name == "parents" else "R"
+        sizes = expect(f"a tree's {name}", array, letter, sizes, np.dtype(np.int32))
     if is_known(tree):
         _check_numbers(tree)
 

@@ -371,6 +371,8 @@ def _muted(ways: Ways) -> Ways:
 
 _UNEVALUATED = {"unevaluatedProperties", "unevaluatedItems"}
 _OWN = {"type", "enum", "const"}.union(*OF_TYPE.values()) - {
-    *("dependentRequired", "dependentSchemas", "dependencies"),
+    "dependentRequired",
+    "dependentSchemas",
+    "dependencies",
     *_UNEVALUATED,
 }

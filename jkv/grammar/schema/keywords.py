@@ -2,46 +2,116 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 # Keywords that say something of values of a type.
 OF_TYPE = {
-    name: {*words.split()}
-    for name, words in {
-        "string": "minLength maxLength pattern format",
-        "number": "minimum maximum exclusiveMinimum exclusiveMaximum multipleOf",
-        "array": "items prefixItems additionalItems minItems maxItems uniqueItems "
-        "contains minContains maxContains unevaluatedItems",
-        "object": "properties required additionalProperties patternProperties "
-        "propertyNames minProperties maxProperties dependentRequired dependentSchemas "
-        "dependencies unevaluatedProperties",
-    }.items()
+    "string": {
+        "minLength",
+        "maxLength",
+        "pattern",
+        "format",
+    },
+    "number": {
+        "minimum",
+        "maximum",
+        "exclusiveMinimum",
+        "exclusiveMaximum",
+        "multipleOf",
+    },
+    "array": {
+        "items",
+        "prefixItems",
+        "additionalItems",
+        "minItems",
+        "maxItems",
+        "uniqueItems",
+        "contains",
+        "minContains",
+        "maxContains",
+        "unevaluatedItems",
+    },
+    "object": {
+        "properties",
+        "required",
+        "additionalProperties",
+        "patternProperties",
+        "propertyNames",
+        "minProperties",
+        "maxProperties",
+        "dependentRequired",
+        "dependentSchemas",
+        "dependencies",
+        "unevaluatedProperties",
+    },
 }
 # Keywords that join schemas, or list values.
 JOINING = {
-    *("$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "not"),
-    *("if", "then", "else", "type", "enum", "const"),
+    "$ref",
+    "$dynamicRef",
+    "$recursiveRef",
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "not",
+    "if",
+    "then",
+    "else",
+    "type",
+    "enum",
+    "const",
 }
 SERVED = JOINING.union(*OF_TYPE.values())
 # They say nothing of what a text may be, or are looked up by `$ref`.
 IGNORED = {
-    *("$anchor", "$comment", "$defs", "$dynamicAnchor", "$id", "$recursiveAnchor"),
-    *("$schema", "$vocabulary", "contentEncoding", "contentMediaType", "contentSchema"),
-    *("default", "definitions", "deprecated", "description", "discriminator"),
-    *("example", "examples", "id", "readOnly", "title", "writeOnly"),
+    "$anchor",
+    "$comment",
+    "$defs",
+    "$dynamicAnchor",
+    "$id",
+    "$recursiveAnchor",
+    "$schema",
+    "$vocabulary",
+    "contentEncoding",
+    "contentMediaType",
+    "contentSchema",
+    "default",
+    "definitions",
+    "deprecated",
+    "description",
+    "discriminator",
+    "example",
+    "examples",
+    "id",
+    "readOnly",
+    "title",
+    "writeOnly",
 }
 TYPES = {"null", "boolean", "integer", "number", "string", "array", "object"}
 
 # Where schemas stand inside of a schema: as the value, in a list, in a mapping.
 SCHEMA_WORDS = {
-    *("not", "if", "then", "else", "items", "additionalItems", "contains"),
-    *("unevaluatedItems", "additionalProperties", "propertyNames"),
-    *("unevaluatedProperties", "contentSchema"),
+    "not",
+    "if",
+    "then",
+    "else",
+    "items",
+    "additionalItems",
+    "contains",
+    "unevaluatedItems",
+    "additionalProperties",
+    "propertyNames",
+    "unevaluatedProperties",
+    "contentSchema",
 }
 LIST_WORDS = {"allOf", "anyOf", "oneOf", "prefixItems", "items"}
 MAP_WORDS = {
-    *("properties", "patternProperties", "dependentSchemas", "dependencies"),
-    *("$defs", "definitions"),
+    "properties",
+    "patternProperties",
+    "dependentSchemas",
+    "dependencies",
+    "$defs",
+    "definitions",
 }
 
 Check = Callable[[Any], bool]
@@ -104,55 +174,76 @@ def _is_map_of(check: Check) -> Check:
     return is_map
 
 
-def _of(check: Check, text: str, *names: str) -> dict[str, tuple[Check, str]]:
-    return dict.fromkeys(names, (check, text))
+class Form(NamedTuple):
+    """What the value of a keyword must be."""
+
+    check: Check
+    text: str  # of error messages
 
 
 _WRITTEN = "what JSON can write in UTF-8: finite numbers, no lone surrogates"
-# What the value of each keyword must be.
-FORMS: dict[str, tuple[Check, str]] = {
-    **_of(_is_count, "a whole number from 0 on", "minLength", "maxLength"),
-    **_of(_is_count, "a whole number from 0 on", "minItems", "maxItems"),
-    **_of(_is_count, "a whole number from 0 on", "minProperties", "maxProperties"),
-    **_of(_is_count, "a whole number from 0 on", "minContains", "maxContains"),
-    **_of(is_number, "a finite number", "minimum", "maximum"),
-    **_of(
-        _is_bound_or_flag,
-        "a finite number (or a boolean, of draft 4)",
-        *("exclusiveMinimum", "exclusiveMaximum"),
-    ),
-    **_of(lambda v: is_number(v) and v > 0, "a number above 0", "multipleOf"),
-    **_of(lambda v: isinstance(v, bool), "a boolean", "uniqueItems"),
-    **_of(
-        is_text,
-        "a string without lone surrogates",
-        *("pattern", "format", "$ref", "$dynamicRef", "$recursiveRef"),
-    ),
-    **_of(_is_type, f"one of {', '.join(sorted(TYPES))}, or a list of them", "type"),
-    **_of(_is_strings, "a list of strings", "required"),
-    **_of(
-        lambda v: isinstance(v, list) and is_written(v), f"a list of {_WRITTEN}", "enum"
-    ),
-    **_of(is_written, f"of {_WRITTEN}", "const"),
-    **_of(_is_schemas, "a list of schemas", "prefixItems"),
-    **_of(
-        lambda v: _is_schemas(v) and bool(v),
-        "a list of schemas, at least one",
-        *("allOf", "anyOf", "oneOf"),
-    ),
-    **_of(
-        lambda v: is_schema(v) or _is_schemas(v), "a schema or a list of them", "items"
-    ),
-    **_of(is_schema, "a schema", *(SCHEMA_WORDS - {"items", "contentSchema"})),
-    **_of(
-        _is_map_of(is_schema),
-        "a mapping of schemas",
-        *("properties", "patternProperties", "dependentSchemas"),
-    ),
-    **_of(_is_map_of(_is_strings), "a mapping of lists of names", "dependentRequired"),
-    **_of(
-        _is_map_of(lambda v: is_schema(v) or _is_strings(v)),
-        "a mapping of schemas or lists of names",
-        "dependencies",
-    ),
+_COUNT = Form(_is_count, "a whole number from 0 on")
+_NUMBER = Form(is_number, "a finite number")
+_BOUND = Form(_is_bound_or_flag, "a finite number (or a boolean, of draft 4)")
+_FACTOR = Form(lambda v: is_number(v) and v > 0, "a number above 0")
+_FLAG = Form(lambda v: isinstance(v, bool), "a boolean")
+_TEXT = Form(is_text, "a string without lone surrogates")
+_TYPE = Form(_is_type, f"one of {', '.join(sorted(TYPES))}, or a list of them")
+_NAMES = Form(_is_strings, "a list of strings")
+_VALUES = Form(lambda v: isinstance(v, list) and is_written(v), f"a list of {_WRITTEN}")
+_VALUE = Form(is_written, f"of {_WRITTEN}")
+_SCHEMA = Form(is_schema, "a schema")
+_SCHEMAS = Form(_is_schemas, "a list of schemas")
+_CHOICES = Form(lambda v: _is_schemas(v) and bool(v), "a list of schemas, at least one")
+_ITEMS = Form(lambda v: is_schema(v) or _is_schemas(v), "a schema or a list of them")
+_SCHEMA_MAP = Form(_is_map_of(is_schema), "a mapping of schemas")
+_NAMES_MAP = Form(_is_map_of(_is_strings), "a mapping of lists of names")
+_SCHEMA_OR_NAMES_MAP = Form(
+    _is_map_of(lambda v: is_schema(v) or _is_strings(v)),
+    "a mapping of schemas or lists of names",
+)
+FORMS: dict[str, Form] = {
+    "minLength": _COUNT,
+    "maxLength": _COUNT,
+    "minItems": _COUNT,
+    "maxItems": _COUNT,
+    "minProperties": _COUNT,
+    "maxProperties": _COUNT,
+    "minContains": _COUNT,
+    "maxContains": _COUNT,
+    "minimum": _NUMBER,
+    "maximum": _NUMBER,
+    "exclusiveMinimum": _BOUND,
+    "exclusiveMaximum": _BOUND,
+    "multipleOf": _FACTOR,
+    "uniqueItems": _FLAG,
+    "pattern": _TEXT,
+    "format": _TEXT,
+    "$ref": _TEXT,
+    "$dynamicRef": _TEXT,
+    "$recursiveRef": _TEXT,
+    "type": _TYPE,
+    "required": _NAMES,
+    "enum": _VALUES,
+    "const": _VALUE,
+    "prefixItems": _SCHEMAS,
+    "allOf": _CHOICES,
+    "anyOf": _CHOICES,
+    "oneOf": _CHOICES,
+    "items": _ITEMS,
+    "not": _SCHEMA,
+    "if": _SCHEMA,
+    "then": _SCHEMA,
+    "else": _SCHEMA,
+    "additionalItems": _SCHEMA,
+    "contains": _SCHEMA,
+    "unevaluatedItems": _SCHEMA,
+    "additionalProperties": _SCHEMA,
+    "propertyNames": _SCHEMA,
+    "unevaluatedProperties": _SCHEMA,
+    "properties": _SCHEMA_MAP,
+    "patternProperties": _SCHEMA_MAP,
+    "dependentSchemas": _SCHEMA_MAP,
+    "dependentRequired": _NAMES_MAP,
+    "dependencies": _SCHEMA_OR_NAMES_MAP,
 }

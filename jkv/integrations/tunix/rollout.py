@@ -11,7 +11,7 @@ from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 
 import jkv
-from jkv.decoding.model.rows import spread_row_counts
+from jkv.decoding.model.runner import spread_row_counts
 from jkv.decoding.model.steps import Exact, ExactShape
 from jkv.decoding.texts.results import Statistics
 from jkv.integrations.tunix import weights

@@ -10,8 +10,15 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 import jkv
 
 _READ = {
-    *("max_tokens_to_generate", "max_prompt_length", "return_logprobs"),
-    *("temperature", "top_p", "top_k", "seed", "eos_tokens", "data_type"),
+    "max_tokens_to_generate",
+    "max_prompt_length",
+    "return_logprobs",
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "eos_tokens",
+    "data_type",
     # The vanilla engine's alone, as tunix says: there is no dense cache to size.
     "kv_cache_size",
 }

@@ -8,7 +8,7 @@ import dataclasses
 from typing import NamedTuple
 
 from jkv.decoding.model.protocol import Model
-from jkv.decoding.model.rows import spread_row_counts
+from jkv.decoding.model.runner import spread_row_counts
 from jkv.decoding.model.steps import Steps
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.metadata.requests import check_counts, check_static

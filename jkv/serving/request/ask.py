@@ -6,6 +6,7 @@ from typing import TypedDict
 
 from jkv.decoding.sampling.options import GREEDY, Sampling
 from jkv.metadata.requests import Integers
+from jkv.signatures import set_defaults
 from jkv.status import UsageError
 
 # Who asks; None is all who are not named.
@@ -94,3 +95,6 @@ class OfAsk(TypedDict, total=False):
     timeout: float | None
     keep: int
     keep_seconds: float | None
+
+
+set_defaults(OfAsk, Ask)

@@ -16,12 +16,10 @@ from support.tolerances import assert_close
 
 import jkv
 from jkv.attention import choice, paged_attention
-from jkv.attention.backend import Backend
-from jkv.attention.cards import Card
-from jkv.attention.derivative import Gradients
+from jkv.attention.backend import Backend, Card, Gradients
 from jkv.attention.kernel import backend
+from jkv.attention.xla.face import attend_xla
 from jkv.attention.xla.gradients import differentiate_plainly
-from jkv.attention.xla.plain_path import attend_xla
 
 
 def require_backend():

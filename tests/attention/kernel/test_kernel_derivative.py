@@ -17,10 +17,9 @@ from support.kernel_lowering import find_kernels, lower, shape
 from support.tolerances import assert_close, is_close
 
 import jkv
-from jkv.attention import cards, paged_attention
-from jkv.attention.call import Call, Requests, make_requests
+from jkv.attention import backend, paged_attention
+from jkv.attention.call import Call, Requests, make_pools, make_requests
 from jkv.attention.kernel.work.readers import list_readers
-from jkv.attention.pools import make_pools
 
 # Rows of each request, and its context in whole blocks and tokens. The first block is
 # everyone's; the last request of rows has the sequence of the second one.
@@ -318,7 +317,7 @@ def score_loss(implementation, head_dim=32):
 @pytest.mark.one_end
 def test_scores_take_it_where_there_is_a_card(monkeypatch, platform, target, head_dim):
     """Their keys and values are float32, which cards multiply in different ways."""
-    monkeypatch.setattr(cards, "find_target", {platform: target}.get)
+    monkeypatch.setattr(backend, "find_target", {platform: target}.get)
     loss, params = score_loss(None, head_dim)
     given = (shape(*params.shape, dtype=params.dtype),)
     kernels = find_kernels(lower(jax.grad(loss), given, platform))

@@ -21,7 +21,7 @@ from support.tolerances import assert_close, is_close
 
 import jkv
 from jkv.attention import paged_attention
-from jkv.attention.cards import find_target
+from jkv.attention.backend import find_target
 from jkv.attention.kernel.tiles.table import TABLE
 from jkv.attention.kernel.tiles.tuning import (
     find_family,

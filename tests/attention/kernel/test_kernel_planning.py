@@ -13,8 +13,8 @@ from support.small_caches import small_config
 from support.tolerances import assert_close
 
 import jkv
-from jkv.attention import cards
-from jkv.attention.cards import Card
+from jkv.attention import backend
+from jkv.attention.backend import Card
 from jkv.attention.kernel import face
 from jkv.attention.kernel.launches import attention as launches
 from jkv.attention.kernel.tiles.table import INTERPRETED
@@ -36,7 +36,7 @@ def with_card(monkeypatch):
 @pytest.fixture
 def with_mi300x(monkeypatch):
     """As on a machine with that card, except that nothing runs there."""
-    monkeypatch.setattr(cards, "find_target", {"rocm": "gfx942", "cuda": None}.get)
+    monkeypatch.setattr(backend, "find_target", {"rocm": "gfx942", "cuda": None}.get)
 
 
 @pytest.fixture

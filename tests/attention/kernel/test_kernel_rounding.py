@@ -7,7 +7,7 @@ import pytest
 from support.jax_versions import few
 
 from jkv.attention.kernel.elements.rounding import invert, round_row
-from jkv.formats.bits import STORED_AS
+from jkv.formats.format import STORED_AS
 from jkv.formats.scaled import round_rows
 
 

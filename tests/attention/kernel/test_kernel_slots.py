@@ -13,7 +13,7 @@ from support.kernel_lowering import find_kernels, lower, shape
 from support.slot_writes import Sizes, make_write, shape_write
 
 import jkv
-from jkv.attention import cards, choice
+from jkv.attention import backend, choice
 from jkv.attention.kernel.backend import Way
 from jkv.attention.kernel.launches.slots import store_rows, why_scattered
 from jkv.attention.slots import SlotWrite, scatter
@@ -175,12 +175,12 @@ def test_what_scatters_store():
 @pytest.mark.one_end
 def test_which_cards_have_it(monkeypatch):
     write = make_write(Sizes(), jnp.zeros)
-    monkeypatch.setattr(cards, "find_target", lambda _: None)
+    monkeypatch.setattr(backend, "find_target", lambda _: None)
     assert choice.find_stores(write) == {}
 
     def pretend(card):
         found = {"rocm" if card.startswith("gfx") else "cuda": card}
-        monkeypatch.setattr(cards, "find_target", found.get)
+        monkeypatch.setattr(backend, "find_target", found.get)
 
     for card, found in (
         ("gfx942", ["rocm"]),

@@ -19,13 +19,13 @@ from support.plain_attention import attend_loop
 from support.tolerances import assert_close, is_close
 
 from jkv.attention import paged_attention
-from jkv.attention.cards import find_target
+from jkv.attention.backend import find_target
+from jkv.attention.call import make_pools
 from jkv.attention.kernel.bodies import loads, scores, walk
 from jkv.attention.kernel.elements import conversion
 from jkv.attention.kernel.tiles import table as tile_table
 from jkv.attention.kernel.tiles.table import Ways
 from jkv.attention.kernel.tiles.tuning import find_family, why_not
-from jkv.attention.pools import make_pools
 
 PLATFORM = "rocm" if find_target("rocm") else "cuda" if find_target("cuda") else "cpu"
 # Where the table has float32; elsewhere it is the plain path's.

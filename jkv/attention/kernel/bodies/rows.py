@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jkv.attention.call import find_held
 from jkv.attention.kernel import backend
 from jkv.attention.kernel.bodies.loads import Operands
 from jkv.attention.kernel.tiles.variant import Variant
 from jkv.attention.kernel.work.lists import Lanes, SharedLanes
-from jkv.attention.parts import find_held
 
 
 class QueryRows(NamedTuple):

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jkv.attention.derivative import Cotangents
+from jkv.attention.backend import Cotangents
 from jkv.attention.kernel import backend
 from jkv.attention.kernel.bodies.loads import (
     clamp_index,

@@ -27,8 +27,7 @@ from jkv.attention.kernel.elements.conversion import (
 )
 from jkv.attention.kernel.elements.rounding import round_row
 from jkv.attention.kernel.elements.sections import Section
-from jkv.formats.format import Format
-from jkv.formats.numbers import Numbers
+from jkv.formats.format import Format, Numbers
 from jkv.formats.packed import MIDDLE, Packed, unit_of
 from jkv.formats.scaled import Scaled
 

@@ -59,7 +59,7 @@ def _launch_by_position(
 ) -> tuple[jax.Array, jax.Array]:
     """Go through all rows in tiles of one shape, each with one piece of its context.
 
-    For the same promise as `jkv.attention.xla.by_position`, by other sums. Pieces begin
+    For the same promise as `jkv.attention.xla.tiles`, by other sums. Pieces begin
     at multiples of a number of tokens that follows from the longest context there may
     be, and are walked from their beginning in steps that begin at fixed positions too;
     what a row sees nothing of leaves its sums as they are, to the bit. Each row has

@@ -12,8 +12,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from jkv.attention.backend import Cotangents, Gradients, shape_gradients
 from jkv.attention.call import Call, check_call
-from jkv.attention.derivative import Cotangents, Gradients, shape_gradients
 from jkv.attention.kernel import backend
 from jkv.attention.kernel.bodies.query_gradients import (
     differentiate_queries,

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.attention.call import Pools
 from jkv.attention.kernel.elements.formats import KERNEL_FORMATS
 from jkv.attention.kernel.elements.sections import MIN_SIZE, fill_head_dim
 from jkv.attention.kernel.tiles import table
 from jkv.attention.kernel.tiles.table import TABLE, Backward, Tuning
-from jkv.attention.pools import Pools
 
 _CDNA = ("gfx90a", "gfx940", "gfx941", "gfx942")
 _CDNA4 = ("gfx950",)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jkv.attention.call import Requests
+from jkv.attention.call import Requests, find_held
 from jkv.attention.kernel.work.lists import (
     DecodeSizes,
     ListSizes,
@@ -34,7 +34,6 @@ from jkv.attention.kernel.work.sharing import (
     running_sum,
     share,
 )
-from jkv.attention.parts import find_held
 from jkv.attention.shared_prefixes import SharedPrefixes
 
 # Pieces start at multiples of this many tokens (any tile divides it), and are no

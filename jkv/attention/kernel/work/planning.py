@@ -13,9 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jkv.attention.backend import StepShape
-from jkv.attention.call import Requests, make_requests
-from jkv.attention.cards import find_gpu
+from jkv.attention.backend import StepShape, find_gpu
+from jkv.attention.call import Pools, Requests, make_requests
 from jkv.attention.kernel.elements.formats import KERNEL_FORMATS
 from jkv.attention.kernel.tiles.table import Tuning
 from jkv.attention.kernel.tiles.tuning import find_tuning
@@ -31,7 +30,6 @@ from jkv.attention.kernel.work.cutting import (
     size_prefill_work,
 )
 from jkv.attention.kernel.work.lists import ListSizes, WorkList
-from jkv.attention.pools import Pools
 from jkv.attention.shared_prefixes import find_shared_prefixes
 
 # Query heads of a kv head that models have, rounded up to powers of two; and those of

@@ -1,0 +1,54 @@
+"""How much runs behind each front door: files and lines, which only fall."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from support import walks
+
+pytestmark = pytest.mark.one_end
+
+# Files and lines of functions at most. Lower them with the code, and never raise them.
+MOST = {
+    "verbs": (64, 4850),
+    "attend": (26, 1650),
+    "generate": (65, 4550),
+    "engine": (87, 6550),
+    "schema": (22, 1400),
+}
+
+
+@pytest.fixture(scope="module")
+def walked() -> dict[str, dict[str, int]]:
+    """The lines that run in each file, by door, in a process of its own."""
+    program = pathlib.Path(walks.__file__)
+    ran = subprocess.run(
+        [sys.executable, program, "--json"], check=True, capture_output=True, text=True
+    )
+    found: dict[str, dict[str, int]] = json.loads(ran.stdout)
+    return found
+
+
+@pytest.mark.parametrize("door", MOST)
+def test_walks_do_not_grow(walked: dict[str, dict[str, int]], door: str) -> None:
+    files = walked[door]
+    most_files, most_lines = MOST[door]
+    largest = sorted(files, key=lambda name: -files[name])
+    assert len(files) <= most_files, f"{door} runs through {largest}"
+    assert sum(files.values()) <= most_lines, f"{door} runs through {largest}"
+
+
+def test_a_walk_names_what_runs(walked: dict[str, dict[str, int]]) -> None:
+    """Each door runs its own file, and no other's that it has no need of."""
+    assert "verbs/attending.py" in walked["attend"]
+    assert "verbs/appending.py" in walked["verbs"].keys() & walked["generate"].keys()
+    assert "serving/engine.py" in walked["engine"]
+    assert not any(name.startswith("serving/") for name in walked["generate"])
+    assert {name.split("/")[0] for name in walked["schema"]} <= {
+        "grammar",
+        "indexing.py",
+        "signatures.py",
+        "steering",
+    }
