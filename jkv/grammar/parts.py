@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jkv.grammar.automaton import subtract
@@ -20,6 +20,7 @@ from jkv.grammar.gbnf import compile_gbnf
 from jkv.grammar.regexes import compile_regex
 from jkv.grammar.schema.compilation import Reading, compile_schema
 from jkv.grammar.schema.strings import ANYTHING
+from jkv.status import UsageError
 
 WHITESPACE = "[ ]?"
 DEPTH, RECURSION = 3, 2
@@ -42,6 +43,9 @@ class Choices(Part):
     """Texts to choose from."""
 
     texts: Sequence[str]  # at least one; `NoText` is raised for none
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "texts", read_list("texts", self.texts, str))
 
     def expression(self, bounds: Bounds) -> Expression:
         del bounds
@@ -134,11 +138,27 @@ class Either(Part):
     # Each a value of this module or a text, or a list of those that follow each other.
     parts: Sequence["Part | str | Sequence[Part | str]"]
 
+    def __post_init__(self) -> None:
+        parts = read_list("parts", self.parts, Part | str | Sequence)
+        object.__setattr__(self, "parts", parts)
+
     def expression(self, bounds: Bounds) -> Expression:
         return Choice([join_parts(_listed(part), bounds) for part in self.parts])
 
     def asked(self) -> list[Any]:
         return ["Either", [list_asked(_listed(part)) for part in self.parts]]
+
+
+def read_list(name: str, given: Any, kind: Any) -> tuple[Any, ...]:
+    """Return what a list holds; one text would be a list of characters."""
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        shown = f"{given!r:.60}"
+        raise UsageError(f"{name} must be a list, got {shown}; give [{shown}]")
+    found = tuple(given)
+    for each in found:
+        if not isinstance(each, kind) or isinstance(each, bytes):
+            raise UsageError(f"{name} must be a list of texts, got {each!r:.60} in it")
+    return found
 
 
 def _listed(part: Part | str | Sequence[Part | str]) -> Sequence[Part | str]:

@@ -94,6 +94,12 @@ class Held:
         is_same = len(arrays) == len(self.arrays) and keep == self.keep
         return Held(arrays=arrays, keep=keep, is_saved=self.is_saved and is_same)
 
+    def lowered(self, now: int) -> "Held":
+        """Return this in class 0 if the time of its class is over."""
+        if self.keep is None or self.keep[1] > now:
+            return self
+        return dataclasses.replace(self, keep=(0, 0))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Spilled:
@@ -139,6 +145,24 @@ class Spilled:
         """Bytes of all arrays."""
         own = sum(each.nbytes for each in (self.tokens, self.parents, self.salts))
         return own + sum(each.nbytes for each in self.held.values())
+
+    def within(self, max_tokens: int) -> "Spilled":
+        """Return the columns that end within so many tokens of their texts."""
+        is_kept = (self.columns + 1) * self.block_size <= max_tokens
+        if is_kept.all():
+            return self
+        numbers = np.cumsum(is_kept, dtype=np.int32) - 1
+        return Spilled(
+            tokens=self.tokens[is_kept],
+            parents=np.where(self.parents < 0, -1, numbers[self.parents])[is_kept],
+            salts=self.salts[is_kept],
+            held={
+                int(numbers[node]): each
+                for node, each in self.held.items()
+                if is_kept[node]
+            },
+            layout=self.layout,
+        )
 
     def text_of(self, node: int) -> np.ndarray:
         """Return the tokens of a text up to the end of a node, i32[n T]."""

@@ -154,6 +154,13 @@ def test_stop_tokens_come_from_generation_config(folder):
         settings = {"eos_token": token, "added_tokens_decoder": ends}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
         assert pretrained.read_config(folder).stop_tokens == (7, 8, 9)
+    # Older ones name it in a file of its own, and its number with the tokens.
+    (folder / "tokenizer_config.json").write_text("{}")
+    special = {"eos_token": {"content": "<|im_end|>"}}
+    (folder / "special_tokens_map.json").write_text(json.dumps(special))
+    added = [{"id": 8, "content": "</s>"}, {"id": 9, "content": "<|im_end|>"}]
+    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    assert pretrained.read_config(folder).stop_tokens == (7, 8, 9)
 
 
 @pytest.mark.parametrize(
