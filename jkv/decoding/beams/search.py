@@ -8,7 +8,6 @@ from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jkv.decoding.arguments.asked import Asked
 from jkv.decoding.beams.branches import SearchState
@@ -22,7 +21,7 @@ from jkv.decoding.steering.rows import begin_rows
 from jkv.decoding.texts.blocks import count_free_blocks, find_block_size
 from jkv.decoding.texts.prompts import Prompts
 from jkv.decoding.texts.results import BeamSearch
-from jkv.decoding.texts.stops import Stops
+from jkv.decoding.texts.stops import Stops, as_stop_tokens
 from jkv.metadata.requests import Integers, Texts, check_counts
 from jkv.sharding.loops import while_loop
 from jkv.state import Cache
@@ -117,7 +116,7 @@ def beam_search(
       >>> found.tokens.tolist()
       [[[3, 4, 5, 6], [3, 4, 5, 9]]]
     """
-    if np.ndim(fields.get("stop_tokens", 0)) > 1:
+    if as_stop_tokens(fields.get("stop_tokens", ())).ndim > 1:
         raise UsageError(_STOPS)
     asked = Asked.of("beam_search", prompts, steps, None, fields, OfSearch)
     texts, stops, steps, how = asked
