@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import numpy as np
 
+from jkv.guards import explicit_transfers, refused_transfer
 from jkv.status import CacheError, UsageError
 
 Params = ParamSpec("Params")
@@ -48,13 +49,23 @@ def explains_arguments(
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            again = as_arrays(args, kwargs)
+            again = for_second_call(args, kwargs, error)
             if again is None:
                 explain(function, args, kwargs, error)
                 raise
-        return function(*again[0], **again[1])
+        with explicit_transfers():
+            return function(*again[0], **again[1])
 
     return explained
+
+
+def for_second_call(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    error: Exception,  # of the first call
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return arguments for a call where transfers are explicit, None for no call."""
+    return (args, kwargs) if refused_transfer(error) else as_arrays(args, kwargs)
 
 
 def as_arrays(
@@ -97,8 +108,8 @@ def explain(
     for name, value in bound.items():
         if name in hints and not fits(value, hints[name]):
             raise UsageError(
-                f"{function.__name__}: {name} must be {_describe(hints[name])}, got "
-                f"{_name(value)}"
+                f"{function.__qualname__}: {name} must be {_describe(hints[name])}, "
+                f"got {_name(value)}"
             ) from error
 
 

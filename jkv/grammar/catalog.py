@@ -8,7 +8,7 @@ so that texts under way go on.
 
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 from jkv.grammar.errors import TooLarge
@@ -119,7 +119,10 @@ class Catalog:
         was added. A variant that is free allows nothing.
         """
         # Copies: a device may look at the memory of the arrays themselves.
-        placed = {n: jnp.array(values, copy=True) for n, values in self._arrays.items()}
+        placed = {
+            n: jax.device_put(values, may_alias=False)
+            for n, values in self._arrays.items()
+        }
         return Grammar(vocabulary_size=self._vocabulary_size, **placed)
 
     def add(self, grammar: Grammar) -> int:

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypedDict
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 from jkv.grammar.bounds import Timeout
@@ -87,7 +87,7 @@ def _read(path: pathlib.Path) -> Grammar:
     with contextlib.suppress(OSError):  # another process may have removed it
         os.utime(path)
     size = int(arrays.pop("vocabulary_size"))
-    placed = {name: jnp.asarray(values) for name, values in arrays.items()}
+    placed = {name: jax.device_put(values) for name, values in arrays.items()}
     return Grammar(vocabulary_size=size, **placed)
 
 

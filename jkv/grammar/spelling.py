@@ -11,7 +11,7 @@ https://lmsys.org/blog/2024-02-05-compressed-fsm/.)
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 from jkv.grammar.grammar import PIECE, Grammar
@@ -68,10 +68,10 @@ def with_one_spelling(grammar: Grammar, vocabulary: Vocabulary) -> Grammar:
     pieces, masks = _add_masks(grammar, list(rows))
     return dataclasses.replace(
         grammar,
-        mask_pieces=jnp.asarray(pieces),
-        masks=jnp.asarray(masks),
-        mask_of_state=jnp.asarray(mask_of_state),
-        forced_token=jnp.asarray(forced),
+        mask_pieces=jax.device_put(pieces),
+        masks=jax.device_put(masks),
+        mask_of_state=jax.device_put(mask_of_state),
+        forced_token=jax.device_put(forced),
     )
 
 

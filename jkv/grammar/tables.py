@@ -6,7 +6,7 @@ And back, so that a grammar becomes a part of another one.
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import numpy.typing as npt
 
@@ -250,7 +250,7 @@ def _assemble(*, vocabulary_size: int, **arrays: Ints) -> Grammar:
         "masks": _narrow(len(arrays["mask_pieces"])),
     }
     placed = {
-        name: jnp.asarray(values.astype(dtypes.get(name, np.dtype(np.int32))))
+        name: jax.device_put(values.astype(dtypes.get(name, np.dtype(np.int32))))
         for name, values in arrays.items()
     }
     return Grammar(vocabulary_size=vocabulary_size, **placed)

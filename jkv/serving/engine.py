@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
+import jax
 import numpy as np
 
 from jkv.commands.compiled_programs import keep_compiled_programs
@@ -90,6 +91,7 @@ class Engine:
       [6, 7, 8]
     """
 
+    @jax.transfer_guard("allow")
     def __init__(
         self,
         model: Model,

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.arguments import explains_arguments
 from jkv.decoding.texts.prompts import count_tokens
 from jkv.decoding.texts.results import FinishReason, Generation
 from jkv.decoding.texts.text_tree import (
@@ -69,6 +70,7 @@ class TreeRecord:
         )
 
 
+@explains_arguments
 def note_generate(
     record: TreeRecord,
     prompts: Texts,
@@ -116,6 +118,7 @@ def note_generate(
     return _add(record, result.tokens, jnp.repeat(segments, each), result.logprobs)
 
 
+@explains_arguments
 def note_allocate(record: TreeRecord, opened: Allocation) -> TreeRecord:
     """Note that sequences were opened: they have no text yet.
 
@@ -143,6 +146,7 @@ def note_allocate(record: TreeRecord, opened: Allocation) -> TreeRecord:
     return _move(record, opened.seq_ids, jnp.int32(NO_PARENT), jnp.int32(0))
 
 
+@explains_arguments
 def note_given(
     record: TreeRecord, seq_ids: Integers, tokens: Texts
 ) -> tuple[TreeRecord, jax.Array]:
@@ -178,6 +182,7 @@ def note_given(
     return _move(record, ids, segments, unfed + count_tokens(texts)), segments
 
 
+@explains_arguments
 def note_fed(record: TreeRecord, seq_ids: Integers, num_tokens: Integers) -> TreeRecord:
     """Note that tokens which the record knows are in the cache now.
 
@@ -208,6 +213,7 @@ def note_fed(record: TreeRecord, seq_ids: Integers, num_tokens: Integers) -> Tre
     return _move(record, ids, tips, jnp.maximum(waiting - counts, 0))
 
 
+@explains_arguments
 def note_extend(
     record: TreeRecord, seq_ids: Integers, tokens: Texts, result: Generation
 ) -> tuple[TreeRecord, jax.Array]:
@@ -265,6 +271,7 @@ def note_extend(
     return _move(record, moved, segments, waiting), segments
 
 
+@explains_arguments
 def note_fork(record: TreeRecord, parents: Integers, forked: Fork) -> TreeRecord:
     """Note that sequences were forked whole: children begin where their parents are.
 

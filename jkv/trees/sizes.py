@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.arguments import explains_arguments
 from jkv.decoding.texts.text_tree import (
     NO_PARENT,
     TextTree,
@@ -27,6 +28,7 @@ from jkv.decoding.texts.text_tree import (
 from jkv.status import UsageError
 
 
+@explains_arguments
 def pad(
     tree: TextTree,
     *,
@@ -88,6 +90,7 @@ class TreeParts(NamedTuple):
     is_first: jax.Array  # bool[P, R'], whether no earlier part has the row's token
 
 
+@explains_arguments
 def split(
     tree: TextTree, max_rows: int, *, num_segments: int | None = None
 ) -> TreeParts:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.arguments import explains_arguments
 from jkv.decoding.texts.results import Generation
 from jkv.decoding.texts.stops import Stops
 from jkv.metadata.requests import I32, Integers, Texts, as_prompts, broadcast
@@ -37,6 +38,7 @@ class Prompts:
     stops: Stops | None = None  # what ends them; None if nothing was said, or is apart
 
     @classmethod
+    @explains_arguments
     def of(
         cls,
         texts: Texts,

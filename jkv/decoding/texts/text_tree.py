@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.arguments import explains_arguments
 from jkv.decoding.texts.prompts import count_tokens
 from jkv.metadata.requests import Integers, Texts, as_prompts, broadcast
 from jkv.status import UsageError
@@ -54,6 +55,7 @@ class TextTree:
     max_length: int = dataclasses.field(metadata={"static": True})
 
     @classmethod
+    @explains_arguments
     def of(cls, texts: Texts, parents: Integers = NO_PARENT) -> "TextTree":
         """Make a tree of segments, parents before their children.
 
@@ -135,6 +137,7 @@ def join_arrays(one: jax.Array, other: jax.Array) -> jax.Array:
     return jnp.concatenate([one, other])
 
 
+@explains_arguments
 def grow(tree: TextTree, texts: Texts, parents: Integers) -> tuple[TextTree, jax.Array]:
     """Add segments to a tree.
 
@@ -232,6 +235,7 @@ def measure(tree: TextTree) -> Measures:
     return Measures(first_rows, lengths, ends)
 
 
+@explains_arguments
 def read_text(tree: TextTree, segment: int) -> list[int]:
     """Return the text of a segment: that of its parents, and its own tokens (host).
 
