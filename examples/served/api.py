@@ -22,6 +22,7 @@ from .endpoints.describing import describe
 from .endpoints.gate import (
     ask_for_key,
     name_request,
+    refuse_long_heads,
     refuse_two_lengths,
     respond,
     tell_of_end,
@@ -66,7 +67,7 @@ def make_app(
             *list_token_routes(served, bounds),
             *describe(served),
         ],
-        middleware=_list_middleware(api_key, allowed_origins),
+        middleware=_list_middleware(api_key, allowed_origins, bounds),
         exception_handlers={HTTPException: tell_status, Exception: tell_crash},
         lifespan=lifespan,
     )
@@ -76,10 +77,14 @@ def make_app(
 
 
 def _list_middleware(
-    api_key: str | None, allowed_origins: Sequence[str]
+    api_key: str | None, allowed_origins: Sequence[str], bounds: Bounds
 ) -> list[Middleware]:
     """Return what stands before the endpoints; the first is the outermost."""
-    found = [Middleware(tell_of_end), Middleware(name_request)]
+    found = [
+        Middleware(tell_of_end),
+        Middleware(name_request),
+        Middleware(refuse_long_heads, most=bounds.head_bytes),
+    ]
     if allowed_origins:
         origins = Middleware(
             CORSMiddleware,

@@ -73,7 +73,10 @@ HEAD = '{"name": "f", "arguments": '
         ),
         # Cut by a limit: what is known is told.
         ("a <t>" + HEAD + '{"a": "', ("a", [["f", '{"a": "']], False)),
-        ("<t>" + HEAD[:-6], ("", [], False)),
+        ("<t>" + HEAD[:-6], ("", [["f", ""]], False)),
+        ('so |<t>{"name": "f"', ("so", [["f", ""]], False)),
+        ('so <t>{"name": "f', ('so<t>{"name": "f', [], False)),
+        ("so <t>", ("so<t>", [], False)),
         ("<t>" + HEAD + "{}}</t> |<t", ("<t", [["f", "{}"]], True)),
         ("<t>" + HEAD + "{}} ", ("", [["f", "{}"]], False)),
     ],
@@ -261,7 +264,49 @@ WRONG = {"type": "function", "function": WRONG}
         ({"tools": [{**BARE, "x": 1}]}, "tools", "'x' of the tool f"),
         ({"tools": [BARE, BARE]}, "tools", "different names"),
         ({"tools": [BARE], "tool_choice": "some"}, "tool_choice", "none, auto"),
-        ({"tool_choice": "auto"}, "tool_choice", "goes with tools"),
+        ({"tool_choice": "required"}, "tool_choice", "goes with tools"),
+        (
+            {
+                "tools": [BARE],
+                "tool_choice": {
+                    "type": "function",
+                    "function": {"name": "f"},
+                    "force": True,
+                },
+            },
+            "tool_choice",
+            "tool_choice.force is not served",
+        ),
+        (
+            {
+                "tools": [BARE],
+                "tool_choice": {
+                    "type": "function",
+                    "function": {"name": "f", "x": 1},
+                },
+            },
+            "tool_choice",
+            "tool_choice.x is not served",
+        ),
+        (
+            {"tools": [BARE], "tool_choice": {"type": "allowed_tools"}},
+            "tool_choice",
+            "an object with mode and tools",
+        ),
+        (
+            {
+                "tools": [BARE],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {
+                        "mode": "auto",
+                        "tools": [{"type": "function", "function": {"name": "g"}}],
+                    },
+                },
+            },
+            "tool_choice",
+            "no tool is called 'g'",
+        ),
         ({"tools": [BARE], "parallel_tool_calls": 1}, "parallel_tool_calls", "true or"),
         (
             {"tools": [BARE], "guided_regex": "a"},

@@ -19,6 +19,7 @@ from jkv.grammar import (
 )
 
 from ..mistakes import Refused
+from ..values import refuse_unknown
 
 # The fields that ask for one.
 FIELDS = {"response_format", "structured_outputs", "tools"}
@@ -147,6 +148,8 @@ def _read_response_format(given: Any) -> Language | None:
     if not isinstance(given, Mapping):
         raise Refused(f"{name} must be an object with a type", name)
     kind = given.get("type")
+    known = {"type", "json_schema"} if kind == "json_schema" else {"type"}
+    refuse_unknown(given, known, name)
     if kind == "text":
         return None
     if kind == "json_object":
@@ -160,6 +163,8 @@ def _read_response_format(given: Any) -> Language | None:
     described = given.get("json_schema")
     if not isinstance(described, Mapping) or "schema" not in described:
         raise Refused(f"{name}.json_schema must be an object with a schema", name)
+    of_schema = {"name", "description", "schema", "strict"}
+    refuse_unknown(described, of_schema, f"{name}.json_schema")
     return describe("json", described["schema"], name)
 
 

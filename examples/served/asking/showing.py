@@ -144,7 +144,7 @@ def _read_stream_options(
     options = body.get("stream_options")
     if options is None:
         return False, False
-    if not isinstance(options, Mapping) or not is_streamed:
+    if not isinstance(options, Mapping) or (options and not is_streamed):
         raise Refused(
             "stream_options is an object, and goes with stream", "stream_options"
         )
@@ -155,7 +155,8 @@ def _read_stream_options(
             name = f"stream_options.{name[:60]}"
             raise Refused(f"{name} is not served; leave it out", name)
     is_running = read_flag(options, "continuous_usage_stats", False)
-    return read_flag(options, "include_usage", False), is_running
+    has_usage = read_flag(options, "include_usage", False)
+    return has_usage, has_usage and is_running
 
 
 def _read_best_of(body: Mapping[str, Any], n: int, shown: Shown) -> int:

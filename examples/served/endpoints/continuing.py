@@ -145,9 +145,13 @@ async def _hold(served: Served, asked: Asked, arrived: float) -> Held:
     if asked.ask.timeout is not None:
         seconds = min(seconds, asked.ask.timeout - (time.monotonic() - arrived))
     loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(
-        _HOLDING, served.hold, asked.language, asked.rules, seconds
-    )
+    try:
+        return await loop.run_in_executor(
+            _HOLDING, served.hold, asked.language, asked.rules, seconds
+        )
+    except Refused:
+        _leave_time(asked, arrived)  # raises if that is why
+        raise
 
 
 def _leave_time(asked: Asked, arrived: float) -> Asked:
