@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from .endpoints.connections import Bounds
-from .endpoints.continuing import make_completions, make_responses
+from .endpoints.continuing import count_input, make_completions, make_responses
 from .endpoints.describing import describe
 from .endpoints.gate import (
     ask_for_key,
@@ -64,6 +64,11 @@ def make_app(
             Route("/v1/completions", texts, methods=["POST"]),
             Route("/v1/chat/completions", chats, methods=["POST"]),
             Route("/v1/responses", make_responses(served, bounds), methods=["POST"]),
+            Route(
+                "/v1/responses/input_tokens",
+                count_input(served, bounds),
+                methods=["POST"],
+            ),
             *list_token_routes(served, bounds),
             *describe(served),
         ],

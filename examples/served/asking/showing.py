@@ -12,8 +12,9 @@ from ..values import read_flag, read_number
 from .body import MOST_SAMPLES, Asked, read_body
 from .fields import check_fields, check_texts
 from .languages import read_language
-from .prompts import read_prompt_texts
+from .prompts import read_chat, read_prompt_texts
 from .rules import read_rules
+from .tools import read_tools
 
 
 class Shown(NamedTuple):
@@ -90,6 +91,19 @@ def read_fields(
     )
     ask = dataclasses.replace(asked.ask, n=best_of)
     return asked._replace(ask=ask, language=language, rules=rules), shown
+
+
+def count_chat(served: Served, fields: Mapping[str, Any]) -> int:
+    """Return the tokens of a chat's prompt, which may be more than the context.
+
+    Raises:
+        Refused: for what cannot be or is not served.
+    """
+    check_fields(fields, is_chat=True)
+    check_model(served, fields.get("model"))
+    tools = read_tools(fields, served.tool_tags)
+    (tokens,) = read_chat(served, fields, [] if tools is None else tools.listed)
+    return len(tokens)
 
 
 def check_model(served: Served, model: Any) -> None:

@@ -12,7 +12,7 @@ from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from ..asking.showing import Asked, Shown, read_fields, read_json
+from ..asking.showing import Asked, Shown, count_chat, read_fields, read_json
 from ..loading import ROOM_SECONDS, Served
 from ..mistakes import Refused
 from ..replying.answers import (
@@ -71,6 +71,39 @@ def make_responses(served: Served, bounds: Bounds) -> Answer:
         return ResponseReply(body, served, asked, shown)
 
     return make_endpoint(served, bounds, Kind(True, read_response, reply, NAMES))
+
+
+def count_input(served: Served, bounds: Bounds) -> Answer:
+    """Make the endpoint that counts the tokens of a response's input."""
+
+    def count(body: bytes) -> dict[str, Any]:
+        count = count_chat(served, read_response(read_json(body)))
+        return {"object": "response.input_tokens", "input_tokens": count}
+
+    return make_counter(count, bounds, NAMES)
+
+
+def make_counter(
+    count: Callable[[bytes], dict[str, Any]],
+    bounds: Bounds,
+    names: Mapping[str, str],
+    respond: Callable[[Refused], Response] = respond,
+) -> Answer:
+    """Make an endpoint that answers without the engine."""
+
+    async def endpoint(request: Request) -> Response:
+        try:
+            body = await read_bytes(request, bounds)
+            return JSONResponse(await asyncio.to_thread(count, body))
+        except Refused as error:
+            error.param = names.get(error.param or "", error.param)
+            return respond(error)
+        except (ValueError, RecursionError) as error:
+            return respond(Refused(str(error)))
+        except ClientDisconnect:
+            return Response(status_code=400)
+
+    return endpoint
 
 
 def make_endpoint(served: Served, bounds: Bounds, kind: Kind) -> Answer:
