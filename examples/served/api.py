@@ -17,7 +17,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from .endpoints.connections import Bounds
-from .endpoints.continuing import count_input, make_completions, make_responses
+from .endpoints.continuing import (
+    count_input,
+    count_message,
+    make_completions,
+    make_messages,
+    make_responses,
+)
 from .endpoints.describing import describe
 from .endpoints.gate import (
     ask_for_key,
@@ -67,6 +73,12 @@ def make_app(
             Route(
                 "/v1/responses/input_tokens",
                 count_input(served, bounds),
+                methods=["POST"],
+            ),
+            Route("/v1/messages", make_messages(served, bounds), methods=["POST"]),
+            Route(
+                "/v1/messages/count_tokens",
+                count_message(served, bounds),
                 methods=["POST"],
             ),
             *list_token_routes(served, bounds),

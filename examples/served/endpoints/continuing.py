@@ -14,6 +14,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from ..asking.showing import Asked, Shown, count_chat, read_fields, read_json
 from ..loading import ROOM_SECONDS, Served
+from ..messages import reading as messages
+from ..messages.reading import read_message_body, read_most_tokens
+from ..messages.writing import MessageReply, respond_in_words
 from ..mistakes import Refused
 from ..replying.answers import (
     AnyReply,
@@ -53,6 +56,9 @@ class Kind(NamedTuple):
     # From the body, what was asked for and is shown, and what is known of the prompts.
     reply: Callable[[Fields, Asked, Shown, Sequence[Scored]], AnyReply]
     names: Mapping[str, str] = {}  # of fields that it has in other words
+    respond: Callable[[Refused], Response] = respond  # to a mistake
+    # What is asked for, within what a body bounds.
+    bound: Callable[[Fields, Asked], Asked] = lambda _, asked: asked
 
 
 def make_completions(served: Served, bounds: Bounds, *, is_chat: bool) -> Answer:
@@ -71,6 +77,32 @@ def make_responses(served: Served, bounds: Bounds) -> Answer:
         return ResponseReply(body, served, asked, shown)
 
     return make_endpoint(served, bounds, Kind(True, read_response, reply, NAMES))
+
+
+def make_messages(served: Served, bounds: Bounds) -> Answer:
+    """Make the endpoint for chats in the words of Anthropic's API."""
+
+    def reply(body: Fields, asked: Asked, shown: Shown, _: Any) -> MessageReply:
+        return MessageReply(body, served, asked, shown)
+
+    def bound(body: Fields, asked: Asked) -> Asked:
+        # The last token needs no room.
+        room = served.context - len(asked.prompts[0]) + 1
+        most = min(read_most_tokens(body), room)
+        return asked._replace(ask=dataclasses.replace(asked.ask, max_new_tokens=most))
+
+    names = messages.NAMES
+    kind = Kind(True, read_message_body, reply, names, respond_in_words, bound)
+    return make_endpoint(served, bounds, kind)
+
+
+def count_message(served: Served, bounds: Bounds) -> Answer:
+    """Make the endpoint that counts the tokens of a message's prompt."""
+
+    def count(body: bytes) -> dict[str, Any]:
+        return {"input_tokens": count_chat(served, read_message_body(read_json(body)))}
+
+    return make_counter(count, bounds, messages.NAMES, respond_in_words)
 
 
 def count_input(served: Served, bounds: Bounds) -> Answer:
@@ -112,7 +144,7 @@ def make_endpoint(served: Served, bounds: Bounds, kind: Kind) -> Answer:
     def understand(body: bytes) -> tuple[Fields, Asked, Shown]:
         fields = read_json(body)
         asked, shown = read_fields(served, kind.read(fields), is_chat=kind.is_chat)
-        return fields, asked, shown
+        return fields, kind.bound(fields, asked), shown
 
     async def endpoint(request: Request) -> Response:
         arrived = time.monotonic()
@@ -148,9 +180,9 @@ def make_endpoint(served: Served, bounds: Bounds, kind: Kind) -> Answer:
             error.param = kind.names.get(error.param or "", error.param)
             if error.code == "engine_failed":
                 request.app.state.failure = error
-            return respond(error)
+            return kind.respond(error)
         except (ValueError, RecursionError) as error:
-            return respond(Refused(str(error)))
+            return kind.respond(Refused(str(error)))
         except ClientDisconnect:
             pass
         return Response(status_code=400)  # the client has left

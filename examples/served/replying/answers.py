@@ -19,6 +19,7 @@ from jkv.serving.request.texts import TextStream
 
 from ..asking.showing import Asked, Shown
 from ..loading import Served
+from ..messages.writing import MessageReply
 from ..mistakes import Refused
 from ..responses.writing import ResponseReply
 from .replies import Reply, check_reason, select_likely
@@ -27,7 +28,7 @@ from .scoring import Scored
 # Events, each with its text's number; None where nothing came for a while.
 Found = AsyncGenerator[tuple[int, Event] | None, None]
 
-AnyReply = Reply | ResponseReply
+AnyReply = Reply | ResponseReply | MessageReply
 
 SILENT_SECONDS = 15.0
 
