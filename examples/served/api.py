@@ -17,13 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from .endpoints.connections import Bounds
-from .endpoints.continuing import (
-    count_input,
-    count_message,
-    make_completions,
-    make_messages,
-    make_responses,
-)
+from .endpoints.continuing import count_input, count_message, make_endpoint
 from .endpoints.describing import describe
 from .endpoints.gate import (
     ask_for_key,
@@ -36,6 +30,7 @@ from .endpoints.gate import (
 from .endpoints.tokens import list_token_routes
 from .loading import Served
 from .mistakes import Refused
+from .replying.kinds import KINDS
 
 
 def make_app(
@@ -63,19 +58,17 @@ def make_app(
         await asyncio.to_thread(served.engine.close)
         await asyncio.to_thread(served.end)
 
-    texts = make_completions(served, bounds, is_chat=False)
-    chats = make_completions(served, bounds, is_chat=True)
     app = Starlette(
         routes=[
-            Route("/v1/completions", texts, methods=["POST"]),
-            Route("/v1/chat/completions", chats, methods=["POST"]),
-            Route("/v1/responses", make_responses(served, bounds), methods=["POST"]),
+            *(
+                Route(path, make_endpoint(served, bounds, path), methods=["POST"])
+                for path in KINDS
+            ),
             Route(
                 "/v1/responses/input_tokens",
                 count_input(served, bounds),
                 methods=["POST"],
             ),
-            Route("/v1/messages", make_messages(served, bounds), methods=["POST"]),
             Route(
                 "/v1/messages/count_tokens",
                 count_message(served, bounds),

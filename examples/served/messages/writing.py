@@ -9,12 +9,10 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from starlette.responses import JSONResponse
-
 from jkv import FinishReason
 from jkv.serving import Completion, Event
 
-from ..asking.showing import Asked, Shown
+from ..asking.showing import Asked
 from ..loading import Served
 from ..mistakes import Refused
 from ..replying.replies import Choice
@@ -31,16 +29,10 @@ KINDS = {
 }
 
 
-def respond_in_words(error: Refused) -> JSONResponse:
-    """Return the response that tells of a mistake, in the API's words."""
-    return JSONResponse(
-        _write_error(error.status, str(error)), error.status, error.headers
-    )
-
-
-def _write_error(status: int, words: str) -> dict[str, Any]:
-    kind = KINDS.get(status, "api_error")
-    words = words.encode(errors="replace").decode()
+def write_error(error: Refused) -> dict[str, Any]:
+    """Return a mistake in the API's words."""
+    kind = KINDS.get(error.status, "api_error")
+    words = error.body["error"]["message"]
     return {"type": "error", "error": {"type": kind, "message": words}}
 
 
@@ -69,10 +61,7 @@ class MessageReply:
 
     is_scored = False
 
-    def __init__(
-        self, body: Mapping[str, Any], served: Served, asked: Asked, shown: Shown
-    ):
-        del shown
+    def __init__(self, body: Mapping[str, Any], served: Served, asked: Asked):
         self._served, self._asked = served, asked
         self._is_bounded = asked.ask.max_new_tokens < read_most_tokens(body)
         told = [*asked.warn(served).get("warnings", []), *list_message_warnings(body)]
@@ -122,8 +111,8 @@ class MessageReply:
 
     def write_failure(self, error: Mapping[str, Any]) -> str:
         """Return the last event of a stream that failed."""
-        told = _write_error(500, error["error"]["message"])
-        return _event("error", error=told["error"])
+        told = {"type": "api_error", "message": error["error"]["message"]}
+        return _event("error", error=told)
 
     def _take(self, new: Completion | Event) -> Iterator[str]:
         """Take what has come; yield its events."""
