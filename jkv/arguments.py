@@ -4,6 +4,7 @@ A call that is as it should be pays nothing: annotations are read when one has f
 """
 
 import collections.abc
+import dis
 import functools
 import inspect
 import types
@@ -19,6 +20,7 @@ from jkv.status import CacheError, UsageError
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
+Class = TypeVar("Class")
 
 NUMBERS: dict[Any, tuple[type, ...]] = {
     int: (int, np.integer),
@@ -35,6 +37,7 @@ WORDS: dict[Any, str] = {
 }
 # What no protocol of ours is.
 PLAIN = (str, bytes, complex, float, int, list, tuple, dict, set, type(None))
+_RAISE = dis.opmap["RAISE_VARARGS"]
 # Raised on purpose, with words of their own.
 OWN_ERRORS = (UsageError, CacheError, NotImplementedError)
 
@@ -57,6 +60,19 @@ def explains_arguments(
             return function(*again[0], **again[1])
 
     return explained
+
+
+def explains_class(cls: type[Class]) -> type[Class]:
+    """Make a class's constructor and methods do so; those that yield cannot."""
+    for name, value in [*vars(cls).items()]:
+        is_public = name == "__init__" or not name.startswith("_")
+        if not is_public or not inspect.isfunction(value):
+            continue
+        if not inspect.isgeneratorfunction(value) and not inspect.isasyncgenfunction(
+            value
+        ):
+            setattr(cls, name, explains_arguments(value))
+    return cls
 
 
 def for_second_call(
@@ -101,25 +117,37 @@ def explain(
     except TypeError:  # the error is Python's own, about missing arguments
         return
     hints = typing.get_type_hints(function)
-    fields = hints.pop("fields", None)
-    if fields is not None:  # keyword arguments that a TypedDict names
-        hints |= typing.get_type_hints(typing.get_args(fields)[0])
-        bound |= bound.pop("fields", {})
+    for name in ("fields", "limits"):  # keyword arguments that a TypedDict names
+        if typing.get_origin(hints.get(name)) is typing.Unpack:
+            hints |= typing.get_type_hints(typing.get_args(hints.pop(name))[0])
+            bound |= bound.pop(name, {})
     for name, value in bound.items():
         if name in hints and not fits(value, hints[name]):
             raise UsageError(
-                f"{function.__qualname__}: {name} must be {_describe(hints[name])}, "
+                f"{_name_of(function)}: {name} must be {_describe(hints[name])}, "
                 f"got {_name(value)}"
             ) from error
 
 
+def _name_of(function: Callable[..., Any]) -> str:
+    """Return a function's name, of a constructor that of its class."""
+    return function.__qualname__.removesuffix(".__init__")
+
+
 def _is_on_purpose(error: Exception) -> bool:
-    """Whether a ValueError was raised by a line of this package."""
+    """Return True if a line of this package raised a ValueError, or its own error."""
+    if type(error).__module__.startswith("jkv."):
+        return True
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    module = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
-    return type(error) is ValueError and module.startswith("jkv.")
+    if trace is None or type(error) is not ValueError:
+        return False
+    module = str(trace.tb_frame.f_globals.get("__name__"))
+    # Python's own functions, such as int(), have no frame: the line that called one
+    # raised nothing itself.
+    code = trace.tb_frame.f_code.co_code
+    return module.startswith("jkv.") and code[trace.tb_lasti] == _RAISE
 
 
 def fits(value: Any, hint: Any) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jkv.arguments import explains_class
 from jkv.grammar.errors import TooLarge
 from jkv.grammar.grammar import PIECE, Grammar
 from jkv.grammar.tables import STATE_ARRAYS, TableSizes, move
@@ -23,6 +24,7 @@ class CatalogFull(ValueError):
     """A grammar finds no room beside those that are there; remove one of them."""
 
 
+@explains_class
 class Catalog:
     """Room for grammars, and those that are in it.
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
+from jkv.arguments import explains_arguments
 from jkv.grammar.bounds import Bounds, Timeout
 from jkv.grammar.determinization import determinize
 from jkv.grammar.errors import TooLarge
@@ -27,6 +28,7 @@ from jkv.grammar.vocabulary import Vocabulary
 MAX_BYTES = 2**28
 
 
+@explains_arguments
 def concatenate(
     parts: Sequence[Part | str],
     vocabulary: Vocabulary,
@@ -79,6 +81,7 @@ def concatenate(
     return keep(folder, vocabulary, list_asked(parts), make)
 
 
+@explains_arguments
 def from_choices(
     texts: Sequence[str], vocabulary: Vocabulary, **limits: Unpack[Limits]
 ) -> Grammar:
@@ -105,6 +108,7 @@ def from_choices(
     return concatenate([Choices(texts)], vocabulary, **limits)
 
 
+@explains_arguments
 def from_regex(
     pattern: str, vocabulary: Vocabulary, **limits: Unpack[Limits]
 ) -> Grammar:
@@ -135,6 +139,7 @@ def from_regex(
     return concatenate([Pattern(pattern)], vocabulary, **limits)
 
 
+@explains_arguments
 def from_gbnf(
     text: str,
     vocabulary: Vocabulary,
@@ -171,6 +176,7 @@ def from_gbnf(
     return concatenate([Rules(text, recursion)], vocabulary, **limits)
 
 
+@explains_arguments
 def from_json_schema(
     schema: Mapping[str, Any] | bool,
     vocabulary: Vocabulary,
@@ -225,6 +231,7 @@ def from_json_schema(
     )
 
 
+@explains_arguments
 def from_json_object(
     vocabulary: Vocabulary,
     *,

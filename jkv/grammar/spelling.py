@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jkv.arguments import explains_arguments
 from jkv.grammar.grammar import PIECE, Grammar
 from jkv.grammar.vocabulary import Vocabulary
 
@@ -21,6 +22,7 @@ from jkv.grammar.vocabulary import Vocabulary
 _MOST_TOKENS = 256
 
 
+@explains_arguments
 def with_one_spelling(grammar: Grammar, vocabulary: Vocabulary) -> Grammar:
     """Return a grammar of the same texts in which what is certain has one spelling.
 

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
+from jkv.arguments import explains_arguments
 from jkv.grammar.bounds import UNBOUNDED, Bounds
 from jkv.grammar.grammar import PIECE, Grammar
 from jkv.grammar.token_table import TokenTable
@@ -76,6 +77,7 @@ def make_grammar(table: TokenTable, vocabulary: Vocabulary, bounds: Bounds) -> G
     )
 
 
+@explains_arguments
 def join(grammars: Sequence[Grammar]) -> Grammar:
     """Serve several languages in one call, a variant each, in the order given.
 
@@ -117,6 +119,7 @@ def join(grammars: Sequence[Grammar]) -> Grammar:
     )
 
 
+@explains_arguments
 def wait_for(
     tokens: Sequence[int],
     grammar: Grammar,

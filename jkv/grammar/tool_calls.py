@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Unpack
 
+from jkv.arguments import explains_arguments
 from jkv.grammar.bounds import Bounds, Timeout
 from jkv.grammar.determinization import determinize
 from jkv.grammar.errors import NoText, TooLarge, Unsupported
@@ -66,6 +67,7 @@ class _Calls(Part):
         return marks.object(marks.separated([(name, True), (arguments, True)]))
 
 
+@explains_arguments
 def from_tools(
     tools: Sequence[Mapping[str, Any]],
     vocabulary: Vocabulary,
@@ -137,6 +139,7 @@ def from_tools(
     return concatenate([calls], vocabulary, **limits)
 
 
+@explains_arguments
 def find_refused_tools(
     tools: Sequence[Mapping[str, Any]],
     *,

@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from jkv.arguments import explains_arguments, explains_class
+
 
 class Tokenizer(Protocol):
     """A `tokenizers.Tokenizer`, as far as its vocabulary goes."""
@@ -18,6 +20,7 @@ class Tokenizer(Protocol):
         """Return the file that it would be saved as, JSON."""
 
 
+@explains_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class Vocabulary:
     """What each token spells, and which tokens end a text."""
@@ -44,6 +47,7 @@ class Vocabulary:
         object.__setattr__(self, "end_tokens", tuple(sorted(set(ends))))
 
 
+@explains_arguments
 def vocabulary_of(
     tokenizer: Tokenizer, end_tokens: Iterable[int], size: int | None = None
 ) -> Vocabulary:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jkv.arguments import explains_class
 from jkv.config.units import human_bytes
 from jkv.status import UsageError
 from jkv.tiers.folder import Folder, first_digest, next_digest
@@ -34,6 +35,7 @@ class _Node:
         return np.concatenate(columns[::-1])
 
 
+@explains_class
 class BlockStore:
     """Cached blocks on the host and in a folder, by their texts.
 

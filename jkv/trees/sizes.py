@@ -25,6 +25,7 @@ from jkv.decoding.texts.text_tree import (
     is_known,
     measure,
 )
+from jkv.metadata.requests import check_counts
 from jkv.status import UsageError
 
 
@@ -121,6 +122,7 @@ def split(
     """
     if not is_known(tree):
         raise UsageError("split looks at a tree's numbers: call it outside jit")
+    check_counts(max_rows=max_rows)
     check_tree(tree)
     measures = measure(tree)
     for segment in np.flatnonzero(measures.ends > max_rows):
