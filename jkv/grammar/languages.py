@@ -6,7 +6,7 @@ from typing import Any, Unpack
 from jkv.arguments import explains_arguments
 from jkv.grammar.bounds import Bounds, Timeout
 from jkv.grammar.determinization import determinize
-from jkv.grammar.errors import TooLarge
+from jkv.grammar.errors import Malformed, TooLarge
 from jkv.grammar.grammar import Grammar
 from jkv.grammar.kept_files import Folder, Limits, keep
 from jkv.grammar.parts import (
@@ -75,10 +75,15 @@ def concatenate(
             automaton = determinize(join_parts(parts, bounds), bounds)
         except RecursionError as error:
             raise TooLarge("the language is nested too deeply") from error
+        except UnicodeEncodeError as error:
+            raise Malformed(
+                f"{error.object!r:.60} has half of a surrogate pair, which is no "
+                f"character"
+            ) from error
         table = make_table(automaton, vocabulary, bounds)
         return make_grammar(table, vocabulary, bounds)
 
-    return keep(folder, vocabulary, list_asked(parts), make)
+    return keep(folder, vocabulary, list_asked(parts), make, max_bytes)
 
 
 @explains_arguments
