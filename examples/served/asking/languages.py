@@ -27,7 +27,7 @@ FIELDS = {"response_format", "structured_outputs", "tools"}
 FIELDS |= {"guided_json", "guided_regex", "guided_choice"}
 
 MOST_CHARACTERS = 2**16  # of what describes a language
-MOST_BYTES = 2**25  # that its tables and its compiling take
+MOST_BYTES = 2**26  # that its tables and its compiling take
 # Of these bytes, what one of many tools may take where all take too much.
 SHARES = (1, 4, 16, 64)
 
