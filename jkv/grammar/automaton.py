@@ -17,6 +17,7 @@ from jkv.grammar.bounds import Bounds
 # rounds as the chain is long.
 MAX_ROUNDS = 256
 BYTES_OF_PAIR = 4096  # of a pair of states: its rows of transitions
+_ROWS_AT_ONCE = 1024
 
 Run = tuple[int, int, int]
 
@@ -61,14 +62,17 @@ def minimize(automaton: Automaton, bounds: Bounds) -> Automaton:
     those merged that accept the same continuations.
     """
     table, accepting = automaton.transitions, automaton.accepting
+    # A row of transitions takes most of what is held: no more than two are at one time.
+    del automaton
     alive = find_reached(table) & find_finishing(table, accepting)
     alive[0] = True
-    table, accepting = keep_states(table, accepting, alive)
+    if not alive.all():
+        table, accepting = keep_states(table, accepting, alive)
     # Columns that are equal are told by hashes.
-    hashes = _odd(np.random.default_rng(1), len(table)) @ table.astype(np.uint64)
-    hashes ^= hashes >> np.uint64(29)
+    hashes = _hash_columns(table)
     _, firsts, which = np.unique(hashes, return_index=True, return_inverse=True)
     columns, which = table[:, firsts], which.reshape(-1)
+    del table
     labels = merge_states(columns, accepting.astype(np.int64), bounds)
     firsts = np.unique(labels, return_index=True)[1]
     renamed = np.append(labels, -1)[columns[firsts]].astype(np.int32)
@@ -83,7 +87,20 @@ def keep_states(
     """Return a table of the states that are alive, and which of them accept."""
     number = np.full(len(alive) + 1, -1, np.int32)
     number[:-1][alive] = np.arange(alive.sum())
-    return number[table[alive]], accepting[alive]
+    kept = table[alive]
+    # Of -1 the last entry, which is -1; in place of what was kept.
+    np.take(number, kept, out=kept, mode="wrap")
+    return kept, accepting[alive]
+
+
+def _hash_columns(table: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64]:
+    """Return a hash of each column, u64[C], some rows at a time."""
+    weights = _odd(np.random.default_rng(1), len(table))
+    hashes = np.zeros(table.shape[1], np.uint64)
+    for first in range(0, len(table), _ROWS_AT_ONCE):
+        rows = slice(first, first + _ROWS_AT_ONCE)
+        hashes += weights[rows] @ table[rows].astype(np.uint64)
+    return hashes ^ (hashes >> np.uint64(29))
 
 
 def begin_at(automaton: Automaton, state: int) -> Automaton:

@@ -8,9 +8,10 @@ so that texts under way go on.
 
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
+from jkv.arguments import explains_class
 from jkv.grammar.errors import TooLarge
 from jkv.grammar.grammar import PIECE, Grammar
 from jkv.grammar.tables import STATE_ARRAYS, TableSizes, move
@@ -23,6 +24,7 @@ class CatalogFull(ValueError):
     """A grammar finds no room beside those that are there; remove one of them."""
 
 
+@explains_class
 class Catalog:
     """Room for grammars, and those that are in it.
 
@@ -119,7 +121,10 @@ class Catalog:
         was added. A variant that is free allows nothing.
         """
         # Copies: a device may look at the memory of the arrays themselves.
-        placed = {n: jnp.array(values, copy=True) for n, values in self._arrays.items()}
+        placed = {
+            n: jax.device_put(values, may_alias=False)
+            for n, values in self._arrays.items()
+        }
         return Grammar(vocabulary_size=self._vocabulary_size, **placed)
 
     def add(self, grammar: Grammar) -> int:

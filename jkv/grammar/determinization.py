@@ -31,9 +31,14 @@ _WHAT = "putting a language together"
 
 def determinize(expression: Expression, bounds: Bounds) -> Automaton:
     """Return the minimal automaton of an expression."""
+    return minimize(_follow(expression, bounds), bounds)
+
+
+def _follow(expression: Expression, bounds: Bounds) -> Automaton:
+    """Return an automaton of an expression; what it was laid out with is gone."""
     layout = _Layout(bounds)
     begin, end = layout.lay_out(expression)
-    return minimize(layout.follow(begin, end), bounds)
+    return layout.follow(begin, end)
 
 
 def subtract_expression(one: Automaton, other: Expression, bounds: Bounds) -> Automaton:
@@ -225,10 +230,15 @@ class _Layout:
 
     def follow(self, begin: int, end: int) -> Automaton:
         """Return the automaton whose states are the sets of nodes reached at once."""
-        sets = _Sets(self, [begin])
-        rows = [sets.row(number) for number, _ in enumerate(sets.nodes)]
+        sets, table = _Sets(self, [begin]), np.empty((16, 256), np.int32)
+        for number, _ in enumerate(sets.nodes):
+            if number == len(table):
+                # In place where there is room behind it: two copies are too much.
+                table.resize((number + number // 4, 256), refcheck=False)
+            table[number] = sets.row(number)
+        table.resize((len(sets.nodes), 256), refcheck=False)
         accepting = np.array([end in nodes for nodes in sets.nodes])
-        return Automaton(np.stack(rows), accepting)
+        return Automaton(table, accepting)
 
     def close(self, nodes: Sequence[int]) -> frozenset[int]:
         """Return the nodes reached without a byte; only those that lead on or end."""
@@ -273,7 +283,8 @@ class _Sets:
             self._numbers[reached] = len(self.nodes)
             self.nodes.append(reached)
             self._num_bytes += _BYTES_OF_STATE + _BYTES_OF_MEMBER * len(reached)
-            self._layout.bounds.hold(self._num_bytes, _WHAT)
+            nodes = len(self._layout.edges) * _BYTES_OF_NODE
+            self._layout.bounds.hold(nodes + self._num_bytes, _WHAT)
         return self._numbers[reached]
 
 

@@ -92,7 +92,8 @@ class Grammar(Steering):
         if width < self.vocabulary_size:
             raise ValueError(
                 f"logits of {width} tokens, but the grammar's vocabulary has "
-                f"{self.vocabulary_size}: make it of the tokens that the model knows"
+                f"{self.vocabulary_size}: make it of the tokens that the model knows, "
+                f"as vocabulary_of(tokenizer, end_tokens, size={width}) does"
             )
         words = self.mask_pieces[self.masks[self.mask_of_state[state]]]
         words = words.reshape(len(words), words.shape[1] * PIECE)

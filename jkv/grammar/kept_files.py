@@ -15,15 +15,16 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypedDict
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
-from jkv.grammar.bounds import Timeout
+from jkv.grammar.bounds import Bounds, Timeout
+from jkv.grammar.errors import TooLarge
 from jkv.grammar.grammar import Grammar
 from jkv.grammar.vocabulary import Vocabulary
 
 # Of what a compiler makes of the same arguments; raise it where that changes.
-_VERSION = 3
+_VERSION = 4
 _DIGEST_BYTES = 32
 MAX_FOLDER_BYTES = 2**30
 
@@ -39,13 +40,18 @@ class Limits(TypedDict, total=False):
 
 
 def keep(
-    folder: Folder, vocabulary: Vocabulary, asked: Any, make: Callable[[], Grammar]
+    folder: Folder,
+    vocabulary: Vocabulary,
+    asked: Any,
+    make: Callable[[], Grammar],
+    max_bytes: int,
 ) -> Grammar:
     """Return a grammar from a folder, or make it and put it there; None keeps nothing.
 
     What else it depends on is `asked`, of JSON. A file that is damaged is made anew.
     Several processes may share a folder: files appear whole. Of more than
-    `MAX_FOLDER_BYTES` those go that were looked up longest ago.
+    `MAX_FOLDER_BYTES` those go that were looked up longest ago. A grammar whose arrays
+    exceed `max_bytes` is refused, whoever has compiled it.
     """
     if folder is None:
         return make()
@@ -56,7 +62,13 @@ def keep(
     name = hashlib.sha256(_hash_of(vocabulary) + text).hexdigest()
     path = pathlib.Path(folder) / f"{name}.grammar"
     try:
-        return _read(path)
+        grammar = _read(path)
+        found = sum(leaf.nbytes for leaf in jax.tree.leaves(grammar))
+        what = f"the grammar that is kept in {path}"
+        Bounds(max_bytes).hold(found, what)
+        return grammar
+    except TooLarge:
+        raise
     except (FileNotFoundError, ValueError):
         grammar = make()
         _write(path, grammar)
@@ -87,7 +99,7 @@ def _read(path: pathlib.Path) -> Grammar:
     with contextlib.suppress(OSError):  # another process may have removed it
         os.utime(path)
     size = int(arrays.pop("vocabulary_size"))
-    placed = {name: jnp.asarray(values) for name, values in arrays.items()}
+    placed = {name: jax.device_put(values) for name, values in arrays.items()}
     return Grammar(vocabulary_size=size, **placed)
 
 

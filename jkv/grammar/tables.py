@@ -6,10 +6,11 @@ And back, so that a grammar becomes a part of another one.
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import numpy.typing as npt
 
+from jkv.arguments import explains_arguments
 from jkv.grammar.bounds import UNBOUNDED, Bounds
 from jkv.grammar.grammar import PIECE, Grammar
 from jkv.grammar.token_table import TokenTable
@@ -76,6 +77,7 @@ def make_grammar(table: TokenTable, vocabulary: Vocabulary, bounds: Bounds) -> G
     )
 
 
+@explains_arguments
 def join(grammars: Sequence[Grammar]) -> Grammar:
     """Serve several languages in one call, a variant each, in the order given.
 
@@ -117,6 +119,7 @@ def join(grammars: Sequence[Grammar]) -> Grammar:
     )
 
 
+@explains_arguments
 def wait_for(
     tokens: Sequence[int],
     grammar: Grammar,
@@ -250,7 +253,7 @@ def _assemble(*, vocabulary_size: int, **arrays: Ints) -> Grammar:
         "masks": _narrow(len(arrays["mask_pieces"])),
     }
     placed = {
-        name: jnp.asarray(values.astype(dtypes.get(name, np.dtype(np.int32))))
+        name: jax.device_put(values.astype(dtypes.get(name, np.dtype(np.int32))))
         for name, values in arrays.items()
     }
     return Grammar(vocabulary_size=vocabulary_size, **placed)

@@ -28,6 +28,7 @@ from jkv.grammar.vocabulary import Vocabulary
 
 # Pairs of a state and a node that a walk looks at together, some 100 MB.
 _PAIRS_AT_ONCE = 2**21
+_BYTES_OF_PAIR = 128  # for each, of which a quarter is used
 
 Ints = npt.NDArray[np.int32]
 
@@ -53,7 +54,8 @@ def make_table(
     num_states = len(automaton.transitions)
     # Two such tables, of four bytes an entry, live at a time.
     what = f"a table of {num_states:,} states and {len(firsts):,} classes of tokens"
-    bounds.hold(num_states * len(firsts) * 8, what)
+    held = automaton.transitions.nbytes
+    bounds.hold(held + num_states * len(firsts) * 8, what)
     table = np.stack(
         [_follow(automaton.transitions, vocabulary, first) for first in firsts], axis=1
     )
@@ -86,7 +88,8 @@ def _find_classes(
     begin = rng.integers(0, 2**64 - 1, shape, np.uint64) | np.uint64(1)
     end = rng.integers(0, 2**64 - 1, shape, np.uint64)
     hashes = np.zeros((2, num_nodes), np.uint64)
-    at_once = max(1, _PAIRS_AT_ONCE // max(1, num_nodes))
+    num_pairs = min(_PAIRS_AT_ONCE, bounds.max_bytes // _BYTES_OF_PAIR)
+    at_once = max(1, num_pairs // max(1, num_nodes))
     for first in range(0, num_states, at_once):
         states = np.arange(first, min(first + at_once, num_states), dtype=np.int32)
         for origins, nodes, reached in trie.walk(transitions, states):

@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from jkv.arguments import explains_arguments, explains_class
+
 
 class Tokenizer(Protocol):
     """A `tokenizers.Tokenizer`, as far as its vocabulary goes."""
@@ -18,6 +20,7 @@ class Tokenizer(Protocol):
         """Return the file that it would be saved as, JSON."""
 
 
+@explains_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class Vocabulary:
     """What each token spells, and which tokens end a text."""
@@ -44,7 +47,10 @@ class Vocabulary:
         object.__setattr__(self, "end_tokens", tuple(sorted(set(ends))))
 
 
-def vocabulary_of(tokenizer: Tokenizer, end_tokens: Iterable[int]) -> Vocabulary:
+@explains_arguments
+def vocabulary_of(
+    tokenizer: Tokenizer, end_tokens: Iterable[int], size: int | None = None
+) -> Vocabulary:
     """Read from a tokenizer what its tokens spell.
 
     Served are the two ways in which tokens spell bytes: a character for each byte
@@ -56,9 +62,11 @@ def vocabulary_of(tokenizer: Tokenizer, end_tokens: Iterable[int]) -> Vocabulary
     Args:
       tokenizer: a `tokenizers.Tokenizer`.
       end_tokens: ids that end a text.
+      size: width of the model's logits; higher ids, which it cannot produce, are left
+        out, such as tokens for images beside a model of text. None leaves none out.
 
     Returns:
-      The vocabulary, as long as the highest id. Special tokens are None.
+      The vocabulary, as long as the highest id or `size`. Special tokens are None.
 
     Raises:
       ValueError: its decoder is of another kind; make a `Vocabulary` by hand.
@@ -73,7 +81,8 @@ def vocabulary_of(tokenizer: Tokenizer, end_tokens: Iterable[int]) -> Vocabulary
     for added in saved.get("added_tokens", ()):
         text = added["content"]
         tokens[added["id"]] = None if added["special"] else spell(text)
-    return Vocabulary(tokens, tuple(end_tokens))
+    tokens = tokens[:size]
+    return Vocabulary(tokens, [end for end in end_tokens if end < len(tokens)])
 
 
 def _parts_of_decoder(decoder: Any) -> Iterable[Mapping[str, Any]]:
@@ -109,7 +118,7 @@ def _find_spelling(parts: Sequence[Mapping[str, Any]]) -> Callable[[str], bytes]
         return _spell_byte_level
     if not rules and "ByteFallback" not in kinds or "ByteLevel" in kinds:
         raise _refuse(f"of {kinds}")
-    return functools.partial(_spell_with_rules, rules)
+    return functools.partial(_spell_with_rules, rules, "ByteFallback" in kinds)
 
 
 def _read_rule(part: Mapping[str, Any], is_fused: bool) -> tuple[str, str]:
@@ -145,8 +154,10 @@ def _spell_byte_level(text: str) -> bytes:
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
-def _spell_with_rules(rules: Sequence[tuple[str, str]], text: str) -> bytes:
-    if byte := _BYTE.fullmatch(text):
+def _spell_with_rules(
+    rules: Sequence[tuple[str, str]], has_bytes: bool, text: str
+) -> bytes:
+    if has_bytes and (byte := _BYTE.fullmatch(text)):
         return bytes.fromhex(byte[1])
     for pattern, content in rules:
         text = text.replace(pattern, content)

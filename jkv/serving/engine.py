@@ -14,8 +14,10 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
+import jax
 import numpy as np
 
+from jkv.arguments import explains_class
 from jkv.commands.compiled_programs import keep_compiled_programs
 from jkv.decoding.arguments.asked import How
 from jkv.decoding.model.protocol import Model
@@ -50,6 +52,7 @@ from jkv.steering import Steering
 from jkv.tiers.store import BlockStore
 
 
+@explains_class
 class Engine:
     """Continues requests on a cache: a queue without end around `jkv.generate`'s step.
 
@@ -90,6 +93,7 @@ class Engine:
       [6, 7, 8]
     """
 
+    @jax.transfer_guard("allow")
     def __init__(
         self,
         model: Model,
@@ -180,6 +184,8 @@ class Engine:
           RuntimeError: if these do not make their engines within 30 seconds.
         """
         _check_cache(cache)
+        if not isinstance(kept_programs, KeptPrograms | None):
+            raise UsageError(f"kept_programs must be KeptPrograms, got {kept_programs}")
         if max_waiting is not None:
             check_counts(max_waiting=max_waiting)
         most_tokens = cache.max_context_length

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jkv.arguments import explains_class
 from jkv.config.counts import human_bytes
 from jkv.status import UsageError
 from jkv.tiers.folder import Folder, first_digest, next_digest
@@ -51,6 +52,7 @@ class _Node:
         return np.concatenate(columns[::-1])
 
 
+@explains_class
 class BlockStore:
     """Cached blocks on the host and in a folder, by their texts.
 

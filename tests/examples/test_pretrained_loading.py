@@ -405,6 +405,18 @@ def test_damaged_shard_indices_and_shards_are_named(folder):
     with pytest.raises(ValueError, match="is not a shard index"):
         pretrained.load(folder)
 
+    for weight_map, words in (
+        (None, "weight_map must be an object, got None"),
+        (["a"], "weight_map must be an object"),
+        ({"a": None}, "weight_map.a must be the name of a file"),
+        ({"a": 3}, "weight_map.a must be the name of a file"),
+        ({"a": ["b"]}, "weight_map.a must be the name of a file"),
+        ({"a": "../b.safetensors"}, "weight_map.a must be the name of a file"),
+    ):
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(ValueError, match=words):
+            pretrained.load(folder)
+
     # An index that sends a tensor to the wrong shard.
     shutil.copytree(CHECKPOINTS / "llama2", folder, dirs_exist_ok=True)
     contents = json.loads(index.read_text())

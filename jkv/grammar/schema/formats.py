@@ -2,8 +2,8 @@
 
 Of the RFCs that JSON Schema names (https://json-schema.org/draft/2020-12,
 validation, section 7.3), or a part of what they allow: no year 0, leap seconds in
-UTC alone, no names in Unicode or written for it ("xn--"), no quoted
-names in addresses, regular expressions of a few signs.
+UTC alone, no names in Unicode or written for it ("xn--"), regular
+expressions of a few signs.
 """
 
 _LONG = "(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
@@ -47,11 +47,12 @@ def _ipv6() -> str:
     return "(?:" + "|".join(forms) + ")"
 
 
-# RFC 5321, 4.1.2, a mailbox without quoted names.
+# RFC 5321, 4.1.2, a mailbox.
 _ATOM = r"[a-zA-Z0-9!#$%&'*+\-/=?^_`{|}~]+"
 _SUBDOMAIN = "[a-zA-Z0-9](?:[a-zA-Z0-9-]*[a-zA-Z0-9])?"
+_QUOTED = r'"(?:[ !#-\[\]-~]|\\[ -~])*"'
 _EMAIL = (
-    rf"{_ATOM}(?:\.{_ATOM})*@"
+    rf"(?:{_ATOM}(?:\.{_ATOM})*|{_QUOTED})@"
     rf"(?:{_SUBDOMAIN}(?:\.{_SUBDOMAIN})*|\[{_IPV4}\])"
 )
 # RFC 1123, with RFC 5890 on labels whose third and fourth signs are hyphens: they are

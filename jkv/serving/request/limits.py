@@ -151,12 +151,15 @@ def read_request(limits: Limits, ask: Ask, domains: Domains) -> Request:
     for name in ("max_new_tokens", "stop_tokens"):
         given[name] = getattr(limits, name) if given[name] is None else given[name]
     for name in ("n", "max_new_tokens", "priority", "variant", "keep"):
-        if not isinstance(given[name], int | np.integer):
+        if not isinstance(given[name], int | np.integer) or isinstance(
+            given[name], bool
+        ):
             raise RequestRefused(f"{name} must be an int, got {given[name]!r:.60}")
         given[name] = int(given[name])
     for name in ("timeout", "keep_seconds"):
         seconds = given[name]
-        if not isinstance(seconds, int | float | np.number | None):
+        is_number = isinstance(seconds, int | float | np.number | None)
+        if not is_number or isinstance(seconds, bool) or seconds != seconds:
             raise RequestRefused(f"{name} must be seconds or None, got {seconds!r:.60}")
     if isinstance(ask.stop_strings, str):
         given["stop_strings"] = (ask.stop_strings,)
