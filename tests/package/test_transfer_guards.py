@@ -57,8 +57,9 @@ def test_explicit_transfers_stay_forbidden():
 
 
 def test_an_error_under_a_guard_keeps_its_words():
+    cache = calls()["free"][0]
     with jax.transfer_guard("disallow"), pytest.raises(ValueError, match="seq_ids"):
-        jkv.free(calls()["free"][0], "5")
+        jkv.free(cache, "5")
 
 
 @pytest.mark.parametrize("level", ["disallow", "disallow_explicit"])
