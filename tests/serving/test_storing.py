@@ -229,6 +229,7 @@ def test_salts_are_texts_or_numbers_from_0():
     for salt in (-1, 2**31):
         with pytest.raises(ValueError, match="salt must be a text or an int from 0"):
             engine.submit(TEXT, salt=salt)
+    engine.submit(TEXT, salt="another")  # what was refused changes nothing
     with pytest.raises(ValueError, match=r"salt must be an int or a str, got 1\.0"):
         engine.submit(TEXT, salt=1.0)
     numbers = Domains()

@@ -127,14 +127,15 @@ class Domains:
           ValueError: for numbers below 0, as 32 bits, beside texts.
         """
         with self._lock:
-            if isinstance(salt, int):
-                self._has_negative |= salt < 0
-            if self._has_negative and (self._numbers or isinstance(salt, str)):
+            has_texts = bool(self._numbers) or isinstance(salt, str)
+            has_negative = self._has_negative or (isinstance(salt, int) and salt < 0)
+            if has_negative and has_texts:
                 raise ValueError(
                     "salt must be a text or an int from 0 to 2**31 - 1 where any "
                     f"request has a text, got {salt!r:.60}"
                 )
             if isinstance(salt, int):
+                self._has_negative = has_negative
                 return salt
             name = hashlib.blake2b(
                 salt.encode(errors="surrogatepass"), digest_size=24
