@@ -4,6 +4,7 @@ A call that is as it should be pays nothing: annotations are read when one has f
 """
 
 import collections.abc
+import dis
 import functools
 import inspect
 import types
@@ -15,11 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.guards import explicit_transfers, refused_transfer
 from jkv.signatures import with_signature
 from jkv.status import CacheError, UsageError
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
+Class = TypeVar("Class")
 
 NUMBERS: dict[Any, tuple[type, ...]] = {
     int: (int, np.integer),
@@ -43,6 +46,7 @@ KINDS: dict[Any, str] = {
 }
 # What no protocol of ours is.
 PLAIN = (str, bytes, complex, float, int, list, tuple, dict, set, type(None))
+_RAISE = dis.opmap["RAISE_VARARGS"]
 # Raised on purpose, with words of their own.
 OWN_ERRORS = (UsageError, CacheError, NotImplementedError)
 
@@ -119,13 +123,36 @@ def explains_arguments(
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            again = as_arrays(args, kwargs)
+            again = for_second_call(args, kwargs, error)
             if again is None:
                 explain(function, args, kwargs, error)
                 raise
-        return function(*again[0], **again[1])
+        with explicit_transfers():
+            return function(*again[0], **again[1])
 
     return with_signature(explained, function)
+
+
+def explains_class(cls: type[Class]) -> type[Class]:
+    """Make a class's constructor and methods do so; those that yield cannot."""
+    for name, value in [*vars(cls).items()]:
+        is_public = name == "__init__" or not name.startswith("_")
+        if not is_public or not inspect.isfunction(value):
+            continue
+        if not inspect.isgeneratorfunction(value) and not inspect.isasyncgenfunction(
+            value
+        ):
+            setattr(cls, name, explains_arguments(value))
+    return cls
+
+
+def for_second_call(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    error: Exception,  # of the first call
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return arguments for a call where transfers are explicit, None for no call."""
+    return (args, kwargs) if refused_transfer(error) else as_arrays(args, kwargs)
 
 
 def as_arrays(
@@ -161,25 +188,37 @@ def explain(
     except TypeError:  # the error is Python's own, about missing arguments
         return
     hints = typing.get_type_hints(function)
-    fields = hints.pop("fields", None)
-    if fields is not None:  # keyword arguments that a TypedDict names
-        hints |= typing.get_type_hints(typing.get_args(fields)[0])
-        bound |= bound.pop("fields", {})
+    for name in ("fields", "limits"):  # keyword arguments that a TypedDict names
+        if typing.get_origin(hints.get(name)) is typing.Unpack:
+            hints |= typing.get_type_hints(typing.get_args(hints.pop(name))[0])
+            bound |= bound.pop(name, {})
     for name, value in bound.items():
         if name in hints and not fits(value, hints[name]):
             raise UsageError(
-                f"{function.__name__}: {name} must be {_describe(hints[name])}, got "
-                f"{_name(value)}"
+                f"{_name_of(function)}: {name} must be {_describe(hints[name])}, "
+                f"got {_name(value)}"
             ) from error
 
 
+def _name_of(function: Callable[..., Any]) -> str:
+    """Return a function's name, of a constructor that of its class."""
+    return function.__qualname__.removesuffix(".__init__")
+
+
 def _is_on_purpose(error: Exception) -> bool:
-    """Whether a ValueError was raised by a line of this package."""
+    """Return True if a line of this package raised a ValueError, or its own error."""
+    if type(error).__module__.startswith("jkv."):
+        return True
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    module = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
-    return type(error) is ValueError and module.startswith("jkv.")
+    if trace is None or type(error) is not ValueError:
+        return False
+    module = str(trace.tb_frame.f_globals.get("__name__"))
+    # Python's own functions, such as int(), have no frame: the line that called one
+    # raised nothing itself.
+    code = trace.tb_frame.f_code.co_code
+    return module.startswith("jkv.") and code[trace.tb_lasti] == _RAISE
 
 
 def fits(value: Any, hint: Any) -> bool:

@@ -35,6 +35,7 @@ from jkv.decoding.sampling.options import check_sampling
 from jkv.decoding.speculation.options import check_speculation
 from jkv.decoding.texts.prompts import as_stop_sequences, as_stop_tokens
 from jkv.decoding.texts.text_tree import TextTree
+from jkv.guards import explicit_transfers
 from jkv.metadata.requests import as_domains, read_prompts, saturated
 
 __all__ = ["beam_search", "begin", "decode", "extend", "generate", "prefill", "score"]
@@ -92,7 +93,8 @@ def _jit(loop: Loop, donated: tuple[str, ...] = ("cache",)) -> Loop:
         for arguments in (given.arguments, fields):
             for name, value in arguments.items():
                 arguments[name] = _as_argument(name, value)
-        return jitted(*given.args, **given.kwargs)
+        with explicit_transfers():
+            return jitted(*given.args, **given.kwargs)
 
     return cast(Loop, call)
 

@@ -5,20 +5,25 @@ another thread, while the engine goes on with others.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from served.asking.body import Asked
 from served.asking.showing import Shown, read_fields
 from served.display import Display
 from served.loading import Served
 from served.mistakes import Refused
-from served.replying.replies import select_likely
+from served.replying.kinds import AnyReply
+from served.replying.replies import REASONS, select_likely
+from served.replying.scoring import Scored
 from served.steering.variants import Held
 
+from jkv import FinishReason
 from jkv.serving import Completion, EngineError
 
-from .lines import ResultLines, name_of, read_line
+from .forms import Form, read_form, write_answer, write_error
+from .lines import ResultLines
 
 # Lines that are in the engine's hands, for each that runs.
 AHEAD = 4
@@ -30,6 +35,7 @@ class Line(NamedTuple):
     """A line that can be answered."""
 
     number: int
+    form: Form
     asked: Asked
     shown: Shown
 
@@ -104,23 +110,26 @@ class Batch:
     def _read(self, number: int) -> Line | None:
         """Return a line, understood as a client's body is."""
         try:
-            body = read_line(self._lines[number])
+            form = read_form(self._lines[number])
             # The same again, should it be computed a second time.
-            fields = {"seed": number} | {k: v for k, v in body.items() if k != "id"}
-            asked, shown = read_fields(
-                self._served, fields, is_chat="messages" in fields
-            )
+            fields = {"seed": number} | dict(form.fields)
+            is_chat = form.kind.is_chat
+            asked, shown = read_fields(self._served, fields, is_chat=is_chat)
+            asked = form.kind.bound(self._served, form.body, asked)
             _check(asked, shown)
         except Exception as error:  # whatever is wrong with it, others are answered
             self._fail(number, error)
             return None
-        return Line(number, asked, shown)
+        return Line(number, form, asked, shown)
 
     def _submit(self, line: Line, steered: Future[Held] | None) -> None:
         try:
             held = Held() if steered is None else steered.result()
         except Refused as error:
             return self._fail(line.number, error)
+        if line.asked.ask.max_new_tokens == 0:  # it is shown again, and nothing more
+            held.release()
+            return self._write(line, [_nothing()] * line.asked.ask.n)
         ask = dataclasses.replace(
             line.asked.ask, tokens=line.asked.prompts[0], variant=held.variant
         )
@@ -133,44 +142,40 @@ class Batch:
         return None
 
     def _fail(self, number: int, error: Exception) -> None:
-        result = name_of(self._lines[number]) | {"error": str(error) or repr(error)}
-        self._results.write(number, result)
+        self._results.write(number, write_error(self._lines[number], error))
 
     def _write(self, line: Line, found: list[Completion]) -> None:
         text = self._lines[line.number]
+        if any(each.reason == FinishReason.FAILED for each in found):
+            raise EngineError(f"a step failed at {text[:60]}: the next run tries again")
         chosen = select_likely(found, line.shown.num_choices)
-        self._results.write(line.number, describe(text, chosen))
+        num_new = sum(len(each.tokens) for each in found)
+        try:
+            is_told = all(each.reason in REASONS for each in chosen)
+            whole = self._reply(line).whole(chosen, num_new) if is_told else {}
+            result = write_answer(text, line.form, chosen, whole)
+        except Refused as error:
+            return self._fail(line.number, error)
+        self._results.write(line.number, result)
+        return None
+
+    def _reply(self, line: Line) -> AnyReply:
+        """Return what tells of a line's texts."""
+        scored: Sequence[Scored] = ()
+        if line.shown.has_prompt_logprobs and self._served.scorer is not None:
+            scored = self._served.scorer.score(line.asked.prompts)
+        kind, body = line.form.kind, line.form.body
+        return kind.reply(self._served, body, line.asked, line.shown, scored)
 
 
 def _check(asked: Asked, shown: Shown) -> None:
     """Refuse what a result does not tell."""
     if len(asked.prompts) > 1:
         raise Refused("a line has one prompt", "prompt")
-    for name, is_asked in (
-        ("stream", shown.is_streamed),
-        ("echo", shown.echoes is not None),
-        ("logprobs", shown.num_top is not None),
-    ):
-        if is_asked:
-            raise Refused(f"{name} is not served of a batch; leave it out", name)
+    if shown.is_streamed:
+        raise Refused("stream is not served of a batch; leave it out", "stream")
 
 
-def describe(line: str, found: list[Completion]) -> dict[str, Any]:
-    """Return what came of a line, ready for JSON.
-
-    Raises:
-        EngineError: when it failed: the next run tries again.
-    """
-    if any(each.reason.name == "FAILED" for each in found):
-        raise EngineError(f"a step failed at {line[:60]}")
-    choices = [
-        {
-            "index": index,
-            "text": each.text,
-            "num_tokens": len(each.tokens),
-            "logprob": round(sum(each.logprobs), 4),
-            "finish_reason": each.reason.name.lower(),
-        }
-        for index, each in enumerate(found)
-    ]
-    return name_of(line) | {"choices": choices}
+def _nothing() -> Completion:
+    """Return what comes of a text of no new tokens."""
+    return Completion(-1, 0, [], [], FinishReason.LENGTH, "")

@@ -14,7 +14,8 @@ from served.loading import Served, load
 from jkv.serving import EngineError
 
 from .answering import answer_all
-from .lines import ResultLines, read_line
+from .forms import read_form
+from .lines import ResultLines
 
 MOST_GRAMMARS = 8  # at one time, if a line asks for one; others wait
 
@@ -84,6 +85,7 @@ def read_lines(path: Path) -> list[str]:
 def _list_names(line: str) -> list[str]:
     """Return the names of a line's fields."""
     try:
-        return [name for name, value in read_line(line).items() if value is not None]
+        fields = read_form(line).fields
+        return [name for name, value in fields.items() if value is not None]
     except ValueError:
         return []

@@ -86,7 +86,7 @@ class ResultLines:
 
     def _count(self, number: int, result: dict[str, Any]) -> None:
         self.done.add(number)
-        if "error" in result:
+        if result.get("error") is not None:
             self.failed.add(number)
 
     def _read(self, path: Path) -> int:

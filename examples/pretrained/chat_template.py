@@ -3,8 +3,8 @@
 Templates are programs of jinja2, written for the environment that `transformers` gives
 them: a sandbox with blocks trimmed, `break` and `continue`, the tag `generation`, a
 `tojson` that escapes nothing, `raise_exception` and `strftime_now`. They differ in what
-they take for a call's arguments (an object or a text) and for a message without a text
-(null or an empty one), so arguments are both at once, and both messages are tried.
+they take for a call's arguments (an object or a text), so these are both at once, and
+for a message's content (`template_reading.py`).
 """
 
 import datetime
@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from .gguf_reading import find_folder
-from .settings import read_json
-
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+from .settings import read_tokenizer_settings
+from .template_reading import read_form
 
 # Names of a message's thoughts; templates read the first, and gpt-oss the last.
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
@@ -68,7 +67,7 @@ def render_chat(
         ValueError: when there is no template, or it fails, as it does for messages
             that it refuses.
     """
-    settings = _read_settings(folder)
+    settings = read_tokenizer_settings(find_folder(folder))
     source = _find_template(folder, settings, has_tools=bool(tools))
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
@@ -90,14 +89,15 @@ def render_chat(
 def has_chat_template(folder: str | Path) -> bool:
     """Whether the checkpoint was taught to chat."""
     try:
-        return bool(_find_template(folder, _read_settings(folder)))
+        settings = read_tokenizer_settings(find_folder(folder))
+        return bool(_find_template(folder, settings))
     except ValueError:
         return False
 
 
 def can_show_tools(folder: str | Path) -> bool:
     """Whether the checkpoint's template tells the model of tools that it may call."""
-    settings = _read_settings(folder)
+    settings = read_tokenizer_settings(find_folder(folder))
     source = _find_template(folder, settings, has_tools=True)
     return _shows_tools(source, tuple(_special_tokens(settings).items()))
 
@@ -122,45 +122,26 @@ def _shows_tools(source: str, special: tuple[tuple[str, str], ...]) -> bool:
 def _render(
     source: str, messages: list[dict[str, Any]], values: Mapping[str, Any]
 ) -> str:
-    """Play a template with the first form of the messages that it takes.
-
-    A message without a text has null, as the API says and templates ask; not where the
-    template writes its name. Those of models that see may want a text in parts.
-    """
+    """Play a template on messages in the form that it takes."""
     template = _compile(source)
-
-    def play(form: Sequence[Mapping[str, Any]]) -> str | Exception:
-        try:
-            return template.render(messages=form, **values)
-        except Exception as error:  # as many kinds as programs have
-            return error
-
-    plain = [_fill(message, "") for message in messages]
-    first = play(messages)
-    found = [first]
-    if plain != messages and (not isinstance(first, str) or "None" in first):
-        found.append(play(plain))
-    texts = [text for text in found if isinstance(text, str)]
-    if not texts:
-        parted = play([_part(message) for message in plain])
-        texts = [parted] if isinstance(parted, str) else []
-    if not texts:
-        assert isinstance(first, Exception)
-        raise first
-    return min(texts, key=lambda text: text.count("None"))
+    form = read_form(source, template.environment)
+    if not form.takes_null:
+        messages = [_fill(message) for message in messages]
+    if form.takes_parts:
+        messages = [_part(message) for message in messages]
+    return str(template.render(messages=messages, **values))
 
 
-def _fill(message: Mapping[str, Any], content: str) -> dict[str, Any]:
-    """Return a message with a text in the place of null."""
+def _fill(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message with an empty text in the place of null."""
     is_null = message.get("content") is None
-    return {**message, "content": content} if is_null else dict(message)
+    return {**message, "content": ""} if is_null else dict(message)
 
 
 def _part(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message with its text in parts."""
-    text = message["content"]
-    parts = [{"type": "text", "text": text}] if text else []
-    return {**message, "content": parts}
+    """Return a message with its text in parts; templates look at the first one."""
+    text = message["content"] or ""
+    return {**message, "content": [{"type": "text", "text": text}]}
 
 
 @functools.lru_cache(maxsize=16)
@@ -231,26 +212,20 @@ def _read_arguments(given: Any) -> Any:
     return Arguments(values, given) if isinstance(values, Mapping) else given
 
 
-def _read_settings(folder: str | Path) -> dict[str, Any]:
-    """Read tokenizer_config.json, if there is one."""
-    path = find_folder(folder) / "tokenizer_config.json"
-    return read_json(path) if path.is_file() else {}
-
-
 def _find_template(
     folder: str | Path, settings: Mapping[str, Any], *, has_tools: bool = False
 ) -> str:
-    """Return the template, from a file of its own or from the tokenizer's settings."""
-    path = find_folder(folder) / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    template = settings.get("chat_template")
-    if isinstance(template, list):
+    """Return the template, from files of its own or from the tokenizer's settings."""
+    named = _read_templates(find_folder(folder))
+    if not named:
+        given = settings.get("chat_template")
         # Several by name: one for tools, one for retrieval, and the one for chats.
-        named = {each.get("name"): each.get("template") for each in template}
-        template = named.get("default")
-        if has_tools:
-            template = named.get("tool_use", template)
+        named = {"default": given}
+        if isinstance(given, list):
+            named = {each.get("name"): each.get("template") for each in given}
+    template = named.get("default")
+    if has_tools:
+        template = named.get("tool_use", template)
     if not isinstance(template, str):
         raise ValueError(
             f"{folder} has no chat template (chat_template.jinja, or chat_template in "
@@ -259,15 +234,28 @@ def _find_template(
     return template
 
 
+def _read_templates(folder: Path) -> dict[str, Any]:
+    """Return the templates that have files of their own, by name."""
+    paths = {"default": folder / "chat_template.jinja"}
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        paths[path.stem] = path
+    return {
+        name: path.read_text(encoding="utf-8")
+        for name, path in paths.items()
+        if path.is_file()
+    }
+
+
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the special tokens by name; each is a text, or has one as content."""
-    found = {}
-    for name in SPECIAL_TOKENS:
-        token = settings.get(name)
-        token = token.get("content") if isinstance(token, Mapping) else token
-        if isinstance(token, str):
-            found[name] = token
-    return found
+    extra = settings.get("extra_special_tokens")
+    named = {name: each for name, each in settings.items() if name.endswith("_token")}
+    named |= extra if isinstance(extra, Mapping) else {}
+    texts = {
+        name: token.get("content") if isinstance(token, Mapping) else token
+        for name, token in named.items()
+    }
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def _to_json(

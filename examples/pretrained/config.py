@@ -22,7 +22,7 @@ from .parts import Convolution, DeltaRule, Experts, Latent, LayerInputs, StateSp
 from .quantized import Quantization, read_quantization
 from .rope import Rope, fix_length
 from .rope_settings import read_rope
-from .settings import Settings, read_json
+from .settings import Settings, read_json, read_tokenizer_settings
 from .text_part import TEXT_PARTS, find_text_part
 
 ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh", "relu2")
@@ -288,13 +288,18 @@ def read_config(folder: str | Path) -> DecoderConfig:
 
 
 def _find_end(folder: Path) -> tuple[int, ...]:
-    """Return the id of the token that tokenizer_config.json ends texts with, if any."""
-    path = folder / "tokenizer_config.json"
-    settings = read_json(path) if path.is_file() else {}
+    """Return the id of the token that the tokenizer ends texts with, if any."""
+    settings = read_tokenizer_settings(folder)
     token = settings.get("eos_token")
     token = token.get("content") if isinstance(token, Mapping) else token
     added = settings.get("added_tokens_decoder")
-    if not isinstance(token, str) or not isinstance(added, Mapping):
+    if not isinstance(token, str):
+        return ()
+    tokenizer = folder / "tokenizer.json"
+    if not isinstance(added, Mapping) and tokenizer.is_file():
+        listed = read_json(tokenizer).get("added_tokens") or ()
+        added = {each.get("id"): each for each in listed if isinstance(each, Mapping)}
+    if not isinstance(added, Mapping):
         return ()
     return tuple(
         int(number)

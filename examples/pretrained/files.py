@@ -43,6 +43,7 @@ def find_tensors(folder: Path) -> dict[str, Path]:
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{index} is not a shard index: {error!r}") from error
+        _check_weight_map(index, weight_map)
         missing = {f for f in weight_map.values() if not (folder / f).is_file()}
         if missing:
             raise FileNotFoundError(
@@ -57,6 +58,24 @@ def find_tensors(folder: Path) -> dict[str, Path]:
     raise FileNotFoundError(
         f"{folder} has neither {single.name} nor {index.name}{hint}"
     )
+
+
+def _check_weight_map(index: Path, weight_map: Any) -> None:
+    """Refuse what does not name a file beside the index for each tensor.
+
+    Raises:
+        ValueError: with the key that is wrong.
+    """
+    if not isinstance(weight_map, dict):
+        raise ValueError(
+            f"{index}: weight_map must be an object, got {weight_map!r:.60}"
+        )
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not file or Path(file).name != file:
+            raise ValueError(
+                f"{index}: weight_map.{name} must be the name of a file beside it, got "
+                f"{file!r:.60}"
+            )
 
 
 class Tensors:

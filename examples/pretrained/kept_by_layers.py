@@ -13,7 +13,13 @@ from jkv.config.families import (
     find_family,
     late_windowed,
 )
-from jkv.config.layer_kinds import list_heads, list_states, list_windows, name_layers
+from jkv.config.layer_kinds import (
+    is_switched_off,
+    list_heads,
+    list_states,
+    list_windows,
+    name_layers,
+)
 from jkv.config.layers import Heads, LayerState
 
 from .settings import Settings
@@ -59,7 +65,7 @@ def read_windows(settings: Settings, num_layers: int) -> tuple[int | None, ...]:
     counts_layers = name in (late_windowed, early_windowed)
     if settings.flag("use_sliding_window") and counts_layers:
         settings.count("max_window_layers", least=0)
-    has_window = model.get("sliding_window") and model.get("use_sliding_window", True)
+    has_window = model.get("sliding_window") and not is_switched_off(model)
     if has_window and name is all_windowed and not all(windowed):
         raise ValueError(
             "config.json: mixed layer_types are not supported for this architecture"

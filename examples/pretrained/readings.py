@@ -20,9 +20,12 @@ from .settings import Settings
 
 
 def read_olmo3(settings: Settings) -> dict[str, Any]:
-    """Only frequencies of layers without a window are scaled."""
-    theta = {"rope_theta": settings.number("rope_theta")}
-    given = pair_rope_parameters(settings, full=theta, windowed=theta)
+    """Only layers without a window are turned and scaled as all are said to be."""
+    given = pair_rope_parameters(
+        settings,
+        full={"rope_theta": settings.number("rope_theta")},
+        windowed={"rope_theta": settings.defaults["rope_theta"]},
+    )
     ropes = [read_rope(settings, _head_dim(settings), each) for each in given]
     windowed = list_windowed(settings, settings.count("num_hidden_layers"))
     return dict(ropes=tuple(ropes[kind] for kind in windowed))

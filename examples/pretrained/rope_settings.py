@@ -13,6 +13,7 @@ from .settings import Settings, is_int, is_number
 
 # Names that longrope had in early checkpoints of Phi-3.
 OLD_NAMES = {"su": "longrope"}
+KINDS = "full_attention", "sliding_attention"
 
 
 def rope_parameters(settings: Settings) -> Mapping[str, Any]:
@@ -26,21 +27,26 @@ def rope_parameters(settings: Settings) -> Mapping[str, Any]:
 def pair_rope_parameters(
     settings: Settings, full: Mapping[str, Any], windowed: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what layers without and with a window turn by.
+    """Return what layers without and with a window turn by, as transformers reads it.
 
-    Settings that do not say of which layers they are belong to those without.
+    A ``rope_scaling`` for all belongs to layers without a window. A ``rope_parameters``
+    that does not name kinds of layers says nothing of either.
 
     Args:
         settings: the config.json.
         full, windowed: what counts where it says nothing.
     """
-    given = rope_parameters(settings)
-    if given.keys() & {"full_attention", "sliding_attention"}:
-        of_full, of_windowed = (
-            given.get(kind) or {} for kind in ("full_attention", "sliding_attention")
-        )
-        return {**full, **of_full}, {**windowed, **of_windowed}
-    return {**full, **given}, {**windowed}
+    of_kinds = [{**full}, {**windowed}]
+    for name in ("rope_parameters", "rope_scaling"):
+        given = settings.get(name) or {}
+        if not isinstance(given, Mapping):
+            raise ValueError(f"config.json: RoPE settings must be a dict: {given!r}")
+        if given.keys() & {*KINDS}:
+            for own, kind in zip(of_kinds, KINDS, strict=True):
+                own |= given.get(kind) or {}
+        elif name == "rope_scaling":
+            of_kinds[0] |= given
+    return of_kinds[0], of_kinds[1]
 
 
 def read_rope(

@@ -94,3 +94,15 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(contents, dict):
         raise ValueError(f"{path} must hold a JSON object")
     return contents
+
+
+def read_tokenizer_settings(folder: Path) -> dict[str, Any]:
+    """Read tokenizer_config.json, and what special_tokens_map.json says over it.
+
+    The second is older: it counts where the first does not list the added tokens.
+    """
+    settings: dict[str, Any] = {}
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if (folder / name).is_file() and "added_tokens_decoder" not in settings:
+            settings |= read_json(folder / name)
+    return settings

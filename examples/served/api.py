@@ -17,11 +17,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from .endpoints.connections import Bounds
-from .endpoints.continuing import make_completions, make_responses
+from .endpoints.continuing import count_input, count_message, make_endpoint
 from .endpoints.describing import describe
 from .endpoints.gate import (
     ask_for_key,
     name_request,
+    refuse_long_heads,
     refuse_two_lengths,
     respond,
     tell_of_end,
@@ -29,6 +30,7 @@ from .endpoints.gate import (
 from .endpoints.tokens import list_token_routes
 from .loading import Served
 from .mistakes import Refused
+from .replying.kinds import KINDS
 
 
 def make_app(
@@ -56,17 +58,26 @@ def make_app(
         await asyncio.to_thread(served.engine.close)
         await asyncio.to_thread(served.end)
 
-    texts = make_completions(served, bounds, is_chat=False)
-    chats = make_completions(served, bounds, is_chat=True)
     app = Starlette(
         routes=[
-            Route("/v1/completions", texts, methods=["POST"]),
-            Route("/v1/chat/completions", chats, methods=["POST"]),
-            Route("/v1/responses", make_responses(served, bounds), methods=["POST"]),
+            *(
+                Route(path, make_endpoint(served, bounds, path), methods=["POST"])
+                for path in KINDS
+            ),
+            Route(
+                "/v1/responses/input_tokens",
+                count_input(served, bounds),
+                methods=["POST"],
+            ),
+            Route(
+                "/v1/messages/count_tokens",
+                count_message(served, bounds),
+                methods=["POST"],
+            ),
             *list_token_routes(served, bounds),
             *describe(served),
         ],
-        middleware=_list_middleware(api_key, allowed_origins),
+        middleware=_list_middleware(api_key, allowed_origins, bounds),
         exception_handlers={HTTPException: tell_status, Exception: tell_crash},
         lifespan=lifespan,
     )
@@ -76,10 +87,14 @@ def make_app(
 
 
 def _list_middleware(
-    api_key: str | None, allowed_origins: Sequence[str]
+    api_key: str | None, allowed_origins: Sequence[str], bounds: Bounds
 ) -> list[Middleware]:
     """Return what stands before the endpoints; the first is the outermost."""
-    found = [Middleware(tell_of_end), Middleware(name_request)]
+    found = [
+        Middleware(tell_of_end),
+        Middleware(name_request),
+        Middleware(refuse_long_heads, most=bounds.head_bytes),
+    ]
     if allowed_origins:
         origins = Middleware(
             CORSMiddleware,

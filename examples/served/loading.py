@@ -208,7 +208,7 @@ def load(
     stop_tokens = tuple(model.config.stop_tokens)
     languages = None
     if max_grammars and stop_tokens:
-        vocabulary = vocabulary_of(tokenizer, stop_tokens)
+        vocabulary = vocabulary_of(tokenizer, stop_tokens, size=model.config.vocab_size)
         languages = Languages(vocabulary, max_grammars)
     most_stop_tokens = len(stop_tokens) + MOST_STOP_TOKENS
     table = RuleTable(max_rules, most_stop_tokens, model.config.vocab_size)

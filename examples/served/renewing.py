@@ -20,15 +20,10 @@ def renew_when_asked(served: Served, options: argparse.Namespace) -> None:
     """
     one_at_a_time = threading.Lock()
 
-    def renew() -> None:
+    def try_to_renew() -> None:
         try:
             with one_at_a_time:
-                params = read_weights(options)
-                version = served.engine.update_params(params)
-                if served.store is not None:
-                    served.store.clear(storing.find_version(options.model))
-                if served.scorer is not None:
-                    served.scorer.params = params
+                version = renew(served, options)
         except (OSError, ValueError, EngineError) as error:
             said = f"error: {error}; the weights are what they were"
             print(said, file=sys.stderr, flush=True)
@@ -36,9 +31,28 @@ def renew_when_asked(served: Served, options: argparse.Namespace) -> None:
             print(f"the weights are of version {version}", flush=True)
 
     def begin(*_: object) -> None:
-        threading.Thread(target=renew, daemon=True).start()
+        threading.Thread(target=try_to_renew, daemon=True).start()
 
     signal.signal(signal.SIGUSR1, begin)
+
+
+def renew(served: Served, options: argparse.Namespace) -> int:
+    """Compute with the weights that are in the folder now; return their number.
+
+    Raises:
+        OSError: when a file cannot be read.
+        ValueError: when it is no checkpoint, or another model's, or is being written.
+    """
+    named = None
+    if served.store is not None and served.store.has_folder:
+        named = storing.find_version(options.model)
+    params = read_weights(options)
+    if named not in (None, storing.find_version(options.model)):
+        raise ValueError(f"{options.model} was changed while it was read")
+    version = served.engine.update_params(params, store_version=named)
+    if served.scorer is not None:
+        served.scorer.params = params
+    return version
 
 
 def read_weights(options: argparse.Namespace) -> Any:

@@ -1,13 +1,12 @@
 """Blocks that a server's pool has no room for, on the host and in a folder."""
 
 import argparse
+import concurrent.futures
 import hashlib
 from pathlib import Path
 
 import jkv
 from jkv.config.counts import human_bytes, parse_bytes
-
-ENDS_BYTES = 2**20  # of each file of weights that are read to tell it from others
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -43,19 +42,27 @@ def make_store(options: argparse.Namespace) -> jkv.BlockStore | None:
 
 
 def find_version(model: str | Path) -> str:
-    """Return what tells a checkpoint's weights from others: their sizes and ends."""
+    """Return what tells a checkpoint from others: its weights and configuration.
+
+    Files are read whole, at about a second for a gigabyte, and with them goes the
+    version of jkv, whose reading of a configuration may have been mended.
+    """
     path = Path(model)
     paths = [path] if path.is_file() else sorted(path.iterdir())
-    digest = hashlib.sha256()
-    for path in paths:
-        if path.suffix in (".safetensors", ".gguf") and path.is_file():
-            size = path.stat().st_size
-            digest.update(f"{path.name} {size} ".encode())
-            with open(path, "rb") as file:
-                for start in (0, max(size - ENDS_BYTES, 0)):
-                    file.seek(start)
-                    digest.update(file.read(ENDS_BYTES))
-    return digest.hexdigest()[:16]
+    paths = [
+        each
+        for each in paths
+        if each.is_file()
+        and (each.suffix in (".safetensors", ".gguf") or each.name == "config.json")
+    ]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        digests = [jkv.__version__, *pool.map(_hash_file, paths)]
+    return hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
+
+
+def _hash_file(path: Path) -> str:
+    with open(path, "rb") as file:
+        return f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()} "
 
 
 def keep(store: jkv.BlockStore | None) -> None:

@@ -30,6 +30,20 @@ def is_tokens(value: Any) -> bool:
     )
 
 
+def refuse_unknown(given: Mapping[str, Any], known: set[str], name: str) -> None:
+    """Refuse keys of an object that are not served, unless they are null.
+
+    Raises:
+        Refused: with the key's name.
+    """
+    for key, value in given.items():
+        if key not in known and value is not None:
+            key = f"{name}.{str(key)[:60]}"
+            raise Refused(
+                f"{key} is not served; leave it out", name, code="unknown_parameter"
+            )
+
+
 def read_number(
     body: Mapping[str, Any],
     name: str,
@@ -54,6 +68,8 @@ def read_number(
     value = body.get(name)
     value = default if value is None else value
     kinds = (int, float) if kind is float else (int,)
+    if kind is int and isinstance(value, float) and value.is_integer():
+        value = int(value)  # JSON does not tell 1.0 from 1
     if isinstance(value, bool) or not isinstance(value, kinds):
         raise Refused(f"{name} must be a number of type {kind.__name__}", name)
     if not low <= value <= high:

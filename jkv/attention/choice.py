@@ -34,6 +34,15 @@ from jkv.attention.slots import SlotWrite, scatter, scatter_by_head
 from jkv.attention.xla.face import SideBySide, Xla
 from jkv.sharding.loops import is_manual, vary_over, varying_axes
 
+_PAGED: tuple[Backend, ...] = (Pallas(), Triton(), SideBySide(), Xla())
+
+# All that there are. Of those that are chosen unasked on a platform the first one is
+# taken that has no reason against it.
+BACKENDS: tuple[Backend, ...] = (*_PAGED, Cudnn(_PAGED), Reference())
+
+_SCATTERS = {DEFAULT: scatter, "tpu": scatter_by_head}
+
+
 Results = TypeVar("Results")
 
 
@@ -41,14 +50,6 @@ WhyNot = Callable[[Backend, Card], str | None]
 
 
 Store = Callable[[SlotWrite], dict[str, jax.Array]]
-
-
-_PAGED: tuple[Backend, ...] = (Pallas(), Triton(), SideBySide(), Xla())
-
-
-# All that there are. Of those that are chosen unasked on a platform the first one is
-# taken that has no reason against it.
-BACKENDS: tuple[Backend, ...] = (*_PAGED, Cudnn(_PAGED), Reference())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,9 +277,6 @@ def _differentiate_scatters(
 
 def _scatter_anywhere(write: SlotWrite) -> dict[str, jax.Array]:
     return choose_platform(write, **_SCATTERS)
-
-
-_SCATTERS = {DEFAULT: scatter, "tpu": scatter_by_head}
 
 
 def _find(

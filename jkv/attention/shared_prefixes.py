@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jkv.attention.call import Requests
+from jkv.indexing import gather
 from jkv.sharding.loops import fori_loop, is_manual, vary_over, varying_axes, while_loop
 
 # Columns of the tables that are compared in one trip.
@@ -73,8 +74,8 @@ def _find_candidates(
     """Return each request's row, its first block, and whether others have that too."""
     row, is_asked = _find_rows(requests, block_size)
     # One after the other: XLA on CPU takes both in one for work for another thread.
-    first_block = lax.optimization_barrier(_read(requests.block_tables[:, 0], row))
-    num_owners = lax.optimization_barrier(_read(owners, first_block))
+    first_block = lax.optimization_barrier(gather(requests.block_tables[:, 0], row))
+    num_owners = lax.optimization_barrier(gather(owners, first_block))
     return row, first_block, is_asked & (num_owners > 1)
 
 
@@ -82,11 +83,6 @@ def _find_rows(requests: Requests, block_size: int) -> tuple[jax.Array, jax.Arra
     """Return each request's row, and whether it has one query row and a whole block."""
     is_asked = (requests.query_lengths == 1) & (requests.context_lengths > block_size)
     return jnp.clip(requests.seq_ids, 0, requests.block_tables.shape[0] - 1), is_asked
-
-
-def _read(array: jax.Array, *index: jax.Array) -> jax.Array:
-    """Return `array[*index]`; what is out of range is clamped."""
-    return array.at[index].get(mode="clip", wrap_negative_indices=False)
 
 
 def _none(num_requests: int) -> SharedPrefixes:
@@ -102,7 +98,7 @@ def _search(
         row, first_block, may_share = _find_candidates(requests, owners, block_size)
     else:  # who is alone is compared like the others
         row, may_share = _find_rows(requests, block_size)
-        first_block = _read(tables, row, jnp.zeros_like(row))
+        first_block = gather(tables, (row, jnp.zeros_like(row)))
     index = jnp.arange(row.shape[0], dtype=jnp.int32)
     last = lax.div(requests.context_lengths - 1, jnp.int32(block_size))
     last = jnp.where(may_share, last, 0)
@@ -111,7 +107,7 @@ def _search(
     keys.extend(find_keys(tables, owners, row, last))
     order = lax.sort((*keys, index), num_keys=len(keys))[-1]
     width = min(_COLUMNS, tables.shape[1]) if has_branches else tables.shape[1]
-    common = _compare(tables, _read(row, order), _read(last, order), width)
+    common = _compare(tables, gather(row, order), gather(last, order), width)
     ends = (index[None] > index[:, None]) & (common[None] <= common[:, None])
     sizes = jnp.min(jnp.where(ends, index[None], row.shape[0]), axis=1) - index
     return SharedPrefixes(order, common, sizes)
@@ -125,18 +121,20 @@ def _find_keys(
     Halving finds it if counts never rise along a row.
     """
 
-    def halve(number: int, _: jax.Array, ends: tuple[jax.Array, jax.Array]) -> Any:
+    numbers = jnp.array(_OWNERS, jnp.int32)[:, None]
+
+    def halve(_: jax.Array, ends: tuple[jax.Array, jax.Array]) -> Any:
         low, high = ends
         middle = lax.div(low + high + 1, jnp.int32(2))
-        is_owned = _read(owners, _read(tables, row, middle - 1)) > number
+        is_owned = gather(owners, gather(tables, (row, middle - 1))) > numbers
         is_owned |= middle == 0
         return jnp.where(is_owned, middle, low), jnp.where(is_owned, high, middle - 1)
 
-    ends = jnp.zeros_like(last), last
+    last = jnp.broadcast_to(last, (len(_OWNERS), *last.shape))
+    row = jnp.broadcast_to(row, last.shape)
     trips = jnp.int32(0), jnp.int32(tables.shape[1].bit_length())
-    halves = (functools.partial(halve, number) for number in _OWNERS)
-    counts = [fori_loop(*trips, each, ends)[0] for each in halves]
-    return [_read(tables, row, count - 1) for count in counts]
+    counts = fori_loop(*trips, halve, (jnp.zeros_like(last), last))[0]
+    return list(gather(tables, (row, counts - 1)))
 
 
 def _find_keys_at_once(
@@ -145,11 +143,11 @@ def _find_keys_at_once(
     """Return the same by a look at all blocks, i32[2, B]: few launches on a card."""
     width = tables.shape[1]
     column = jnp.arange(width, dtype=jnp.int32)[None]
-    owned = _read(owners, _read(tables, row[:, None], column))
+    owned = gather(owners, gather(tables, (row[:, None], column)))
     is_owned = owned[None] > jnp.array(_OWNERS, jnp.int32)[:, None, None]
     is_owned &= (column < last[:, None])[None]
     count = jnp.min(jnp.where(is_owned, width, column[None]), axis=2)
-    return _read(tables, row[None], count - 1)
+    return gather(tables, (row[None], count - 1))
 
 
 def _compare(
@@ -168,7 +166,7 @@ def _compare(
     def compare(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         start, common = carry
         column = start + jnp.arange(width, dtype=jnp.int32)[None]
-        mine = _read(tables, row[:, None], column)
+        mine = gather(tables, (row[:, None], column))
         is_same = (mine == jnp.roll(mine, 1, axis=0)) & (column < most[:, None])
         same = jnp.min(jnp.where(is_same, start + width, column), axis=1)
         return start + width, jnp.where(common == start, same, common)

@@ -27,6 +27,42 @@ from jkv.config.layout import describe
 from jkv.config.sizing import find_most, fit_memory
 from jkv.formats.table import COSTS, tell_cost
 
+# Context lengths to plan for, as far as the model goes; its own longest one is added.
+CONTEXT_LENGTHS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
+
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+
+BYTES_OF_WHOLE = 2  # of a weight of a GGUF file in bfloat16, which computes with it
+
+# Fields that a plan chooses for each length.
+TABLES = {"max_context_length", "max_sequences"}
+
+# What is asked beside the model and the memory: fields of `Asked` and of `CacheConfig`.
+OPTIONS: dict[str, tuple[type, str]] = {
+    "tensor-parallel": (int, "devices that share the kv heads (heads=)"),
+    "context-parallel": (int, "devices that share the tokens of each block (context=)"),
+    "data-parallel": (int, "replicas, each with a pool of its own (pools=)"),
+    "weights": (str, "their bytes; default: the weight files in the folder"),
+    "reserve": (float, "share of the memory kept free; default 0.1"),
+    "step-tokens": (int, "of a sequence in one step, beside a window; default 512"),
+    "block-size": (int, "tokens of a block; default 16"),
+    "max-sequences": (int, f"default {DEFAULT_SEQUENCES}"),
+    "max-context-length": (int, "default: the model's"),
+    "dtype": (str, "of the cache; default: the model's"),
+    "value-dtype": (
+        str,
+        f"of its values: int4 beside int8 holds 1.3 times as many tokens (perplexity "
+        f"{tell_cost('int8', 'int4').replace('%', '%%')}); default: as --dtype",
+    ),
+    "num-layers": (int, "with keys; default: the model's"),
+    "max-pending": (int, "tokens of a state to take back, as many as are guessed"),
+    "snapshot-every": (int, "tokens between copies of states, with --prefix-caching"),
+    "num-snapshots": (int, "copies of states, with it"),
+}
+
+# Less than this, written without a unit, was most likely meant in gigabytes.
+LEAST_MEMORY = 2**20
+
 
 class StateBytes(NamedTuple):
     """What the states of a sequence take in all layers."""
@@ -102,48 +138,6 @@ class Layers:
     def count_bytes(self, length: int) -> int:
         """Return the bytes of what is kept of one sequence of a length."""
         return self.fit(length, 1).storage_bytes
-
-
-# Context lengths to plan for, as far as the model goes; its own longest one is added.
-CONTEXT_LENGTHS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
-
-
-WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
-
-
-BYTES_OF_WHOLE = 2  # of a weight of a GGUF file in bfloat16, which computes with it
-
-
-# Fields that a plan chooses for each length.
-TABLES = {"max_context_length", "max_sequences"}
-
-
-# What is asked beside the model and the memory: fields of `Asked` and of `CacheConfig`.
-OPTIONS: dict[str, tuple[type, str]] = {
-    "tensor-parallel": (int, "devices that share the kv heads (heads=)"),
-    "context-parallel": (int, "devices that share the tokens of each block (context=)"),
-    "data-parallel": (int, "replicas, each with a pool of its own (pools=)"),
-    "weights": (str, "their bytes; default: the weight files in the folder"),
-    "reserve": (float, "share of the memory kept free; default 0.1"),
-    "step-tokens": (int, "of a sequence in one step, beside a window; default 512"),
-    "block-size": (int, "tokens of a block; default 16"),
-    "max-sequences": (int, f"default {DEFAULT_SEQUENCES}"),
-    "max-context-length": (int, "default: the model's"),
-    "dtype": (str, "of the cache; default: the model's"),
-    "value-dtype": (
-        str,
-        f"of its values: int4 beside int8 holds 1.3 times as many tokens (perplexity "
-        f"{tell_cost('int8', 'int4').replace('%', '%%')}); default: as --dtype",
-    ),
-    "num-layers": (int, "with keys; default: the model's"),
-    "max-pending": (int, "tokens of a state to take back, as many as are guessed"),
-    "snapshot-every": (int, "tokens between copies of states, with --prefix-caching"),
-    "num-snapshots": (int, "copies of states, with it"),
-}
-
-
-# Less than this, written without a unit, was most likely meant in gigabytes.
-LEAST_MEMORY = 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

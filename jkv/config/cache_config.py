@@ -7,6 +7,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
+from jkv.arguments import explains_class
 from jkv.config import counts, sizing
 from jkv.config.counts import count_bytes
 from jkv.config.layout import Sizes, describe, lay_out
@@ -25,6 +26,7 @@ COUNTS = (
 )
 
 
+@explains_class
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheConfig:
     """Sizes of a cache, or of one group of its layers. Every count is a positive int.
@@ -96,7 +98,8 @@ class CacheConfig:
             object.__setattr__(self, "value_head_dim", self.head_dim)
         object.__setattr__(self, "dtype", checked_dtype(self.dtype))
         if self.value_dtype is not None:
-            object.__setattr__(self, "value_dtype", checked_dtype(self.value_dtype))
+            value_dtype = checked_dtype(self.value_dtype, "value_dtype")
+            object.__setattr__(self, "value_dtype", value_dtype)
         for name in COUNTS:
             object.__setattr__(
                 self, name, counts.checked_count(name, getattr(self, name))

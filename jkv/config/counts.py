@@ -15,13 +15,18 @@ import numpy as np
 # Ring positions are added before they are wrapped: twice the largest must fit in i32.
 MAX_COUNT = 2**30 - 1
 
-
 # Each class is compiled into the programs that take blocks.
 MOST_CLASSES = 8
 
-
 # Fields of a configuration whose cache finds nothing again.
 WITHOUT_INDEX: dict[str, Any] = {"prefix_caching": False, "keep_classes": 1}
+
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
+
+_FACTORS = {
+    **{unit.lower(): 1024**i for i, unit in enumerate(_BINARY)},
+    **{unit: 1000**i for i, unit in enumerate(("kb", "mb", "gb", "tb"), 1)},
+}
 
 
 def checked_count(name: str, value: Any) -> int:
@@ -141,15 +146,6 @@ def count_bytes(arrays: Iterable[ArrayLayout]) -> int:
 def within(path: str, arrays: Arrays) -> Arrays:
     """Return the arrays of a part of a cache by their paths in the whole."""
     return {f"{path}.{name}": array for name, array in arrays.items()}
-
-
-_BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
-
-
-_FACTORS = {unit.lower(): 1024**i for i, unit in enumerate(_BINARY)}
-
-
-_FACTORS |= {unit: 1000**i for i, unit in enumerate(("kb", "mb", "gb", "tb"), 1)}
 
 
 def human_bytes(count: float) -> str:

@@ -313,13 +313,15 @@ FAMILIES: dict[str, Family] = {
         kinds=late_windowed,
     ),
     "qwen2_5_vl_text": Family(
-        sizes=Sizes(layers=80, heads=64, kv_heads=8, hidden=8192, context=32_768)
+        more=OFF,
+        sizes=Sizes(layers=80, heads=64, kv_heads=8, hidden=8192, context=32_768),
     ),
     "qwen2_moe": Family(
         kv_heads=16, window=4096, more=OFF_AND_LATE, kinds=early_windowed
     ),
     "qwen2_vl_text": Family(
-        sizes=Sizes(layers=80, heads=64, kv_heads=8, hidden=8192, context=32_768)
+        more=OFF,
+        sizes=Sizes(layers=80, heads=64, kv_heads=8, hidden=8192, context=32_768),
     ),
     "qwen3": Family(
         head_dim=128,

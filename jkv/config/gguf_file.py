@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jkv.config.gguf_kinds import check_metadata
+
 SUFFIX = ".gguf"
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -128,6 +130,8 @@ def read_file(path: Path) -> GGUFile:
         raise FileNotFoundError(f"{path} is not there")
     paths = _find_parts(path)
     heads = [_read_head(each) for each in paths]
+    if str(heads[0][0].get("general.architecture")) in MODEL_TYPES:
+        check_metadata(paths[0], heads[0][0])
     tensors = {name: tensor for _, own in heads for name, tensor in own.items()}
     return GGUFile(paths, heads[0][0], tensors)
 
@@ -183,7 +187,7 @@ def _read_head(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
         raise ValueError(f"{path} is no GGUF file: it begins with {start!r}")
     try:
         return _Reader(path).read_head()
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} is damaged or cut off, or its version is not known ({error})"
         ) from error

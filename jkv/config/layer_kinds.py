@@ -88,6 +88,19 @@ def _name_by_keys(
     return [FULL, *kinds[1:]] if kinds and family.first_is_full else kinds
 
 
+def is_switched_off(model: Mapping[str, Any]) -> bool:
+    """True if a model's windows are off by a key.
+
+    Of architectures with windows only Qwen's and SmolLM3 have the key; transformers
+    ignores it in the files of all others.
+    """
+    family = find_family(model)
+    has_windows = family.window or family.full_every or family.kinds
+    if has_windows and "use_sliding_window" not in family.more:
+        return False
+    return not model.get("use_sliding_window", True)
+
+
 def list_windows(
     model: dict[str, Any],  # the language model's settings, from a config.json
     # of all layers of the model, as `name_layers` returns them
@@ -99,7 +112,7 @@ def list_windows(
     if find_family(model).counts_past and model.get("sliding_window_size"):
         length = model["sliding_window_size"] + 1
     is_length = isinstance(length, int) and length > 0  # -1 is off
-    if not is_length or not model.get("use_sliding_window", True):
+    if not is_length or is_switched_off(model):
         return (None,) * num_layers
     if kinds is None:
         first = model.get("max_window_layers") or 0

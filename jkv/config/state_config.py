@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 
+from jkv.arguments import explains_class
 from jkv.config.counts import checked_count, count_bytes
 from jkv.config.state_layout import StateSizes
 from jkv.formats.format import STORED_AS
@@ -32,6 +33,7 @@ class _Arrays(_Fixed):
         return repr({name: (shape, dtype.name) for name, (shape, dtype) in named})
 
 
+@explains_class
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StateConfig:
     """Sizes of a group of layers with a state: arrays that every token changes.

@@ -276,7 +276,7 @@ def _read_kept(cache: Cache, seq_ids: jax.Array) -> list[list[Kept]]:
     kept: list[list[Kept]] = [[{} for _ in cache.layer_groups] for _ in seq_ids]
     _, nothing_new = append(cache, seq_ids, jnp.zeros_like(seq_ids), capacity=1)
     for layer, groups in enumerate(cache.layer_groups):
-        is_state = [cache.storage[group].kind == "states" for group in groups]
+        is_state = [group not in cache.metadata.block_numbers for group in groups]
         states = read_state(cache, layer, nothing_new) if any(is_state) else {}
         for i, seq_id in enumerate(seq_ids):
             if not all(is_state):

@@ -29,9 +29,11 @@ STORED_AS: dict[np.dtype[Any], np.dtype[Any]] = {
     np.dtype(jnp.float8_e5m2): np.dtype(jnp.uint8),
 }
 
-
 # Dtypes that do not say by themselves what they hold.
 RAW_BITS = frozenset(bits for meaning, bits in STORED_AS.items() if bits != meaning)
+
+# Names of arrays: whose rows, and what of them.
+STORAGE_NAMES = "key_pool", "value_pool", "key_scales", "value_scales"
 
 
 # Arrays by what they hold of rows, "pool" and "scales".
@@ -137,10 +139,6 @@ class Formats(NamedTuple):
         """Return what the bits of an array mean, by its name."""
         kept, part = self.of(name)
         return kept.arrays(2)[part].meaning
-
-
-# Names of arrays: whose rows, and what of them.
-STORAGE_NAMES = "key_pool", "value_pool", "key_scales", "value_scales"
 
 
 def name_parts(row: str, parts: dict[str, Any]) -> dict[str, Any]:

@@ -33,6 +33,9 @@ _OUTERMOST = (0.8, 0.9, 1.0)
 # Parts of a step that errors are counted in: in integers, so that their sum does not
 # depend on its order.
 _PARTS = 64.0
+# A turned element may exceed float32 where no element of its row does. With its scale
+# rounded up by 1/128, the outermost step of this one is still finite.
+_LARGEST = np.float32(0.99 * np.finfo(np.float32).max)
 
 
 def unit_of(width: int) -> np.dtype[Any]:
@@ -73,7 +76,11 @@ class Packed(Scaled):
         return _flip(_transform(rows.astype(jnp.float32))).astype(rows.dtype)
 
     def prepare(self, rows: jax.Array) -> jax.Array:
-        return self.turn(super().prepare(rows).astype(jnp.float32))
+        """Turn rows; elements of a finite row stay finite, at most `_LARGEST`."""
+        rows = super().prepare(rows).astype(jnp.float32)
+        is_finite = jnp.all(jnp.isfinite(rows), axis=-1, keepdims=True)
+        turned = self.turn(rows)
+        return jnp.where(is_finite, jnp.clip(turned, -_LARGEST, _LARGEST), turned)
 
     def put(self, rows: jax.Array) -> Parts:
         """Round; a row with NaN or infinity in it reads as NaN."""
@@ -152,14 +159,18 @@ def _flip(rows: jax.Array) -> jax.Array:
 
 
 def _transform(rows: jax.Array) -> jax.Array:
-    """Return the Walsh-Hadamard transform of blocks of a row, by sums of its own."""
+    """Return the Walsh-Hadamard transform of blocks of a row, by sums of its own.
+
+    Sums are of elements over a power of two, which changes no bit of them, and at most
+    the largest element: sums of finite rows are finite.
+    """
     size = _find_block(rows.shape[-1])
-    blocks = rows.reshape(*rows.shape[:-1], -1, size)
+    blocks = rows.reshape(*rows.shape[:-1], -1, size) * np.float32(1 / size)
     for _ in range(int(math.log2(size))):
         pairs = blocks.reshape(*blocks.shape[:-1], -1, 2)
         one, other = pairs[..., 0], pairs[..., 1]
         blocks = jnp.concatenate([one + other, one - other], axis=-1)
-    return blocks.reshape(rows.shape) * np.float32(1 / math.sqrt(size))
+    return blocks.reshape(rows.shape) * np.float32(math.sqrt(size))
 
 
 def _find_block(width: int) -> int:

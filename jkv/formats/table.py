@@ -48,7 +48,7 @@ def formats_of(dtype: np.dtype[Any], value_dtype: np.dtype[Any]) -> Formats:
     return Formats(FORMATS[dtype], FORMATS[value_dtype])
 
 
-def checked_dtype(dtype: Any) -> np.dtype[Any]:
+def checked_dtype(dtype: Any, name: str = "dtype") -> np.dtype[Any]:
     """Return the numpy dtype of keys and values, or say which ones there are."""
     if isinstance(dtype, str):
         dtype = OTHER_NAMES.get(dtype, dtype)
@@ -56,10 +56,10 @@ def checked_dtype(dtype: Any) -> np.dtype[Any]:
         try:
             if np.dtype(dtype) == known:
                 return known
-        except TypeError:
+        except (TypeError, ValueError):
             break
     names = ", ".join([*(known.name for known in FORMATS), *OTHER_NAMES])
-    raise ValueError(f"dtype must be one of {names}; got {dtype!r}")
+    raise ValueError(f"{name} must be one of {names}; got {dtype!r}")
 
 
 def tell_cost(dtype: str, value_dtype: str) -> str:

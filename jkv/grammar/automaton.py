@@ -12,10 +12,11 @@ import numpy.typing as npt
 
 from jkv.grammar.bounds import Bounds
 
-# # Refinement stops after this many rounds with states unmerged: larger tables, still
+# Refinement stops after this many rounds with states unmerged: larger tables, still
 # correct. A chain of counted characters needs one round per link.
 MAX_ROUNDS = 256
 BYTES_OF_PAIR = 4096  # bytes per pair of states, with its transition rows
+_ROWS_AT_ONCE = 1024
 
 Run = tuple[int, int, int]
 
@@ -60,14 +61,17 @@ def minimize(automaton: Automaton, bounds: Bounds) -> Automaton:
     states that accept the same continuations.
     """
     table, accepting = automaton.transitions, automaton.accepting
+    # A row of transitions takes most of what is held: no more than two are at one time.
+    del automaton
     alive = find_reached(table) & find_finishing(table, accepting)
     alive[0] = True
-    table, accepting = keep_states(table, accepting, alive)
-    # # Equal columns are found by hash; merging needs one of each.
-    hashes = _odd(np.random.default_rng(1), len(table)) @ table.astype(np.uint64)
-    hashes ^= hashes >> np.uint64(29)
+    if not alive.all():
+        table, accepting = keep_states(table, accepting, alive)
+    # Equal columns are found by hash; merging needs one of each.
+    hashes = _hash_columns(table)
     _, firsts, which = np.unique(hashes, return_index=True, return_inverse=True)
     columns, which = table[:, firsts], which.reshape(-1)
+    del table
     labels = merge_states(columns, accepting.astype(np.int64), bounds)
     firsts = np.unique(labels, return_index=True)[1]
     renamed = np.append(labels, -1)[columns[firsts]].astype(np.int32)
@@ -82,7 +86,20 @@ def keep_states(
     """Return the transitions and acceptance flags of the states in `alive`."""
     number = np.full(len(alive) + 1, -1, np.int32)
     number[:-1][alive] = np.arange(alive.sum())
-    return number[table[alive]], accepting[alive]
+    kept = table[alive]
+    # Of -1 the last entry, which is -1; in place of what was kept.
+    np.take(number, kept, out=kept, mode="wrap")
+    return kept, accepting[alive]
+
+
+def _hash_columns(table: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64]:
+    """Return a hash of each column, u64[C], some rows at a time."""
+    weights = _odd(np.random.default_rng(1), len(table))
+    hashes = np.zeros(table.shape[1], np.uint64)
+    for first in range(0, len(table), _ROWS_AT_ONCE):
+        rows = slice(first, first + _ROWS_AT_ONCE)
+        hashes += weights[rows] @ table[rows].astype(np.uint64)
+    return hashes ^ (hashes >> np.uint64(29))
 
 
 def begin_at(automaton: Automaton, state: int) -> Automaton:
@@ -129,7 +146,7 @@ def intersect(one: Automaton, other: Automaton, bounds: Bounds) -> Automaton:
 
 def subtract(one: Automaton, other: Automaton, bounds: Bounds) -> Automaton:
     """Return the strings of `one` that are not in `other`."""
-    # # Complete `other` with a rejecting sink, so that pairs exist after it rejects.
+    # Complete `other` with a rejecting sink, so that pairs exist after it rejects.
     nowhere = len(other.transitions)
     table = np.where(other.transitions < 0, np.int32(nowhere), other.transitions)
     table = np.concatenate([table, np.full((1, 256), nowhere, np.int32)])

@@ -6,13 +6,13 @@ from typing import TypeAlias
 
 from jkv.grammar.errors import TooLarge
 
-# # A step is one visited edge. Steps are bounded by max_bytes / _BYTES_OF_STEP;
+# A step is one visited edge. Steps are bounded by max_bytes / _BYTES_OF_STEP;
 # vectorized work counts one step per _ENTRIES_OF_STEP array entries.
 _BYTES_OF_STEP, _ENTRIES_OF_STEP = 32, 256
 _LEAST_STEPS = 2**18
 _STEPS_BETWEEN_LOOKS = 2**12  # between two reads of the clock
 
-# # Seconds from now, or a function that returns True to cancel; None for no limit.
+# Seconds from now, or a function that returns True to cancel; None for no limit.
 Timeout: TypeAlias = float | Callable[[], bool] | None
 
 

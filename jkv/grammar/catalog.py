@@ -8,9 +8,10 @@ not moved, so running sequences continue.
 
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
+from jkv.arguments import explains_class
 from jkv.grammar.errors import TooLarge
 from jkv.grammar.grammar import PIECE, Grammar
 from jkv.grammar.tables import STATE_ARRAYS, TableSizes, move
@@ -23,6 +24,7 @@ class CatalogFull(ValueError):
     """The catalog has no room for another grammar; remove one first."""
 
 
+@explains_class
 class Catalog:
     """Fixed-size storage of several grammars.
 
@@ -62,7 +64,7 @@ class Catalog:
         num_tokens = len(vocabulary.tokens)
         self._vocabulary_size = num_tokens
         self._end_tokens = np.array(list(vocabulary.end_tokens), np.int32)
-        # # The rejecting and the ended state belong to no grammar. They use a class map
+        # The rejecting and the ended state belong to no grammar. They use a class map
         # of their own, after the variants', in which all tokens are alike.
         self._lost, self._ended = max_states, max_states + 1
         self._most = TableSizes(
@@ -72,7 +74,7 @@ class Catalog:
             max_masks,
             max_mask_pieces,
         )
-        # # Indexed by field name of `Grammar`.
+        # Indexed by field name of `Grammar`.
         self._arrays: dict[str, Array] = {
             "class_of_token": np.zeros((max_grammars + 1, num_tokens), np.uint16),
             "starts": np.full(max_grammars, self._lost, np.int32),
@@ -80,14 +82,14 @@ class Catalog:
             **self._make_tables(),
             **self._make_states(max_grammars),
         }
-        # # Per variant, the grammar's first index in each array and its sizes.
+        # Per variant, the grammar's first index in each array and its sizes.
         self._entries: dict[int, tuple[TableSizes, TableSizes]] = {}
 
     def _make_tables(self) -> dict[str, Array]:
         """Return empty tables, with the shared rows at their ends."""
         most = self._most
         lost, nothing = most.transition_pieces, most.mask_pieces
-        # # The empty set and the pieces of the end tokens follow all others.
+        # The empty set and the pieces of the end tokens follow all others.
         ends = np.zeros((-(-self._vocabulary_size // (32 * PIECE)), PIECE), np.uint32)
         for token in self._end_tokens:
             ends.reshape(-1)[token // 32] |= np.uint32(1 << (token % 32))
@@ -119,8 +121,11 @@ class Catalog:
         Pass it to `Engine(steering=)`, and to `Engine.replace_steering` after `add`. A
         free variant allows no token.
         """
-        # # Copies: on a CPU, jnp.asarray may alias the arrays that `add` writes.
-        placed = {n: jnp.array(values, copy=True) for n, values in self._arrays.items()}
+        # Copies: on a CPU, a device array may alias the arrays that `add` writes.
+        placed = {
+            n: jax.device_put(values, may_alias=False)
+            for n, values in self._arrays.items()
+        }
         return Grammar(vocabulary_size=self._vocabulary_size, **placed)
 
     def add(self, grammar: Grammar) -> int:

@@ -14,7 +14,7 @@ Ranges = tuple[tuple[int, int], ...]  # of code points, sorted, not adjacent
 
 _LAST = sys.maxunicode
 _SURROGATES = ((0xD800, 0xDFFF),)
-# # The character categories of `re`.
+# The character categories of `re`.
 _MEANT: dict[str, Callable[[str], bool]] = {
     "DIGIT": str.isdecimal,
     "SPACE": str.isspace,

@@ -23,7 +23,7 @@ from jkv.grammar.expressions import (
     Separated,
 )
 
-# # Host memory per node, per state with its transition row, and per node in a state's
+# Host memory per node, per state with its transition row, and per node in a state's
 # subset; measured.
 _BYTES_OF_NODE, _BYTES_OF_STATE, _BYTES_OF_MEMBER = 400, 2048, 40
 Row = np.ndarray[tuple[int], np.dtype[np.int32]]
@@ -32,9 +32,14 @@ _WHAT = "putting a language together"
 
 def determinize(expression: Expression, bounds: Bounds) -> Automaton:
     """Return the minimal automaton of an expression."""
+    return minimize(_follow(expression, bounds), bounds)
+
+
+def _follow(expression: Expression, bounds: Bounds) -> Automaton:
+    """Return an automaton of an expression; what it was laid out with is gone."""
     layout = _Layout(bounds)
     begin, end = layout.lay_out(expression)
-    return minimize(layout.follow(begin, end), bounds)
+    return layout.follow(begin, end)
 
 
 def subtract_expression(one: Automaton, other: Expression, bounds: Bounds) -> Automaton:
@@ -101,7 +106,7 @@ class _Layout:
     def lay_out(self, expression: Expression) -> tuple[int, int]:
         """Add a language and return its first and last node."""
         begin = self.add_node()
-        # # A node of its own without outgoing edges, unlike the end of a repetition.
+        # A node of its own without outgoing edges, unlike the end of a repetition.
         return begin, self._behind(self.add(expression, begin))
 
     def add(self, expression: Expression, begin: int) -> int:
@@ -147,7 +152,7 @@ class _Layout:
             if begin == before:
                 return begin  # matches only the empty string
         if most is None:
-            # # A node of its own, so that the loop does not reach preceding nodes.
+            # A node of its own, so that the loop does not reach preceding nodes.
             begin = self._behind(begin)
             end = self.add(part, self._behind(begin))
             self.jumps[end].append(begin)
@@ -160,7 +165,7 @@ class _Layout:
         return self._meet(ends)
 
     def _separate(self, all_: Separated, begin: int) -> int:
-        # # Last node by number of entries, capped at the bounds that matter.
+        # Last node by number of entries, capped at the bounds that matter.
         reached = {0: self._behind(begin)}
         for entry, is_required in all_.entries:
             ends = self._add_entry(all_, entry, reached)
@@ -226,10 +231,15 @@ class _Layout:
 
     def follow(self, begin: int, end: int) -> Automaton:
         """Return the deterministic automaton by subset construction."""
-        sets = _Sets(self, [begin])
-        rows = [sets.row(number) for number, _ in enumerate(sets.nodes)]
+        sets, table = _Sets(self, [begin]), np.empty((16, 256), np.int32)
+        for number, _ in enumerate(sets.nodes):
+            if number == len(table):
+                # Grown in place if possible: two copies may exceed the memory limit.
+                table.resize((number + number // 4, 256), refcheck=False)
+            table[number] = sets.row(number)
+        table.resize((len(sets.nodes), 256), refcheck=False)
         accepting = np.array([end in nodes for nodes in sets.nodes])
-        return Automaton(np.stack(rows), accepting)
+        return Automaton(table, accepting)
 
     def close(self, nodes: Sequence[int]) -> frozenset[int]:
         """Return the empty-edge closure, without nodes that have only empty edges."""
@@ -274,7 +284,8 @@ class _Sets:
             self._numbers[reached] = len(self.nodes)
             self.nodes.append(reached)
             self._num_bytes += _BYTES_OF_STATE + _BYTES_OF_MEMBER * len(reached)
-            self._layout.bounds.hold(self._num_bytes, _WHAT)
+            nodes = len(self._layout.edges) * _BYTES_OF_NODE
+            self._layout.bounds.hold(nodes + self._num_bytes, _WHAT)
         return self._numbers[reached]
 
 

@@ -61,12 +61,12 @@ class Separated(Expression):
 
     entries: Sequence[tuple[Expression, bool]]  # each with True if required
     separator: Expression  # between two entries
-    # # Repeated any number of times after the entries; None for nothing.
+    # Repeated any number of times after the entries; None for nothing.
     rest: Expression | None = None
-    # # After the last entry, if there is any.
+    # After the last entry, if there is any.
     ending: Expression = Literal(b"")
     least: int = 0  # least number of entries; all repetitions of `rest` count as one
-    # # Greatest number of entries, each repetition of `rest` counted; None for no
+    # Greatest number of entries, each repetition of `rest` counted; None for no
     # limit.
     most: int | None = None
 

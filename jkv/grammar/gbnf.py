@@ -293,7 +293,7 @@ class _Expander:
     def _reference(self, name: str, other: str, left: int) -> Expression:
         if name not in self._reached[other] and other != name:
             return self.expand(other, self._most)
-        # # Mutually recursive rules are ordered: only a reference backwards costs a
+        # Mutually recursive rules are ordered: only a reference backwards costs a
         # level.
         if self._order[other] <= self._order[name]:
             left -= 1

@@ -29,22 +29,22 @@ class Grammar(Steering):
     """
 
     class_of_token: jax.Array  # u8, u16 or i32 [G, V], for each of the G variants
-    # # u8, u16 or i32[Q, 16], next states after the tokens of 16 classes.
+    # u8, u16 or i32[Q, 16], next states after the tokens of 16 classes.
     transition_pieces: jax.Array
-    # # u8, u16 or i32[T], piece numbers of each state, state after state.
+    # u8, u16 or i32[T], piece numbers of each state, state after state.
     transitions: jax.Array
-    # # i32[S + 2], start of each state's pieces in `transitions`.
+    # i32[S + 2], start of each state's pieces in `transitions`.
     row_of_state: jax.Array
     variant_of_state: jax.Array  # i32[S + 2]
-    # # u32[P, 16], allowed tokens of 512: token t is bit t % 32 of word t // 32.
+    # u32[P, 16], allowed tokens of 512: token t is bit t % 32 of word t // 32.
     mask_pieces: jax.Array
     masks: jax.Array  # u8, u16 or i32[R, ceil(V / 512)], piece numbers
     mask_of_state: jax.Array  # i32[S + 2], row of `masks`
-    # # i32[S + 2], the only token allowed in a state; -1 for several.
+    # i32[S + 2], the only token allowed in a state; -1 for several.
     forced_token: jax.Array
     starts: jax.Array  # i32[G], initial state of each variant
     end_tokens: jax.Array  # i32[E]
-    # # V; static, since the bits of `masks` are padded to 512.
+    # V; static, since the bits of `masks` are padded to 512.
     vocabulary_size: int = dataclasses.field(metadata={"static": True})
 
     @property
@@ -91,7 +91,8 @@ class Grammar(Steering):
         if width < self.vocabulary_size:
             raise ValueError(
                 f"logits must cover the grammar's {self.vocabulary_size} tokens, got "
-                f"{width}; compile it for the model's vocabulary"
+                f"{width}; compile it for the model's vocabulary, by "
+                f"vocabulary_of(tokenizer, end_tokens, size={width})"
             )
         words = self.mask_pieces[self.masks[self.mask_of_state[state]]]
         words = words.reshape(len(words), words.shape[1] * PIECE)

@@ -15,15 +15,16 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypedDict
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
-from jkv.grammar.bounds import Timeout
+from jkv.grammar.bounds import Bounds, Timeout
+from jkv.grammar.errors import TooLarge
 from jkv.grammar.grammar import Grammar
 from jkv.grammar.vocabulary import Vocabulary
 
-# # Of the compiler's output; increment it when the same input compiles differently.
-_VERSION = 3
+# Of the compiler's output; increment it when the same input compiles differently.
+_VERSION = 4
 _DIGEST_BYTES = 32
 MAX_FOLDER_BYTES = 2**30
 
@@ -39,13 +40,18 @@ class Limits(TypedDict, total=False):
 
 
 def keep(
-    folder: Folder, vocabulary: Vocabulary, asked: Any, make: Callable[[], Grammar]
+    folder: Folder,
+    vocabulary: Vocabulary,
+    asked: Any,
+    make: Callable[[], Grammar],
+    max_bytes: int,
 ) -> Grammar:
     """Return a cached grammar, or make and cache it; with folder None, make it.
 
     `asked` holds the remaining inputs of the grammar as JSON. A damaged file is
     replaced. Processes may share a folder, since files are renamed into place. Past
-    `MAX_FOLDER_BYTES` the least recently used files are deleted.
+    `MAX_FOLDER_BYTES` the least recently used files are deleted. A cached grammar whose
+    arrays exceed `max_bytes` raises `TooLarge`, like a compiled one.
     """
     if folder is None:
         return make()
@@ -56,7 +62,13 @@ def keep(
     name = hashlib.sha256(_hash_of(vocabulary) + text).hexdigest()
     path = pathlib.Path(folder) / f"{name}.grammar"
     try:
-        return _read(path)
+        grammar = _read(path)
+        found = sum(leaf.nbytes for leaf in jax.tree.leaves(grammar))
+        what = f"the grammar that is kept in {path}"
+        Bounds(max_bytes).hold(found, what)
+        return grammar
+    except TooLarge:
+        raise
     except (FileNotFoundError, ValueError):
         grammar = make()
         _write(path, grammar)
@@ -87,7 +99,7 @@ def _read(path: pathlib.Path) -> Grammar:
     with contextlib.suppress(OSError):  # another process may have deleted it
         os.utime(path)
     size = int(arrays.pop("vocabulary_size"))
-    placed = {name: jnp.asarray(values) for name, values in arrays.items()}
+    placed = {name: jax.device_put(values) for name, values in arrays.items()}
     return Grammar(vocabulary_size=size, **placed)
 
 

@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
+from jkv.arguments import explains_arguments
 from jkv.grammar.bounds import Bounds, Timeout
 from jkv.grammar.determinization import determinize
-from jkv.grammar.errors import TooLarge
+from jkv.grammar.errors import Malformed, TooLarge
 from jkv.grammar.grammar import Grammar
 from jkv.grammar.kept_files import Folder, Limits, keep
 from jkv.grammar.parts import (
@@ -23,11 +24,12 @@ from jkv.grammar.parts import (
 from jkv.grammar.tables import make_grammar
 from jkv.grammar.token_table import make_table
 from jkv.grammar.vocabulary import Vocabulary
-from jkv.signatures import lists_arguments, set_defaults
+from jkv.signatures import set_defaults
 
 MAX_BYTES = 2**28
 
 
+@explains_arguments
 def concatenate(
     parts: Sequence[Part | str],
     vocabulary: Vocabulary,
@@ -75,16 +77,21 @@ def concatenate(
             automaton = determinize(join_parts(parts, bounds), bounds)
         except RecursionError as error:
             raise TooLarge("the language is nested too deeply") from error
+        except UnicodeEncodeError as error:
+            raise Malformed(
+                f"{error.object!r:.60} has half of a surrogate pair, which is no "
+                f"character"
+            ) from error
         table = make_table(automaton, vocabulary, bounds)
         return make_grammar(table, vocabulary, bounds)
 
-    return keep(folder, vocabulary, list_asked(parts), make)
+    return keep(folder, vocabulary, list_asked(parts), make, max_bytes)
 
 
 set_defaults(Limits, concatenate)
 
 
-@lists_arguments
+@explains_arguments
 def from_choices(
     texts: Sequence[str], vocabulary: Vocabulary, **limits: Unpack[Limits]
 ) -> Grammar:
@@ -111,7 +118,7 @@ def from_choices(
     return concatenate([Choices(texts)], vocabulary, **limits)
 
 
-@lists_arguments
+@explains_arguments
 def from_regex(
     pattern: str, vocabulary: Vocabulary, **limits: Unpack[Limits]
 ) -> Grammar:
@@ -142,7 +149,7 @@ def from_regex(
     return concatenate([Pattern(pattern)], vocabulary, **limits)
 
 
-@lists_arguments
+@explains_arguments
 def from_gbnf(
     text: str,
     vocabulary: Vocabulary,
@@ -179,7 +186,7 @@ def from_gbnf(
     return concatenate([Rules(text, recursion)], vocabulary, **limits)
 
 
-@lists_arguments
+@explains_arguments
 def from_json_schema(
     schema: Mapping[str, Any] | bool,
     vocabulary: Vocabulary,
@@ -232,7 +239,7 @@ def from_json_schema(
     )
 
 
-@lists_arguments
+@explains_arguments
 def from_json_object(
     vocabulary: Vocabulary,
     *,

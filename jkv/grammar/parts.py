@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jkv.grammar.automaton import subtract
@@ -20,6 +20,7 @@ from jkv.grammar.gbnf import compile_gbnf
 from jkv.grammar.regexes import compile_regex
 from jkv.grammar.schema.compilation import Reading, compile_schema
 from jkv.grammar.schema.strings import ANYTHING
+from jkv.status import UsageError
 
 WHITESPACE = "[ ]?"
 DEPTH, RECURSION = 3, 2
@@ -43,6 +44,9 @@ class Choices(Part):
 
     texts: Sequence[str]  # at least one; none raises `NoText`
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "texts", read_list("texts", self.texts, str))
+
     def expression(self, bounds: Bounds) -> Expression:
         del bounds
         if not self.texts:
@@ -65,11 +69,11 @@ class Schema(Part):
     """The JSON values of a schema, as in `from_json_schema`."""
 
     schema: Mapping[str, Any] | bool  # of JSON Schema
-    # # Pattern of the space around brackets, commas and colons.
+    # Pattern of the space around brackets, commas and colons.
     whitespace: str = WHITESPACE
-    # # Levels of arrays and objects in a value without a schema.
+    # Levels of arrays and objects in a value without a schema.
     depth: int = DEPTH
-    # # Depth to which a recursive schema may contain itself.
+    # Depth to which a recursive schema may contain itself.
     recursion: int = RECURSION
     strict: bool = False  # raise for unknown keywords and formats
     around: str = ""  # pattern of the text before and after the value
@@ -92,7 +96,7 @@ class Rules(Part):
     """A GBNF grammar, as in `from_gbnf`."""
 
     text: str  # GBNF rules
-    # # Depth to which a rule may contain itself, unless it is a repetition.
+    # Depth to which a rule may contain itself, unless it is a repetition.
     recursion: int = RECURSION
 
     def expression(self, bounds: Bounds) -> Expression:
@@ -105,7 +109,7 @@ class Until(Part):
     """Free text up to and including the first occurrence of a mark."""
 
     mark: str  # at least one character, such as "</think>"
-    # # Accept strings without the mark, and without the parts after it.
+    # Accept strings without the mark, and without the parts after it.
     is_optional: bool = False
 
     def expression(self, bounds: Bounds) -> Expression:
@@ -131,14 +135,30 @@ class Until(Part):
 class Either(Part):
     """A choice between several parts."""
 
-    # # Each a `Part` or a string, or a list of them to concatenate.
+    # Each a `Part` or a string, or a list of them to concatenate.
     parts: Sequence["Part | str | Sequence[Part | str]"]
+
+    def __post_init__(self) -> None:
+        parts = read_list("parts", self.parts, Part | str | Sequence)
+        object.__setattr__(self, "parts", parts)
 
     def expression(self, bounds: Bounds) -> Expression:
         return Choice([join_parts(_listed(part), bounds) for part in self.parts])
 
     def asked(self) -> list[Any]:
         return ["Either", [list_asked(_listed(part)) for part in self.parts]]
+
+
+def read_list(name: str, given: Any, kind: Any) -> tuple[Any, ...]:
+    """Return what a list holds; one text would be a list of characters."""
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        shown = f"{given!r:.60}"
+        raise UsageError(f"{name} must be a list, got {shown}; give [{shown}]")
+    found = tuple(given)
+    for each in found:
+        if not isinstance(each, kind) or isinstance(each, bytes):
+            raise UsageError(f"{name} must be a list of texts, got {each!r:.60} in it")
+    return found
 
 
 def _listed(part: Part | str | Sequence[Part | str]) -> Sequence[Part | str]:

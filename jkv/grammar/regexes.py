@@ -67,7 +67,7 @@ def compile_regex(
     name = f"the pattern {_shorten(shown or pattern)}"
     try:
         with warnings.catch_warnings():
-            # # Python may change the meaning of "[["; patterns keep today's.
+            # Python may change the meaning of "[["; patterns keep today's.
             warnings.simplefilter("ignore", FutureWarning)
             parsed = _parser.parse(pattern)
         if parsed.state.flags & _REFUSED_FLAGS:
@@ -90,7 +90,7 @@ def _without_anchors(marked: Automaton, bounds: Bounds) -> Automaton:
     table = np.append(marked.transitions, np.full((1, 256), -1, np.int32), axis=0)
     begins = table[:, _BEGIN]
     start = 0
-    # # A longer run of anchors than states reaches no new state.
+    # A longer run of anchors than states reaches no new state.
     for _ in range(len(table)):
         start = int(begins[start])
     ends = np.arange(len(table))
@@ -109,7 +109,7 @@ class _Reader:
 
     def __init__(self, name: str, bounds: Bounds) -> None:
         self._name, self._bounds = name, bounds
-        # # For each mark, the strings (with marks) in which its assertion fails.
+        # For each mark, the strings (with marks) in which its assertion fails.
         self._wrong: list[Expression] = []
         self._is_inside = False  # True inside an assertion
 
@@ -163,7 +163,7 @@ class _Reader:
         r"""Return the mark of `\b`, or of `\B` if `is_wanted` is False."""
         word = one_of(_read_category("CATEGORY_WORD", flags))
         ahead, back = concat(word, _ANY_BYTES), concat(_ANY_BYTES, word)
-        # # `\b` fails where both sides agree, `\B` where they differ.
+        # `\b` fails where both sides agree, `\B` where they differ.
         return self._mark(
             *(
                 [

@@ -10,16 +10,18 @@ https://lmsys.org/blog/2024-02-05-compressed-fsm/.)
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
+from jkv.arguments import explains_arguments
 from jkv.grammar.grammar import PIECE, Grammar
 from jkv.grammar.vocabulary import Vocabulary
 
-# # States with more allowed tokens are skipped: their next bytes are not determined.
+# States with more allowed tokens are skipped: their next bytes are not determined.
 _MOST_TOKENS = 256
 
 
+@explains_arguments
 def with_one_spelling(grammar: Grammar, vocabulary: Vocabulary) -> Grammar:
     """Return a grammar of the same language with determined text tokenized one way.
 
@@ -67,10 +69,10 @@ def with_one_spelling(grammar: Grammar, vocabulary: Vocabulary) -> Grammar:
     pieces, masks = _add_masks(grammar, list(rows))
     return dataclasses.replace(
         grammar,
-        mask_pieces=jnp.asarray(pieces),
-        masks=jnp.asarray(masks),
-        mask_of_state=jnp.asarray(mask_of_state),
-        forced_token=jnp.asarray(forced),
+        mask_pieces=jax.device_put(pieces),
+        masks=jax.device_put(masks),
+        mask_of_state=jax.device_put(mask_of_state),
+        forced_token=jax.device_put(forced),
     )
 
 

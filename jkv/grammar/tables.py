@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import numpy.typing as npt
 
+from jkv.arguments import explains_arguments
 from jkv.grammar.bounds import UNBOUNDED, Bounds
 from jkv.grammar.grammar import PIECE, Grammar
 from jkv.grammar.token_table import TokenTable
@@ -26,7 +27,7 @@ def make_grammar(table: TokenTable, vocabulary: Vocabulary, bounds: Bounds) -> G
         return_inverse=True,
     )
     num_words = -(-num_tokens // 32)
-    # # End tokens form one more class, the last. Merging equal pieces may save memory
+    # End tokens form one more class, the last. Merging equal pieces may save memory
     # later, but the full rows are built first.
     end_class = table.transitions.shape[1]
     entries = (num_states + 2) * (end_class + 1)
@@ -47,7 +48,7 @@ def make_grammar(table: TokenTable, vocabulary: Vocabulary, bounds: Bounds) -> G
     transitions[over] = over
     class_of_token = table.class_of_token.copy()
     class_of_token[ends] = end_class
-    # # The rejecting state allows nothing, the ended state the end tokens.
+    # The rejecting state allows nothing, the ended state the end tokens.
     extra = np.zeros((2, end_class + 1), bool)
     extra[1, -1] = True
     sets = np.concatenate([allowed, extra])
@@ -73,6 +74,7 @@ def make_grammar(table: TokenTable, vocabulary: Vocabulary, bounds: Bounds) -> G
     )
 
 
+@explains_arguments
 def join(grammars: Sequence[Grammar]) -> Grammar:
     """Combine grammars into one with a variant for each, in the given order.
 
@@ -114,6 +116,7 @@ def join(grammars: Sequence[Grammar]) -> Grammar:
     )
 
 
+@explains_arguments
 def wait_for(
     tokens: Sequence[int],
     grammar: Grammar,
@@ -163,7 +166,7 @@ def wait_for(
             f"{wrong or 'none'}"
         )
     inner = _read(grammar)
-    # # Trigger tokens move to new classes with the transitions of their old ones.
+    # Trigger tokens move to new classes with the transitions of their old ones.
     classes = inner.class_of_token.copy()
     num_classes = inner.transitions.shape[1]
     old = np.unique(classes[list(tokens)])
@@ -249,7 +252,7 @@ def _assemble(*, vocabulary_size: int, **arrays: Ints) -> Grammar:
         "masks": _narrow(len(arrays["mask_pieces"])),
     }
     placed = {
-        name: jnp.asarray(values.astype(dtypes.get(name, np.dtype(np.int32))))
+        name: jax.device_put(values.astype(dtypes.get(name, np.dtype(np.int32))))
         for name, values in arrays.items()
     }
     return Grammar(vocabulary_size=vocabulary_size, **placed)

@@ -26,8 +26,9 @@ from jkv.grammar.bounds import Bounds
 from jkv.grammar.errors import NoText
 from jkv.grammar.vocabulary import Vocabulary
 
-# # (state, node) pairs walked at once, some 100 MB.
+# (state, node) pairs walked at once, some 100 MB.
 _PAIRS_AT_ONCE = 2**21
+_BYTES_OF_PAIR = 128  # for each, of which a quarter is used
 
 Ints = npt.NDArray[np.int32]
 
@@ -36,7 +37,7 @@ Ints = npt.NDArray[np.int32]
 class TokenTable:
     """An automaton over token classes."""
 
-    # # i32[S, C], the state after a token of each class, -1 for none. All states are
+    # i32[S, C], the state after a token of each class, -1 for none. All states are
     # reachable from state 0 and reach an accepting state.
     transitions: Ints
     accepting: npt.NDArray[np.bool_]  # bool[S], True if a string may end in the state
@@ -51,13 +52,14 @@ def make_table(
     tell = vocabulary.progress or (lambda _done, _all: None)
     class_of_token, firsts = _find_classes(automaton.transitions, trie, tell, bounds)
     num_states = len(automaton.transitions)
-    # # Two such int32 tables exist at a time.
+    # Two such int32 tables exist at a time.
     what = f"a table of {num_states:,} states and {len(firsts):,} classes of tokens"
-    bounds.hold(num_states * len(firsts) * 8, what)
+    held = automaton.transitions.nbytes
+    bounds.hold(held + num_states * len(firsts) * 8, what)
     table = np.stack(
         [_follow(automaton.transitions, vocabulary, first) for first in firsts], axis=1
     )
-    # # Tokens may not reach, or not finish from, states that bytes do.
+    # Tokens may not reach, or not finish from, states that bytes do.
     alive = find_finishing(table, automaton.accepting)
     if not alive[0]:
         raise NoText("vocabulary cannot spell any string of this language")
@@ -67,7 +69,7 @@ def make_table(
     labels = merge_states(table, accepting.astype(np.int64), bounds)
     merged = np.unique(labels, return_index=True)[1]
     table = np.append(labels, -1)[table[merged]].astype(np.int32)
-    # # Classes may have differed only in dropped states.
+    # Classes may have differed only in dropped states.
     table, which = np.unique(table, axis=1, return_inverse=True)
     classes = which.reshape(-1)[class_of_token]
     return TokenTable(table, accepting[merged], classes.astype(np.int32))
@@ -86,7 +88,8 @@ def _find_classes(
     begin = rng.integers(0, 2**64 - 1, shape, np.uint64) | np.uint64(1)
     end = rng.integers(0, 2**64 - 1, shape, np.uint64)
     hashes = np.zeros((2, num_nodes), np.uint64)
-    at_once = max(1, _PAIRS_AT_ONCE // max(1, num_nodes))
+    num_pairs = min(_PAIRS_AT_ONCE, bounds.max_bytes // _BYTES_OF_PAIR)
+    at_once = max(1, num_pairs // max(1, num_nodes))
     for first in range(0, num_states, at_once):
         states = np.arange(first, min(first + at_once, num_states), dtype=np.int32)
         for origins, nodes, reached in trie.walk(transitions, states):
@@ -179,7 +182,7 @@ def make_trie(tokens: list[bytes]) -> TokenTrie:
         last_bytes.append((distinct % 256).astype(np.uint8))
         parents.append(distinct // 256)
         num_nodes += len(distinct)
-    # # Nodes are numbered level by level, and by parent within a level.
+    # Nodes are numbered level by level, and by parent within a level.
     parent = np.concatenate(parents)[1:]
     num_children = np.bincount(parent, minlength=num_nodes)
     return TokenTrie(

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Unpack
 
+from jkv.arguments import explains_arguments
 from jkv.grammar.bounds import Bounds, Timeout
 from jkv.grammar.determinization import determinize
 from jkv.grammar.errors import NoText, TooLarge, Unsupported
@@ -21,7 +22,6 @@ from jkv.grammar.schema.compilation import Reading, compile_schema
 from jkv.grammar.schema.punctuation import Punctuation
 from jkv.grammar.schema.strings import literal_string
 from jkv.grammar.vocabulary import Vocabulary
-from jkv.signatures import lists_arguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ class _Calls(Part):
         return marks.object(marks.separated([(name, True), (arguments, True)]))
 
 
-@lists_arguments
+@explains_arguments
 def from_tools(
     tools: Sequence[Mapping[str, Any]],
     vocabulary: Vocabulary,
@@ -142,6 +142,7 @@ def from_tools(
     return concatenate([calls], vocabulary, **limits)
 
 
+@explains_arguments
 def find_refused_tools(
     tools: Sequence[Mapping[str, Any]],
     *,

@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from jkv.arguments import explains_arguments, explains_class
+
 
 class Tokenizer(Protocol):
     """The part of `tokenizers.Tokenizer` that `vocabulary_of` uses."""
@@ -18,16 +20,17 @@ class Tokenizer(Protocol):
         """Return the tokenizer's file contents, JSON."""
 
 
+@explains_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class Vocabulary:
     """The bytes of each token, and the end tokens."""
 
-    # # Bytes of each id. Grammars never allow a token of None (special or unused ids)
+    # Bytes of each id. Grammars never allow a token of None (special or unused ids)
     # or of no bytes.
     tokens: Sequence[bytes | None]
-    # # End-of-sequence ids; their entries in `tokens` are ignored.
+    # End-of-sequence ids; their entries in `tokens` are ignored.
     end_tokens: Sequence[int]
-    # # Called during compilation with the numbers of walked and of all states, since
+    # Called during compilation with the numbers of walked and of all states, since
     # large grammars take seconds.
     progress: Callable[[int, int], None] | None = None
 
@@ -45,7 +48,10 @@ class Vocabulary:
         object.__setattr__(self, "end_tokens", tuple(sorted(set(ends))))
 
 
-def vocabulary_of(tokenizer: Tokenizer, end_tokens: Iterable[int]) -> Vocabulary:
+@explains_arguments
+def vocabulary_of(
+    tokenizer: Tokenizer, end_tokens: Iterable[int], size: int | None = None
+) -> Vocabulary:
     """Read the bytes of each token from a tokenizer.
 
     Supports the two common encodings: one character per byte (byte-level BPE, from
@@ -56,9 +62,11 @@ def vocabulary_of(tokenizer: Tokenizer, end_tokens: Iterable[int]) -> Vocabulary
     Args:
       tokenizer: a `tokenizers.Tokenizer`.
       end_tokens: end-of-sequence ids.
+      size: width of the model's logits; ids from there on, such as image tokens of a
+        text-only model, are left out. None keeps all.
 
     Returns:
-      The vocabulary, up to the highest id. Special tokens are None.
+      The vocabulary, up to the highest id or `size`. Special tokens are None.
 
     Raises:
       ValueError: the decoder is of another kind; construct a `Vocabulary` instead.
@@ -69,11 +77,12 @@ def vocabulary_of(tokenizer: Tokenizer, end_tokens: Iterable[int]) -> Vocabulary
     tokens: list[bytes | None] = [None] * (max(vocabulary.values()) + 1)
     for text, number in vocabulary.items():
         tokens[number] = spell(text)
-    # # The decoder treats added tokens like others.
+    # The decoder treats added tokens like others.
     for added in saved.get("added_tokens", ()):
         text = added["content"]
         tokens[added["id"]] = None if added["special"] else spell(text)
-    return Vocabulary(tokens, tuple(end_tokens))
+    tokens = tokens[:size]
+    return Vocabulary(tokens, [end for end in end_tokens if end < len(tokens)])
 
 
 def _parts_of_decoder(decoder: Any) -> Iterable[Mapping[str, Any]]:
@@ -98,7 +107,7 @@ def _find_spelling(parts: Sequence[Mapping[str, Any]]) -> Callable[[str], bytes]
                 rules.append((part.get("replacement", "▁"), " "))
             case "Fuse":
                 is_fused = True
-            # # Decoders strip a space only at the beginning of a text.
+            # Decoders strip a space only at the beginning of a text.
             case "Strip" if part.get("content") == " " and not part.get("stop"):
                 continue
             case "ByteLevel" | "ByteFallback":
@@ -109,7 +118,7 @@ def _find_spelling(parts: Sequence[Mapping[str, Any]]) -> Callable[[str], bytes]
         return _spell_byte_level
     if not rules and "ByteFallback" not in kinds or "ByteLevel" in kinds:
         raise _refuse(f"of {kinds}")
-    return functools.partial(_spell_with_rules, rules)
+    return functools.partial(_spell_with_rules, rules, "ByteFallback" in kinds)
 
 
 def _read_rule(part: Mapping[str, Any], is_fused: bool) -> tuple[str, str]:
@@ -128,7 +137,7 @@ def _refuse(what: str) -> ValueError:
     )
 
 
-# # The byte of each character of byte-level BPE: printable bytes are themselves, the
+# The byte of each character of byte-level BPE: printable bytes are themselves, the
 # others follow from U+0100 on (https://github.com/openai/gpt-2, `bytes_to_unicode`).
 _PLAIN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _SHIFTED = [byte for byte in range(256) if byte not in _PLAIN]
@@ -138,15 +147,17 @@ _BYTES |= {chr(0x100 + rank): byte for rank, byte in enumerate(_SHIFTED)}
 
 def _spell_byte_level(text: str) -> bytes:
     found = [_BYTES.get(character) for character in text]
-    # # A token with another character is added text, stored verbatim.
+    # A token with another character is added text, stored verbatim.
     return text.encode() if None in found else bytes(b for b in found if b is not None)
 
 
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
-def _spell_with_rules(rules: Sequence[tuple[str, str]], text: str) -> bytes:
-    if byte := _BYTE.fullmatch(text):
+def _spell_with_rules(
+    rules: Sequence[tuple[str, str]], has_bytes: bool, text: str
+) -> bytes:
+    if has_bytes and (byte := _BYTE.fullmatch(text)):
         return bytes.fromhex(byte[1])
     for pattern, content in rules:
         text = text.replace(pattern, content)

@@ -45,7 +45,7 @@ class WatchedBatch(Batch):
 class StepWatcher:
     """State of debug mode. Stamps are the low word of the cache's clock."""
 
-    # # Per group u32[L, S]: stamp of the last step written, by layer and sequence.
+    # Per group u32[L, S]: stamp of the last step written, by layer and sequence.
     written: tuple[jax.Array, ...]
     uncommitted: jax.Array  # u32[S], stamp of an uncommitted step, or 0
     planned: jax.Array  # u32[S], stamp of the newest step, or 0
@@ -83,7 +83,7 @@ class StepWatcher:
             )
             after = _LOOKS[role](step, named.get("layer"))
             named["batch"] = Batch(**_fields_of(batch))
-        # # The package's own loops pass tokens to any cache.
+        # The package's own loops pass tokens to any cache.
         if named.get("tokens") is not None and not plain.metadata.records_tokens:
             if is_called_from_outside(depth=2):
                 text = (
@@ -189,7 +189,7 @@ class _Step:
         self.where = find_caller()
         self.served = batch.query_lengths > 0
         self.row = jnp.where(self.served, batch.seq_ids, cache.max_sequences)
-        # # u32[B], clock at which the sequences were opened.
+        # u32[B], clock at which the sequences were opened.
         self.created = self.of_rows(cache.metadata.sequences.created)
 
     def of_rows(self, array: jax.Array) -> jax.Array:
@@ -217,7 +217,7 @@ class _Step:
             f"{num_layers}{among}",
             ~is_there,
         )
-        # # Negative indices would wrap around.
+        # Negative indices would wrap around.
         return GroupLayer(group, jnp.where(is_there, number, num_layers)), is_there
 
 
@@ -236,7 +236,7 @@ def _look_at_append(
         watcher = _with_uncommitted(watcher, row, step.stamp)
     planned, starts = step.of_rows(watcher.planned), step.of_rows(watcher.starts)
     lengths = batch.context_lengths - batch.query_lengths
-    # # Truncated tokens need not be written.
+    # Truncated tokens need not be written.
     is_left = (planned != 0) & _is_before(step.created, planned) & (lengths > starts)
     for number, written in enumerate(watcher.written):
         among = f" of group {number}" if len(watcher.written) > 1 else ""

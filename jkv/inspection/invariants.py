@@ -41,7 +41,7 @@ def check(cache: Cache) -> None:
         raise InvariantError(broken)
 
 
-# # Tables first: the other checks index with their entries.
+# Tables first: the other checks index with their entries.
 _OF_A_GROUP: tuple[tuple[str, Callable[[Recount], Iterator[str]]], ...] = (
     ("block_tables", blocks.check_tables),
     ("mapped_blocks", blocks.check_mapped),

@@ -27,9 +27,9 @@ class MemoryProfile:
     cached_bytes: int  # storage of cached blocks
     bytes_per_token: int  # one token's keys and values in all layers
     cells: int  # slots of live blocks of all groups, reserved ones included
-    # # Slots with a token; a shared one counts once per group.
+    # Slots with a token; a shared one counts once per group.
     tokens: int
-    # # Each device's memory statistics in bytes; None on devices without them (CPU).
+    # Each device's memory statistics in bytes; None on devices without them (CPU).
     devices: dict[str, dict[str, int] | None]
     state_bytes: int = 0  # of recurrent-state layers, snapshots included
 

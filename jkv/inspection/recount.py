@@ -51,7 +51,7 @@ def recount(metadata: Metadata, number: int) -> Recount:
     mapped = np.asarray(group.num_mapped_blocks, np.int64)
     entries = tables[np.arange(tables.shape[1]) < mapped[:, None]]
     entries = entries[(entries >= 0) & (entries < group.num_blocks)]
-    # # A sliding window has one array, the released counts; full attention has none.
+    # A sliding window has one array, the released counts; full attention has none.
     (given_back,) = jax.tree.leaves(group.window) or [np.zeros(group.max_sequences)]
     return Recount(
         name=f"group {number}: " if len(metadata.groups) > 1 else "",

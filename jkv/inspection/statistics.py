@@ -197,7 +197,7 @@ def _describe(num_blocks: int, sums: GroupTally) -> GroupStats:
         shared_blocks=sums.shared_blocks,
         pinned_blocks=sums.pinned_blocks,
         allocations=sums.num_taken,
-        # # Every allocated block is either live or was freed.
+        # Every allocated block is either live or was freed.
         frees=sums.num_taken - sums.live_blocks,
         peak_blocks=num_blocks - sums.fewest_free,
         evicted_blocks=sums.num_forgotten,
@@ -248,7 +248,7 @@ def _sum_group(metadata: Metadata, number: int) -> jax.Array:
     ring, live = group.free_blocks, group.reference_counts > 0
     block = jnp.arange(group.num_blocks, dtype=jnp.int32)
     known = metadata.index.knows(metadata, number, block)
-    # # At most S * M; the configuration keeps it below 2**30.
+    # At most S * M; the configuration keeps it below 2**30.
     mapped = jnp.sum(group.num_mapped_blocks, dtype=jnp.int32)
     kept = jnp.sum(group.num_kept_blocks, dtype=jnp.int32)
     sums = [

@@ -12,7 +12,7 @@ class Fragmentation(NamedTuple):
 
     internal: float  # empty slots of live blocks, over all their slots
     sharing: float  # table entries per live block; 1.0 without sharing
-    # # Free blocks below the highest live one, over all blocks up to it; the maximum
+    # Free blocks below the highest live one, over all blocks up to it; the maximum
     # over groups.
     spread: float
 

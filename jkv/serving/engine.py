@@ -14,8 +14,10 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
+import jax
 import numpy as np
 
+from jkv.arguments import explains_class
 from jkv.commands.compiled_programs import keep_compiled_programs
 from jkv.decoding.arguments.asked import How
 from jkv.decoding.model.protocol import Model
@@ -50,6 +52,7 @@ from jkv.steering import Steering
 from jkv.tiers.store import BlockStore
 
 
+@explains_class
 class Engine:
     """Continues requests on a cache: a queue without end around `jkv.generate`'s step.
 
@@ -90,6 +93,7 @@ class Engine:
       [6, 7, 8]
     """
 
+    @jax.transfer_guard("allow")
     def __init__(
         self,
         model: Model,
@@ -118,6 +122,7 @@ class Engine:
         max_parked_bytes: int | None = None,
         store: BlockStore | None = None,
         store_share: float = 0.125,
+        store_version: str | None = None,
         checks: bool = False,
         kept_programs: KeptPrograms | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -160,10 +165,14 @@ class Engine:
             that were parked first are forgotten. None is any number.
           store: where cached blocks go before the pool hands them out, and come back
             from for prompts that wait, if copying them takes less time than computing;
-            for a cache with `prefix_caching`. It is cleared when weights change, unless
-            `update_params` keeps what is cached.
+            for a cache with `prefix_caching`.
           store_share: how much of the pool holds nothing; what is cached beyond goes to
             the store.
+          store_version: the name of the weights and of the model's settings: only
+            engines whose name is the same find each other's blocks in a store or its
+            folder. None is the store's own `version`, and where it has none a digest
+            of all weights, of the model's `repr`, or the function's constants and
+            closure, and of `exact`.
           checks: whether to look at the cache's invariants after each window (slow).
           kept_programs: where executables are kept between runs, which then begin
             without tracing the model; what is not there yet is compiled at once.
@@ -175,6 +184,8 @@ class Engine:
           RuntimeError: if these do not make their engines within 30 seconds.
         """
         _check_cache(cache)
+        if not isinstance(kept_programs, KeptPrograms | None):
+            raise UsageError(f"kept_programs must be KeptPrograms, got {kept_programs}")
         if max_waiting is not None:
             check_counts(max_waiting=max_waiting)
         most_tokens = cache.max_context_length
@@ -220,6 +231,7 @@ class Engine:
             max_parked_bytes,
             store,
             store_share,
+            store_version,
             checks,
             clock,
         )
@@ -512,6 +524,7 @@ class Engine:
         recompute: bool = False,
         keep_cached: bool = False,
         version: int | None = None,
+        store_version: str | None = None,
     ) -> int:
         """Compute with other weights from the next window on; nothing is compiled.
 
@@ -533,6 +546,8 @@ class Engine:
             attend to keys and values of several versions.
           version: of these weights, above the last one, such as a trainer's step; None
             counts on from 0, that of the first weights.
+          store_version: the name of these weights in the store, as for the engine; a
+            store's folder is of this version from now on. None is a digest of them.
 
         Returns:
           The version.
@@ -542,7 +557,9 @@ class Engine:
             `recompute` with `keep_cached`; nothing has changed then.
         """
         self._check_leads()
-        update = Update(params, draft_params, recompute, keep_cached, version)
+        update = Update(
+            params, draft_params, recompute, keep_cached, version, store_version
+        )
         return self._turns.with_turn(lambda: self._scheduler.update_params(update))
 
     def replace_steering(self, steering: Steering) -> None:
@@ -636,7 +653,7 @@ class Engine:
         """Submit a prompt that goes on from a parked text, or from none."""
         self._check_leads()
         try:
-            request = read_request(self._limits, ask)
+            request = read_request(self._limits, ask, self._scheduler.domains)
         except RequestRefused:
             self._scheduler.count_refused()
             raise

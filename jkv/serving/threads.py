@@ -11,6 +11,8 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Generic, TypeVar
 
+import jax
+
 from jkv.serving.request.request import Request
 from jkv.serving.request.results import Cursor, Event
 
@@ -45,9 +47,13 @@ class Turns(Generic[Brought]):
         return self.with_turn(self._step)
 
     def with_turn(self, function: Callable[[], Found]) -> Found:
-        """Do something else instead of a step."""
+        """Do something else instead of a step.
+
+        A step moves tokens between host and device: a transfer guard of the caller is
+        for the caller's code.
+        """
         try:
-            with self._turn:
+            with self._turn, jax.transfer_guard("allow"):
                 return function()
         finally:
             self.tell()

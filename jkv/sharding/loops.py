@@ -53,7 +53,7 @@ def fori_loop(
         i, carry = state
         return i + 1, trip(i, carry)
 
-    # # If the end varies over an axis, so does the index.
+    # If the end varies over an axis, so does the index.
     (start,) = vary_alike([start], [end])
     return while_loop(lambda state: state[0] < end, next_trip, (start, carry))[1]
 

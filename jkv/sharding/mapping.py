@@ -103,7 +103,7 @@ def with_whole_blocks(
     axis = sharding.context
     if axis in sharding.open_axes:
         return spread(blocks, sharding.mesh, axis, None)
-    # # A sum rather than all_gather: its result has an unvarying type.
+    # A sum rather than all_gather: its result has an unvarying type.
     size = blocks.shape[array_axis]
     shape = list(blocks.shape)
     shape[array_axis] = size * sharding.num_parts

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-# # Largest array in bytes to transfer by a jitted copy, which dispatches six times as
+# Largest array in bytes to transfer by a jitted copy, which dispatches six times as
 # fast as `device_put`; larger ones are transferred without a copy.
 _SMALL = 2**16
 

@@ -18,10 +18,10 @@ class DividedAxes(NamedTuple):
     tokens: int | None = None
 
 
-# # Axes of a pool [L, N, K, T, D], of scales [L, N, K, T] and of rows [R, K, D].
+# Axes of a pool [L, N, K, T, D], of scales [L, N, K, T] and of rows [R, K, D].
 POOL_HEADS, POOL_TOKENS, ROW_HEADS = 2, 3, 1
 POOL, ROWS = DividedAxes(POOL_HEADS, POOL_TOKENS), DividedAxes(ROW_HEADS)
-# # Of arrays [H], and of replicated arrays.
+# Of arrays [H], and of replicated arrays.
 PER_HEAD, WHOLE = DividedAxes(0), DividedAxes()
 
 
@@ -30,12 +30,12 @@ class StorageSharding:
     """Sharding of a cache's keys and values over a mesh."""
 
     mesh: jax.sharding.Mesh  # the devices
-    # # Mesh axis over which kv heads are sharded; None for no axis.
+    # Mesh axis over which kv heads are sharded; None for no axis.
     heads: str | None = None
-    # # Mesh axis over which the tokens of each block are sharded: of a block of T
+    # Mesh axis over which the tokens of each block are sharded: of a block of T
     # tokens the first device has the first T / n, and so on. None for no axis.
     context: str | None = None
-    # # Copies of each kv head in the pool: more than one if the axis has more devices
+    # Copies of each kv head in the pool: more than one if the axis has more devices
     # than the model has kv heads; each device then stores one head.
     copies: int = 1
 
@@ -117,7 +117,7 @@ def find_spec(
     return jax.sharding.PartitionSpec(*map(parts.get, range(last + 1)))
 
 
-# # The sharding of a group's storage, and the specs of its sharded arrays by path.
+# The sharding of a group's storage, and the specs of its sharded arrays by path.
 Divided: TypeAlias = tuple[
     StorageSharding | None, dict[str, jax.sharding.PartitionSpec]
 ]
@@ -211,7 +211,7 @@ class PoolSharding:
         self,
         function: Callable[[Any, Any], Any],
         divided: Any,  # sharded over ranks
-        # # Replicated.
+        # Replicated.
         whole: Any,
         *,
         out_specs: Any,

@@ -323,7 +323,7 @@ class Cache:
         with contextlib.suppress(Exception):
             # An axis more, as stacked caches have, would shift the sizes.
             if all(len(each.key_pool.shape) == 5 for each in self.block_storage):
-                if len(self.metadata.is_open.shape) == 1:
+                if len(self.metadata.sequences.rows.shape) == 2:
                     return self._describe()
         return self._list_arrays()
 

@@ -12,7 +12,8 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jkv.arguments import as_arrays, explain, explains_arguments
+from jkv.arguments import explain, explains_arguments, for_second_call
+from jkv.guards import explicit_transfers
 from jkv.sharding.storage_sharding import PoolSharding
 from jkv.signatures import with_signature
 from jkv.state.cache import Cache, Role
@@ -58,12 +59,13 @@ def takes_cache(
                     return cache.watcher.call(function, cache, (args, kwargs), role)
                 return function(*args, **kwargs)
             except Exception as error:
-                again = as_arrays(args, kwargs)
+                again = for_second_call(args, kwargs, error)
                 if again is None:
                     _explain(function, cache, error)
                     explain(function, args, kwargs, error)
                     raise
-            return entered(*again[0], **again[1])
+            with explicit_transfers():
+                return entered(*again[0], **again[1])
 
         return with_signature(entered, function)
 

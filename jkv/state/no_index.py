@@ -7,22 +7,17 @@ Rows are those of the block tables: a row of S or above is dropped. Symbols in s
 comments as in `jkv.state.metadata`; P places of snapshots.
 """
 
-# ruff: noqa: ARG002 (the base class ignores the arguments of its subclass)
-
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
+from jkv.state.batch import Batch
 from jkv.state.index import Found, FoundBlocks, FoundState
 
-if TYPE_CHECKING:
-    from jkv.state.batch import Batch
-    from jkv.state.metadata import Metadata
+Metadata: TypeAlias = Any  # `jkv.state.Metadata`, which holds an index
 
 
 @jax.tree_util.register_dataclass

@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.signatures import lists_arguments
+from jkv.arguments import explains_arguments
 from jkv.status import UsageError
 from jkv.steering.protocol import Steering, check_steering
 from jkv.steering.tables import check_integers
 
 
+@explains_arguments
 def chain(*steerings: Steering) -> Steering:
     """Return what steers a text by several things at once.
 
@@ -125,7 +126,7 @@ class Chain(Steering):
         return token
 
 
-@lists_arguments
+@explains_arguments
 def renumber(steering: Steering, numbers: jax.Array) -> Steering:
     """Return what steers as another does, with variants of its own.
 

@@ -104,14 +104,7 @@ def write_file(
     Arrays of large elements come first: then each begins at a multiple of its element
     size.
     """
-    start, entries = 0, {}
-    for name, tensor in tensors.items():
-        entries[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, start + tensor.nbytes],
-        }
-        start += tensor.nbytes
+    entries, start = _place_all(tensors)
     header = _header(metadata, entries, _NO_CHECKSUM)
     with replacing(path) as file:
         digest = hashlib.sha256(header)
@@ -124,6 +117,25 @@ def write_file(
             raise ValueError("the parts of a tensor do not make up its shape")
         file.seek(8)
         file.write(_header(metadata, entries, digest.hexdigest()))
+
+
+def measure_file(tensors: dict[str, Tensor], metadata: dict[str, str]) -> int:
+    """Return how many bytes `write_file` writes."""
+    entries, nbytes = _place_all(tensors)
+    return 8 + len(_header(metadata, entries, _NO_CHECKSUM)) + nbytes
+
+
+def _place_all(tensors: dict[str, Tensor]) -> tuple[dict[str, Any], int]:
+    """Return the header's entries of tensors, one after the other, and their bytes."""
+    start, entries = 0, {}
+    for name, tensor in tensors.items():
+        entries[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, start + tensor.nbytes],
+        }
+        start += tensor.nbytes
+    return entries, start
 
 
 def read_file(path: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:

@@ -16,11 +16,12 @@ from jkv.state import NO_SEQUENCE, Cache, Metadata
 from jkv.status import Status, UsageError, raise_for_status
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Swapped:
     """Sequences on the host, apart from any cache, with all that they have.
 
-    A `Swapped` can be pickled, and swapped in as often as you like.
+    A `Swapped` is a pytree, can be pickled, and swapped in as often as you like.
 
     Example:
       >>> import jkv
@@ -38,7 +39,8 @@ class Swapped:
     committed: np.ndarray | None  # i32[B], as in `PrefixIndex`
     salts: np.ndarray | None  # i32[B], likewise
     groups: tuple[Luggage, ...]  # what they have in each group
-    block_size: int  # tokens per block, T
+    # Tokens per block, T; static, as no shape tells it.
+    block_size: int = dataclasses.field(metadata={"static": True})
     num_pending: np.ndarray | None = None  # i32[B], as in `Sequences`
 
     @property

@@ -28,9 +28,10 @@ def restore(
 
     For the host, outside jit. In order of their chains each goes into a free block that
     holds nothing, as far as there are any. What is there already is skipped, and so is
-    what has lost its parent. All of them, and the blocks that lead up to them, count as
-    used just now. A snapshot of a state whose blocks are there takes an empty place, or
-    that of the snapshot unused for longest. No sequence is touched.
+    what has lost its parent or ends past `max_context_length`. All of them, and the
+    blocks that lead up to them, count as used just now. A snapshot of a state whose
+    blocks are there takes an empty place, or that of the snapshot unused for longest,
+    but of none named here. No sequence is touched.
 
     Args:
       cache: a cache with `prefix_caching` of the same layers, heads, sizes and dtype.
@@ -63,6 +64,7 @@ def restore(
             f"blocks can be restored into a cache of the same layers, heads, sizes and "
             f"dtype only: {'; '.join(different)}"
         )
+    spilled = spilled.within(cache.max_context_length)
     stands: np.ndarray | None = None
     num_restored = 0
     numbers = cache.metadata.block_numbers

@@ -74,28 +74,33 @@ def note_snapshots(
 ) -> tuple[Metadata, np.ndarray]:
     """Give places to the snapshots of texts: empty ones, and those unused for longest.
 
-    Of texts, i32[n T] each, so many last tokens are pending, i32[P]. Returned with the
-    metadata are the places, i32[P], that of no snapshot for a text that has one.
+    Of texts, i32[n T] each, so many last tokens are pending, i32[P]. One that is there
+    keeps its place, and all count as used just now. Returned with the metadata are the
+    places, i32[P], that are to be written; that of no snapshot for any other text.
     """
     known: Any = snapshots_of(metadata)
     lengths, last_used, theirs = map(
         np.array, (known.lengths, known.last_used, known.salts)
     )
     none = len(lengths)
-    places = np.full(len(texts), none, np.int32)
+    own = np.full(len(texts), none, np.int32)  # places of those that are there
     for number, (text, salt) in enumerate(zip(texts, salts, strict=True)):
         alike = np.flatnonzero((lengths == len(text)) & (theirs == salt))
-        if any(np.array_equal(known.texts[p][: len(text)], text) for p in alike):
-            continue
-        free = [p for p in range(none) if p not in places[:number]]
-        if free:
-            places[number] = min(free, key=lambda place: last_used[place])
+        for place in alike.tolist():
+            if np.array_equal(known.texts[place][: len(text)], text):
+                own[number] = place
+    free = sorted({*range(none)} - {*own.tolist()}, key=lambda place: last_used[place])
+    places, is_new = own.copy(), own == none
+    pending = np.where(is_new, pending, np.take(known.num_pending, own, mode="clip"))
+    new = np.flatnonzero(is_new)
+    new = new[max(len(new) - len(free), 0) :]  # the last are the longest
+    places[new] = free[: len(new)]
     rows = np.full((len(texts), known.texts.shape[1]), -1, np.int32)
     for row, text in zip(rows, texts, strict=True):
         row[: len(text)] = text
     ends = np.array([len(text) for text in texts], np.int32)
     metadata = _note(metadata, rows, ends, np.array(salts, np.int32), pending, places)
-    return metadata, places
+    return metadata, np.where(is_new, places, none)
 
 
 @jax.jit

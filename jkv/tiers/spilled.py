@@ -4,9 +4,12 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Self
 
+import jax
 import numpy as np
 
 from jkv.state import Cache
+
+STATIC = {"static": True}  # of fields that only the host looks at
 
 
 class Layout(NamedTuple):
@@ -60,6 +63,7 @@ class Layout(NamedTuple):
         ]
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Held:
     """What a column of a text holds: its blocks, and a snapshot at its end."""
@@ -67,8 +71,11 @@ class Held:
     # [L, ...] by path, in files too: "block.0.key_pool" of the first group with blocks,
     # "snapshot.rows.0.sum" of the first with a state, "snapshot.num_pending", i32[1].
     arrays: dict[str, np.ndarray]
-    keep: tuple[int, int] | None = None  # class, and up to when; None: one class
-    is_saved: bool = False  # whether a file holds all of it
+    # Class, and up to when; None: one class.
+    keep: tuple[int, int] | None = dataclasses.field(default=None, metadata=STATIC)
+    is_saved: bool = dataclasses.field(
+        default=False, metadata=STATIC
+    )  # whether a file holds all of it
 
     @property
     def nbytes(self) -> int:
@@ -94,21 +101,28 @@ class Held:
         is_same = len(arrays) == len(self.arrays) and keep == self.keep
         return Held(arrays=arrays, keep=keep, is_saved=self.is_saved and is_same)
 
+    def lowered(self, now: int) -> "Held":
+        """Return this in class 0 if the time of its class is over."""
+        if self.keep is None or self.keep[1] > now:
+            return self
+        return dataclasses.replace(self, keep=(0, 0))
 
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Spilled:
     """Cached blocks on the host, as `spill` takes them out and `restore` takes them.
 
     Texts are a tree of Q *nodes*, columns of T tokens each, parents before children: a
     text is known by all of its tokens, and what texts have in common stands once. Nodes
-    that hold nothing only lead up to others.
+    that hold nothing only lead up to others. It is a pytree, and can be pickled.
     """
 
     tokens: np.ndarray  # i32[Q, T], of each node
     parents: np.ndarray  # i32[Q], the node before each, -1 for a text's first
     salts: np.ndarray  # i32[Q], the domain of each
     held: dict[int, Held]  # what there is of nodes, in their order
-    layout: Layout  # of the cache that it left
+    layout: Layout = dataclasses.field(metadata=STATIC)  # of the cache that it left
 
     @property
     def block_size(self) -> int:
@@ -139,6 +153,24 @@ class Spilled:
         """Bytes of all arrays."""
         own = sum(each.nbytes for each in (self.tokens, self.parents, self.salts))
         return own + sum(each.nbytes for each in self.held.values())
+
+    def within(self, max_tokens: int) -> "Spilled":
+        """Return the columns that end within so many tokens of their texts."""
+        is_kept = (self.columns + 1) * self.block_size <= max_tokens
+        if is_kept.all():
+            return self
+        numbers = np.cumsum(is_kept, dtype=np.int32) - 1
+        return Spilled(
+            tokens=self.tokens[is_kept],
+            parents=np.where(self.parents < 0, -1, numbers[self.parents])[is_kept],
+            salts=self.salts[is_kept],
+            held={
+                int(numbers[node]): each
+                for node, each in self.held.items()
+                if is_kept[node]
+            },
+            layout=self.layout,
+        )
 
     def text_of(self, node: int) -> np.ndarray:
         """Return the tokens of a text up to the end of a node, i32[n T]."""

@@ -4,14 +4,31 @@ import collections
 import dataclasses
 import os
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from jkv.arguments import explains_class
 from jkv.config.counts import human_bytes
 from jkv.status import UsageError
 from jkv.tiers.folder import Folder, first_digest, next_digest
 from jkv.tiers.spilled import Held, Layout, Spilled
+
+# A domain's name: a number that means the same in all processes, or the hash of a text.
+Domain = int | str
+
+
+def _same_number(salt: int) -> Domain | None:
+    return salt
+
+
+class Names(NamedTuple):
+    """Names of weights and domains that hold beyond this process."""
+
+    version: str  # of the weights
+    # From a domain's number in a cache to its name; None: it is not to be stored.
+    domain: Callable[[int], Domain | None] = _same_number
 
 
 @dataclasses.dataclass(eq=False)
@@ -19,7 +36,8 @@ class _Node:
     """A column of a text."""
 
     parent: "_Node | None"  # None before a text's first
-    salt: int
+    version: str
+    domain: Domain
     tokens: np.ndarray  # i32[T]
     digest: bytes
     children: dict[bytes, "_Node"] = dataclasses.field(default_factory=dict)
@@ -34,6 +52,7 @@ class _Node:
         return np.concatenate(columns[::-1])
 
 
+@explains_class
 class BlockStore:
     """Cached blocks on the host and in a folder, by their texts.
 
@@ -48,8 +67,9 @@ class BlockStore:
         are safetensors, each written whole or not at all; one that is damaged is
         skipped with a warning that names it.
       max_folder_bytes: most bytes of those files.
-      version: what the blocks were computed with, such as the name of the weights: what
-        lies in the folder of another version is not found.
+      version: the name of the weights and of the model's settings. Blocks of another
+        version are never found. An engine gives blocks a version of its own unless
+        there is one (`Engine(store_version=)`).
 
     Example:
       >>> import jax.numpy as jnp, jkv
@@ -86,7 +106,7 @@ class BlockStore:
         if folder is not None:
             self._folder = Folder(os.fspath(folder), max_folder_bytes)
             self._layout = self._folder.agree(version, None)
-        self._roots: dict[int, _Node] = {}
+        self._roots: dict[tuple[str, Domain], _Node] = {}
         # Those that hold something in memory, the longest unused first.
         self._used: collections.OrderedDict[_Node, None] = collections.OrderedDict()
         self._nbytes = 0
@@ -127,7 +147,7 @@ class BlockStore:
         """
         with self._lock:
             if self._folder is not None and self._layout is None:
-                self._folder.agree(self.version, layout)
+                self._layout = self._folder.agree(self.version, layout)
             self._layout = self._layout or layout
             if different := self._layout.differences(layout):
                 raise UsageError(
@@ -135,43 +155,49 @@ class BlockStore:
                     f"model and cache: {'; '.join(different)}"
                 )
 
-    def put(self, spilled: Spilled) -> None:
+    def put(self, spilled: Spilled, *, names: Names | None = None) -> None:
         """Take in what was spilled.
 
         Args:
           spilled: of a cache of this store's model, version and layout of rows.
+          names: of the weights and domains; None: this store's version, and domains by
+            number.
 
         Raises:
           ValueError: for blocks of another layout.
         """
+        names = names or Names(self.version)
         with self._lock:
             self.belong(spilled.layout)
-            nodes: list[_Node] = []
+            nodes: list[_Node | None] = []
             for tokens, parent, salt in zip(
                 spilled.tokens,
                 spilled.parents.tolist(),
                 spilled.salts.tolist(),
                 strict=True,
             ):
-                before = self._root(salt) if parent < 0 else nodes[parent]
-                nodes.append(self._child(before, tokens))
+                before = self._root(names, salt) if parent < 0 else nodes[parent]
+                nodes.append(None if before is None else self._child(before, tokens))
             for number, held in spilled.held.items():
-                if held.arrays:
-                    self._hold(nodes[number], held)
-            self._touch(nodes)
+                node = nodes[number]
+                if held.arrays and node is not None:
+                    self._hold(node, held)
+            named = [node for node in nodes if node is not None]
+            self._touch(named)
             self._make_room()
-            for node in nodes:
+            for node in named:
                 self._prune(node)
 
-    def count(self, tokens: Any, salt: int = 0) -> int:
+    def count(self, tokens: Any, salt: int = 0, *, names: Names | None = None) -> int:
         """Return how many tokens of a prompt lead up to the last column that is held.
 
         Args:
           tokens: i32[n], the prompt; its last token is never found.
           salt: the domain to look in.
+          names: as for `put`.
         """
         with self._lock:
-            path, folder = self._walk(tokens, salt), self._folder
+            path, folder = self._walk(tokens, salt, names), self._folder
             held = [
                 i
                 for i, node in enumerate(path)
@@ -181,24 +207,35 @@ class BlockStore:
                 self._prune(node)
         return 0 if not held else (held[-1] + 1) * len(path[0].tokens)
 
-    def find(self, tokens: Any, salt: int = 0, *, skip: int = 0) -> Spilled | None:
+    def find(
+        self,
+        tokens: Any,
+        salt: int = 0,
+        *,
+        skip: int = 0,
+        names: Names | None = None,
+    ) -> Spilled | None:
         """Look up a prompt: all that is held of its columns.
 
         Args:
           tokens: i32[n], the prompt; its last token is never found.
           salt: the domain to look in.
           skip: leading tokens of which nothing is wanted, as the cache has them.
+          names: as for `put`.
 
         Returns:
           What `restore` takes, from the text's beginning on, with gaps where nothing is
           held; None if there is nothing. It stays in the store.
+
+        Raises:
+          ValueError: for a folder that another process began for another version.
         """
         with self._lock:
-            path = self._walk(tokens, salt)
+            path = self._walk(tokens, salt, names)
             found = None
             if self._layout is not None and path:
                 wanted = path[skip // self._layout.block_size :]
-                found = self._bring(path, wanted, self._layout)
+                found = self._bring(path, wanted, salt, self._layout)
             self._touch(path)
             self._make_room()
             for node in path[::-1]:
@@ -206,7 +243,7 @@ class BlockStore:
             return found
 
     def _bring(
-        self, path: list[_Node], wanted: list[_Node], layout: Layout
+        self, path: list[_Node], wanted: list[_Node], salt: int, layout: Layout
     ) -> Spilled | None:
         """Return what is held of the last columns of a text; None for nothing."""
         for node in wanted:
@@ -223,18 +260,22 @@ class BlockStore:
         return Spilled(
             tokens=np.stack([node.tokens for node in path[:num]]),
             parents=np.arange(-1, num - 1, dtype=np.int32),
-            salts=np.full(num, path[0].salt, np.int32),
+            salts=np.full(num, salt, np.int32),
             held=held,
             layout=layout,
         )
 
-    def _walk(self, tokens: Any, salt: int) -> list[_Node]:
+    def _walk(self, tokens: Any, salt: int, names: Names | None) -> list[_Node]:
         """Return the columns of a prompt, as far as something may be held behind."""
+        if self._layout is None and self._folder is not None:
+            self._layout = self._folder.agree(self.version, None)  # others may fill it
         if self._layout is None:
             return []
+        node = self._root(names or Names(self.version), int(salt))
+        if node is None:
+            return []
         text, size = np.asarray(tokens, np.int32).reshape(-1), self._layout.block_size
-        num_columns = max(len(text) - 1, 0) // size
-        path, node = [], self._root(int(salt))
+        num_columns, path = max(len(text) - 1, 0) // size, []
         for column in text[: num_columns * size].reshape(num_columns, size):
             if self._folder is None and column.tobytes() not in node.children:
                 break
@@ -249,21 +290,57 @@ class BlockStore:
         """Whether there is a folder."""
         return self._folder is not None
 
-    def clear(self, version: str | None = None) -> None:
-        """Forget everything, in memory and in the folder, as when weights change.
-
-        Args:
-          version: what blocks are computed with from now on; None: as before.
-        """
+    def clear(self) -> None:
+        """Forget everything, in memory and in the folder, whatever its version is."""
         with self._lock:
-            if version is not None:
-                self.version = version
             self._roots.clear()
             self._used.clear()
             self._nbytes = 0
             if self._folder is not None:
                 self._folder.clear()
-                self._folder.agree(self.version, self._layout)
+                if self._layout is not None:
+                    self._folder.note(self.version, self._layout)
+
+    def begin_version(self, version: str) -> None:
+        """Name the weights from now on, for this store and the next start.
+
+        Args:
+          version: of the new weights. Blocks of the old ones stay in the folder, for
+            other processes, until newer ones take their room.
+        """
+        with self._lock:
+            self.version = version
+            if self._folder is not None and self._layout is not None:
+                self._folder.note(version, self._layout)
+
+    def forget(self, version: str) -> None:
+        """Forget what memory holds of a version of the weights."""
+        with self._lock:
+            for node in [each for each in self._used if each.version == version]:
+                self._drop(node)
+
+    def rename(self, old: str, new: str) -> None:
+        """Give what memory holds of a version another name, that of nothing else."""
+        with self._lock:
+            self.forget(new)
+            for key in [key for key in self._roots if key[0] == old]:
+                root = self._roots.pop(key)
+                assert self._layout is not None
+                self._rename(root, new, first_digest(root.domain, new, self._layout))
+                self._roots[new, root.domain] = root
+
+    def _rename(self, root: _Node, version: str, digest: bytes) -> None:
+        """Name a node and all behind it anew; no file holds them by that name."""
+        left = [(root, digest)]
+        while left:
+            node, digest = left.pop()
+            node.version, node.digest = version, digest
+            if node.held is not None:
+                node.held = dataclasses.replace(node.held, is_saved=False)
+            left += [
+                (child, next_digest(node.digest, child.tokens))
+                for child in node.children.values()
+            ]
 
     def flush(self) -> None:
         """Wait until what goes to the folder is written."""
@@ -281,19 +358,26 @@ class BlockStore:
                 self._write(node)
         self.flush()
 
-    def _root(self, salt: int) -> _Node:
-        if salt not in self._roots:
+    def _root(self, names: Names, salt: int) -> _Node | None:
+        """Return what texts of a domain begin from; None where it has no name."""
+        domain = names.domain(salt)
+        if domain is None:
+            return None
+        key = names.version, domain
+        if key not in self._roots:
             assert self._layout is not None
-            digest = first_digest(salt, self.version, self._layout)
-            self._roots[salt] = _Node(None, salt, np.zeros(0, np.int32), digest)
-        return self._roots[salt]
+            digest = first_digest(domain, names.version, self._layout)
+            self._roots[key] = _Node(None, *key, np.zeros(0, np.int32), digest)
+        return self._roots[key]
 
     def _child(self, node: _Node, tokens: np.ndarray) -> _Node:
         """Return the node of a column, i32[T], behind another."""
         key = tokens.tobytes()
         if key not in node.children:
             digest = next_digest(node.digest, tokens)
-            node.children[key] = _Node(node, node.salt, tokens.copy(), digest)
+            node.children[key] = _Node(
+                node, node.version, node.domain, tokens.copy(), digest
+            )
         return node.children[key]
 
     def _hold(self, node: _Node, held: Held) -> None:
@@ -315,12 +399,17 @@ class BlockStore:
     def _make_room(self) -> None:
         """Let go what was unused for longest, to the folder if there is one."""
         while self._nbytes > self.max_bytes:
-            node, _ = self._used.popitem(last=False)
+            node = next(iter(self._used))
             self._write(node)
-            assert node.held is not None
-            self._nbytes -= node.held.nbytes
-            node.held = None
-            self._prune(node)
+            self._drop(node)
+
+    def _drop(self, node: _Node) -> None:
+        """Let go what memory holds of a column."""
+        del self._used[node]
+        assert node.held is not None
+        self._nbytes -= node.held.nbytes
+        node.held = None
+        self._prune(node)
 
     def _write(self, node: _Node) -> None:
         held = node.held
@@ -330,7 +419,7 @@ class BlockStore:
 
     def _said(self, node: _Node) -> dict[str, Any]:
         """Return what a file says of its column beside the tokens."""
-        return {"salt": node.salt, "version": self.version, "layout": self._layout}
+        return {"salt": node.domain, "version": node.version, "layout": self._layout}
 
     def _prune(self, node: _Node) -> None:
         """Forget columns that hold nothing and lead up to nothing."""
@@ -338,4 +427,4 @@ class BlockStore:
             node.parent.children.pop(node.tokens.tobytes(), None)
             node = node.parent
         if node.parent is None and not node.children:
-            self._roots.pop(node.salt, None)
+            self._roots.pop((node.version, node.domain), None)

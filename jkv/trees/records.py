@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.arguments import explains_arguments
 from jkv.decoding.texts.prompts import count_tokens
 from jkv.decoding.texts.results import FinishReason, Generation
 from jkv.decoding.texts.text_tree import (
@@ -28,7 +29,6 @@ from jkv.decoding.texts.text_tree import (
     read_text,
 )
 from jkv.metadata.requests import Integers, Texts, as_prompts, broadcast
-from jkv.signatures import lists_arguments
 from jkv.status import UsageError
 from jkv.verbs.allocation import Allocation
 from jkv.verbs.forking import Fork
@@ -70,7 +70,7 @@ class TreeRecord:
         )
 
 
-@lists_arguments
+@explains_arguments
 def note_generate(
     record: TreeRecord,
     prompts: Texts,
@@ -118,6 +118,7 @@ def note_generate(
     return _add(record, result.tokens, jnp.repeat(segments, each), result.logprobs)
 
 
+@explains_arguments
 def note_allocate(record: TreeRecord, opened: Allocation) -> TreeRecord:
     """Note that sequences were opened: they have no text yet.
 
@@ -145,7 +146,7 @@ def note_allocate(record: TreeRecord, opened: Allocation) -> TreeRecord:
     return _move(record, opened.seq_ids, jnp.int32(NO_PARENT), jnp.int32(0))
 
 
-@lists_arguments
+@explains_arguments
 def note_given(
     record: TreeRecord, seq_ids: Integers, tokens: Texts
 ) -> tuple[TreeRecord, jax.Array]:
@@ -181,7 +182,7 @@ def note_given(
     return _move(record, ids, segments, unfed + count_tokens(texts)), segments
 
 
-@lists_arguments
+@explains_arguments
 def note_fed(record: TreeRecord, seq_ids: Integers, num_tokens: Integers) -> TreeRecord:
     """Note that tokens which the record knows are in the cache now.
 
@@ -212,7 +213,7 @@ def note_fed(record: TreeRecord, seq_ids: Integers, num_tokens: Integers) -> Tre
     return _move(record, ids, tips, jnp.maximum(waiting - counts, 0))
 
 
-@lists_arguments
+@explains_arguments
 def note_extend(
     record: TreeRecord, seq_ids: Integers, tokens: Texts, result: Generation
 ) -> tuple[TreeRecord, jax.Array]:
@@ -270,7 +271,7 @@ def note_extend(
     return _move(record, moved, segments, waiting), segments
 
 
-@lists_arguments
+@explains_arguments
 def note_fork(record: TreeRecord, parents: Integers, forked: Fork) -> TreeRecord:
     """Note that sequences were forked whole: children begin where their parents are.
 

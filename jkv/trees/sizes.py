@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.arguments import explains_arguments
 from jkv.decoding.texts.text_tree import (
     NO_PARENT,
     TextTree,
@@ -24,9 +25,11 @@ from jkv.decoding.texts.text_tree import (
     is_known,
     measure,
 )
+from jkv.metadata.requests import check_counts
 from jkv.status import UsageError
 
 
+@explains_arguments
 def pad(
     tree: TextTree,
     *,
@@ -88,6 +91,7 @@ class TreeParts(NamedTuple):
     is_first: jax.Array  # bool[P, R'], whether no earlier part has the row's token
 
 
+@explains_arguments
 def split(
     tree: TextTree, max_rows: int, *, num_segments: int | None = None
 ) -> TreeParts:
@@ -118,6 +122,7 @@ def split(
     """
     if not is_known(tree):
         raise UsageError("split looks at a tree's numbers: call it outside jit")
+    check_counts(max_rows=max_rows)
     check_tree(tree)
     measures = measure(tree)
     for segment in np.flatnonzero(measures.ends > max_rows):

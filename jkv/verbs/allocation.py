@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jkv.metadata import counters, requests, tables
 from jkv.metadata.part import (
@@ -24,7 +25,7 @@ from jkv.metadata.ring import Keep
 from jkv.state import NO_SEQUENCE, Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.state.index import Found
-from jkv.status import Status
+from jkv.status import Status, UsageError
 
 
 class Allocation(NamedTuple):
@@ -158,15 +159,30 @@ def free(
       >>> status.tolist(), int(jkv.num_free_blocks(cache))
       ([0, 5, 0], 4)
     """
+    if keep_until is not None:
+        keep_until = _as_time(keep_until)
     named: dict[str, Integers] = {}
     # One class, and none named: nothing to note.
     if cache.metadata.num_classes > 1 or not isinstance(keep, int) or keep:
         named["keep"] = keep
         if keep_until is not None:
-            named["keep_until"] = requests.as_domains("keep_until", keep_until)
+            named["keep_until"] = keep_until
     seq_ids, *of_class = requests.broadcast(seq_ids=seq_ids, **named)
     metadata, status = _free(cache.metadata, seq_ids, *of_class)
     return cache.with_metadata(metadata), status
+
+
+def _as_time(given: Integers) -> Integers:
+    """Return a time of `jkv.clock` for `broadcast`; refuse what is none."""
+    if not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(given)):
+        times = np.asarray(given)
+        is_integer = np.issubdtype(times.dtype, np.integer)
+        if is_integer and not ((times >= 0) & (times < 2**32)).all():
+            raise UsageError(
+                f"keep_until must be a time by jkv.clock, from 0 to 2^32 - 1, got "
+                f"{given!r:.60}"
+            )
+    return requests.as_domains("keep_until", given)
 
 
 @jax.jit

@@ -92,8 +92,8 @@ def test_loops_refuse_what_they_have_not():
     extend = functools.partial(jkv.extend, model, None, opened(0, 0), [0, 1], TEXTS)
     with pytest.raises(jkv.UsageError, match="extend has no max_running"):
         extend(steps=Steps(2, max_running=1))
-    with pytest.raises(jkv.UsageError, match="extend guesses no tokens"):
-        extend(max_new_tokens=2, how=VALUES["how"])
+    with pytest.raises(jkv.UsageError, match="unexpected .*'num_samples'"):
+        extend(max_new_tokens=2, num_samples=2)
     with pytest.raises(jkv.UsageError, match="unexpected .*'salts'"):
         extend(max_new_tokens=2, salts=1)
     with pytest.raises(jkv.UsageError, match="beam_search has no exact"):

@@ -179,3 +179,61 @@ def test_one_text_for_each_sequence():
         jkv.extend(
             attention_model, None, fresh_cache(), [0, 1], [[3]], max_new_tokens=2
         )
+
+
+def count_in_circles(_params, tokens, cache, batch, *, all_rows=False):
+    """A model whose texts repeat themselves: after a token its next of seven."""
+    logits = jax.nn.one_hot((tokens - 9) % 7 + 10, VOCABULARY) * 9.0
+    return (logits if all_rows else logits[batch.last_rows]), cache
+
+
+def test_guesses_change_no_token_of_open_sequences():
+    """Turn by turn, until blocks run out; texts stay open with all tokens but one."""
+    found = []
+    for speculate in (None, jkv.PromptLookup(num_tokens=3, min_ngram=1, cost=1.0)):
+        cache, opened = jkv.allocate(fresh_cache(), [0, 0, -1, -1])
+        given, turns = padded([[10, 11, 12, 13, 14, 15], [16, 10], [], []]), []
+        for _ in range(2):
+            cache, answer = jkv.jitted.extend(
+                count_in_circles,
+                None,
+                cache,
+                opened.seq_ids,
+                given,
+                max_new_tokens=14,
+                row_counts=(16,),
+                speculate=speculate,
+            )
+            jkv.check(cache)
+            turns.append((answer, jkv.context_lengths(cache)))
+            last = np.maximum(answer.lengths - 1, 0)[:2, None]
+            newest = np.take_along_axis(np.asarray(answer.tokens[:2]), last, axis=1)
+            given = padded([*newest.tolist(), [], []])
+        found.append(turns)
+    steps = 0
+    for (plain, lengths), (guessed, others) in zip(*found, strict=True):
+        for name in ("tokens", "lengths", "reasons"):
+            wanted = getattr(plain, name)
+            np.testing.assert_array_equal(getattr(guessed, name), wanted)
+        np.testing.assert_array_equal(others, lengths)
+        steps += int(plain.statistics.num_steps - guessed.statistics.num_steps)
+    assert steps >= 5
+    first, second = (answer for answer, _ in found[0])
+    assert first.tokens[0].tolist() == [16, 10, 11, 12, 13, 14, 15] * 2
+    assert second.tokens[0, 0] == 16
+    assert int(second.statistics.prompt_tokens) == 2
+    assert FinishReason.OUT_OF_BLOCKS in second.reasons.tolist()
+
+
+def test_a_draft_model_is_refused():
+    draft = jkv.DraftModel(model=attention_model, params=None, cache=fresh_cache())
+    with pytest.raises(jkv.UsageError, match="extend takes no DraftModel"):
+        jkv.extend(
+            attention_model,
+            None,
+            fresh_cache(),
+            [0],
+            [[3]],
+            max_new_tokens=2,
+            speculate=draft,
+        )

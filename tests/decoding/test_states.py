@@ -116,7 +116,9 @@ def test_what_cannot_be_is_said_by_name():
     with pytest.raises(UsageError, match="layer 1 keeps no state"):
         jkv.read_state(cache, 1, batch)
     state = jkv.read_state(cache, 0, batch)
-    with pytest.raises(UsageError, match=r"int32\[1, 2\].*got float32\[1, 2\]"):
+    with pytest.raises(
+        UsageError, match=r"int32\[B, 2\] with B = 1.*got float32\[1, 2\]"
+    ):
         jkv.write_state(cache, 0, batch, {"fold": state["fold"].astype("float32")})
     with pytest.raises(UsageError, match=r"\['fold'\], got \[\]"):
         jkv.write_state(cache, 0, batch, {})

@@ -7,6 +7,8 @@ import json
 
 import pretrained
 import pytest
+from pretrained.chat_template import _compile
+from pretrained.template_reading import read_form
 
 pytestmark = pytest.mark.one_end
 
@@ -183,6 +185,116 @@ def test_a_message_without_a_text_is_null_or_empty(tmp_path, content, expected):
     assert render(tmp_path, template, WITH_CALL) == expected
 
 
+PARTS = "{% for p in m.content %}{{ p.text }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "content, takes",
+    [
+        (PARTS, "parts"),
+        ("{% for p in m['content'] if p['type'] == 'text' %}x{% endfor %}", "parts"),
+        ("{% set c = m.content %}{% for p in c %}{{ p.text }}{% endfor %}", "parts"),
+        ("{{ m.content | map(attribute='text') | join }}", "parts"),
+        ("{{ (m.content | selectattr('type', 'equalto', 'text') | first).text }}",)
+        + ("parts",),
+        ("{{ m['content'][0]['text'] }}", "parts"),
+        (
+            "{% macro say(c) %}{% for p in c %}{{ p.text }}{% endfor %}{% endmacro %}"
+            "{{ say(m.content) }}",
+            "parts",
+        ),
+        ("{% if m.content is string %}{{ m.content }}{% else %}" + PARTS, "text"),
+        ("{% if m.content is not string %}" + PARTS + "{% else %}{{ m.content }}",)
+        + ("text",),
+        ("{% if m.content is iterable and m.content is not mapping %}x", "text"),
+        ("{% for line in m.content.split('\\n') %}{{ line }}{% endfor %}", "text"),
+        ("{% if m.content[0] == '<' %}x{% else %}{{ m.content }}", "text"),
+        ("{{ m.content }}", "text"),
+    ],
+)
+def test_a_template_is_read_for_the_form_of_its_messages(content, takes, tmp_path):
+    """Whether it goes through the parts of a content, or tests which it is."""
+    content += "{% endif %}" * (content.count("{% if") - content.count("{% endif"))
+    form = read_form(EACH + content + END, _compile("").environment)
+    assert form.takes_parts == (takes == "parts")
+    assert "type" not in render(tmp_path, EACH + content + END, CHAT)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% if messages[0].content == 'divide' %}{{ 1 // 0 }}"
+        "{% else %}{{ messages[0].content }}{% endif %}",
+        EACH + "{{ m.content.text }}{{ raise_exception('no text') }}" + END,
+        EACH + "{% if m.content is string %}{{ m.content + 1 }}{% else %}"
+        "{{ m.content }}{% endif %}" + END,
+    ],
+)
+def test_a_template_that_fails_is_not_played_in_another_form(template, tmp_path):
+    messages = [{"role": "user", "content": "divide"}]
+    with pytest.raises(ValueError, match="zero|no text|concatenate"):
+        render(tmp_path, template, messages)
+    if "divide" in template:
+        messages[0]["content"] = "add"
+        assert render(tmp_path, template, messages) == "add"
+
+
+TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask", "image", "custom")
+SHOWN = "".join(f"{{{{ {name}_token }}}}|" for name in TOKENS)
+ADDED = {"0": {"content": "<a>", "special": True}}
+OBJECT = {"__type": "AddedToken", "content": "<b>", "special": True}
+
+
+@pytest.mark.parametrize(
+    "config, special",
+    [
+        ({"bos_token": "<a>", "eos_token": OBJECT}, None),
+        ({"sep_token": "<a>", "cls_token": "<b>", "mask_token": "<c>"}, None),
+        ({"bos_token": "<a>", "image_token": "<b>", "custom_token": "<c>"}, None),
+        ({"extra_special_tokens": {"image_token": "<b>"}, "unk_token": "<c>"}, None),
+        ({"extra_special_tokens": ["<b>"], "add_bos_token": True}, None),
+        ({"bos_token": None}, {"bos_token": "<a>", "eos_token": {"content": "<b>"}}),
+        ({"bos_token": "<a>", "pad_token": "<c>"}, {"bos_token": "<b>"}),
+        ({"bos_token": "<a>", "added_tokens_decoder": ADDED}, {"bos_token": "<b>"}),
+        ({"added_tokens_decoder": ADDED}, {"bos_token": "<b>", "eos_token": "<c>"}),
+        (None, {"bos_token": "<b>", "mask_token": "<c>"}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_special_tokens_are_those_of_transformers(config, special, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, models
+
+    model = models.WordLevel({"<a>": 0, "<b>": 1, "<c>": 2}, unk_token="<a>")
+    Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(SHOWN)
+    for name, said in (("tokenizer_config", config), ("special_tokens_map", special)):
+        if said is not None:
+            (tmp_path / f"{name}.json").write_text(json.dumps(said))
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    chat = [{"role": "user", "content": "?"}]
+    expected = theirs.apply_chat_template(chat, tokenize=False)
+    assert pretrained.render_chat(tmp_path, chat) == expected
+
+
+@pytest.mark.parametrize("has_default", [True, False])
+def test_templates_have_files_by_name(has_default, tmp_path):
+    """They replace all of tokenizer_config.json's, as in transformers."""
+    settings = {"chat_template": [{"name": "default", "template": "config"}]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    chat = [{"role": "user", "content": "?"}]
+    assert pretrained.render_chat(tmp_path, chat) == "config"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    if has_default:
+        (tmp_path / "chat_template.jinja").write_text("default")
+        assert pretrained.render_chat(tmp_path, chat) == "default"
+    else:
+        with pytest.raises(ValueError, match="has no chat template"):
+            pretrained.render_chat(tmp_path, chat)
+    assert pretrained.render_chat(tmp_path, chat, TOOLS) == "tools"
+
+
 def test_null_is_not_taken_for_a_word_that_was_said(tmp_path):
     template = EACH + "{% if m.content is none %}-{% else %}{{ m.content }}{% endif %}"
     messages = [{"role": "user", "content": "None of it."}, WITH_CALL[2]]
@@ -192,6 +304,14 @@ def test_null_is_not_taken_for_a_word_that_was_said(tmp_path):
 def test_texts_come_in_parts_where_nothing_else_is_taken(tmp_path):
     template = EACH + "{{ m.content[0].text + '|' }}" + END
     assert render(tmp_path, template, CHAT) == "Be brief.|Why <é>?\n|"
+
+
+def test_a_message_without_a_text_has_a_part_without_one(tmp_path):
+    """Templates look at the first part of each message."""
+    template = EACH + "{{ m.content[0].type }}:" + PARTS + "|" + END
+    assert render(tmp_path, template, WITH_CALL) == (
+        "text:Be brief.|text:Why <é>?\n|text:|text:sun|"
+    )
 
 
 def test_roles_and_fields_that_templates_do_not_know(tmp_path):

@@ -17,6 +17,7 @@ from support import checkpoint_fixtures as fixtures
 from support import gguf_writing as writing
 
 from jkv.commands.capacity import make_plan
+from jkv.config import gguf_file
 from jkv.config.gguf_file import read_file
 
 pytestmark = pytest.mark.one_end
@@ -242,6 +243,66 @@ class TestRefused:
             pretrained.load(tmp_path / "pytorch_model.bin")
         with pytest.raises(FileNotFoundError, match="or a GGUF file"):
             pretrained.load(tmp_path / "cache")
+
+    @pytest.mark.parametrize(
+        "key, value, words",
+        [
+            ("qwen3.attention.head_count", 0, "an int of 1 or more"),
+            ("qwen3.attention.head_count", "two", "an int of 1 or more"),
+            ("qwen3.attention.head_count_kv", [[1], [1]], "an int of 1 or more"),
+            ("qwen3.attention.head_count_kv", [], "an int of 1 or more"),
+            ("qwen3.block_count", -1, "an int of 1 or more"),
+            ("qwen3.block_count", 2.0, "an int of 1 or more"),
+            ("qwen3.embedding_length", True, "an int of 1 or more"),
+            ("qwen3.feed_forward_length", [64, 64], "an int of 1 or more"),
+            ("qwen3.context_length", "long", "an int of 1 or more"),
+            ("qwen3.rope.freq_base", 0.0, "a number above 0"),
+            ("qwen3.rope.freq_base", float("nan"), "a number above 0"),
+            ("qwen3.attention.layer_norm_rms_epsilon", "small", "a number above 0"),
+            ("qwen3.rope.dimension_count", 0, "an int of 1 or more"),
+            ("tokenizer.ggml.tokens", 5, "a list of texts"),
+            ("tokenizer.ggml.tokens", [["a"], ["b"]], "a list of texts"),
+            ("tokenizer.ggml.tokens", [1, 2], "a list of texts"),
+            ("tokenizer.ggml.merges", "a b", "a list of texts"),
+            ("tokenizer.ggml.scores", ["a"], "a list of numbers"),
+            ("tokenizer.ggml.token_type", [1, 1], "has 2 entries"),
+            ("tokenizer.ggml.eos_token_id", 128, "the file has 128 tokens"),
+            ("tokenizer.ggml.bos_token_id", [1], "an int of 0 or more"),
+            ("tokenizer.ggml.add_bos_token", "yes", "true or false"),
+            ("tokenizer.chat_template", 7, "a text"),
+        ],
+    )
+    def test_metadata_of_another_kind(self, tmp_path, monkeypatch, key, value, words):
+        """As a file has it that was written wrongly: named by file and key."""
+        path = writing.write(tmp_path / "a.gguf", *self.model())
+        read = gguf_file._Reader.read_head
+
+        def read_wrongly(reader):
+            metadata, tensors = read(reader)
+            return metadata | {key: value}, tensors
+
+        monkeypatch.setattr(gguf_file._Reader, "read_head", read_wrongly)
+        with pytest.raises(ValueError, match=f"a.gguf: {key} .*{words}"):
+            read_file(path)
+
+    def test_arrays_in_arrays_without_end(self, tmp_path):
+        def number(value, size):
+            return value.to_bytes(size, "little")
+
+        path = tmp_path / "a.gguf"
+        nested = (number(9, 4) + number(1, 8)) * 100_000
+        path.write_bytes(
+            b"GGUF"
+            + number(3, 4)
+            + number(0, 8)
+            + number(1, 8)
+            + number(1, 8)
+            + b"a"
+            + number(9, 4)
+            + nested
+        )
+        with pytest.raises(ValueError, match="a.gguf is damaged"):
+            read_file(path)
 
     def test_a_part_that_is_missing_and_a_choice(self, tmp_path):
         name = "model-{:05d}-of-00002.gguf"

@@ -154,6 +154,13 @@ def test_stop_tokens_come_from_generation_config(folder):
         settings = {"eos_token": token, "added_tokens_decoder": ends}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
         assert pretrained.read_config(folder).stop_tokens == (7, 8, 9)
+    # Older ones name it in a file of its own, and its number with the tokens.
+    (folder / "tokenizer_config.json").write_text("{}")
+    special = {"eos_token": {"content": "<|im_end|>"}}
+    (folder / "special_tokens_map.json").write_text(json.dumps(special))
+    added = [{"id": 8, "content": "</s>"}, {"id": 9, "content": "<|im_end|>"}]
+    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    assert pretrained.read_config(folder).stop_tokens == (7, 8, 9)
 
 
 @pytest.mark.parametrize(
@@ -397,6 +404,18 @@ def test_damaged_shard_indices_and_shards_are_named(folder):
     index.write_text("{}")
     with pytest.raises(ValueError, match="is not a shard index"):
         pretrained.load(folder)
+
+    for weight_map, words in (
+        (None, "weight_map must be an object, got None"),
+        (["a"], "weight_map must be an object"),
+        ({"a": None}, "weight_map.a must be the name of a file"),
+        ({"a": 3}, "weight_map.a must be the name of a file"),
+        ({"a": ["b"]}, "weight_map.a must be the name of a file"),
+        ({"a": "../b.safetensors"}, "weight_map.a must be the name of a file"),
+    ):
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(ValueError, match=words):
+            pretrained.load(folder)
 
     # An index that sends a tensor to the wrong shard.
     shutil.copytree(CHECKPOINTS / "llama2", folder, dirs_exist_ok=True)

@@ -253,6 +253,56 @@ def test_no_line_stops_the_others(tmp_path, capsys, echo):
     assert len(echo.asked) == 1  # nothing was computed again
 
 
+def of_batch(name, url="/v1/completions", **body):
+    """A line in the form of OpenAI's batches."""
+    return {"custom_id": name, "method": "POST", "url": url, "body": body}
+
+
+WRONG_FORMS = [
+    ({"custom_id": 3, "method": "POST", "url": "/v1/completions", "body": {}}, 400),
+    ({"custom_id": "a", "method": "GET", "url": "/v1/completions", "body": {}}, 400),
+    (of_batch("b", "/v1/embeddings", input="a"), 400),
+    (of_batch("c", prompt="a", frobnicate=1), 400),
+    (of_batch("d", prompt="a", model="gpt"), 404),
+    (of_batch("e", "/v1/messages", messages=[]), 400),
+    ({**of_batch("f", prompt="a"), "x": 1}, 400),
+]
+
+
+@pytest.mark.usefixtures("echo")
+def test_lines_of_batches_have_answers_of_that_form(tmp_path, capsys):
+    prompts, results = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
+    good = [
+        of_batch("1", model="pydoc", prompt="a"),
+        of_batch("2", "/v1/responses", input="a"),
+    ]
+    asked = [*good, *(line for line, _ in WRONG_FORMS)]
+    prompts.write_text("\n".join(map(json.dumps, asked)))
+    serve_with_errors(prompts, results)
+    found = read_results(results)
+    for line in found.values():
+        line.pop("asked")
+        assert {*line} == {"id", "custom_id", "response", "error"}
+    first = found[0]
+    assert first["custom_id"] == "1" and first["error"] is None
+    assert first["response"]["status_code"] == 200 and first["response"]["request_id"]
+    body = first["response"]["body"]
+    assert body["object"] == "text_completion"
+    assert body["choices"][0]["text"] == "x" and body["usage"]["completion_tokens"] == 1
+    # The bundled model has no template: a chat is refused in its line.
+    assert found[1]["response"]["status_code"] == 400
+    for number, (line, status) in enumerate(WRONG_FORMS, start=len(good)):
+        told = found[number]
+        assert told["custom_id"] == line["custom_id"]
+        assert told["response"]["status_code"] == status, told
+        assert told["error"]["message"] == told["response"]["body"]["error"]["message"]
+    assert f"1 of {len(asked)} lines" in capsys.readouterr().err
+    # What failed is not tried again, and nothing is written twice.
+    before = results.read_bytes()
+    serve_with_errors(prompts, results)
+    assert results.read_bytes() == before
+
+
 @pytest.mark.further
 def test_lines_are_steered_as_clients_are(tmp_path):
     """More languages than there is room for, rules, and a template that fails."""
@@ -268,9 +318,24 @@ def test_lines_are_steered_as_clients_are(tmp_path):
         {"prompt": "The", "guided_regex": "("},
         {"prompt": "The", "temperature": 0},
         {"prompt": "The", "n": 2, "best_of": 3},
+        {"prompt": "The", "temperature": 0, "logprobs": 2},
+        {"prompt": "The with", "max_tokens": 0, "echo": True, "logprobs": 0},
+        of_batch(
+            "chat",
+            "/v1/chat/completions",
+            messages=chat,
+            max_tokens=4,
+            logprobs=True,
+            top_logprobs=1,
+        ),
+        of_batch("message", "/v1/messages", messages=chat, max_tokens=4),
+        of_batch("response", "/v1/responses", input="The", max_output_tokens=4),
     ]
     asked[7]["response_format"]["json_schema"] = {"schema": schema}
-    lines_asked = [json.dumps({"max_tokens": 24, **each}) for each in asked]
+    lines_asked = [
+        json.dumps(each if "custom_id" in each else {"max_tokens": 24, **each})
+        for each in asked
+    ]
     still = types.SimpleNamespace(update=lambda _: None)
     path = tmp_path / "results.jsonl"
     with lines.ResultLines(path, lines_asked) as results:
@@ -278,13 +343,24 @@ def test_lines_are_steered_as_clients_are(tmp_path):
     served.end()
     found = read_results(path)
     texts = {
-        i: each["choices"][0]["text"] for i, each in found.items() if i not in (8, 9)
+        i: each["choices"][0]["text"] for i, each in found.items() if "choices" in each
     }
     assert [texts[i] for i in range(6)] == list("abcdef")
     assert texts[6] == served.tokenizer.decode([5]) * 24 != texts[10]
     assert json.loads(texts[7])["a"] in ("x", "y")
     assert "unknown role" in found[8]["error"] and "guided_regex" in found[9]["error"]
     assert [each["index"] for each in found[11]["choices"]] == [0, 1]
+    told = found[12]["choices"][0]["logprobs"]
+    assert "".join(told["tokens"]) == texts[12] == texts[10]
+    assert len(told["top_logprobs"][0]) >= 2
+    told = found[13]["choices"][0]["logprobs"]
+    assert texts[13] == "The with" == "".join(told["tokens"])
+    assert told["token_logprobs"][0] is None and told["token_logprobs"][1] < 0
+    bodies = [found[i]["response"]["body"] for i in (14, 15, 16)]
+    told = bodies[0]["choices"][0]["logprobs"]["content"]
+    assert len(told) == 4 and len(told[0]["top_logprobs"]) == 1
+    assert bodies[1]["content"][0]["text"] and bodies[1]["type"] == "message"
+    assert bodies[2]["object"] == "response" and bodies[2]["output"]
     assert int(jkv.num_free_blocks(served.engine.cache)) == 12
 
 

@@ -89,6 +89,27 @@ def test_what_does_not_come_is_not_waited_for(serving, sent, expected):
         assert time.monotonic() - start < 5
 
 
+@pytest.mark.parametrize(
+    "sent, words",
+    [
+        (b"nothing of the kind\r\n\r\n", "Invalid HTTP request"),
+        (HEAD + b"Content-Length: two\r\n\r\n", "Invalid HTTP request"),
+        (b"GET / HTTP/1.1\r\n\r\n", "Invalid HTTP request"),  # no Host
+        (HEAD + b"X: " + b"a" * 20_000 + b"\r\n\r\n", "the head has more"),
+        (b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: a\r\n\r\n", "the head has"),
+    ],
+)
+def test_malformed_requests_are_answered_in_json(serving, sent, words):
+    """A head is too long however many packets it came in."""
+    _, _, address = serving()
+    with connected(address, sent) as connection:
+        head, _, body = read_to_end(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400") and b"application/json" in head
+    error = json.loads(body)["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["message"].startswith(words)
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/nowhere", "/health"])
 def test_an_endless_upload_ends(serving, path):
     """In bytes, when it is fast; the answer came before."""
@@ -204,6 +225,17 @@ def test_without_the_key_nothing_but_health(serving):
     client = openai.OpenAI(base_url=f"{address}/v1", api_key="secret", max_retries=0)
     assert client.models.list().data[0].id == "pydoc"
     host, port = address.removeprefix("http://").split(":")
+    for name, value in (
+        ("Authorization", "bearer secret"),
+        ("authorization", "BEARER secret"),
+        ("x-api-key", "secret"),
+    ):
+        connection = http.client.HTTPConnection(
+            *address.removeprefix("http://").split(":")
+        )
+        connection.request("GET", "/metrics", headers={name: value})
+        assert connection.getresponse().status == 200
+        connection.close()
     for path, status in [("/health", 200), ("/metrics", 401), ("/nowhere", 401)]:
         connection = http.client.HTTPConnection(host, int(port))
         connection.request("GET", path)

@@ -1,5 +1,6 @@
 """Calls of tools that a chat asks for: offered, chosen, told whole and in pieces."""
 
+import contextlib
 import json
 import random
 import re
@@ -8,9 +9,12 @@ import typing
 import openai
 import pydantic
 import pytest
+from served.asking import languages
 from served.asking.prompts import read_chat
 from served.asking.tools import read_tools
 from served.replying.calls import CallReader
+
+from jkv.grammar import TooLarge, from_tools, vocabulary_of
 
 pytestmark = [
     pytest.mark.one_end,
@@ -73,7 +77,10 @@ HEAD = '{"name": "f", "arguments": '
         ),
         # Cut by a limit: what is known is told.
         ("a <t>" + HEAD + '{"a": "', ("a", [["f", '{"a": "']], False)),
-        ("<t>" + HEAD[:-6], ("", [], False)),
+        ("<t>" + HEAD[:-6], ("", [["f", ""]], False)),
+        ('so |<t>{"name": "f"', ("so", [["f", ""]], False)),
+        ('so <t>{"name": "f', ('so<t>{"name": "f', [], False)),
+        ("so <t>", ("so<t>", [], False)),
         ("<t>" + HEAD + "{}}</t> |<t", ("<t", [["f", "{}"]], True)),
         ("<t>" + HEAD + "{}} ", ("", [["f", "{}"]], False)),
     ],
@@ -261,7 +268,49 @@ WRONG = {"type": "function", "function": WRONG}
         ({"tools": [{**BARE, "x": 1}]}, "tools", "'x' of the tool f"),
         ({"tools": [BARE, BARE]}, "tools", "different names"),
         ({"tools": [BARE], "tool_choice": "some"}, "tool_choice", "none, auto"),
-        ({"tool_choice": "auto"}, "tool_choice", "goes with tools"),
+        ({"tool_choice": "required"}, "tool_choice", "goes with tools"),
+        (
+            {
+                "tools": [BARE],
+                "tool_choice": {
+                    "type": "function",
+                    "function": {"name": "f"},
+                    "force": True,
+                },
+            },
+            "tool_choice",
+            "tool_choice.force is not served",
+        ),
+        (
+            {
+                "tools": [BARE],
+                "tool_choice": {
+                    "type": "function",
+                    "function": {"name": "f", "x": 1},
+                },
+            },
+            "tool_choice",
+            "tool_choice.x is not served",
+        ),
+        (
+            {"tools": [BARE], "tool_choice": {"type": "allowed_tools"}},
+            "tool_choice",
+            "an object with mode and tools",
+        ),
+        (
+            {
+                "tools": [BARE],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {
+                        "mode": "auto",
+                        "tools": [{"type": "function", "function": {"name": "g"}}],
+                    },
+                },
+            },
+            "tool_choice",
+            "no tool is called 'g'",
+        ),
         ({"tools": [BARE], "parallel_tool_calls": 1}, "parallel_tool_calls", "true or"),
         (
             {"tools": [BARE], "guided_regex": "a"},
@@ -335,3 +384,47 @@ def test_a_tool_that_is_not_served_does_not_refuse_the_others(post):
     body["tool_choice"] = "required"
     status, said = post(json.dumps(body).encode(), PATH)
     assert status == 400 and "tool 'far'" in said["error"]["message"]
+
+
+def test_the_largest_of_many_tools_have_free_arguments(served):
+    """Each has room alone; all of them together have none."""
+    names = {"type": "array", "items": {"enum": ["some", "words", "of", "it"]}}
+    small = {"name": "small", "parameters": {"properties": {"a": {"enum": [1, 2]}}}}
+    large = [
+        {
+            "name": f"large{number}",
+            "parameters": {
+                "properties": {"a": {**names, "maxItems": 10}, "b": {"maxLength": 60}}
+            },
+        }
+        for number in range(4)
+    ]
+    tools = [
+        {**each, "parameters": {"type": "object", **each["parameters"]}}
+        for each in (small, *large)
+    ]
+    described = {"tools": tools, "choice": "auto", "is_parallel": True}
+    described |= {"begin": "<t>", "end": "</t>"}
+    vocabulary = vocabulary_of(served.tokenizer, [0], served.vocabulary_size)
+    alone = {**described, "tools": tools[1:2]}
+    for most in (2**24, 2**23, 2**22, 2**21, 2**20):
+        with contextlib.suppress(TooLarge):
+            from_tools(vocabulary=vocabulary, max_bytes=most, **described)
+            continue
+        break
+    from_tools(vocabulary=vocabulary, max_bytes=most, **alone)
+    found = languages._compile_tools(described, vocabulary, max_bytes=most)
+    told = " ".join(found.told)
+    assert "large0" in told and "small" not in told
+    with pytest.raises(TooLarge):
+        languages._compile_tools(
+            {**described, "choice": "required"}, vocabulary, max_bytes=most
+        )
+
+
+def test_allowed_tools_are_those_that_are_called(client):
+    tools = [{"type": "function", "function": {"name": name}} for name in "fgh"]
+    allowed = {"mode": "required", "tools": tools[1:2]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    found = ask(client, tools=tools, tool_choice=choice, max_tokens=40, seed=1)
+    assert {call.function.name for call in found.choices[0].message.tool_calls} == {"g"}

@@ -10,9 +10,10 @@ from openai.types import completion_create_params as of_texts
 from openai.types.chat import completion_create_params as of_chats
 from served.asking import fields
 from served.asking.body import read_sampling
+from served.asking.prompts import read_chat
 from served.asking.showing import check_model, read_request
 from served.mistakes import Refused
-from support.http_server import POISON
+from support.http_server import IMAGE, POISON
 from support.paths import ROOT
 
 import jkv
@@ -99,7 +100,11 @@ def test_what_is_not_served_is_refused_by_name(post, served):
         ({"prompt": "a", "echo": 1}, "echo", "true or false"),
         ({"prompt": "a", "n": 2, "best_of": 1}, "best_of", "n, 2, or more"),
         ({"prompt": "a", "best_of": 2, "stream": True}, "best_of", "without stream"),
-        ({"prompt": "a", "stream_options": {}}, "stream_options", "goes with stream"),
+        (
+            {"prompt": "a", "stream_options": {"include_usage": True}},
+            "stream_options",
+            "goes with stream",
+        ),
         (
             {"prompt": "a", "stream": True, "stream_options": {"include_x": 1}},
             "stream_options.include_x",
@@ -116,7 +121,7 @@ def test_what_is_not_served_is_refused_by_name(post, served):
         ({"prompt": "a", "stop": False}, "stop", "must be a text"),
         ({"prompt": "a", "top_k": -2}, "top_k", "from -1"),
         (
-            {"prompt": "a", "max_tokens": 1, "max_completion_tokens": 1},
+            {"prompt": "a", "max_tokens": 1, "max_completion_tokens": 2},
             "max_completion_tokens",
             "max_tokens or",
         ),
@@ -395,11 +400,110 @@ def test_what_asks_for_nothing_here_is_taken(client):
     assert found.usage.completion_tokens == 2
 
 
+NEUTRAL_OF_ALL = [
+    {"best_of": 1},
+    {"n": 1.0, "seed": 1.0, "top_k": 40.0, "min_tokens": 0.0},
+    {"tools": []},
+    {"tools": [], "tool_choice": "auto"},
+    {"tool_choice": "none", "parallel_tool_calls": True},
+    {"function_call": "auto", "functions": []},
+    {"verbosity": "medium"},
+    {"max_tokens": 3, "max_completion_tokens": 3.0},
+    {"cache_control": {"type": "ephemeral"}},
+    {"stream_options": {}},
+    {"length_penalty": 1, "use_beam_search": False},
+    {"prompt_cache_retention": "in_memory", "prompt_cache_options": {}},
+    {"logit_bias": {}, "presence_penalty": 0.0, "frequency_penalty": 0},
+    {"stop": [], "stop_token_ids": [], "bad_words": []},
+    {"response_format": {"type": "text"}, "metadata": {}},
+]
+
+
+@pytest.mark.parametrize("fields", NEUTRAL_OF_ALL, ids=str)
+def test_values_that_ask_for_nothing_are_taken(post, fields):
+    for body, path in (
+        ({"prompt": "a"}, "/v1/completions"),
+        ({"messages": CHAT}, "/v1/chat/completions"),
+    ):
+        status, said = post(
+            json.dumps({"max_tokens": 3, **body, **fields}).encode(), path
+        )
+        assert status == 200, said
+        assert said["usage"]["completion_tokens"] <= 3
+
+
+def test_parts_of_a_message_are_lines_of_it(served):
+    parts = [{"type": "text", "text": text} for text in ("The with", "statement")]
+    found = [
+        read_chat(served, {"messages": [{"role": "user", "content": content}]})
+        for content in (parts, "The with\nstatement")
+    ]
+    assert found[0] == found[1]
+
+
+def test_a_tool_may_answer_nothing(post):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}
+    body = [
+        *CHAT,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": None},
+    ]
+    body = json.dumps({"messages": body, "max_tokens": 1}).encode()
+    assert post(body, "/v1/chat/completions")[0] == 200
+    body = json.dumps({"messages": [{"role": "user", "content": None}]}).encode()
+    status, said = post(body, "/v1/chat/completions")
+    assert status == 400 and "content must be a text" in said["error"]["message"]
+
+
+def test_a_prompt_too_long_is_named_alike_by_characters_and_by_tokens(post):
+    for prompt in ("a " * 500, "a" * 200_000, [5] * 200):
+        for body, path in (
+            ({"prompt": prompt}, "/v1/completions"),
+            (
+                {"messages": [{"role": "user", "content": prompt}]},
+                "/v1/chat/completions",
+            ),
+        ):
+            if "messages" in body and isinstance(prompt, list):
+                continue
+            status, said = post(json.dumps(body).encode(), path)
+            assert status == 400, said
+            assert said["error"]["code"] == "context_length_exceeded", said
+
+
+def test_a_token_that_the_model_does_not_have_is_refused(post, served):
+    """The tokenizer of this server has one more than the model."""
+    assert served.tokenizer.token_to_id(IMAGE) == served.vocabulary_size
+    for body, path in (
+        ({"prompt": f"The {IMAGE}"}, "/v1/completions"),
+        (
+            {"messages": [{"role": "user", "content": f"The {IMAGE}"}]},
+            "/v1/chat/completions",
+        ),
+    ):
+        status, said = post(json.dumps(body).encode(), path)
+        assert status == 400 and "token" in said["error"]["message"], said
+
+
+def test_echoed_special_tokens_keep_their_spelling(client, served):
+    end = served.tokenizer.id_to_token(0)
+    ids = [*served.tokenizer.encode("The").ids, 0, *served.tokenizer.encode(" a").ids]
+    options = dict(max_tokens=1, echo=True, logprobs=1, **GREEDY)
+    for prompt in (ids, f"The{end} a"):
+        (choice,) = client.completions.create(prompt=prompt, **options).choices
+        told = choice.logprobs
+        assert choice.text.startswith(f"The{end} a") and end in told.tokens
+        for text, offset in zip(told.tokens, told.text_offset, strict=True):
+            assert choice.text[offset:].startswith(text)
+        assert "".join(told.tokens) == choice.text
+
+
 def test_streams_count_as_they_are_asked_to(client):
-    def ask(**options):
+    def ask(n=1, **options):
         pieces = client.completions.create(
             prompt="The with",
             max_tokens=12,
+            n=n,
             stream=True,
             stream_options=options,
             **GREEDY,
@@ -409,11 +513,16 @@ def test_streams_count_as_they_are_asked_to(client):
     *pieces, last = ask(include_usage=True)
     assert all(piece["usage"] is None and "usage" in piece for piece in pieces)
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == 12
-    counts = [
-        piece["usage"]["completion_tokens"]
-        for piece in ask(continuous_usage_stats=True)
-    ]
+    *pieces, last = ask(include_usage=True, continuous_usage_stats=True)
+    counts = [piece["usage"]["completion_tokens"] for piece in pieces]
     assert counts == sorted(counts) and counts[-1] == 12
+    assert last["usage"]["completion_tokens"] == 12
+    # Of each text its own.
+    *pieces, last = ask(n=2, include_usage=True, continuous_usage_stats=True)
+    assert max(piece["usage"]["completion_tokens"] for piece in pieces) == 12
+    assert last["usage"]["completion_tokens"] == 24
+    # Nothing is counted where nobody asks for usage.
+    assert not any(piece["usage"] for piece in ask(continuous_usage_stats=True))
 
 
 def test_the_role_stands_in_the_first_piece(client):

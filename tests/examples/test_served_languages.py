@@ -177,8 +177,9 @@ def test_another_process_compiles_instead_of_one_that_was_ended(client, served):
 def test_what_is_waited_for_counts_to_the_timeout(client):
     fields = {"guided_regex": "slower+", "timeout": 0.3}
     before = time.monotonic()
-    with pytest.raises(openai.APIStatusError, match="timeout"):
+    with pytest.raises(openai.APIStatusError, match="timeout") as caught:
         ask(client, extra_body=fields)
+    assert (caught.value.status_code, caught.value.code) == (504, "deadline")
     assert time.monotonic() - before < compiling.MOST_SECONDS
 
 
@@ -187,6 +188,23 @@ def test_what_is_waited_for_counts_to_the_timeout(client):
     [
         ({"response_format": "json"}, "must be an object with a type"),
         ({"response_format": {"type": "xml"}}, "got 'xml'"),
+        (
+            {"response_format": {"type": "json_object", "schema": {}}},
+            "response_format.schema is not served",
+        ),
+        (
+            {"response_format": {"type": "text", "foo": 1}},
+            "response_format.foo is not served",
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"schema": {}, "foo": 1},
+                }
+            },
+            "response_format.json_schema.foo is not served",
+        ),
         ({"response_format": {"type": "json_schema"}}, "an object with a schema"),
         ({"guided_json": "{"}, "is not JSON"),
         ({"guided_json": [1]}, "must be a JSON schema"),

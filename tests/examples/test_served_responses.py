@@ -9,6 +9,7 @@ from openai.types.responses import response_create_params
 from served.asking import fields
 from served.asking.prompts import read_chat
 from served.responses import reading
+from served.responses.offered import read_custom_input, read_offered
 
 pytestmark = [
     pytest.mark.one_end,
@@ -185,12 +186,35 @@ def test_every_field_of_the_real_client_is_served_or_refused():
         ({}, "input", "a text or a list"),
         ({"input": [3]}, "input", "an object"),
         ({"input": [{"type": "item_reference", "id": "1"}]}, "input", "not served"),
+        ({"input": [{"type": "hologram", "id": "1"}]}, "input", "'hologram' is not"),
         ({"input": [{"role": "user", "content": 3}]}, "input", "content must be"),
         ({"input": "a", "previous_response_id": "1"}, "previous_response_id", "stored"),
         ({"input": "a", "background": True}, "background", "stored"),
         ({"input": "a", "frobnicate": 1}, "frobnicate", "no field"),
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", "from 1"),
-        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools", "type function"),
+        (
+            {
+                "input": "a",
+                "tools": [{"type": "web_search"}],
+                "tool_choice": "required",
+            },
+            "tools",
+            "'web_search' are not served",
+        ),
+        (
+            {"input": "a", "tools": [CLOCK], "tool_choice": {"type": "web_search"}},
+            "tool_choice",
+            "functions and custom tools are",
+        ),
+        ({"input": "a", "tools": [3]}, "tools", "an object with a type"),
+        ({"input": "a", "reasoning": {"depth": 3}}, "reasoning", "reasoning.depth"),
+        ({"input": "a", "text": {"style": "x"}}, "text", "text.style is not served"),
+        ({"input": "a", "text": {"verbosity": "x"}}, "text", "low, medium or high"),
+        (
+            {"input": "a", "text": {"format": {"type": "json_object", "schema": {}}}},
+            "text",
+            "schema is not served",
+        ),
         ({"input": "a", "text": {"format": {"type": "xml"}}}, "text", "json_schema"),
         ({"input": "a", "include": ["file_search"]}, "include", "include takes"),
         ({"input": "a", "instructions": 1}, "instructions", "must be a text"),
@@ -217,6 +241,157 @@ def test_what_asks_for_nothing_is_taken(client, continued):
     )
     assert found.output_text == continued("The with", max_new_tokens=4).text
     assert found.metadata == {"a": "b"}
+
+
+def test_the_values_reported_are_those_used(post):
+    body = {"input": "The", "top_p": None, "max_output_tokens": 4}
+    body |= {"tools": [{"type": "web_search"}, CLOCK], "truncation": "auto"}
+    status, said = post(json.dumps(body).encode(), "/v1/responses")
+    assert status == 200, said
+    used = {"temperature": 1.0, "top_p": 1.0, "max_output_tokens": 4, "tools": [CLOCK]}
+    used |= {"truncation": "disabled", "store": False, "tool_choice": "auto"}
+    assert {name: said[name] for name in used} == used
+    assert any("web_search" in each for each in said["warnings"])
+    body = {"input": "The", "temperature": 0, "text": {"verbosity": "low"}}
+    status, said = post(json.dumps(body).encode(), "/v1/responses")
+    assert said["temperature"] == 0 and said["max_output_tokens"] == 64
+    assert said["warnings"] == ["text.verbosity is not served: ask for it in the input"]
+
+
+def test_tokens_of_an_input_are_counted(client, served):
+    for asked in ({"input": "The with"}, {"input": "The with", "instructions": "Go"}):
+        count = client.responses.input_tokens.count(model="pydoc", **asked)
+        used = client.responses.create(max_output_tokens=1, **asked, **GREEDY).usage
+        assert count.input_tokens == used.input_tokens > 0
+    # Also of what is longer than the context.
+    long = client.responses.input_tokens.count(model="pydoc", input="The " * 150)
+    assert long.input_tokens > served.context
+
+
+# The items and tools of an agent's command line.
+PATCH = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Edits files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"},
+}
+COMPUTER = {
+    "type": "namespace",
+    "name": "computer",
+    "description": "Tools of a window.",
+    "tools": [{**CLOCK, "strict": False}, {**CLOCK, "name": "click"}],
+}
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_custom_tool_is_called_with_a_text(client, is_streamed):
+    asked = dict(input="The with", tools=[PATCH], tool_choice="required")
+    asked |= dict(max_output_tokens=60, model="pydoc", temperature=1.0)
+    asked |= dict(parallel_tool_calls=False, extra_body={"seed": 2})
+    if is_streamed:
+        events = list(client.responses.create(stream=True, **asked))
+        pieces = [
+            e for e in events if e.type == "response.custom_tool_call_input.delta"
+        ]
+        found = events[-1].response
+        assert "".join(e.delta for e in pieces) == found.output[0].input
+        assert any(e.type == "response.custom_tool_call_input.done" for e in events)
+    else:
+        found = client.responses.create(**asked)
+    (call,) = found.output
+    assert (call.type, call.name) == ("custom_tool_call", "apply_patch")
+    assert isinstance(call.input, str)
+    history = [
+        {"role": "user", "content": "The with"},
+        call.model_dump(exclude_none=True),
+        {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "done"},
+    ]
+    again = client.responses.create(input=history, max_output_tokens=2, **GREEDY)
+    assert again.output_text
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        ('{"input": "a\\nb"}', "a\nb"),
+        ('{"input": "a\\', "a"),
+        ('{"input": "a\\u00', "a"),
+        ('{"input": "caf\\u00e9 \\"x', 'caf\u00e9 "x'),
+        ('{"inp', ""),
+    ],
+)
+def test_the_input_of_a_custom_tool_may_be_cut(arguments, text):
+    assert read_custom_input(arguments) == text
+
+
+def test_tools_of_a_namespace_keep_their_names(client):
+    """The client gets the name and the namespace apart."""
+    choice = {"type": "function", "name": "click", "namespace": "computer"}
+    for tool_choice, tools in ((choice, [CLOCK, COMPUTER]), ("required", [COMPUTER])):
+        found = client.responses.create(
+            input="The with",
+            tools=tools,
+            tool_choice=tool_choice,
+            max_output_tokens=60,
+            parallel_tool_calls=False,
+            model="pydoc",
+            extra_body={"seed": 1},
+        )
+        (call,) = found.output
+        assert call.name in ("clock", "click")
+        assert call.model_dump()["namespace"] == "computer"
+        if tool_choice == choice:
+            assert call.name == "click"
+    offered = read_offered({"tools": [CLOCK, COMPUTER]})
+    assert [*offered.origins] == ["clock", "computer.clock", "click"]
+
+
+def test_items_of_other_tools_are_read_or_skipped():
+    shell = {"type": "local_shell_call", "call_id": "s", "status": "completed"}
+    shell["action"] = {"type": "exec", "command": ["ls"]}
+    items = [
+        {"role": "user", "content": "a"},
+        {"type": "web_search_call", "id": "ws", "status": "completed", "action": {}},
+        {"type": "reasoning", "summary": [], "encrypted_content": "x"},
+        shell,
+        {"type": "local_shell_call_output", "call_id": "s", "output": "b"},
+        {"type": "custom_tool_call", "call_id": "p", "name": "patch", "input": "c"},
+        {
+            "type": "custom_tool_call_output",
+            "call_id": "p",
+            "output": [{"type": "input_text", "text": "d"}],
+        },
+        {
+            "type": "tool_search_output",
+            "call_id": "q",
+            "status": "completed",
+            "execution": "client",
+            "tools": [],
+        },
+        {"type": "compaction", "encrypted_content": "x"},
+        {
+            "type": "message",
+            "role": "assistant",
+            "phase": "commentary",
+            "content": [{"type": "output_text", "text": "e"}],
+        },
+    ]
+    messages = reading.read_response({"input": items})["messages"]
+    roles = [each["role"] for each in messages]
+    assert roles == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "tool",
+        "tool",
+        "assistant",
+    ]
+    (call,) = messages[1]["tool_calls"]
+    assert call["id"] == "s" and call["function"]["name"] == "local_shell"
+    assert json.loads(call["function"]["arguments"]) == {"action": shell["action"]}
+    (call,) = messages[3]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"input": "c"}
 
 
 def test_a_stream_that_fails_ends_with_what_failed(client, served, monkeypatch):

@@ -4,20 +4,23 @@ import argparse
 
 import numpy as np
 import pytest
-from support.paths import EXAMPLES
 
 pytest.importorskip("tokenizers")
-from served import loading, storing
+from served import loading, renewing, storing
 from support.http_server import SIZES
 
 pytestmark = [pytest.mark.one_end, pytest.mark.slow]
 
 
-def load(folder, *more):
+def parse(folder, *more):
     parser = argparse.ArgumentParser()
     loading.add_options(parser)
     words = [*SIZES.split(), "--store", "1MB", "--store-folder", str(folder), *more]
-    return loading.load(parser.parse_args(words))
+    return parser.parse_args(words)
+
+
+def load(folder, *more):
+    return loading.load(parse(folder, *more))
 
 
 def test_the_next_start_finds_what_was_computed(tmp_path, capsys):
@@ -39,13 +42,74 @@ def test_the_next_start_finds_what_was_computed(tmp_path, capsys):
     assert stats.store_folder_bytes > 0
 
 
+def copy_model(path, **changes):
+    """The bundled model, with a file's bytes changed by name."""
+    path.mkdir()
+    for each in loading.BUNDLED.iterdir():
+        change = changes.get(each.name.replace(".", "_"), bytes)
+        (path / each.name).write_bytes(change(each.read_bytes()))
+    return path
+
+
+def flip(place):
+    def change(data):
+        data = bytearray(data)
+        data[int(place * (len(data) - 1))] ^= 1
+        return bytes(data)
+
+    return change
+
+
 def test_a_folder_of_other_weights_is_refused(tmp_path):
     load(tmp_path / "kept")
-    model = tmp_path / "model"
-    model.mkdir()
-    for path in (EXAMPLES / "models" / "pydoc").iterdir():
-        data = bytearray(path.read_bytes())
-        data[-1] ^= path.suffix == ".safetensors"
-        (model / path.name).write_bytes(data)
+    model = copy_model(tmp_path / "model", model_safetensors=flip(1.0))
     with pytest.raises(ValueError, match="holds blocks of version .* remove that one"):
         load(tmp_path / "kept", "--model", str(model))
+
+
+def test_a_version_changes_with_weights_and_configuration_alone(tmp_path):
+    """Wherever a file of weights differs, not at its ends alone."""
+    own = storing.find_version(loading.BUNDLED)
+    assert storing.find_version(copy_model(tmp_path / "same")) == own
+    tokenizer = copy_model(tmp_path / "tokenizer", README_md=flip(0.5))
+    assert storing.find_version(tokenizer) == own
+    found = {own}
+    for place in (0.0, 0.3, 0.5, 0.7, 1.0):
+        changed = dict(model_safetensors=flip(place))
+        found.add(storing.find_version(copy_model(tmp_path / f"{place}", **changed)))
+    theta = dict(config_json=lambda data: data.replace(b"10000", b"20000"))
+    changed = copy_model(tmp_path / "theta", **theta)
+    assert b"20000" in (changed / "config.json").read_bytes()
+    found.add(storing.find_version(changed))
+    assert len(found) == 7
+
+
+def test_weights_that_are_read_anew_share_no_block_with_those_before(tmp_path):
+    """Nor do two servers of one folder, of which one has read its weights anew."""
+    model = copy_model(tmp_path / "model")
+    words = tmp_path / "kept", "--model", str(model)
+    first, second = load(*words), load(*words)
+    prompt = np.random.default_rng(0).integers(9, 3000, 60).tolist()
+    (before,) = second.engine.generate([prompt], max_new_tokens=3)
+    second.engine.close()
+    second.end()
+    weights = model / "model.safetensors"
+    weights.write_bytes(change_numbers(weights.read_bytes()))
+    renewing.renew(first, parse(*words))
+    (found,) = first.engine.generate([prompt], max_new_tokens=3)
+    assert found.cached_tokens == 0 and found.tokens != before.tokens
+    first.engine.close()
+    first.end()
+    (again,) = second.engine.generate([prompt], max_new_tokens=3)
+    assert again.tokens == before.tokens  # of the old weights
+    third = load(*words)  # the next start finds what the first left
+    (again,) = third.engine.generate([prompt], max_new_tokens=3)
+    assert again.tokens == found.tokens and again.cached_tokens == 48
+
+
+def change_numbers(data):
+    """Turn the sign of the second half of a file's numbers."""
+    half = len(data) // 4 * 2
+    numbers = np.frombuffer(data[half:], np.uint8).copy()
+    numbers[1::2] ^= 0x80
+    return data[:half] + numbers.tobytes()

@@ -118,6 +118,35 @@ def test_rows_that_are_not_finite_are_seen_to_be(poison):
     assert not np.asarray(restore(store(0 * rows[2:]))).any()
 
 
+@pytest.mark.one_end
+@pytest.mark.parametrize("width", few([32, 64, 96, 576], 64))
+def test_large_finite_rows_read_as_small_ones_do(width):
+    """Sums of a row's elements exceed float32; so may turned elements."""
+    rows, factor = np.clip(draw(20, 2, width), -2, 2), np.float32(2.0**125)
+    found = np.asarray(restore(store(rows)))
+    large = np.asarray(restore(store(rows * factor)))
+    np.testing.assert_array_equal(large / factor, found)
+    # A row of the transform itself: all of it in one element, which saturates.
+    one = np.where(np.asarray(INT4.turn_back(jnp.eye(1, width))) < 0, -3e38, 3e38)
+    stored = store(np.float32(one))
+    assert np.isfinite(np.asarray(stored["scales"].view(jnp.bfloat16), np.float32))
+    assert np.isfinite(np.asarray(restore(stored))).all()
+
+
+@pytest.mark.one_end
+@pytest.mark.parametrize("dtype", ["int4", "int8", "float8_e4m3fn"])
+def test_a_large_row_leaves_those_after_it_alone(dtype):
+    """Values of one token are 1e38: they, and the other tokens' outputs, are finite."""
+    config = small_config(**SIZES, dtype=dtype)
+    queries, keys, values = draw(9, 4, 32), draw(9, 2, 32), draw(9, 2, 32, seed=1)
+    values[2] *= np.float32(1e38)
+    values = np.clip(values, -2e38, 2e38)
+    _, found, _ = play(config, queries, keys, values)
+    for output, _, _ in found:
+        assert np.isfinite(np.asarray(output)).all()
+        assert (np.abs(np.asarray(output)[7:]) < 10).all()
+
+
 KINDS = {
     "int8 and int4": dict(dtype="int8", value_dtype="int4"),
     "int4 and float32": dict(dtype="int4", value_dtype="float32"),

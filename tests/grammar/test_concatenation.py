@@ -165,3 +165,21 @@ def test_parts_are_kept_by_what_they_say(tmp_path):
         for parts in asked:
             concatenate(parts, VOCABULARY, folder=tmp_path)
     assert len([*tmp_path.iterdir()]) == len(asked)
+
+
+def test_one_text_is_no_list_of_texts():
+    """Its characters would be the choices."""
+    for given in ("yes", b"yes", 3, None):
+        for make in (
+            Choices,
+            Either,
+            lambda text: grammar.from_choices(text, VOCABULARY),
+        ):
+            with pytest.raises(ValueError, match=r"(texts|parts) must be a list, got"):
+                make(given)
+    with pytest.raises(ValueError, match=r"got 'ab'; give \['ab'"):
+        grammar.from_choices("ab", VOCABULARY)
+    for given in ([1], ["a", None], [b"a"]):
+        with pytest.raises(ValueError, match="must be a list of texts, got"):
+            Choices(given)
+    assert Choices(text for text in ("1", "ab")).texts == ("1", "ab")

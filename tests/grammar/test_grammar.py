@@ -1,8 +1,10 @@
 """A grammar inside jit: masks, states, ends, variants."""
 
+import contextlib
 import dataclasses
 import itertools
 import re
+import tracemalloc
 
 import chex
 import jax
@@ -17,6 +19,7 @@ from jkv.grammar import (
     Unsupported,
     Vocabulary,
     from_choices,
+    from_json_schema,
     from_regex,
     join,
     token_table,
@@ -201,3 +204,28 @@ def test_logits_that_are_too_few_are_refused_when_traced():
 def test_end_tokens_are_ids(ends):
     with pytest.raises(ValueError, match="end_tokens is empty"):
         Vocabulary(TOKENS, end_tokens=ends)
+
+
+@pytest.mark.parametrize(
+    "schema, most",
+    [
+        ({"type": "string", "maxLength": 600}, 12 * 2**20),
+        ({"type": "string", "maxLength": 300}, 2**22),
+        ({"const": [*range(1500)]}, 2**22),
+        ({"properties": {f"a{i}": {"type": "string"} for i in range(40)}}, 2**22),
+        ({"type": "number", "minimum": 1e40}, 2**21),
+        ({"type": "array", "items": {"type": "integer"}, "maxItems": 60}, 2**22),
+    ],
+    ids=range(6),
+)
+def test_max_bytes_bound_what_compiling_holds(schema, most):
+    """Whether the grammar is made or refused."""
+    vocabulary = Vocabulary([*(bytes([byte]) for byte in range(256)), None], [256])
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(TooLarge):
+            from_json_schema(schema, vocabulary, max_bytes=most)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1.2 * most

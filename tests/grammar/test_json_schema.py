@@ -88,7 +88,11 @@ CASES = {
         '"01234567-89ab-cdef-0123-456789ABCDE"',
     ),
     "ipv6": ({"format": "ipv6"}, '"::" "1::2" "1:2:3:4:5:6:7:8"', '"1::2::3" ":1"'),
-    "email": ({"format": "email"}, '"a.b@c.de"', '"a" "a@" ".a@b"'),
+    "email": (
+        {"format": "email"},
+        r'"a.b@c.de" "\"a..b@c\"@d" "\"\\\\\\\"\"@[127.0.0.1]" "\"\"@a"',
+        r'"a" "a@" ".a@b" "\"a@b" "\"a\"b@c" "\"a\"b\"@c" "\"\u00e9\"@a"',
+    ),
     "uri": ({"format": "uri"}, '"http://a:1/b?c#d" "x:"', '"a" "//a" "http://a b"'),
     "values": (
         {"enum": ["a", 1, 1.0, None, True, {"k": [1]}]},

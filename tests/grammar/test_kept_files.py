@@ -5,6 +5,7 @@ import os
 import pytest
 
 from jkv.grammar import (
+    TooLarge,
     Vocabulary,
     from_choices,
     from_json_object,
@@ -148,3 +149,12 @@ def test_a_folder_keeps_what_was_looked_up_last(tmp_path, monkeypatch):
 def test_what_is_no_json_is_refused_with_a_folder_too(tmp_path):
     with pytest.raises(ValueError, match="not JSON"):
         from_json_schema({"enum": [{1}]}, VOCABULARY, folder=tmp_path)
+
+
+def test_max_bytes_hold_for_what_is_kept(tmp_path):
+    """A process with less room does not load what another one has compiled."""
+    from_regex("[ab]{60}", VOCABULARY, folder=tmp_path)
+    with pytest.raises(TooLarge, match="kept in .*max_bytes is 1,000"):
+        from_regex("[ab]{60}", VOCABULARY, folder=tmp_path, max_bytes=1000)
+    with pytest.raises(TooLarge, match="max_bytes is 1,000"):
+        from_regex("[ab]{60}", VOCABULARY, max_bytes=1000)

@@ -119,6 +119,25 @@ def test_tokens_are_spelled_as_their_decoder_spells_them():
             assert made.decode([0, number, 0]) == f"a{tokens[number].decode()}a"
 
 
+def test_bytes_are_of_decoders_that_fall_back_to_them():
+    """The same spelling is text where the decoder leaves it as it is."""
+    parts = [decoders.Replace("_", " ")]
+    for added, spelled in (([], b"<0x0A>"), ([decoders.ByteFallback()], b"\n")):
+        made = with_decoder(*parts, *added, added=["<0x0A>"])
+        (token,) = made.encode("<0x0A>").ids
+        assert vocabulary_of(made, [0]).tokens[token] == spelled
+        assert made.decode([token]) == spelled.decode()
+
+
+def test_tokens_that_a_model_cannot_produce_are_left_out():
+    made = with_decoder(decoders.ByteLevel(), added=["x", "<image>"])
+    assert vocabulary_of(made, [0, 4], size=4).tokens == [b"a", b" ", b"_b", b"x"]
+    assert vocabulary_of(made, [0, 4], size=4).end_tokens == (0,)
+    assert vocabulary_of(made, [0], size=9).tokens[3:] == [b"x", b"<image>"]
+    with pytest.raises(ValueError, match="needs an end token"):
+        vocabulary_of(made, [4], size=4)
+
+
 @pytest.mark.parametrize(
     "parts, word",
     [

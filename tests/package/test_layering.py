@@ -19,12 +19,13 @@ PACKAGE = pathlib.Path(jkv.__file__).parent
 ALLOWED: dict[str, set[str]] = {
     "status": set(),
     "signatures": set(),
+    "guards": set(),
     "indexing": set(),
-    "arguments": {"signatures", "status"},
+    "arguments": {"guards", "signatures", "status"},
     "lazy": set(),
     "xla_flags": set(),
     "steering": {"arguments", "signatures", "status"},
-    "grammar": {"signatures", "status", "steering"},
+    "grammar": {"arguments", "signatures", "status", "steering"},
     "sharding": set(),
     "formats": set(),
     "attention": {
@@ -36,11 +37,12 @@ ALLOWED: dict[str, set[str]] = {
         "xla_flags",
     },
     "recurrence": {"sharding"},
-    "config": {"formats", "sharding", "status"},
+    "config": {"arguments", "formats", "sharding", "status"},
     "state": {
         "arguments",
         "config",
         "formats",
+        "guards",
         "indexing",
         "sharding",
         "signatures",
@@ -94,6 +96,7 @@ ALLOWED: dict[str, set[str]] = {
     "prefixes": {"indexing", "metadata", "sharding", "state", "status", "verbs"},
     "inspection": {"config", "prefixes", "state", "status"},
     "tiers": {
+        "arguments",
         "blocks",
         "config",
         "metadata",
@@ -134,8 +137,8 @@ ALLOWED: dict[str, set[str]] = {
         "steering",
         "verbs",
     },
-    "jitted": {"decoding", "metadata"},
-    "trees": {"decoding", "metadata", "signatures", "status", "verbs"},
+    "jitted": {"decoding", "guards", "metadata"},
+    "trees": {"arguments", "decoding", "metadata", "signatures", "status", "verbs"},
     "serialization": {
         "attention",
         "decoding",
@@ -157,6 +160,7 @@ ALLOWED: dict[str, set[str]] = {
         "xla_flags",
     },
     "serving": {
+        "arguments",
         "blocks",
         "commands",
         "decoding",
@@ -182,7 +186,15 @@ ALLOWED: dict[str, set[str]] = {
 # What a user of the cache reads: it knows kinds of things by their faces alone.
 CORE = {
     "indexing",
-    *("status", "signatures", "arguments", "sharding", "formats", "attention"),
+    *(
+        "status",
+        "signatures",
+        "guards",
+        "arguments",
+        "sharding",
+        "formats",
+        "attention",
+    ),
     *("config", "state", "metadata", "blocks", "storage", "verbs"),
     "xla_flags",
 }

@@ -577,7 +577,7 @@ class TestRepresentation:
         stack = jax.tree.map(lambda leaf: np.stack([leaf, leaf]), small_cache())
         found = self.fields(repr(stack))
         assert found["storage.0.key_pool"] == "float32[2, 1, 8, 1, 4, 2]"
-        assert found["metadata.sequences.is_open"] == "bool[2, 4]"
+        assert found["metadata.sequences.rows"] == "int32[2, 4, 5]"
 
         texts = []
         jax.eval_shape(jax.vmap(lambda cache: texts.append(repr(cache))), stack)

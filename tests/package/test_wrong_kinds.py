@@ -61,12 +61,12 @@ def calls():
     state_batch = jkv.append(jkv.allocate(of_states, [0])[0], [0])[1]
     return {
         **dict.fromkeys(("append", "free", "fork", "touch", "swap_out"), (cache, ids)),
-        **dict.fromkeys(("allocate", "can_allocate", "evict"), (cache, [3])),
+        **dict.fromkeys(("allocate", "can_allocate"), (cache, [3])),
         **dict.fromkeys(("block_ids", "block_info", "tokens"), (cache, 0)),
         **dict.fromkeys(
             ("evict_older_than", "evict_cached", "demote", "invalidate"), (cache, 1)
         ),
-        **dict.fromkeys(("least_recently_used", "snapshots"), (cache, 1)),
+        **dict.fromkeys(("least_recently_used", "snapshots", "evict"), (cache, 1)),
         **dict.fromkeys(("truncate", "reorder", "slots"), (cache, ids, ids)),
         **dict.fromkeys(("generate", "beam_search", "check_exact"), texts),
         "attend": (stepped, 0, batch, rows),

@@ -43,8 +43,8 @@ def fresh():
     )
 
 
-def engine_of_classes(clock=None):
-    return make_engine(cache=copied(fresh()), clock=clock or Clock())
+def engine_of_classes(clock=None, **options):
+    return make_engine(cache=copied(fresh()), clock=clock or Clock(), **options)
 
 
 def press(engine):
@@ -87,6 +87,28 @@ def test_a_time_ends_a_class_and_the_longest_time_counts():
         press(engine)
         press(engine)
         assert (found(engine) > 0) == is_kept
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_time_ends_a_class_in_the_store_too(late):
+    """What comes back after its time is of class 0, else when its time comes."""
+    clock, store = Clock(), jkv.BlockStore(2**20)
+    engine = engine_of_classes(clock, store=store)
+    engine.results(engine.submit(TEXT, max_new_tokens=5, keep=1, keep_seconds=50.0))
+    engine.close()
+    engine = engine_of_classes(clock, store=store)  # it was not asked to keep it
+    clock.now = 60.0 if late else 0.0
+
+    def count_kept():
+        kept = engine.cache.metadata.groups[0].free_blocks.kept
+        return np.count_nonzero(kept.classes)
+
+    engine.results(engine.submit(TEXT, max_new_tokens=5))
+    assert engine.stats().restored_tokens == 8
+    assert count_kept() == (0 if late else 2)
+    clock.now = 60.0
+    engine.results(engine.submit(TEXT, max_new_tokens=5))
+    assert count_kept() == 0
 
 
 def test_a_cancelled_text_is_kept_too():

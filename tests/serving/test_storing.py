@@ -3,13 +3,17 @@
 import numpy as np
 import pytest
 from support.folding_model import MODELS, VOCABULARY, make_config
+from support.long_runs import Clock
 from support.small_engines import WIDTH, draw_request, make_engine
 from support.versioned_model import make_engine as make_versioned
-from support.versioned_model import weights
+from support.versioned_model import read_ages, weights
 
 import jkv
 from jkv.decoding import FinishReason
 from jkv.serving import Engine
+from jkv.serving.request import domains
+from jkv.serving.request.domains import Domains
+from jkv.serving.scheduler import storing as storing_module
 
 pytestmark = pytest.mark.one_end
 PROMPTS = np.random.default_rng(5).integers(0, 29, (12, WIDTH)).tolist()
@@ -103,6 +107,185 @@ def test_a_later_engine_finds_what_an_earlier_one_left_in_a_folder(tmp_path):
     assert second.stats().store_folder_bytes > 0
     with pytest.raises(ValueError, match="of version 'a', and this store has 'b'"):
         jkv.BlockStore(0, folder=tmp_path, max_folder_bytes=9, version="b")
+
+
+TEXT = list(range(13))
+
+
+def folder_of(path, **fields):
+    return jkv.BlockStore(0, folder=path, max_folder_bytes=2**20, **fields)
+
+
+def hash_of(text):
+    numbers = Domains()
+    return numbers.name(numbers.number(text))
+
+
+def fill(store, version, **options):
+    """An engine whose blocks of a text are in the store."""
+    engine = make_versioned(store=store, store_share=1.0, **options)
+    if version:
+        engine.update_params(weights(version))
+    engine.generate([TEXT])
+    engine.close()
+    store.save()
+    return engine
+
+
+def count_restored(engine):
+    """Tokens of the text from the store; all blocks are of the engine's weights."""
+    before = engine.stats()
+    (found,) = engine.generate([TEXT])
+    ages = read_ages(TEXT, found)
+    assert {*ages} == {before.version}, "blocks of other weights"
+    return engine.stats().restored_tokens - before.restored_tokens
+
+
+def test_engines_of_other_weights_share_a_folder_and_no_block(tmp_path):
+    """Each reads what engines of its own weights wrote, before and after an update."""
+    fill(folder_of(tmp_path), 0)
+    fill(folder_of(tmp_path), 1)
+    engine = make_versioned(store=folder_of(tmp_path), store_share=1.0)
+    assert count_restored(engine) == 12
+    engine.update_params(weights(1))
+    assert count_restored(engine) == 12
+    engine.update_params(weights(2))
+    assert count_restored(engine) == 0
+    again = make_versioned(store=folder_of(tmp_path), store_share=1.0)
+    assert count_restored(again) == 12
+
+
+def test_engines_of_one_store_object_share_no_block_of_other_weights():
+    store = jkv.BlockStore(2**20)
+    old = make_versioned(store=store, store_share=1.0)
+    new = make_versioned(store=store, store_share=1.0)
+    new.update_params(weights(1))
+    for engine in (old, new):
+        assert count_restored(engine) == 0
+        engine.close()
+    assert count_restored(old) == count_restored(new) == 12
+
+
+def test_weights_are_named_by_whom_it_is_said(tmp_path):
+    """Named alike they share, whatever they are; named differently they do not."""
+    fill(folder_of(tmp_path), 0, store_version="a")
+    for name, restored in (("a", 12), ("b", 0), (None, 0)):
+        store = folder_of(tmp_path)
+        engine = make_versioned(store=store, store_share=1.0, store_version=name)
+        assert count_restored(engine) == restored
+    engine.update_params(weights(1), store_version="trained")
+    engine.generate([TEXT])
+    engine.close()
+    store.save()
+    store = folder_of(tmp_path, version="trained")  # the next start
+    assert store.find(TEXT).num_blocks == 3
+    with pytest.raises(ValueError, match="of version 'trained', and this store has ''"):
+        folder_of(tmp_path)
+
+
+def test_blocks_of_several_weights_are_kept_from_those_of_one(tmp_path):
+    """With keep_cached what is stored goes on, under a name of its own."""
+    store = jkv.BlockStore(2**20, folder=tmp_path, max_folder_bytes=2**20)
+    engine = make_versioned(store=store, store_share=1.0)
+    engine.generate([TEXT])
+    engine.close()
+    engine.update_params(weights(1), keep_cached=True)
+    before = engine.stats().restored_tokens
+    (found,) = engine.generate([TEXT])
+    assert engine.stats().restored_tokens - before == 12
+    assert {*read_ages(TEXT, found)} == {0}
+    engine.close()
+    store.save()
+    for version in (0, 1):
+        other = make_versioned(store=folder_of(tmp_path), store_share=1.0)
+        if version:
+            other.update_params(weights(version))
+        assert count_restored(other) == 0
+
+
+def test_a_salt_that_is_a_text_is_the_same_domain_in_every_process(tmp_path):
+    """Its number is of one process: another one numbers other clients first."""
+    store = folder_of(tmp_path)
+    engine = make_versioned(store=store, store_share=1.0)
+    for salt in ("A", "B"):
+        engine.results(engine.submit(TEXT * 2, salt=salt))
+    engine.close()
+    store.save()
+    engine = make_versioned(store=folder_of(tmp_path), store_share=1.0)
+    for salt, length in (("B", 24), ("C", 0), ("A", 24), (0, 0)):
+        (found,) = engine.results(engine.submit(TEXT * 2, salt=salt))
+        assert found.cached_tokens == length
+    assert engine.stats().restored_tokens == 48
+
+
+def test_salts_are_texts_or_numbers_from_0():
+    engine = make_versioned()
+    engine.submit(TEXT, salt=2**32 - 1)
+    with pytest.raises(ValueError, match="salt must be a text or an int from 0"):
+        engine.submit(TEXT, salt="text")
+    engine = make_versioned()
+    engine.submit(TEXT, salt="text")
+    engine.submit(TEXT, salt=7)
+    for salt in (-1, 2**31):
+        with pytest.raises(ValueError, match="salt must be a text or an int from 0"):
+            engine.submit(TEXT, salt=salt)
+    with pytest.raises(ValueError, match=r"salt must be an int or a str, got 1\.0"):
+        engine.submit(TEXT, salt=1.0)
+    numbers = Domains()
+    assert numbers.number("\ud800") == -1 and numbers.number("a") == -2
+    assert numbers.name(7) == 7 and numbers.name(-3) is None
+
+
+def test_texts_that_were_not_seen_for_long_are_stored_nowhere(monkeypatch):
+    monkeypatch.setattr(domains, "MOST_TEXTS", 2)
+    numbers = Domains()
+    first = [numbers.number(text) for text in "abac"]
+    assert first == [-1, -2, -1, -3] and numbers.number("b") == -4
+    assert [numbers.name(number) is None for number in (-1, -2, -3, -4)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    store = jkv.BlockStore(2**20)
+    engine = make_versioned(store=store, store_share=0.05)
+    for salt in "abc":
+        engine.results(engine.submit(TEXT, salt=salt))
+    engine.close()
+    left = {domain for _, domain in store._roots}
+    assert left == {hash_of(text) for text in "bc"}
+
+
+@pytest.mark.parametrize("copying, restored", [(1.0, 0), (1e-4, 8)])
+def test_what_copies_slower_than_it_computes_is_computed(copying, restored):
+    store = jkv.BlockStore(2**20)
+    engine = make_engine(free_blocks=FREE_BLOCKS, store=store, store_share=0.9)
+    play(engine, rounds=1)
+    storing = engine._scheduler.storing
+    storing._copying = storing_module._Pace(copying, num_timed=2)
+    storing._computing = storing_module._Pace(1e-3, num_timed=2)
+    engine.generate(PROMPTS[:1], max_new_tokens=1)
+    assert engine.stats().restored_tokens == restored
+    if not restored:  # and is tried again in the end
+        assert storing._copying.seconds < copying
+
+
+def test_short_prompts_are_weighed_against_copying_too():
+    """Their windows are timed together, and waiting is no computing."""
+    clock = Clock()
+    store = jkv.BlockStore(2**20)
+    engine = make_engine(
+        free_blocks=FREE_BLOCKS, store=store, store_share=0.9, clock=clock
+    )
+    for prompt in PROMPTS:
+        number = engine.submit(prompt, max_new_tokens=1)
+        clock.now += 1000.0
+        while not engine.is_idle:
+            engine.step()
+            clock.now += 0.001
+        engine.results(number)
+    seconds = engine.stats().compute_seconds_per_token
+    assert 0 < seconds < 0.001  # two steps for ten tokens
 
 
 def test_other_weights_empty_the_store():

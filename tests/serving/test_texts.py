@@ -111,6 +111,50 @@ def test_work_grows_with_the_text_alone():
     assert stream.text == "\u3042" * 400 and sum(counts) < 50 * len(tokens)
 
 
+BROKEN_RUNS = {
+    "no first byte": [0x80],
+    "half a character": [0xE2, 0x82],
+    "two thirds of one": [0xF0, 0x9F, 0x98],
+    "the character itself": [*BROKEN.encode()],
+    "never UTF-8": [0xFF, 0xC0],
+}
+
+
+@pytest.mark.parametrize("size", [1, 3, 8, 800])
+@pytest.mark.parametrize("of", [decode, decode_runs], ids=["byte level", "runs"])
+@pytest.mark.parametrize("name", BROKEN_RUNS)
+def test_work_is_bounded_where_bytes_form_no_character(name, of, size):
+    """Before a text, in it, and as all of it."""
+    run = [len(WORDS) + byte for byte in BROKEN_RUNS[name]] * 800
+    run = run[:800]
+    for prompt, tokens in (
+        ([], run),
+        ([], [0, *run, 1, 2]),
+        (run, [0, 1, *[2] * 800]),
+        ([0], [*run, *as_bytes("\u732b"), 0]),
+    ):
+        counts = []
+
+        def count(ids, counts=counts):
+            counts.append(len(ids))
+            return of(ids)
+
+        stream = TextStream(count, prompt, [])
+        begun, counts[:] = sum(counts), []
+        for start in range(0, len(tokens), size):
+            before = stream.text
+            stream.advance(tokens[start : start + size])
+            assert stream.text.startswith(before)
+        stream.advance([], has_ended=True)
+        assert begun < 10_000 and sum(counts) < 80 * len(tokens)
+        text = stream.text.removeprefix(BROKEN if len(prompt) == len(run) else "")
+        if name == "the character itself" and of is decode_runs:
+            # One for the three bytes of a character, or one for each byte.
+            assert text.replace(BROKEN, "") == of(tokens).replace(BROKEN, "")
+        else:
+            assert text == of(tokens)
+
+
 @pytest.mark.parametrize("decode", [decode, decode_runs])
 def test_the_end_is_what_whole_decoding_gives(decode):
     """A character U+FFFD stays, and of half a character one is left."""

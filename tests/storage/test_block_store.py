@@ -3,9 +3,13 @@
 import errno
 import functools
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
+import warnings
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -90,7 +94,7 @@ def test_what_was_put_is_found_to_the_bit(where, tmp_path):
     assert num_found > 20
     for salt in range(2, 9):  # domains that nobody stored anything in
         assert store.find([1] * 9, salt) is None
-    assert {*store._roots} <= {0, 1}
+    assert {domain for _, domain in store._roots} <= {0, 1}
     store.clear()
     assert store.nbytes == store.num_blocks == store.folder_bytes == 0
 
@@ -108,6 +112,21 @@ def test_the_longest_unused_goes_first_and_children_before_parents():
     store.put(spilled_of((first,)))
     assert [len(t) for _, t in find_columns(store, first, 0)] == [4]
     assert repr(store).startswith("BlockStore(1 blocks, ")
+
+
+def test_a_smaller_context_takes_the_blocks_that_it_can_reach():
+    text = tuple(range(13))
+    spilled = spilled_of((text, (9,) * 5))
+    for length, reached in ((12, 3), (11, 2), (4, 1)):
+        cache = small_cache(max_context_length=length, prefix_caching=True)
+        cache, num = jkv.restore(cache, spilled)
+        assert num == reached + 1
+        jkv.check(cache)
+        found = jkv.spill(cache, 9)[1]
+        ends = {tokens for _, tokens in columns_of(found)}
+        assert ends == {text[: T * (n + 1)] for n in range(reached)} | {(9,) * T}
+    cache = small_cache(max_context_length=3, prefix_caching=True)
+    assert jkv.restore(cache, spilled)[1] == 0
 
 
 def test_a_prompt_whose_beginning_the_cache_has_brings_only_the_rest():
@@ -143,6 +162,51 @@ def test_a_damaged_file_is_skipped_and_named(damage, tmp_path):
     assert len(find_columns(store, text, 0)) == 2  # said once
 
 
+def test_a_damaged_file_is_found_again_when_it_is_written_anew(tmp_path):
+    """By this process or another; damaged is what was read, not its name."""
+    text, fields = tuple(range(5)), dict(folder=tmp_path, max_folder_bytes=2**20)
+    store, other = (jkv.BlockStore(0, **fields) for _ in "12")
+    for writer in (store, other):
+        writer.put(spilled_of((text,)))
+        writer.flush()
+        (path,) = tmp_path.glob("*.safetensors")
+        good = path.read_bytes()
+        path.write_bytes(DAMAGES["flipped"](good))
+        with pytest.warns(RuntimeWarning, match="skipped: "):
+            assert store.find(text) is None
+        assert store.find(text) is None and store.count(text) == 0
+        with pytest.warns(RuntimeWarning) if writer is other else nullcontext():
+            writer.put(spilled_of((text,)))
+            writer.flush()
+        assert store.count(text) == 4
+        np.testing.assert_array_equal(
+            find_columns(store, text, 0)[0, text[:4]],
+            columns_of(spilled_of((text,)))[0, text[:4]],
+        )
+
+
+@pytest.mark.parametrize("cause", ["EMFILE", "EIO", "EACCES", "ESTALE"])
+def test_a_file_that_cannot_be_read_now_is_read_later(cause, tmp_path, monkeypatch):
+    text = tuple(range(5))
+    store = jkv.BlockStore(0, folder=tmp_path, max_folder_bytes=2**20)
+    store.put(spilled_of((text,)))
+    store.flush()
+    before = [*tmp_path.glob("*.safetensors")][0].read_bytes()
+
+    def fail(*_):
+        raise OSError(getattr(errno, cause), os.strerror(getattr(errno, cause)))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folders, "read_file", fail)
+        with pytest.warns(RuntimeWarning, match="cannot be read now"):
+            assert store.find(text) is None
+        with pytest.warns(RuntimeWarning, match="is not written"):
+            store.put(spilled_of((text,)))  # it could lack what the file has
+            store.flush()
+    assert [*tmp_path.glob("*.safetensors")][0].read_bytes() == before
+    assert len(find_columns(store, text, 0)) == 1
+
+
 def test_a_digest_only_proposes(tmp_path, monkeypatch):
     """A file of another text is never found, whatever its name."""
     monkeypatch.setattr(stores, "next_digest", lambda digest, _: digest)
@@ -174,6 +238,149 @@ def test_a_full_disk_is_a_warning_and_a_smaller_store(tmp_path, monkeypatch):
     assert store.find([3] * 5) is not None
 
 
+def columns_in(path):
+    return len([*path.glob("*.safetensors")])
+
+
+def usage_of(monkeypatch, path, size):
+    """A disk of so many bytes, of which nobody else takes any."""
+
+    def tell(_):
+        used = sum(each.stat().st_size for each in path.iterdir())
+        return SimpleNamespace(free=max(size - used, 0))
+
+    monkeypatch.setattr(folders.shutil, "disk_usage", tell)
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_full_disk_takes_the_newest_for_the_oldest(is_told, tmp_path, monkeypatch):
+    """Of whoever wrote it; and the store grows when there is room again.
+
+    Either the disk says how much is free, or a write fails, as with a quota.
+    """
+    fields = dict(folder=tmp_path, max_folder_bytes=2**20)
+    first, write = jkv.BlockStore(0, **fields), folders.write_file
+    second = jkv.BlockStore(0, **fields)
+    for n in range(8):
+        first.put(spilled_of(((n,) * 5,)))
+    first.flush()
+    most = sum(path.stat().st_size for path in tmp_path.iterdir()) + 50
+
+    def write_if_it_fits(path, tensors, metadata):
+        used = sum(each.stat().st_size for each in tmp_path.iterdir())
+        if used + folders.measure_file(tensors, metadata) > most:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(path, tensors, metadata)
+
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        if is_told:
+            usage_of(patch, tmp_path, most)
+        patch.setattr(folders, "write_file", write_if_it_fits)
+        for n in range(8, 14):
+            second.put(spilled_of(((n,) * 5,)))
+            second.flush()
+        assert columns_in(tmp_path) >= 7
+        found = [second.find([n] * 5) is not None for n in range(14)]
+        assert sum(found[8:]) == 6 if is_told else sum(found[8:]) >= 3
+    for n in range(14, 24):
+        second.put(spilled_of(((n,) * 5,)))
+    second.flush()
+    assert columns_in(tmp_path) >= 16
+    assert all(second.find([n] * 5) is not None for n in range(14, 24))
+
+
+def test_a_disk_without_any_room_is_no_error(tmp_path, monkeypatch):
+    """Not even the layout can be written; the store goes on in memory."""
+    spilled = spilled_of(((1,) * 5,))
+    store = jkv.BlockStore(0, folder=tmp_path, max_folder_bytes=2**20)
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        for name in ("write_file", "replacing"):
+            patch.setattr(folders, name, fail)
+        with pytest.warns(RuntimeWarning, match=r"layout\.json is not written yet"):
+            store.put(spilled)
+        store.flush()
+    assert not [*tmp_path.iterdir()]
+    store.put(spilled)
+    store.flush()
+    later = jkv.BlockStore(0, folder=tmp_path, max_folder_bytes=2**20)
+    assert later.find([1] * 5).num_blocks == 1
+    for each in (store, later):  # whoever wrote the layout
+        shutil.rmtree(tmp_path)  # as someone may who needs the room
+        each.put(spilled_of(((2,) * 5,)))
+        each.flush()
+        fresh = jkv.BlockStore(0, folder=tmp_path, max_folder_bytes=2**20)
+        assert fresh.find([2] * 5).num_blocks == 1 and fresh.find([1] * 5) is None
+
+
+def test_a_file_that_cannot_be_removed_stops_no_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(folders, "SCAN_SECONDS", 0.0)
+    store = jkv.BlockStore(0, folder=tmp_path, max_folder_bytes=6000)
+    store.put(spilled_of(((0,) * 5,)))
+    store.flush()
+    (stuck,) = tmp_path.glob("*.safetensors")
+    (tmp_path / f"{'0' * 48}.safetensors").mkdir()
+    unlink = os.unlink
+
+    def refuse(path, **options):
+        if os.fspath(path) == os.fspath(stuck):
+            raise PermissionError(errno.EACCES, "stuck")
+        unlink(path, **options)
+
+    monkeypatch.setattr(folders.os, "unlink", refuse)
+    for n in range(1, 12):
+        store.put(spilled_of(((n,) * 5,)))
+        store.flush()
+        assert store.find([n] * 5) is not None
+    assert store.find([1] * 5) is None and stuck.exists()
+    files = [path for path in tmp_path.iterdir() if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= 6000
+
+
+def test_a_store_reads_what_others_put_into_its_folder(tmp_path):
+    """A process that only reads knows the layout as soon as there is one."""
+    fields = dict(folder=tmp_path, max_folder_bytes=2**20)
+    reader = jkv.BlockStore(2**20, **fields)
+    assert reader.find([1] * 5) is None and reader.count([1] * 5) == 0
+    writer = jkv.BlockStore(0, **fields)
+    writer.put(spilled_of(((1,) * 5,)))
+    writer.flush()
+    assert reader.count([1] * 5) == 4
+    assert reader.find([1] * 5).num_blocks == 1
+    assert jkv.BlockStore(2**20, **fields).find([1] * 5).num_blocks == 1
+    other = jkv.BlockStore(
+        0, folder=tmp_path / "b", max_folder_bytes=2**20, version="b"
+    )
+    late = jkv.BlockStore(0, folder=tmp_path / "b", max_folder_bytes=2**20)
+    other.put(spilled_of(((1,) * 5,)))
+    with pytest.raises(ValueError, match="of version 'b', and this store has ''"):
+        late.find([1] * 5)
+
+
+def test_versions_share_a_store_and_no_block(tmp_path):
+    text = [1] * 5
+    store = jkv.BlockStore(0, folder=tmp_path, max_folder_bytes=2**20)
+    names = [stores.Names(name) for name in ("a", "b")]
+    store.put(spilled_of((tuple(text),)), names=names[0])
+    for where in ("waiting", "in the folder"):
+        assert store.count(text, names=names[0]) == 4, where
+        assert store.find(text) is None and store.find(text, names=names[1]) is None
+        store.flush()
+    store.max_bytes = 2**20
+    assert store.find(text, names=names[0]).num_blocks == 1  # in memory now
+    store.rename("a", "b")
+    assert store.find(text, names=names[1]).num_blocks == 1
+    store.save()  # by the new name, too
+    later = jkv.BlockStore(0, folder=tmp_path, max_folder_bytes=2**20)
+    assert all(later.find(text, names=each).num_blocks == 1 for each in names)
+    store.forget("b")
+    assert store.num_blocks == 0 and store.find(text, names=names[1]) is not None
+
+
 def test_a_folder_takes_no_more_than_it_may(tmp_path, monkeypatch):
     monkeypatch.setattr(folders, "SCAN_SECONDS", 0.0)
     one = jkv.BlockStore(0, folder=tmp_path / "one", max_folder_bytes=2**20)
@@ -186,7 +393,7 @@ def test_a_folder_takes_no_more_than_it_may(tmp_path, monkeypatch):
         each = (store, other)[n % 2]
         each.put(spilled_of(((n,) * 5,)))
         each.flush()
-        files = [*(tmp_path / "all").glob("*.safetensors")]
+        files = [*(tmp_path / "all").iterdir()]
         assert sum(path.stat().st_size for path in files) <= 3 * size
     assert store.find([7] * 5) is not None and store.find([0] * 5) is None
     with pytest.raises(ValueError, match="needs max_folder_bytes="):

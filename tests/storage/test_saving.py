@@ -406,7 +406,7 @@ class TestRefusedFiles:
         raw = self.saved(path)
 
         def renamed(header):
-            header["metadata.is_shut"] = header.pop("metadata.sequences.is_open")
+            header["metadata.is_shut"] = header.pop("metadata.sequences.rows")
 
         def added(header):
             header["more"] = dict(dtype="U8", shape=[0], data_offsets=[0, 0])
@@ -421,16 +421,16 @@ class TestRefusedFiles:
             header["__metadata__"]["holds"] = "bread"
 
         def other_shape(header):
-            header["metadata.sequences.context_lengths"]["shape"] = [2, 2]
+            header["metadata.sequences.rows"]["shape"] = [10, 2]
 
         for change, fault in [
             (lambda _: None, None),
-            (renamed, "lacks 'metadata.sequences.is_open'"),
+            (renamed, "lacks 'metadata.sequences.rows'"),
             (added, "'more'"),
             (misplaced, "makes no sense"),
             (unknown_dtype, "makes no sense"),
             (other_kind, "bread"),
-            (other_shape, "shapes: .*context_lengths"),
+            (other_shape, "shapes: .*rows"),
         ]:
             if fault is None:
                 path.write_bytes(resealed(raw, change))

@@ -1,6 +1,7 @@
 """A small model that is served, for tests of `examples/serve_http.py`."""
 
 import argparse
+import json
 import shutil
 import socket
 import threading
@@ -18,6 +19,8 @@ from support.paths import EXAMPLES
 
 # A prompt of this token alone has no numbers as logits.
 POISON = 3071
+# A token of the tokenizer that the model does not have.
+IMAGE = "<image>"
 
 SIZES = "--context 96 --max-running 4 --max-new-tokens 64 --blocks 12 --rows 8"
 SIZES += " --scan-layers"  # half of the compiling
@@ -49,6 +52,7 @@ def load_served(folder):
 
     shutil.copytree(EXAMPLES / "models" / "pydoc", folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
+    add_a_token(folder / "tokenizer.json")
     parser = argparse.ArgumentParser()
     loading.add_options(parser)
     options = parser.parse_args([*SIZES.split(), "--model", str(folder)])
@@ -62,6 +66,14 @@ def load_served(folder):
         )
     served.engine.warm_up()
     return served
+
+
+def add_a_token(path):
+    """Give a tokenizer a token that the model has no row for, as Gemma 3's text has."""
+    tokenizer = json.loads(path.read_text())
+    added = dict(tokenizer["added_tokens"][0], content=IMAGE, id=POISON + 1)
+    tokenizer["added_tokens"].append(added)
+    path.write_text(json.dumps(tokenizer))
 
 
 def start_server(app, bounds=None):

@@ -113,6 +113,50 @@ def test_what_was_unused_for_longest_is_given_up():
     assert [found(cache, [*text, 0]) for text in texts] == [0, 0, 0, 0]
 
 
+def spilled_snapshots(*texts, cache=None):
+    """The snapshots of texts in the order in which they were fed."""
+    cache = cache or make_cache(num_snapshots=8, max_context_length=32)
+    for text in texts:
+        cache, seq_id, _ = open_and_feed(cache, text)
+        cache = close(cache, seq_id)
+    return jkv.spill(cache, 8)[1]
+
+
+def test_restoring_renews_what_is_there_and_takes_no_place_of_what_it_names():
+    a, b, c, d = ([n, 1, 1, 1] for n in range(2, 6))
+    cache, _ = jkv.restore(make_cache(2), spilled_snapshots(a, c))
+    # The first is unused for longest, and is there: c goes for b.
+    cache, num = jkv.restore(cache, spilled_snapshots(a, b))
+    assert num == 1
+    assert [found(cache, [*text, 0]) for text in (a, b, c)] == [EVERY, EVERY, 0]
+    cache, seq_id, start = open_and_feed(cache, [*a, 7])
+    assert start == EVERY  # and its sum is right
+    cache = close(cache, seq_id)
+    # To be named is a use, though nothing is written.
+    cache, num = jkv.restore(cache, spilled_snapshots(b))
+    cache, other = jkv.restore(cache, spilled_snapshots(d))
+    assert (num, other) == (0, 1)
+    assert [found(cache, [*text, 0]) for text in (a, b, d)] == [0, EVERY, EVERY]
+    # Of more than there are places for the last, and the longest, are restored.
+    cache, num = jkv.restore(make_cache(2), spilled_snapshots(a, b, c))
+    assert num == 2
+    assert [found(cache, [*text, 0]) for text in (a, b, c)] == [0, EVERY, EVERY]
+
+
+def test_a_smaller_context_takes_the_snapshots_that_it_can_reach():
+    text = [2, 1, 1, 1, 3, 1, 1, 1]
+    spilled = spilled_snapshots(text[:4], text)
+    for length, expected in ((8, 8), (7, 4), (3, 0)):
+        cache = make_cache(max_context_length=length)
+        cache, num = jkv.restore(cache, spilled)
+        assert num == expected // EVERY
+        jkv.check(cache)
+        prompt = np.full((1, length), -1, np.int32)
+        short = [*text, 0][:length]
+        prompt[0, : len(short)] = short
+        assert int(jkv.match(cache, prompt)[0]) == min(expected, 4)
+
+
 def test_texts_of_one_hash_are_told_apart(monkeypatch):
     """The hash of a text proposes; its tokens decide."""
     for name in ("column_hash", "salt_hash"):

@@ -8,6 +8,7 @@ from jkv.xla_flags import find_user_cache
 
 # In front of the weights of such a folder, and written last.
 INDEX = "gguf.index.json"
+READING = 2  # raised when files are read otherwise, so that no older folder is taken
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -43,9 +44,9 @@ def find_folder(model: str | Path) -> Path:
 
 
 def _name_folder(path: Path) -> Path:
-    """Return where a file's folder is kept: another one when the file has changed."""
+    """Return where a file's folder is kept: one for each content and way to read it."""
     file = path.resolve()
     known = file.stat()
-    key = f"{file}\n{known.st_size}\n{known.st_mtime_ns}"
+    key = f"{file}\n{known.st_size}\n{known.st_mtime_ns}\n{READING}"
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]
     return find_user_cache() / "jkv" / "gguf" / f"{path.stem}-{digest}"

@@ -4,6 +4,7 @@ What the metadata do not say is known of the architecture: which layers have a w
 how far those are turned.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -53,10 +54,17 @@ def make_config(file: GGUFile) -> dict[str, Any]:
 
 
 def _read_scaling(file: GGUFile) -> dict[str, Any] | None:
-    """Return how positions are scaled, None if they are not."""
+    """Return how positions are scaled, None if they are not.
+
+    A file may name a factor alone, or by an older key: it is linear then.
+    """
+    scaling = file.get("rope.scaling.type", "linear")
+    older = file.get("rope.scale_linear", 0.0)
+    factor = file.get("rope.scaling.factor", older) or 1.0
     if (name := "rope_freqs.weight") in file.tensors:
         # What Llama 3 makes of its settings, worked out: a factor a pair of components.
-        each = [float(factor) for factor in np.ravel(read_tensor(file, name))]
+        over = factor if scaling == "linear" else 1.0
+        each = [over * float(one) for one in np.ravel(read_tensor(file, name))]
         length = file.need("context_length")
         return dict(
             rope_type="longrope",
@@ -65,24 +73,33 @@ def _read_scaling(file: GGUFile) -> dict[str, Any] | None:
             attention_factor=1.0,
             original_max_position_embeddings=length,
         )
-    scaling = file.get("rope.scaling.type")
-    if scaling in (None, "none"):
+    if scaling == "none" or (scaling == "linear" and factor == 1.0):
         return None
     names = {"original_context_length": "original_max_position_embeddings"}
     if scaling == "longrope":
         found = dict(rope_type=scaling)
+        names["attn_factor"] = "attention_factor"
         for length in ("short", "long"):
             factors = read_tensor(file, f"rope_factors_{length}.weight")
             rounded = np.ravel(np.float32(factors))
             found[f"{length}_factor"] = [float(str(factor)) for factor in rounded]
     elif scaling in ("linear", "yarn"):
-        found = dict(rope_type=scaling, factor=file.need("rope.scaling.factor"))
+        found = dict(rope_type=scaling, factor=factor)
         names |= {f"yarn_beta_{end}": f"beta_{end}" for end in ("fast", "slow")}
-        names["yarn_attn_factor"] = "attention_factor"
+        if scaling == "yarn":
+            found["original_max_position_embeddings"] = file.need("context_length")
+            if (more := _read_yarn_factor(file)) != 1.0:
+                found["attention_factor"] = more * (0.1 * math.log(factor) + 1.0)
     else:
         raise ValueError(f"{file.paths[0]}: RoPE scaling {scaling!r} is not served")
     given = {other: file.get(f"rope.scaling.{name}") for name, other in names.items()}
     return found | {name: value for name, value in given.items() if value is not None}
+
+
+def _read_yarn_factor(file: GGUFile) -> float:
+    """Return what the scores' own factor, 0.1 ln(factor) + 1, is multiplied by."""
+    keys = "rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"
+    return math.prod(float(file.get(key, 1.0)) for key in keys)
 
 
 def _read_gemma2(file: GGUFile) -> dict[str, Any]:
@@ -98,7 +115,9 @@ def _read_gemma3(file: GGUFile) -> dict[str, Any]:
     full = dict(rope_theta=file.get("rope.freq_base", 1e6))
     ropes["rope_scaling"] = dict(
         full_attention=full | (_read_scaling(file) or dict(rope_type="default")),
-        sliding_attention=dict(rope_type="default", rope_theta=10_000.0),
+        sliding_attention=dict(
+            rope_type="default", rope_theta=file.get("rope.freq_base_swa", 10_000.0)
+        ),
     )
     return ropes
 
@@ -109,9 +128,14 @@ def _read_gemma(file: GGUFile, every: int) -> dict[str, Any]:
     head_dim = file.need("attention.key_length")
     # The largest of each generation divides by what a head has of the hidden size.
     is_largest = layers == {2: 46, 6: 62}[every]
+    pattern = file.get("attention.sliding_window_pattern", every)
+    if not isinstance(pattern, list):
+        pattern = [bool((i + 1) % pattern) for i in range(layers)]
+    if every == 6 and not file.get("attention.sliding_window"):
+        pattern = [False] * layers  # Gemma 3 without the key has no windows
     full, windowed = "full_attention", "sliding_attention"
     return dict(
-        layer_types=[windowed if (i + 1) % every else full for i in range(layers)],
+        layer_types=[windowed if each else full for each in pattern],
         query_pre_attn_scalar=file.need("embedding_length") // heads
         if is_largest
         else head_dim,

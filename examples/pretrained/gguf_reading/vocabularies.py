@@ -1,9 +1,11 @@
 """The tokenizer that a GGUF file's metadata describe, as a tokenizer.json.
 
 Two families: pieces of bytes, whose merges are in the file, and SentencePiece's pieces
-with bytes as the last resort, whose merges follow from the vocabulary.
+with bytes as the last resort, whose merges follow from the vocabulary. What a file does
+not say has llama.cpp's defaults (`src/llama-vocab.cpp` there).
 """
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,10 +22,42 @@ from tokenizers import (
 
 from jkv.config.gguf_file import GGUFile
 
+logger = logging.getLogger("pretrained")
+
 # Of `tokenizer.ggml.token_type`.
-CONTROL, USER_DEFINED = 3, 4
-# Files name one token that ends a text; a chat's turns end by one of these.
-TURN_ENDS = "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>"
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
+# Texts of tokens that end a text or a turn, whatever their type is said to be.
+ENDS = (
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>"),
+    *("<|end_of_text|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "</s>"),
+    *("<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_utterance>"),
+    *(
+        "<eos>",
+        "<turn|>",
+        "<|tool_response>",
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    ),
+    "[e~[",
+)
+# Keys of ends, and texts of those that a file without the key may have.
+END_KEYS = {
+    **dict.fromkeys(("eos_token_id", "eot_token_id", "eom_token_id"), ()),
+    "fim_pad_token_id": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep_token_id": (
+        *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    ),
+    "fim_sep_token_id": ("<|file_sep|>",),
+}
+# Texts that end nothing where all of the others are there.
+NO_ENDS = (
+    ("<|end|>", ("<|return|>", "<|call|>")),
+    ("<|end|>", ("<|return|>", "<|calls|>")),
+    ("<|end|>", ("<|flush|>", "<|call|>")),
+    ("<|end|>", ("<|flush|>", "<|calls|>")),
+    ("</s>", ("<|tool_response>",)),
+)
+# What a text shows of the parts of an answer, as gpt-oss writes them.
+SHOWN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
 SPACE = "\u2581"  # stands for a space in SentencePiece's pieces
 SPECIAL_TOKENS = {
     "bos_token": "bos_token_id",
@@ -37,14 +71,34 @@ _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _LLAMA3 = rf"{_ENDINGS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
 _QWEN = rf"{_ENDINGS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+# These take a whole word that is a token, whatever its merges would give, and begin
+# with the token that begins texts.
+AS_LLAMA3 = (
+    *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral"),
+    *("midm-2.0", "lfm2", "jina-v5-nano"),
+)
 SPLITS = {
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "smaug-bpe"), _LLAMA3),
-    **dict.fromkeys(("dbrx", "glm4", "chatglm-bpe"), _LLAMA3),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN),
+    **dict.fromkeys((*AS_LLAMA3, "smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), _LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2"), _QWEN),
+    **dict.fromkeys(("megrez", "stablelm2", "hunyuan", "solar-open"), _QWEN),
 }
 # These cut off every digit, then as GPT-2 does.
-DIGITS_APART = ("smollm", "starcoder", "refact", "command-r")
-AS_GPT2 = (None, "default", "gpt-2", "phi-2", "mpt", "olmo", *DIGITS_APART)
+DIGITS_APART = (
+    *("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"),
+    *("minerva-7b", "mellum2"),
+)
+AS_GPT2 = (
+    *("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"),
+    *("gigachat", "a.x-4.0", "mellum", "exaone4", *DIGITS_APART),
+)
+# One after the other, where a file does not say how, or says it by this name.
+DEFAULT = "default"
+_DEFAULT_SPLITS = (
+    r"[\p{P}\$\+<=>\^~\|]+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+    r"\p{N}+",
+    r"[0-9][0-9][0-9]",
+)
 
 
 def make_tokenizer(file: GGUFile) -> Tokenizer:
@@ -55,7 +109,13 @@ def make_tokenizer(file: GGUFile) -> Tokenizer:
     """
     said = _said(file)
     family = said.get("model")
-    if family == "gpt2" and said.get("pre") not in (*SPLITS, *AS_GPT2):
+    if family == "gpt2" and said.get("pre") is None:
+        logger.warning(
+            "%s does not say how texts are cut (tokenizer.ggml.pre): they are cut by "
+            "llama.cpp's default, which may not be the model's; convert it anew",
+            file.paths[0],
+        )
+    if family == "gpt2" and said.get("pre") not in (*SPLITS, *AS_GPT2, DEFAULT, None):
         raise ValueError(
             f"{file.paths[0]} cuts texts as {said['pre']!r} (tokenizer.ggml.pre), "
             "which is not served: take the model's safetensors and tokenizer.json"
@@ -84,20 +144,58 @@ def make_settings(file: GGUFile) -> dict[str, Any]:
         for name, key in SPECIAL_TOKENS.items()
         if said.get(key) is not None
     }
-    template = file.metadata.get("tokenizer.chat_template")
-    return named | ({} if template is None else {"chat_template": template})
+    key = "tokenizer.chat_template"
+    templates = {
+        name.removeprefix(key).removeprefix(".") or "default": template
+        for name, template in file.metadata.items()
+        if name == key or name.startswith(f"{key}.")
+    }
+    if templates:
+        named["chat_template"] = [
+            {"name": name, "template": each} for name, each in templates.items()
+        ]
+    return named
 
 
 def find_ends(file: GGUFile) -> list[int]:
     """Return the tokens that end a text, or a turn of a chat, by which models stop."""
-    said = _said(file)
-    named = (said.get("eos_token_id"), said.get("eot_token_id"))
-    turns = (said["tokens"].index(end) for end in TURN_ENDS if end in said["tokens"])
-    return sorted({number for number in (*named, *turns) if number is not None})
+    return sorted(_find_ends(_said(file)))
+
+
+def _find_ends(said: Mapping[str, Any]) -> set[int]:
+    tokens = said["tokens"]
+    numbers = {token: number for number, token in enumerate(tokens)}
+    found = {numbers[text] for text in ENDS if text in numbers}
+    for key, texts in END_KEYS.items():
+        if said.get(key) is not None:
+            found.add(said[key])
+        else:
+            found |= {numbers[text] for text in texts if text in numbers}
+    for text, others in NO_ENDS:
+        if {text, *others} <= numbers.keys():
+            found.discard(numbers[text])
+    return found
+
+
+def _find_kinds(said: Mapping[str, Any]) -> list[int]:
+    """Return the types of all tokens, as they are whatever the file says."""
+    tokens = said["tokens"]
+    kinds = list(said.get("token_type") or [NORMAL] * len(tokens))
+    numbers = {token: number for number, token in enumerate(tokens)}
+    for number in _find_ends(said):
+        kinds[number] = CONTROL
+    shown = [text for text in SHOWN if text in numbers]
+    if any({text, *others} <= numbers.keys() for text, others in NO_ENDS[:4]):
+        shown.append("<|end|>")
+    for text in shown:
+        kinds[numbers[text]] = USER_DEFINED
+    if {"</s>", "<|tool_response>"} <= numbers.keys():
+        kinds[numbers["</s>"]] = NORMAL
+    return kinds
 
 
 def _said(file: GGUFile) -> dict[str, Any]:
-    """Return what a file says of its tokenizer."""
+    """Return what a file says of its tokenizer, and the defaults of its family."""
     prefix = "tokenizer.ggml."
     said = {
         name.removeprefix(prefix): value
@@ -108,20 +206,46 @@ def _said(file: GGUFile) -> dict[str, Any]:
     missing = [f"{prefix}{name}" for name in needed if name not in said]
     if missing:
         raise ValueError(f"{file.paths[0]} lacks the metadata {', '.join(missing)}")
-    return said
+    said["tokens"] = [
+        token or f"[EMPTY_{number}]" for number, token in enumerate(said["tokens"])
+    ]
+    _check_different(file, said["tokens"])
+    is_of_pieces = said["model"] == "llama"
+    usual: dict[str, Any] = {
+        "add_bos_token": is_of_pieces or said.get("pre") in AS_LLAMA3,
+        "add_eos_token": False,
+        "name": str(file.metadata.get("general.name", "")).lower(),
+    }
+    if is_of_pieces:
+        usual |= {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
+    return usual | said
+
+
+def _check_different(file: GGUFile, tokens: list[str]) -> None:
+    """Reject a vocabulary in which two tokens are alike: one could not be told."""
+    numbers: dict[str, int] = {}
+    for number, token in enumerate(tokens):
+        first = numbers.setdefault(token, number)
+        if first != number:
+            raise ValueError(
+                f"{file.paths[0]}: tokenizer.ggml.tokens has {token!r} as {first} and "
+                f"as {number}; convert the model anew"
+            )
 
 
 def _make_of_bytes(said: Mapping[str, Any]) -> Tokenizer:
     vocabulary = {token: number for number, token in enumerate(said["tokens"])}
     merges = [tuple(merge.split(" ", 1)) for merge in said["merges"]]
     pre = said.get("pre")
-    # Llama 3 takes a whole word that is a token, whatever its merges would give.
-    model = models.BPE(vocabulary, merges, ignore_merges=SPLITS.get(pre) == _LLAMA3)
+    model = models.BPE(vocabulary, merges, ignore_merges=pre in AS_LLAMA3)
     tokenizer = Tokenizer(model)
-    if pre in SPLITS:
-        cut = pre_tokenizers.Split(Regex(SPLITS[pre]), behavior="isolated")
+    splits = _DEFAULT_SPLITS if pre in (DEFAULT, None) else (SPLITS.get(pre),)
+    if splits != (None,):
+        cuts = [
+            pre_tokenizers.Split(Regex(each), behavior="isolated") for each in splits
+        ]
         bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, bytes_])
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, bytes_])
     else:
         bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         digits = [pre_tokenizers.Digits(True)] if pre in DIGITS_APART else []
@@ -196,33 +320,42 @@ def _find_merges(tokens: list[str], scores: Any) -> list[tuple[str, str]]:
 
 def _add_tokens(tokenizer: Tokenizer, said: Mapping[str, Any]) -> None:
     """Add what is never cut: tokens of the model's own, and those users defined."""
-    kinds = said.get("token_type") or [0] * len(said["tokens"])
-    alphabet = {*pre_tokenizers.ByteLevel.alphabet()}
-    is_of_bytes, known = said["model"] == "gpt2", tokenizer.get_vocab(False)
+    kinds, known = _find_kinds(said), tokenizer.get_vocab(False)
+    # Phi 3 takes the white space behind most of them.
+    is_phi3 = any(name in said["name"] for name in ("phi-3", "phi3"))
+    keep_behind = ("<unk>", "<s>", "<|endoftext|>") if is_phi3 else said["tokens"]
     control, defined = (
         [
-            AddedToken(token, normalized=False)
+            AddedToken(token, normalized=False, rstrip=token not in keep_behind)
             for token, each in zip(said["tokens"], kinds, strict=True)
-            if each == kind and token in known
+            if each in taken and token in known
         ]
-        for kind in (CONTROL, USER_DEFINED)
+        for taken in ((CONTROL, UNKNOWN), (USER_DEFINED,))
     )
-    # What has other characters than bytes are written in is no token of the model's.
-    control = [t for t in control if not (is_of_bytes and {*t.content} - alphabet)]
     # All at once: each call looks for all of them anew.
     tokenizer.add_special_tokens(control)
     tokenizer.add_tokens(defined)
 
 
 def _add_beginning(tokenizer: Tokenizer, said: Mapping[str, Any]) -> None:
-    """Begin every text with the token that the file asks for."""
-    number = said.get("bos_token_id")
-    is_asked = said.get("add_bos_token", said["model"] == "llama")
-    if number is None or not is_asked:
+    """Begin and end every text with the tokens that the file asks for."""
+    added = {
+        end: (said["tokens"][said[f"{end}_token_id"]], said[f"{end}_token_id"])
+        for end in ("bos", "eos")
+        if said[f"add_{end}_token"] and said.get(f"{end}_token_id") is not None
+    }
+    if not added:
         return
-    token = said["tokens"][number]
+
+    def write(name: str, number: int) -> str:
+        before, behind = (
+            [f"{added[end][0]}:{number}"] if end in added else []
+            for end in ("bos", "eos")
+        )
+        return " ".join([*before, f"${name}:{number}", *behind])
+
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{token}:0 $A:0",
-        pair=f"{token}:0 $A:0 {token}:1 $B:1",
-        special_tokens=[(token, number)],
+        single=write("A", 0),
+        pair=f"{write('A', 0)} {write('B', 1)}",
+        special_tokens=[*dict.fromkeys(added.values())],
     )

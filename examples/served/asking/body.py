@@ -3,8 +3,6 @@
 Both give an `Ask` of the engine; what only a reply has is in `showing.py`.
 """
 
-import functools
-import itertools
 import random
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -115,7 +113,7 @@ def _read_most_tokens(
         for name in ("max_completion_tokens", "max_tokens")
         if body.get(name) is not None
     ]
-    if len(names) > 1:
+    if len({body[name] for name in names}) > 1:
         raise Refused("give max_tokens or max_completion_tokens", names[0])
     # The last token needs no room.
     room = served.context - longest + 1
@@ -195,7 +193,7 @@ def _read_client(body: Mapping[str, Any]) -> str | None:
     return names[0] or names[1] or None
 
 
-def _read_salt(body: Mapping[str, Any]) -> int:
+def _read_salt(body: Mapping[str, Any]) -> int | str:
     salt = body.get("cache_salt")
     if salt is None:
         return 0
@@ -203,7 +201,7 @@ def _read_salt(body: Mapping[str, Any]) -> int:
         raise Refused(
             f"cache_salt must be a text of 1 to {MOST_SALT} characters", "cache_salt"
         )
-    return _number_salt(salt)
+    return salt
 
 
 def _read_seconds(body: Mapping[str, Any], name: str) -> float | None:
@@ -212,15 +210,3 @@ def _read_seconds(body: Mapping[str, Any], name: str) -> float | None:
         return None
     seconds: float = read_number(body, name, 0.0, float, 0.001, MOST_SECONDS)
     return seconds
-
-
-_numbers = itertools.count(1)
-
-
-@functools.lru_cache(maxsize=4096)
-def _number_salt(_: str) -> int:
-    """Return a salt's own number: a hash of 32 bits could be another's.
-
-    A salt that was not seen for long gets a new one, and finds nothing.
-    """
-    return next(_numbers)

@@ -23,6 +23,8 @@ class Refusal(NamedTuple):
 # them, and the first two say whose turn it is (`Engine.submit(client=)`). Nothing is
 # stored, with `metadata` or without, and there is one `service_tier`.
 LABELS = ("user", "safety_identifier", "prompt_cache_key", "service_tier")
+# What is computed of a prompt is cached in any case.
+OBJECTS = ("metadata", "cache_control")
 
 SERVED = {
     *("model", "max_tokens", "max_completion_tokens", "n", "seed", "stop", "logprobs"),
@@ -33,7 +35,7 @@ SERVED = {
     *("response_format", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_choice"),
     *("logit_bias", "min_tokens", "bad_words", "allowed_token_ids"),
-    *("presence_penalty", "frequency_penalty", "store", "metadata"),
+    *("presence_penalty", "frequency_penalty", "store", *OBJECTS),
 }
 SERVED_OF_TEXTS = SERVED | {"prompt", "best_of", "echo"}
 _OF_CALLS = ("tools", "tool_choice", "parallel_tool_calls")
@@ -46,16 +48,22 @@ _TEXT_ONLY = "is not served: the model reads and writes text"
 _OF_THE_TEMPLATE = "is not served: the checkpoint's own template is used as it is"
 _AS_IT_IS = "is not served: tokens are told as texts"
 
+_KEPT = "is not served: prompts are kept while they may"
+OF_CACHED_PROMPTS = {
+    "prompt_cache_retention": Refusal(_KEPT, ("in_memory", "in-memory")),
+    "prompt_cache_options": Refusal(_KEPT, ({},)),
+}
+
 REFUSED = {
     "logits_processors": Refusal("is not served: no code of clients runs here", ([],)),
     "guided_grammar": Refusal("is not served; guided_json and guided_regex are"),
     "guided_decoding_backend": Refusal("is not served: there is one"),
     "guided_whitespace_pattern": Refusal("is not served: white space is as told"),
     "tools": Refusal(_OF_CHATS, ([],)),
-    "tool_choice": Refusal(_OF_CHATS, ("none",)),
+    "tool_choice": Refusal(_OF_CHATS, ("none", "auto")),
     "parallel_tool_calls": Refusal(_OF_CHATS, (True, False)),
     "functions": Refusal(_OLD, ([],)),
-    "function_call": Refusal(_OLD, ("none",)),
+    "function_call": Refusal(_OLD, ("none", "auto")),
     # What the model or the loop does not do.
     "top_logprobs": Refusal("is of chats; of texts logprobs is a number", (0,)),
     "prompt_logprobs": Refusal("is not served; echo with logprobs is"),
@@ -71,7 +79,7 @@ REFUSED = {
     "prediction": Refusal("is not served: the engine guesses by itself or not at all"),
     "reasoning_effort": Refusal(_OF_CHATS),
     "include_reasoning": Refusal("is not served: a text is told whole", (True,)),
-    "verbosity": Refusal("is not served: ask for it in the messages"),
+    "verbosity": Refusal("is not served: ask for it in the messages", ("medium",)),
     "web_search_options": Refusal("is not served: nothing is searched"),
     "moderation": Refusal("is not served: nothing is moderated"),
     # How a prompt is made of messages.
@@ -81,7 +89,7 @@ REFUSED = {
     "add_generation_prompt": Refusal(_OF_THE_TEMPLATE, (True,)),
     "continue_final_message": Refusal(_OF_THE_TEMPLATE, (False,)),
     "echo": Refusal("is not served of chats", (False,)),
-    "best_of": Refusal("is not served of chats; n is"),
+    "best_of": Refusal("is not served of chats; n is", (1,)),
     # How a text is shown.
     "skip_special_tokens": Refusal(_AS_IT_IS, (True,)),
     "spaces_between_special_tokens": Refusal(_AS_IT_IS, (True,)),
@@ -91,8 +99,7 @@ REFUSED = {
         "is not served: a text ends before its stop", (False,)
     ),
     # What is around a reply.
-    "prompt_cache_retention": Refusal("is not served: prompts are kept while they may"),
-    "prompt_cache_options": Refusal("is not served: prompts are kept while they may"),
+    **OF_CACHED_PROMPTS,
     "request_id": Refusal("is not served: ids are made here"),
     "kv_transfer_params": Refusal("is not served: there is one engine"),
     "vllm_xargs": Refusal("is not served"),
@@ -113,8 +120,9 @@ def check_fields(body: Mapping[str, Any], *, is_chat: bool) -> None:
     for name in LABELS:
         if not isinstance(body.get(name), str | None):
             raise Refused(f"{name} must be a text", name)
-    if not isinstance(body.get("metadata"), Mapping | None):
-        raise Refused("metadata must be an object", "metadata")
+    for name in OBJECTS:
+        if not isinstance(body.get(name), Mapping | None):
+            raise Refused(f"{name} must be an object", name)
     read_flag(body, "store", False)
 
 
@@ -155,5 +163,8 @@ def check_texts(body: Mapping[str, Any]) -> None:
 
 
 def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
-    """Whether a value is one of these, of the same type: 0 is not False."""
-    return any(type(value) is type(each) and value == each for each in values)
+    """Whether a value is one of these: 1.0 is 1, and 0 is not False."""
+    return any(
+        isinstance(value, bool) == isinstance(each, bool) and value == each
+        for each in values
+    )

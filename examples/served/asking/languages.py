@@ -1,7 +1,8 @@
 """What the texts of a request must be: JSON, JSON of a schema, a pattern, a choice."""
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jkv.grammar import (
@@ -19,13 +20,16 @@ from jkv.grammar import (
 )
 
 from ..mistakes import Refused
+from ..values import refuse_unknown
 
 # The fields that ask for one.
 FIELDS = {"response_format", "structured_outputs", "tools"}
 FIELDS |= {"guided_json", "guided_regex", "guided_choice"}
 
 MOST_CHARACTERS = 2**16  # of what describes a language
-MOST_BYTES = 2**25  # that its tables and its compiling take
+MOST_BYTES = 2**26  # that its tables and its compiling take
+# Of these bytes, what one of many tools may take where all take too much.
+SHARES = (1, 4, 16, 64)
 
 
 class Compiled(NamedTuple):
@@ -70,21 +74,37 @@ def _compile_tools(
     asked = {"vocabulary": vocabulary, "max_bytes": max_bytes, **described}
     try:
         return Compiled(from_tools(**asked))
-    except (Unsupported, TooLarge) as error:
-        refused = find_refused_tools(described["tools"], max_bytes=max_bytes)
-        strict = {each["name"] for each in described["tools"] if each.get("strict")}
-        is_wrong = any(isinstance(each, Malformed) for each in refused.values())
-        is_free = described["choice"] == "auto" and not {*refused} & strict
-        if not refused or is_wrong or not is_free:
+    except (Unsupported, TooLarge):
+        if described["choice"] != "auto":
             raise
-        told = tuple(
-            f"the arguments of the tool {name} are any JSON object: {why}"
-            for name, why in refused.items()
-        )
-        try:
-            return Compiled(from_tools(**asked, free_arguments=[*refused]), told)
-        except ValueError:
-            raise error from None
+        for refused in _list_refused(described["tools"], max_bytes):
+            told = tuple(
+                f"the arguments of the tool {name} are any JSON object: {why}"
+                for name, why in refused.items()
+            )
+            with contextlib.suppress(ValueError):
+                return Compiled(from_tools(**asked, free_arguments=[*refused]), told)
+        raise
+
+
+def _list_refused(
+    tools: Sequence[Mapping[str, Any]], max_bytes: int
+) -> Iterator[Mapping[str, ValueError]]:
+    """Yield which tools may have free arguments instead: the fewest that help first.
+
+    They are those whose schemas are not served, then the largest ones, too.
+    """
+    strict = {each["name"] for each in tools if each.get("strict")}
+    known = frozenset[str]()
+    for share in SHARES:
+        refused = find_refused_tools(tools, max_bytes=max_bytes // share)
+        if any(isinstance(each, Malformed) for each in refused.values()):
+            return
+        if {*refused} & strict:
+            return
+        if {*refused} != known:
+            known = frozenset(refused)
+            yield refused
 
 
 _ASKED: dict[str, Any] = {  # by clients, in these words
@@ -147,6 +167,8 @@ def _read_response_format(given: Any) -> Language | None:
     if not isinstance(given, Mapping):
         raise Refused(f"{name} must be an object with a type", name)
     kind = given.get("type")
+    known = {"type", "json_schema"} if kind == "json_schema" else {"type"}
+    refuse_unknown(given, known, name)
     if kind == "text":
         return None
     if kind == "json_object":
@@ -160,6 +182,8 @@ def _read_response_format(given: Any) -> Language | None:
     described = given.get("json_schema")
     if not isinstance(described, Mapping) or "schema" not in described:
         raise Refused(f"{name}.json_schema must be an object with a schema", name)
+    of_schema = {"name", "description", "schema", "strict"}
+    refuse_unknown(described, of_schema, f"{name}.json_schema")
     return describe("json", described["schema"], name)
 
 

@@ -51,7 +51,11 @@ def read_prompts(served: Served, body: Mapping[str, Any]) -> list[list[int]]:
 def read_prompt_texts(served: Served, body: Mapping[str, Any]) -> list[str]:
     """Return the prompts as texts: as they came, or as their tokens read."""
     prompt = _list_prompts(body)
-    return [p if isinstance(p, str) else served.tokenizer.decode(p) for p in prompt]
+    decode = served.tokenizer.decode
+    return [
+        p if isinstance(p, str) else decode(p, skip_special_tokens=False)
+        for p in prompt
+    ]
 
 
 def read_chat(
@@ -138,7 +142,10 @@ def _read_message(message: Any) -> dict[str, Any]:
             "that has a name, and arguments as a text",
             "messages",
         )
-    # Null is what an assistant says that only called tools, thought or refused.
+    # Null is what an assistant says that only called tools, thought or refused, and
+    # what a tool answers that has nothing to say.
+    if content is None and message["role"] in ("tool", "function"):
+        content = ""
     if content is not None or message["role"] != "assistant":
         content = _read_content(content)
     return {**message, "content": content}
@@ -157,7 +164,7 @@ def _is_call(call: Any) -> bool:
 def _read_content(content: Any) -> str:
     """Return the text of a message, which may come in parts."""
     if isinstance(content, list) and all(map(_is_part, content)):
-        return "".join(part[PARTS[part.get("type", "text")]] for part in content)
+        return "\n".join(part[PARTS[part.get("type", "text")]] for part in content)
     if not isinstance(content, str):
         raise Refused("content must be a text, or parts of type text", "messages")
     return content
@@ -191,4 +198,5 @@ def _check_length(served: Served, name: str, count: int) -> None:
             f"{served.context} tokens, and a text has {served.most_characters} "
             f"characters at most",
             name,
+            code="context_length_exceeded",
         )

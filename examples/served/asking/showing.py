@@ -12,8 +12,9 @@ from ..values import read_flag, read_number
 from .body import MOST_SAMPLES, Asked, read_body
 from .fields import check_fields, check_texts
 from .languages import read_language
-from .prompts import read_prompt_texts
+from .prompts import read_chat, read_prompt_texts
 from .rules import read_rules
+from .tools import read_tools
 
 
 class Shown(NamedTuple):
@@ -92,6 +93,19 @@ def read_fields(
     return asked._replace(ask=ask, language=language, rules=rules), shown
 
 
+def count_chat(served: Served, fields: Mapping[str, Any]) -> int:
+    """Return the tokens of a chat's prompt, which may be more than the context.
+
+    Raises:
+        Refused: for what cannot be or is not served.
+    """
+    check_fields(fields, is_chat=True)
+    check_model(served, fields.get("model"))
+    tools = read_tools(fields, served.tool_tags)
+    (tokens,) = read_chat(served, fields, [] if tools is None else tools.listed)
+    return len(tokens)
+
+
 def check_model(served: Served, model: Any) -> None:
     """Refuse the name of another model; none is the one that is served."""
     if model is not None and model != served.name:
@@ -144,7 +158,7 @@ def _read_stream_options(
     options = body.get("stream_options")
     if options is None:
         return False, False
-    if not isinstance(options, Mapping) or not is_streamed:
+    if not isinstance(options, Mapping) or (options and not is_streamed):
         raise Refused(
             "stream_options is an object, and goes with stream", "stream_options"
         )
@@ -155,7 +169,8 @@ def _read_stream_options(
             name = f"stream_options.{name[:60]}"
             raise Refused(f"{name} is not served; leave it out", name)
     is_running = read_flag(options, "continuous_usage_stats", False)
-    return read_flag(options, "include_usage", False), is_running
+    has_usage = read_flag(options, "include_usage", False)
+    return has_usage, has_usage and is_running
 
 
 def _read_best_of(body: Mapping[str, Any], n: int, shown: Shown) -> int:

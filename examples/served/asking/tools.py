@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..mistakes import Refused
-from ..values import read_flag
+from ..values import read_flag, refuse_unknown
 from .languages import Language, describe
 
 MOST_TOOLS = 128  # as in the API
 NAME = re.compile("[a-zA-Z0-9_.-]{1,128}")
-OF_A_FUNCTION = {"name", "description", "parameters", "strict"}
+OF_A_FUNCTION = {"name", "description", "parameters", "strict", "cache_control"}
 
 
 class Tools(NamedTuple):
@@ -38,7 +38,7 @@ def read_tools(body: Mapping[str, Any], tags: tuple[str, str]) -> Tools | None:
     listed = body.get("tools")
     choice = body.get("tool_choice")
     if listed is None or listed == []:
-        if choice not in (None, "none"):
+        if choice not in (None, "none", "auto"):
             raise Refused("tool_choice goes with tools", "tool_choice")
         return None
     if not isinstance(listed, list) or len(listed) > MOST_TOOLS:
@@ -47,6 +47,8 @@ def read_tools(body: Mapping[str, Any], tags: tuple[str, str]) -> Tools | None:
     if len(functions) < len(listed):
         raise Refused("tools must have different names", "tools")
     choice = "auto" if choice is None else choice
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        functions, choice = _read_allowed(choice, functions)
     if choice == "none":
         return Tools(listed, None)
     if choice not in ("auto", "required"):
@@ -76,7 +78,7 @@ def _read_tool(tool: Any) -> dict[str, Any]:
             "tools",
         )
     unknown = [
-        *(tool.keys() - {"type", "function"}),
+        *(tool.keys() - {"type", "function", "cache_control"}),
         *(function.keys() - OF_A_FUNCTION),
     ]
     if unknown:
@@ -112,7 +114,35 @@ def _read_name(choice: Any) -> str:
     if not isinstance(name, str) or choice.get("type") != "function":
         raise Refused(
             "tool_choice must be none, auto, required, or an object of type function "
-            "with a function that has a name",
+            "with a function that has a name, or of type allowed_tools",
             "tool_choice",
         )
+    refuse_unknown(choice, {"type", "function"}, "tool_choice")
+    refuse_unknown(function, {"name"}, "tool_choice")
     return name
+
+
+def _read_allowed(
+    choice: Mapping[str, Any], functions: Mapping[str, dict[str, Any]]
+) -> tuple[dict[str, dict[str, Any]], str]:
+    """Return the functions that may be called now, and whether one must be."""
+    refuse_unknown(choice, {"type", "allowed_tools"}, "tool_choice")
+    allowed = choice.get("allowed_tools")
+    given = allowed.get("tools") if isinstance(allowed, Mapping) else None
+    if not isinstance(given, list) or not given:
+        raise Refused(
+            "tool_choice of type allowed_tools has allowed_tools, an object with mode "
+            "and tools",
+            "tool_choice",
+        )
+    refuse_unknown(allowed, {"mode", "tools"}, "tool_choice")
+    mode = allowed.get("mode")
+    if mode not in ("auto", "required"):
+        raise Refused(
+            "the mode of allowed_tools must be auto or required", "tool_choice"
+        )
+    names = [_read_name(each) for each in given]
+    for name in names:
+        if name not in functions:
+            raise Refused(f"tool_choice: no tool is called {name!r}", "tool_choice")
+    return {name: functions[name] for name in names}, mode

@@ -7,11 +7,15 @@ its answer, a client that does not read, and half a body when the server ends.
 
 import asyncio
 import functools
+import json
 from typing import Any, NamedTuple
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from ..mistakes import Refused
 
 
 class Bounds(NamedTuple):
@@ -83,6 +87,27 @@ class Connection(H11Protocol):
         self._num_between += len(data)
         if self._num_between > self._bounds.body_bytes:
             self.transport.abort()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP as other mistakes are answered, and close."""
+        if self.conn.our_state is not h11.IDLE and self.conn.our_state is not (
+            h11.SEND_RESPONSE
+        ):
+            self.transport.close()
+            return
+        body = json.dumps(Refused(msg).body).encode()
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        for event in (
+            h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -4,37 +4,36 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from ..asking.showing import Asked, Shown, read_fields, read_json
+from ..asking.showing import Asked, Shown, count_chat, read_fields, read_json
 from ..loading import ROOM_SECONDS, Served
+from ..messages.reading import read_message_body
 from ..mistakes import Refused
 from ..replying.answers import (
-    AnyReply,
     cancel_all,
     list_events,
     read_events,
     reply_whole,
     stream,
     submit_all,
-    tell_known,
 )
-from ..replying.replies import Reply, tell_deadline
+from ..replying.kinds import KINDS, Fields, Kind
+from ..replying.known import tell_known
+from ..replying.replies import tell_deadline
 from ..replying.scoring import Scored
-from ..responses.reading import NAMES, read_response
-from ..responses.writing import ResponseReply
+from ..responses.reading import read_response
 from ..steering.variants import Held
 from .connections import Bounds
-from .gate import read_bytes, respond
+from .gate import read_bytes
 
 Answer = Callable[[Request], Awaitable[Response]]
-Fields = Mapping[str, Any]
 
 # A proxy hands on each part as it comes, and keeps none.
 OF_STREAMS = {"X-Accel-Buffering": "no", "Cache-Control": "no-cache"}
@@ -45,41 +44,59 @@ _HOLDING = ThreadPoolExecutor(256, "jkv-holding")
 _SCORING = ThreadPoolExecutor(4, "jkv-scoring")
 
 
-class Kind(NamedTuple):
-    """What an endpoint makes of a body, and of what comes."""
+def count_input(served: Served, bounds: Bounds) -> Answer:
+    """Make the endpoint that counts the tokens of a response's input."""
 
-    is_chat: bool
-    read: Callable[[Fields], Fields]  # the fields, in the words of completions
-    # From the body, what was asked for and is shown, and what is known of the prompts.
-    reply: Callable[[Fields, Asked, Shown, Sequence[Scored]], AnyReply]
-    names: Mapping[str, str] = {}  # of fields that it has in other words
+    def count(fields: Fields) -> dict[str, Any]:
+        found = count_chat(served, read_response(fields))
+        return {"object": "response.input_tokens", "input_tokens": found}
 
-
-def make_completions(served: Served, bounds: Bounds, *, is_chat: bool) -> Answer:
-    """Make the endpoint for texts, or for chats."""
-
-    def reply(_: Fields, asked: Asked, shown: Shown, scored: Sequence[Scored]) -> Reply:
-        return Reply(served, asked, shown, scored, is_chat=is_chat)
-
-    return make_endpoint(served, bounds, Kind(is_chat, lambda body: body, reply))
+    return _make_counter(count, bounds, KINDS["/v1/responses"])
 
 
-def make_responses(served: Served, bounds: Bounds) -> Answer:
-    """Make the endpoint for chats in the words of responses."""
+def count_message(served: Served, bounds: Bounds) -> Answer:
+    """Make the endpoint that counts the tokens of a message's prompt."""
 
-    def reply(body: Fields, asked: Asked, shown: Shown, _: Any) -> ResponseReply:
-        return ResponseReply(body, served, asked, shown)
+    def count(fields: Fields) -> dict[str, Any]:
+        return {"input_tokens": count_chat(served, read_message_body(fields))}
 
-    return make_endpoint(served, bounds, Kind(True, read_response, reply, NAMES))
+    return _make_counter(count, bounds, KINDS["/v1/messages"])
 
 
-def make_endpoint(served: Served, bounds: Bounds, kind: Kind) -> Answer:
-    """Make an endpoint that continues texts, of a kind."""
+def _make_counter(
+    count: Callable[[Fields], dict[str, Any]], bounds: Bounds, kind: Kind
+) -> Answer:
+    """Make an endpoint that answers without the engine."""
+
+    async def endpoint(request: Request) -> Response:
+        try:
+            body = await read_bytes(request, bounds)
+            found = await asyncio.to_thread(lambda: count(read_json(body)))
+            return JSONResponse(found)
+        except Refused as error:
+            return _respond(kind, error)
+        except (ValueError, RecursionError) as error:
+            return _respond(kind, Refused(str(error)))
+        except ClientDisconnect:
+            return Response(status_code=400)
+
+    return endpoint
+
+
+def _respond(kind: Kind, error: Refused) -> JSONResponse:
+    """Return the response that tells of a mistake."""
+    told = kind.write_error(kind.rename(error))
+    return JSONResponse(told, error.status, error.headers)
+
+
+def make_endpoint(served: Served, bounds: Bounds, path: str) -> Answer:
+    """Make the endpoint that continues texts at an address of `KINDS`."""
+    kind = KINDS[path]
 
     def understand(body: bytes) -> tuple[Fields, Asked, Shown]:
         fields = read_json(body)
         asked, shown = read_fields(served, kind.read(fields), is_chat=kind.is_chat)
-        return fields, asked, shown
+        return fields, kind.bound(served, fields, asked), shown
 
     async def endpoint(request: Request) -> Response:
         arrived = time.monotonic()
@@ -99,7 +116,7 @@ def make_endpoint(served: Served, bounds: Bounds, kind: Kind) -> Answer:
                     found = read_events(served, numbers, asked.ask.n)
                 else:
                     found = list_events(known)
-                reply = kind.reply(fields, asked, shown, scored)
+                reply = kind.reply(served, fields, asked, shown, scored)
                 if shown.is_streamed:
                     # A client may leave before the first piece is asked for.
                     return StreamingResponse(
@@ -112,12 +129,11 @@ def make_endpoint(served: Served, bounds: Bounds, kind: Kind) -> Answer:
                 if whole is not None:
                     return JSONResponse(whole)
         except Refused as error:
-            error.param = kind.names.get(error.param or "", error.param)
             if error.code == "engine_failed":
                 request.app.state.failure = error
-            return respond(error)
+            return _respond(kind, error)
         except (ValueError, RecursionError) as error:
-            return respond(Refused(str(error)))
+            return _respond(kind, Refused(str(error)))
         except ClientDisconnect:
             pass
         return Response(status_code=400)  # the client has left
@@ -145,9 +161,13 @@ async def _hold(served: Served, asked: Asked, arrived: float) -> Held:
     if asked.ask.timeout is not None:
         seconds = min(seconds, asked.ask.timeout - (time.monotonic() - arrived))
     loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(
-        _HOLDING, served.hold, asked.language, asked.rules, seconds
-    )
+    try:
+        return await loop.run_in_executor(
+            _HOLDING, served.hold, asked.language, asked.rules, seconds
+        )
+    except Refused:
+        _leave_time(asked, arrived)  # raises if that is why
+        raise
 
 
 def _leave_time(asked: Asked, arrived: float) -> Asked:

@@ -22,13 +22,19 @@ def respond(error: Refused) -> JSONResponse:
 
 
 def ask_for_key(app: ASGIApp, key: str) -> ASGIApp:
-    """Let through who has the key, as `Authorization: Bearer KEY`."""
-    expected = f"Bearer {key}".encode()
+    """Let through who has the key, as `Authorization: Bearer KEY` or `x-api-key: KEY`.
+
+    The scheme's case does not matter (RFC 9110, section 11.1).
+    """
+    expected = key.encode()
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_TO_ALL:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, expected):
+            headers = dict(scope["headers"])
+            scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+            if scheme.lower() != b"bearer":
+                given = headers.get(b"x-api-key", b"")
+            if not hmac.compare_digest(given.strip(), expected):
                 await respond(
                     Refused(
                         "the API key is missing or wrong: send it as a Bearer token",
@@ -96,6 +102,25 @@ def refuse_two_lengths(app: ASGIApp) -> ASGIApp:
         if {b"content-length", b"transfer-encoding"} <= names:
             error = Refused(
                 "a body has Content-Length or Transfer-Encoding, not both",
+                headers={"Connection": "close"},
+            )
+            return await respond(error)(scope, receive, send)
+        return await app(scope, receive, send)
+
+    return answer
+
+
+def refuse_long_heads(app: ASGIApp, most: int) -> ASGIApp:
+    """Refuse a head of more bytes than this, however it came."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        names = ("raw_path", "query_string")
+        lengths = [len(scope.get(name) or b"") for name in names]
+        # Each with its colon, space and end of line.
+        lengths += [len(k) + len(v) + 4 for k, v in scope.get("headers", ())]
+        if sum(lengths) > most:
+            error = Refused(
+                f"the head has more than {most} bytes",
                 headers={"Connection": "close"},
             )
             return await respond(error)(scope, receive, send)

@@ -1,6 +1,7 @@
 """From what the engine is asked to a reply, whole or streamed.
 
-``answers.py`` waits for the engine, ``replies.py`` writes: ``calls.py`` are calls of
-tools in a text, ``logprobs.py`` log-probabilities (``scoring.py`` of texts that are
-there, ``spelling.py`` the bytes of tokens).
+``answers.py`` waits for the engine (``known.py`` does without it). ``replies.py``
+writes texts and chats, ``kinds.py`` has the forms of all endpoints. ``calls.py`` are
+calls of tools in a text, ``logprobs.py`` log-probabilities (``scoring.py`` of texts
+that are there, ``spelling.py`` the bytes of tokens).
 """

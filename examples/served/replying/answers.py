@@ -15,19 +15,15 @@ from starlette.requests import Request
 
 from jkv import FinishReason
 from jkv.serving import Completion, EngineError, Event, QueueFull
-from jkv.serving.request.texts import TextStream
 
 from ..asking.showing import Asked, Shown
 from ..loading import Served
 from ..mistakes import Refused
-from ..responses.writing import ResponseReply
-from .replies import Reply, check_reason, select_likely
-from .scoring import Scored
+from .kinds import AnyReply
+from .replies import check_reason, select_likely
 
 # Events, each with its text's number; None where nothing came for a while.
 Found = AsyncGenerator[tuple[int, Event] | None, None]
-
-AnyReply = Reply | ResponseReply
 
 SILENT_SECONDS = 15.0
 
@@ -66,36 +62,6 @@ def submit_all(served: Served, asked: Asked, variant: int) -> list[int]:
             raise Refused(str(error), status=503, code="engine_failed") from error
         raise
     return numbers
-
-
-def tell_known(
-    served: Served, asked: Asked, scored: Sequence[Scored]
-) -> list[tuple[int, Event]] | None:
-    """Return what comes without the engine; None where it is asked.
-
-    Nothing comes of texts that are only shown again; and a single token, if it is the
-    most likely one, is known with the logprobs of the prompt.
-    """
-    ask = asked.ask
-    if ask.max_new_tokens == 0:
-        end = FinishReason.LENGTH
-        events = [Event(-1, 0, [], [], "", end)] * (len(asked.prompts) * ask.n)
-        return list(enumerate(events))
-    sampling = ask.sampling
-    is_greedy = sampling.temperature == 0 and sampling.repetition_penalty == 1
-    is_free = asked.language is None and asked.rules is None and not ask.stop_strings
-    if not scored or ask.max_new_tokens != 1 or not is_greedy or not is_free:
-        return None
-    events = []
-    for prompt, scores in zip(asked.prompts, scored, strict=True):
-        ((token, logprob),) = scores.list_top(len(prompt), 1)
-        stream = TextStream(served.tokenizer.decode, prompt, ())
-        stream.advance([token], has_ended=True)
-        is_end = token in tuple(ask.stop_tokens or ())
-        reason = FinishReason.STOP if is_end else FinishReason.LENGTH
-        event = Event(-1, 0, [token], [logprob], stream.text, reason)
-        events += [event] * ask.n
-    return list(enumerate(events))
 
 
 async def list_events(events: Sequence[tuple[int, Event]]) -> Found:

@@ -10,9 +10,8 @@ import uuid
 from typing import NamedTuple
 
 # A call up to its arguments, and the first character of these.
-_HEAD = re.compile(
-    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\S)'
-)
+_NAME = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")')
+_HEAD = re.compile(_NAME.pattern + r'\s*,\s*"arguments"\s*:\s*(?=\S)')
 
 
 class CallPart(NamedTuple):
@@ -66,6 +65,8 @@ class CallReader:
         if is_last and self._read in (self._read_free, self._read_first):
             self._tell(self._left.lstrip() if self._is_behind_call else self._left)
             self._left = ""
+        if is_last and self._read == self._read_head:
+            self._tell_cut_head()
         told = Told(self._content, self._parts)
         self._content, self._parts = "", []
         return told
@@ -103,13 +104,24 @@ class CallReader:
         if found is None:
             return False
         self._left = self._left[found.end() :]
-        name = json.loads(found[1])
-        call_id = f"call_{uuid.uuid4().hex[:24]}"
-        self._parts.append(CallPart(self._num_begun, "", name, call_id))
-        self._num_begun += 1
+        self._begin_call(json.loads(found[1]))
         self._value = _ObjectEnd()
         self._read = self._read_arguments
         return True
+
+    def _tell_cut_head(self) -> None:
+        """Tell of a call that is cut before its arguments: its name, or its text."""
+        found = _NAME.match(self._left)
+        if found is None:
+            self._tell(self._begin + self._left)
+        else:
+            self._begin_call(json.loads(found[1]))
+        self._left = ""
+
+    def _begin_call(self, name: str) -> None:
+        call_id = f"call_{uuid.uuid4().hex[:24]}"
+        self._parts.append(CallPart(self._num_begun, "", name, call_id))
+        self._num_begun += 1
 
     def _read_arguments(self) -> bool:
         length = self._value.find(self._left)

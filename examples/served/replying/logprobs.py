@@ -38,13 +38,20 @@ class TokenTeller:
         self._offset = 0  # characters of the prompt, where it is shown
         self._num_new = 0
 
-    def tell_prompt(self, scored: Scored) -> list[Told]:
-        """Return what is told of the prompt, which then stands before the text."""
+    def tell_prompt(self, scored: Scored, echo: str) -> list[Told]:
+        """Return what is told of the prompt, which then stands before the text.
+
+        A special token has its name where the text that is shown has it, too.
+        """
         read = codecs.getincrementaldecoder("utf-8")("replace").decode
         told, start = list[Told](), 0
         for place, token in enumerate(self._prompt):
             is_last = place == len(self._prompt) - 1
-            text = read(self._served.spelling.find_bytes(token), is_last)
+            spelled = self._served.spelling.find_bytes(token)
+            name = self._served.tokenizer.id_to_token(token) or ""
+            if not spelled and echo.startswith(name, start):
+                spelled = name.encode()
+            text = read(spelled, is_last)
             top = scored.list_top(place, self._num_top) if place else []
             logprob = scored.logprobs[place] if place else None
             told.append(Told(token, text, start, logprob, top))

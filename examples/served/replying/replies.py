@@ -124,7 +124,7 @@ class Reply:
         written = {"index": index, **choice.write(event, "delta", scores)}
         found = self._frame(self._piece_kind, [written])
         if self._shown.has_running_usage:
-            return found | {"usage": self._count(self._num_new)}
+            return found | {"usage": self._count(choice.num_new)}
         return found | ({"usage": None} if self._shown.has_usage else {})
 
     def _note_cached(self, index: int, new: Completion | Event) -> None:
@@ -184,10 +184,16 @@ class Choice:
             self._calls = CallReader(*served.tool_tags, has_answer=has_answer)
         self._served, self._prompt, self._is_chat = served, list(prompt), is_chat
         self._echo, self._scored, self._new = echo, scored, list[int]()
+        self._shown_echo = echo
         self._is_begun = False
         self._teller: TokenTeller | None = None
         if num_top is not None:
             self._teller = TokenTeller(served, prompt, num_top)
+
+    @property
+    def num_new(self) -> int:
+        """Tokens of this text so far."""
+        return len(self._new)
 
     def text_before(self, new: Completion | Event) -> list[int]:
         """Return the tokens of a text before its last one."""
@@ -245,7 +251,7 @@ class Choice:
             return None
         told = []
         if self._scored is not None and not self._is_begun:
-            told += self._teller.tell_prompt(self._scored)
+            told += self._teller.tell_prompt(self._scored, self._shown_echo)
         told += self._teller.tell(new.tokens, new.logprobs, scored)
         write = write_of_chat if self._is_chat else write_of_text
         return write(self._served, told)

@@ -8,10 +8,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ..asking.fields import SERVED_OF_CHATS, Refusal, refuse
+from ..asking.fields import OF_CACHED_PROMPTS, SERVED_OF_CHATS, Refusal, refuse
 from ..mistakes import Refused
+from ..values import refuse_unknown
+from .offered import Offered, Origin, read_choice, read_offered
 
 _NOT_STORED = "is not served: nothing is stored; give the whole input"
+
+_OPEN = "is not served: an input is taken whole or refused"
 
 REFUSED = {
     "previous_response_id": Refusal(_NOT_STORED),
@@ -19,31 +23,54 @@ REFUSED = {
     "prompt": Refusal("is not served: there are no templates of prompts; give input"),
     "background": Refusal("is not served: nothing is stored", (False,)),
     "background_options": Refusal("is not served: nothing is stored"),
-    "context_management": Refusal("is not served: an input is taken whole or refused"),
-    "truncation": Refusal(
-        "is not served: an input is taken whole or refused", ("disabled",)
-    ),
-    "max_tool_calls": Refusal("is not served: no tool is called here"),
+    "context_management": Refusal(_OPEN, ([],)),
+    # Nothing is cut of an input that has room.
+    "truncation": Refusal(_OPEN, ("disabled", "auto")),
     "moderation": Refusal("is not served: nothing is moderated"),
     "image": Refusal("is not served: the model reads and writes text"),
     "access_programs": Refusal("is not served"),
-    "prompt_cache_options": Refusal("is not served: prompts are kept while they may"),
-    "prompt_cache_retention": Refusal("is not served: prompts are kept while they may"),
+    **OF_CACHED_PROMPTS,
 }
 
 # Fields of chats that a response has, too, in these words or in its own.
 _OWN = ("input", "instructions", "max_output_tokens", "text", "reasoning", "include")
+# Nothing depends on the first; no tool is called here, so any number will do.
+_DROPPED = ("client_metadata", "max_tool_calls")
 _NOT_HERE = {"messages", "max_tokens", "max_completion_tokens", "n", "logprobs"}
 _NOT_HERE |= {"response_format", "reasoning_effort", "stream_options"}
-SERVED = (SERVED_OF_CHATS - _NOT_HERE) | {*_OWN, "stream_options"}
+SERVED = (SERVED_OF_CHATS - _NOT_HERE) | {*_OWN, *_DROPPED, "stream_options"}
 
 # What fields of chats are called here.
 NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
 NAMES |= {"response_format": "text", "reasoning_effort": "reasoning"}
+NAMES |= {"response_format.json_schema": "text"}
 
 LOGPROBS = "message.output_text.logprobs"
-# What `include` may name: nothing comes of the second, since thoughts are not hidden.
-INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
+# What `include` may name: nothing comes of the others, since thoughts are not hidden
+# and nothing is called here.
+INCLUDED = (
+    LOGPROBS,
+    "reasoning.encrypted_content",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "file_search_call.results",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+)
+
+# Items of a history that tell the model nothing: what they found is said elsewhere, or
+# is for their maker alone. A call of these that has a `call_id` is one like others.
+SKIPPED = (
+    *("web_search_call", "file_search_call", "code_interpreter_call"),
+    *("image_generation_call", "computer_call", "mcp_call", "tool_search_call"),
+    *("mcp_list_tools", "mcp_approval_request", "mcp_approval_response"),
+    *("compaction", "compaction_summary", "context_compaction", "ghost_snapshot"),
+    *("program", "additional_tools", "other"),
+)
+# Calls of tools that are neither functions nor custom tools, and their outputs.
+CALLED = ("local_shell_call", "shell_call", "apply_patch_call", *SKIPPED)
+OF_A_CALL = {"id", "type", "status", "call_id", "created_by", "namespace", "caller"}
 
 
 def read_response(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,19 +82,33 @@ def read_response(body: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in body.items():
         if value is not None and name not in SERVED:
             refuse(name, value, REFUSED)
+    if not isinstance(body.get("client_metadata"), Mapping | None):
+        raise Refused("client_metadata must be an object", "client_metadata")
+    offered = read_offered(body)
     # A response always says what it took: `stream_options` ask for nothing.
-    own = {*_OWN, *REFUSED, "stream_options"}
+    own = {*_OWN, *_DROPPED, *REFUSED, "stream_options", "tools", "tool_choice"}
     fields = {n: v for n, v in body.items() if n not in own and v is not None}
-    fields["messages"] = _read_instructions(body) + _read_input(body.get("input"))
+    messages = _read_instructions(body) + _read_input(body.get("input"), offered)
+    fields["messages"] = messages or [{"role": "user", "content": ""}]
     if body.get("max_output_tokens") is not None:
         fields["max_completion_tokens"] = body["max_output_tokens"]
-    if tools := body.get("tools"):
-        fields["tools"] = _read_tools(tools)
+    if offered.functions:
+        fields["tools"] = offered.functions
     if body.get("tool_choice") is not None:
-        fields["tool_choice"] = _read_choice(body["tool_choice"])
+        fields["tool_choice"] = read_choice(body["tool_choice"], offered)
     if body.get("top_logprobs") is not None or LOGPROBS in _read_include(body):
         fields["logprobs"] = True
     return {**fields, **_read_text(body), **_read_reasoning(body)}
+
+
+def list_warnings(body: Mapping[str, Any]) -> list[str]:
+    """Return what a client should know of fields that are taken and not followed."""
+    text = body.get("text")
+    verbosity = text.get("verbosity") if isinstance(text, Mapping) else None
+    told = [*read_offered(body).told]
+    if verbosity not in (None, "medium"):
+        told.append("text.verbosity is not served: ask for it in the input")
+    return told
 
 
 def _read_instructions(body: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -79,33 +120,42 @@ def _read_instructions(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "system", "content": said}]
 
 
-def _read_input(given: Any) -> list[dict[str, Any]]:
+def _read_input(given: Any, offered: Offered) -> list[dict[str, Any]]:
     """Return the messages of an input: a text, or a list of items."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
-    if not isinstance(given, list) or not given:
+    if not isinstance(given, list):
         raise Refused("input must be a text or a list of items", "input")
     messages: list[dict[str, Any]] = []
     thoughts = ""
     for item in given:
         if not isinstance(item, Mapping):
             raise Refused("an item of input is an object", "input")
-        kind = item.get("type", "message")
-        if kind == "reasoning":
+        kind = str(item.get("type") or "message")
+        if kind in ("reasoning", "reasoning_text"):
             thoughts += _read_thoughts(item)
-        elif kind == "function_call_output":
+        elif kind.endswith("_output") and "call_id" in item:
             messages.append(_read_output(item))
-        elif kind == "function_call":
-            _last_of_assistant(messages)["tool_calls"].append(_read_call(item))
+        elif kind in ("function_call", "custom_tool_call") or (
+            kind in CALLED and item.get("call_id") is not None
+        ):
+            call = _read_call(item, kind, offered)
+            _last_of_assistant(messages)["tool_calls"].append(call)
         elif kind == "message" and isinstance(item.get("role"), str):
             message = {"role": item["role"], "content": item.get("content")}
             if message["role"] == "assistant":
                 message["tool_calls"] = []
             messages.append(message)
-        else:
+        elif kind == "item_reference":
             raise Refused(
-                f"an item of type {str(kind)[:60]!r} is not served; messages, function "
-                "calls and their outputs are",
+                "an item of type 'item_reference' is not served: nothing is stored; "
+                "give the item itself (store=false)",
+                "input",
+            )
+        elif kind not in SKIPPED:
+            raise Refused(
+                f"an item of type {kind[:60]!r} is not served; messages, calls of "
+                "tools and their outputs are",
                 "input",
             )
         if thoughts and messages and messages[-1]["role"] == "assistant":
@@ -121,14 +171,28 @@ def _last_of_assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
     return messages[-1]
 
 
-def _read_call(item: Mapping[str, Any]) -> dict[str, Any]:
-    function = {"name": item.get("name"), "arguments": item.get("arguments")}
+def _read_call(item: Mapping[str, Any], kind: str, offered: Offered) -> dict[str, Any]:
+    """Return a call as chats have it, its arguments as JSON."""
+    name, arguments = item.get("name"), item.get("arguments")
+    if kind == "custom_tool_call":
+        arguments = json.dumps({"input": item.get("input")})
+    elif kind != "function_call":
+        name = kind.removesuffix("_call")
+        told = {k: v for k, v in item.items() if k not in OF_A_CALL}
+        arguments = json.dumps(told)
+    if isinstance(name, str):
+        name = offered.find(Origin(name, item.get("namespace")))
+    function = {"name": name, "arguments": arguments}
     return {"id": item.get("call_id"), "type": "function", "function": function}
 
 
 def _read_output(item: Mapping[str, Any]) -> dict[str, Any]:
     output = item.get("output")
-    if not isinstance(output, str | list):
+    if output is None:
+        known = {"id", "type", "status", "call_id", "output", "execution"}
+        rest = {k: v for k, v in item.items() if k not in known}
+        output = json.dumps(rest) if rest else ""
+    elif not isinstance(output, str | list):
         output = json.dumps(output)
     name = item.get("call_id")
     return {"role": "tool", "tool_call_id": name, "content": output}
@@ -140,25 +204,6 @@ def _read_thoughts(item: Mapping[str, Any]) -> str:
     return "".join(p.get("text") or "" for p in parts if isinstance(p, Mapping))
 
 
-def _read_tools(given: Any) -> list[Any]:
-    """Return tools as chats have them: a function's fields are inside of it."""
-    if not isinstance(given, list):
-        raise Refused("tools must be a list", "tools")
-    found = []
-    for tool in given:
-        if not isinstance(tool, Mapping) or tool.get("type") != "function":
-            raise Refused("a tool is an object of type function", "tools")
-        function = {k: v for k, v in tool.items() if k != "type" and v is not None}
-        found.append({"type": "function", "function": function})
-    return found
-
-
-def _read_choice(given: Any) -> Any:
-    if isinstance(given, Mapping) and given.get("type") == "function":
-        return {"type": "function", "function": {"name": given.get("name")}}
-    return given
-
-
 def _read_text(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the answer must be."""
     given = body.get("text")
@@ -166,10 +211,9 @@ def _read_text(body: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     if not isinstance(given, Mapping):
         raise Refused("text must be an object", "text")
-    for name in given.keys() - {"format"}:
-        # "medium" is what an answer is that nobody asks anything of.
-        if given[name] not in (None, "medium"):
-            raise Refused(f"text.{name[:60]} is not served; leave it out", "text")
+    refuse_unknown(given, {"format", "verbosity"}, "text")
+    if given.get("verbosity") not in (None, "low", "medium", "high"):
+        raise Refused("text.verbosity must be low, medium or high", "text")
     form = given.get("format")
     if not isinstance(form, Mapping) or form.get("type") != "json_schema":
         return {} if form is None else {"response_format": form}
@@ -183,6 +227,8 @@ def _read_reasoning(body: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     if not isinstance(given, Mapping):
         raise Refused("reasoning must be an object", "reasoning")
+    known = {"effort", "summary", "generate_summary", "context"}
+    refuse_unknown(given, known, "reasoning")
     effort = given.get("effort")
     return {} if effort is None else {"reasoning_effort": effort}
 
@@ -191,5 +237,5 @@ def _read_include(body: Mapping[str, Any]) -> list[Any]:
     given = body.get("include")
     given = [] if given is None else given
     if not isinstance(given, list) or any(each not in INCLUDED for each in given):
-        raise Refused(f"include takes {' and '.join(INCLUDED)}", "include")
+        raise Refused(f"include takes {', '.join(INCLUDED)}", "include")
     return given

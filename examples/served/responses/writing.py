@@ -17,21 +17,21 @@ from ..asking.showing import Asked, Shown
 from ..loading import Served
 from ..replying.calls import CallPart
 from ..replying.replies import Choice, write_event
+from .offered import Origin, read_custom_input, read_offered
+from .reading import list_warnings
 
 # What of a body its response repeats, and what it has where the body does not say.
 REPEATED = {
     "instructions": None,
     "metadata": {},
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "max_output_tokens": None,
     "parallel_tool_calls": True,
     "tool_choice": "auto",
-    "tools": [],
     "text": {"format": {"type": "text"}},
     "reasoning": {"effort": None, "summary": None},
     "top_logprobs": 0,
     "user": None,
+    "prompt_cache_key": None,
+    "safety_identifier": None,
 }
 
 
@@ -44,17 +44,29 @@ class Item:
     text: str = ""  # of the message, or a call's arguments
     logprobs: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     call: CallPart | None = None  # the first part of a call
+    origin: Origin | None = None  # the tool that is called
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether it calls a custom tool."""
+        return self.origin is not None and self.origin.is_custom
 
     def write(self, status: str) -> dict[str, Any]:
         """Return it in the API's words."""
-        if self.call is not None:
+        if self.call is not None and self.origin is not None:
+            namespace = self.origin.namespace
+            called = {"call_id": self.call.id, "name": self.origin.name}
+            if self.is_custom:
+                kind, given = "custom_tool_call", {"input": self.input}
+            else:
+                kind, given = "function_call", {"arguments": self.text}
             return {
                 "id": self.name,
-                "type": "function_call",
+                "type": kind,
                 "status": status,
-                "call_id": self.call.id,
-                "name": self.call.name,
-                "arguments": self.text,
+                **called,
+                **({} if namespace is None else {"namespace": namespace}),
+                **given,
             }
         is_begun = status == "in_progress"
         return {
@@ -64,6 +76,11 @@ class Item:
             "role": "assistant",
             "content": [] if is_begun else [self.write_part()],
         }
+
+    @property
+    def input(self) -> str:
+        """The input of a custom tool."""
+        return read_custom_input(self.text)
 
     def write_part(self) -> dict[str, Any]:
         """Return the text of a message."""
@@ -82,7 +99,15 @@ class ResponseReply:
         self, body: Mapping[str, Any], served: Served, asked: Asked, shown: Shown
     ):
         self._body, self._served = body, served
-        self._warnings = asked.warn(served)
+        told = [*asked.warn(served).get("warnings", []), *list_warnings(body)]
+        self._warnings = {"warnings": told} if told else {}
+        self._offered = read_offered(body)
+        self._used = {
+            "temperature": asked.ask.sampling.temperature,
+            "top_p": asked.ask.sampling.top_p,
+            "max_output_tokens": asked.ask.max_new_tokens,
+            "tools": self._offered.left,
+        }
         self._name, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
         (prompt,) = asked.prompts
         self._choice = Choice(
@@ -174,10 +199,14 @@ class ResponseReply:
         if number not in self._calls:
             item = self._calls[number] = self._begin("fc")
             item.call = CallPart(number, "", function["name"], call["id"])
+            known, name = self._offered.origins, function["name"]
+            item.origin = known.get(name, Origin(name))
             yield self._added(item)
         item = self._calls[number]
         if function["arguments"]:
             item.text += function["arguments"]
+            if item.is_custom:
+                return  # its input is told whole, at the end
             yield self._of_item(
                 "response.function_call_arguments.delta",
                 item,
@@ -190,12 +219,16 @@ class ResponseReply:
         return item
 
     def _end(self, item: Item) -> Iterator[str]:
-        if item.call is not None:
+        if item.is_custom:
+            kind = "response.custom_tool_call_input"
+            yield self._of_item(f"{kind}.delta", item, delta=item.input)
+            yield self._of_item(f"{kind}.done", item, input=item.input)
+        elif item.call is not None and item.origin is not None:
             yield self._of_item(
                 "response.function_call_arguments.done",
                 item,
                 arguments=item.text,
-                name=item.call.name,
+                name=item.origin.name,
             )
         else:
             yield self._of_part(
@@ -236,7 +269,10 @@ class ResponseReply:
             "usage": None if is_begun else self._count(),
             "previous_response_id": None,
             "store": False,
+            "background": False,
+            "service_tier": "default",
             "truncation": "disabled",
+            **self._used,
             **{n: REPEATED[n] if v is None else v for n, v in said.items()},
             **self._warnings,
         }

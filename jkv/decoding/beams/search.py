@@ -8,7 +8,6 @@ from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jkv.decoding.arguments.asked import Asked
 from jkv.decoding.beams.branches import SearchState
@@ -128,7 +127,7 @@ def beam_search(
       >>> found.tokens.tolist()
       [[[3, 4, 5, 6], [3, 4, 5, 9]]]
     """
-    if np.ndim(fields.get("stop_tokens", 0)) > 1:
+    if as_stop_tokens(fields.get("stop_tokens", ())).ndim > 1:
         raise UsageError(_STOPS)
     asked = Asked.of("beam_search", prompts, steps, None, fields, OfSearch)
     texts, stops, steps, how = asked

@@ -27,6 +27,14 @@ from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.verbs.appending import append
 from jkv.verbs.commitment import commit
 
+# Sizes of a step that `spread_row_counts` returns at most. What it returns is a copy of
+# the model each, so that one which would spare fewer rows than this is left out.
+_MOST_SIZES = 4
+
+_LEAST_SPARED = 128
+
+_MULTIPLE = 16  # of the sizes in between, which matrix units like
+
 
 class Runner(NamedTuple):
     """A model with its weights.
@@ -166,17 +174,6 @@ class Runner(NamedTuple):
             return self.run(cache, nowhere, tokens, jnp.zeros_like(nowhere))[2]
 
         return int(jax.eval_shape(probe, cache).shape[1])
-
-
-# Sizes of a step that `spread_row_counts` returns at most. What it returns is a copy of
-# the model each, so that one which would spare fewer rows than this is left out.
-_MOST_SIZES = 4
-
-
-_LEAST_SPARED = 128
-
-
-_MULTIPLE = 16  # of the sizes in between, which matrix units like
 
 
 @explains_arguments

@@ -34,9 +34,12 @@ from jkv.steering import Steering
 # Logits that are searched in one go on a CPU too, 1 MiB of them.
 _MOST_AT_ONCE = 2**18
 
-
 # The limit of a top-p of 0, which keeps the most likely token alone.
 _LEAST_MASS = float(jnp.finfo(jnp.float32).tiny)
+
+# A choice picks one of V / _TILE tiles, then one token of it: for a draw two short
+# cumulative sums in place of one of length V.
+_TILE = 128
 
 
 @explains_arguments
@@ -208,11 +211,6 @@ Part = TypeVar("Part")
 
 
 Results = TypeVar("Results")
-
-
-# A choice picks one of V / _TILE tiles, then one token of it: for a draw two short
-# cumulative sums in place of one of length V.
-_TILE = 128
 
 
 @explains_arguments

@@ -28,9 +28,16 @@ _NO_TOKEN = -2
 class Bounds(NamedTuple):
     """How long a text can become in this cache."""
 
-    max_context_length: jax.Array | int  # i32[K] where texts differ
+    max_context_length: jax.Array | int  # i32[N] where texts differ
     block_size: BlockSize
     num_blocks: Blocks  # i32[], those it would find if it were alone
+
+    def of(self, sequences: jax.Array) -> "Bounds":
+        """Return the bounds of some of N sequences, i32[K]."""
+        if not jnp.ndim(self.max_context_length):
+            return self
+        most = gather(jnp.asarray(self.max_context_length), sequences)
+        return self._replace(max_context_length=most)
 
     def exceeded(self, lengths: jax.Array) -> list[tuple[FinishReason, jax.Array]]:
         """Return which texts of these lengths, i32[K], have a token without a slot."""
@@ -115,7 +122,9 @@ def judge_texts(
         [
             (FinishReason.STOP, is_stop),
             (FinishReason.LENGTH, lengths >= gather(prompts.limits, prompt)),
-            *progress.bounds.exceeded(gather(prompts.lengths, prompt) + lengths),
+            *progress.bounds.of(sequences).exceeded(
+                gather(prompts.lengths, prompt) + lengths
+            ),
         ],
     )
 

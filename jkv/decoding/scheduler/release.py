@@ -66,6 +66,14 @@ def release_ended(
     return when(jnp.any(ended) | is_unwanted, release, (cache, state))
 
 
+def leave_ended(state: GenerationState) -> GenerationState:
+    """Empty the places of sequences that ended, which stay in the cache."""
+    places = state.places
+    ended = places.is_started & ~gather(state.is_running, places.sequences)
+    places = when(jnp.any(ended), vacate, places, ended)
+    return dataclasses.replace(state, places=places)
+
+
 @takes_cache()
 def cancel(
     cache: Cache, state: GenerationState, sequences: jax.Array

@@ -50,6 +50,19 @@ class Places(NamedTuple):
             num_started=jnp.zeros((), jnp.int32),
         )
 
+    @classmethod
+    def of_open(cls, seq_ids: jax.Array, num_places: int) -> "Places":
+        """Seat open sequences, i32[N], in as many places or more; NO_SEQUENCE ends."""
+        num_sequences = seq_ids.shape[0]
+        more = (0, num_places - num_sequences)
+        places = cls.empty(num_places)._replace(
+            sequences=jnp.pad(jnp.arange(num_sequences, dtype=jnp.int32), more),
+            seq_ids=jnp.pad(seq_ids, more, constant_values=NO_SEQUENCE),
+            num_running=jnp.int32(num_sequences),
+            num_started=jnp.int32(num_sequences),
+        )
+        return vacate(places, places.seq_ids == NO_SEQUENCE)
+
     @property
     def num_places(self) -> int:
         """Places, W."""
@@ -198,6 +211,9 @@ class GenerationState:
     # i32[W], up to where the text in each place is like one that is known; None where
     # no layer keeps a state that could be found again.
     partings: jax.Array | None
+    # i32[N], tokens that each had in the cache when it began, and stays open with; None
+    # where sequences are opened here, and freed.
+    before: jax.Array | None = None
     # Rows that a step may have, ascending; static, as each is a program of its own.
     row_counts: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     # The one shape of all calls of the model, None where it may vary; static.
@@ -233,13 +249,24 @@ class GenerationState:
 
     def tokens_at(self, places: jax.Array, positions: jax.Array) -> jax.Array:
         """Return tokens of the texts in places, i32[...], at positions, i32[...]."""
-        sequences = gather(self.places.sequences, places)
+        return self._tokens_of(gather(self.places.sequences, places), positions)
+
+    def newest(self, loads: Loads) -> jax.Array:
+        """Return the first token of the text in each place that the cache lacks."""
+        return self._tokens_of(self.places.sequences, loads.done)
+
+    def _tokens_of(self, sequences: jax.Array, positions: jax.Array) -> jax.Array:
+        if self.before is not None:
+            positions = positions - gather(self.before, sequences)
         return find_tokens(self.prompts, self.result, sequences, positions)
 
     def progress(self, cache: Cache) -> Progress:
         """How far the texts have come, and what ends them in this cache."""
         size = self.block_size(cache)
-        bounds = Bounds(cache.max_context_length, size, self.num_blocks)
+        most: jax.Array | int = cache.max_context_length
+        if self.before is not None:
+            most = most - self.before
+        bounds = Bounds(most, size, self.num_blocks)
         return Progress(self.prompts, self.stops, bounds, self.result)
 
     def block_size(self, cache: Cache) -> BlockSize:
@@ -251,6 +278,8 @@ class GenerationState:
         places, num_samples = self.places, jnp.int32(self.num_samples)
         prompt = jax.lax.div(places.sequences, num_samples)
         prompt_lengths = gather(self.prompts.lengths, prompt)
+        if self.before is not None:
+            prompt_lengths = prompt_lengths + gather(self.before, places.sequences)
         return Loads(
             prompts=prompt,
             prompt_lengths=prompt_lengths,

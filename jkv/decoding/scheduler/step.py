@@ -26,7 +26,11 @@ from jkv.decoding.sampling.draws import Choice
 from jkv.decoding.sampling.next_token import Progress, choose_next
 from jkv.decoding.scheduler.admission import admit
 from jkv.decoding.scheduler.queue import hold_prompt
-from jkv.decoding.scheduler.release import preempt_youngest, release_ended
+from jkv.decoding.scheduler.release import (
+    leave_ended,
+    preempt_youngest,
+    release_ended,
+)
 from jkv.decoding.scheduler.state import GenerationState, Loads
 from jkv.decoding.texts.blocks import count_used_blocks
 from jkv.decoding.texts.results import FinishReason, Generation
@@ -71,7 +75,12 @@ def advance(
 
 
 def schedule(cache: Cache, state: GenerationState) -> tuple[Cache, GenerationState]:
-    """Decide what the next step runs: release, preempt, admit."""
+    """Decide what the next step runs: release, preempt, admit.
+
+    Sequences that were open before have places, and keep their blocks.
+    """
+    if state.before is not None:
+        return cache, leave_ended(state)
     cache, state = release_ended(cache, state)
     cache, state, slack = preempt_youngest(cache, state)
     cache, state = hold_prompt(cache, state)
@@ -213,9 +222,10 @@ def note_refusals(
     """End sequences that the caller freed, or whose last blocks it took."""
     result, places = state.result, state.places
     is_gone = status == Status.INVALID_SEQUENCE
-    # If others run, the youngest is preempted, and this one waits for its blocks.
-    is_alone = (places.num_running == 1) & (state.holder.seq_id < 0)
-    lacks_blocks = (status == Status.OUT_OF_BLOCKS) & is_alone
+    lacks_blocks = status == Status.OUT_OF_BLOCKS
+    if state.before is None:
+        # If others run, the youngest is preempted, and this one waits for its blocks.
+        lacks_blocks &= (places.num_running == 1) & (state.holder.seq_id < 0)
     refused = is_gone | lacks_blocks
     cause = jnp.where(is_gone, FinishReason.CANCELLED, FinishReason.OUT_OF_BLOCKS)
     sequence = jnp.where(refused, places.sequences, result.reasons.shape[0])

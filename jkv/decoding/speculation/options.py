@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from jkv.arguments import explains_class
 from jkv.decoding.model.protocol import Model
 from jkv.state import Cache
 from jkv.status import UsageError
@@ -17,6 +18,7 @@ def _static(default: Any) -> Any:
     return dataclasses.field(default=default, metadata={"static": True})
 
 
+@explains_class
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptLookup:
@@ -58,6 +60,7 @@ class PromptLookup:
             )
 
 
+@explains_class
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class DraftModel:

@@ -40,7 +40,6 @@ from jkv.decoding.scheduler.state import GenerationState, Loads
 from jkv.decoding.scheduler.step import count_step, note_refusals, note_seen
 from jkv.decoding.speculation.guesses import Guesses, GuessRows, row_sizes
 from jkv.decoding.steering.rows import SteeredRows, mark_refused
-from jkv.decoding.texts.prompts import find_tokens
 from jkv.indexing import gather, scatter
 from jkv.sharding.loops import when
 from jkv.state import NO_SEQUENCE, Batch, Cache
@@ -171,7 +170,7 @@ def _compute_guesses(
     is_ready = places.is_cached & places.is_running
     counts = jnp.where(is_ready, 1 + guesses.counts, 0)
     rows = GuessRows.of(counts, sizes[-1])
-    newest = find_tokens(state.prompts, state.result, places.sequences, loads.done)
+    newest = state.newest(loads)
     of_place = jnp.concatenate([newest[:, None], guesses.tokens], axis=1)
     tokens = gather(of_place, (rows.places, rows.before))
     seq_ids = jnp.where(is_ready, places.seq_ids, NO_SEQUENCE)

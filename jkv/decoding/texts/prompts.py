@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.arguments import explains_arguments
 from jkv.decoding.texts.results import Generation
 from jkv.indexing import gather, scatter
 from jkv.metadata.requests import (
@@ -192,6 +193,7 @@ class Prompts:
     stops: Stops | None = None  # what ends them; None if nothing was said, or is apart
 
     @classmethod
+    @explains_arguments
     def of(
         cls,
         texts: Texts,

@@ -16,11 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.arguments import expect
+from jkv.arguments import expect, explains_arguments
 from jkv.decoding.texts.prompts import count_tokens
 from jkv.indexing import scatter_add
 from jkv.metadata.requests import Integers, Texts, as_prompts, broadcast
-from jkv.signatures import lists_arguments
 from jkv.status import UsageError
 
 NO_PARENT = -1
@@ -57,6 +56,7 @@ class TextTree:
     max_length: int = dataclasses.field(metadata={"static": True})
 
     @classmethod
+    @explains_arguments
     def of(cls, texts: Texts, parents: Integers = NO_PARENT) -> "TextTree":
         """Make a tree of segments, parents before their children.
 
@@ -138,7 +138,7 @@ def join_arrays(one: jax.Array, other: jax.Array) -> jax.Array:
     return jnp.concatenate([one, other])
 
 
-@lists_arguments
+@explains_arguments
 def grow(tree: TextTree, texts: Texts, parents: Integers) -> tuple[TextTree, jax.Array]:
     """Add segments to a tree.
 
@@ -236,6 +236,7 @@ def measure(tree: TextTree) -> Measures:
     return Measures(first_rows, lengths, ends)
 
 
+@explains_arguments
 def read_text(tree: TextTree, segment: int) -> list[int]:
     """Return the text of a segment: that of its parents, and its own tokens (host).
 

@@ -29,7 +29,7 @@ from jkv.grammar.schema.strings import (
 )
 
 _LEVELS_TO_DETERMINIZE = 6  # limits the nesting of expressions
-# # States of a grammar due to counted characters and items, and the least budget that
+# States of a grammar due to counted characters and items, and the least budget that
 # each count keeps.
 _MAX_STATES, _LEAST_COUNTED = 2**14, 2**8
 _PARTS = 8  # of the bounds; one is for trying another level of recursion
@@ -52,6 +52,10 @@ def compile_schema(root: Any, reading: Reading, bounds: Bounds) -> Expression:
     `Unsupported` names an unsupported keyword; `TooLarge` includes schemas that are
     nested too deeply.
     """
+    for name in ("depth", "recursion"):
+        number = getattr(reading, name)
+        if not isinstance(number, int) or number < 0:
+            raise ValueError(f"{name} must be an int of 0 or more, got {number!r:.60}")
     found, sizes = list[Expression](), list[int]()
     for recursion in range(reading.recursion + 1):
         less = reading._replace(recursion=recursion)
@@ -67,7 +71,7 @@ def compile_schema(root: Any, reading: Reading, bounds: Bounds) -> Expression:
             break
         found.append(texts)
         sizes.append(size(texts))
-        # # The next level is expected to grow by the same factor.
+        # The next level is expected to grow by the same factor.
         is_too_large = recursion and sizes[-1] ** 2 > _MAX_STATES * max(1, sizes[-2])
         if is_too_large or not compiler.is_cut:
             break
@@ -109,7 +113,7 @@ class SchemaCompiler:
                 less, root = self.max_counted // 4, self.document.root
                 lower = SchemaCompiler(root, self._reading, self.bounds, less)
                 lowered = lower.compile_root()
-                # # Lower counts may not help: most states may have another cause.
+                # Lower counts may not help: most states may have another cause.
                 return lowered if 4 * size(lowered) < 3 * size(found) else found
             return found
         except RecursionError as error:

@@ -122,7 +122,7 @@ def _in_order(
             None if most is None else _lower(most - len(first), count, behind, compiler)
         )
         rest = concat(Repeat(behind, count, others), rest)
-    # # From the last to the first: an absent item implies that all later ones are
+    # From the last to the first: an absent item implies that all later ones are
     # absent.
     for index in range(len(first) - 1, -1, -1):
         comma = marks.comma if index else Literal(b"")

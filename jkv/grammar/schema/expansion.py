@@ -30,7 +30,7 @@ class Route(NamedTuple):
 
     opened: frozenset[int] = frozenset()  # ids of the recursive schemas
     repeats: int = 0  # number of recursive re-entries
-    # # Approximate inexpressible schemas by a superset rather than a subset.
+    # Approximate inexpressible schemas by a superset rather than a subset.
     is_wide: bool = False
 
 
@@ -62,7 +62,7 @@ class Atom:
     words: Mapping[str, Any]  # keyword values
     origin: Any  # source schema
     route: Route  # of nested schemas
-    # # True for negated schemas, where properties and items do not count as evaluated.
+    # True for negated schemas, where properties and items do not count as evaluated.
     is_muted: bool = False
 
     def part(self, schema: Any) -> Part:
@@ -81,7 +81,7 @@ class Expander:
         self.document, self._recursion, self._bounds = document, recursion, bounds
         self._known: dict[tuple[int, Route, bool], tuple[Any, Ways]] = {}
         self.is_cut = False  # True if recursion was truncated
-        # # True unless the atoms contradict each other; the flag requests a thorough
+        # True unless the atoms contradict each other; the flag requests a thorough
         # check.
         self.is_possible: Callable[[Way, bool], bool] = lambda _, __: True
         self.finds: Callable[[str, str], bool] = lambda _, __: False

@@ -2,13 +2,13 @@
 
 From the RFCs that JSON Schema names (https://json-schema.org/draft/2020-12, validation,
 section 7.3), or a subset: no year 0, leap seconds in UTC only, no internationalized
-names ("xn--" included), no quoted local parts in addresses, simple regular expressions.
+names ("xn--" included), simple regular expressions.
 """
 
 _LONG = "(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
 _SHORT = "(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
 _FEBRUARY = "02-(?:0[1-9]|1[0-9]|2[0-8])"
-# # Two-digit multiples of 4; among four-digit years, without the year 0.
+# Two-digit multiples of 4; among four-digit years, without the year 0.
 _FOURTH = "(?:[02468][048]|[13579][26])"
 _FOURTH_BUT_ZERO = "(?:0[48]|[2468][048]|[13579][26])"
 _LEAP_YEAR = f"(?:[0-9]{{2}}{_FOURTH_BUT_ZERO}|{_FOURTH_BUT_ZERO}00)"
@@ -46,14 +46,15 @@ def _ipv6() -> str:
     return "(?:" + "|".join(forms) + ")"
 
 
-# RFC 5321, 4.1.2, a mailbox without quoted names.
+# RFC 5321, 4.1.2, a mailbox.
 _ATOM = r"[a-zA-Z0-9!#$%&'*+\-/=?^_`{|}~]+"
 _SUBDOMAIN = "[a-zA-Z0-9](?:[a-zA-Z0-9-]*[a-zA-Z0-9])?"
+_QUOTED = r'"(?:[ !#-\[\]-~]|\\[ -~])*"'
 _EMAIL = (
-    rf"{_ATOM}(?:\.{_ATOM})*@"
+    rf"(?:{_ATOM}(?:\.{_ATOM})*|{_QUOTED})@"
     rf"(?:{_SUBDOMAIN}(?:\.{_SUBDOMAIN})*|\[{_IPV4}\])"
 )
-# # RFC 1123; labels with "--" at the third character (RFC 5890) are excluded. A name
+# RFC 1123; labels with "--" at the third character (RFC 5890) are excluded. A name
 # has at most 253 characters: three labels of 63 and one of 61, or eight of 30.
 _ALNUM = "[a-zA-Z0-9]"
 
@@ -89,12 +90,12 @@ _EXPRESSION = rf"\{{[+#./;?&]?{_VARIABLE}(?:,{_VARIABLE})*\}}"
 _URI_TEMPLATE = rf"(?:[!#$&()*+,\-./0-9:;=?@A-Z\[\]_a-z~]|{_PERCENT}|{_EXPRESSION})*"
 # RFC 6901.
 _POINTER = r"(?:/(?:[^/~]|~[01])*)*"
-# # ECMA-262: characters, classes, quantifiers and alternatives, without groups.
+# ECMA-262: characters, classes, quantifiers and alternatives, without groups.
 _SIGN = r"(?:[\w \-@:,;=<>/!#%&'\"`~]|\\[dDwWsS.^$*+?()\[\]{}|\\/]|\.)"
 _CLASS = r"(?:\[\^?(?:[A-Za-z0-9_]|A-Z|a-z|0-9|\\[dws])+\])"
 _PIECES = rf"(?:(?:{_SIGN}|{_CLASS})(?:[*+?]|\{{[0-9]{{1,3}}\}})?)*"
 _REGEX = rf"\^?{_PIECES}(?:\|{_PIECES})*\$?"
-# # A simpler form, for URIs with counted characters.
+# A simpler form, for URIs with counted characters.
 _SHORT_URI = (
     rf"[a-zA-Z][a-zA-Z0-9+\-.]*://{_NAME}+(?::[0-9]+)?(?:/(?:{_NAME}|[:@/])*)?"
     rf"(?:\?(?:{_NAME}|[:@/?])*)?(?:\#(?:{_NAME}|[:@/?])*)?"
@@ -131,5 +132,5 @@ FORMATS = {
     "relative-json-pointer": rf"(?:0|[1-9][0-9]*)(?:\#|{_POINTER})",
     "regex": _REGEX,
 }
-# # Simpler forms of formats that would take many states per counted character.
+# Simpler forms of formats that would take many states per counted character.
 COUNTED = dict.fromkeys(("uri", "iri", "uri-reference", "iri-reference"), _SHORT_URI)

@@ -27,7 +27,7 @@ from jkv.grammar.schema.keywords import OF_TYPE, is_number
 from jkv.grammar.schema.negation import items_of, kinds_of
 from jkv.grammar.schema.patterns import find_pattern
 
-# # Lower and upper bound keywords by kind of value.
+# Lower and upper bound keywords by kind of value.
 _OF_NUMBERS = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _BOUNDS: dict[str, tuple[tuple[str, ...], ...]]
 _BOUNDS = dict.fromkeys(negation.NUMBERS, _OF_NUMBERS)

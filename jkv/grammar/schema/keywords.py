@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-# # Keywords that apply to one type.
+# Keywords that apply to one type.
 OF_TYPE = {
     "string": {
         "minLength",
@@ -45,7 +45,7 @@ OF_TYPE = {
         "unevaluatedProperties",
     },
 }
-# # Combinators, and keywords that list values.
+# Combinators, and keywords that list values.
 JOINING = {
     "$ref",
     "$dynamicRef",
@@ -62,7 +62,7 @@ JOINING = {
     "const",
 }
 SERVED = JOINING.union(*OF_TYPE.values())
-# # Annotations, and definitions that `$ref` resolves.
+# Annotations, and definitions that `$ref` resolves.
 IGNORED = {
     "$anchor",
     "$comment",
@@ -89,7 +89,7 @@ IGNORED = {
 }
 TYPES = {"null", "boolean", "integer", "number", "string", "array", "object"}
 
-# # Keywords with a schema, a list of schemas, a mapping of schemas.
+# Keywords with a schema, a list of schemas, a mapping of schemas.
 SCHEMA_WORDS = {
     "not",
     "if",

@@ -3,14 +3,14 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-# # Kinds of values; a number with a zero fraction is an integer.
+# Kinds of values; a number with a zero fraction is an integer.
 KINDS = "null", "boolean", "integer", "fraction", "string", "array", "object"
 NUMBERS = ("integer", "fraction")
 
-# # Kind of value counted by "minLength" and so on.
+# Kind of value counted by "minLength" and so on.
 COUNTS = {"Length": "string", "Items": "array", "Properties": "object"}
 
-# # Internal keywords, used by no schema.
+# Internal keywords, used by no schema.
 KIND = " kinds"  # allowed kinds
 ABSENT = " absent"  # forbidden keys
 NOT_VALUES = " not values"

@@ -20,12 +20,12 @@ from jkv.grammar.schema.expansion import Way, named, said
 from jkv.grammar.schema.keywords import is_number
 from jkv.grammar.schema.negation import NOT_MULTIPLE, NOT_VALUES
 
-# # Patterns of numbers without sign and exponent, and so on.
+# Patterns of numbers without sign and exponent, and so on.
 _WHOLE, _FRACTION, ZEROS = "(?:0|[1-9][0-9]*)", r"(?:\.[0-9]+)?", r"(?:\.0+)?"
 INTEGER, PLAIN = f"-?{_WHOLE}", f"-?{_WHOLE}{_FRACTION}"
 NUMBER = f"{PLAIN}(?:[eE][+-]?[0-9]+)?"
 
-# # Bounds with more digits are rounded to this magnitude.
+# Bounds with more digits are rounded to this magnitude.
 _MOST_DIGITS = 32
 
 _Bound = tuple[decimal.Decimal, bool]  # with True if exclusive
@@ -44,7 +44,7 @@ def number_expression(way: Way, kinds: Set[str], bounds: Bounds) -> Expression:
         found = intersect(found, _multiples(number, bounds), bounds)
     if wanted and is_integer and not unwanted and not values:
         return Leaf(found)
-    # # Subtracted values are matched in plain notation only.
+    # Subtracted values are matched in plain notation only.
     found = intersect(found, compile_regex(PLAIN, bounds), bounds)
     taken = [_multiples(number, bounds) for number in unwanted]
     taken += [compile_regex(_spellings(value), bounds) for value in values]
@@ -110,7 +110,7 @@ def _multiples(number: int | float, bounds: Bounds) -> Automaton:
     _, digits, exponent = _decimal(number).as_tuple()
     places = max(0, -int(exponent))
     divisor = int("".join(map(str, digits))) * 10 ** max(0, int(exponent))
-    # # State: remainder per level, the integer part and each decimal place; 0 is
+    # State: remainder per level, the integer part and each decimal place; 0 is
     # initial.
     count = divisor * (places + 2) + 1
     bounds.hold(count * 4096, f"the multiples of {number}")

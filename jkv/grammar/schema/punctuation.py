@@ -20,7 +20,7 @@ from jkv.grammar.schema.strings import literal_string
 class Punctuation:
     """JSON's structural characters, with configurable white space."""
 
-    # # Allowed around each structural character, but not outside the value.
+    # Allowed around each structural character, but not outside the value.
     space: Expression
 
     @functools.cached_property

@@ -19,7 +19,7 @@ from jkv.grammar.schema.judging import Judge
 from jkv.grammar.schema.negation import NOT_PATTERN, NOT_VALUES
 
 ANYTHING = "(?s:.*)"
-# # States per character, and the budget for patterns with a length; a longer
+# States per character, and the budget for patterns with a length; a longer
 # `maxLength` is lowered.
 _STATES_OF_CHARACTER, _MAX_COUNTED = 15, 2**12
 _SHORT = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 0x22: '"', 0x5C: "\\"}

@@ -56,7 +56,7 @@ class PagedModel:
         module = nnx.merge(self._graph, params.weights)
         step = _Step(cache, batch, find_architecture(module))
         for number, layer in enumerate(module.layers):
-            # # Rematerialization would trace the layer separately, and leak the updated
+            # Rematerialization would trace the layer separately, and leak the updated
             # cache; no gradients are needed here.
             layer.config = dataclasses.replace(layer.config, remat_config=None)
             layer.attn = functools.partial(step.attend, layer.attn, number)
@@ -95,11 +95,11 @@ class PagedModel:
 class Architecture(NamedTuple):
     """Projections and output around the attention of an architecture."""
 
-    # # attention, hidden [R, 1, E], positions i32[R, 1] -> projections.
+    # attention, hidden [R, 1, E], positions i32[R, 1] -> projections.
     project: Callable[[Any, jax.Array, jax.Array], Projections]
-    # # attention -> function from heads [R, 1, H, D] to [R, 1, E].
+    # attention -> function from heads [R, 1, H, D] to [R, 1, E].
     output: Callable[[Any], Callable[[jax.Array], jax.Array]]
-    # # attention -> options of `jkv.attend`.
+    # attention -> options of `jkv.attend`.
     options: Callable[[Any], dict[str, Any]]
 
 
@@ -151,7 +151,7 @@ def _of_projections(model: ModuleType) -> Architecture:
         queries, keys = attention.q_proj(hidden), attention.k_proj(hidden)
         if hasattr(attention, "q_norm"):
             queries, keys = attention.q_norm(queries), attention.k_norm(keys)
-        # # Without the configured `rope_theta`, as in tunix's models.
+        # Without the configured `rope_theta`, as in tunix's models.
         size = attention.head_dim
         queries, keys = (
             model.apply_rope(each, positions, head_dim=size) for each in (queries, keys)

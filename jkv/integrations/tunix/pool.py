@@ -43,7 +43,7 @@ class Pool:
         config = self._fit(call)
         cache, self._cache = self._cache, None
         if cache is None or config != self._config:
-            # # Free the old cache before allocating the new one.
+            # Free the old cache before allocating the new one.
             cache = None
             self._config = config
             cache = jkv.init(config)
@@ -71,7 +71,7 @@ class Pool:
         return dataclasses.replace(
             old,
             num_blocks=num_blocks,
-            # # One extra row: the prompt from which waiting samples fork.
+            # One extra row: the prompt from which waiting samples fork.
             max_sequences=max(call.max_running + 1, old.max_sequences),
             max_context_length=max(length, old.max_context_length),
         )

@@ -51,7 +51,7 @@ class Repeats(NamedTuple):
 
     first: list[int]  # index into the B prompts of each of the P
     num_samples: int  # B / P
-    # # i64[B], index into the B prompts of each sample, grouped by prompt
+    # i64[B], index into the B prompts of each sample, grouped by prompt
     prompts: np.ndarray
 
 
@@ -109,7 +109,7 @@ class Scorer(NamedTuple):
         last = jnp.max(jnp.where(completion_tokens != self.pad_id, column, 0), axis=1)
         is_inside = column <= last[:, None] + ends
         completions = jnp.where(is_inside, completion_tokens, -1)
-        # # Division by a compile-time constant would round differently.
+        # Division by a compile-time constant would round differently.
         temperature = jax.lax.optimization_barrier(jnp.float32(params.temperature))
         params = params._replace(temperature=temperature)
         return jkv.score(

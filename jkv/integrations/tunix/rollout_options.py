@@ -19,7 +19,7 @@ _READ = {
     "seed",
     "eos_tokens",
     "data_type",
-    # # Used only by tunix's vanilla engine: there is no dense cache to size.
+    # Used only by tunix's vanilla engine: there is no dense cache to size.
     "kv_cache_size",
 }
 

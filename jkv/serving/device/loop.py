@@ -20,6 +20,7 @@ from jkv.serving.device.kept_programs import BoundProgram, KeptPrograms
 from jkv.serving.device.sizes import EngineSizes
 from jkv.serving.device.transfers import Arrivals, Change, WindowReport
 from jkv.serving.device.weights import replace_weights
+from jkv.serving.device.weights_digest import digest_weights
 from jkv.serving.request.limits import Limits
 from jkv.serving.request.request import EngineError
 from jkv.state import Cache
@@ -48,6 +49,7 @@ class Loop:
         self._draft_cache = None if draft is None else draft.cache
         self._given = programs.Given(params, draft_params, as_steering(how.steering))
         static = {"model": model, "sizes": sizes}
+        self._model = model
         self._begin = BoundProgram(programs.begin_empty, kept, static)
         self._exchange = BoundProgram(programs.exchange, kept, {})
         self._run_window = BoundProgram(programs.run_window, kept, static)
@@ -170,6 +172,11 @@ class Loop:
             drafting = replace_weights("draft_params", old.draft_params, draft_params)
             new = new._replace(draft_params=drafting)
         self._given = new
+
+    def digest_weights(self) -> str:
+        """Return what tells the weights and their model from others, in any process."""
+        exact = self.sizes.steps.exact
+        return digest_weights(self._model, self._given.params, exact)
 
     def forget_cached(self) -> None:
         """Let nothing be found that was computed until now."""

@@ -31,7 +31,9 @@ class Ask:
       stop_strings: a sequence ends where its text has one, or the only one. It is not
         in the text; the tokens that it took are in the tokens. Looked for between
         windows.
-      salt: domain of the prefix cache.
+      salt: domain of the prefix cache, an int of 32 bits, or a text, such as a client's
+        secret: the same domain in every process that shares a store's folder. With
+        texts, ints are 0 or more.
       priority: of those that have not begun, smaller ones go first.
       client: who asks. Of requests that wait with one priority, one of the client goes
         next that has had the least service for its share (`shares`); those of one
@@ -59,7 +61,7 @@ class Ask:
     stop_tokens: Integers | None = None
     stop_sequences: Sequence[Integers] = ()
     stop_strings: Sequence[str] | str = ()
-    salt: int = 0
+    salt: int | str = 0
     priority: int = 0
     client: Client = None
     variant: int = NOT_STEERED
@@ -86,7 +88,7 @@ class OfAsk(TypedDict, total=False):
     stop_tokens: Integers | None
     stop_sequences: Sequence[Integers]
     stop_strings: Sequence[str] | str
-    salt: int
+    salt: int | str
     priority: int
     client: Client
     variant: int

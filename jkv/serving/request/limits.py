@@ -20,6 +20,7 @@ from jkv.decoding.texts.blocks import BlockSize
 from jkv.decoding.texts.results import FinishReason
 from jkv.metadata.requests import I32, Integers, Texts, as_domains
 from jkv.serving.request.ask import NOT_STEERED, Ask, Client, OfAsk
+from jkv.serving.request.domains import Domains
 from jkv.serving.request.request import Request
 
 
@@ -144,18 +145,21 @@ class Limits(NamedTuple):
             )
 
 
-def read_request(limits: Limits, ask: Ask) -> Request:
+def read_request(limits: Limits, ask: Ask, domains: Domains) -> Request:
     """Return the request that was asked for, if it is one that the limits allow."""
     given = dict(vars(ask))
     for name in ("max_new_tokens", "stop_tokens"):
         given[name] = getattr(limits, name) if given[name] is None else given[name]
-    for name in ("n", "max_new_tokens", "salt", "priority", "variant", "keep"):
-        if not isinstance(given[name], int | np.integer):
+    for name in ("n", "max_new_tokens", "priority", "variant", "keep"):
+        if not isinstance(given[name], int | np.integer) or isinstance(
+            given[name], bool
+        ):
             raise RequestRefused(f"{name} must be an int, got {given[name]!r:.60}")
         given[name] = int(given[name])
     for name in ("timeout", "keep_seconds"):
         seconds = given[name]
-        if not isinstance(seconds, int | float | np.number | None):
+        is_number = isinstance(seconds, int | float | np.number | None)
+        if not is_number or isinstance(seconds, bool) or seconds != seconds:
             raise RequestRefused(f"{name} must be seconds or None, got {seconds!r:.60}")
     if isinstance(ask.stop_strings, str):
         given["stop_strings"] = (ask.stop_strings,)
@@ -174,7 +178,7 @@ def read_request(limits: Limits, ask: Ask) -> Request:
             for sequence in ask.stop_sequences
         ),
         stop_strings=strings,
-        salt=int(np.asarray(as_domains("salt", ask.salt))),
+        salt=_read_salt(ask.salt, domains),
         client=_read_client(ask.client),
     )
     request = Request(**given | read)
@@ -220,6 +224,18 @@ def as_token_ids(name: str, tokens: Integers) -> np.ndarray[Any, Any]:
             f"{str(tokens)[:60]}"
         )
     return ids.astype(np.int32)
+
+
+def _read_salt(salt: Any, domains: Domains) -> int:
+    """Return the number of a domain; refuse what names none."""
+    if isinstance(salt, int | np.integer):
+        salt = int(np.asarray(as_domains("salt", salt)))
+    elif not isinstance(salt, str):
+        raise RequestRefused(f"salt must be an int or a str, got {salt!r:.60}")
+    try:
+        return domains.number(salt)
+    except ValueError as error:
+        raise RequestRefused(str(error)) from error
 
 
 def _read_client(client: Client) -> Client:

@@ -19,6 +19,9 @@ MOST_OF_PROMPT = 1024
 # Bytes of a character that lacks its last one.
 MOST_LEFT_OVER = 3
 
+# Tokens that are decoded together at most: bytes that form no character never end one.
+MOST_TOGETHER = 64
+
 # What a decoder makes of bytes that are no character, or only a part of one.
 BROKEN = "\ufffd"
 
@@ -81,6 +84,8 @@ class TextStream:
         if text == decoded:
             self._whole += (len(self._ids),)
             self._forget()
+        elif len(self._ids) > MOST_TOGETHER:
+            self._split(decoded)
 
     def _forget(self) -> None:
         """Leave out tokens that the next ones can be read without."""
@@ -90,6 +95,26 @@ class TextStream:
             self._ids = self._ids[start:]
             self._whole = tuple(n - start for n in self._whole if n > start)
             self._known = len(self._detokenize(self._ids))
+
+    def _split(self, decoded: str) -> None:
+        """Show what all tokens but the last few read like: no later one changes it."""
+        most = len(self._ids) - OVERLAP
+        starts = range(most, most - MOST_LEFT_OVER - 1, -1)
+        heads = {start: self._detokenize(self._ids[:start]) for start in starts}
+        start = next(
+            (start for start, head in heads.items() if not head.endswith(BROKEN)),
+            None,
+        ) or next(
+            (
+                start
+                for start, head in heads.items()
+                if head + self._detokenize(self._ids[start:]) == decoded
+            ),
+            most,
+        )
+        self._hidden += heads[start][self._known :]
+        self._known = max(0, self._known - len(heads[start]))
+        self._ids, self._whole = self._ids[start:], ()
 
     def _find_start(self, prompt: Sequence[int]) -> int:
         """Return from where a prompt's last tokens begin with a whole character."""
@@ -102,8 +127,11 @@ class TextStream:
     def _count_prompt(self) -> int:
         """Return the characters of the prompt's tokens, but for half a one behind."""
         ends = range(max(1, len(self._ids) - MOST_LEFT_OVER), len(self._ids) + 1)
-        texts = (self._detokenize(self._ids[:end]).rstrip(BROKEN) for end in ends)
-        return max(map(len, texts), default=0)
+        texts = [self._detokenize(self._ids[:end]) for end in ends]
+        if texts and all(text.endswith(BROKEN * 2) for text in texts):
+            # A run of bytes that form no character: the last one may begin one.
+            return len(texts[-1]) - 1
+        return max((len(text.rstrip(BROKEN)) for text in texts), default=0)
 
     def _finish(self) -> None:
         """Take what is left of a text that ends inside a character, or with U+FFFD."""

@@ -4,6 +4,7 @@ A request's sequences are freed on the device in the lowest class, or are about 
 Between two windows what the index has of their texts is given the request's class.
 """
 
+import dataclasses
 import functools
 import math
 import time
@@ -18,6 +19,7 @@ from jkv.prefixes.verbs import demote
 from jkv.serving.device.loop import Loop
 from jkv.serving.request.request import Request, Sample
 from jkv.state import Cache
+from jkv.tiers.spilled import Spilled
 
 FOREVER = 2**32 - 1  # as a time
 
@@ -44,6 +46,14 @@ class Keeping:
             until = math.ceil(min(self._now + request.keep_seconds, FOREVER))
             self._due.add(until)
         self._new.append((text, request.salt, request.keep, until))
+
+    def check_times(self, found: Spilled) -> Spilled:
+        """Return blocks that come back with the classes that they still have."""
+        now = int(self._now)
+        held = {node: each.lowered(now) for node, each in found.held.items()}
+        times = {each.keep[1] for each in held.values() if each.keep and each.keep[0]}
+        self._due |= times - {FOREVER}
+        return dataclasses.replace(found, held=held)
 
     def take(self) -> Callable[[], None]:
         """Return what is to be done before the next window, without the lock."""

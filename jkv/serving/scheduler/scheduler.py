@@ -20,6 +20,7 @@ from jkv.serving.device.loop import Loop, Progress
 from jkv.serving.device.processes import SharedLoop
 from jkv.serving.device.transfers import Arrivals, Change, WindowReport
 from jkv.serving.request.ask import Client
+from jkv.serving.request.domains import Domains
 from jkv.serving.request.request import (
     EngineError,
     Extension,
@@ -67,6 +68,7 @@ class HostOptions(NamedTuple):
     max_parked_bytes: int | None
     store: BlockStore | None
     store_share: float
+    store_version: str | None
     checks: bool
     clock: Callable[[], float]
 
@@ -76,6 +78,7 @@ class _Window(NamedTuple):
 
     samples: list[Sample | None]  # what each sequence computed when they were started
     report: WindowReport
+    started: float
     version: int  # of the weights that they were started with
 
 
@@ -90,10 +93,17 @@ class Scheduler:
         self.measures.free_blocks = sum(loop.num_blocks)
         kept_for, most = options.park_seconds, options.max_parked_bytes
         self.parking = Parking(loop, kept_for, most, options.clock, self.lock)
+        self.domains, self._keeping = Domains(), Keeping(loop, options.clock)
         self.storing: Storing | NoStoring = NoStoring()
         if options.store is not None:
-            self.storing = Storing(loop, options.store, options.store_share)
-        self._keeping = Keeping(loop, options.clock)
+            self.storing = Storing(
+                loop,
+                options.store,
+                options.store_share,
+                options.store_version,
+                self.domains,
+                self._keeping,
+            )
         self._versions = Versions()
         self._sizes, self._options = sizes, options
         self._deadlines: dict[int, float] = {}  # of requests that have one
@@ -237,7 +247,9 @@ class Scheduler:
             if not update.keep_cached:
                 self.loop.forget_cached()
                 self.parking.forget_blocks()
-                self.storing.forget()
+            self.storing.begin_version(
+                update.store_version, keep_cached=update.keep_cached
+            )
             if update.recompute:
                 self.loop.preempt_all()
         except BaseException as error:
@@ -295,6 +307,7 @@ class Scheduler:
         if self.parking:
             self.parking.settle(lengths, requests)
         self.storing.settle(requests, is_running=self._unread is not None)
+        started = self._options.clock()
         report = self.loop.start_window(
             [Change(Arrivals.of(self._sizes, each), ends) for each, ends in changes],
             self._sizes.num_steps if has_work else 0,
@@ -302,7 +315,7 @@ class Scheduler:
         if self._options.checks and (changes or report):
             for cache in self.loop.caches:
                 check(cache)
-        return None if report is None else _Window(samples, report, version)
+        return None if report is None else _Window(samples, report, started, version)
 
     def _find_lengths(self) -> list[int]:
         """Return what texts on the device can have after the next window, in tokens."""
@@ -338,7 +351,8 @@ class Scheduler:
                 num_tokens += self._extend(sample, part, brought, window.version)
                 self.measures.add_times(request, sample, len(part.tokens), now)
             self.measures.add_window(report.statistics, num_tokens, now)
-            self.storing.note_window(int(report.statistics.prompt_tokens), now)
+            prompt_tokens = int(report.statistics.prompt_tokens)
+            self.storing.note_window(prompt_tokens, window.started, now)
             self.measures.free_blocks = int(report.num_free_blocks)
 
     def _extend(

@@ -7,6 +7,8 @@ compute, is restored.
 """
 
 import dataclasses
+import hashlib
+import math
 import time
 
 import jax
@@ -15,17 +17,21 @@ import numpy as np
 from jkv.prefixes.verbs import match
 from jkv.serving.device.loop import Loop
 from jkv.serving.device.processes import SharedLoop
+from jkv.serving.request.domains import Domains
 from jkv.serving.request.request import Request, RequestState
+from jkv.serving.scheduler.keeping import Keeping
 from jkv.status import UsageError
 from jkv.tiers.choosing import count_blank, count_next
 from jkv.tiers.restoring import restore, warm_up
 from jkv.tiers.spilled import Layout
 from jkv.tiers.spilling import check_has_texts, take
-from jkv.tiers.store import BlockStore
+from jkv.tiers.store import BlockStore, Names
 
 BLOCKS_PER_SPILL = 64  # at most, between two windows
-# Shorter prompts tell little of how fast they are computed.
+# Fewer tokens of prompts tell little of how fast they are computed.
 FEWEST_TIMED = 64
+LEAST_GAIN = 0.1  # seconds that computing a prompt must save
+FADING = 0.9  # of copying's pace, for each prompt that was computed instead
 
 
 @dataclasses.dataclass
@@ -33,10 +39,17 @@ class _Pace:
     """Seconds that a token takes, the newest weighing most; 0 until one was timed."""
 
     seconds: float = 0.0
+    num_timed: int = 0
+    num_compiling: int = 0  # how many at first are too slow to tell
+
+    @property
+    def is_known(self) -> bool:
+        return self.num_timed > self.num_compiling and self.seconds > 0
 
     def add(self, seconds: float, tokens: int) -> None:
         new = seconds / tokens
-        self.seconds = new if not self.seconds else 0.7 * self.seconds + 0.3 * new
+        self.seconds = 0.7 * self.seconds + 0.3 * new if self.is_known else new
+        self.num_timed += 1
 
 
 class NoStoring:
@@ -45,7 +58,7 @@ class NoStoring:
     def settle(self, dispatched: list[Request], *, is_running: bool) -> None:
         """Do nothing."""
 
-    def note_window(self, prompt_tokens: int, now: float) -> None:
+    def note_window(self, prompt_tokens: int, started: float, now: float) -> None:
         """Note nothing."""
 
     def warm_up(self) -> None:
@@ -54,8 +67,8 @@ class NoStoring:
     def leave(self) -> None:
         """Let nothing leave."""
 
-    def forget(self) -> None:
-        """Forget nothing."""
+    def begin_version(self, version: str | None, *, keep_cached: bool) -> None:
+        """Name nothing."""
 
     def read(self) -> dict[str, float]:
         """Return that nothing is known."""
@@ -65,7 +78,15 @@ class NoStoring:
 class Storing:
     """What goes between a cache and its store."""
 
-    def __init__(self, loop: Loop, store: BlockStore, share: float):
+    def __init__(
+        self,
+        loop: Loop,
+        store: BlockStore,
+        share: float,
+        version: str | None,  # of the weights; None: the store's, or their digest
+        domains: Domains,
+        keeping: Keeping,
+    ):
         if isinstance(loop, SharedLoop):
             raise UsageError(
                 "a store is of one process: on a mesh of several, leave store= out"
@@ -74,17 +95,20 @@ class Storing:
         if not 0 < share <= 1:
             raise UsageError(f"store_share must be above 0 and at most 1, got {share}")
         store.belong(Layout.of(loop.cache))
-        self._loop, self._store = loop, store
+        self._loop, self._store, self._keeping = loop, store, keeping
+        version = version or store.version or loop.digest_weights()
+        self._names = Names(version, domains.name)
         sizes = [*loop.num_blocks]
         if num_places := loop.cache.metadata.index.num_places:
             sizes.append(num_places)
         self._reserve = [max(int(size * share), 1) for size in sizes]
         # What should leave of the cache before the window under way.
         self._leaving: jax.Array | None = None
-        self._copying, self._computing = _Pace(), _Pace()
+        self._copying, self._computing = _Pace(num_compiling=1), _Pace()
         # Blocks that were restored for prompts that have not begun.
         self._awaited: dict[Request, int] = {}
-        self._read: float | None = None  # when the last window was
+        self._read = -math.inf  # when the last window was
+        self._untold = 0.0, 0  # seconds and tokens that are not in a pace yet
         names = "spilled_blocks", "restored_blocks", "restored_tokens"
         self._done = dict.fromkeys(names, 0)
 
@@ -104,10 +128,20 @@ class Storing:
             self._restore(request)
         self._ask(0)
 
-    def note_window(self, prompt_tokens: int, now: float) -> None:
-        """Note that a window was read, when, and of how many tokens of prompts."""
-        if prompt_tokens >= FEWEST_TIMED and self._read is not None:
-            self._computing.add(now - self._read, prompt_tokens)
+    def note_window(self, prompt_tokens: int, started: float, now: float) -> None:
+        """Note that a window was read, when, and of how many tokens of prompts.
+
+        It began when it was started, or when the one before it had ended. Windows of
+        few tokens of prompts are timed together.
+        """
+        if prompt_tokens:
+            seconds, tokens = self._untold
+            seconds += now - max(started, self._read)
+            tokens += prompt_tokens
+            if tokens >= FEWEST_TIMED:
+                self._computing.add(seconds, tokens)
+                seconds, tokens = 0.0, 0
+            self._untold = seconds, tokens
         self._read = now
 
     def warm_up(self) -> None:
@@ -120,9 +154,21 @@ class Storing:
         while self._spill(BLOCKS_PER_SPILL):
             pass
 
-    def forget(self) -> None:
-        """Forget everything: it is of older weights."""
-        self._store.clear()
+    def begin_version(self, version: str | None, *, keep_cached: bool) -> None:
+        """Name new weights, and forget what memory holds of the old ones.
+
+        Where that is kept, it gets a name that is of the new weights' after the old.
+        """
+        old = self._names.version
+        new = version or self._store.version + self._loop.digest_weights()
+        if keep_cached:
+            new = hashlib.blake2b(f"{old}\0{new}".encode(), digest_size=16).hexdigest()
+            self._store.rename(old, new)
+        elif new != old:
+            self._store.forget(old)
+        self._names = self._names._replace(version=new)
+        if version is not None:
+            self._store.begin_version(version)
 
     def read(self) -> dict[str, float]:
         """Return what was done, and what there is."""
@@ -161,18 +207,20 @@ class Storing:
             num = min(num_blocks - start, BLOCKS_PER_SPILL)
             self._loop.cache, spilled = take(self._loop.cache, num, BLOCKS_PER_SPILL)
             self._done["spilled_blocks"] += spilled.num_blocks
-            self._store.put(spilled)
+            self._store.put(spilled, names=self._names)
             num_left += spilled.num_blocks + spilled.num_snapshots
         return num_left
 
     def _restore(self, request: Request) -> None:
         """Bring back what the store has of a prompt, and the cache has not."""
-        held = self._store.count(request.tokens, request.salt)
+        held = self._store.count(request.tokens, request.salt, names=self._names)
         if not held:
             return
         known = self._match(request)
-        copying, computing = self._copying.seconds, self._computing.seconds
-        if held <= known or 0 < computing <= copying:
+        if held <= known:
+            return
+        if self._is_slower(held - known):
+            self._copying.seconds *= FADING  # so that it is tried again
             return
         start = time.monotonic()
         metadata = self._loop.cache.metadata
@@ -180,9 +228,12 @@ class Storing:
         if (lacking := columns - int(count_blank(metadata))) > 0:
             self._spill(lacking)
             known = self._match(request)  # some of it may have left
-        found = self._store.find(request.tokens, request.salt, skip=known)
+        found = self._store.find(
+            request.tokens, request.salt, skip=known, names=self._names
+        )
         if found is None:
             return
+        found = self._keeping.check_times(found)
         self._loop.cache, num = restore(self._loop.cache, found, donate=True)
         brought = self._match(request) - known
         self._done["restored_blocks"] += num
@@ -190,6 +241,16 @@ class Storing:
         if brought > 0:
             self._done["restored_tokens"] += brought
             self._copying.add(time.monotonic() - start, brought)
+
+    def _is_slower(self, tokens: int) -> bool:
+        """Return whether copying takes longer than computing, as far as both are known.
+
+        Paces of short prompts are rough: what is nearly as fast is copied.
+        """
+        copying, computing = self._copying, self._computing
+        if not (copying.is_known and computing.is_known):
+            return False
+        return tokens * (copying.seconds - computing.seconds) > LEAST_GAIN
 
     def _match(self, request: Request) -> int:
         """Return how many tokens of a prompt the cache has."""

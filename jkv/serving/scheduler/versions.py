@@ -22,6 +22,7 @@ class Update(NamedTuple):
     recompute: bool  # whether running texts are computed again
     keep_cached: bool  # whether what is cached is still found
     version: int | None  # None is the next one
+    store_version: str | None  # of the weights in a store; None: their digest
 
 
 class Versions:

@@ -14,6 +14,8 @@ import heapq
 import math
 from collections.abc import Mapping
 
+import numpy as np
+
 from jkv.serving.request.ask import Client
 
 # A number of a request, and the first of the samples that share the prompt.
@@ -25,9 +27,11 @@ class Waiting:
 
     def __init__(self, shares: Mapping[Client, float]):
         for client, share in shares.items():
-            if not 0 < share < math.inf:
+            is_number = isinstance(share, int | float | np.number)
+            if not is_number or isinstance(share, bool) or not 0 < share < math.inf:
                 raise ValueError(
-                    f"a share must be a number above 0, got {share!r} of {client!r}"
+                    f"shares: a share must be a number above 0, got {share!r} of "
+                    f"{client!r}"
                 )
         self.num_waiting = 0
         self._shares = dict(shares)

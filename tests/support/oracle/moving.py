@@ -221,14 +221,24 @@ class Oracle(PrefixCache):
                 if block in group.free:
                     group.free.remove(block)
                     group.free.append(block)
-        for key in snapshots:
-            if key in self.snapshots or (self.groups and key not in self.index):
-                continue
-            if len(self.snapshots) == self.states.num_snapshots:
-                del self.snapshots[next(iter(self.snapshots))]
-            self.snapshots[key] = places[key]
-            num += 1
-        return num
+        return num + self._restore_snapshots(
+            [key for key in snapshots if not self.groups or key in self.index], places
+        )
+
+    def _restore_snapshots(self, named, places):
+        """Put snapshots in the places of those that the call does not name."""
+        new = [key for key in named if key not in self.snapshots]
+        most = self.states.num_snapshots - len(named) + len(new) if named else 0
+        new = new[max(len(new) - most, 0) :]
+        for key in named:
+            if key in self.snapshots:
+                self.snapshots[key] = self.snapshots.pop(key)
+            elif key in new:
+                if len(self.snapshots) == self.states.num_snapshots:
+                    others = (each for each in self.snapshots if each not in named)
+                    del self.snapshots[next(others)]
+                self.snapshots[key] = places[key]
+        return len(new)
 
     def _live(self, g):
         """The blocks of a group that tables name, by their first mention."""

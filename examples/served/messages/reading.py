@@ -1,0 +1,330 @@
+"""From a body of `/v1/messages` to the fields of a chat.
+
+A message's blocks become messages: a result of a tool is one of the role `tool`, a call
+belongs to the assistant's.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ..asking.body import MOST_NAME
+from ..asking.fields import Refusal, refuse
+from ..mistakes import Refused
+from ..values import read_number, refuse_unknown
+
+REFUSED = {
+    "container": Refusal("is not served: no code runs here"),
+    "mcp_servers": Refusal("is not served: no tool is called here", ([],)),
+    "inference_geo": Refusal("is not served: the model is where it is"),
+    "speed": Refusal("is not served: there is one", ("standard",)),
+}
+# Fields with a chat's meaning and name.
+_SAME = ("model", "stream", "temperature", "top_p", "top_k", "cache_control")
+_OWN = ("max_tokens", "messages", "system", "stop_sequences", "tools", "tool_choice")
+_OWN += ("metadata", "thinking", "output_config", "output_format", "service_tier")
+SERVED = {*_SAME, *_OWN, "context_management", "betas"}
+
+# What fields of chats are called here.
+NAMES = {"stop": "stop_sequences", "max_completion_tokens": "max_tokens"}
+NAMES |= {"response_format": "output_config", "reasoning_effort": "output_config"}
+NAMES |= {"response_format.json_schema": "output_config", "user": "metadata"}
+NAMES |= {"chat_template_kwargs": "thinking"}
+
+# Keys of a tool that depend on nothing here.
+_DROPPED = {"type", "input_schema", "eager_input_streaming", "defer_loading"}
+_DROPPED |= {"allowed_callers", "input_examples"}
+# Blocks of a history that tell the model nothing: of tools that others call.
+SKIPPED = {"redacted_thinking", "server_tool_use", "tool_reference", "compaction"}
+SKIPPED |= {"container_upload", "mcp_tool_use", "mcp_tool_result", "fallback"}
+# A line that a command line puts before its instructions, another one in each request:
+# no prompt would begin like an earlier one.
+BILLING = "x-anthropic-billing-header:"
+
+
+def read_message_body(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a chat that asks for the same, but for `max_tokens`.
+
+    Raises:
+        Refused: for what is not served, by its name.
+    """
+    for name, value in body.items():
+        if value is not None and name not in SERVED:
+            refuse(name, value, REFUSED)
+    fields = {name: body[name] for name in _SAME if body.get(name) is not None}
+    fields["messages"] = _read_system(body) + _read_messages(body.get("messages"))
+    if body.get("stop_sequences") is not None:
+        fields["stop"] = body["stop_sequences"]
+    if functions := _list_functions(body):
+        fields["tools"] = functions
+    fields |= _read_choice(body) | _read_output(body) | _read_user(body)
+    return {**fields, **_read_thinking(body)}
+
+
+def read_most_tokens(body: Mapping[str, Any]) -> int:
+    """Return the most tokens of a text; the context may leave fewer.
+
+    Raises:
+        Refused: where nothing, or no such number, is there.
+    """
+    if body.get("max_tokens") is None:
+        raise Refused("max_tokens must be a number", "max_tokens")
+    most: int = read_number(body, "max_tokens", 1, int, 1, 2**31 - 1)
+    return most
+
+
+def list_message_warnings(body: Mapping[str, Any]) -> list[str]:
+    """Return what a client should know of fields that are taken and not followed."""
+    told = [
+        f"tools of type {kind!r} are not served: the model is not told of them"
+        for kind in dict.fromkeys(_list_hosted(body))
+    ]
+    thinking = body.get("thinking")
+    if isinstance(thinking, Mapping) and thinking.get("budget_tokens") is not None:
+        told.append("thinking.budget_tokens is not followed: thoughts are text")
+    managed = body.get("context_management")
+    if isinstance(managed, Mapping) and managed.get("edits"):
+        told.append("context_management is not followed: messages are taken whole")
+    return told
+
+
+def _read_system(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    given = body.get("system")
+    if given is None or given == []:
+        return []
+    if not isinstance(given, str | list):
+        raise Refused("system must be a text, or blocks of type text", "system")
+    blocks = [given] if isinstance(given, str) else [_read_text(b) for b in given]
+    said = "\n".join(text for text in blocks if not text.startswith(BILLING))
+    return [{"role": "system", "content": said}] if said else []
+
+
+def _read_messages(given: Any) -> list[dict[str, Any]]:
+    if not isinstance(given, list) or not given:
+        raise Refused("messages must be a list of messages", "messages")
+    messages = []
+    for message in given:
+        role = message.get("role") if isinstance(message, Mapping) else None
+        if role not in ("user", "assistant", "system"):
+            raise Refused(
+                "a message is an object with a role, user or assistant, and content",
+                "messages",
+            )
+        content = message.get("content")
+        blocks = [content] if isinstance(content, str) else content
+        if not isinstance(blocks, list):
+            raise Refused("content must be a text or a list of blocks", "messages")
+        read = _read_assistant if role == "assistant" else _read_user_blocks
+        messages += read(blocks, role)
+    if messages[-1]["role"] == "assistant":
+        raise Refused(
+            "the last message is the assistant's, and texts are not continued inside a "
+            "message: end with one of the user",
+            "messages",
+        )
+    return messages
+
+
+def _read_assistant(blocks: list[Any], role: str) -> list[dict[str, Any]]:
+    """Return one message: its text, its thoughts and its calls."""
+    texts, thoughts, calls = list[str](), "", list[dict[str, Any]]()
+    for block in blocks:
+        kind = _find_kind(block)
+        if kind == "thinking":
+            thoughts += str(block.get("thinking") or "")
+        elif kind == "tool_use":
+            arguments = json.dumps(block.get("input") or {})
+            function = {"name": block.get("name"), "arguments": arguments}
+            calls.append(
+                {"id": block.get("id"), "type": "function", "function": function}
+            )
+        elif not _is_skipped(kind):
+            texts.append(_read_text(block))
+    message: dict[str, Any] = {"role": role, "content": "\n".join(texts) or None}
+    if calls:
+        message["tool_calls"] = calls
+    if thoughts:
+        message["reasoning_content"] = thoughts
+    return [message]
+
+
+def _read_user_blocks(blocks: list[Any], role: str) -> list[dict[str, Any]]:
+    """Return the results of tools, and the text beside them."""
+    texts, results = list[str](), list[dict[str, Any]]()
+    for block in blocks:
+        kind = _find_kind(block)
+        if kind == "tool_result":
+            result = {"role": "tool", "tool_call_id": block.get("tool_use_id")}
+            results.append({**result, "content": _read_result(block)})
+        elif not _is_skipped(kind):
+            texts.append(_read_text(block))
+    if texts or not results:
+        return [*results, {"role": role, "content": "\n".join(texts)}]
+    return results
+
+
+def _read_result(block: Mapping[str, Any]) -> str:
+    content = block.get("content")
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise Refused("the content of a tool_result is a text or blocks", "messages")
+    kept = [each for each in content if not _is_skipped(_find_kind(each))]
+    return "\n".join(map(_read_text, kept))
+
+
+def _read_text(block: Any) -> str:
+    """Return the text of a block.
+
+    Raises:
+        Refused: for one that is no text.
+    """
+    kind = _find_kind(block)
+    found: Any = None
+    if isinstance(block, str):
+        found = block
+    elif kind == "text":
+        found = block.get("text")
+    elif kind == "document":
+        source = block.get("source")
+        is_text = isinstance(source, Mapping) and source.get("type") == "text"
+        found = source.get("data") if is_text else None
+    elif kind == "search_result" and isinstance(block.get("content"), list):
+        found = "\n".join(map(_read_text, block["content"]))
+    if not isinstance(found, str):
+        raise Refused(
+            f"a block of type {kind[:60]!r} is not served: the model reads and writes "
+            f"text",
+            "messages",
+        )
+    return found
+
+
+def _find_kind(block: Any) -> str:
+    if isinstance(block, str):
+        return "text"
+    kind = block.get("type") if isinstance(block, Mapping) else None
+    if not isinstance(kind, str):
+        raise Refused("a block is an object with a type", "messages")
+    return kind
+
+
+def _is_skipped(kind: str) -> bool:
+    is_result = kind.endswith("_tool_result")
+    return kind in SKIPPED or is_result
+
+
+def _list_tools(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    given = body.get("tools")
+    given = [] if given is None else given
+    if not isinstance(given, list) or not all(isinstance(t, Mapping) for t in given):
+        raise Refused("tools must be a list of objects", "tools")
+    return given
+
+
+def _list_hosted(body: Mapping[str, Any]) -> list[str]:
+    """Return the types of tools that the API's owner would run."""
+    kinds = [each.get("type") for each in _list_tools(body)]
+    return [str(kind)[:60] for kind in kinds if kind not in (None, "custom")]
+
+
+def _list_functions(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the client's own tools, as chats have them."""
+    hosted, choice = _list_hosted(body), body.get("tool_choice")
+    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    if hosted and kind not in (None, "auto", "none"):
+        raise Refused(
+            f"tools of type {hosted[0]!r} are not served: leave them out where "
+            f"tool_choice is not auto or none",
+            "tools",
+        )
+    found = []
+    for tool in _list_tools(body):
+        if tool.get("type") not in (None, "custom"):
+            continue
+        rest = {k: v for k, v in tool.items() if k not in _DROPPED and v is not None}
+        function = {**rest, "parameters": tool.get("input_schema")}
+        found.append({"type": "function", "function": function})
+    return found
+
+
+def _read_choice(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return which tools are called, as chats have it."""
+    choice = body.get("tool_choice")
+    if choice is None:
+        return {}
+    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    kinds = {"auto": "auto", "any": "required", "none": "none"}
+    if kind == "tool":
+        known = {"type", "name", "disable_parallel_tool_use"}
+        chosen: Any = {"type": "function", "function": {"name": choice.get("name")}}
+    elif kind in kinds:
+        known = {"type", "disable_parallel_tool_use"}
+        chosen = kinds[kind]
+    else:
+        raise Refused(
+            "tool_choice must be an object of type auto, any, tool or none",
+            "tool_choice",
+        )
+    refuse_unknown(choice, known, "tool_choice")
+    is_single = choice.get("disable_parallel_tool_use")
+    if not isinstance(is_single, bool | None):
+        raise Refused("disable_parallel_tool_use must be true or false", "tool_choice")
+    return {"tool_choice": chosen} | (
+        {"parallel_tool_calls": False} if is_single else {}
+    )
+
+
+def _read_output(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the answer must be, and how much effort goes into it."""
+    config = body.get("output_config")
+    config = {} if config is None else config
+    if not isinstance(config, Mapping):
+        raise Refused("output_config must be an object", "output_config")
+    refuse_unknown(config, {"format", "effort"}, "output_config")
+    found = {}
+    if config.get("effort") is not None:
+        found["reasoning_effort"] = config["effort"]
+    form = config.get("format")
+    form = body.get("output_format") if form is None else form
+    if form is None:
+        return found
+    if not isinstance(form, Mapping) or form.get("type") != "json_schema":
+        raise Refused(
+            "output_config.format must be an object of type json_schema",
+            "output_config",
+        )
+    described = {k: v for k, v in form.items() if k != "type"}
+    response_format = {"type": "json_schema", "json_schema": described}
+    return {**found, "response_format": response_format}
+
+
+def _read_user(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return who asks; of a name that is too long a hash stands for it."""
+    given = body.get("metadata")
+    given = {} if given is None else given
+    name = given.get("user_id") if isinstance(given, Mapping) else 0
+    if not isinstance(name, str | None):
+        raise Refused("metadata must be an object with a user_id", "metadata")
+    if name is not None and len(name) > MOST_NAME:
+        name = hashlib.sha256(name.encode()).hexdigest()
+    tier = body.get("service_tier")
+    if not isinstance(tier, str | None):
+        raise Refused("service_tier must be a text", "service_tier")
+    return {"user": name} if name else {}
+
+
+def _read_thinking(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a template knows of thoughts: whether there are any."""
+    given = body.get("thinking")
+    if given is None:
+        return {}
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if kind not in ("enabled", "adaptive", "disabled"):
+        raise Refused(
+            "thinking must be an object of type enabled, adaptive or disabled",
+            "thinking",
+        )
+    refuse_unknown(given, {"type", "budget_tokens", "display"}, "thinking")
+    return {"chat_template_kwargs": {"enable_thinking": kind != "disabled"}}

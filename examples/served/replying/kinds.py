@@ -1,0 +1,85 @@
+"""The forms of a request and its reply, by the address that a client gives."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..asking.showing import Asked, Shown
+from ..loading import Served
+from ..messages import reading as messages
+from ..messages.reading import read_message_body, read_most_tokens
+from ..messages.writing import MessageReply, write_error
+from ..mistakes import Refused
+from ..responses import reading as responses
+from ..responses.reading import read_response
+from ..responses.writing import ResponseReply
+from .replies import Reply
+from .scoring import Scored
+
+Fields = Mapping[str, Any]
+AnyReply = Reply | ResponseReply | MessageReply
+
+
+class Kind(NamedTuple):
+    """What an endpoint makes of a body, and of what comes."""
+
+    is_chat: bool
+    read: Callable[[Fields], Fields]  # the fields, in the words of completions
+    # From the body, what was asked for and is shown, and what is known of the prompts.
+    reply: Callable[[Served, Fields, Asked, Shown, Sequence[Scored]], AnyReply]
+    names: Mapping[str, str] = {}  # of fields that it has in other words
+    write_error: Callable[[Refused], dict[str, Any]] = lambda error: error.body
+    # What is asked for, within what a body bounds.
+    bound: Callable[[Served, Fields, Asked], Asked] = lambda _, __, asked: asked
+
+    def rename(self, error: Refused) -> Refused:
+        """Return a mistake with the field's name as the client knows it."""
+        error.param = self.names.get(error.param or "", error.param)
+        return error
+
+
+def _reply_in_text(
+    served: Served, _: Fields, asked: Asked, shown: Shown, scored: Sequence[Scored]
+) -> Reply:
+    return Reply(served, asked, shown, scored, is_chat=False)
+
+
+def _reply_in_chat(
+    served: Served, _: Fields, asked: Asked, shown: Shown, scored: Sequence[Scored]
+) -> Reply:
+    return Reply(served, asked, shown, scored, is_chat=True)
+
+
+def _reply_in_response(
+    served: Served, body: Fields, asked: Asked, shown: Shown, _: Sequence[Scored]
+) -> ResponseReply:
+    return ResponseReply(body, served, asked, shown)
+
+
+def _reply_in_message(
+    served: Served, body: Fields, asked: Asked, _: Shown, __: Sequence[Scored]
+) -> MessageReply:
+    return MessageReply(body, served, asked)
+
+
+def _bound_message(served: Served, body: Fields, asked: Asked) -> Asked:
+    """Return what is asked for with as many tokens as the context leaves."""
+    # The last token needs no room.
+    room = served.context - len(asked.prompts[0]) + 1
+    most = min(read_most_tokens(body), room)
+    return asked._replace(ask=dataclasses.replace(asked.ask, max_new_tokens=most))
+
+
+KINDS = {
+    "/v1/completions": Kind(False, dict, _reply_in_text),
+    "/v1/chat/completions": Kind(True, dict, _reply_in_chat),
+    "/v1/responses": Kind(True, read_response, _reply_in_response, responses.NAMES),
+    "/v1/messages": Kind(
+        True,
+        read_message_body,
+        _reply_in_message,
+        messages.NAMES,
+        write_error,
+        _bound_message,
+    ),
+}

@@ -1,0 +1,41 @@
+"""What comes of a request without the engine."""
+
+from collections.abc import Sequence
+
+from jkv import FinishReason
+from jkv.serving import Event
+from jkv.serving.request.texts import TextStream
+
+from ..asking.showing import Asked
+from ..loading import Served
+from .scoring import Scored
+
+
+def tell_known(
+    served: Served, asked: Asked, scored: Sequence[Scored]
+) -> list[tuple[int, Event]] | None:
+    """Return what comes without the engine; None where it is asked.
+
+    Nothing comes of texts that are only shown again; and a single token, if it is the
+    most likely one, is known with the logprobs of the prompt.
+    """
+    ask = asked.ask
+    if ask.max_new_tokens == 0:
+        end = FinishReason.LENGTH
+        events = [Event(-1, 0, [], [], "", end)] * (len(asked.prompts) * ask.n)
+        return list(enumerate(events))
+    sampling = ask.sampling
+    is_greedy = sampling.temperature == 0 and sampling.repetition_penalty == 1
+    is_free = asked.language is None and asked.rules is None and not ask.stop_strings
+    if not scored or ask.max_new_tokens != 1 or not is_greedy or not is_free:
+        return None
+    events = []
+    for prompt, scores in zip(asked.prompts, scored, strict=True):
+        ((token, logprob),) = scores.list_top(len(prompt), 1)
+        stream = TextStream(served.tokenizer.decode, prompt, ())
+        stream.advance([token], has_ended=True)
+        is_end = token in tuple(ask.stop_tokens or ())
+        reason = FinishReason.STOP if is_end else FinishReason.LENGTH
+        event = Event(-1, 0, [token], [logprob], stream.text, reason)
+        events += [event] * ask.n
+    return list(enumerate(events))

@@ -1,0 +1,153 @@
+"""The tools of a response's body, and the functions that stand for them in a chat.
+
+The model can call functions. A custom tool, whose input is any text, is a function of
+one text, and those of a namespace are functions like others. Hosted tools, which the
+API's owner would run, are left out where none must be called.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ..mistakes import Refused
+
+INPUT = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+# Keys of a function that depend on nothing here.
+_DROPPED = {"type", "defer_loading", "allowed_callers"}
+_BEGIN = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+
+
+class Origin(NamedTuple):
+    """A tool as the client knows it."""
+
+    name: str
+    namespace: str | None = None
+    is_custom: bool = False
+
+
+class Offered(NamedTuple):
+    """Tools that a chat may call."""
+
+    functions: list[dict[str, Any]]  # as chats have them
+    origins: dict[str, Origin]  # by the function's name
+    told: tuple[str, ...]  # what the client should know
+    left: list[Any]  # the tools of the body that are not left out
+
+    def find(self, origin: Origin) -> str:
+        """Return the name of a tool's function, of one that is not here its own."""
+        names = {
+            (each.name, each.namespace): name for name, each in self.origins.items()
+        }
+        return names.get((origin.name, origin.namespace), origin.name)
+
+
+def read_offered(body: Mapping[str, Any]) -> Offered:
+    """Return the tools of a body.
+
+    Raises:
+        Refused: for what are no tools, and for hosted tools where one must be called.
+    """
+    given = body.get("tools")
+    given = [] if given is None else given
+    if not isinstance(given, list):
+        raise Refused("tools must be a list", "tools")
+    offered = Offered([], {}, (), [])
+    hosted = list[str]()
+    for tool in given:
+        kind = tool.get("type") if isinstance(tool, Mapping) else None
+        if not isinstance(kind, str):
+            raise Refused("a tool is an object with a type", "tools")
+        if kind == "namespace":
+            hosted += _add_namespace(offered, tool)
+        elif kind in ("function", "custom"):
+            _add(offered, tool, None)
+        else:
+            hosted.append(kind)
+            continue
+        offered.left.append(tool)
+    if hosted and body.get("tool_choice") not in (None, "auto", "none"):
+        raise Refused(
+            f"tools of type {hosted[0][:60]!r} are not served: leave them out where "
+            f"tool_choice is not auto or none",
+            "tools",
+        )
+    told = tuple(
+        f"tools of type {kind[:60]!r} are not served: the model is not told of them"
+        for kind in dict.fromkeys(hosted)
+    )
+    return offered._replace(told=told)
+
+
+def read_choice(given: Any, offered: Offered) -> Any:
+    """Return which tool is called, as chats have it.
+
+    Raises:
+        Refused: for a tool that is not here.
+    """
+    if not isinstance(given, Mapping):
+        return given
+    if given.get("type") == "allowed_tools":
+        tools = given.get("tools")
+        tools = tools if isinstance(tools, list) else []
+        allowed = {k: v for k, v in given.items() if k not in ("type", "tools")}
+        allowed["tools"] = [read_choice(each, offered) for each in tools]
+        return {"type": "allowed_tools", "allowed_tools": allowed}
+    if given.get("type") not in ("function", "custom"):
+        raise Refused(
+            f"tool_choice: a tool of type {str(given.get('type'))[:60]!r} is not "
+            f"served; functions and custom tools are",
+            "tool_choice",
+        )
+    name, namespace = given.get("name"), given.get("namespace")
+    if isinstance(name, str):
+        name = offered.find(Origin(name, namespace))
+    others = {k: v for k, v in given.items() if k not in ("type", "name", "namespace")}
+    return {"type": "function", "function": {"name": name}, **others}
+
+
+def read_custom_input(arguments: str) -> str:
+    """Return the input of a custom tool, as far as it has come."""
+    begin = _BEGIN.match(arguments)
+    if begin is None:
+        return ""
+    found = re.match(r'(?:[^"\\]|\\u[0-9a-fA-F]{4}|\\[^u])*', arguments[begin.end() :])
+    assert found is not None, "nothing matches, too"
+    text: str = json.loads(f'"{found[0]}"', strict=False)
+    return text
+
+
+def _add_namespace(offered: Offered, tool: Mapping[str, Any]) -> list[str]:
+    """Add the tools of a namespace; return the types of those that are left out."""
+    name, tools = tool.get("name"), tool.get("tools")
+    if not isinstance(name, str) or not isinstance(tools, list):
+        raise Refused("a tool of type namespace has a name and tools", "tools")
+    hosted = []
+    for each in tools:
+        kind = each.get("type") if isinstance(each, Mapping) else None
+        if kind in ("function", "custom"):
+            _add(offered, each, name)
+        else:
+            hosted.append(str(kind))
+    return hosted
+
+
+def _add(offered: Offered, tool: Mapping[str, Any], namespace: str | None) -> None:
+    function = {k: v for k, v in tool.items() if k not in _DROPPED and v is not None}
+    origin = Origin(str(tool.get("name")), namespace, tool["type"] == "custom")
+    if origin.is_custom:
+        function.pop("format", None)
+        function["parameters"] = INPUT
+    name = origin.name
+    if namespace is not None:
+        function.pop("strict", None)
+        if name in offered.origins:
+            name = f"{namespace}.{name}"
+        function["name"] = name
+    offered.functions.append({"type": "function", "function": function})
+    offered.origins[name] = origin

@@ -1,0 +1,240 @@
+"""What a GGUF file does not say of its vocabulary and RoPE has llama.cpp's defaults."""
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pretrained.gguf_reading import settings
+from pretrained.gguf_reading.vocabularies import (
+    find_ends,
+    make_settings,
+    make_tokenizer,
+)
+from tokenizers import pre_tokenizers
+
+from jkv.config.gguf_file import GGUFile
+
+pytestmark = pytest.mark.one_end
+LETTERS = ["a", "b", "ab", "Ġ", "1", "2", "3", "4", "12", "!"]
+BYTES = dict(model="gpt2", pre="gpt-2", merges=["a b", "1 2"])
+PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{n:02X}>" for n in range(256)), "▁", "a", "▁a"]
+
+
+def make_file(more=(), architecture="llama", general=(), **said):
+    """A file with more tokens than the letters."""
+    said = BYTES | {"tokens": [*LETTERS, *more]} | said
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in said.items()}
+    metadata |= {"general.architecture": architecture} | dict(general)
+    return GGUFile((Path("model.gguf"),), metadata, {})
+
+
+def make_pieces(**said):
+    """A file of SentencePiece's family."""
+    said = dict(model="llama", tokens=PIECES, scores=[0.0] * len(PIECES)) | said
+    file = make_file(**said)
+    del file.metadata["tokenizer.ggml.merges"], file.metadata["tokenizer.ggml.pre"]
+    return file
+
+
+def ends(*tokens, **said):
+    file = make_file(tokens, **said)
+    listed = file.metadata["tokenizer.ggml.tokens"]
+    return {listed[number] for number in find_ends(file)}
+
+
+@pytest.mark.parametrize(
+    "pre, begins",
+    [
+        *((pre, True) for pre in ("llama-bpe", "llama3", "llama-v3", "falcon3")),
+        *((pre, True) for pre in ("pixtral", "lfm2", "midm-2.0")),
+        *((pre, False) for pre in ("gpt-2", "qwen2", "smaug-bpe", "dbrx", "smollm")),
+        ("glm4", False),
+        ("default", False),
+    ],
+)
+def test_what_cuts_a_text_says_whether_it_has_a_beginning(pre, begins):
+    """Not the family; and a key says it where it is there."""
+    for said, expected in (({}, begins), ({"add_bos_token": True}, True)) + (
+        ({"add_bos_token": False}, False),
+    ):
+        file = make_file(["<s>"], pre=pre, bos_token_id=10, **said)
+        assert make_tokenizer(file).encode("ab").ids == [10] * expected + [2]
+    # Without the key of a beginning there is none to add.
+    assert make_tokenizer(make_file(["<s>"], pre=pre)).encode("ab").ids == [2]
+
+
+def test_sentencepiece_has_defaults_of_its_own():
+    """The numbers of <unk>, <s> and </s>, a beginning and no end."""
+    file = make_pieces()
+    tokenizer = make_tokenizer(file)
+    assert tokenizer.encode("a").tokens == ["<s>", "▁a"]
+    assert find_ends(file) == [2]
+    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    assert make_settings(file) == named
+    file = make_pieces(add_bos_token=False, add_eos_token=True, add_space_prefix=False)
+    assert make_tokenizer(file).encode("a").tokens == ["a", "</s>"]
+    both = make_tokenizer(make_pieces(add_eos_token=True)).encode("a", "a").tokens
+    assert both == ["<s>", "▁a", "</s>", "<s>", "▁a", "</s>"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>"),
+        *("<|calls|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>"),
+        *("_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>"),
+        *("<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["),
+        *("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<PAD>", "<reponame>"),
+    ],
+)
+@pytest.mark.parametrize("kind", [1, 3, 4])
+def test_turns_end_by_the_texts_of_tokens(text, kind):
+    """Whatever their type is said to be; and a text of it is that token."""
+    tokens = ["<x>", text]
+    file = make_file(tokens, token_type=[1] * len(LETTERS) + [1, kind])
+    assert find_ends(file) == [11]
+    encoded = make_tokenizer(file).encode(f"a{text}b")
+    assert encoded.ids == [0, 11, 1]
+    assert make_tokenizer(file).decode(encoded.ids) == "ab"  # it is not shown
+
+
+def test_keys_name_further_ends():
+    keys = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+    for number, key in enumerate(keys):
+        assert ends(*"uvwxyz", **{f"{key}_token_id": 10 + number}) == {"uvwxyz"[number]}
+    # A key of the kind says that another text is none.
+    assert ends("u", "<|fim_pad|>", fim_pad_token_id=10) == {"u"}
+
+
+def test_the_end_of_a_part_is_no_end_where_others_are():
+    for others in (
+        ("<|return|>", "<|call|>"),
+        ("<|return|>", "<|calls|>"),
+        ("<|flush|>", "<|call|>"),
+        ("<|flush|>", "<|calls|>"),
+    ):
+        assert ends("<|end|>", *others) == {*others}
+    assert ends("<|end|>", "<|call|>") == {"<|end|>", "<|call|>"}
+    assert ends("</s>", "<|tool_response>") == {"<|tool_response>"}
+    # Those of an answer's parts are shown, as they are no end.
+    parts = (
+        "<|start|>",
+        "<|channel|>",
+        "<|message|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+    )
+    file = make_file(parts, token_type=[1] * len(LETTERS) + [3] * len(parts))
+    tokenizer = make_tokenizer(file)
+    ids = tokenizer.encode("".join(parts)).ids
+    assert ids == [*range(10, 16)] and tokenizer.decode(ids) == "".join(parts[:4])
+
+
+def test_tokens_of_other_characters_than_bytes_are_written_in_stay_whole():
+    """As DeepSeek's, whose vocabularies are of bytes."""
+    special = ["<｜User｜>", "<｜begin▁of▁sentence｜>"]
+    file = make_file(special, token_type=[1] * len(LETTERS) + [3, 3])
+    assert make_tokenizer(file).encode(f"{special[1]}a{special[0]}b").ids == [
+        11,
+        0,
+        10,
+        1,
+    ]
+
+
+def test_phi_3_takes_the_white_space_behind_special_tokens():
+    special = ["<|user|>", "<|end|>", "<|endoftext|>"]
+    for name, behind in (("Phi-3-mini", True), ("phi3", True), ("other", False)):
+        file = make_file(
+            special,
+            general={"general.name": name},
+            token_type=[1] * len(LETTERS) + [3] * 3,
+        )
+        encode = make_tokenizer(file).encode
+        assert encode("<|user|> a").ids == ([10, 0] if behind else [10, 3, 0])
+        assert encode("<|endoftext|> a").ids == [12, 3, 0]
+
+
+def test_a_file_that_does_not_say_how_texts_are_cut_is_named(caplog):
+    with caplog.at_level(logging.WARNING):
+        found = make_tokenizer(make_file(pre=None))
+    assert "model.gguf does not say how texts are cut" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        said = make_tokenizer(make_file(pre="default"))
+    assert not caplog.text
+    text = "ab!? 1234 ab"
+    for tokenizer in (found, said):
+        pieces = tokenizer.pre_tokenizer.pre_tokenize_str(text)
+        # Of llama.cpp's default, which is neither GPT-2's nor Llama 3's.
+        assert [piece for piece, _ in pieces] == ["ab", "!?", "Ġ", "123", "4", "Ġab"]
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    assert plain.pre_tokenize_str(text) != pieces
+
+
+def test_a_whole_word_is_a_token_where_llama_3_has_it_so():
+    """Tokens that no merges make are found by these alone."""
+    for pre, expected in (("llama-bpe", [9]), ("smaug-bpe", [2, 0]), ("glm4", [2, 0])):
+        tokens = ["a", "b", "ab", "Ġ", "1", "2", "3", "4", "12", "aba"]
+        file = make_file(pre=pre, tokens=tokens)
+        assert make_tokenizer(file).encode("aba").ids == expected
+
+
+def test_empty_tokens_are_named_and_equal_ones_refused():
+    file = make_file(["", "<|im_end|>"])
+    assert find_ends(file) == [11]
+    assert make_tokenizer(file).get_vocab()["[EMPTY_10]"] == 10
+    with pytest.raises(ValueError, match="model.gguf: .* has 'ab' as 2 and as 10"):
+        make_tokenizer(make_file(["ab"]))
+
+
+def test_chat_templates_have_names():
+    one = {"tokenizer.chat_template": "chat"}
+    both = one | {"tokenizer.chat_template.tool_use": "tools"}
+    both |= {"tokenizer.chat_templates": ["tool_use"]}
+    for general, names in ((one, ["default"]), (both, ["default", "tool_use"])):
+        found = make_settings(make_file(general=general))["chat_template"]
+        assert [each["name"] for each in found] == names
+        assert found[0]["template"] == "chat"
+    assert "chat_template" not in make_settings(make_file())
+
+
+def read_rope(monkeypatch, factors=None, **said):
+    metadata = {f"llama.{key.replace('__', '.')}": each for key, each in said.items()}
+    metadata |= {"general.architecture": "llama", "llama.context_length": 4096}
+    tensors = {} if factors is None else {"rope_freqs.weight": None}
+    monkeypatch.setattr(settings, "read_tensor", lambda *_: np.float32(factors))
+    return settings._read_scaling(GGUFile((Path("a.gguf"),), metadata, tensors))
+
+
+def test_rope_is_scaled_by_keys_old_and_new(monkeypatch):
+    def read(**said):
+        return read_rope(monkeypatch, **said)
+
+    linear = dict(rope_type="linear", factor=4.0)
+    assert read() is read(rope__scaling__type="none") is None
+    assert read(rope__scaling__type="linear") is None
+    assert read(rope__scale_linear=4.0) == linear
+    assert read(rope__scaling__factor=4.0) == linear
+    assert read(rope__scaling__factor=4.0, rope__scale_linear=2.0) == linear
+    assert read(rope__scaling__factor=1.0) is read(rope__scale_linear=0.0) is None
+    assert read(rope__scaling__type="none", rope__scaling__factor=4.0) is None
+    yarn = dict(rope__scaling__type="yarn", rope__scaling__factor=4.0)
+    expected = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=4096)
+    assert read(**yarn) == expected
+    expected["original_max_position_embeddings"] = 1024
+    assert read(rope__scaling__original_context_length=1024, **yarn) == expected
+    found = read(rope__scaling__attn_factor=2.0, rope__scaling__yarn_attn_factor=0.5)
+    assert found is None
+    more = read(rope__scaling__yarn_attn_factor=2.0, **yarn)["attention_factor"]
+    assert more == pytest.approx(2 * (0.1 * np.log(4.0) + 1))
+    with pytest.raises(
+        ValueError, match=r"a\.gguf: RoPE scaling 'other' is not served"
+    ):
+        read(rope__scaling__type="other")
+    factors = read(factors=[1.0, 8.0])["long_factor"]
+    assert factors == [1.0, 8.0]
+    scaled = read(factors=[1.0, 8.0], rope__scaling__factor=2.0)["long_factor"]
+    assert scaled == [2.0, 16.0]

@@ -1,0 +1,421 @@
+"""Bodies that clients of other projects send, recorded in autumn 2026.
+
+Each client ran its first example against this server; texts and schemas are shortened
+here, no field is left out. Agents' command lines: codex 0.147, qwen-code, Claude Code
+(`/v1/messages`); libraries: openai-node, Vercel's AI SDK, haystack, mem0, deepeval,
+ragas, crewAI; and guidellm, which measures.
+"""
+
+import json
+
+import pytest
+
+pytestmark = [
+    pytest.mark.one_end,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("nothing_is_left"),
+]
+
+CHATS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+SAID = [{"role": "user", "content": "The with"}]
+DRAFT_7 = "http://json-schema.org/draft-07/schema#"
+DRAFT_2020 = "https://json-schema.org/draft/2020-12/schema"
+ZONES = {
+    "$schema": DRAFT_7,
+    "type": "object",
+    "properties": {"zone": {"type": "string", "enum": ["a", "b"]}},
+    "required": ["zone"],
+    "additionalProperties": False,
+}
+ANSWER = {
+    "$schema": DRAFT_7,
+    "type": "object",
+    "properties": {"a": {"type": "string", "enum": ["x", "y"]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+CLOCK = {"name": "clock", "description": "time", "parameters": ZONES}
+COMMAND = {
+    "type": "object",
+    "properties": {
+        "cmd": {"type": "string", "description": "Command."},
+        "login": {"type": "boolean"},
+        "max_output_tokens": {"type": "number"},
+        "sandbox_permissions": {"type": "string", "enum": ["use_default", "escalated"]},
+        "prefix_rule": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["cmd"],
+    "additionalProperties": False,
+}
+
+
+def input_text(role, *texts, **fields):
+    content = [{"type": "input_text", "text": text} for text in texts]
+    return {"type": "message", **fields, "role": role, "content": content}
+
+
+CODEX = {
+    "stream": True,
+    "input": [
+        input_text("developer", "Be brief.", id="msg_1"),
+        input_text("developer", "a", "b", id="msg_2"),
+        input_text("user", "The with", id="msg_3"),
+    ],
+    "tools": [
+        {
+            "type": "function",
+            "name": "exec_command",
+            "description": "Runs a command.",
+            "strict": False,
+            "parameters": COMMAND,
+        },
+        {
+            "type": "function",
+            "name": "get_goal",
+            "description": "a",
+            "strict": False,
+            "parameters": {
+                "type": "object",
+                "properties": {},
+                "required": [],
+                "additionalProperties": False,
+            },
+        },
+        {
+            "type": "namespace",
+            "name": "multi_agent_v1",
+            "description": "Agents.",
+            "tools": [
+                {
+                    "type": "function",
+                    "name": "close_agent",
+                    "description": "Closes one.",
+                    "strict": False,
+                    "parameters": {
+                        "type": "object",
+                        "properties": {"target": {"type": "string"}},
+                        "required": ["target"],
+                        "additionalProperties": False,
+                    },
+                }
+            ],
+        },
+        {"type": "web_search", "external_web_access": False},
+    ],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "reasoning": {"summary": "auto"},
+    "store": False,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "01a21ee5-6d61-78e1-bb09-6ca47d4d456f",
+    "client_metadata": {"session_id": "01a2", "x-codex-turn-metadata": "{}"},
+}
+CODEX_GOES_ON = CODEX | {
+    "input": [
+        *CODEX["input"],
+        {"type": "reasoning", "summary": [], "encrypted_content": None},
+        {
+            "type": "function_call",
+            "id": "fc_1",
+            "name": "exec_command",
+            "arguments": '{"cmd": "ls"}',
+            "call_id": "call_1",
+        },
+        {"type": "function_call_output", "call_id": "call_1", "output": "a"},
+        {
+            "type": "function_call",
+            "name": "close_agent",
+            "namespace": "multi_agent_v1",
+            "arguments": "{}",
+            "call_id": "call_2",
+        },
+        {"type": "function_call_output", "call_id": "call_2", "output": "b"},
+        {
+            "type": "web_search_call",
+            "status": "completed",
+            "action": {"type": "search"},
+        },
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "c"}],
+            "phase": "commentary",
+        },
+        input_text("user", "d"),
+    ],
+    "reasoning": {"effort": "medium", "summary": "auto"},
+    "text": {"verbosity": "low"},
+    "service_tier": "priority",
+}
+
+CLAUDE_CODE = {
+    "messages": [
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "<system-reminder>a</system-reminder>"},
+                {
+                    "type": "text",
+                    "text": "The with",
+                    "cache_control": {"type": "ephemeral"},
+                },
+            ],
+        },
+        {"role": "system", "content": "Types"},
+    ],
+    "system": [
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2"},
+        {"type": "text", "text": "Be", "cache_control": {"type": "ephemeral"}},
+        {"type": "text", "text": "\nso", "cache_control": {"type": "ephemeral"}},
+    ],
+    "tools": [
+        {
+            "name": "Bash",
+            "description": "Runs a command.",
+            "input_schema": {
+                "$schema": DRAFT_2020,
+                "type": "object",
+                "properties": {
+                    "command": {"description": "It", "type": "string"},
+                    "timeout": {"type": "number"},
+                },
+                "required": ["command"],
+                "additionalProperties": False,
+            },
+        },
+        {
+            "name": "CronList",
+            "description": "Lists.",
+            "input_schema": {
+                "$schema": DRAFT_2020,
+                "type": "object",
+                "properties": {},
+                "additionalProperties": False,
+            },
+        },
+    ],
+    "metadata": {"user_id": '{"device_id":"c1b1","account_uuid":"","session_id":"3e"}'},
+    "max_tokens": 32000,
+    "thinking": {"type": "adaptive"},
+    "context_management": {
+        "edits": [{"type": "clear_thinking_20251015", "keep": "all"}]
+    },
+    "output_config": {"effort": "high"},
+    "stream": True,
+}
+
+QWEN_CODE = {
+    "messages": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "a"}]},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": [{"type": "text", "text": "The with"}]},
+    ],
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "tools": [
+        {
+            "type": "function",
+            "function": {
+                "name": "grep_search",
+                "description": "Searches.",
+                "parameters": {
+                    "properties": {
+                        "pattern": {"description": "It", "type": "string"},
+                        "limit": {"type": "number"},
+                    },
+                    "required": ["pattern"],
+                    "type": "object",
+                },
+            },
+        },
+        {
+            "type": "function",
+            "function": {
+                "name": "todo_write",
+                "description": "Notes.",
+                "parameters": {
+                    "type": "object",
+                    "properties": {
+                        "todos": {
+                            "type": "array",
+                            "items": {
+                                "type": "object",
+                                "properties": {
+                                    "content": {"type": "string", "minLength": 1},
+                                    "status": {"type": "string", "enum": ["a", "b"]},
+                                },
+                                "required": ["content", "status"],
+                                "additionalProperties": False,
+                            },
+                        }
+                    },
+                    "required": ["todos"],
+                    "$schema": DRAFT_7,
+                },
+            },
+        },
+    ],
+    "max_tokens": 8,
+}
+
+IN_PARTS = [{"role": "user", "content": [{"type": "input_text", "text": "The with"}]}]
+OF_SDK = [{"role": "user", "content": [{"type": "text", "text": "The with"}]}]
+BODIES = {
+    "codex": (RESPONSES, CODEX),
+    "codex, a later turn": (RESPONSES, CODEX_GOES_ON),
+    "claude code": (MESSAGES, CLAUDE_CODE),
+    "qwen-code": (CHATS, QWEN_CODE),
+    "openai-node, chat": (
+        CHATS,
+        {
+            "messages": [{"role": "developer", "content": "Be brief."}, *SAID],
+            "max_completion_tokens": 8,
+        },
+    ),
+    "openai-node, runTools": (
+        CHATS,
+        {
+            "messages": SAID,
+            "max_tokens": 8,
+            "tools": [{"type": "function", "function": CLOCK}],
+            "tool_choice": "auto",
+            "stream": False,
+        },
+    ),
+    "openai-node, responses": (
+        RESPONSES,
+        {"instructions": "Be brief", "input": "The with", "max_output_tokens": 8},
+    ),
+    "ai sdk, openai": (
+        RESPONSES,
+        {
+            "input": [{"role": "system", "content": "Be brief."}, *IN_PARTS],
+            "max_output_tokens": 60,
+            "tools": [{"type": "function", **CLOCK}],
+            "tool_choice": "required",
+        },
+    ),
+    "ai sdk, openai, an object": (
+        RESPONSES,
+        {
+            "input": IN_PARTS,
+            "max_output_tokens": 40,
+            "text": {
+                "format": {
+                    "type": "json_schema",
+                    "strict": True,
+                    "name": "response",
+                    "schema": ANSWER,
+                }
+            },
+        },
+    ),
+    "ai sdk, compatible": (
+        CHATS,
+        {
+            "max_tokens": 40,
+            "response_format": {"type": "json_object"},
+            "messages": SAID,
+        },
+    ),
+    "ai sdk, anthropic": (
+        MESSAGES,
+        {
+            "max_tokens": 40,
+            "system": [{"type": "text", "text": "Be brief."}],
+            "messages": OF_SDK,
+            "tools": [
+                {"name": "json", "description": "Answers.", "input_schema": ANSWER}
+            ],
+            "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+        },
+    ),
+    "haystack": (
+        CHATS,
+        {
+            "stream": False,
+            "messages": SAID,
+            "max_tokens": 60,
+            "n": 1,
+            "tool_choice": "required",
+            "tools": [{"type": "function", "function": CLOCK}],
+        },
+    ),
+    "mem0": (
+        CHATS,
+        {
+            "messages": [{"role": "system", "content": "facts"}, *SAID],
+            "max_tokens": 20,
+            "response_format": {"type": "json_object"},
+            "temperature": 0.1,
+            "top_p": 0.1,
+        },
+    ),
+    "deepeval": (CHATS, {"messages": SAID, "temperature": 0.0}),
+    "ragas": (
+        CHATS,
+        {
+            "messages": [{"role": "system", "content": "\n as json: {}\n"}, *SAID],
+            "max_tokens": 30,
+            "response_format": {"type": "json_object"},
+            "temperature": 0.01,
+            "top_p": 0.1,
+        },
+    ),
+    "crewai": (
+        CHATS,
+        {
+            "messages": [{"role": "system", "content": "You are R."}, *SAID],
+            "max_tokens": 8,
+        },
+    ),
+    "guidellm": (
+        CHATS,
+        {
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            "max_completion_tokens": 4,
+            "ignore_eos": True,
+            "messages": OF_SDK,
+        },
+    ),
+}
+
+
+@pytest.fixture
+def send(address):
+    """Tell what the server answers: the status, and the text."""
+    import urllib.error
+    import urllib.request
+
+    def ask(path, body):
+        data = json.dumps({"model": "pydoc", **body}).encode()
+        try:
+            with urllib.request.urlopen(f"{address}{path}", data=data) as reply:
+                return reply.status, reply.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+    return ask
+
+
+LAST = {
+    CHATS: "data: [DONE]",
+    RESPONSES: "event: response.",
+    MESSAGES: "event: message_",
+}
+
+
+@pytest.mark.parametrize("client", BODIES)
+def test_a_client_gets_an_answer(send, client):
+    path, body = BODIES[client]
+    status, said = send(path, body)
+    assert status == 200, said
+    if not body.get("stream"):
+        assert json.loads(said)["usage"]
+        return
+    *_, last = said.strip().split("\n\n")
+    assert last.startswith(LAST[path]), last
+    assert "error" not in last.split("\n")[0] and "failed" not in last.split("\n")[0]

@@ -1,0 +1,125 @@
+"""Windows and what layers with one turn by, read as the configuration classes do."""
+
+import importlib
+import json
+import shutil
+
+import numpy as np
+import pretrained
+import pytest
+from pretrained.rope import frequencies
+from support import checkpoint_fixtures as fixtures
+
+from jkv.config.families import FAMILIES
+from jkv.config.layer_kinds import is_switched_off
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.one_end
+OFF = {"use_sliding_window": False}
+WITH_WINDOWS = [
+    name
+    for name, family in FAMILIES.items()
+    if family.window or family.full_every or family.kinds
+]
+
+
+@pytest.mark.parametrize("model_type", WITH_WINDOWS)
+def test_a_window_is_switched_off_where_the_class_has_a_switch(model_type):
+    """In the files of all others the key is one that nobody reads."""
+    if model_type not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {model_type}")
+    parts = transformers.CONFIG_MAPPING[model_type].__mro__
+    annotated = [vars(each).get("__annotations__", {}) for each in parts]
+    has_switch = any("use_sliding_window" in each for each in annotated)
+    assert is_switched_off({"model_type": model_type} | OFF) == has_switch
+
+
+def with_switch(name, folder):
+    """A checkpoint whose windows look switched off."""
+    shutil.copytree(fixtures.FIXTURES / name, folder)
+    path = folder / "config.json"
+    settings = json.loads(path.read_text())
+    assert settings.get("sliding_window")
+    path.write_text(json.dumps(settings | OFF))
+    return folder
+
+
+WINDOWED = ("mistral", "gemma2", "gemma3", "gpt_oss", "phi3", "cohere2", "olmo3")
+
+
+@pytest.mark.parametrize("name", (*WINDOWED, "exaone4", "mixtral"))
+def test_a_key_that_is_not_the_architectures_changes_nothing(name, tmp_path):
+    """Neither what is read here, nor the logits that transformers gives."""
+    torch = pytest.importorskip("torch")
+    folder = with_switch(name, tmp_path / name)
+    config = pretrained.read_config(folder)
+    assert config == pretrained.read_config(fixtures.FIXTURES / name)
+    assert any(config.windows)
+    kind = getattr(transformers, fixtures.CASES[name].class_name)
+    options = dict(dtype=torch.float32, attn_implementation="eager")
+    model = kind.from_pretrained(folder, **options).eval()
+    expected = np.load(fixtures.FIXTURES / name / "expected.npz")
+    end = expected["prompt_lengths"][0]
+    with torch.no_grad():
+        tokens = torch.tensor(expected["prompts"][None, :end]).long()
+        logits = model(tokens).logits[0].numpy()
+    np.testing.assert_allclose(logits, expected["prefill"][:end], atol=2e-4, rtol=0)
+
+
+def test_qwens_switch_is_read():
+    folder = fixtures.FIXTURES / "qwen3"
+    settings = json.loads((folder / "config.json").read_text())
+    settings |= dict(sliding_window=8, max_window_layers=0, layer_types=None)
+    for is_on in (True, False):
+        config = pretrained.parse_config(settings | dict(use_sliding_window=is_on))
+        assert any(config.windows) == is_on
+
+
+LINEAR = dict(rope_type="linear", factor=2.0)
+KINDS = dict(
+    full_attention=LINEAR | dict(rope_theta=3e5),
+    sliding_attention=dict(rope_type="default", rope_theta=2e4),
+)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {},
+        dict(rope_theta=3e5),
+        dict(rope_theta=3e5, rope_local_base_freq=2e4),
+        dict(rope_theta=3e5, rope_scaling=LINEAR),
+        dict(rope_scaling=LINEAR | dict(rope_theta=4e5)),
+        dict(rope_parameters=dict(rope_type="default", rope_theta=3e5)),
+        dict(rope_parameters=LINEAR | dict(rope_theta=3e5)),
+        dict(rope_parameters=dict(rope_type="default", rope_theta=3e5), rope_theta=4e5),
+        dict(rope_parameters=KINDS),
+        dict(rope_parameters=KINDS, rope_theta=5e5),
+        dict(rope_parameters=KINDS, rope_scaling=dict(rope_type="linear", factor=8.0)),
+        dict(rope_parameters=dict(full_attention=KINDS["full_attention"])),
+        dict(rope_parameters=dict(sliding_attention=KINDS["sliding_attention"])),
+        dict(rope_parameters=dict(KINDS, sliding_attention=None)),
+    ],
+)
+@pytest.mark.parametrize("name", ["olmo3", "gemma3"])
+def test_layers_turn_by_the_bases_of_transformers(name, rope):
+    """Flat rope_parameters say nothing of layers that are turned in two ways."""
+    settings = json.loads((fixtures.FIXTURES / name / "config.json").read_text())
+    for key in (
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "rope_local_base_freq",
+    ):
+        settings.pop(key, None)
+    settings |= json.loads(json.dumps(rope))
+    config = pretrained.parse_config(settings)
+    kinds = [
+        "sliding_attention" if window else "full_attention" for window in config.windows
+    ]
+    theirs = transformers.AutoConfig.for_model(**settings)
+    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    rotary = getattr(module, f"{name.capitalize()}RotaryEmbedding")(theirs)
+    for rope_here, kind in zip(config.ropes, kinds, strict=True):
+        expected = getattr(rotary, f"{kind}_inv_freq").numpy()
+        np.testing.assert_allclose(frequencies(rope_here), expected, rtol=1e-6)

@@ -1,0 +1,95 @@
+"""Public functions and the engine under `jax.transfer_guard("disallow")`.
+
+They get lists, ints and numpy arrays, and transfer them on purpose. A guard that the
+thread of a caller has set does not end an engine.
+"""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.small_caches import copied
+from support.small_engines import make_engine, pool
+from test_wrong_kinds import FUNCTIONS, NAMED, calls
+
+import jkv
+from jkv.grammar import Vocabulary, from_choices
+from jkv.guards import GUARDS
+
+pytestmark = pytest.mark.one_end
+# Files that are not there, pools that this cache has not, results without arrays.
+OTHERS = {"load", "save", "check_exact", "debug", "measure_formats", "spill"}
+OTHERS |= {"over_pools", "split_pools"}
+
+
+@pytest.mark.parametrize("name", sorted({*FUNCTIONS} - OTHERS))
+def test_functions_transfer_their_arguments(name):
+    function, args, options = getattr(jkv, name), calls(), NAMED.get(name, {})
+    args = args.get(name, args["free"][:1])
+    expected = function(*args, **options)
+    with jax.transfer_guard("disallow"):
+        found = function(*args, **options)
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        if isinstance(one, jax.Array | np.ndarray):
+            np.testing.assert_array_equal(
+                np.asarray(one, float), np.asarray(other, float)
+            )
+
+
+def test_loops_with_a_donated_cache():
+    cache = jkv.init(calls()["init"][0])
+    with jax.transfer_guard("disallow"):
+        model, params, _, prompts = calls()["generate"]
+        _, found = jkv.jitted.generate(
+            model, params, cache, prompts, max_new_tokens=2, stop_tokens=[7]
+        )
+    assert found.tokens.tolist() == [[3, 4]]
+
+
+def test_explicit_transfers_stay_forbidden():
+    with (
+        jax.transfer_guard("disallow_explicit"),
+        pytest.raises(Exception, match="Disallowed"),
+    ):
+        jkv.allocate(calls()["free"][0], [3])
+
+
+def test_an_error_under_a_guard_keeps_its_words():
+    with jax.transfer_guard("disallow"), pytest.raises(ValueError, match="seq_ids"):
+        jkv.free(calls()["free"][0], "5")
+
+
+@pytest.mark.parametrize("level", ["disallow", "disallow_explicit"])
+def test_an_engine_goes_on_under_a_guard(level):
+    cache = copied(pool())
+    with jax.transfer_guard(level):
+        engine = make_engine(cache=cache)
+        (guarded,) = engine.generate([[5, 3]], limits=3)
+        engine.update_params(np.uint32(0))
+    (again,) = engine.generate([[5, 3]], limits=3)
+    assert guarded.tokens == again.tokens and not engine.has_failed
+
+
+def test_an_engines_thread_goes_on_under_a_guard_of_the_process():
+    before = {name: getattr(jax.config, name) for name in GUARDS}
+    with contextlib.ExitStack() as after:
+        for name, level in before.items():
+            after.callback(jax.config.update, name, level)
+            jax.config.update(name, "disallow")
+        with make_engine() as engine:
+            number = engine.submit([5, 3], max_new_tokens=3)
+            assert len(engine.results(number)[0].tokens) == 3
+    jnp.zeros(2) + 1
+
+
+def test_values_are_made_under_a_guard():
+    with jax.transfer_guard("disallow"):
+        sampling = jkv.Sampling(temperature=[0.5, 1.0], seeds=3)
+        prompts = jkv.decoding.Prompts.of([[1, 2], [3]], stop_tokens=[5])
+        tree = jkv.TextTree.of([[1, 2], [1, 3]])
+        steering = jkv.steering.TokenBias(np.array([1]), np.array([1.0], np.float32))
+        grammar = from_choices(["a", "b"], Vocabulary([b"a", b"b", None], [2]))
+        store = jkv.BlockStore(1 << 20)
+    assert sampling and prompts and tree and steering and grammar and store
