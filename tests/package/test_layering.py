@@ -117,6 +117,7 @@ ALLOWED: dict[str, set[str]] = {
         "verbs",
     },
     "commands": {
+        "arguments",
         "attention",
         "config",
         "formats",
