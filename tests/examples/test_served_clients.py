@@ -433,9 +433,10 @@ def list_places(value, path=()):
     """The paths of all values in a body."""
     if path:
         yield path
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, each in items if isinstance(value, dict | list) else ():
-        yield from list_places(each, (*path, key))
+    keys = value if isinstance(value, dict) else ()
+    keys = range(len(value)) if isinstance(value, list) else keys
+    for key in keys:
+        yield from list_places(value[key], (*path, key))
 
 
 def test_changed_bodies_are_answered_or_refused_in_words(send):
