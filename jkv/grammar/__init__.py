@@ -1,8 +1,8 @@
-"""Grammars: languages that texts are steered into, as arrays on the device.
+"""Structured output: grammars compiled to arrays for constrained decoding.
 
 `from_choices`, `from_regex`, `from_json_schema` and `from_gbnf` compile a language for
-a vocabulary, `concatenate` several that follow each other; `join` puts grammars into
-one `Grammar`, which is a `jkv.Steering`.
+a vocabulary, `concatenate` a sequence of languages; `join` combines grammars into one
+`Grammar`, which is a `jkv.Steering`.
 """
 
 from jkv.grammar.catalog import Catalog, CatalogFull

@@ -1,6 +1,6 @@
-"""Deterministic automata over bytes: what a language is while a grammar is compiled.
+"""Deterministic automata over bytes, the intermediate form of a compiled grammar.
 
-State 0 begins; a transition of -1 leads nowhere.
+State 0 is the initial state; a transition of -1 rejects.
 """
 
 import dataclasses
@@ -12,11 +12,10 @@ import numpy.typing as npt
 
 from jkv.grammar.bounds import Bounds
 
-# Rounds of refinement after which states are left unmerged. Tables are right with
-# states that could be merged, too; long chains of counted characters need as many
-# rounds as the chain is long.
+# Refinement stops after this many rounds with states unmerged: larger tables, still
+# correct. A chain of counted characters needs one round per link.
 MAX_ROUNDS = 256
-BYTES_OF_PAIR = 4096  # of a pair of states: its rows of transitions
+BYTES_OF_PAIR = 4096  # bytes per pair of states, with its transition rows
 _ROWS_AT_ONCE = 1024
 
 Run = tuple[int, int, int]
@@ -28,7 +27,7 @@ class Automaton:
 
     # i32[S, 256], the state after each byte, -1 for none.
     transitions: npt.NDArray[np.int32]
-    accepting: npt.NDArray[np.bool_]  # bool[S], whether a text may end there
+    accepting: npt.NDArray[np.bool_]  # bool[S], True if a string may end in the state
 
     @functools.cached_property
     def runs(self) -> list[list[Run]]:
@@ -42,7 +41,7 @@ class Automaton:
         return found
 
     def matches(self, text: bytes) -> bool:
-        """Return whether a text is in the language."""
+        """Return True if the language contains the string."""
         state = 0
         for byte in text:
             state = int(self.transitions[state, byte])
@@ -51,15 +50,15 @@ class Automaton:
         return bool(self.accepting[state])
 
     def is_empty(self) -> bool:
-        """Return whether a minimal automaton has no text."""
+        """Return True if the language is empty; the automaton must be minimal."""
         return not self.accepting.any()
 
 
 def minimize(automaton: Automaton, bounds: Bounds) -> Automaton:
-    """Return the same language in the fewest states; of none, one that leads nowhere.
+    """Return the minimal automaton of the language; one rejecting state if it is empty.
 
-    States are dropped that are not reached, or from which no text can be finished, and
-    those merged that accept the same continuations.
+    Drop states that are unreachable or cannot reach an accepting state, and merge
+    states that accept the same continuations.
     """
     table, accepting = automaton.transitions, automaton.accepting
     # A row of transitions takes most of what is held: no more than two are at one time.
@@ -68,7 +67,7 @@ def minimize(automaton: Automaton, bounds: Bounds) -> Automaton:
     alive[0] = True
     if not alive.all():
         table, accepting = keep_states(table, accepting, alive)
-    # Columns that are equal are told by hashes.
+    # Equal columns are found by hash; merging needs one of each.
     hashes = _hash_columns(table)
     _, firsts, which = np.unique(hashes, return_index=True, return_inverse=True)
     columns, which = table[:, firsts], which.reshape(-1)
@@ -84,7 +83,7 @@ def keep_states(
     accepting: npt.NDArray[np.bool_],
     alive: npt.NDArray[np.bool_],
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-    """Return a table of the states that are alive, and which of them accept."""
+    """Return the transitions and acceptance flags of the states in `alive`."""
     number = np.full(len(alive) + 1, -1, np.int32)
     number[:-1][alive] = np.arange(alive.sum())
     kept = table[alive]
@@ -104,7 +103,7 @@ def _hash_columns(table: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64]:
 
 
 def begin_at(automaton: Automaton, state: int) -> Automaton:
-    """Return what may follow in a state: it and the first one change places."""
+    """Return the suffixes accepted from `state`, by swapping it with state 0."""
     names = np.arange(len(automaton.transitions) + 1, dtype=np.int32)
     names[[0, state, -1]] = state, 0, -1
     order = names[:-1]
@@ -114,12 +113,13 @@ def begin_at(automaton: Automaton, state: int) -> Automaton:
 def merge_states(
     table: npt.NDArray[np.int32], labels: npt.NDArray[np.int64], bounds: Bounds
 ) -> npt.NDArray[np.int64]:
-    """Return a number for each state, i64[S], equal where nothing tells them apart.
+    """Return the equivalence class of each state, i64[S].
 
     Moore's refinement (E. F. Moore, Gedanken-experiments on sequential machines, 1956)
-    with rows compared by a hash of 64 bits: states stay together while their labels,
-    i64[S], agree and their transitions, i32[S, C], lead to states that are together.
-    State 0 is number 0. Each has its own number if `MAX_ROUNDS` were not enough.
+    with rows compared by a 64-bit hash: states stay equivalent while their labels,
+    i64[S], agree and their transitions, i32[S, C], lead to equivalent states. State 0
+    is in class 0. Each state is a class of its own if `MAX_ROUNDS` rounds do not
+    converge.
     """
     rng = np.random.default_rng(0)
     weights = _odd(rng, table.shape[1])
@@ -138,15 +138,15 @@ def merge_states(
 
 
 def intersect(one: Automaton, other: Automaton, bounds: Bounds) -> Automaton:
-    """Return the texts that are in both languages."""
+    """Return the intersection of two languages."""
     pairs, transitions = _pair(one.transitions, other.transitions, bounds)
     accepting = one.accepting[pairs[0]] & other.accepting[pairs[1]]
     return minimize(Automaton(transitions, accepting), bounds)
 
 
 def subtract(one: Automaton, other: Automaton, bounds: Bounds) -> Automaton:
-    """Return the texts of a language that are not in another."""
-    # What leads nowhere leads to a state that accepts nothing.
+    """Return the strings of `one` that are not in `other`."""
+    # Complete `other` with a rejecting sink, so that pairs exist after it rejects.
     nowhere = len(other.transitions)
     table = np.where(other.transitions < 0, np.int32(nowhere), other.transitions)
     table = np.concatenate([table, np.full((1, 256), nowhere, np.int32)])
@@ -158,9 +158,9 @@ def subtract(one: Automaton, other: Automaton, bounds: Bounds) -> Automaton:
 def _pair(
     one: npt.NDArray[np.int32], other: npt.NDArray[np.int32], bounds: Bounds
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-    """Return the pairs of states that are reached, i64[2, P], and where they lead."""
+    """Return the reachable pairs of states, i64[2, P], and their transitions."""
     width = len(other)
-    known = np.zeros(1, np.int64)  # numbers of pairs, in the order of their discovery
+    known = np.zeros(1, np.int64)  # pair numbers, in order of discovery
     newest, rows = known, []
     while len(newest):
         left, right = one[newest // width], other[newest % width]
@@ -180,7 +180,7 @@ def _pair(
 
 
 def find_reached(table: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-    """Return which states the first one leads to, bool[S]."""
+    """Return the states reachable from state 0, bool[S]."""
     start = np.zeros(len(table), bool)
     start[0] = True
 
@@ -194,7 +194,7 @@ def find_reached(table: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
 def find_finishing(
     table: npt.NDArray[np.int32], accepting: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.bool_]:
-    """Return from which states an accepting one can be reached, bool[S]."""
+    """Return the states from which an accepting state is reachable, bool[S]."""
     sources, columns = np.nonzero(table >= 0)
     targets = table[sources, columns]
     count = np.int64(len(table))
@@ -227,7 +227,7 @@ def _odd(rng: np.random.Generator, num: int) -> npt.NDArray[np.uint64]:
 
 
 def _number_by_first(values: npt.NDArray[np.generic]) -> npt.NDArray[np.int64]:
-    """Number equal values alike, in the order in which they first appear."""
+    """Number equal values alike, in order of first appearance."""
     _, firsts, which = np.unique(values, return_index=True, return_inverse=True)
     ranks = np.empty(len(firsts), np.int64)
     ranks[np.argsort(firsts)] = np.arange(len(firsts))

@@ -1,4 +1,4 @@
-"""What compiling may take: memory, steps and time."""
+"""Limits of one compilation: memory, steps and time."""
 
 import time
 from collections.abc import Callable
@@ -6,22 +6,22 @@ from typing import TypeAlias
 
 from jkv.grammar.errors import TooLarge
 
-# Steps are edges that are looked at; so many bytes stand for one of them, and an
-# entry of an array takes a part of one.
+# A step is one visited edge. Steps are bounded by max_bytes / _BYTES_OF_STEP;
+# vectorized work counts one step per _ENTRIES_OF_STEP array entries.
 _BYTES_OF_STEP, _ENTRIES_OF_STEP = 32, 256
 _LEAST_STEPS = 2**18
-_STEPS_BETWEEN_LOOKS = 2**12  # at the clock
+_STEPS_BETWEEN_LOOKS = 2**12  # between two reads of the clock
 
-# Seconds from now, or what is asked now and then whether to stop; None for any time.
+# Seconds from now, or a function that returns True to cancel; None for no limit.
 Timeout: TypeAlias = float | Callable[[], bool] | None
 
 
 class Bounds:
-    """Bounds of one compilation, which counts its steps.
+    """Limits of one compilation, with its step counter.
 
-    `max_bytes` bound the tables, and what compiling holds at one time; steps are
-    bounded in proportion. Past a bound `TooLarge` is raised. Two with the same
-    `max_bytes` are equal: what was compiled within them is the same.
+    `max_bytes` limits the tables and the peak memory of compiling; the number of steps
+    is limited in proportion. Exceeding a limit raises `TooLarge`. Two instances with
+    equal `max_bytes` compare equal, since both lead to the same compiled language.
     """
 
     def __init__(self, max_bytes: int, timeout: Timeout = None) -> None:
@@ -36,42 +36,42 @@ class Bounds:
         self._steps = self._next_look = 0
 
     def __eq__(self, other: object) -> bool:
-        """Whether what is compiled does not depend on which of the two is given."""
+        """Return True if both limits lead to the same compiled language."""
         return isinstance(other, Bounds) and self.max_bytes == other.max_bytes
 
     def __hash__(self) -> int:
-        """Agree with equality."""
+        """Return a hash consistent with equality."""
         return hash(self.max_bytes)
 
     def share(self, parts: int) -> "Bounds":
-        """Return a part of these bounds, until the same time."""
+        """Return 1/parts of `max_bytes`, with the same deadline."""
         found = Bounds(self.max_bytes // parts)
         found._is_over, found._timeout = self._is_over, self._timeout
         return found
 
     def hold(self, num_bytes: int, what: str) -> None:
-        """Check what is held at one time."""
+        """Raise `TooLarge` if `num_bytes` exceeds `max_bytes`."""
         if num_bytes > self.max_bytes:
             raise TooLarge(
-                f"{what} takes {num_bytes:,} bytes, max_bytes is {self.max_bytes:,}"
+                f"max_bytes {self.max_bytes:,} exceeded: {what} needs {num_bytes:,}"
             )
 
     def spend(self, steps: int, *, entries: int = 0) -> None:
-        """Count steps, and entries of arrays looked at at once; mind the time."""
+        """Count `steps` and visited array `entries`; raise `TooLarge` past a limit."""
         self._steps += steps + entries // _ENTRIES_OF_STEP
         if self._steps < self._next_look:
             return
         self._next_look = self._steps + _STEPS_BETWEEN_LOOKS
         if self._steps > self._most_steps:
             raise TooLarge(
-                f"compiling takes more than {self._most_steps:,} steps, which max_bytes"
-                f", {self.max_bytes:,}, bounds"
+                f"max_bytes {self.max_bytes:,} allows {self._most_steps:,} compilation "
+                "steps, the language needs more; raise max_bytes or simplify it"
             )
         if self._is_over():
             if callable(self._timeout):
-                raise TooLarge("compiling was stopped by what timeout= asks")
-            raise TooLarge(f"compiling takes more than timeout, {self._timeout} s")
+                raise TooLarge("timeout() returned True and cancelled the compilation")
+            raise TooLarge(f"timeout of {self._timeout} s exceeded by the compilation")
 
 
-# Of what the project itself writes down, such as the characters of a class.
+# For the package's own constant languages, such as character classes.
 UNBOUNDED = Bounds(2**40)

@@ -1,9 +1,9 @@
-"""Grammars that come and go in arrays of fixed shapes, for an engine that never stops.
+"""Add and remove grammars in arrays of fixed shapes, for a running engine.
 
-An engine's programs are compiled for the shapes of what steers it. A catalog makes room
-for so many grammars of so many states once; each one that comes takes a variant and
-ranges of the arrays, and gives them back when it goes. The others stay where they are,
-so that texts under way go on.
+Compiled programs depend on the shapes of a logits processor's arrays. A catalog
+allocates room for a number of grammars and states once; each added grammar takes a
+variant and ranges of the arrays, and releases them when removed. The other grammars are
+not moved, so running sequences continue.
 """
 
 from typing import Any
@@ -21,12 +21,12 @@ Array = np.ndarray[Any, Any]
 
 
 class CatalogFull(ValueError):
-    """A grammar finds no room beside those that are there; remove one of them."""
+    """The catalog has no room for another grammar; remove one first."""
 
 
 @explains_class
 class Catalog:
-    """Room for grammars, and those that are in it.
+    """Fixed-size storage of several grammars.
 
     Example:
       >>> from jkv.grammar import Catalog, Vocabulary, from_choices
@@ -49,22 +49,23 @@ class Catalog:
         max_masks: int = 2**12,
         max_mask_pieces: int = 2**16,
     ) -> None:
-        """Make room; the arrays are of these sizes from now on.
+        """Allocate arrays of fixed sizes.
 
         Args:
-          vocabulary: of all grammars.
-          max_grammars: that are here at one time, the number of variants.
-          max_states: of all of them together; a JSON schema has some hundreds.
-          max_transitions: pieces of all states together, one for 16 classes of tokens.
-          max_transition_pieces: those of them that differ.
-          max_masks: sets of allowed tokens of all together.
-          max_mask_pieces: pieces of these sets that differ, 64 bytes for 512 tokens.
+          vocabulary: shared by all grammars.
+          max_grammars: grammars stored at one time, the number of variants.
+          max_states: states of all grammars; a JSON schema has some hundreds.
+          max_transitions: transition pieces of all states, one per 16 classes of
+            tokens.
+          max_transition_pieces: distinct transition pieces.
+          max_masks: sets of allowed tokens of all grammars.
+          max_mask_pieces: distinct mask pieces, 64 bytes per 512 tokens.
         """
         num_tokens = len(vocabulary.tokens)
         self._vocabulary_size = num_tokens
         self._end_tokens = np.array(list(vocabulary.end_tokens), np.int32)
-        # Of no grammar: a text that is lost, and one that has ended. They have a class
-        # map of their own, behind those of the variants, in which all tokens are alike.
+        # The rejecting and the ended state belong to no grammar. They use a class map
+        # of their own, after the variants', in which all tokens are alike.
         self._lost, self._ended = max_states, max_states + 1
         self._most = TableSizes(
             max_states,
@@ -73,7 +74,7 @@ class Catalog:
             max_masks,
             max_mask_pieces,
         )
-        # By the names of a grammar's arrays.
+        # Indexed by field name of `Grammar`.
         self._arrays: dict[str, Array] = {
             "class_of_token": np.zeros((max_grammars + 1, num_tokens), np.uint16),
             "starts": np.full(max_grammars, self._lost, np.int32),
@@ -81,14 +82,14 @@ class Catalog:
             **self._make_tables(),
             **self._make_states(max_grammars),
         }
-        # By variant, where each grammar begins and what it takes.
+        # Per variant, the grammar's first index in each array and its sizes.
         self._entries: dict[int, tuple[TableSizes, TableSizes]] = {}
 
     def _make_tables(self) -> dict[str, Array]:
-        """Return tables without a grammar, the rows of no grammar at their ends."""
+        """Return empty tables, with the shared rows at their ends."""
         most = self._most
         lost, nothing = most.transition_pieces, most.mask_pieces
-        # What nobody allows, and the pieces of the end tokens, stand behind the others.
+        # The empty set and the pieces of the end tokens follow all others.
         ends = np.zeros((-(-self._vocabulary_size // (32 * PIECE)), PIECE), np.uint32)
         for token in self._end_tokens:
             ends.reshape(-1)[token // 32] |= np.uint32(1 << (token % 32))
@@ -103,7 +104,7 @@ class Catalog:
         }
 
     def _make_states(self, max_grammars: int) -> dict[str, Array]:
-        """Return what each state has; none is of a grammar yet, the last has ended."""
+        """Return the per-state arrays: all states rejecting, the last one ended."""
         most, shape = self._most, (self._most.states + 2,)
         forced = self._end_tokens[0] if len(self._end_tokens) == 1 else -1
         return {
@@ -115,12 +116,12 @@ class Catalog:
 
     @property
     def grammar(self) -> Grammar:
-        """All grammars that are here, as one: what steers an engine.
+        """All stored grammars as one, an engine's logits processor.
 
-        Give it to `Engine(steering=)`, and to `Engine.replace_steering` whenever one
-        was added. A variant that is free allows nothing.
+        Pass it to `Engine(steering=)`, and to `Engine.replace_steering` after `add`. A
+        free variant allows no token.
         """
-        # Copies: a device may look at the memory of the arrays themselves.
+        # Copies: on a CPU, a device array may alias the arrays that `add` writes.
         placed = {
             n: jax.device_put(values, may_alias=False)
             for n, values in self._arrays.items()
@@ -128,25 +129,26 @@ class Catalog:
         return Grammar(vocabulary_size=self._vocabulary_size, **placed)
 
     def add(self, grammar: Grammar) -> int:
-        """Take in a grammar of one language; return its variant from now on.
+        """Store a grammar of one language and return its variant.
 
         Raises:
-          CatalogFull: if there is no room beside the others.
-          TooLarge: if there would be none without them, either.
-          ValueError: for a join, or another vocabulary.
+          CatalogFull: if the other grammars leave no room.
+          TooLarge: if the grammar exceeds an empty catalog.
+          ValueError: for a join of several languages, or another vocabulary.
         """
         self._check(grammar)
         counts = TableSizes.of(grammar)
         if any(count > most for count, most in zip(counts, self._most, strict=True)):
             raise TooLarge(
-                f"a grammar of {counts} finds no room in a catalog of {self._most} "
-                "(max_states and so on)"
+                f"grammar of {counts} exceeds the catalog's {self._most}; raise the "
+                "max_* arguments of Catalog"
             )
         free = [v for v in range(len(self._arrays["starts"])) if v not in self._entries]
         firsts = self._find_gaps(counts)
         if not free or firsts is None:
             raise CatalogFull(
-                f"{len(self._entries)} grammars leave no room for one of {counts}"
+                f"grammar of {counts} does not fit beside {len(self._entries)} others; "
+                "remove one first"
             )
         variant = free[0]
         self._entries[variant] = firsts, counts
@@ -154,10 +156,10 @@ class Catalog:
         return variant
 
     def remove(self, variant: int) -> None:
-        """Give the room of a grammar back; no text may be steered by it any more.
+        """Free the room of a variant; no running sequence may use it.
 
         Raises:
-          KeyError: if there is none.
+          KeyError: if the variant is free.
         """
         first, count = (sizes.states for sizes in self._entries.pop(variant))
         self._arrays["mask_of_state"][first : first + count] = self._most.masks
@@ -168,15 +170,18 @@ class Catalog:
         ends = np.asarray(grammar.end_tokens)
         is_same = grammar.vocabulary_size == self._vocabulary_size
         if not is_same or not np.array_equal(ends, self._end_tokens):
-            raise ValueError("a catalog takes grammars of its own vocabulary")
+            raise ValueError(
+                "grammar must be of the catalog's vocabulary, got another vocabulary "
+                "size or other end tokens"
+            )
         if grammar.num_variants != 1:
             raise ValueError(
-                f"a catalog takes one language at a time, not a join of "
-                f"{grammar.num_variants}"
+                "grammar must be of one language, got a join of "
+                f"{grammar.num_variants}; add each by itself"
             )
 
     def _find_gaps(self, counts: TableSizes) -> TableSizes | None:
-        """Return where there is room for so many of each, the first gap that holds."""
+        """Return the first gap that fits in each array; None if one has none."""
         found = []
         for kind in range(len(counts)):
             taken = sorted(
@@ -205,7 +210,7 @@ class Catalog:
 
 
 def _filled(shape: tuple[int, ...], value: int, last: Any) -> Array:
-    """Return an array of one value, with another at its end, i32[...]."""
+    """Return an array of `value` with `last` at its end, i32[...]."""
     array = np.full(shape, value, np.int32)
     array[-1] = last
     return array

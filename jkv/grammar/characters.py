@@ -1,4 +1,4 @@
-"""Sets of characters, and the bytes that UTF-8 writes them with."""
+"""Sets of Unicode characters, and their UTF-8 bytes."""
 
 import functools
 import re
@@ -10,11 +10,11 @@ from jkv.grammar.bounds import UNBOUNDED
 from jkv.grammar.determinization import determinize
 from jkv.grammar.expressions import ByteRange, Choice, Expression, Leaf, concat
 
-Ranges = tuple[tuple[int, int], ...]  # of code points, sorted, apart from each other
+Ranges = tuple[tuple[int, int], ...]  # of code points, sorted, not adjacent
 
 _LAST = sys.maxunicode
 _SURROGATES = ((0xD800, 0xDFFF),)
-# What `re` means by its categories.
+# The character categories of `re`.
 _MEANT: dict[str, Callable[[str], bool]] = {
     "DIGIT": str.isdecimal,
     "SPACE": str.isspace,
@@ -25,7 +25,7 @@ _LAST_OF_LENGTH = (0x7F, 0x7FF, 0xFFFF, _LAST)
 
 
 def unite(*ranges: tuple[int, int]) -> Ranges:
-    """Sort ranges and join those that touch."""
+    """Sort ranges and merge adjacent ones."""
     found: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
         if found and low <= found[-1][1] + 1:
@@ -36,7 +36,7 @@ def unite(*ranges: tuple[int, int]) -> Ranges:
 
 
 def complement(ranges: Ranges) -> Ranges:
-    """Return all other characters; surrogates are none."""
+    """Return all other characters, without surrogates."""
     found, next_ = [], 0
     for low, high in unite(*ranges, *_SURROGATES):
         if next_ < low:
@@ -46,7 +46,7 @@ def complement(ranges: Ranges) -> Ranges:
 
 
 def select(is_meant: Callable[[str], bool]) -> Ranges:
-    """Return the code points of all characters that are meant."""
+    """Return the code points for which `is_meant` is True."""
     codes = (code for code in range(_LAST + 1) if is_meant(chr(code)))
     return unite(*((code, code) for code in codes))
 
@@ -57,7 +57,7 @@ def category(name: str) -> Ranges:
 
 
 def ignoring_case(ranges: Ranges, *, is_ascii: bool) -> Ranges:
-    """Add what `re` takes for the same letter, when case does not count."""
+    """Add the characters that `re.IGNORECASE` treats as equal."""
     others = [
         (other, other)
         for code, cases in _cases(is_ascii).items()
@@ -69,7 +69,7 @@ def ignoring_case(ranges: Ranges, *, is_ascii: bool) -> Ranges:
 
 @functools.cache
 def _cases(is_ascii: bool) -> dict[int, list[int]]:
-    """Return the other cases of each character that has some, as `re` sees them."""
+    """Return the other cases of each cased character, as `re` matches them."""
     groups: dict[str, list[str]] = {}
     for character in map(chr, range(0x80 if is_ascii else 0x20000)):
         groups.setdefault(character.lower()[0].upper()[0], []).append(character)
@@ -85,7 +85,7 @@ def _cases(is_ascii: bool) -> dict[int, list[int]]:
 
 @functools.lru_cache(maxsize=512)
 def one_of(ranges: Ranges) -> Expression:
-    """Return the language of one character of a set, in UTF-8."""
+    """Return the language of one character of the set, in UTF-8."""
     if all(high < 0x80 for _, high in ranges):
         return Choice([ByteRange(low, high) for low, high in ranges])
     sequences: list[Expression] = []
@@ -99,10 +99,10 @@ def one_of(ranges: Ranges) -> Expression:
 
 
 def _split(low: int, high: int) -> Iterator[Expression]:
-    """Yield the bytes of the code points between two of one length, as ranges.
+    """Yield the UTF-8 byte ranges of the code points low to high, all of one length.
 
-    A byte behind the first has six bits of a code point. So characters that differ in
-    the last byte alone are ranges of bytes, and so are whole sets of 64 or 64 * 64.
+    Each continuation byte holds six bits of a code point. Hence characters that differ
+    only in the last byte form a byte range, as do aligned blocks of 64 or 64 * 64.
     """
     while low <= high:
         last = min(high, low | 0x3F)

@@ -1,8 +1,9 @@
-"""The one automaton that is made of an expression.
+"""Convert an expression to a deterministic automaton.
 
-It is laid out as an automaton with several transitions to a byte (K. Thompson, Regular
-expression search algorithm, 1968), all of which are followed at once (M. Rabin and
-D. Scott, Finite automata and their decision problems, 1959), ranges instead of bytes.
+An expression becomes a nondeterministic automaton (K. Thompson, Regular expression
+search algorithm, 1968) with byte ranges on its edges, which the subset construction
+makes deterministic (M. Rabin and D. Scott, Finite automata and their decision problems,
+1959).
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,8 +23,8 @@ from jkv.grammar.expressions import (
     Separated,
 )
 
-# Bytes that a node takes on the host while it is laid out, those of a state with its
-# row of transitions, and those of each node that a state stands for; measured.
+# Host memory per node, per state with its transition row, and per node in a state's
+# subset; measured.
 _BYTES_OF_NODE, _BYTES_OF_STATE, _BYTES_OF_MEMBER = 400, 2048, 40
 Row = np.ndarray[tuple[int], np.dtype[np.int32]]
 _WHAT = "putting a language together"
@@ -42,10 +43,10 @@ def _follow(expression: Expression, bounds: Bounds) -> Automaton:
 
 
 def subtract_expression(one: Automaton, other: Expression, bounds: Bounds) -> Automaton:
-    """Return the texts of an automaton that are not an expression's.
+    """Return the strings of an automaton that are not in an expression's language.
 
-    The expression is followed along the texts of the automaton alone, where the
-    automaton of all its texts may be many times as large.
+    The expression is determinized along the automaton's strings only; its full
+    automaton may be many times larger.
     """
     layout = _Layout(bounds)
     begin, end = layout.lay_out(other)
@@ -72,7 +73,7 @@ def subtract_expression(one: Automaton, other: Expression, bounds: Bounds) -> Au
 def substitute(
     automaton: Automaton, texts: Mapping[int, Expression], bounds: Bounds
 ) -> Automaton:
-    """Return the texts of an automaton with others in the place of some bytes."""
+    """Return the strings of an automaton with some bytes replaced by languages."""
     layout = _Layout(bounds)
     begin, end = layout.lay_out(Leaf(automaton))
     for node, edges in enumerate([*layout.edges]):
@@ -89,7 +90,7 @@ def substitute(
 
 
 class _Layout:
-    """Nodes with edges of byte ranges and edges that take no byte."""
+    """A nondeterministic automaton: nodes, byte-range edges and empty edges."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
@@ -103,13 +104,13 @@ class _Layout:
         return len(self.edges) - 1
 
     def lay_out(self, expression: Expression) -> tuple[int, int]:
-        """Lay out a whole language; return the nodes where it begins and ends."""
+        """Add a language and return its first and last node."""
         begin = self.add_node()
-        # Nothing leads on from the end, as from that of a repetition.
+        # A node of its own without outgoing edges, unlike the end of a repetition.
         return begin, self._behind(self.add(expression, begin))
 
     def add(self, expression: Expression, begin: int) -> int:
-        """Lay out an expression behind a node; return the node where it ends."""
+        """Add an expression after node `begin`; return its last node."""
         match expression:
             case Literal(text):
                 for byte in text:
@@ -149,9 +150,9 @@ class _Layout:
         for _ in range(least):
             before, begin = begin, self.add(part, begin)
             if begin == before:
-                return begin  # it takes nothing, however often
+                return begin  # matches only the empty string
         if most is None:
-            # A node of its own: what stands before must not be reached by the loop.
+            # A node of its own, so that the loop does not reach preceding nodes.
             begin = self._behind(begin)
             end = self.add(part, self._behind(begin))
             self.jumps[end].append(begin)
@@ -164,7 +165,7 @@ class _Layout:
         return self._meet(ends)
 
     def _separate(self, all_: Separated, begin: int) -> int:
-        # The nodes reached, by how many entries there were, as far as it matters.
+        # Last node by number of entries, capped at the bounds that matter.
         reached = {0: self._behind(begin)}
         for entry, is_required in all_.entries:
             ends = self._add_entry(all_, entry, reached)
@@ -184,7 +185,7 @@ class _Layout:
     def _add_entry(
         self, all_: Separated, entry: Expression, reached: dict[int, int]
     ) -> dict[int, int]:
-        """Lay out an entry behind so many others; return where it ends."""
+        """Add an entry after each count in `reached`; return the new last nodes."""
         starts: dict[int, int] = {}
         for count, node in reached.items():
             most = max(1, all_.least) if all_.most is None else all_.most
@@ -201,7 +202,7 @@ class _Layout:
     def _add_rest(
         self, all_: Separated, rest: Expression, reached: dict[int, int]
     ) -> dict[int, int]:
-        """Lay out the rest behind so many entries; return where one of it ends."""
+        """Add repetitions of `rest` after each count; return the new last nodes."""
         if all_.most is not None:
             found: dict[int, list[int]] = {}
             while reached:
@@ -229,11 +230,11 @@ class _Layout:
         return node
 
     def follow(self, begin: int, end: int) -> Automaton:
-        """Return the automaton whose states are the sets of nodes reached at once."""
+        """Return the deterministic automaton by subset construction."""
         sets, table = _Sets(self, [begin]), np.empty((16, 256), np.int32)
         for number, _ in enumerate(sets.nodes):
             if number == len(table):
-                # In place where there is room behind it: two copies are too much.
+                # Grown in place if possible: two copies may exceed the memory limit.
                 table.resize((number + number // 4, 256), refcheck=False)
             table[number] = sets.row(number)
         table.resize((len(sets.nodes), 256), refcheck=False)
@@ -241,7 +242,7 @@ class _Layout:
         return Automaton(table, accepting)
 
     def close(self, nodes: Sequence[int]) -> frozenset[int]:
-        """Return the nodes reached without a byte; only those that lead on or end."""
+        """Return the empty-edge closure, without nodes that have only empty edges."""
         found, newest = set(nodes), list(nodes)
         while newest:
             for node in self.jumps[newest.pop()]:
@@ -253,10 +254,10 @@ class _Layout:
 
 
 class _Sets:
-    """Sets of nodes of a layout that texts reach at once, numbered as they are met.
+    """Subsets of a layout's nodes, numbered in order of discovery.
 
     Attributes:
-      nodes: of each set.
+      nodes: the subset of each number.
     """
 
     def __init__(self, layout: _Layout, begin: Sequence[int]) -> None:
@@ -266,7 +267,7 @@ class _Sets:
         self._closures: dict[tuple[int, ...], int] = {}
 
     def row(self, number: int) -> Row:
-        """Return the set that each byte leads to, -1 for none."""
+        """Return the subset after each byte, i32[256]; -1 for none."""
         bounds, edges_of = self._layout.bounds, self._layout.edges
         row = np.full(256, -1, np.int32)
         edges = [edge for node in self.nodes[number] for edge in edges_of[node]]
@@ -289,7 +290,7 @@ class _Sets:
 
 
 def _split(edges: Sequence[Run]) -> list[tuple[int, int, tuple[int, ...]]]:
-    """Split overlapping ranges of bytes into distinct ones with all their targets."""
+    """Split overlapping byte ranges into disjoint ones with all their targets."""
     if len(edges) == 1:
         low, high, target = edges[0]
         return [(low, high, (target,))]

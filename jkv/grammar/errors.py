@@ -1,17 +1,17 @@
-"""Why a grammar cannot be made, by name: exceptions that are all ValueErrors."""
+"""Exceptions of grammar compilation, all of them ValueErrors."""
 
 
 class TooLarge(ValueError):
-    """The tables of a grammar, or what compiling it takes, exceed `max_bytes`."""
+    """Compilation or its tables exceed `max_bytes` or `timeout`."""
 
 
 class Unsupported(ValueError):
-    """A pattern or a schema uses what is not served; the text names it."""
+    """A pattern, schema or rule uses an unsupported feature, named in the message."""
 
 
 class Malformed(Unsupported):
-    """It is no pattern or schema at all: nobody would serve it as it is written."""
+    """The input is not a valid pattern, schema or rule."""
 
 
 class NoText(ValueError):
-    """The language has no text, or none that the vocabulary can spell."""
+    """The language is empty, or the vocabulary can spell none of its strings."""

@@ -1,4 +1,4 @@
-"""Languages put together from others: trees whose leaves are automata."""
+"""Regular expressions over bytes: trees with automata as leaves."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,19 +7,19 @@ from jkv.grammar.automaton import Automaton
 
 
 class Expression:
-    """A language: one of the classes below."""
+    """Base class of languages."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Literal(Expression):
-    """One text."""
+    """One string."""
 
     text: bytes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ByteRange(Expression):
-    """One byte of a range."""
+    """One byte between `low` and `high`."""
 
     low: int
     high: int
@@ -34,49 +34,50 @@ class Leaf(Expression):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Concatenation(Expression):
-    """A text of each part, one after the other."""
+    """Parts in order."""
 
     parts: Sequence[Expression]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Choice(Expression):
-    """A text of any part; of no parts there is none."""
+    """Any of several parts; without parts, the empty language."""
 
     parts: Sequence[Expression]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Repeat(Expression):
-    """Texts of a part, a number of them."""
+    """Repetitions of a part."""
 
     part: Expression
-    least: int = 0  # how often at least
-    most: int | None = None  # how often at most; None for any number
+    least: int = 0  # least number of repetitions
+    most: int | None = None  # greatest number of repetitions; None for no limit
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Separated(Expression):
-    """Entries in order with a separator between those that are there."""
+    """Required and optional entries in order, with separators between them."""
 
-    entries: Sequence[tuple[Expression, bool]]  # each with whether it must be there
-    separator: Expression  # between two
-    # What follows the entries, any number of times; None for nothing.
+    entries: Sequence[tuple[Expression, bool]]  # each with True if required
+    separator: Expression  # between two entries
+    # Repeated any number of times after the entries; None for nothing.
     rest: Expression | None = None
-    # What stands behind the last one, if there is any.
+    # After the last entry, if there is any.
     ending: Expression = Literal(b"")
-    least: int = 0  # how many must be there, of which all of the rest are one
-    # How many may be there, of which all of the rest count; None for any number.
+    least: int = 0  # least number of entries; all repetitions of `rest` count as one
+    # Greatest number of entries, each repetition of `rest` counted; None for no
+    # limit.
     most: int | None = None
 
 
 def concat(*parts: Expression | bytes) -> Expression:
-    """Return the expression of parts in order; bytes are literals."""
+    """Return the concatenation of parts; bytes become literals."""
     return Concatenation([Literal(p) if isinstance(p, bytes) else p for p in parts])
 
 
 def size(expression: Expression, known: dict[int, int] | None = None) -> int:
-    """Return about how many states an expression takes; some are known, by their id."""
+    """Estimate the number of states of an expression; `known` caches by id."""
     known = {} if known is None else known
     if id(expression) in known:
         return known[id(expression)]
@@ -99,5 +100,5 @@ def size(expression: Expression, known: dict[int, int] | None = None) -> int:
 
 
 def optional(part: Expression) -> Expression:
-    """Return the expression of a part or nothing."""
+    """Return the part or the empty string."""
     return Repeat(part, 0, 1)

@@ -1,8 +1,7 @@
-"""Grammars as llama.cpp writes them (GBNF): rules to an expression over bytes.
+"""GBNF, llama.cpp's grammar notation, compiled to expressions over bytes.
 
-A language of nested rules is none of an automaton. So a rule that ends, or begins, with
-itself becomes a repetition, which says the same, and any other recursion goes as deep
-as the caller says.
+Recursive rules are not regular. A rule that is left- or right-recursive in itself
+becomes a repetition, which is exact; other recursion is expanded to a given depth.
 """
 
 import dataclasses
@@ -26,30 +25,30 @@ _TIMES: dict[str, tuple[int, int | None]] = {
     "?": (0, 1),
 }
 _EVERY = complement(())
-MOST_DEPTH = 64  # of groups in groups
+MOST_DEPTH = 64  # of nested groups
 
 
 @dataclasses.dataclass(frozen=True)
 class _Reference(Expression):
-    """A rule by its name."""
+    """A reference to a rule by name."""
 
     name: str
 
 
 def compile_gbnf(text: str, recursion: int) -> Expression:
-    """Return the language of `root`, where rules stand in themselves so often."""
+    """Return the language of rule `root`, with recursion expanded to a depth."""
     rules = _Reader(text).read()
     if ROOT not in rules:
-        raise Malformed(f"the grammar has no rule {ROOT!r}")
+        raise Malformed(f"text has no rule {ROOT!r}; add one")
     for name, item in rules.items():
         for other in _names(item):
             if other not in rules:
-                raise Malformed(f"rule {name!r} names {other!r}, which is no rule")
+                raise Malformed(f"rule {name!r} refers to an undefined rule {other!r}")
     return _Expander(rules, recursion).expand(ROOT, recursion)
 
 
 class _Reader:
-    """Reads rules, character by character."""
+    """A recursive-descent parser of rules."""
 
     def __init__(self, text: str) -> None:
         self._text, self._at, self._depth = text, 0, 0
@@ -58,20 +57,20 @@ class _Reader:
         rules: dict[str, Expression] = {}
         self._skip(_LINES)
         while self._at < len(self._text):
-            name = self._take(_NAME, "the name of a rule")
+            name = self._take(_NAME, "a rule name")
             self._skip(_SPACE)
             self._expect("::=")
             self._skip(_LINES)
             if name in rules:
-                raise self._wrong(f"rule {name!r} stands twice")
+                raise self._wrong(f"rule {name!r} is defined twice")
             rules[name] = self._ways(_SPACE)
             if self._at < len(self._text) and self._text[self._at] not in "\r\n":
-                raise self._wrong("a rule ends with its line")
+                raise self._wrong("expected the end of the line after a rule")
             self._skip(_LINES)
         return rules
 
     def _ways(self, space: "re.Pattern[str]") -> Expression:
-        """Read what `|` stands between; a group may go over lines."""
+        """Parse alternatives separated by `|`; a group may span lines."""
         ways = [self._sequence(space)]
         while self._accept("|"):
             self._skip(_LINES)
@@ -96,7 +95,9 @@ class _Reader:
         if self._accept("("):
             return self._group()
         if self._accept("<") or self._accept("!"):
-            raise Unsupported("tokens in a grammar are not served: spell the text")
+            raise Unsupported(
+                "token literals are not supported; write the text instead"
+            )
         found = _NAME.match(self._text, self._at)
         if found is None:
             return None
@@ -122,33 +123,33 @@ class _Reader:
             return part
         found = _BOUNDS.match(self._text, self._at)
         if found is None or (not found[2] and found[3]):
-            raise self._wrong("bounds are {2}, {2,} or {2,5}")
+            raise self._wrong("expected bounds such as {2}, {2,} or {2,5}")
         self._at = found.end()
         least = int(found[1])
         most = int(found[3]) if found[3] else (None if found[2] else least)
         if most is not None and most < least:
-            raise self._wrong("bounds are the wrong way round")
+            raise self._wrong("the lower bound exceeds the upper one")
         return Repeat(part, least, most)
 
     def _literal(self) -> Expression:
         signs = []
         while not self._accept('"'):
-            signs.append(self._sign('a text without its second "'))
+            signs.append(self._sign('a string has no closing "'))
         text = "".join(signs)
         try:
             return Literal(text.encode())
         except UnicodeEncodeError:
-            raise Unsupported(f"{text!r} is no text of Unicode") from None
+            raise Unsupported(f"{text!r} is not valid Unicode") from None
 
     def _characters(self) -> Expression:
         is_inverted = self._accept("^")
         ranges = []
         while not self._accept("]"):
-            low = high = ord(self._sign("a set without its ]"))
+            low = high = ord(self._sign("a character set has no closing ]"))
             if not self._text.startswith("-]", self._at) and self._accept("-"):
-                high = ord(self._sign("a set without its ]"))
+                high = ord(self._sign("a character set has no closing ]"))
             if high < low:
-                raise self._wrong("a range of characters is the wrong way round")
+                raise self._wrong("a character range ends before it begins")
             ranges.append((low, high))
         found = unite(*ranges)
         return one_of(complement(found) if is_inverted else found)
@@ -169,34 +170,34 @@ class _Reader:
             try:
                 return chr(int(digits, 16))
             except (ValueError, OverflowError):
-                raise self._wrong(f"\\{sign}{digits} is no character") from None
+                raise self._wrong(f"\\{sign}{digits} is not a character") from None
         if sign in _ESCAPES:
             return _ESCAPES[sign]
         if not sign or sign not in '"\\[]-^':
-            raise self._wrong(f"\\{sign} is no escape")
+            raise self._wrong(f"\\{sign} is not an escape sequence")
         return sign
 
     def _skip(self, space: "re.Pattern[str]") -> None:
         found = space.match(self._text, self._at)
-        assert found is not None  # of nothing, too
+        assert found is not None  # the pattern matches the empty string
         self._at = found.end()
 
     def _take(self, pattern: "re.Pattern[str]", what: str) -> str:
         found = pattern.match(self._text, self._at)
         if found is None:
-            raise self._wrong(f"here should be {what}")
+            raise self._wrong(f"expected {what}")
         self._at = found.end()
         return found[0]
 
     def _accept(self, text: str) -> bool:
-        """Read a text if it stands here."""
+        """Consume `text` if it comes next; return True if it did."""
         stands = self._text.startswith(text, self._at)
         self._at += len(text) * stands
         return stands
 
     def _expect(self, text: str) -> None:
         if not self._accept(text):
-            raise self._wrong(f"here should be {text}")
+            raise self._wrong(f"expected {text}")
 
     def _wrong(self, what: str) -> Malformed:
         line = self._text.count("\n", 0, self._at) + 1
@@ -215,7 +216,7 @@ def _names(item: Expression) -> Iterator[str]:
 
 
 class _Expander:
-    """Puts rules in the place of their names."""
+    """Replace references to rules by their languages."""
 
     def __init__(self, rules: dict[str, Expression], recursion: int) -> None:
         self._rules = rules
@@ -225,7 +226,7 @@ class _Expander:
         self._known: dict[tuple[str, int], Expression] = {}
 
     def _reach(self, names: Iterable[str]) -> dict[str, None]:
-        """Return rules and those they lead to, in the order that texts come to them."""
+        """Return the rules reachable from `names`, in order of first reference."""
         found: dict[str, None] = {}
         ahead = [*names][::-1]
         while ahead:
@@ -236,7 +237,7 @@ class _Expander:
         return found
 
     def expand(self, name: str, left: int) -> Expression:
-        """Return the language of a rule, which may stand in itself so often."""
+        """Return the language of a rule, with `left` levels of recursion."""
         key = name, left
         if key not in self._known:
             rule = self._rules[name]
@@ -247,10 +248,10 @@ class _Expander:
         return self._known[key]
 
     def _as_repetition(self, name: str, rule: Expression) -> Expression | None:
-        """Return a rule that names itself only last, or only first, in its ways.
+        """Return a left- or right-recursive rule as a repetition; None for other rules.
 
-        As in r ::= a r | b, which is a* b (D. N. Arden, Delayed-logic and finite-state
-        machines, 1961).
+        For example r ::= a r | b, which is a* b (D. N. Arden, Delayed-logic and
+        finite-state machines, 1961).
         """
         ways = rule.parts if isinstance(rule, Choice) else (rule,)
         for at in (-1, 0):
@@ -260,7 +261,7 @@ class _Expander:
                 parts = way.parts if isinstance(way, Concatenation) else (way,)
                 if len(parts) > 1 and parts[at] == _Reference(name):
                     repeated.append(Concatenation(parts[:-1] if at else parts[1:]))
-                elif way != _Reference(name):  # a rule that is itself says nothing
+                elif way != _Reference(name):  # r ::= r adds no string
                     others.append(way)
             rest = [*repeated, *others]
             if not repeated or any(self._is_within(name, part) for part in rest):
@@ -271,7 +272,7 @@ class _Expander:
         return None
 
     def _is_within(self, name: str, item: Expression) -> bool:
-        """Whether an item leads to a rule."""
+        """Return True if `item` refers to rule `name`, directly or not."""
         return any(
             other == name or name in self._reached[other] for other in _names(item)
         )
@@ -280,7 +281,6 @@ class _Expander:
         return Choice([self._item(name, item, self._most) for item in items])
 
     def _item(self, name: str, item: Expression, left: int) -> Expression:
-        """Return the language of an item of a rule."""
         match item:
             case Concatenation(parts) | Choice(parts):
                 return type(item)([self._item(name, each, left) for each in parts])
@@ -293,7 +293,8 @@ class _Expander:
     def _reference(self, name: str, other: str, left: int) -> Expression:
         if name not in self._reached[other] and other != name:
             return self.expand(other, self._most)
-        # Rules that lead to each other are numbered: who goes back goes deeper.
+        # Mutually recursive rules are ordered: only a reference backwards costs a
+        # level.
         if self._order[other] <= self._order[name]:
             left -= 1
         return Choice([]) if left < 0 else self.expand(other, left)

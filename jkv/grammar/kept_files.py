@@ -1,7 +1,7 @@
-"""Compiled grammars in a folder, found again by a hash of what they were made of.
+"""On-disk cache of compiled grammars, addressed by a hash of their inputs.
 
-A file begins with the hash of what is behind: one that was cut or changed is told
-before anything reads it.
+Each file starts with the hash of its contents, so that a truncated or modified file is
+detected before it is parsed.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from jkv.grammar.errors import TooLarge
 from jkv.grammar.grammar import Grammar
 from jkv.grammar.vocabulary import Vocabulary
 
-# Of what a compiler makes of the same arguments; raise it where that changes.
+# Of the compiler's output; increment it when the same input compiles differently.
 _VERSION = 4
 _DIGEST_BYTES = 32
 MAX_FOLDER_BYTES = 2**30
@@ -32,7 +32,7 @@ Folder = str | os.PathLike[str] | None
 
 
 class Limits(TypedDict, total=False):
-    """What compiling may take, and where grammars are kept, as `concatenate` has it."""
+    """Compilation limits and cache folder, as in `concatenate`."""
 
     max_bytes: int
     timeout: Timeout
@@ -46,19 +46,19 @@ def keep(
     make: Callable[[], Grammar],
     max_bytes: int,
 ) -> Grammar:
-    """Return a grammar from a folder, or make it and put it there; None keeps nothing.
+    """Return a cached grammar, or make and cache it; with folder None, make it.
 
-    What else it depends on is `asked`, of JSON. A file that is damaged is made anew.
-    Several processes may share a folder: files appear whole. Of more than
-    `MAX_FOLDER_BYTES` those go that were looked up longest ago. A grammar whose arrays
-    exceed `max_bytes` is refused, whoever has compiled it.
+    `asked` holds the remaining inputs of the grammar as JSON. A damaged file is
+    replaced. Processes may share a folder, since files are renamed into place. Past
+    `MAX_FOLDER_BYTES` the least recently used files are deleted. A cached grammar whose
+    arrays exceed `max_bytes` raises `TooLarge`, like a compiled one.
     """
     if folder is None:
         return make()
     try:
         text = json.dumps([_VERSION, asked]).encode()
     except (TypeError, RecursionError):
-        return make()  # which says what is wrong with it
+        return make()  # raises a clear error for input that is not JSON
     name = hashlib.sha256(_hash_of(vocabulary) + text).hexdigest()
     path = pathlib.Path(folder) / f"{name}.grammar"
     try:
@@ -96,7 +96,7 @@ def _read(path: pathlib.Path) -> Grammar:
         raise ValueError(f"{path} is damaged")
     with np.load(io.BytesIO(data), allow_pickle=False) as file:
         arrays = {name: file[name] for name in file.files}
-    with contextlib.suppress(OSError):  # another process may have removed it
+    with contextlib.suppress(OSError):  # another process may have deleted it
         os.utime(path)
     size = int(arrays.pop("vocabulary_size"))
     placed = {name: jax.device_put(values) for name, values in arrays.items()}
@@ -115,7 +115,7 @@ def _write(path: pathlib.Path, grammar: Grammar) -> None:
 
 
 def _remove_oldest(folder: pathlib.Path) -> None:
-    """Remove the files that were looked up longest ago, where there are too many."""
+    """Delete the least recently used files past `MAX_FOLDER_BYTES`."""
     found = []
     for path in folder.glob("*.grammar"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Grammars of choices, patterns, schemas and rules, and of several after each other."""
+"""Compile choices, regular expressions, JSON schemas and GBNF rules to grammars."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
@@ -38,22 +38,23 @@ def concatenate(
     timeout: Timeout = None,
     folder: Folder = None,
 ) -> Grammar:
-    """Make a grammar of texts that have parts after each other.
+    """Compile the concatenation of several languages.
 
     Args:
-      parts: texts that stand as they are, and `Until`, `Schema`, `Pattern`, `Choices`,
-        `Rules` and `Either`.
+      parts: literal strings, and `Until`, `Schema`, `Pattern`, `Choices`, `Rules` and
+        `Either`.
       vocabulary: of the model.
-      max_bytes: of the tables, and of the memory that compiling takes beside the
-        vocabulary's own; steps are bounded in proportion.
-      timeout: seconds that compiling may take, or a function that is asked now and then
-        whether to stop, in any thread; None for any time.
-      folder: where compiled grammars are kept and found again; None for nowhere.
+      max_bytes: limit of the tables, and of the peak host memory of compiling without
+        the vocabulary's own; steps are limited in proportion.
+      timeout: seconds that compiling may take, or a function polled from any thread
+        that returns True to cancel; None for no limit.
+      folder: cache of compiled grammars; None for no cache.
 
     Raises:
-      NoText: the vocabulary can spell none of the texts, or there are none (a
+      NoText: the language is empty, or the vocabulary can spell none of its strings (a
         ValueError).
-      Unsupported: a part is not served, at which place (a ValueError).
+      Unsupported: a part uses an unsupported feature; the message has its place (a
+        ValueError).
       TooLarge: `max_bytes` or `timeout` is exceeded (a ValueError).
 
     Example:
@@ -94,15 +95,15 @@ set_defaults(Limits, concatenate)
 def from_choices(
     texts: Sequence[str], vocabulary: Vocabulary, **limits: Unpack[Limits]
 ) -> Grammar:
-    """Make a grammar whose texts are some given ones.
+    """Compile a choice between given strings.
 
     Args:
       texts: to choose from.
       vocabulary: of the model.
-      **limits: `max_bytes`, `timeout` and `folder`, as `concatenate` has them.
+      **limits: `max_bytes`, `timeout` and `folder`, as in `concatenate`.
 
     Raises:
-      NoText: the vocabulary can spell none of them, or none are given (a ValueError).
+      NoText: `texts` is empty, or the vocabulary can spell none of them (a ValueError).
       TooLarge: `max_bytes` or `timeout` is exceeded (a ValueError).
 
     Example:
@@ -121,18 +122,18 @@ def from_choices(
 def from_regex(
     pattern: str, vocabulary: Vocabulary, **limits: Unpack[Limits]
 ) -> Grammar:
-    r"""Make a grammar whose texts match a regular expression, from end to end.
+    r"""Compile a regular expression, matched from end to end.
 
     Args:
-      pattern: in the syntax of Python's `re`, over Unicode characters: `.` is any but
-        a line's end, `\d` a digit of any script. Greedy or not makes no difference.
+      pattern: in the syntax of Python's `re`, over Unicode characters: `.` is any
+        except a newline, `\d` a digit of any script. Greediness has no effect.
       vocabulary: of the model.
-      **limits: `max_bytes`, `timeout` and `folder`, as `concatenate` has them.
+      **limits: `max_bytes`, `timeout` and `folder`, as in `concatenate`.
 
     Raises:
-      Unsupported: it is no pattern, or it has look-around, references back, `\b`,
-        atomic groups or lines as a flag (a ValueError).
-      NoText: the vocabulary can spell none of the texts (a ValueError).
+      Unsupported: the pattern is invalid, or has nested assertions, backreferences,
+        atomic groups or the flags MULTILINE or LOCALE (a ValueError).
+      NoText: the vocabulary can spell none of the matches (a ValueError).
       TooLarge: `max_bytes` or `timeout` is exceeded (a ValueError).
 
     Example:
@@ -156,23 +157,23 @@ def from_gbnf(
     recursion: int = RECURSION,
     **limits: Unpack[Limits],
 ) -> Grammar:
-    """Make a grammar whose texts derive from the rule `root`, in llama.cpp's notation.
+    """Compile GBNF, llama.cpp's grammar notation, from the rule `root`.
 
-    A rule that names itself first or last in its ways is any number of repetitions. Any
-    other that leads back to itself goes so deep and no deeper, so that texts are fewer.
+    A left- or right-recursive rule becomes a repetition, of any length. Other recursion
+    is expanded to a fixed depth, so the language is a subset.
 
     Args:
-      text: rules as in `root ::= "yes" | [0-9]+ ("." [0-9]{1,2})?`, with `#` before
-        what is not read.
+      text: rules such as `root ::= "yes" | [0-9]+ ("." [0-9]{1,2})?`; `#` starts a
+        comment.
       vocabulary: of the model.
-      recursion: how often a rule may stand in itself.
-      **limits: `max_bytes`, `timeout` and `folder`, as `concatenate` has them.
+      recursion: depth to which a rule may contain itself.
+      **limits: `max_bytes`, `timeout` and `folder`, as in `concatenate`.
 
     Raises:
-      Unsupported: it is no such grammar, with the line (a ValueError); tokens in it are
-        not served.
-      NoText: the vocabulary can spell none of the texts, or all are nested more deeply
-        (a ValueError).
+      Unsupported: a rule is invalid or has token literals; the message has the line (a
+        ValueError).
+      NoText: the vocabulary can spell no string, or all are nested more deeply (a
+        ValueError).
       TooLarge: `max_bytes` or `timeout` is exceeded (a ValueError).
 
     Example:
@@ -197,30 +198,28 @@ def from_json_schema(
     around: str = "",
     **limits: Unpack[Limits],
 ) -> Grammar:
-    """Make a grammar whose texts are the JSON values that a schema describes.
+    """Compile a JSON schema to the JSON values that it describes.
 
-    Properties stand in the order in which the schema names them. What a schema leaves
-    open is left out: an object has no properties and a tuple no items but those that
-    the schema speaks of. The page on grammars lists the keywords that are served,
-    ignored and refused.
+    Properties stand in the order of the schema. Properties and items that the schema
+    does not mention are excluded. The page on grammars lists the supported, ignored and
+    refused keywords.
 
     Args:
-      schema: of JSON Schema, draft 2020-12, with what older drafts wrote otherwise.
+      schema: of JSON Schema, draft 2020-12, or in the notation of drafts 4 to 2019-09.
       vocabulary: of the model.
-      whitespace: pattern of what may stand around brackets, commas and colons; once at
-        each place.
-      depth: levels of arrays and objects in a value of which the schema says nothing.
-      recursion: how often a schema that refers to itself may stand in itself; less
-        often where that takes more than some 16,000 states.
-      strict: whether keywords and formats that JSON Schema does not define are errors;
-        they are ignored otherwise, as the standard says.
-      around: pattern of what may stand before the value and behind it; nothing unless
-        said, as models that begin with a blank rarely stop.
-      **limits: `max_bytes`, `timeout` and `folder`, as `concatenate` has them.
+      whitespace: pattern of the space around each bracket, comma and colon.
+      depth: levels of arrays and objects in a value without a schema.
+      recursion: depth to which a recursive schema may contain itself; reduced if it
+        takes more than some 16,000 states.
+      strict: raise for keywords and formats that JSON Schema does not define; they are
+        ignored by default, as the standard says.
+      around: pattern of the text before and after the value; empty by default, since
+        models that begin with a space rarely stop.
+      **limits: `max_bytes`, `timeout` and `folder`, as in `concatenate`.
 
     Raises:
-      Unsupported: a keyword that is not served, or has a value that it cannot have,
-        with its place in the schema (a ValueError).
+      Unsupported: a keyword is unsupported or has an invalid value; the message has its
+        place in the schema (a ValueError).
       NoText: no value is valid, or the vocabulary spells none (a ValueError).
       TooLarge: `max_bytes` or `timeout` is exceeded, or the schema is nested too deeply
         (a ValueError).
@@ -248,13 +247,13 @@ def from_json_object(
     depth: int = DEPTH,
     **limits: Unpack[Limits],
 ) -> Grammar:
-    """Make a grammar whose texts are any JSON object.
+    """Compile the language of all JSON objects.
 
     Args:
       vocabulary: of the model.
-      whitespace: as `from_json_schema` has it.
-      depth: levels of arrays and objects inside of the object.
-      **limits: `max_bytes`, `timeout` and `folder`, as `concatenate` has them.
+      whitespace: as in `from_json_schema`.
+      depth: levels of arrays and objects inside the object.
+      **limits: `max_bytes`, `timeout` and `folder`, as in `concatenate`.
 
     Raises:
       NoText: the vocabulary spells no object (a ValueError).

@@ -1,4 +1,4 @@
-"""What languages are put together from: values that say which texts may stand there."""
+"""Parts of a concatenated grammar: choices, patterns, schemas, rules and free text."""
 
 import dataclasses
 import re
@@ -27,22 +27,22 @@ DEPTH, RECURSION = 3, 2
 
 
 class Part:
-    """A language: one of the classes below, or a text that stands as it is."""
+    """Base class of languages."""
 
     def expression(self, bounds: Bounds) -> Expression:
-        """Return the language over bytes; see the class for what it raises."""
+        """Return the language over bytes; subclasses document its errors."""
         raise NotImplementedError
 
     def asked(self) -> list[Any]:
-        """Return what the language depends on, of JSON."""
+        """Return the inputs of the language as JSON, for the cache key."""
         return [type(self).__name__, *vars(self).values()]
 
 
 @dataclasses.dataclass(frozen=True)
 class Choices(Part):
-    """Texts to choose from."""
+    """A choice between strings."""
 
-    texts: Sequence[str]  # at least one; `NoText` is raised for none
+    texts: Sequence[str]  # at least one; none raises `NoText`
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "texts", read_list("texts", self.texts, str))
@@ -50,13 +50,13 @@ class Choices(Part):
     def expression(self, bounds: Bounds) -> Expression:
         del bounds
         if not self.texts:
-            raise NoText("there are no texts to choose from")
+            raise NoText("texts is empty; pass at least one string")
         return Choice([Literal(text.encode()) for text in self.texts])
 
 
 @dataclasses.dataclass(frozen=True)
 class Pattern(Part):
-    """What matches a regular expression from end to end, as `from_regex` has it."""
+    """A regular expression matched from end to end, as in `from_regex`."""
 
     pattern: str  # in the syntax of Python's `re`
 
@@ -66,21 +66,21 @@ class Pattern(Part):
 
 @dataclasses.dataclass(frozen=True)
 class Schema(Part):
-    """The JSON values that a schema describes, as `from_json_schema` has it."""
+    """The JSON values of a schema, as in `from_json_schema`."""
 
     schema: Mapping[str, Any] | bool  # of JSON Schema
-    # Pattern of what may stand around brackets, commas and colons.
+    # Pattern of the space around brackets, commas and colons.
     whitespace: str = WHITESPACE
-    # Levels of arrays and objects in a value of which the schema says nothing.
+    # Levels of arrays and objects in a value without a schema.
     depth: int = DEPTH
-    # How often a schema that refers to itself may stand in itself.
+    # Depth to which a recursive schema may contain itself.
     recursion: int = RECURSION
-    strict: bool = False  # whether unknown keywords and formats are errors
-    around: str = ""  # pattern of what may stand before the value and behind it
+    strict: bool = False  # raise for unknown keywords and formats
+    around: str = ""  # pattern of the text before and after the value
 
     @property
     def reading(self) -> Reading:
-        """How the schema is read."""
+        """Options of the schema compiler."""
         return Reading(self.whitespace, self.depth, self.recursion, self.strict)
 
     def expression(self, bounds: Bounds) -> Expression:
@@ -93,10 +93,10 @@ class Schema(Part):
 
 @dataclasses.dataclass(frozen=True)
 class Rules(Part):
-    """What a grammar of llama.cpp's notation derives, as `from_gbnf` has it."""
+    """A GBNF grammar, as in `from_gbnf`."""
 
-    text: str  # the rules
-    # How often a rule may stand in itself, where that is no repetition.
+    text: str  # GBNF rules
+    # Depth to which a rule may contain itself, unless it is a repetition.
     recursion: int = RECURSION
 
     def expression(self, bounds: Bounds) -> Expression:
@@ -106,36 +106,36 @@ class Rules(Part):
 
 @dataclasses.dataclass(frozen=True)
 class Until(Part):
-    """Free text up to a mark, the mark included, which stands in it nowhere else."""
+    """Free text up to and including the first occurrence of a mark."""
 
     mark: str  # at least one character, such as "</think>"
-    # Whether a text may end without the mark, and what follows it.
+    # Accept strings without the mark, and without the parts after it.
     is_optional: bool = False
 
     def expression(self, bounds: Bounds) -> Expression:
-        """Return the texts that end with the mark."""
+        """Return the strings with exactly one mark, at their end."""
         mark = self._quoted()
         ending = compile_regex(f"(?:{ANYTHING}){mark}", bounds)
         too_far = compile_regex(rf"(?:{ANYTHING}){mark}(?s:.)(?:{ANYTHING})", bounds)
         return Leaf(subtract(ending, too_far, bounds))
 
     def without(self, bounds: Bounds) -> Expression:
-        """Return the texts that do not have the mark."""
+        """Return the strings without the mark."""
         anything = compile_regex(ANYTHING, bounds)
         tagged = compile_regex(self._quoted(), bounds, is_search=True)
         return Leaf(subtract(anything, tagged, bounds))
 
     def _quoted(self) -> str:
         if not self.mark:
-            raise NoText("a mark has a character at least")
+            raise NoText("mark is empty; pass at least one character")
         return re.escape(self.mark)
 
 
 @dataclasses.dataclass(frozen=True)
 class Either(Part):
-    """A text of any of several languages."""
+    """A choice between several parts."""
 
-    # Each a value of this module or a text, or a list of those that follow each other.
+    # Each a `Part` or a string, or a list of them to concatenate.
     parts: Sequence["Part | str | Sequence[Part | str]"]
 
     def __post_init__(self) -> None:
@@ -166,7 +166,7 @@ def _listed(part: Part | str | Sequence[Part | str]) -> Sequence[Part | str]:
 
 
 def join_parts(parts: Sequence[Part | str], bounds: Bounds) -> Expression:
-    """Return the language of parts that follow each other."""
+    """Return the concatenation of parts."""
     found: Expression = Literal(b"")
     for part in reversed(parts):
         if isinstance(part, str):
@@ -178,5 +178,5 @@ def join_parts(parts: Sequence[Part | str], bounds: Bounds) -> Expression:
 
 
 def list_asked(parts: Sequence[Part | str]) -> list[Any]:
-    """Return what a language of parts depends on, of JSON."""
+    """Return the inputs of the parts as JSON, for the cache key."""
     return [part if isinstance(part, str) else part.asked() for part in parts]

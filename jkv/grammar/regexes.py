@@ -1,10 +1,9 @@
-"""Regular expressions as automata: parsed by Python's own parser, put together here.
+"""Compile regular expressions of Python's `re` to automata, with Python's own parser.
 
-Bytes that UTF-8 never has stand for the beginning and the end of a text while a pattern
-is put together: `^` and `$` are texts of one such byte, and there are as many of them
-around a text as a pattern asks for. Other such bytes stand where something is asserted
-of what is before or behind; texts in which one stands where that does not hold are
-taken away, then these bytes are.
+Bytes that UTF-8 never uses encode zero-width items while a pattern is compiled. `^` and
+`$` match one such byte each, and any number of them surrounds a string. Each assertion
+and word boundary inserts another such byte, a mark; strings with a mark where its
+assertion fails are subtracted, then all marks are removed.
 """
 
 import functools
@@ -42,7 +41,7 @@ from jkv.grammar.expressions import (
 _parser = importlib.import_module("re._parser")
 
 _BEGIN, _END = 0xFE, 0xFF
-_MARKS = (0xC0, 0xC1, *range(0xF5, 0xFE))  # of what is asserted, each its own
+_MARKS = (0xC0, 0xC1, *range(0xF5, 0xFE))  # one per assertion
 _ANCHORS = {
     "AT_BEGINNING": _BEGIN,
     "AT_BEGINNING_STRING": _BEGIN,
@@ -60,19 +59,19 @@ _REFUSED_FLAGS = re.MULTILINE | re.LOCALE
 def compile_regex(
     pattern: str, bounds: Bounds, *, is_search: bool = False, shown: str | None = None
 ) -> Automaton:
-    """Return the texts that a pattern of Python's `re` matches, or is found in.
+    """Return the strings that match a pattern, or contain a match if `is_search`.
 
-    Errors quote it as `shown`, if it was written otherwise. `Unsupported` is raised for
-    what is no pattern, or none that an automaton can match.
+    Errors quote `shown`, the pattern as the user wrote it. `Unsupported` is raised for
+    an invalid pattern, or one that is not regular.
     """
     name = f"the pattern {_shorten(shown or pattern)}"
     try:
         with warnings.catch_warnings():
-            # Python may read "[[" otherwise one day; patterns mean what it reads now.
+            # Python may change the meaning of "[["; patterns keep today's.
             warnings.simplefilter("ignore", FutureWarning)
             parsed = _parser.parse(pattern)
         if parsed.state.flags & _REFUSED_FLAGS:
-            raise Unsupported(f"flags of {name}")
+            raise Unsupported(f"{name} has the flag MULTILINE or LOCALE; remove it")
         reader = _Reader(name, bounds)
         inner = reader.read(parsed, parsed.state.flags)
         anything = Repeat(one_of(complement(()))) if is_search else Literal(b"")
@@ -87,11 +86,11 @@ def compile_regex(
 
 
 def _without_anchors(marked: Automaton, bounds: Bounds) -> Automaton:
-    """Return the texts that stand between any number of the two anchors."""
+    """Return the strings between any number of the two anchors."""
     table = np.append(marked.transitions, np.full((1, 256), -1, np.int32), axis=0)
     begins = table[:, _BEGIN]
     start = 0
-    # More anchors than states change nothing any more.
+    # A longer run of anchors than states reaches no new state.
     for _ in range(len(table)):
         start = int(begins[start])
     ends = np.arange(len(table))
@@ -106,19 +105,19 @@ def _without_anchors(marked: Automaton, bounds: Bounds) -> Automaton:
 
 
 class _Reader:
-    """From what the parser returns to expressions."""
+    """Convert the parser's output to expressions."""
 
     def __init__(self, name: str, bounds: Bounds) -> None:
         self._name, self._bounds = name, bounds
-        # For each mark the texts, marks among them, in which it stands wrongly.
+        # For each mark, the strings (with marks) in which its assertion fails.
         self._wrong: list[Expression] = []
-        self._is_inside = False  # of an assertion
+        self._is_inside = False  # True inside an assertion
 
     def read(self, items: Iterable[tuple[Any, Any]], flags: int) -> Expression:
         return concat(*(self._read_item(str(op), given, flags) for op, given in items))
 
     def without_marks(self, marked: Automaton) -> Automaton:
-        """Return the texts in which no mark stands wrongly, without marks."""
+        """Subtract strings with failing marks, then remove the marks."""
         if not self._wrong:
             return marked
         right = subtract_expression(marked, Choice(self._wrong), self._bounds)
@@ -151,9 +150,9 @@ class _Reader:
     def _look(
         self, is_ahead: bool, is_wanted: bool, items: Any, flags: int
     ) -> Expression:
-        """Return a mark: what is behind it, or before, must match or must not."""
+        """Return a mark for a lookahead or lookbehind, positive if `is_wanted`."""
         if self._is_inside:
-            raise Unsupported(f"an assertion in another one in {self._name}")
+            raise Unsupported(f"nested assertions in {self._name}")
         self._is_inside = True
         inner = self.read(items, flags)
         self._is_inside = False
@@ -161,10 +160,10 @@ class _Reader:
         return self._mark([(self._side(concat(*parts), is_wanted), is_ahead)])
 
     def _boundary(self, is_wanted: bool, flags: int) -> Expression:
-        r"""Return the mark of `\b`, or of `\B`."""
+        r"""Return the mark of `\b`, or of `\B` if `is_wanted` is False."""
         word = one_of(_read_category("CATEGORY_WORD", flags))
         ahead, back = concat(word, _ANY_BYTES), concat(_ANY_BYTES, word)
-        # A boundary is wrong where both sides are alike, the other where they differ.
+        # `\b` fails where both sides agree, `\B` where they differ.
         return self._mark(
             *(
                 [
@@ -176,7 +175,7 @@ class _Reader:
         )
 
     def _side(self, texts: Expression, is_complement: bool) -> Expression:
-        """Return texts, or all others, with marks anywhere in them."""
+        """Return the strings, or their complement, with marks anywhere in them."""
         found = determinize(texts, self._bounds)
         if is_complement:
             everything = determinize(_ANY_BYTES, self._bounds)
@@ -186,9 +185,11 @@ class _Reader:
         return Leaf(Automaton(table, found.accepting))
 
     def _mark(self, *wrong: list[tuple[Expression, bool]]) -> Expression:
-        """Return a new mark, wrong where one of the lists of sides holds."""
+        """Return a new mark, which fails where all sides of one list match."""
         if self._is_inside or len(self._wrong) == len(_MARKS):
-            raise Unsupported(f"more assertions than are served in {self._name}")
+            raise Unsupported(
+                f"more than {len(_MARKS)} assertions, or nested ones, in {self._name}"
+            )
         mark = Literal(bytes([_MARKS[len(self._wrong)]]))
         ways = []
         for sides in wrong:

@@ -1,10 +1,9 @@
-"""One spelling: where a language leaves no choice of bytes, it leaves none of tokens.
+"""Force one tokenization where a language determines the next bytes.
 
-The name of a key in a JSON schema can be spelled by many tokens, short and long. A
-grammar allows them all. With one spelling it allows the longest token that is certain,
-so that tokens behind each other are forced, and speculation computes them in one step.
-Texts are the same; what changes is which tokens spell them. (SGLang calls this
-jump-forward decoding, and computes the spelling anew on the host:
+A key of a JSON schema can be tokenized in many ways, and a grammar allows them all.
+With one spelling it allows only the longest certain token, so that runs of tokens are
+forced and speculative decoding verifies them in one step. The language is unchanged;
+only its tokenization is. (SGLang's jump-forward decoding computes it on the host:
 https://lmsys.org/blog/2024-02-05-compressed-fsm/.)
 """
 
@@ -18,21 +17,21 @@ from jkv.arguments import explains_arguments
 from jkv.grammar.grammar import PIECE, Grammar
 from jkv.grammar.vocabulary import Vocabulary
 
-# A state that allows more tokens than so many leaves a choice of bytes.
+# States with more allowed tokens are skipped: their next bytes are not determined.
 _MOST_TOKENS = 256
 
 
 @explains_arguments
 def with_one_spelling(grammar: Grammar, vocabulary: Vocabulary) -> Grammar:
-    """Return a grammar of the same texts in which what is certain has one spelling.
+    """Return a grammar of the same language with determined text tokenized one way.
 
-    A token is certain in a state if every text of the language goes on with its bytes;
-    of several the longest is allowed, and no other. Each takes a set of tokens more.
+    A token is certain in a state if every string of the language continues with its
+    bytes; only the longest certain token stays allowed. Each adds one mask.
 
     Args:
       grammar: of one language, or a join.
-      vocabulary: the one that it was made for; with a token for every single byte, or
-        fewer states are changed: no text may be lost that others spell.
+      vocabulary: the one that it was compiled for. Without a token for every single
+        byte fewer states change, so that no string is lost.
 
     Raises:
       ValueError: for another vocabulary.
@@ -50,8 +49,8 @@ def with_one_spelling(grammar: Grammar, vocabulary: Vocabulary) -> Grammar:
     """
     if len(vocabulary.tokens) != grammar.vocabulary_size:
         raise ValueError(
-            f"the grammar was made for {grammar.vocabulary_size} tokens, the "
-            f"vocabulary has {len(vocabulary.tokens)}"
+            f"vocabulary must have the grammar's {grammar.vocabulary_size} tokens, got "
+            f"{len(vocabulary.tokens)}; pass the one that it was compiled for"
         )
     states = _States(grammar, vocabulary)
     found = {
@@ -78,7 +77,7 @@ def with_one_spelling(grammar: Grammar, vocabulary: Vocabulary) -> Grammar:
 
 
 def _add_masks(grammar: Grammar, tokens: list[int]) -> tuple[Any, Any]:
-    """Return the pieces and the sets with one more for each token, it alone."""
+    """Return the mask pieces and masks with a one-token mask for each token."""
     old = np.asarray(grammar.mask_pieces)
     nothing, first = len(old), len(old) + 1
     new = np.zeros((1 + len(tokens), PIECE), np.uint32)
@@ -95,7 +94,7 @@ def _add_masks(grammar: Grammar, tokens: list[int]) -> tuple[Any, Any]:
 
 
 class _States:
-    """The states of a grammar, on the host."""
+    """A grammar's states on the host."""
 
     def __init__(self, grammar: Grammar, vocabulary: Vocabulary) -> None:
         self._tokens, self._ends = vocabulary.tokens, set(vocabulary.end_tokens)
@@ -105,11 +104,11 @@ class _States:
             field.name: np.asarray(getattr(grammar, field.name))
             for field in dataclasses.fields(grammar)
         }
-        self._allowed: dict[int, dict[int, bytes] | None] = {}  # by the set's number
+        self._allowed: dict[int, dict[int, bytes] | None] = {}  # by row of `masks`
         self._agreeing: dict[tuple[int, bytes], bool] = {}
 
     def find_certain(self, state: int) -> int | None:
-        """Return the longest token of several that every text goes on with, if any."""
+        """Return the longest certain token; None without a choice or certain token."""
         allowed = self._find_allowed(state)
         if allowed is None or len(allowed) < 2:
             return None
@@ -123,7 +122,7 @@ class _States:
         return token
 
     def _goes_on_with(self, state: int, rest: bytes) -> bool:
-        """Whether every text goes on with these bytes, however they are spelled."""
+        """Return True if every continuation starts with `rest`, in any tokenization."""
         if not rest:
             return True
         if (state, rest) not in self._agreeing:
@@ -137,7 +136,7 @@ class _States:
         return self._agreeing[state, rest]
 
     def _find_allowed(self, state: int) -> dict[int, bytes] | None:
-        """Return the tokens that a state allows; None if many, or one ends the text."""
+        """Return the allowed tokens; None if there are many, or an end token is one."""
         number = int(self._arrays["mask_of_state"][state])
         if number not in self._allowed:
             words = self._arrays["mask_pieces"][self._arrays["masks"][number]].reshape(

@@ -1,7 +1,4 @@
-"""From automata over tokens to the arrays of a `Grammar`, for one language or many.
-
-And back, so that a grammar becomes a part of another one.
-"""
+"""Convert between automata over tokens and the arrays of a `Grammar`."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
@@ -20,7 +17,7 @@ Ints = npt.NDArray[np.integer[Any]]
 
 
 def make_grammar(table: TokenTable, vocabulary: Vocabulary, bounds: Bounds) -> Grammar:
-    """Lay out one language."""
+    """Build the arrays of one language."""
     num_states, num_tokens = len(table.transitions), len(vocabulary.tokens)
     lost, over = num_states, num_states + 1
     ends = list(vocabulary.end_tokens)
@@ -30,8 +27,8 @@ def make_grammar(table: TokenTable, vocabulary: Vocabulary, bounds: Bounds) -> G
         return_inverse=True,
     )
     num_words = -(-num_tokens // 32)
-    # End tokens are one more class, behind the others. Equal pieces may spare some of
-    # what is counted here, but the rows are made first.
+    # End tokens form one more class, the last. Merging equal pieces may save memory
+    # later, but the full rows are built first.
     end_class = table.transitions.shape[1]
     entries = (num_states + 2) * (end_class + 1)
     needed = (
@@ -51,7 +48,7 @@ def make_grammar(table: TokenTable, vocabulary: Vocabulary, bounds: Bounds) -> G
     transitions[over] = over
     class_of_token = table.class_of_token.copy()
     class_of_token[ends] = end_class
-    # Of a lost text nothing is allowed, of one that has ended its end.
+    # The rejecting state allows nothing, the ended state the end tokens.
     extra = np.zeros((2, end_class + 1), bool)
     extra[1, -1] = True
     sets = np.concatenate([allowed, extra])
@@ -79,9 +76,9 @@ def make_grammar(table: TokenTable, vocabulary: Vocabulary, bounds: Bounds) -> G
 
 @explains_arguments
 def join(grammars: Sequence[Grammar]) -> Grammar:
-    """Serve several languages in one call, a variant each, in the order given.
+    """Combine grammars into one with a variant for each, in the given order.
 
-    Variants of a grammar that is itself a join follow each other.
+    The variants of a joined grammar stay adjacent.
 
     Args:
       grammars: of one vocabulary.
@@ -90,13 +87,13 @@ def join(grammars: Sequence[Grammar]) -> Grammar:
       ValueError: none are given, or vocabularies or end tokens differ.
     """
     if not grammars:
-        raise ValueError("join needs at least one grammar")
+        raise ValueError("grammars is empty; pass at least one")
     sizes = {grammar.vocabulary_size for grammar in grammars}
     ends = {tuple(np.asarray(grammar.end_tokens).tolist()) for grammar in grammars}
     if len(sizes) > 1 or len(ends) > 1:
         raise ValueError(
-            f"grammars of different vocabularies: sizes {sorted(sizes)}, end tokens "
-            f"{sorted(ends)}"
+            f"grammars must be of one vocabulary, got sizes {sorted(sizes)} and end "
+            f"tokens {sorted(ends)}"
         )
     counts = [(*TableSizes.of(grammar), grammar.num_variants) for grammar in grammars]
     *firsts, total = np.cumsum([[0] * len(counts[0]), *counts], axis=0).tolist()
@@ -105,7 +102,7 @@ def join(grammars: Sequence[Grammar]) -> Grammar:
         for grammar, (*first, variant) in zip(grammars, firsts, strict=True)
     ]
     joined = {name: np.concatenate([each[name] for each in moved]) for name in _ROWS}
-    for name in STATE_ARRAYS:  # what is lost, and what has ended, stand behind all
+    for name in STATE_ARRAYS:  # the rejecting and ended states follow all others
         own = [each[name][:-2] for each in moved]
         joined[name] = np.concatenate([*own, moved[-1][name][-2:]])
     for name in ("masks", "transitions"):
@@ -127,21 +124,21 @@ def wait_for(
     *,
     is_required: bool = False,
 ) -> Grammar:
-    """Make a grammar that steers what follows a token, and nothing before it.
+    """Return a grammar that constrains only the tokens after a trigger token.
 
-    Until one of the tokens comes every token is allowed, special ones, too; what comes
-    behind the first of them is a text of the grammar. So a template's own token, such
-    as one that begins a call, turns the grammar on. For marks that are texts there is
+    Every token, special ones included, is allowed until the first of `tokens`; the
+    tokens after it form a string of `grammar`. A template's own token, such as the
+    beginning of a tool call, so enables the grammar. For a trigger in plain text use
     `Until(mark, is_optional=True)`.
 
     Args:
-      tokens: ids, any of the vocabulary but end tokens.
-      grammar: of one language, made for the vocabulary.
+      tokens: trigger ids, any of the vocabulary except end tokens.
+      grammar: of one language, compiled for the vocabulary.
       vocabulary: of the model.
-      is_required: whether a text may not end before.
+      is_required: forbid end tokens before the trigger.
 
     Raises:
-      ValueError: for ids that are none of these, or a grammar of several languages.
+      ValueError: for invalid ids, or a grammar of several languages.
 
     Example:
       >>> from jkv.grammar import Vocabulary, from_choices, wait_for
@@ -158,16 +155,18 @@ def wait_for(
     """
     size, ends = len(vocabulary.tokens), {*vocabulary.end_tokens}
     if grammar.num_variants != 1 or grammar.vocabulary_size != size:
-        raise ValueError("wait_for takes a grammar of one language of this vocabulary")
+        raise ValueError(
+            f"grammar must be of one language and {size} tokens, got "
+            f"{grammar.num_variants} languages and {grammar.vocabulary_size} tokens"
+        )
     wrong = [token for token in tokens if not 0 <= token < size or token in ends]
     if wrong or not tokens:
         raise ValueError(
-            f"wait_for takes ids of tokens from 0 to {size - 1} that end no text, got "
+            f"tokens must be ids from 0 to {size - 1} that are no end tokens, got "
             f"{wrong or 'none'}"
         )
     inner = _read(grammar)
-    # A class more for the tokens waited for, of each class that they are of: they lead
-    # where they led before, too.
+    # Trigger tokens move to new classes with the transitions of their old ones.
     classes = inner.class_of_token.copy()
     num_classes = inner.transitions.shape[1]
     old = np.unique(classes[list(tokens)])
@@ -184,7 +183,7 @@ def wait_for(
 
 
 class TableSizes(NamedTuple):
-    """How much of each array there is, or one grammar takes."""
+    """Sizes of the arrays of a grammar, or of a catalog."""
 
     states: int
     transitions: int
@@ -194,7 +193,7 @@ class TableSizes(NamedTuple):
 
     @classmethod
     def of(cls, grammar: Grammar) -> Self:
-        """Return what a grammar takes."""
+        """Return a grammar's sizes."""
         arrays = (getattr(grammar, name) for name in cls._fields[1:])
         return cls(grammar.num_states, *(array.shape[0] for array in arrays))
 
@@ -206,10 +205,10 @@ _ROWS = "class_of_token", "starts", *TableSizes._fields[1:]
 def move(
     grammar: Grammar, firsts: TableSizes, variant: int, lost: int
 ) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays of a grammar as they are behind others.
+    """Return a grammar's arrays, renumbered to follow those of other grammars.
 
-    Its rows and variants begin at these. A text that is lost is in the state `lost`,
-    one that has ended in the next.
+    Rows start at `firsts` and variants at `variant`. The rejecting state becomes
+    `lost`, the ended state `lost + 1`.
     """
     arrays = {name: np.asarray(values) for name, values in vars(grammar).items()}
     wide = {name: arrays[name].astype(np.int32) for name in TableSizes._fields[1:4]}
@@ -227,7 +226,7 @@ def move(
 
 
 def _read(grammar: Grammar) -> TokenTable:
-    """Return the table that a grammar was made of, a class of nothing behind it."""
+    """Return the token table of a grammar, with an empty class at its end."""
     num_states = grammar.num_states
     rows = np.asarray(grammar.row_of_state)[:num_states]
     per_state = len(np.asarray(grammar.transitions)) // (num_states + 2)
@@ -243,7 +242,7 @@ def _read(grammar: Grammar) -> TokenTable:
 
 
 def _assemble(*, vocabulary_size: int, **arrays: Ints) -> Grammar:
-    """Give each array the smallest dtype that holds it, and put it on the device."""
+    """Cast each array to its smallest dtype and put it on the device."""
     num_states = len(arrays["row_of_state"])
     dtypes = {
         "class_of_token": _narrow(int(arrays["class_of_token"].max()) + 1),
@@ -260,14 +259,14 @@ def _assemble(*, vocabulary_size: int, **arrays: Ints) -> Grammar:
 
 
 def _narrow(num_values: int) -> np.dtype[np.generic]:
-    """Return the smallest dtype that holds numbers below this."""
+    """Return the smallest dtype that holds `num_values` distinct values."""
     if num_values <= 2**8:
         return np.dtype(np.uint8)
     return np.dtype(np.uint16 if num_values <= 2**16 else np.int32)
 
 
 def _cut(rows: Ints) -> tuple[Ints, Ints]:
-    """Cut rows into pieces; return each row's [R, n] and the distinct pieces."""
+    """Split rows into pieces; return piece numbers, [R, n], and distinct pieces."""
     padded = np.pad(rows, ((0, 0), (0, -rows.shape[1] % PIECE)))
     pieces, which = np.unique(padded.reshape(-1, PIECE), axis=0, return_inverse=True)
     return which.reshape(len(rows), -1), pieces
@@ -280,7 +279,7 @@ def _pack(bits: npt.NDArray[np.bool_], num_words: int) -> npt.NDArray[np.uint32]
 
 
 def _only(allowed: npt.NDArray[np.bool_], class_of_token: Ints) -> int:
-    """Return the only token of a set of classes, or -1."""
+    """Return the only allowed token; -1 for none or several."""
     if allowed.sum() != 1:
         return -1
     found = np.flatnonzero(class_of_token == np.argmax(allowed))

@@ -1,11 +1,11 @@
-"""An automaton over tokens: states that the vocabulary can spell, tokens in classes.
+"""Automata over tokens, with equivalent tokens merged into classes.
 
-Tokens that act alike in every state are one class. They are found by hashes: each token
-adds up a random weight for each pair of states between which it leads, 128 bits wide,
-so that two that differ once have different sums but for a chance of 2**-128.
+Tokens with equal transitions in every state form a class. They are found by hash: each
+token sums a random 128-bit weight per pair of states that it connects, so that
+different tokens collide with a probability of 2**-128.
 
-Tokens are walked as a tree of bytes, from many states at once, level by level. A branch
-is left where no state goes on: most tokens are given up after their first byte.
+The vocabulary is walked as a trie from many states at once, level by level. A branch
+ends where no state has a transition: most tokens are dropped after their first byte.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from jkv.grammar.bounds import Bounds
 from jkv.grammar.errors import NoText
 from jkv.grammar.vocabulary import Vocabulary
 
-# Pairs of a state and a node that a walk looks at together, some 100 MB.
+# (state, node) pairs walked at once, some 100 MB.
 _PAIRS_AT_ONCE = 2**21
 _BYTES_OF_PAIR = 128  # for each, of which a quarter is used
 
@@ -35,41 +35,41 @@ Ints = npt.NDArray[np.int32]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenTable:
-    """Which token leads where."""
+    """An automaton over token classes."""
 
     # i32[S, C], the state after a token of each class, -1 for none. All states are
-    # reached from state 0, and a text can be finished from all of them.
+    # reachable from state 0 and reach an accepting state.
     transitions: Ints
-    accepting: npt.NDArray[np.bool_]  # bool[S], whether a text may end there
+    accepting: npt.NDArray[np.bool_]  # bool[S], True if a string may end in the state
     class_of_token: Ints  # i32[V]
 
 
 def make_table(
     automaton: Automaton, vocabulary: Vocabulary, bounds: Bounds
 ) -> TokenTable:
-    """Walk a vocabulary over an automaton; raise `NoText` if it can spell no text."""
+    """Walk a vocabulary over an automaton; raise `NoText` if it spells no string."""
     trie = trie_of(vocabulary)
     tell = vocabulary.progress or (lambda _done, _all: None)
     class_of_token, firsts = _find_classes(automaton.transitions, trie, tell, bounds)
     num_states = len(automaton.transitions)
-    # Two such tables, of four bytes an entry, live at a time.
+    # Two such int32 tables exist at a time.
     what = f"a table of {num_states:,} states and {len(firsts):,} classes of tokens"
     held = automaton.transitions.nbytes
     bounds.hold(held + num_states * len(firsts) * 8, what)
     table = np.stack(
         [_follow(automaton.transitions, vocabulary, first) for first in firsts], axis=1
     )
-    # States are dropped that tokens do not reach, or do not finish a text from.
+    # Tokens may not reach, or not finish from, states that bytes do.
     alive = find_finishing(table, automaton.accepting)
     if not alive[0]:
-        raise NoText("the vocabulary can spell no text of this language")
+        raise NoText("vocabulary cannot spell any string of this language")
     table = np.where(np.append(alive, False)[table], table, np.int32(-1))
     alive &= find_reached(table)
     table, accepting = keep_states(table, automaton.accepting, alive)
     labels = merge_states(table, accepting.astype(np.int64), bounds)
     merged = np.unique(labels, return_index=True)[1]
     table = np.append(labels, -1)[table[merged]].astype(np.int32)
-    # Classes that differed in states that are gone are one.
+    # Classes may have differed only in dropped states.
     table, which = np.unique(table, axis=1, return_inverse=True)
     classes = which.reshape(-1)[class_of_token]
     return TokenTable(table, accepting[merged], classes.astype(np.int32))
@@ -81,7 +81,7 @@ def _find_classes(
     tell: Callable[[int, int], None],
     bounds: Bounds,
 ) -> tuple[Ints, list[int]]:
-    """Return the class of each token, i32[V], and a token of each; -1 leads nowhere."""
+    """Return the class of each token, i32[V], and a token of each; -1 for no token."""
     rng = np.random.default_rng(0)
     num_states, num_nodes = len(transitions), len(trie.last_bytes)
     shape = 2, num_states
@@ -123,18 +123,18 @@ def _follow(transitions: Ints, vocabulary: Vocabulary, token: int) -> Ints:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenTrie:
-    """Beginnings of tokens, node 0 the empty one; children of a node stand together."""
+    """Trie of token prefixes; node 0 is the root, siblings are adjacent."""
 
-    last_bytes: npt.NDArray[np.uint8]  # u8[N], the byte that leads to each node
-    first_children: Ints  # i32[N], of each node
+    last_bytes: npt.NDArray[np.uint8]  # u8[N], last byte of each prefix
+    first_children: Ints  # i32[N], first child of each node
     num_children: Ints  # i32[N]
-    node_of_token: Ints  # i32[V], where each token ends; 0 for those that spell nothing
+    node_of_token: Ints  # i32[V], node of each token; 0 for empty tokens
 
     def walk(self, transitions: Ints, states: Ints) -> Iterator[tuple[Ints, ...]]:
-        """Walk from some states, i32[K], down to the leaves.
+        """Walk from states, i32[K], down to the leaves.
 
-        Yields for each level the triples (which of the states, node, state there) that
-        live, by transitions i32[S, 256].
+        Yields per level the live triples (index of the initial state, node, state
+        there), by transitions i32[S, 256].
         """
         origins = np.arange(len(states), dtype=np.int32)
         nodes = np.zeros_like(origins)
@@ -155,7 +155,7 @@ _TRIES: "weakref.WeakKeyDictionary[Vocabulary, TokenTrie]" = weakref.WeakKeyDict
 
 
 def trie_of(vocabulary: Vocabulary) -> TokenTrie:
-    """Return the tree of a vocabulary; it is made once."""
+    """Return the trie of a vocabulary, cached."""
     if vocabulary not in _TRIES:
         ends = set(vocabulary.end_tokens)
         tokens = [
@@ -167,7 +167,7 @@ def trie_of(vocabulary: Vocabulary) -> TokenTrie:
 
 
 def make_trie(tokens: list[bytes]) -> TokenTrie:
-    """Make the tree of some tokens; an empty one spells nothing."""
+    """Build the trie of `tokens`; an empty token stays at the root."""
     text = np.frombuffer(b"".join(tokens), np.uint8)
     lengths = np.array([len(token) for token in tokens], np.int64)
     starts = np.cumsum(lengths) - lengths
@@ -182,7 +182,7 @@ def make_trie(tokens: list[bytes]) -> TokenTrie:
         last_bytes.append((distinct % 256).astype(np.uint8))
         parents.append(distinct // 256)
         num_nodes += len(distinct)
-    # Nodes are numbered level by level, those of a level by their parents.
+    # Nodes are numbered level by level, and by parent within a level.
     parent = np.concatenate(parents)[1:]
     num_children = np.bincount(parent, minlength=num_nodes)
     return TokenTrie(

@@ -1,7 +1,7 @@
-"""Grammars of calls of tools: text, and calls between tags in it.
+"""Structured output for tool calls: free text with tagged JSON calls.
 
-A call is written as Hermes, Qwen and others do, `<tool_call>{"name": ..., "arguments":
-...}</tool_call>`; a text that has no opening tag in it is free.
+A call has the format of Hermes and Qwen, `<tool_call>{"name": ..., "arguments":
+...}</tool_call>`; text without an opening tag is free.
 """
 
 import dataclasses
@@ -26,14 +26,14 @@ from jkv.grammar.vocabulary import Vocabulary
 
 @dataclasses.dataclass(frozen=True)
 class _Calls(Part):
-    """Texts with calls in them, as `from_tools` has it."""
+    """The language of `from_tools`."""
 
     functions: Sequence[Mapping[str, Any]]
     choice: str
     is_single: bool
     begin: str
     end: str
-    any_json: Sequence[str]  # names of functions whose arguments are any JSON object
+    any_json: Sequence[str]  # functions with any JSON object as arguments
     answer: Mapping[str, Any] | bool | None
     reading: Reading
 
@@ -53,7 +53,7 @@ class _Calls(Part):
         return texts
 
     def _call(self, function: Mapping[str, Any], bounds: Bounds) -> Expression:
-        """Return the calls of one tool, objects of its name and its arguments."""
+        """Return the calls of one tool, objects with its name and arguments."""
         is_free = function["name"] in self.any_json
         schema = {"type": "object"} if is_free else _schema_of(function)
         try:
@@ -84,37 +84,38 @@ def from_tools(
     answer: Mapping[str, Any] | bool | None = None,
     **limits: Unpack[Limits],
 ) -> Grammar:
-    r"""Make a grammar of texts in which tools are called rightly.
+    r"""Compile a grammar of valid tool calls.
 
-    A call is an object of `name` and `arguments`, the latter after the tool's schema,
-    between two tags; around it may be a line's end. Tags are spelled by tokens of the
-    vocabulary: a special token that stands for one is not allowed, since special tokens
-    spell nothing, unless the vocabulary is made with its bytes.
+    A call is an object of `name` and `arguments`, the latter constrained by the tool's
+    schema, between two tags with optional newlines. Tags are spelled by ordinary
+    tokens: a special token for a tag is not allowed, unless the vocabulary is made with
+    its bytes.
 
     Args:
-      tools: each with `name` and `parameters` (a JSON schema), or with these inside of
-        `function`, as the API of OpenAI has it.
+      tools: each with `name` and `parameters` (a JSON schema), or with these inside
+        `function`, as in the OpenAI API.
       vocabulary: of the model.
-      choice: "auto": free text with any number of calls in it, one after the other or
-        none; "required": calls and nothing else; or the name of a tool, one call of it.
-      is_parallel: whether there may be several calls.
-      begin: the tag before a call; free text does not have it.
-      end: the tag behind a call.
-      whitespace: as `from_json_schema` has it.
-      depth: as `from_json_schema` has it.
-      recursion: as `from_json_schema` has it.
-      strict: as `from_json_schema` has it.
-      free_arguments: names of tools whose arguments are any JSON object, whatever their
-        schemas say: those that `find_refused_tools` has found.
-      answer: a JSON schema, for "auto": a text is then JSON that it describes, or calls
-        and nothing else.
-      **limits: `max_bytes`, `timeout` and `folder`, as `concatenate` has them.
+      choice: "auto": free text with any number of calls, or none; "required": calls and
+        nothing else; or the name of a tool, for one call of it.
+      is_parallel: allow several calls.
+      begin: opening tag; free text does not contain it.
+      end: closing tag.
+      whitespace: as in `from_json_schema`.
+      depth: as in `from_json_schema`.
+      recursion: as in `from_json_schema`.
+      strict: as in `from_json_schema`.
+      free_arguments: names of tools with unconstrained arguments, any JSON object, such
+        as the tools in the result of `find_refused_tools`.
+      answer: with choice "auto", a JSON schema that replaces the free text: the
+        completion is either JSON of this schema or calls.
+      **limits: `max_bytes`, `timeout` and `folder`, as in `concatenate`.
 
     Raises:
-      NoText: no tool is called `choice` (a ValueError).
-      ValueError: `begin` ends as it begins, so that it may stand in free text and a
-        call at once.
-      Unsupported: a schema uses what is not served, at which place (a ValueError).
+      NoText: no tool is named `choice` (a ValueError).
+      ValueError: a suffix of `begin` is also its prefix, so that free text and a call
+        could overlap.
+      Unsupported: a schema uses an unsupported keyword; the message has its place (a
+        ValueError).
       TooLarge: `max_bytes` or `timeout` is exceeded (a ValueError).
 
     Example:
@@ -126,12 +127,14 @@ def from_tools(
       66
     """
     if any(begin.startswith(begin[i:]) for i in range(1, len(begin))):
-        raise ValueError(f"begin, {begin!r}, ends as it begins: take another tag")
+        raise ValueError(
+            f"begin must not overlap itself, got {begin!r}; use another tag"
+        )
     functions = _functions(tools)
     if choice not in ("auto", "required"):
         functions = [one for one in functions if one["name"] == choice]
     if not functions:
-        raise NoText(f"there is no tool to call; choice is {choice!r}")
+        raise NoText(f"choice {choice!r} matches no tool in tools")
     is_single = not is_parallel or choice not in ("auto", "required")
     any_json = sorted({one["name"] for one in functions} & {*free_arguments})
     reading = Reading(whitespace, depth, recursion, strict)
@@ -148,26 +151,27 @@ def find_refused_tools(
     max_bytes: int = MAX_BYTES,
     timeout: Timeout = None,
 ) -> dict[str, ValueError]:
-    """Return the tools whose arguments' schemas cannot be served, each with the reason.
+    """Return the tools with unsupported argument schemas, each with its error.
 
-    Give them to `from_tools(free_arguments=)`, and say so to whoever asked for them.
-    No vocabulary is needed; that a grammar is too large for one, `from_tools` tells.
+    Pass their names to `from_tools(free_arguments=)`, and report the errors to the
+    client. No vocabulary is needed; only `from_tools` detects a grammar that is too
+    large for one.
 
     Args:
-      tools: as `from_tools` has them.
-      recursion: as `from_json_schema` has it.
-      strict: as `from_json_schema` has it.
+      tools: as in `from_tools`.
+      recursion: as in `from_json_schema`.
+      strict: as in `from_json_schema`.
       max_bytes: for each tool.
       timeout: for each tool.
 
     Raises:
-      ValueError: one of the tools has no name.
+      ValueError: a tool has no name.
 
     Example:
       >>> from jkv.grammar import find_refused_tools
       >>> lookup = {"name": "lookup", "parameters": {"$ref": "https://example.com/a"}}
       >>> print(find_refused_tools([lookup])["lookup"])
-      $ref 'https://example.com/a' at #: only places of this schema are served
+      $ref 'https://example.com/a' at #: only references within the schema are supported
     """
     reading, found = Reading(WHITESPACE, DEPTH, recursion, strict), {}
     for function in _functions(tools):
@@ -184,7 +188,7 @@ def find_refused_tools(
 def _functions(tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     functions = [tool.get("function", tool) for tool in tools]
     if not all(isinstance(one.get("name"), str) for one in functions):
-        raise ValueError("a tool needs a name, a string")
+        raise ValueError("tools must each have a name, a string")
     return functions
 
 

@@ -1,4 +1,4 @@
-"""What the tokens of a vocabulary spell: bytes, which is what grammars are made of."""
+"""The bytes of each token of a vocabulary."""
 
 import dataclasses
 import functools
@@ -11,38 +11,39 @@ from jkv.arguments import explains_arguments, explains_class
 
 
 class Tokenizer(Protocol):
-    """A `tokenizers.Tokenizer`, as far as its vocabulary goes."""
+    """The part of `tokenizers.Tokenizer` that `vocabulary_of` uses."""
 
     def get_vocab(self, with_added_tokens: bool = True) -> dict[str, int]:
         """Return the id of each token."""
 
     def to_str(self) -> str:
-        """Return the file that it would be saved as, JSON."""
+        """Return the tokenizer's file contents, JSON."""
 
 
 @explains_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class Vocabulary:
-    """What each token spells, and which tokens end a text."""
+    """The bytes of each token, and the end tokens."""
 
-    # Bytes of each id. A token of None (a special token, an id without a meaning) or of
-    # no bytes is never allowed by a grammar.
+    # Bytes of each id. Grammars never allow a token of None (special or unused ids)
+    # or of no bytes.
     tokens: Sequence[bytes | None]
-    # Ids that end a text. They spell nothing, whatever `tokens` says.
+    # End-of-sequence ids; their entries in `tokens` are ignored.
     end_tokens: Sequence[int]
-    # Called while a grammar is made with the states that have been walked so far and
-    # with all of them: large ones take seconds.
+    # Called during compilation with the numbers of walked and of all states, since
+    # large grammars take seconds.
     progress: Callable[[int, int], None] | None = None
 
     def __post_init__(self) -> None:
-        """Raise ValueError for end tokens that are none or no ids."""
+        """Raise ValueError for missing or invalid end tokens."""
         ends = [int(token) for token in self.end_tokens]
         if not ends:
-            raise ValueError("a vocabulary needs an end token: no text would ever stop")
+            raise ValueError(
+                "end_tokens is empty; pass at least one end-of-sequence id"
+            )
         if not all(0 <= token < len(self.tokens) for token in ends):
             raise ValueError(
-                f"end tokens {ends}: ids of the vocabulary are 0 to "
-                f"{len(self.tokens) - 1}"
+                f"end_tokens must be ids from 0 to {len(self.tokens) - 1}, got {ends}"
             )
         object.__setattr__(self, "end_tokens", tuple(sorted(set(ends))))
 
@@ -51,25 +52,24 @@ class Vocabulary:
 def vocabulary_of(
     tokenizer: Tokenizer, end_tokens: Iterable[int], size: int | None = None
 ) -> Vocabulary:
-    """Read from a tokenizer what its tokens spell.
+    """Read the bytes of each token from a tokenizer.
 
-    Served are the two ways in which tokens spell bytes: a character for each byte
-    (byte-level BPE, of GPT-2 and most models since) and text with `▁` for a space and
-    `<0x0A>` for single bytes (of SentencePiece), and what else the decoder replaces. A
-    leading space is kept as the token has it, also where a decoder would strip it from
-    the beginning of a text.
+    Supports the two common encodings: one character per byte (byte-level BPE, from
+    GPT-2 on) and text with `▁` for a space and `<0x0A>` for single bytes
+    (SentencePiece), with the decoder's further replacements. A token keeps its leading
+    space, even if the decoder strips it from the beginning of a text.
 
     Args:
       tokenizer: a `tokenizers.Tokenizer`.
-      end_tokens: ids that end a text.
-      size: width of the model's logits; higher ids, which it cannot produce, are left
-        out, such as tokens for images beside a model of text. None leaves none out.
+      end_tokens: end-of-sequence ids.
+      size: width of the model's logits; ids from there on, such as image tokens of a
+        text-only model, are left out. None keeps all.
 
     Returns:
-      The vocabulary, as long as the highest id or `size`. Special tokens are None.
+      The vocabulary, up to the highest id or `size`. Special tokens are None.
 
     Raises:
-      ValueError: its decoder is of another kind; make a `Vocabulary` by hand.
+      ValueError: the decoder is of another kind; construct a `Vocabulary` instead.
     """
     saved = json.loads(tokenizer.to_str())
     spell = _find_spelling(list(_parts_of_decoder(saved.get("decoder"))))
@@ -77,7 +77,7 @@ def vocabulary_of(
     tokens: list[bytes | None] = [None] * (max(vocabulary.values()) + 1)
     for text, number in vocabulary.items():
         tokens[number] = spell(text)
-    # A decoder takes added tokens for tokens like the others.
+    # The decoder treats added tokens like others.
     for added in saved.get("added_tokens", ()):
         text = added["content"]
         tokens[added["id"]] = None if added["special"] else spell(text)
@@ -96,7 +96,7 @@ def _parts_of_decoder(decoder: Any) -> Iterable[Mapping[str, Any]]:
 
 
 def _find_spelling(parts: Sequence[Mapping[str, Any]]) -> Callable[[str], bytes]:
-    """Return what spells a token, as the parts of a decoder do one after the other."""
+    """Return the function from a token to its bytes, as the decoder's parts apply."""
     kinds = [part["type"] for part in parts]
     rules, is_fused = list[tuple[str, str]](), False
     for part in parts:
@@ -107,7 +107,7 @@ def _find_spelling(parts: Sequence[Mapping[str, Any]]) -> Callable[[str], bytes]
                 rules.append((part.get("replacement", "▁"), " "))
             case "Fuse":
                 is_fused = True
-            # A blank stripped from the beginning of a text stays with its token.
+            # Decoders strip a space only at the beginning of a text.
             case "Strip" if part.get("content") == " " and not part.get("stop"):
                 continue
             case "ByteLevel" | "ByteFallback":
@@ -132,13 +132,13 @@ def _read_rule(part: Mapping[str, Any], is_fused: bool) -> tuple[str, str]:
 
 def _refuse(what: str) -> ValueError:
     return ValueError(
-        f"a decoder {what} is not known: make a Vocabulary from the bytes of each token"
+        f"tokenizer has an unsupported decoder {what}; construct a Vocabulary from the "
+        "bytes of each token"
     )
 
 
-# The byte that each character of byte-level BPE stands for: bytes that print as they
-# are for themselves, the others for the characters from U+0100 on
-# (https://github.com/openai/gpt-2, `bytes_to_unicode`).
+# The byte of each character of byte-level BPE: printable bytes are themselves, the
+# others follow from U+0100 on (https://github.com/openai/gpt-2, `bytes_to_unicode`).
 _PLAIN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _SHIFTED = [byte for byte in range(256) if byte not in _PLAIN]
 _BYTES = {chr(byte): byte for byte in _PLAIN}
@@ -147,7 +147,7 @@ _BYTES |= {chr(0x100 + rank): byte for rank, byte in enumerate(_SHIFTED)}
 
 def _spell_byte_level(text: str) -> bytes:
     found = [_BYTES.get(character) for character in text]
-    # A token with another character is added text, which stands for itself.
+    # A token with another character is added text, stored verbatim.
     return text.encode() if None in found else bytes(b for b in found if b is not None)
 
 

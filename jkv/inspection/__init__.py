@@ -1,1 +1,1 @@
-"""What a cache holds and costs, and whether it is sound; for the host."""
+"""Host-side statistics, memory profile, invariant checks and debug mode of a cache."""

@@ -1,6 +1,6 @@
-"""The invariants of sequences and of one group's blocks, as `check` reports them.
+"""Invariants of sequences and of one group's blocks, checked by `check`.
 
-Each function yields what it finds wrong, a sentence each.
+Each function yields one message per violation.
 """
 
 from collections.abc import Iterator
@@ -12,56 +12,59 @@ from jkv.state import Metadata, Ring
 
 
 def check_lengths(meta: Metadata) -> Iterator[str]:
-    """Yield the sequences that are longer than one can be."""
+    """Yield rows with a negative length or one above the maximum."""
     lengths = np.asarray(meta.context_lengths)
     for row in np.flatnonzero((lengths < 0) | (lengths > meta.max_context_length)):
-        yield f"row {row} has an impossible length {lengths[row]}"
+        yield (
+            f"row {row} has length {lengths[row]}, expected 0 to "
+            f"{meta.max_context_length}"
+        )
 
 
 def check_closed_lengths(meta: Metadata) -> Iterator[str]:
-    """Yield the closed rows that have tokens."""
+    """Yield closed rows that have tokens."""
     lengths, closed = np.asarray(meta.context_lengths), ~np.asarray(meta.is_open)
     for row in np.flatnonzero(closed & (lengths != 0)):
         yield f"row {row} is closed but has {lengths[row]} tokens"
 
 
 def check_free_rows(meta: Metadata) -> Iterator[str]:
-    """Yield the rows that are in their ring and open, or neither."""
+    """Yield open rows in the free ring, and closed rows missing from it."""
     closed = np.flatnonzero(~np.asarray(meta.is_open))
     yield from _compare_ring("row", meta.sequences.free_rows, closed)
 
 
 def check_pending(metadata: Metadata) -> Iterator[str]:
-    """Yield the open sequences with more or fewer tokens pending than can be."""
+    """Yield open sequences with an invalid number of pending tokens."""
     if metadata.sequences.num_pending is None:
         return
     pending = np.asarray(metadata.sequences.num_pending)
     most = np.minimum(np.asarray(metadata.context_lengths), metadata.max_pending)
     is_wrong = np.asarray(metadata.is_open) & ((pending < 0) | (pending > most))
     for row in np.flatnonzero(is_wrong):
-        yield f"row {row} has {pending[row]} tokens pending, at most {most[row]} can be"
+        yield f"row {row} has {pending[row]} pending tokens, at most {most[row]} may be"
 
 
 def check_tables(found: Recount) -> Iterator[str]:
-    """Yield the rows whose entries are no blocks, or are where none should be."""
+    """Yield rows with invalid or duplicate table entries."""
     num_blocks = found.group.num_blocks
     for row, table in enumerate(found.tables):
         mapped = max(found.mapped[row], 0)
         used, rest = table[:mapped], table[mapped:]
         gone = found.gone(row)
         if np.any(used[gone] != num_blocks):
-            yield f"row {row} names a block that it gave back"
+            yield f"row {row} maps a block in a released column"
         used = np.delete(used, gone)
         if np.any((used < 0) | (used >= num_blocks)):
             yield f"row {row} maps an id outside the pool"
         if np.any(rest != num_blocks):
-            yield f"row {row} names a block past its mapped ones"
+            yield f"row {row} has an entry after its mapped blocks"
         if np.unique(used).size != used.size:
             yield f"row {row} maps a block twice"
 
 
 def check_mapped(found: Recount) -> Iterator[str]:
-    """Yield the rows that have too few blocks for their tokens, or too many."""
+    """Yield rows with too few blocks for their tokens, or too many for the table."""
     size, columns = found.group.block_size, found.group.max_blocks_per_sequence
     needed = -(-found.lengths // size)
     for row in np.flatnonzero((found.mapped < needed) | (found.mapped > columns)):
@@ -72,53 +75,53 @@ def check_mapped(found: Recount) -> Iterator[str]:
 
 
 def check_closed_tables(found: Recount) -> Iterator[str]:
-    """Yield the closed rows that have blocks."""
+    """Yield closed rows that have blocks."""
     for row in np.flatnonzero(~found.is_open & (found.mapped != 0)):
         yield f"row {row} is closed but has {found.mapped[row]} blocks"
 
 
 def check_given_back(found: Recount) -> Iterator[str]:
-    """Yield the rows whose next token would see what is gone."""
+    """Yield rows whose released blocks are invalid or still in the window."""
     size, window = found.group.block_size, found.group.window
     for row in np.flatnonzero(found.num_given_back).tolist():
         count = found.num_given_back[row]
         if count < 0 or not found.is_open[row]:
-            yield f"row {row} has given back {count} blocks"
+            yield f"row {row} has {count} released blocks"
             continue
-        assert window.length is not None, "without a window nothing is given back"
+        assert window.length is not None, "without a window nothing is released"
         first_seen = max(int(found.lengths[row]) - window.length + 1, 0)
         kept_from = found.gone(row).stop * size
         if kept_from > first_seen:
             yield (
-                f"row {row} keeps tokens from {kept_from} on, its next row sees those "
+                f"row {row} keeps tokens from {kept_from} on, its window needs them "
                 f"from {first_seen} on"
             )
 
 
 def check_counts(found: Recount) -> Iterator[str]:
-    """Yield the blocks that are named more or less often than they have owners."""
+    """Yield blocks whose reference count differs from their table entries."""
     counts = np.asarray(found.group.reference_counts)
     for block in np.flatnonzero(counts != found.owners):
         yield (
-            f"block {block} has count {counts[block]}, the tables name it "
-            f"{found.owners[block]} times"
+            f"block {block} has reference count {counts[block]}, but "
+            f"{found.owners[block]} table entries"
         )
 
 
 def check_partition(found: Recount) -> Iterator[str]:
-    """Yield that free and live blocks are not the pool."""
+    """Yield a pool whose free and live blocks do not add up."""
     live, free = int(np.sum(found.owners > 0)), int(found.group.free_blocks.count)
     if live + free != found.group.num_blocks:
         yield f"{free} free and {live} live blocks, the pool has {len(found.owners)}"
 
 
 def check_free_blocks(found: Recount) -> Iterator[str]:
-    """Yield the blocks that are in the ring and live, or neither."""
+    """Yield rings that do not hold exactly the free blocks, and invalid classes."""
     free, live = found.group.free_blocks, found.owners > 0
     rings, kept = free.by_class, free.kept
     classes = np.zeros(len(live)) if kept is None else np.asarray(kept.classes)
     for block in np.flatnonzero((classes < 0) | (classes >= len(rings))):
-        yield f"block {block} is of class {classes[block]}, there are {len(rings)}"
+        yield f"block {block} has class {classes[block]} of {len(rings)}"
     for number, ring in enumerate(rings):
         unit = "block" if kept is None else f"class {number}: block"
         own = np.flatnonzero(~live & (classes == number))
@@ -129,20 +132,20 @@ def check_free_blocks(found: Recount) -> Iterator[str]:
 
 
 def check_private_tails(found: Recount) -> Iterator[str]:
-    """Yield the blocks that may still be written and have several owners."""
+    """Yield writable blocks with several owners."""
     for row in range(len(found.lengths)):
         writable = found.held(row, slice(found.written(row), None))
         for block in writable[found.owners[writable] > 1]:
             yield (
-                f"block {block}, which row {row} may still write, has "
-                f"{found.owners[block]} owners"
+                f"block {block}, writable by row {row}, has reference count "
+                f"{found.owners[block]}"
             )
 
 
 def _compare_ring(
     unit: str, ring: Ring, expected: np.ndarray, total: int | None = None
 ) -> Iterator[str]:
-    """Compare the entries of a ring, of all classes in total, with the ids expected."""
+    """Compare a ring's ids with the expected ones; `total` counts all classes."""
     capacity = ring.ids.shape[0]
     head, span, count, fewest = np.asarray(ring.bounds)[:4].tolist()
     total = count if total is None else total
@@ -156,12 +159,12 @@ def _compare_ring(
         return
     spots = (head + np.arange(span)) % capacity
     ids = np.asarray(ring.ids)[spots]
-    if ring.indices is not None:  # an entry whose id is elsewhere is a hole
+    if ring.indices is not None:  # an id stored at another index leaves a hole
         indices = np.asarray(ring.indices)
         is_id = (ids >= 0) & (ids < len(indices))
         ids = ids[~is_id | (indices[np.where(is_id, ids, 0)] == spots)]
     if len(ids) != count:
-        yield f"{len(ids)} entries of the ring hold an id, its count is {count}"
+        yield f"ring has {len(ids)} ids, but count {count}"
     for entry in ids[~np.isin(ids, expected)]:
         yield f"{unit} {entry} is in the ring but not free"
     for entry in expected[~np.isin(expected, ids)]:

@@ -1,11 +1,10 @@
-"""debug: a cache that watches what is done with it.
+"""debug: a cache that detects misuse.
 
-A cache in debug mode has a watcher beside it, with arrays of its own, so what is traced
-with it is compiled for it, and other caches pay nothing. Each public function looks on
-entry whether there is one (`jkv.state.entry`), which then takes over: it looks at the
-arguments, calls the function with the cache alone, looks at the answer, and puts itself
-back beside the cache. What can only be seen at run time reaches the host by
-`jax.debug.callback`.
+Debug mode attaches a watcher to a cache. Its arrays change the pytree, so programs are
+compiled separately and other caches pay nothing. Each public function dispatches to the
+watcher, if there is one (`jkv.state.entry`): it checks the arguments, calls the
+function on the plain cache, checks the result and attaches itself again. Run-time
+findings reach the host by `jax.debug.callback`.
 """
 
 import dataclasses
@@ -36,19 +35,19 @@ from jkv.status import UsageError
 class WatchedBatch(Batch):
     """A batch planned in debug mode."""
 
-    stamp: jax.Array  # u32[], the clock after the call
-    created: jax.Array  # u32[B], when each sequence was opened
+    stamp: jax.Array  # u32[], clock of the append
+    created: jax.Array  # u32[B], clock at which each sequence was opened
     watch: Watch = dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class StepWatcher:
-    """What debug mode keeps beside a cache. Stamps are the low word of its clock."""
+    """State of debug mode. Stamps are the low word of the cache's clock."""
 
-    # Of each group u32[L, S]: stamp of the step last written to a layer of a sequence.
+    # Per group u32[L, S]: stamp of the last step written, by layer and sequence.
     written: tuple[jax.Array, ...]
-    uncommitted: jax.Array  # u32[S], stamp of a step not committed yet, or 0
+    uncommitted: jax.Array  # u32[S], stamp of an uncommitted step, or 0
     planned: jax.Array  # u32[S], stamp of the newest step, or 0
     starts: jax.Array  # i32[S], position of its first row
     watch: Watch = dataclasses.field(metadata={"static": True})
@@ -60,36 +59,35 @@ class StepWatcher:
         given: tuple[tuple[Any, ...], dict[str, Any]],
         role: Role | None,
     ) -> Any:
-        """Call a public function on a cache, and look at what it does."""
+        """Call a public function on the plain cache and check its use."""
         args, kwargs = given
         bound = inspect.signature(function).bind(*args, **kwargs)
         named, name = bound.arguments, function.__name__
-        if "model" in named:  # its verbs are watched one by one
+        if "model" in named:  # the verbs called inside are watched one by one
             return function(*args, **kwargs)
         plain = dataclasses.replace(cache, watcher=None)
         after, batch = self, named.get("batch")
         if role in _LOOKS and isinstance(batch, Batch):
             if not isinstance(batch, WatchedBatch) or batch.watch is not self.watch:
                 raise UsageError(
-                    f"{name}: this batch was planned by append on another cache, or "
-                    f"before jkv.debug; use each batch with the cache that append "
-                    f"returned with it"
+                    f"batch of {name} was planned on another cache, or before jkv.debug"
+                    f"; pass the cache that append returned with it"
                 )
             step = _Step(self, plain, name, batch, batch.stamp)
             is_open = plain.metadata.sequences.is_open
             is_open = is_open.at[step.row].get(mode="fill", fill_value=True)
             step.note(
-                f"{name} with a batch whose sequence was freed since; its id may be "
-                f"another's",
+                f"{name} with a batch of a sequence that was freed; its id may belong "
+                f"to another sequence",
                 step.served & ((step.created != batch.created) | ~is_open),
             )
             after = _LOOKS[role](step, named.get("layer"))
             named["batch"] = Batch(**_fields_of(batch))
-        # The loops of this package give tokens to any cache.
+        # The package's own loops pass tokens to any cache.
         if named.get("tokens") is not None and not plain.metadata.records_tokens:
             if is_called_from_outside(depth=2):
                 text = (
-                    f"{name}(tokens=) on a cache that records none: they are ignored; "
+                    f"{name}(tokens=) is ignored, since the cache records no tokens; "
                     f"configure record_tokens=True or prefix_caching=True"
                 )
                 self.watch.note(text, find_caller(), True)
@@ -104,7 +102,7 @@ class StepWatcher:
         return after._watch_answer(plain, answer)
 
     def _watch_answer(self, before: Cache, answer: Any) -> Any:
-        """Return what a function answered, with the watcher beside the cache."""
+        """Attach the watcher to the cache in a function's result."""
         if isinstance(answer, Cache):
             return dataclasses.replace(answer, watcher=self)
         if not (isinstance(answer, tuple) and answer and isinstance(answer[0], Cache)):
@@ -118,32 +116,32 @@ class StepWatcher:
 
 @takes_cache(role=Role.SETS_DEBUG)
 def debug(cache: Cache, enabled: bool = True) -> Cache:
-    """Return the cache in debug mode, in which `check` also raises what was done wrong.
+    """Return the cache in debug mode, in which `check` also reports misuse.
 
-    Use it instead of the other cache, eagerly or under jit, in loops, in `generate`.
-    What is found is logged at once and raised by the next `jkv.check(cache)`:
+    Use it in place of the cache, eagerly or under jit, in loops and in `generate`. Each
+    finding is logged at once and raised by the next `jkv.check(cache)`:
 
     * `write` or `attend` with a traced layer that does not exist;
     * `attend` before the step is written; with a prefix index, `commit` before all
       layers are;
-    * a layer that is written twice in a step, or not before the sequence's next one;
-    * tokens given to a cache that records none;
-    * a batch of another cache of the same sizes, or one whose sequence was freed since,
-      its id perhaps given out again;
+    * a layer written twice in a step, or not before the sequence's next step;
+    * tokens passed to a cache that records none;
+    * a batch of another cache of the same sizes, or of a freed sequence, as its id may
+      have been reused;
     * steps not committed although the cache has a prefix index;
-    * a pool that was copied since the cache was not donated.
+    * a pool that was copied because the cache was not donated.
 
-    Steps are compiled for each cache in debug mode, and take longer.
+    Steps are compiled again for each cache in debug mode, and run slower.
 
     Args:
       cache: the cache; both share their arrays.
-      enabled: False returns to a cache that is not watched.
+      enabled: False returns the plain cache.
 
     Returns:
       The cache.
 
     Raises:
-      UsageError: inside jit, where no cache can be told from another.
+      UsageError: inside jit, where caches cannot be distinguished.
 
     Example:
       >>> import jax.numpy as jnp, jkv
@@ -161,8 +159,8 @@ is written to it (1 times)
     """
     if not enabled:
         return cache
-    if isinstance(cache.metadata.is_open, jax.core.Tracer):
-        raise UsageError("debug tells caches apart on the host: call it outside jit")
+    if isinstance(cache.metadata.sequences.rows, jax.core.Tracer):
+        raise UsageError("debug distinguishes caches on the host; call it outside jit")
     num_sequences, now = cache.max_sequences, cache.metadata.now
     watcher = StepWatcher(
         written=tuple(
@@ -177,29 +175,29 @@ is written to it (1 times)
 
 
 class _Step:
-    """An `append`, `write`, `attend` or `commit` that is looked at."""
+    """A watched call of `append`, `write`, `attend` or `commit`."""
 
     def __init__(
         self,
         watcher: StepWatcher,
-        cache: Cache,  # before it
+        cache: Cache,  # before the call
         name: str,
         batch: Batch,
-        stamp: jax.Array,  # u32[], of the step
+        stamp: jax.Array,  # u32[], clock of the step
     ) -> None:
         self.watcher, self.cache, self.name, self.stamp = watcher, cache, name, stamp
         self.where = find_caller()
         self.served = batch.query_lengths > 0
         self.row = jnp.where(self.served, batch.seq_ids, cache.max_sequences)
-        # When the sequences were opened that now have the ids, u32[B].
+        # u32[B], clock at which the sequences were opened.
         self.created = self.of_rows(cache.metadata.sequences.created)
 
     def of_rows(self, array: jax.Array) -> jax.Array:
-        """Return what an array, [..., S], has of the sequences, [..., B]."""
+        """Gather an array, [..., S], at the batch's sequences, [..., B]."""
         return array.at[..., self.row].get(mode="fill", fill_value=0)
 
     def note(self, text: str, *is_wrong: jax.Array) -> None:
-        """Have the host note a mistake if any of these is true, bool[...] each."""
+        """Record a finding on the host if any of `is_wrong`, bool[...], is True."""
         found = functools.reduce(operator.or_, map(jnp.any, is_wrong))
         note = functools.partial(self.watcher.watch.note, text, self.where)
         jax.debug.callback(note, found)
@@ -207,7 +205,7 @@ class _Step:
     def find(
         self, layer: Any, *, is_state: bool = False
     ) -> tuple[GroupLayer, jax.Array]:
-        """Return where a layer or its state is, past the end if not there, and that."""
+        """Return a layer's location, past the end if missing, and its validity."""
         find = self.cache.find_state if is_state else self.cache.find_layer
         group, given = find(layer)
         num_layers = self.watcher.written[group].shape[0]
@@ -226,25 +224,25 @@ class _Step:
 def _look_at_append(
     step: _Step, cache: Cache, batch: Batch
 ) -> tuple[Cache, WatchedBatch]:
-    """Look whether the last step was committed and written, and watch the new one."""
+    """Check that the previous step was committed and written; record the new one."""
     watcher, row = step.watcher, step.row
     if cache.metadata.index.is_there:
         pending = step.of_rows(watcher.uncommitted)
         step.note(
-            "append to a sequence whose last step was not committed: with "
+            "append to a sequence before its last step was committed; with "
             "prefix_caching call commit(cache, batch) after the last layer's write",
             step.served & (pending != 0) & _is_before(step.created, pending),
         )
         watcher = _with_uncommitted(watcher, row, step.stamp)
     planned, starts = step.of_rows(watcher.planned), step.of_rows(watcher.starts)
     lengths = batch.context_lengths - batch.query_lengths
-    # What was cut off again need not be written.
+    # Truncated tokens need not be written.
     is_left = (planned != 0) & _is_before(step.created, planned) & (lengths > starts)
     for number, written in enumerate(watcher.written):
         among = f" of group {number}" if len(watcher.written) > 1 else ""
         step.note(
-            f"append to a sequence whose last step was not written to all layers"
-            f"{among}: what their slots hold is undefined",
+            f"append to a sequence before its last step was written to all layers"
+            f"{among}; unwritten slots are undefined",
             is_left[None] & _is_before(step.of_rows(written), planned[None]),
         )
     watcher = dataclasses.replace(
@@ -260,22 +258,22 @@ def _look_at_append(
 def _with_uncommitted(
     watcher: StepWatcher, row: jax.Array, stamp: jax.Array | int
 ) -> StepWatcher:
-    """Note the stamps of steps not committed yet, or 0, of rows, i32[B]."""
+    """Set the stamps of uncommitted steps, or 0, at `row`, i32[B]."""
     uncommitted = watcher.uncommitted.at[row].set(stamp, mode="drop")
     return dataclasses.replace(watcher, uncommitted=uncommitted)
 
 
 def _look_at_state(step: _Step, layer: Any) -> StepWatcher:
-    """Look whether a layer whose state is read is there."""
+    """Check that the layer of a state exists."""
     step.find(layer, is_state=True)
     return step.watcher
 
 
 def _look_at_write(step: _Step, layer: Any, *, is_state: bool = False) -> StepWatcher:
-    """Note that a step, or its states, were written to a layer, once."""
-    lost = "the first rows are gone"
+    """Check that a layer or state is written once per step, and record it."""
+    lost = "the first rows are overwritten"
     if is_state:
-        lost = "what was read for it is no longer the state before the step"
+        lost = "the first read is no longer the state before the step"
     (group, number), is_there = step.find(layer, is_state=is_state)
     written = list(step.watcher.written)
     stamps = written[group].at[number, step.row].get(mode="fill", fill_value=0)
@@ -289,7 +287,7 @@ def _look_at_write(step: _Step, layer: Any, *, is_state: bool = False) -> StepWa
 
 
 def _look_at_attend(step: _Step, layer: Any) -> StepWatcher:
-    """Look whether the step is written to a layer that is read."""
+    """Check that the step was written to the attended layer."""
     (group, number), is_there = step.find(layer)
     found = step.watcher.written[group].at[number, step.row]
     is_old = _is_before(found.get(mode="fill", fill_value=0), step.stamp)
@@ -302,8 +300,8 @@ def _look_at_attend(step: _Step, layer: Any) -> StepWatcher:
 
 
 def _look_at_commit(step: _Step, _layer: Any) -> StepWatcher:
-    """Look whether the step is written to all layers, and note that it is committed."""
-    if not step.cache.metadata.index.is_there:  # then it does nothing
+    """Check that the step was written to all layers, and record its commit."""
+    if not step.cache.metadata.index.is_there:  # commit has no effect
         return step.watcher
     olds = [_is_before(each, step.stamp) for each in step.watcher.written]
     behind = [old.at[:, step.row].get(mode="fill", fill_value=False) for old in olds]
@@ -321,15 +319,15 @@ _LOOKS: dict[Role | None, Callable[[_Step, Any], StepWatcher]] = {
 
 
 def _fields_of(batch: Batch) -> dict[str, Any]:
-    """Return what a batch has without debug mode."""
+    """Return the fields of a plain batch."""
     return {f.name: getattr(batch, f.name) for f in dataclasses.fields(Batch)}
 
 
 def _is_before(stamp: jax.Array, other: jax.Array) -> jax.Array:
-    """Return whether stamps, u32[...], are older than others; counters may wrap."""
+    """Return True for stamps, u32[...], older than `other`; counters may wrap."""
     return (stamp - other).astype(jnp.int32) < 0
 
 
 def _keys_of(cache: Cache) -> list[jax.Array]:
-    """Return the keys of each group of layers, and an array of each one's states."""
+    """Return the last storage array of each group: keys, or a state."""
     return [[*storage.arrays.values()][-1] for storage in cache.storage]

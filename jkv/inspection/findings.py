@@ -1,4 +1,4 @@
-"""What debug mode has found: kept on the host, logged at once, raised by `check`."""
+"""Findings of debug mode: stored on the host, logged at once, raised by `check`."""
 
 import logging
 import pathlib
@@ -16,10 +16,10 @@ PACKAGE = str(pathlib.Path(__file__).parent.parent)
 
 
 class DebugError(CacheError):
-    """Debug mode found mistakes; the message names each, and where it was made.
+    """Misuse found by debug mode; the message has each finding and its call site.
 
     Attributes:
-      findings: what was found, a text each.
+      findings: one message each.
 
     Example:
       >>> import jkv
@@ -33,14 +33,14 @@ class DebugError(CacheError):
 
 
 class Watch:
-    """What the host knows of a cache in debug mode, of which it is a static part."""
+    """Host state of debug mode, a static field of a watched cache."""
 
     def __init__(self, keys: list[jax.Array]) -> None:
-        self.keys = keys  # the keys of each group, as they were seen last
+        self.keys = keys  # pools of each group at the last check
         self.found: dict[str, int] = {}
 
     def note(self, text: str, where: str, is_wrong: Any) -> None:
-        """Note a mistake at a line, if it was made."""
+        """Record and log a finding at a call site if `is_wrong`."""
         if np.any(is_wrong):
             finding = f"{where}: {text}"
             if finding not in self.found:
@@ -48,11 +48,11 @@ class Watch:
             self.found[finding] = self.found.get(finding, 0) + 1
 
     def watch_copies(self, keys: list[jax.Array]) -> None:
-        """Note whether a pool has moved while the old one lived on."""
+        """Record a finding if a pool was copied while the old one is alive."""
         for pool, old in zip(keys, self.keys, strict=True):
             if pool is not old and not old.is_deleted() and old.size:
                 text = (
-                    "the pool was copied, as the cache was not donated: jit the step "
+                    "the pool was copied, as the cache was not donated; jit the step "
                     "with donate_argnames='cache', and call verbs that write inside it"
                 )
                 self.note(text, "since the last check", True)
@@ -60,14 +60,14 @@ class Watch:
         self.keys = keys
 
     def take_findings(self) -> list[str]:
-        """Return what was found, and begin anew."""
+        """Return the findings and clear them."""
         jax.effects_barrier()
         found, self.found = self.found, {}
         return [f"{text} ({n} times)" for text, n in found.items()]
 
 
 def is_called_from_outside(depth: int) -> bool:
-    """Return whether the frame so many calls above is outside of this package."""
+    """Return True if the frame `depth` calls above is outside this package."""
     return not sys._getframe(1 + depth).f_code.co_filename.startswith(PACKAGE)
 
 

@@ -1,6 +1,6 @@
-"""The invariants of the prefix index, as `check` reports them.
+"""Invariants of the prefix index, checked by `check`.
 
-Each function yields what it finds wrong, a sentence each.
+Each function yields one message per violation.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from jkv.prefixes.arrays import Beside, IndexArrays, Snapshots
 
 
 def check_indexed(index: IndexArrays, found: Recount) -> Iterator[str]:
-    """Yield the indexed blocks that could not be found, or found for another text."""
+    """Yield indexed blocks that lookups miss, or find for another sequence."""
     nothing = found.group.num_blocks
     hashes, parents = np.asarray(index.hashes), np.asarray(index.parents)
     salts, contents = np.asarray(index.salts), np.asarray(found.group.tokens)
@@ -24,12 +24,12 @@ def check_indexed(index: IndexArrays, found: Recount) -> Iterator[str]:
     for block in indexed.tolist():
         parent = int(parents[block])
         if not 0 <= parent <= nothing:
-            yield f"the parent {parent} of block {block} is no block"
+            yield f"block {block} has parent {parent}, which is not a block"
             continue
         if parent != nothing and (hashes[parent] == 0 or parent == block):
-            yield f"the parent {parent} of block {block} is not indexed"
+            yield f"block {block} has parent {parent}, which is not indexed"
         elif parent != nothing and salts[parent] != salts[block]:
-            yield f"block {block} has another domain than its parent"
+            yield f"block {block} and its parent have different cache salts"
         if np.any(contents[block] < 0):
             yield f"block {block} is indexed without all of its tokens"
         key: tuple[Any, ...] = (parent, int(salts[block]), contents[block].tobytes())
@@ -45,7 +45,7 @@ def check_indexed(index: IndexArrays, found: Recount) -> Iterator[str]:
 def _check_order(
     index: IndexArrays, found: Recount, indexed: np.ndarray
 ) -> Iterator[str]:
-    """A parent is handed out after its children: it is live, or behind them."""
+    """Yield blocks that outlive their parent: parents are evicted last."""
     free, live = found.group.free_blocks, found.owners > 0
     parents = np.asarray(index.parents)
     turn = np.full(len(live), -1)
@@ -63,86 +63,86 @@ def _check_order(
 
 
 def check_committed(index: IndexArrays, found: Recount) -> Iterator[str]:
-    """Yield rows that committed what is no chain, or map indexed blocks behind it."""
+    """Yield rows with an invalid committed chain, or indexed blocks after it."""
     nothing = found.group.num_blocks
     hashes, parents = np.asarray(index.hashes), np.asarray(index.parents)
     committed = np.asarray(index.committed)
     for row in np.flatnonzero(found.is_open).tolist():
         if not -1 <= committed[row] <= found.lengths[row]:
-            yield f"row {row} has {committed[row]} of {found.lengths[row]} tokens"
+            yield f"row {row} committed {committed[row]} of {found.lengths[row]} tokens"
             continue
         num = _num_committed(index, found, row)
         chain = found.held(row, slice(0, num))
         if index.wide_hashes is None:
             before = np.concatenate([[nothing], chain])[: len(chain)]
-        else:  # then hashes say what came before, and no block has a parent
+        else:  # wide hashes include the prefix, so blocks store no parent
             before = np.full_like(chain, nothing)
         if np.any(hashes[chain] == 0) or np.any(parents[chain] != before):
-            yield f"the blocks that row {row} committed are no chain"
+            yield f"the committed blocks of row {row} are no chain"
         if np.any(hashes[found.held(row, slice(num, None))] != 0):
-            yield f"row {row} may still write an indexed block"
+            yield f"row {row} has an indexed block that is writable"
 
 
 def check_beside(
     index: IndexArrays, leader: Recount, found: Recount, beside: Beside
 ) -> Iterator[str]:
-    """Yield the blocks of a group that are found beside what they do not belong to.
+    """Yield blocks of a group that are paired with the wrong leading block.
 
-    Where both sides of a pair agree, and the leader's block is indexed, the other group
-    finds its block by it. So the two hold the same tokens: no sequence may write to the
-    block, and a sequence that has committed the block in a column has that very block
-    of the leading group there, as no two indexed blocks are equal.
+    If both sides of a pair agree and the leader's block is indexed, a lookup finds the
+    group's block through it. The two then hold the same tokens: no sequence may write
+    to the block, and a sequence that committed it in a column has that leader's block
+    in the column, since no two indexed blocks are equal.
     """
     nothing, no_leader = found.group.num_blocks, leader.group.num_blocks
     partners, above = np.asarray(beside.partners), np.asarray(beside.beside)
     for block, partner in _find_outside(partners, nothing):
-        yield f"the partner {partner} of block {block} is no block"
+        yield f"block {block} has partner {partner}, which is not a block"
     for block, leading in _find_outside(above, no_leader):
-        yield f"block {block} stands beside {leading}, which is no block"
+        yield f"block {block} is paired with {leading}, which is not a block"
     is_pair = np.append(partners, -1)[above] == np.arange(nothing)
     is_found = is_pair & (np.append(np.asarray(index.hashes), 0)[above] != 0)
     for row in np.flatnonzero(found.is_open).tolist():
         writable = found.held(row, slice(found.written(row), None))
         for block in writable[is_found[writable]]:
-            yield f"row {row} may still write block {block}, which is found"
+            yield f"row {row} has a cached block {block} that is writable"
         num = _num_committed(index, leader, row)
         pair = leader.tables[row, :num], found.tables[row, :num]
         for leading, block in np.stack(pair, axis=1).tolist():
             if leading == no_leader or block == nothing or not is_found[block]:
-                continue  # given back, or of no use to others
+                continue  # released, or not cached
             if above[block] != leading:
                 yield (
-                    f"row {row} has block {block} beside {leading}, others find it "
-                    f"beside {above[block]}"
+                    f"row {row} pairs block {block} with {leading}, the index with "
+                    f"{above[block]}"
                 )
 
 
 def _find_outside(ids: np.ndarray, nothing: int) -> list[tuple[int, int]]:
-    """Return the blocks whose ids are neither blocks nor `nothing`, and these ids."""
+    """Return pairs of block and stored id, for ids outside 0 to `nothing`."""
     blocks = np.flatnonzero((ids < 0) | (ids > nothing))
     return list(zip(blocks.tolist(), ids[blocks].tolist(), strict=True))
 
 
 def _num_committed(index: IndexArrays, found: Recount, row: int) -> int:
-    """Return the columns of a row that were made visible."""
+    """Return the number of committed blocks of a row."""
     return max(int(np.asarray(index.committed)[row]), 0) // found.group.block_size
 
 
 def check_snapshots(snapshots: Snapshots, max_pending: int) -> Iterator[str]:
-    """Yield the snapshots of texts that cannot be, and two of one text."""
+    """Yield invalid snapshots, and duplicates of one sequence."""
     known = dict[tuple[int, bytes], int]()
     lengths, texts = np.asarray(snapshots.lengths), np.asarray(snapshots.texts)
     for place in np.flatnonzero(lengths).tolist():
         length, pending = int(lengths[place]), int(snapshots.num_pending[place])
         if not 0 < length <= texts.shape[1] or length % snapshots.every:
-            yield f"the snapshot at place {place} has length {length}"
+            yield f"snapshot {place} has length {length}"
             continue
         if not 0 <= pending <= min(max_pending, length):
-            yield f"the snapshot at place {place} has {pending} tokens pending"
+            yield f"snapshot {place} has {pending} pending tokens"
         text = texts[place, :length]
         if np.any(text < 0):
-            yield f"the snapshot at place {place} has tokens that were not told"
+            yield f"snapshot {place} has tokens that were not recorded"
         key = int(snapshots.salts[place]), text.tobytes()
         if key in known:
-            yield f"the snapshots at places {known[key]} and {place} have one text"
+            yield f"snapshots {known[key]} and {place} are of the same sequence"
         known[key] = place

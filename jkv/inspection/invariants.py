@@ -1,7 +1,7 @@
-"""check: recount everything on the host and name what does not agree.
+"""check: recompute the metadata on the host and report contradictions.
 
-The invariants are those that `Metadata` lists. The recount is plain numpy over the
-tables (`jkv.inspection.recount`), group after group.
+`Metadata` lists the invariants. The recount is plain numpy over the tables
+(`jkv.inspection.recount`), group by group.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,14 +23,14 @@ from jkv.status import InvariantError
 
 @takes_cache(on_host=True, role=Role.CHECKS)
 def check(cache: Cache) -> None:
-    """Raise if an invariant of the cache is broken. For the host, outside jit.
+    """Raise if an invariant of the cache is violated. For the host, outside jit.
 
     Args:
       cache: a concrete cache; its metadata is copied to the host.
 
     Raises:
-      InvariantError: the message begins with the invariant's name in `Metadata`; with
-        several groups of layers it says in which.
+      InvariantError: the message starts with the invariant's name in `Metadata`, and
+        the group if there are several.
 
     Example:
       >>> import jkv
@@ -41,7 +41,7 @@ def check(cache: Cache) -> None:
         raise InvariantError(broken)
 
 
-# Tables first: the recounts of the others rely on them.
+# Tables first: the other checks index with their entries.
 _OF_A_GROUP: tuple[tuple[str, Callable[[Recount], Iterator[str]]], ...] = (
     ("block_tables", blocks.check_tables),
     ("mapped_blocks", blocks.check_mapped),
@@ -61,7 +61,7 @@ _OF_SEQUENCES: tuple[tuple[str, Callable[[Metadata], Iterator[str]]], ...] = (
 
 
 def _find_broken(cache: Cache) -> Iterator[str]:
-    """Yield all that is wrong; what comes later relies on what came before."""
+    """Yield all violations; later checks rely on earlier ones."""
     yield from _named("shapes: ", _shapes(cache))
     metadata: Metadata = jax.device_get(cache.metadata)
     groups = {i: recount(metadata, i) for i in metadata.block_numbers}
@@ -77,7 +77,7 @@ def _find_broken(cache: Cache) -> Iterator[str]:
 def _find_broken_index(
     metadata: Metadata, index: PrefixIndex, groups: dict[int, Recount]
 ) -> Iterator[str]:
-    """Yield what is wrong with the prefix index."""
+    """Yield the violations of the prefix index."""
     if index.snapshots is not None:
         wrong = prefixes.check_snapshots(index.snapshots, metadata.max_pending)
         yield from _named("snapshots: ", wrong)

@@ -1,4 +1,4 @@
-"""memory_profile: what a cache costs in memory."""
+"""memory_profile: the memory footprint of a cache."""
 
 import dataclasses
 import operator
@@ -13,33 +13,33 @@ from jkv.state.entry import takes_cache
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryProfile:
-    """What a cache costs: Python ints, the bytes equal to the arrays' `nbytes`.
+    """Memory footprint of a cache: Python ints; bytes are the arrays' `nbytes`.
 
-    A sharded array counts whole, wherever its parts lie.
+    A sharded array counts in full.
     """
 
     total_bytes: int  # of all arrays
-    array_bytes: dict[str, int]  # of each, by the names in `CacheConfig.arrays`
+    array_bytes: dict[str, int]  # by name, as in `CacheConfig.arrays`
     storage_bytes: int  # keys and values
-    metadata_bytes: int  # all the rest; total = storage + metadata
+    metadata_bytes: int  # total = storage + metadata + states
     used_bytes: int  # storage of live blocks
     free_bytes: int  # storage of free blocks, cached ones included: storage - used
-    cached_bytes: int  # of these, storage of cached blocks
+    cached_bytes: int  # storage of cached blocks
     bytes_per_token: int  # one token's keys and values in all layers
-    cells: int  # slots of live blocks of all groups, reserved ones too
-    # Of these, slots that hold a token: a shared one counts once, in each group.
+    cells: int  # slots of live blocks of all groups, reserved ones included
+    # Slots with a token; a shared one counts once per group.
     tokens: int
-    # Each device's own account, in bytes by its names; None where it keeps none (CPU).
+    # Each device's memory statistics in bytes; None on devices without them (CPU).
     devices: dict[str, dict[str, int] | None]
-    state_bytes: int = 0  # of layers with a state, snapshots with them
+    state_bytes: int = 0  # of recurrent-state layers, snapshots included
 
     @property
     def efficiency(self) -> float:
-        """Tokens held over cells mapped; 1.0 for an empty pool, which wastes none."""
+        """Tokens over cells; 1.0 for an empty pool."""
         return self.tokens / self.cells if self.cells else 1.0
 
     def report(self) -> str:
-        """Say it in human units, a line each, the largest arrays last.
+        """Format the profile in human units, one line each, arrays sorted by size.
 
         Example:
           >>> import jkv
@@ -81,13 +81,13 @@ class MemoryProfile:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as what `json.dumps` takes."""
+        """Return all values as a dict for `json.dumps`."""
         return dataclasses.asdict(self) | {"efficiency": self.efficiency}
 
 
 @takes_cache(on_host=True)
 def memory_profile(cache: Cache) -> MemoryProfile:
-    """Return what the cache costs in memory. For the host, outside jit.
+    """Return the memory footprint of the cache. For the host, outside jit.
 
     Args:
       cache: a concrete cache.
@@ -123,7 +123,7 @@ def memory_profile(cache: Cache) -> MemoryProfile:
     ]
 
     def storage_of(name: str) -> int:
-        """Return the bytes of blocks that the sums name, of all groups."""
+        """Return the bytes of a `GroupTally` field's blocks, of all groups."""
         blocks = [getattr(each, name) for each in sums.groups]
         return sum(map(operator.mul, per_block, blocks))
 

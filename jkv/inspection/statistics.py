@@ -1,7 +1,7 @@
-"""stats: what a cache holds, and what happened to it.
+"""stats: counters and occupancy of a cache.
 
-One jitted function makes the sums over blocks and sequences on the device. Its result,
-some dozens of words, is all that is transferred to the host.
+One jitted function sums over blocks and sequences on the device; only its result, some
+dozens of words, is transferred to the host.
 """
 
 import dataclasses
@@ -19,54 +19,55 @@ from jkv.status import Counter, Status
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupStats:
-    """The blocks of one group of layers in numbers, as `Stats` has their sums."""
+    """Block statistics of one group of layers; `Stats` has their sums."""
 
     total_blocks: int  # N
-    free_blocks: int  # cached ones included: what can be handed out
-    cached_blocks: int  # of the free ones, those that are still found
-    live_blocks: int  # named by an open sequence's table
-    shared_blocks: int  # of the live ones, those with several owners
-    pinned_blocks: int  # of the live ones, those found: cached, were they let go
+    free_blocks: int  # blocks that can be allocated, cached ones included
+    cached_blocks: int  # free blocks in the prefix index
+    live_blocks: int  # blocks of open sequences
+    shared_blocks: int  # live blocks with a reference count above 1
+    pinned_blocks: int  # live blocks in the prefix index, cached once freed
     allocations: int  # blocks that became live
     frees: int  # live blocks that became free
-    peak_blocks: int  # most blocks live at one time; after a `resize`, that still fit
-    evicted_blocks: int  # cached blocks that lost their contents
+    # most blocks live at one time; after `resize`, of those that still fit
+    peak_blocks: int
+    evicted_blocks: int  # cached blocks evicted
 
     @property
     def utilisation(self) -> float:
-        """Share of the pool that is live, 0.0 for an empty one."""
+        """Live share of the pool, 0.0 for an empty one."""
         return self.live_blocks / max(self.total_blocks, 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stats(GroupStats):
-    """A cache in numbers, Python ints of any size. `str` makes a table of them.
+    """Statistics of a cache, Python ints; `str` formats them as a table.
 
-    The fields about blocks are those of `GroupStats`, of all groups together. From
-    `allocations` on these count what happened since `init`; so do the fields here, but
-    for live sequences and tokens, which are the state of now.
+    Block fields are those of `GroupStats`, summed over groups. Fields from
+    `allocations` on count events since `init`, as do the fields here except for live
+    sequences, tokens and snapshots, which are current.
     """
 
     live_sequences: int  # open rows of the block tables
     max_sequences: int  # S
-    tokens: int  # sum of the context lengths; a shared token counts for each owner
+    tokens: int  # sum of the context lengths; a shared token counts once per owner
 
-    refusals: dict[Status, int]  # requests refused, by cause
+    refusals: dict[Status, int]  # refused requests, by cause
     evicted_sequences: int  # closed by `evict`
     prefix_queries: int  # prompts looked up
-    prefix_tokens: int  # their tokens
-    prefix_hits: int  # of these tokens, those found
-    compactions: int  # calls of `compact`, and resizes that renumber
-    last_compaction: int | None  # clock of the last one; None: there was none
+    prefix_tokens: int  # tokens of these prompts
+    prefix_hits: int  # tokens found in the cache
+    compactions: int  # calls of `compact`, and resizes that renumber blocks
+    last_compaction: int | None  # clock of the last one; None without one
     clock: int  # calls that served a request
 
-    groups: tuple[GroupStats, ...]  # the blocks of each group that has some
-    snapshots: int = 0  # of states, that prompts can go on from
-    max_snapshots: int = 0  # places for them, of all groups with a state together
+    groups: tuple[GroupStats, ...]  # groups that have blocks
+    snapshots: int = 0  # cached snapshots of recurrent states
+    max_snapshots: int = 0  # capacity for snapshots, of all groups
 
     @property
     def hit_rate(self) -> float:
-        """Share of the tokens looked up that were found, 0.0 before any look-up."""
+        """Share of looked-up tokens that were found, 0.0 before any lookup."""
         return self.prefix_hits / max(self.prefix_tokens, 1)
 
     def __str__(self) -> str:
@@ -101,7 +102,7 @@ class Stats(GroupStats):
         )
 
     def _list_groups(self) -> list[str]:
-        """Say how full each group is, a line each, if there are several."""
+        """Return one line per group, if there are several."""
         if len(self.groups) < 2:
             return []
         return [
@@ -119,9 +120,9 @@ class GroupTally(NamedTuple):
     shared_blocks: int
     cached_blocks: int
     pinned_blocks: int
-    mapped_blocks: int  # table entries: a shared block counts for each owner
-    given_back: int  # table entries that a window has given back
-    extent: int  # 1 + the highest live block id, 0 if there is none
+    mapped_blocks: int  # table entries; a shared block counts once per owner
+    given_back: int  # table entries released by a window
+    extent: int  # 1 + the highest live block id; 0 without one
     free_blocks: int
     fewest_free: int
     num_taken: int
@@ -140,10 +141,10 @@ class Tally(NamedTuple):
 
 @takes_cache(on_host=True)
 def stats(cache: Cache) -> Stats:
-    """Return what the cache holds and what happened to it. For the host, outside jit.
+    """Return counters and occupancy of the cache. For the host, outside jit.
 
-    It takes one transfer of less than 300 bytes, whatever the size of the cache, and
-    some 90 more for each further group of layers.
+    It transfers less than 300 bytes, independent of the cache's size, and some 90 more
+    for each further group of layers.
 
     Args:
       cache: a concrete cache.
@@ -196,7 +197,7 @@ def _describe(num_blocks: int, sums: GroupTally) -> GroupStats:
         shared_blocks=sums.shared_blocks,
         pinned_blocks=sums.pinned_blocks,
         allocations=sums.num_taken,
-        # Every block taken is live still or was freed.
+        # Every allocated block is either live or was freed.
         frees=sums.num_taken - sums.live_blocks,
         peak_blocks=num_blocks - sums.fewest_free,
         evicted_blocks=sums.num_forgotten,
@@ -204,7 +205,7 @@ def _describe(num_blocks: int, sums: GroupTally) -> GroupStats:
 
 
 def tally(cache: Cache) -> Tally:
-    """Return the sums over a cache's metadata, by one transfer."""
+    """Return the sums over a cache's metadata in one transfer."""
     words = jax.device_get(_sums(cache.metadata)).tolist()
     numbers = iter([low + (high << 32) for low, high in words])
     groups = tuple(
@@ -216,10 +217,10 @@ def tally(cache: Cache) -> Tally:
 
 
 def num_held_tokens(cache: Cache, sums: Tally) -> int:
-    """Return how many slots of live blocks hold a token, of all groups together.
+    """Return the number of live slots with a token, over all groups.
 
-    A shared one counts once. A block with a slot to spare has one owner, so the spare
-    slots of all sequences are all different.
+    A shared slot counts once. A block with empty slots has one owner, so the empty
+    slots of different sequences are distinct.
     """
     size = cache.block_size
     return sum(
@@ -231,7 +232,7 @@ def num_held_tokens(cache: Cache, sums: Tally) -> int:
 
 @jax.jit
 def _sums(metadata: Metadata) -> jax.Array:
-    """Return the numbers of a `Tally`, u32[..., 2], low words and high ones."""
+    """Return the numbers of a `Tally`, u32[..., 2], low word first."""
     groups = [_sum_group(metadata, i) for i in metadata.block_numbers]
     own = [
         _as_words(_count_true(metadata.is_open)),
@@ -247,7 +248,7 @@ def _sum_group(metadata: Metadata, number: int) -> jax.Array:
     ring, live = group.free_blocks, group.reference_counts > 0
     block = jnp.arange(group.num_blocks, dtype=jnp.int32)
     known = metadata.index.knows(metadata, number, block)
-    # At most S * M, which the configuration keeps below 2**30.
+    # At most S * M; the configuration keeps it below 2**30.
     mapped = jnp.sum(group.num_mapped_blocks, dtype=jnp.int32)
     kept = jnp.sum(group.num_kept_blocks, dtype=jnp.int32)
     sums = [

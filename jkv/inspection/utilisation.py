@@ -1,4 +1,4 @@
-"""fragmentation: how well the blocks of a pool are used."""
+"""fragmentation: utilisation of a pool's blocks."""
 
 from typing import NamedTuple
 
@@ -8,22 +8,21 @@ from jkv.state.entry import takes_cache
 
 
 class Fragmentation(NamedTuple):
-    """How much of the pool is wasted, in three senses; from `fragmentation`."""
+    """Waste of a pool in three measures, from `fragmentation`."""
 
-    internal: float  # slots of live blocks that hold no token, over all their slots
-    sharing: float  # table entries over live blocks; 1.0 if nothing is shared
-    # Free blocks below the highest live one, over all blocks up to it; with several
-    # groups of layers that of the group where it is highest.
+    internal: float  # empty slots of live blocks, over all their slots
+    sharing: float  # table entries per live block; 1.0 without sharing
+    # Free blocks below the highest live one, over all blocks up to it; the maximum
+    # over groups.
     spread: float
 
 
 @takes_cache(on_host=True)
 def fragmentation(cache: Cache) -> Fragmentation:
-    """Say how well the pool's blocks are used. For the host, outside jit.
+    """Return the fragmentation of the pool. For the host, outside jit.
 
-    Any free block can be handed out, however scattered they lie: a high number does not
-    mean that requests will be refused. With several groups of layers, the blocks and
-    table entries of all groups count together.
+    Any free block can be allocated, so a high number does not mean that requests will
+    be refused. Blocks and table entries of all groups count together.
 
     Args:
       cache: a concrete cache.
@@ -33,16 +32,16 @@ def fragmentation(cache: Cache) -> Fragmentation:
 
       * `internal` is the share of empty slots in live blocks: the cost of reservations,
         and of blocks larger than a token. `compact` cannot lower it.
-      * `sharing` is what `fork` and the prefix index save: 2.0 means that the sequences
-        would need twice the blocks if each had its own.
-      * `spread` is the share of free blocks in the stretch from block 0 to the highest
-        live one, in the group where it is largest. `compact` makes it 0.
+      * `sharing` is the saving by `fork` and the prefix index: 2.0 means that the
+        sequences would need twice the blocks without sharing.
+      * `spread` is the share of free blocks from block 0 to the highest live one, the
+        maximum over groups. `compact` makes it 0.
 
     Example:
       Blocks have 4 tokens. Sequence 0 had block 0 and is freed. Sequence 1 has 6 tokens
       in blocks 1 and 2. Its fork shares block 1 and has its last 2 tokens in block 3.
-      So 4 of the 12 slots of the 3 live blocks are empty, 4 table entries name these
-      blocks, and 1 of the blocks 0 to 3 is free.
+      So 4 of the 12 slots of the 3 live blocks are empty, these blocks have 4 table
+      entries, and 1 of the blocks 0 to 3 is free.
 
       >>> import jkv
       >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
@@ -68,7 +67,7 @@ def fragmentation(cache: Cache) -> Fragmentation:
 
 @takes_cache(on_host=True)
 def should_compact(cache: Cache, threshold: float = 0.3) -> bool:
-    """Return whether `compact` would help: whether `spread` is above a threshold.
+    """Return True if `spread` exceeds a threshold, so that `compact` helps.
 
     For the host, outside jit.
 
@@ -77,7 +76,7 @@ def should_compact(cache: Cache, threshold: float = 0.3) -> bool:
       threshold: 0 to 1, for the `spread` of `fragmentation`.
 
     Returns:
-      Whether it is above.
+      True if `spread` is above `threshold`.
 
     Raises:
       ValueError: for a threshold outside 0..1.

@@ -1,1 +1,1 @@
-"""Other people's trainers and engines, each in a folder that alone imports it."""
+"""Integrations with trainers, each in a package that imports its dependency."""

@@ -1,1 +1,1 @@
-"""Several devices: loops inside `shard_map`, and arrays whose heads lie on a mesh."""
+"""Multi-device sharding of a cache, and loops inside `shard_map`."""

@@ -1,11 +1,9 @@
-"""Loops that also work inside `jax.shard_map`, and work that is done at most once.
+"""Loops that also work inside `jax.shard_map`.
 
-Inside `shard_map` each value has a type that says over which of the mesh's manual axes
-it may differ from device to device. Most operations join these types by themselves;
-loops and branches want them to agree. What a loop begins with, zeros mostly, varies
-over fewer axes than what its trips make of it. So the beginning is made to vary until
-the types agree. Elsewhere `while_loop` and `fori_loop` are those of `lax`, and nothing
-is added.
+Inside `shard_map` the type of each value has the manual mesh axes over which it varies.
+Most operations promote these types; `while_loop` and branches require them to agree. An
+initial carry, often zeros, varies over fewer axes than a trip's result, so it is cast
+until the types agree. Outside `shard_map` the loops are those of `lax`.
 """
 
 from collections.abc import Callable
@@ -24,7 +22,7 @@ Arrays = TypeVar("Arrays")
 def while_loop(
     goes_on: Callable[[Carry], jax.Array], trip: Callable[[Carry], Carry], carry: Carry
 ) -> Carry:
-    """Make trips for as long as `goes_on(carry)`, as `lax.while_loop`."""
+    """Run `trip` while `goes_on(carry)` is True, like `lax.while_loop`."""
     if not is_manual():
         return lax.while_loop(goes_on, trip, carry)
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, carry))
@@ -47,7 +45,7 @@ def fori_loop(
     trip: Callable[[jax.Array, Carry], Carry],
     carry: Carry,
 ) -> Carry:
-    """Make the trips i32[] `start` to `end - 1`, as `lax.fori_loop`."""
+    """Run `trip` for i32[] `start` to `end - 1`, like `lax.fori_loop`."""
     if not is_manual():
         return lax.fori_loop(start, end, trip, carry)
 
@@ -55,7 +53,7 @@ def fori_loop(
         i, carry = state
         return i + 1, trip(i, carry)
 
-    # Where the end varies the count of trips does, and the index with it.
+    # If the end varies over an axis, so does the index.
     (start,) = vary_alike([start], [end])
     return while_loop(lambda state: state[0] < end, next_trip, (start, carry))[1]
 
@@ -68,11 +66,10 @@ def when(
 ) -> Carry:
     """Return `function(carry, *given)` if the condition holds, else the carry.
 
-    For work that most steps have no need of: a loop of no or one trip. A conditional
-    would copy what it hands on; a loop updates it in place, the pool too. XLA moves
-    what does not change inside a loop in front of it, where it is computed even if no
-    trip is made. So the arrays that the work begins with are a part of what changes:
-    they are `given`, and a trip leaves zeros of them.
+    For work that most steps skip: a loop of at most one trip. A conditional would copy
+    its operands, while a loop updates the carry, the pool included, in place. XLA
+    hoists loop-invariant computations out of a loop, and so would run the work in every
+    step; passing its inputs as `given` makes them loop-carried, and a trip zeroes them.
     """
 
     def trip(_: jax.Array, old: Any) -> Any:
@@ -87,7 +84,7 @@ def when(
 def _settle(
     trip: Callable[..., list[jax.Array]], leaves: list[jax.Array]
 ) -> tuple[list[jax.Array], Any]:
-    """Return leaves that vary as a trip leaves them, and the trip traced on those."""
+    """Return leaves that vary like a trip's result, and the trip traced with them."""
     while True:
         traced = jax.make_jaxpr(trip)(*leaves)
         after = traced.out_avals
@@ -105,17 +102,17 @@ def _settle(
 
 
 def is_manual() -> bool:
-    """Return whether this is traced inside `jax.shard_map`."""
+    """Return True if traced inside `jax.shard_map`."""
     return bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def varying_axes(arrays: Any) -> frozenset[str]:
-    """Return the axes over which any array, or type of one, of a pytree varies."""
+    """Return the union of the axes over which a pytree's arrays or types vary."""
     return frozenset[str]().union(*map(_axes_of, jax.tree.leaves(arrays)))
 
 
 def vary_over(arrays: Arrays, axes: frozenset[str]) -> Arrays:
-    """Return a pytree of arrays that vary over these axes, too; values are the same."""
+    """Cast a pytree of arrays to also vary over `axes`; values are unchanged."""
 
     def cast(array: Any) -> Any:
         missing = tuple(sorted(axes - _axes_of(array)))
@@ -125,7 +122,7 @@ def vary_over(arrays: Arrays, axes: frozenset[str]) -> Arrays:
 
 
 def vary_alike(arrays: Arrays, others: Any) -> Arrays:
-    """Return a pytree of arrays, each varying over the axes of its counterpart too."""
+    """Cast a pytree of arrays, each to also vary over its counterpart's axes."""
     leaves, structure = jax.tree.flatten(arrays)
     pairs = zip(leaves, others, strict=True)
     cast = [vary_over(leaf, _axes_of(other)) for leaf, other in pairs]
@@ -133,10 +130,11 @@ def vary_alike(arrays: Arrays, others: Any) -> Arrays:
 
 
 def vary_with(arrays: Arrays, others: Any) -> Arrays:
-    """Return a pytree of fresh arrays that vary over all axes over which others do.
+    """Cast a pytree of new arrays to vary over all axes of `others`.
 
-    Outside of `shard_map` these are the arrays. What is made inside varies over no
-    axis, and a model's `lax.scan` refuses to carry it through its writes.
+    Arrays created inside `shard_map` vary over no axis, and a model's `lax.scan`
+    rejects them as a carry that its writes make varying. Outside `shard_map` this does
+    nothing.
     """
     if not is_manual():
         return arrays
@@ -147,7 +145,7 @@ def vary_with(arrays: Arrays, others: Any) -> Arrays:
 
 
 def type_alike(kind: jax.core.ShapedArray) -> dict[str, Any]:
-    """Return what `ShapedArray` is told for a type that varies over the same axes."""
+    """Return `ShapedArray` keywords for a type that varies over the same axes."""
     if not varying_axes(kind):
         return {}
     whole = jax.sharding.NamedSharding(kind.sharding.mesh, jax.sharding.PartitionSpec())
@@ -155,7 +153,7 @@ def type_alike(kind: jax.core.ShapedArray) -> dict[str, Any]:
 
 
 def unvarying(kind: Any) -> Any:
-    """Return an array's type that varies over no axis, as one device traces it."""
+    """Return an array's type without varying axes, as one device traces it."""
     nowhere = jax.typeof(np.zeros(())).manual_axis_type
     return kind.update(manual_axis_type=nowhere)
 

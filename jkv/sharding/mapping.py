@@ -1,9 +1,8 @@
-"""Functions that run on each device, for what it holds of keys and values.
+"""Run functions on each device, for its shard of keys and values.
 
-What reads or writes the pool treats every head alike, so each device can do it for the
-heads that it holds, and nothing crosses between devices. The partitioner of XLA does
-not see that in all cases, and a kernel it cannot cut at all. So such functions run
-inside a `jax.shard_map` over the axes.
+Reads and writes of the pool treat heads alike, so each device can process its own heads
+without communication. XLA's partitioner does not always find this, and cannot split a
+kernel. Such functions therefore run inside a `jax.shard_map` over the cache's axes.
 """
 
 import dataclasses
@@ -19,7 +18,7 @@ from jkv.sharding.storage_sharding import WHOLE, DividedAxes, StorageSharding, s
 
 
 def divided(axes: DividedAxes) -> dict[str, DividedAxes]:
-    """Return the metadata of a dataclass's field whose arrays are divided like that."""
+    """Return field metadata that declares the sharded axes of a dataclass's field."""
     return {"divided": axes}
 
 
@@ -30,12 +29,12 @@ def over_devices(
     result: DividedAxes,
     **static: Any,
 ) -> Callable[[Any], Any]:
-    """Return a function that does its work on each device for what is held there.
+    """Return `function` mapped over devices, each with its shard of the operands.
 
-    Without a sharding, and inside a `shard_map` over its axes, the function is returned
-    as it is. It takes operands of a dataclass, each field of which says which axes of
-    its arrays are `divided`, and static arguments by keyword; it is of a module, so
-    that what is made of it can be kept.
+    Without a sharding, or inside a `shard_map` over its axes, return the function
+    itself. It takes an operand dataclass, with the `divided` axes in the metadata of
+    each field, and static keyword arguments. It must be a module-level function, since
+    the result is cached.
     """
     axes = frozenset() if sharding is None else sharding.open_axes
     if sharding is None or not axes:
@@ -45,8 +44,8 @@ def over_devices(
     for axis in sharding.axes:
         if axis not in mesh.axis_names:
             raise ValueError(
-                f"this cache lies on axis {axis!r} of a mesh, the mesh in use here has "
-                f"{mesh.axis_names}; use the mesh that was given to init"
+                f"cache is sharded over axis {axis!r}, but the current mesh has "
+                f"{mesh.axis_names}; use the mesh that was passed to init"
             )
     return _map_over_devices(
         sharding, axes, mesh, function, kind, result, tuple(sorted(static.items()))
@@ -63,7 +62,7 @@ def _map_over_devices(
     result: DividedAxes,
     static: tuple[tuple[str, Any], ...],
 ) -> Callable[..., Any]:
-    """Make the function; kept, so that calls outside of jit find it compiled."""
+    """Build the mapped function; cached, so that calls outside jit reuse it."""
     fields = {
         field.name: field.metadata.get("divided", WHOLE)
         for field in dataclasses.fields(kind)
@@ -98,13 +97,13 @@ def _map_over_devices(
 def with_whole_blocks(
     sharding: StorageSharding | None, blocks: jax.Array, array_axis: int
 ) -> jax.Array:
-    """Return blocks with the tokens, on an axis, of all devices, the same on each."""
+    """Return blocks with the tokens of all devices along an axis, replicated."""
     if sharding is None or sharding.context is None:
         return blocks
     axis = sharding.context
     if axis in sharding.open_axes:
         return spread(blocks, sharding.mesh, axis, None)
-    # A sum, not a gathering: types say of a sum that all devices have the same.
+    # A sum rather than all_gather: its result has an unvarying type.
     size = blocks.shape[array_axis]
     shape = list(blocks.shape)
     shape[array_axis] = size * sharding.num_parts

@@ -1,7 +1,7 @@
-"""Arrays of which other processes have a part, on a mesh of several hosts.
+"""Arrays sharded over several processes (multi-host meshes).
 
-A process sees the memory of its own devices only. What needs an array whole, for a file
-or for the host, is called by all processes of the mesh alike, in the same order.
+A process addresses only its own devices. Functions that need a whole array, for a file
+or the host, are called by all processes of the mesh, in the same order.
 """
 
 import functools
@@ -10,26 +10,26 @@ from typing import Any
 import jax
 import numpy as np
 
-# Bytes of an order, at most. A program that copies one is called in a sixth of the time
-# that `device_put` takes, which copies nothing.
+# Largest array in bytes to transfer by a jitted copy, which dispatches six times as
+# fast as `device_put`; larger ones are transferred without a copy.
 _SMALL = 2**16
 
 
 def is_shared(where: Any) -> bool:
-    """Return whether other processes have devices of a sharding, or of an array's."""
+    """Return True if other processes hold devices of a sharding or array."""
     where = getattr(where, "sharding", where)
     is_sharding = isinstance(where, jax.sharding.Sharding)
     return is_sharding and not where.is_fully_addressable
 
 
 def find_shared_mesh(arrays: Any) -> jax.sharding.Mesh | None:
-    """Return the mesh of several processes that arrays lie on; None without one."""
+    """Return the multi-process mesh of the arrays; None without one."""
     shared: Any = next(filter(is_shared, jax.tree.leaves(arrays)), None)
     return None if shared is None else shared.sharding.mesh
 
 
 def bring_whole(array: Any) -> np.ndarray:
-    """Return an array, of JAX or numpy, as numpy; every process gets all of it."""
+    """Return a JAX or numpy array as numpy, gathered in every process."""
     if isinstance(array, jax.Array) and not array.is_fully_replicated:
         where: Any = array.sharding
         if is_shared(where):
@@ -38,14 +38,14 @@ def bring_whole(array: Any) -> np.ndarray:
 
 
 def bring(arrays: Any) -> Any:
-    """Return a pytree of arrays as numpy, those of several processes whole."""
+    """Return a pytree of arrays as numpy; gather those of several processes."""
     if find_shared_mesh(arrays) is not None:
         return jax.tree.map(bring_whole, arrays)
     return jax.device_get(arrays)
 
 
 def replicate(array: jax.Array) -> jax.Array:
-    """Return an array of several processes on every device; nothing is waited for."""
+    """Replicate a multi-process array to every device, without blocking."""
     if array.is_fully_replicated:
         return array
     where: Any = array.sharding
@@ -54,13 +54,13 @@ def replicate(array: jax.Array) -> jax.Array:
 
 
 def is_writer(mesh: jax.sharding.Mesh) -> bool:
-    """Return whether this is the process of a mesh that writes for all of them."""
+    """Return True if this process writes for all processes of the mesh."""
     first = min(device.process_index for device in mesh.devices.flat)
     return bool(first == jax.process_index())
 
 
 def agree(mesh: jax.sharding.Mesh, is_well: bool) -> bool:
-    """Return whether all is well on every process; each waits for the others."""
+    """Return True if `is_well` is True in every process; a barrier."""
     axes = jax.sharding.PartitionSpec(mesh.axis_names)
     where = jax.sharding.NamedSharding(mesh, axes)
     flags = jax.make_array_from_callback(
@@ -70,23 +70,22 @@ def agree(mesh: jax.sharding.Mesh, is_well: bool) -> bool:
 
 
 class Broadcast:
-    """Arrays that the first process of a mesh tells to all of them.
+    """Broadcasts from the first process of a mesh to all.
 
-    Every process makes the same calls in the same order. They go from processor to
-    processor where JAX has processors as devices beside accelerators, as it has unless
-    `jax_platforms` says otherwise: then no call waits for what accelerators compute.
-    (`jax.experimental.multihost_utils.broadcast_one_to_all` takes the accelerators,
-    and returns when the array is there.)
+    Every process makes the same calls in the same order. Arrays are transferred between
+    CPU devices where JAX has them beside accelerators, its default unless
+    `jax_platforms` excludes them: then no call waits for accelerator computations.
+    (`jax.experimental.multihost_utils.broadcast_one_to_all` uses the accelerators and
+    blocks.)
 
-    XLA's CPU runtime keeps an order among programs that one thread starts, and none
-    among those of several. Two collectives of the same processes that cross would get
-    each other's data, so no broadcast is started before the last one is done.
+    XLA's CPU runtime orders the programs of one thread, not those of several. Two
+    concurrent collectives of the same processes could exchange each other's data, so a
+    broadcast starts only after the previous one is done.
 
     Attributes:
-      is_first: whether this is the process whose arrays all get.
-      is_apart: whether the mesh has none of the devices that the arrays go over. If it
-        has, a broadcast is waited for, and the caller has to wait for what the mesh
-        computes before it calls.
+      is_first: True in the source process.
+      is_apart: True if the broadcast uses devices outside the mesh. Otherwise a
+        broadcast blocks, and the caller must wait for the mesh's computations first.
       num_processes: of the mesh.
     """
 
@@ -112,7 +111,7 @@ class Broadcast:
         self._all = jax.jit(lambda parts: parts, out_shardings=everywhere)
 
     def start(self, array: np.ndarray) -> jax.Array:
-        """Start to bring the first process's array to all; of one shape and dtype."""
+        """Start broadcasting the first process's array; shape and dtype must agree."""
         if self._under_way is not None:
             self._under_way.block_until_ready()
         found: jax.Array = self._first(self._spread(array))
@@ -120,21 +119,21 @@ class Broadcast:
         return found if self.is_apart else jax.block_until_ready(found)
 
     def gather(self, array: np.ndarray) -> np.ndarray:
-        """Return what each process gives, [P, ...], to all of them.
+        """Gather every process's array in all processes, [P, ...].
 
-        RuntimeError, in the first call, if the others do not come to theirs within the
-        30 seconds in which JAX connects processors.
+        Raises RuntimeError in the first call if the other processes do not make theirs
+        within 30 seconds, the timeout of JAX's connections between CPUs.
         """
         try:
             return np.asarray(self._all(self._spread(array)))
         except jax.errors.JaxRuntimeError as error:
             raise RuntimeError(
-                "the processes of the mesh did not come together: let all of them get "
-                "here within 30 seconds, and begin again with all of them"
+                "processes of the mesh did not connect within 30 seconds; restart all "
+                "of them, and reach this call at about the same time"
             ) from error
 
     def _spread(self, array: np.ndarray) -> jax.Array:
-        """Return an array whose rows are what each process has."""
+        """Return an array with one row per process."""
         shape = self.num_processes, *array.shape
         if array.nbytes <= _SMALL:
             part = self._put_small(array)
@@ -144,11 +143,11 @@ class Broadcast:
 
 
 def _choose_device(mesh: jax.sharding.Mesh, process: int) -> Any:
-    """Return a device of a process: its processor, or else the first of the mesh."""
+    """Return a process's CPU device, or else its first device of the mesh."""
     of_mesh = [each for each in mesh.devices.flat if each.process_index == process]
     try:
         processors = jax.devices("cpu")
-    except RuntimeError:  # `jax_platforms` leaves them out
+    except RuntimeError:  # `jax_platforms` excludes CPUs
         return of_mesh[0]
     own = (each for each in processors if each.process_index == process)
     return next(own, of_mesh[0])
@@ -156,6 +155,6 @@ def _choose_device(mesh: jax.sharding.Mesh, process: int) -> Any:
 
 @functools.cache
 def _replicate(mesh: jax.sharding.Mesh) -> Any:
-    """Return a function that brings an array to every device of a mesh."""
+    """Return a function that replicates an array over a mesh."""
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     return jax.jit(lambda array: array, out_shardings=everywhere)

@@ -1,4 +1,4 @@
-"""How a cache lies on a mesh: kv heads over one axis, tokens or pools over another."""
+"""Layout of a cache on a mesh: kv heads over one axis, tokens or pools over another."""
 
 import dataclasses
 import functools
@@ -12,56 +12,55 @@ Arrays = TypeVar("Arrays")
 
 
 class DividedAxes(NamedTuple):
-    """Which axis of an array has the kv heads, and which the tokens of a block."""
+    """The array axes of kv heads and of a block's tokens."""
 
     heads: int | None = None
     tokens: int | None = None
 
 
-# In [L, N, K, T, D] of a pool and [L, N, K, T] of scales, and in [R, K, D] of rows.
+# Axes of a pool [L, N, K, T, D], of scales [L, N, K, T] and of rows [R, K, D].
 POOL_HEADS, POOL_TOKENS, ROW_HEADS = 2, 3, 1
 POOL, ROWS = DividedAxes(POOL_HEADS, POOL_TOKENS), DividedAxes(ROW_HEADS)
-# Of [H], and of what every device has whole.
+# Of arrays [H], and of replicated arrays.
 PER_HEAD, WHOLE = DividedAxes(0), DividedAxes()
 
 
 @dataclasses.dataclass(frozen=True)
 class StorageSharding:
-    """How the keys and values of a cache lie on a mesh."""
+    """Sharding of a cache's keys and values over a mesh."""
 
     mesh: jax.sharding.Mesh  # the devices
-    # The mesh axis over which the kv heads are spread, None for no axis.
+    # Mesh axis over which kv heads are sharded; None for no axis.
     heads: str | None = None
-    # The mesh axis over which the tokens of each block are spread: of a block of T
+    # Mesh axis over which the tokens of each block are sharded: of a block of T
     # tokens the first device has the first T / n, and so on. None for no axis.
     context: str | None = None
-    # How often the pool has each head of the model: more than once where the axis has
-    # more devices than the model has kv heads. Each device then holds one.
+    # Copies of each kv head in the pool: more than one if the axis has more devices
+    # than the model has kv heads; each device then stores one head.
     copies: int = 1
 
     @classmethod
     def of(
         cls,
         mesh: jax.sharding.Mesh,
-        heads: str | None,  # the axis to spread K heads over
-        context: str | None,  # and the T tokens of a block
+        heads: str | None,  # mesh axis for the K kv heads
+        context: str | None,  # mesh axis for the T tokens of a block
         num_kv_heads: int,  # K
         block_size: int,  # T
     ) -> "StorageSharding | None":
-        """Return how to divide a pool, or None; refuse numbers that do not fit.
+        """Return the sharding of a pool, or None; raise for sizes that do not divide.
 
-        An axis of one device divides nothing, unless types say even then that arrays
-        are divided by it, as those of an Explicit axis do.
+        An axis of one device shards nothing, unless it is an Explicit axis, which is
+        part of the arrays' types.
         """
         copies = 1
         if heads is not None:
             num_devices = _num_devices(mesh, "heads", heads)
             if num_kv_heads % num_devices and num_devices % num_kv_heads:
                 raise ValueError(
-                    f"{num_kv_heads} kv heads cannot be shared evenly by the "
-                    f"{num_devices} devices of mesh axis {heads!r}; use a divisor or a "
-                    f"multiple of {num_kv_heads} devices, or leave heads out to have "
-                    f"all heads on every device"
+                    f"heads={heads!r} has {num_devices} devices, which must divide the "
+                    f"{num_kv_heads} kv heads or be a multiple of them; change the "
+                    f"mesh, or omit heads to replicate all heads"
                 )
             copies = max(num_devices // num_kv_heads, 1)
             heads = heads if _divides(mesh, heads) else None
@@ -69,10 +68,9 @@ class StorageSharding:
             num_devices = _num_devices(mesh, "context", context)
             if block_size % num_devices:
                 raise ValueError(
-                    f"blocks of {block_size} tokens cannot be shared evenly by the "
-                    f"{num_devices} devices of mesh axis {context!r}, each of which "
-                    f"has an equal part of every block; make the block_size a multiple "
-                    f"of {num_devices}, such as {16 * num_devices}"
+                    f"block_size must be a multiple of the {num_devices} devices of "
+                    f"mesh axis context={context!r}, got {block_size}; set it to "
+                    f"{16 * num_devices}, for example"
                 )
             context = context if _divides(mesh, context) else None
         if heads is None and context is None:
@@ -81,24 +79,24 @@ class StorageSharding:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes that divide something."""
+        """Mesh axes that shard arrays."""
         return tuple(axis for axis in (self.heads, self.context) if axis is not None)
 
     @property
     def open_axes(self) -> frozenset[str]:
-        """Those of the axes over which this is not traced for one device already."""
+        """Sharding axes that are not manual in the current trace."""
         manual = jax.sharding.get_abstract_mesh().manual_axes
         return frozenset(self.axes) - frozenset(manual)
 
     @property
     def num_parts(self) -> int:
-        """Parts of a block, each on another device."""
+        """Number of devices that share each block."""
         return 1 if self.context is None else int(self.mesh.shape[self.context])
 
     def spec(
         self, array: DividedAxes, axes: frozenset[str] | None = None
     ) -> jax.sharding.PartitionSpec:
-        """Return the partition of an array, by some of the axes or by all."""
+        """Return the PartitionSpec of an array, for all axes or a subset."""
         heads, context = (
             axis if axes is None or axis in axes else None
             for axis in (self.heads, self.context)
@@ -109,7 +107,7 @@ class StorageSharding:
 def find_spec(
     array: DividedAxes, heads: str | None, context: str | None
 ) -> jax.sharding.PartitionSpec:
-    """Return the partition of an array by these mesh axes, None for none."""
+    """Return the PartitionSpec of an array for these mesh axes; None for no axis."""
     parts = {
         array_axis: axis
         for array_axis, axis in zip(array, (heads, context), strict=True)
@@ -119,8 +117,7 @@ def find_spec(
     return jax.sharding.PartitionSpec(*map(parts.get, range(last + 1)))
 
 
-# What a group's storage remembers, and the partition of those of its arrays that are
-# divided, by path.
+# The sharding of a group's storage, and the specs of its sharded arrays by path.
 Divided: TypeAlias = tuple[
     StorageSharding | None, dict[str, jax.sharding.PartitionSpec]
 ]
@@ -134,7 +131,7 @@ def divide_pools(
     heads: str | None,
     context: str | None,
 ) -> Divided:
-    """Return how the pools of a group lie on a mesh, as `StorageSharding.of`."""
+    """Return the sharding of a group's pools on a mesh, as `StorageSharding.of`."""
     sharding = StorageSharding.of(mesh, heads, context, num_kv_heads, block_size)
     return sharding, {} if sharding is None else dict.fromkeys(
         paths, sharding.spec(POOL)
@@ -142,14 +139,14 @@ def divide_pools(
 
 
 def copies_of(sharding: StorageSharding | None) -> int:
-    """Return how often a pool, as it is seen here, holds the same head."""
+    """Return the copies of each head in a pool, as seen in the current trace."""
     if sharding is None or sharding.heads not in sharding.open_axes:
         return 1
     return sharding.copies
 
 
 def heads_on_device(sharding: StorageSharding | None, num_stored: int) -> int:
-    """Return how many kv heads a device has of those stored in a pool as seen here."""
+    """Return the kv heads per device of `num_stored` heads in the current trace."""
     if sharding is None or sharding.heads not in sharding.open_axes:
         return num_stored
     return num_stored // int(sharding.mesh.shape[sharding.heads])
@@ -158,7 +155,7 @@ def heads_on_device(sharding: StorageSharding | None, num_stored: int) -> int:
 def with_copies_of_heads(
     sharding: StorageSharding | None, array: jax.Array, head_axis: int
 ) -> jax.Array:
-    """Return an array with each head as often as the pool has it, side by side."""
+    """Repeat each head of an array as often as in the pool, adjacently."""
     copies = copies_of(sharding)
     return array if copies == 1 else jnp.repeat(array, copies, axis=head_axis)
 
@@ -166,7 +163,7 @@ def with_copies_of_heads(
 def without_copies_of_heads(
     sharding: StorageSharding | None, array: Any, head_axis: int
 ) -> Any:
-    """Return an array, of JAX or numpy, with each head once, and then whole."""
+    """Drop repeated heads of a JAX or numpy array, and replicate the rest."""
     copies = copies_of(sharding)
     if sharding is None or sharding.heads is None or copies == 1:
         return array
@@ -176,10 +173,10 @@ def without_copies_of_heads(
 
 
 def _num_devices(mesh: jax.sharding.Mesh, name: str, axis: str) -> int:
-    """Return how many devices an axis has; refuse one that the mesh lacks."""
+    """Return the size of a mesh axis; raise if the mesh has none of this name."""
     if axis not in mesh.axis_names:
         raise ValueError(
-            f"{name}={axis!r} is no axis of the mesh; it has "
+            f"{name}={axis!r} must be an axis of the mesh, which has "
             f"{', '.join(map(repr, mesh.axis_names)) or 'none'}"
         )
     return int(mesh.shape[axis])
@@ -191,21 +188,21 @@ def _divides(mesh: jax.sharding.Mesh, axis: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class PoolSharding:
-    """How pools lie on a mesh: every array of the cache has an axis of ranks first."""
+    """Sharding of data-parallel pools: all arrays have a leading rank axis."""
 
     mesh: jax.sharding.Mesh  # the devices
-    axis: str  # the mesh axis of which each rank has a pool
+    axis: str  # the mesh axis of ranks, each with its own pool
 
     def __post_init__(self) -> None:
-        _num_devices(self.mesh, "pools", self.axis)  # refuses one that the mesh lacks
+        _num_devices(self.mesh, "pools", self.axis)  # raises if the mesh lacks the axis
 
     @property
     def num_ranks(self) -> int:
-        """Pools."""
+        """Number of pools."""
         return _num_devices(self.mesh, "pools", self.axis)
 
     def within(self, spec: jax.sharding.PartitionSpec) -> jax.sharding.NamedSharding:
-        """Return where arrays go that a spec partitions within their rank."""
+        """Return the sharding of arrays that `spec` partitions within their rank."""
         return jax.sharding.NamedSharding(
             self.mesh, jax.sharding.PartitionSpec(self.axis, *spec)
         )
@@ -213,15 +210,16 @@ class PoolSharding:
     def map(
         self,
         function: Callable[[Any, Any], Any],
-        divided: Any,  # of which each rank has its part
+        divided: Any,  # sharded over ranks
+        # Replicated.
         whole: Any,
         *,
         out_specs: Any,
     ) -> Any:
-        """Call `function(divided, whole)` on each rank; other axes stay as they are.
+        """Call `function(divided, whole)` on each rank; other mesh axes stay automatic.
 
-        Types do not say what varies over ranks: the function calls models, whose own
-        loops need not know of it.
+        Varying types are not checked: the function calls models, whose own loops may
+        not handle them.
         """
         context = jax.sharding.get_abstract_mesh()
         mapped = jax.shard_map(
@@ -242,17 +240,17 @@ class PoolSharding:
 
 
 def without_rank(arrays: Arrays) -> Arrays:
-    """Return what one rank has, of arrays [1, ...] inside `shard_map`."""
+    """Drop the leading axis of one rank's arrays [1, ...] inside `shard_map`."""
     return jax.tree.map(lambda array: array[0], arrays)
 
 
 def with_rank(arrays: Arrays) -> Arrays:
-    """Return what one rank answers, as arrays [1, ...]."""
+    """Add the leading axis of one rank's arrays, [1, ...]."""
     return jax.tree.map(lambda array: array[None], arrays)
 
 
 def is_explicit(mesh: jax.sharding.Mesh, axis: str) -> bool:
-    """Return whether types of arrays say how the axis divides them."""
+    """Return True if the axis is part of the arrays' types."""
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     return types[axis] == jax.sharding.AxisType.Explicit
 
@@ -260,10 +258,10 @@ def is_explicit(mesh: jax.sharding.Mesh, axis: str) -> bool:
 def spread(
     arrays: Arrays, mesh: jax.sharding.Mesh, axis: str, array_axis: int | None
 ) -> Arrays:
-    """Divide arrays by a mesh axis at one of their axes, None for none.
+    """Reshard arrays over a mesh axis at one of their axes; None replicates them.
 
-    `shard_map` wants that of Explicit axes; on others this does nothing. What further
-    axes of the mesh divide stays divided.
+    `shard_map` requires this for Explicit axes; for others it does nothing. Other mesh
+    axes keep their sharding.
     """
     if not is_explicit(mesh, axis):
         return arrays
@@ -272,8 +270,8 @@ def spread(
 
 
 def as_auto(array: jax.Array) -> jax.Array:
-    """Return an array on axes that are all Auto, of the same buffers; outside jit."""
-    where: Any = getattr(array, "sharding", None)  # numpy has none
+    """Return an array of the same buffers on Auto axes; outside jit."""
+    where: Any = getattr(array, "sharding", None)  # numpy arrays have none
     if not isinstance(where, jax.sharding.NamedSharding):
         return array
     names = where.mesh.axis_names
@@ -303,7 +301,7 @@ def _reshard(
 
 
 def _change(part: Any, axis: str, *, is_divided: bool) -> Any:
-    """Take the mesh axis out of a part of a spec, or make it the last there."""
+    """Remove a mesh axis from an entry of a spec, or append it."""
     names = [*part] if isinstance(part, tuple) else [part]
     names = [name for name in names if name not in (None, axis)]
     if is_divided:

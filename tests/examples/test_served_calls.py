@@ -349,7 +349,7 @@ def test_what_is_no_tool_is_refused_by_name(post, fields, param, words):
         ({"name": "f g"}, "1 to 128 letters"),
         (
             {"parameters": {"$ref": "https://a.org/b"}, "strict": True},
-            "tool 'f': .*only places of this",
+            "tool 'f': .*only references within",
         ),
     ],
 )

@@ -82,16 +82,16 @@ def test_grammars_that_come_and_go_stay_what_they_are():
 
 def test_what_a_catalog_cannot_hold_is_told():
     small = Catalog(VOCABULARY, max_grammars=1, max_states=3)
-    with pytest.raises(TooLarge, match="finds no room"):
+    with pytest.raises(TooLarge, match="exceeds the catalog"):
         small.add(from_regex("a{5}", VOCABULARY))
     one = from_choices(["a", "b"], VOCABULARY)
     small.add(one)
-    with pytest.raises(CatalogFull, match="1 grammars leave no room"):
+    with pytest.raises(CatalogFull, match="does not fit beside 1 others"):
         small.add(one)
-    with pytest.raises(ValueError, match="one language at a time"):
+    with pytest.raises(ValueError, match="must be of one language"):
         small.add(join([one, one]))
     other = Vocabulary(TOKENS[:-2] + [None], end_tokens=[8])
-    with pytest.raises(ValueError, match="its own vocabulary"):
+    with pytest.raises(ValueError, match="of the catalog's vocabulary"):
         small.add(from_choices(["a"], other))
     with pytest.raises(KeyError):
         small.remove(2)

@@ -147,14 +147,14 @@ def test_what_waits_steers_generate():
 
 def test_what_cannot_wait_or_stand_is_refused():
     one = grammar.from_choices(["a"], VOCABULARY)
-    with pytest.raises(ValueError, match="one language of this vocabulary"):
+    with pytest.raises(ValueError, match="grammar must be of one language"):
         wait_for([CALL], grammar.join([one, one]), VOCABULARY)
     for tokens in ([], [END], [99], [-1]):
-        with pytest.raises(ValueError, match="ids of tokens from 0 to"):
+        with pytest.raises(ValueError, match="tokens must be ids from 0 to"):
             wait_for(tokens, one, VOCABULARY)
-    with pytest.raises(grammar.NoText, match="a mark has a character"):
+    with pytest.raises(grammar.NoText, match="mark is empty"):
         concatenate([Until("")], VOCABULARY)
-    with pytest.raises(grammar.NoText, match="no texts to choose from"):
+    with pytest.raises(grammar.NoText, match="texts is empty"):
         concatenate([Choices([])], VOCABULARY)
 
 

@@ -188,14 +188,14 @@ REFUSED = {
     "'uniqueItems' of arrays or objects, at #/properties/a": {
         "properties": {"a": {"items": {"type": "array"}, "uniqueItems": True}}
     },
-    "points to nothing": {"$ref": "#/$defs/a"},
-    "only places": {"$ref": "https://example.com/schema"},
-    "'propertyNames' at #/not, where it must not hold": {
+    "does not point to a schema": {"$ref": "#/$defs/a"},
+    "only references within": {"$ref": "https://example.com/schema"},
+    "'propertyNames' at #/not cannot be negated": {
         "not": {"propertyNames": {"maxLength": 3}}
     },
     "'minProperties' above 1": {"minProperties": 2},
     r"'\Z' in the pattern": {"pattern": r"a\Z"},
-    "an assertion in another": {"pattern": "(?!a(?!b))"},
+    "nested assertions": {"pattern": "(?!a(?!b))"},
     "'type' at #/properties/a~1b must be": {"properties": {"a/b": {"type": "text"}}},
     "'minLength' at # must be": {"minLength": 2.5},
     "'maximum' at # must be a finite number": {"maximum": float("inf")},
@@ -205,7 +205,7 @@ REFUSED = {
     "'required' at # must be": {"required": ["\udfff"]},
     "'pattern' at # must be": {"pattern": "\udfff"},
     "draft 3": {"$schema": "http://json-schema.org/draft-03/schema#"},
-    "a schema is of JSON": {"enum": [{1, 2}]},
+    "schema is not JSON": {"enum": [{1, 2}]},
     "is an object or a boolean": 5,
 }
 

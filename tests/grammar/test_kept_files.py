@@ -147,7 +147,7 @@ def test_a_folder_keeps_what_was_looked_up_last(tmp_path, monkeypatch):
 
 
 def test_what_is_no_json_is_refused_with_a_folder_too(tmp_path):
-    with pytest.raises(ValueError, match="of JSON"):
+    with pytest.raises(ValueError, match="not JSON"):
         from_json_schema({"enum": [{1}]}, VOCABULARY, folder=tmp_path)
 
 

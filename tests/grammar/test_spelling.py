@@ -130,5 +130,5 @@ def test_what_is_certain_is_forced_by_its_longest_token():
 
 
 def test_another_vocabulary_is_refused():
-    with pytest.raises(ValueError, match="was made for 15 tokens"):
+    with pytest.raises(ValueError, match="grammar's 15 tokens"):
         with_one_spelling(from_regex("a", FEW), WHOLE)

@@ -29,7 +29,7 @@ def read(**fields):
     ids=lambda fields: next(iter(fields)),
 )
 def test_options_of_other_engines_are_refused_by_name(fields):
-    with pytest.raises(ValueError, match=f"RolloutConfig.{next(iter(fields))}: "):
+    with pytest.raises(ValueError, match=f"RolloutConfig.{next(iter(fields))} is not"):
         read(**fields)
 
 
@@ -129,5 +129,5 @@ def test_a_pool_that_remembers_nothing_is_not_kept():
 
 
 def test_a_pool_too_small_for_one_sequence_is_refused():
-    with pytest.raises(ValueError, match="num_blocks must be at least 4: .* got 3"):
+    with pytest.raises(ValueError, match="num_blocks must be >= 4 .* got 3"):
         make_pool(num_blocks=3).lend(CallSizes(8, 5, num_samples=1, max_running=2))

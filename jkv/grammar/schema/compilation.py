@@ -1,8 +1,7 @@
-"""From a JSON schema to the expression of its texts.
+"""Compile a JSON schema to an expression over bytes.
 
-Where a schema leaves open what else may be there, texts have nothing else: an object
-has no other properties, a tuple no other items. Properties stand in the order in which
-the schema names them.
+Properties and items that the schema does not mention are excluded. Properties stand in
+the order of the schema.
 """
 
 import json
@@ -29,29 +28,29 @@ from jkv.grammar.schema.strings import (
     string_expression,
 )
 
-_LEVELS_TO_DETERMINIZE = 6  # so that expressions do not stand in each other too deeply
-# States of a grammar, as far as they come from numbers of characters and items, and
-# those that each such number may take in any case.
+_LEVELS_TO_DETERMINIZE = 6  # limits the nesting of expressions
+# States of a grammar due to counted characters and items, and the least budget that
+# each count keeps.
 _MAX_STATES, _LEAST_COUNTED = 2**14, 2**8
-_PARTS = 8  # of the bounds, one of which is for trying one more level of recursion
-_SMALL = 32  # states up to which an expression is repeated as it is
+_PARTS = 8  # of the bounds; one is for trying another level of recursion
+_SMALL = 32  # larger expressions are determinized before reuse
 
 
 class Reading(NamedTuple):
-    """How schemas are read."""
+    """Options of the schema compiler."""
 
-    whitespace: str  # pattern of what may stand around brackets, commas and colons
-    depth: int  # levels of arrays and objects in a value of which nothing is said
-    recursion: int  # how often a schema may be opened again where it is open
-    strict: bool  # whether unknown keywords and formats are refused
+    whitespace: str  # pattern of the space around brackets, commas and colons
+    depth: int  # levels of arrays and objects in a value without a schema
+    recursion: int  # depth to which a recursive schema may contain itself
+    strict: bool  # raise for unknown keywords and formats
 
 
 def compile_schema(root: Any, reading: Reading, bounds: Bounds) -> Expression:
-    """Return the texts of a schema.
+    """Return the language of a schema.
 
-    Schemas stand in themselves less often than `reading` allows where that takes too
-    many states. `Unsupported` names a keyword that is not served; `TooLarge` is also
-    what is nested too deeply.
+    Recursion is reduced below `reading.recursion` if it takes too many states.
+    `Unsupported` names an unsupported keyword; `TooLarge` includes schemas that are
+    nested too deeply.
     """
     for name in ("depth", "recursion"):
         number = getattr(reading, name)
@@ -72,7 +71,7 @@ def compile_schema(root: Any, reading: Reading, bounds: Bounds) -> Expression:
             break
         found.append(texts)
         sizes.append(size(texts))
-        # The next level grows about as much as this one did.
+        # The next level is expected to grow by the same factor.
         is_too_large = recursion and sizes[-1] ** 2 > _MAX_STATES * max(1, sizes[-2])
         if is_too_large or not compiler.is_cut:
             break
@@ -80,7 +79,7 @@ def compile_schema(root: Any, reading: Reading, bounds: Bounds) -> Expression:
 
 
 class SchemaCompiler:
-    """What all parts of a schema share; each may count up to so many states."""
+    """Compiler of one schema, with state shared by all its parts."""
 
     def __init__(
         self,
@@ -100,13 +99,13 @@ class SchemaCompiler:
 
     @property
     def is_cut(self) -> bool:
-        """Whether recursion has ended somewhere."""
+        """True if recursion was truncated."""
         return self._expander.is_cut
 
     def compile_root(self) -> Expression:
-        """Return the texts of the whole schema.
+        """Return the language of the whole schema.
 
-        Numbers of characters and items that take too many states are lowered.
+        Counts of characters and items are lowered if they take too many states.
         """
         try:
             found = self.compile([Part(self.document.root)])
@@ -114,14 +113,14 @@ class SchemaCompiler:
                 less, root = self.max_counted // 4, self.document.root
                 lower = SchemaCompiler(root, self._reading, self.bounds, less)
                 lowered = lower.compile_root()
-                # Most of the states may come from something else.
+                # Lower counts may not help: most states may have another cause.
                 return lowered if 4 * size(lowered) < 3 * size(found) else found
             return found
         except RecursionError as error:
-            raise TooLarge("schemas stand in each other too deeply") from error
+            raise TooLarge("schema is nested too deeply") from error
 
     def compile(self, parts: Sequence[Part]) -> Expression:
-        """Return the texts for which all parts hold."""
+        """Return the language of values for which all parts hold."""
         key = tuple(part.key for part in parts)
         if key in self._known:
             _, found = self._known[key]
@@ -135,9 +134,7 @@ class SchemaCompiler:
     def _compile(self, parts: Sequence[Part]) -> Expression:
         self.bounds.spend(1)
         if self._level > MAX_LEVELS:
-            raise TooLarge(
-                f"values stand in each other too deeply at {self._at(parts)}"
-            )
+            raise TooLarge(f"values are nested too deeply at {self._at(parts)}")
         self._level += 1
         ways = self._ways(parts)
         try:
@@ -181,7 +178,7 @@ class SchemaCompiler:
         others = [atom for atom in way if NOT_VALUES not in atom.words]
         for value in named(way, NOT_VALUES):
             if kind_of(value) == kind and self.judge.hold(others, value):
-                raise Unsupported(f"{kind}s but for a listed one")
+                raise Unsupported(f"'not' with a listed {kind}")
         make = array_expression if kind == "array" else object_expression
         return make(way, self)
 
@@ -189,7 +186,7 @@ class SchemaCompiler:
         return Choice([self.value(v) for v in values if self.judge.hold(way, v)])
 
     def values(self, parts: Sequence[Part]) -> list[Any] | None:
-        """Return the values for which all parts hold, if they are listed."""
+        """Return the values for which all parts hold; None if they are not listed."""
         found = []
         for way in self._ways(parts):
             values = self.judge.listed(way)
@@ -204,7 +201,7 @@ class SchemaCompiler:
         return found
 
     def kinds(self, parts: Sequence[Part]) -> set[str]:
-        """Return the kinds of the texts for which all parts hold."""
+        """Return the kinds of values for which all parts may hold."""
         ways = self._ways(parts)
         found = [allowed_kinds(way) & spoken_kinds(way) for way in ways]
         return {*KINDS}.intersection(set().union(*found))
@@ -226,9 +223,7 @@ class SchemaCompiler:
 
     def value(self, value: Any, level: int = 0) -> Expression:
         if level > MAX_LEVELS:
-            raise TooLarge(
-                "a listed value has arrays or objects in each other too deeply"
-            )
+            raise TooLarge("a value of 'enum' or 'const' is nested too deeply")
         if isinstance(value, str):
             return literal_string(value)
         marks = self.marks
@@ -244,7 +239,7 @@ class SchemaCompiler:
         return Literal(_compact(value).encode())
 
     def _free_value(self, depth: int) -> Expression:
-        """Return any JSON of so many levels of arrays and objects."""
+        """Return all JSON values with up to `depth` levels of arrays and objects."""
         if depth not in self._free:
             found = [
                 self._compile_kind(kind, []) for kind in ("null", "boolean", "string")
@@ -264,7 +259,7 @@ _OTHER_KINDS = {"null", "boolean", "string", "array", "object"}
 
 
 def _compact(value: Any) -> str:
-    """Return JSON without white space; a decimal that is whole is written so."""
+    """Return JSON without white space; integral floats are written as integers."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -1,4 +1,4 @@
-"""Arrays and objects: what may stand between their brackets, in which order."""
+"""Arrays and objects: their contents, in order."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, Self
@@ -33,12 +33,12 @@ from jkv.grammar.schema.punctuation import Punctuation
 from jkv.grammar.schema.strings import ANYTHING, quoted
 from jkv.grammar.schema.uniqueness import by_first_sign, listed_once
 
-_MAX_REGIONS = 64  # into which patterns divide the keys of an object
-_MAX_HITS = 8  # of `contains` in one array
+_MAX_REGIONS = 64  # limit of the sets into which patterns partition an object's keys
+_MAX_HITS = 8  # limit of `contains` items in one array
 
 
 class Compiler(Protocol):
-    """What makes the texts of the schemas in a container."""
+    """Interface of the compiler of nested schemas."""
 
     marks: Punctuation
     judge: Judge
@@ -46,23 +46,23 @@ class Compiler(Protocol):
     max_counted: int
 
     def compile(self, parts: Sequence[Part]) -> Expression:
-        """Return the texts for which all parts hold."""
+        """Return the language of values for which all parts hold."""
 
     def keys(self, parts: Sequence[Part]) -> Automaton:
         """Return the strings for which all parts hold, without quotes."""
 
     def values(self, parts: Sequence[Part]) -> list[Any] | None:
-        """Return the values for which all parts hold, if they are listed."""
+        """Return the values for which all parts hold; None if they are not listed."""
 
     def kinds(self, parts: Sequence[Part]) -> set[str]:
-        """Return the kinds of the texts for which all parts hold."""
+        """Return the kinds of values for which all parts may hold."""
 
     def value(self, value: Any) -> Expression:
-        """Return the texts of a value."""
+        """Return the language of one value."""
 
 
 def array_expression(way: Way, compiler: Compiler) -> Expression:
-    """Return the arrays that atoms describe."""
+    """Return the arrays that the atoms describe."""
     items = _Items.of(way)
     least, most = counts_of(way, "Items")
     if items.rest is None:
@@ -91,10 +91,10 @@ def _both(one: Expression, other: Expression, bounds: Bounds) -> Expression:
 
 
 class _Items(NamedTuple):
-    """Which parts hold for the items of an array."""
+    """Schemas of an array's items."""
 
-    first: list[list[Part]]  # those of each of the first items
-    rest: list[Part] | None  # those of the others; None where there are none
+    first: list[list[Part]]  # of each leading item
+    rest: list[Part] | None  # of the remaining items; None if there are none
 
     @classmethod
     def of(cls, way: Way) -> Self:
@@ -109,7 +109,7 @@ class _Items(NamedTuple):
 def _in_order(
     items: _Items, least: int, most: int | None, compiler: Compiler
 ) -> Expression:
-    """Return what stands between the brackets."""
+    """Return the contents of an array."""
     marks, first = compiler.marks, items.first[:most]
     if not first:
         item = Choice([]) if most == 0 else compiler.compile(items.rest or [])
@@ -122,7 +122,8 @@ def _in_order(
             None if most is None else _lower(most - len(first), count, behind, compiler)
         )
         rest = concat(Repeat(behind, count, others), rest)
-    # From the last to the first: each that may lack takes the ones behind it along.
+    # From the last to the first: an absent item implies that all later ones are
+    # absent.
     for index in range(len(first) - 1, -1, -1):
         comma = marks.comma if index else Literal(b"")
         there = concat(comma, compiler.compile(first[index]), rest)
@@ -134,7 +135,7 @@ def _in_order(
 def _lower(
     most: int | None, least: int, item: Expression, compiler: Compiler
 ) -> int | None:
-    """Return how many items are served, of those that may be there."""
+    """Cap `most` so that the items fit into the state budget."""
     if most is None:
         return None
     return min(most, max(least, compiler.max_counted // max(1, size(item))))
@@ -143,11 +144,11 @@ def _lower(
 def _unique(
     items: _Items, least: int, most: int | None, compiler: Compiler
 ) -> Expression:
-    """Return items of which no two are the same, between the brackets."""
+    """Return the contents of an array of distinct items."""
     judge, rest = compiler.judge, items.rest
     if rest is not None and (most is None or most > len(items.first)):
         if items.first:
-            raise Unsupported("'uniqueItems' of more than the first items")
+            raise Unsupported("'uniqueItems' of items after 'prefixItems'")
         values, kinds = compiler.values(rest), compiler.kinds(rest)
         if values is not None:
             texts = [compiler.value(value) for value in judge.distinct(values)]
@@ -161,14 +162,14 @@ def _unique(
     ways = [judge.expand(parts) for parts in items.first[:most]]
     pairs = ((one, two) for i, one in enumerate(ways) for two in ways[:i])
     if any(judge.expander.overlap(one, two) for one, two in pairs):
-        raise Unsupported("'uniqueItems' of items that may be the same")
+        raise Unsupported("'uniqueItems' of 'prefixItems' with values in common")
     return _in_order(items, least, most, compiler)
 
 
 def _with_hits(
     items: _Items, hit: Part, words: Any, compiler: Compiler
 ) -> Expression | None:
-    """Return the arrays with so many items for which a part holds; None for all."""
+    """Return the arrays that satisfy `contains`; None for all arrays."""
     least, most = int(words.get("minContains", 1)), words.get("maxContains")
     if least == 0 and most is None:
         return None
@@ -194,10 +195,10 @@ def _with_hits(
 
 
 def object_expression(way: Way, compiler: Compiler) -> Expression:
-    """Return the objects that atoms describe.
+    """Return the objects that the atoms describe.
 
-    Named properties stand in the order of `properties`, then of `required`; those that
-    have no name follow in any order.
+    Named properties stand in the order of `properties`, then of `required`; other
+    properties follow in any order.
     """
     marks, keys = compiler.marks, _Keys(way, compiler)
     entries = [
@@ -205,7 +206,7 @@ def object_expression(way: Way, compiler: Compiler) -> Expression:
         for key, parts in keys.named.items()
     ]
     if keys.required - keys.named.keys():
-        return Choice([])  # one of them cannot be there
+        return Choice([])  # a required key is forbidden
     least, most = counts_of(way, "Properties")
     rest = [
         marks.property(quoted(found), compiler.compile(parts))
@@ -215,7 +216,7 @@ def object_expression(way: Way, compiler: Compiler) -> Expression:
     if not other and (most is None or most >= len(entries)):
         most = None
     if other and least > len(entries) + 1:
-        raise Unsupported("'minProperties' above 1 for properties without a name")
+        raise Unsupported("'minProperties' above 1 with unnamed properties")
     least = 0 if least <= len(keys.required) else least
     if most is not None and other is not None:
         most = _lower(most, max(least, len(keys.required)), other, compiler)
@@ -227,11 +228,11 @@ def object_expression(way: Way, compiler: Compiler) -> Expression:
 
 
 class _Keys:
-    """Which parts hold for the properties of an object.
+    """Schemas of an object's properties.
 
     Attributes:
-      required: keys that must be there.
-      named: those of keys that are named and may be there.
+      required: required keys.
+      named: named keys that are allowed, with their schemas.
     """
 
     def __init__(self, way: Way, compiler: Compiler) -> None:
@@ -254,7 +255,7 @@ class _Keys:
                     self.named[key] = parts
 
     def regions(self) -> Iterable[tuple[Automaton, list[Part]]]:
-        """Yield sets of other keys, each with the parts that hold for its values."""
+        """Yield disjoint sets of unnamed keys, each with the schemas of its values."""
         patterns = dict.fromkeys(named(self._way, "patternProperties"))
         speak = said(self._way, "properties"), said(self._way, "patternProperties")
         others = said(self._way, "additionalProperties")
@@ -275,7 +276,7 @@ class _Keys:
                 yield keys, parts
 
     def _divide(self, patterns: list[str]) -> list[tuple[Automaton, list[str]]]:
-        """Return disjoint sets of keys, each with the patterns that are found in it."""
+        """Partition the unnamed keys by their matching patterns."""
         everything = compile_regex(ANYTHING, self._bounds)
         if self._names:
             everything = self._compiler.keys(self._names)
@@ -292,5 +293,8 @@ class _Keys:
                 divided += [(inside, [*known, pattern]), (outside, known)]
             regions = [one for one in divided if not one[0].is_empty()]
             if len(regions) > _MAX_REGIONS:
-                raise TooLarge(f"'patternProperties' of {len(patterns)} patterns")
+                raise TooLarge(
+                    f"'patternProperties' of {len(patterns)} patterns overlap in more "
+                    f"than {_MAX_REGIONS} ways"
+                )
         return regions

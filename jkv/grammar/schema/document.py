@@ -1,4 +1,4 @@
-"""A schema as a document: where its parts are, what they and references say."""
+"""A schema document: locations of its parts, keywords and references."""
 
 import json
 import urllib.parse
@@ -9,55 +9,54 @@ from jkv.grammar.errors import Malformed, TooLarge, Unsupported
 from jkv.grammar.schema import keywords
 from jkv.grammar.schema.formats import FORMATS
 
-MAX_LEVELS = 64  # of schemas in schemas, and of lists and objects in a listed value
+MAX_LEVELS = 64  # of nested schemas, and of nested values in 'enum' and 'const'
 _OLD_DRAFTS = "draft-04", "draft-05", "draft-06", "draft-07"
 _REFERENCES = "$ref", "$dynamicRef", "$recursiveRef"
 
 
 class Location(NamedTuple):
-    """Where a schema stands."""
+    """The location of a schema."""
 
-    pointer: str  # from the root, "#/properties/a"
-    base: str  # what references in it are relative to, a URI without a fragment
+    pointer: str  # from the root, such as "#/properties/a"
+    base: str  # base URI of its references, without a fragment
 
 
 class Document:
-    """A whole schema, copied; if strict, of known keywords and formats alone."""
+    """A copy of a schema with resolved references; strict ones have known keywords."""
 
     def __init__(self, root: Any, *, is_strict: bool) -> None:
         self.root, self._is_strict = _copy(root), is_strict
         if not keywords.is_schema(self.root):
-            raise Malformed(
-                f"a schema is an object or a boolean, this is {_shorten(root)}"
-            )
+            raise Malformed(f"a schema is an object or a boolean, got {_shorten(root)}")
         dialect = self.root.get("$schema", "") if isinstance(self.root, dict) else ""
         dialect = dialect if isinstance(dialect, str) else ""
         if "draft-03" in dialect:
-            raise Unsupported("a schema of draft 3: write it as one of a later draft")
+            raise Unsupported("$schema is draft 3; convert it to draft 2020-12")
         self._is_old = any(draft in dialect for draft in _OLD_DRAFTS)
         self._id = "id" if "draft-04" in dialect else "$id"
         self._locations: dict[int, Location] = {}
         self._resources: dict[str, Any] = {"": self.root}
         self._anchors: dict[tuple[str, str], Any] = {}
-        self._dynamic: dict[str, int] = {}  # how many anchors of a name
+        self._dynamic: dict[str, int] = {}  # number of anchors per name
         self._words: dict[int, dict[str, Any]] = {}
         self._targets: dict[int, list[Any]] = {}
         self._recursive: dict[int, bool] = {}
-        self._kept: list[Any] = []  # so that no other schema takes the place in memory
+        # keeps ids unique: a freed schema's id could be reused
+        self._kept: list[Any] = []
         self._look(self.root, Location("#", ""), 0)
 
     def pointer(self, schema: Any) -> str:
-        """Return where a schema stands, a JSON pointer from the root."""
+        """Return the JSON pointer of a schema."""
         return self._locations.get(id(schema), Location("#", "")).pointer
 
     def add(self, words: dict[str, Any], like: Any) -> dict[str, Any]:
-        """Return a schema that is not written, in the place of one that is."""
+        """Register a derived schema at the location of the schema `like`."""
         self._locations[id(words)] = self._locations.get(id(like), Location("#", ""))
         self._kept.append(words)
         return words
 
     def words(self, schema: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a schema's keywords but those ignored; refuse a wrong value."""
+        """Return a schema's supported keywords; raise for invalid values."""
         if id(schema) not in self._words:
             self._words[id(schema)] = self._read_words(schema)
         return self._words[id(schema)]
@@ -72,7 +71,7 @@ class Document:
                     raise Unsupported(f"keyword {name!r} at {self.pointer(schema)}")
                 continue
             if is_reference and name != "$ref":
-                continue  # until draft 7 nothing counts beside a reference
+                continue  # up to draft 7 keywords beside $ref are ignored
             check, form = keywords.FORMS.get(name, (lambda _: True, ""))
             if not check(value):
                 raise Malformed(
@@ -85,23 +84,25 @@ class Document:
         return found
 
     def target(self, schema: Mapping[str, Any], word: str) -> Any:
-        """Return the schema that a reference names; refuse one of elsewhere."""
+        """Return the schema at a reference; raise `Unsupported` if it is external."""
         reference = schema[word]
         where = f"{word} {reference!r} at {self.pointer(schema)}"
         if self._dynamic.get(f"{word} {reference.rpartition('#')[2]}", 0) > 1:
-            raise Unsupported(f"{where}: several places have this name")
+            raise Unsupported(f"{where}: several schemas have this anchor")
         base = self._locations.get(id(schema), Location("#", "")).base
         whole = base + reference if reference[:1] in "#" else _join(base, reference)
         uri, fragment = urllib.parse.urldefrag(whole)
         if uri not in self._resources:
-            raise Unsupported(f"{where}: only places of this schema are served")
+            raise Unsupported(
+                f"{where}: only references within the schema are supported"
+            )
         found = self._resources[uri]
         if fragment and not fragment.startswith("/"):
             found = self._anchors.get((uri, urllib.parse.unquote(fragment)))
         elif fragment:
             found = self._follow(found, fragment)
         if not keywords.is_schema(found):
-            raise Malformed(f"{where} points to nothing, or to no schema")
+            raise Malformed(f"{where} does not point to a schema")
         if isinstance(found, dict) and id(found) not in self._locations:
             self._look(found, Location(f"#{fragment}", uri), 0)
         return found
@@ -118,7 +119,7 @@ class Document:
         return found
 
     def is_recursive(self, schema: Any) -> bool:
-        """Whether references lead from a schema back to it."""
+        """Return True if references lead from a schema back to itself."""
         if id(schema) not in self._recursive:
             seen: set[int] = set()
             newest = self._direct_targets(schema)
@@ -140,18 +141,18 @@ class Document:
                     try:
                         found.append(self.target(schema, word))
                     except Unsupported:
-                        continue  # it is refused where it counts
+                        continue  # raised when the reference is compiled
             for _, inner in _parts(schema, with_definitions=False):
                 found += self._direct_targets(inner)
         return self._targets[id(schema)]
 
     def _look(self, schema: Any, location: Location, level: int) -> None:
-        """Note where a schema is and all in it, their names and anchors."""
+        """Record the locations, ids and anchors of a schema and its parts."""
         if not isinstance(schema, dict):
             return
         if level > MAX_LEVELS:
             where = location.pointer
-            raise TooLarge(f"schemas stand in each other too deeply at {where}")
+            raise TooLarge(f"schemas are nested too deeply at {where}")
         name = schema.get(self._id)
         if isinstance(name, str) and not (self._is_old and "$ref" in schema):
             uri, fragment = urllib.parse.urldefrag(_join(location.base, name))
@@ -182,7 +183,7 @@ class Document:
 def _parts(
     schema: Mapping[str, Any], *, with_definitions: bool = True
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the schemas that stand directly in a schema, each with its path."""
+    """Yield the direct subschemas of a schema, each with its path."""
     for word, value in schema.items():
         if word in keywords.SCHEMA_WORDS and isinstance(value, Mapping):
             yield (word,), value
@@ -197,9 +198,9 @@ def _copy(root: Any) -> Any:
     try:
         return json.loads(json.dumps(root))
     except (TypeError, ValueError) as error:
-        raise Malformed(f"a schema is of JSON: {error}") from error
+        raise Malformed(f"schema is not JSON: {error}") from error
     except RecursionError as error:
-        raise TooLarge("schemas stand in each other too deeply") from error
+        raise TooLarge("schema is nested too deeply") from error
 
 
 def _join(base: str, reference: str) -> str:

@@ -1,10 +1,9 @@
-"""From schemas that must hold at once to the ways in which they do.
+"""Expand schemas to a disjunction of keyword sets.
 
-A way is a list of `Atom`s, all of which hold: keywords of single types, and listed
-values. `$ref`, `allOf`, `anyOf`, `oneOf`, `not`, `if` and what depends on a property
-are taken apart into them; what is negated becomes keywords that say the contrary.
-A value is described exactly if all atoms of some way hold for it, but for ways that
-are left out where a negation cannot be said, or recursion ends.
+A way is a conjunction of `Atom`s: type keywords and listed values. `$ref`, `allOf`,
+`anyOf`, `oneOf`, `not`, `if` and property dependencies are expanded; negated keywords
+become their contraries. A value is valid exactly if all atoms of some way hold, except
+for ways that are dropped where a negation is inexpressible or recursion is truncated.
 """
 
 import dataclasses
@@ -27,49 +26,47 @@ _MAX_WAYS = 512
 
 
 class Route(NamedTuple):
-    """Which schemas that lead back to themselves a schema stands in."""
+    """The recursive schemas around a schema."""
 
-    opened: frozenset[int] = frozenset()  # ids of their schemas
-    repeats: int = 0  # how often one was opened that was open already
-    # Whether ways are asked for that hold for more values rather than for less, where
-    # not all can be told.
+    opened: frozenset[int] = frozenset()  # ids of the recursive schemas
+    repeats: int = 0  # number of recursive re-entries
+    # Approximate inexpressible schemas by a superset rather than a subset.
     is_wide: bool = False
 
 
 class Part(NamedTuple):
-    """A schema that must hold somewhere, or must not."""
+    """A schema that must hold, or must not, at a location."""
 
-    schema: Any  # a mapping or a boolean, of the document
-    route: Route = Route()  # where it stands
-    is_negated: bool = False  # whether it must not hold
+    schema: Any  # a mapping or a boolean of the document
+    route: Route = Route()  # enclosing recursive schemas
+    is_negated: bool = False  # True if the schema must not hold
 
     def of(self, schema: Any, is_negated: bool = False) -> "Part":
-        """Return another schema of the same place."""
+        """Return another schema at the same location."""
         return Part(schema, self.route, is_negated)
 
     def widely(self) -> "Part":
-        """Return this part, for which rather more than less may hold."""
+        """Return this part, approximated by a superset."""
         return self._replace(route=self.route._replace(is_wide=True))
 
     @property
     def key(self) -> tuple[int, Route, bool]:
-        """Parts of one key mean the same."""
+        """Cache key; parts with equal keys are equivalent."""
         return id(self.schema), self.route, self.is_negated
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Atom:
-    """Keywords that hold at once, none of which joins schemas."""
+    """Keywords that hold at once, without combinators such as `anyOf`."""
 
-    words: Mapping[str, Any]  # the keywords
-    origin: Any  # the schema that they are of
-    route: Route  # of schemas in them
-    # Whether it comes from a schema that must not hold, so that what it says of
-    # properties and items does not count as evaluated.
+    words: Mapping[str, Any]  # keyword values
+    origin: Any  # source schema
+    route: Route  # of nested schemas
+    # True for negated schemas, where properties and items do not count as evaluated.
     is_muted: bool = False
 
     def part(self, schema: Any) -> Part:
-        """Return a schema that stands in this one."""
+        """Return a nested schema as a part."""
         return Part(schema, self.route)
 
 
@@ -78,25 +75,26 @@ Ways = list[Way]
 
 
 class Expander:
-    """Takes schemas apart, and opens one so often where it is open already."""
+    """Expands schemas, and recursive schemas to a limited depth."""
 
     def __init__(self, document: Document, recursion: int, bounds: Bounds) -> None:
         self.document, self._recursion, self._bounds = document, recursion, bounds
         self._known: dict[tuple[int, Route, bool], tuple[Any, Ways]] = {}
-        self.is_cut = False  # whether recursion has ended somewhere
-        # Whether atoms can hold at once, as far as it is told cheaply (or at length).
+        self.is_cut = False  # True if recursion was truncated
+        # True unless the atoms contradict each other; the flag requests a thorough
+        # check.
         self.is_possible: Callable[[Way, bool], bool] = lambda _, __: True
         self.finds: Callable[[str, str], bool] = lambda _, __: False
 
     def expand(self, parts: Iterable[Part]) -> Ways:
-        """Return the ways in which all parts hold; refuse too many of them."""
+        """Return the ways in which all parts hold; raise if there are too many."""
         ways: Ways = [[]]
         for part in parts:
             ways = self._both(ways, self._expand(part), part.schema)
         return ways
 
     def settle(self, ways: Ways) -> Ways:
-        """Choose, where some property is meant, which of the named ones it is."""
+        """Replace each unspecified property by each named one that it may be."""
         settled, open_ = [], list(reversed(ways))
         while open_:
             way = open_.pop()
@@ -137,8 +135,8 @@ class Expander:
     def _check_number(self, ways: Ways, schema: Any) -> None:
         if len(ways) > _MAX_WAYS:
             raise TooLarge(
-                f"more than {_MAX_WAYS} ways to hold for the schema at "
-                f"{self.document.pointer(schema)}"
+                f"schema at {self.document.pointer(schema)} expands to more than "
+                f"{_MAX_WAYS} alternatives"
             )
 
     def _expand(self, part: Part) -> Ways:
@@ -186,18 +184,19 @@ class Expander:
         return found
 
     def _open(self, part: Part, target: Any) -> Part:
-        """Return a part for the target of a reference."""
+        """Return the part of a reference's target."""
         route = part.route
         if isinstance(target, dict) and self.document.is_recursive(target):
             repeats = route.repeats + (id(target) in route.opened)
-            if repeats > self._recursion:  # nothing holds, or anything
+            # truncate to the empty language, or to all values
+            if repeats > self._recursion:
                 self.is_cut = True
                 return part.of(part.route.is_wide)
             route = route._replace(opened=route.opened | {id(target)}, repeats=repeats)
         return Part(target, route, part.is_negated)
 
     def _one_of(self, part: Part, branches: Sequence[Any], beside: Ways) -> Ways:
-        """Return the ways of each branch in which no other one holds."""
+        """Return the ways in which exactly one branch holds."""
         schema, found = part.schema, list[Way]()
         each = [
             self._both(beside, self._expand(part.of(branch)), schema)
@@ -215,7 +214,7 @@ class Expander:
         return found
 
     def overlap(self, ways: Ways, others: Ways) -> bool:
-        """Whether a value may hold in one way of each."""
+        """Return True if a value may satisfy a way of each."""
         self._bounds.spend(len(ways) * len(others))
         return any(
             self.is_possible([*one, *other], True) for one in ways for other in others
@@ -228,7 +227,7 @@ class Expander:
         return yes + self._both(no, self._expand(part.of(otherwise)), part.schema)
 
     def _dependent(self, part: Part, key: str, needed: Any) -> Ways:
-        """Return the ways in which a property is not there, or what it needs is."""
+        """Return the ways without property `key`, or with its dependencies."""
         there: dict[str, Any] = {"type": "object", "required": [key]}
         if isinstance(needed, list):
             there["required"] += needed
@@ -240,7 +239,7 @@ class Expander:
     def _close_unevaluated(
         self, part: Part, words: Mapping[str, Any], ways: Ways
     ) -> Ways:
-        """Say of each way what else there may be, of what nothing in it speaks."""
+        """Add the unevaluated keywords to each way as additional ones."""
         closed = []
         for way in ways:
             added: dict[str, Any] = {}
@@ -260,7 +259,7 @@ class Expander:
         return closed
 
     def _negative(self, part: Part) -> Ways:
-        """Return the ways in which some keyword does not hold."""
+        """Return the ways in which at least one keyword fails."""
         words, found = self.document.words(part.schema), list[Way]()
         for inner in (
             *self._references(part),
@@ -303,8 +302,8 @@ class Expander:
         return none + sum(pairs, [])
 
     def _contraries(self, word: str, part: Part) -> list[dict[str, Any]]:
-        """Return what may hold where a keyword does not."""
-        if word == "format":  # by the standard it holds for all values
+        """Return the keyword sets under which a keyword fails."""
+        if word == "format":  # an annotation by the standard: it never fails
             return [{}] if part.route.is_wide else []
         words = self.document.words(part.schema)
 
@@ -316,35 +315,35 @@ class Expander:
             return [{}]
         if found is None:
             raise Unsupported(
-                f"{word!r} at {self.document.pointer(part.schema)}, where it must not "
-                "hold ('not', 'oneOf' with values in common, or 'if')"
+                f"{word!r} at {self.document.pointer(part.schema)} cannot be negated "
+                "(in 'not', 'if', or 'oneOf' with values in common)"
             )
         return found
 
 
 def said(way: Way, word: str) -> list[Any]:
-    """Return what atoms say by a keyword, those that have it."""
+    """Return the values of a keyword, of the atoms that have it."""
     return [atom.words[word] for atom in way if word in atom.words]
 
 
 def named(way: Way, word: str) -> list[Any]:
-    """Return the keys or values that atoms list by a keyword."""
+    """Return the keys or values that the atoms list under a keyword."""
     return [one for listed in said(way, word) for one in listed]
 
 
 def counts_of(way: Way, what: str) -> tuple[int, int | None]:
-    """Return the least and the most that atoms allow of "Items", say; None for any."""
+    """Return the bounds of "Items", say; 0 and None if unbounded."""
     least = max(map(int, said(way, f"min{what}")), default=0)
     return least, min(map(int, said(way, f"max{what}")), default=None)
 
 
 def num_first_items(way: Way) -> int:
-    """Return of how many items of an array atoms speak one by one."""
+    """Return the number of items with a schema of their own."""
     return max((len(items_of(atom.words)[0]) for atom in way), default=0)
 
 
 def parts_of_item(way: Way, index: int) -> list[Part]:
-    """Return the schemas that atoms have for an item of an array."""
+    """Return the schemas of an array's item."""
     found = []
     for atom in way:
         first, more = items_of(atom.words)
@@ -355,12 +354,12 @@ def parts_of_item(way: Way, index: int) -> list[Part]:
 
 
 def say(part: Part, words: Mapping[str, Any]) -> Way:
-    """Return the way in which some keywords hold in the place of a part."""
+    """Return the way with the given keywords, at the location of a part."""
     return [Atom(words, part.schema, part.route)]
 
 
 def _dependencies(words: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return the keys on which others depend, with a schema or a list of keys."""
+    """Return pairs of a key and its dependency, a schema or a list of keys."""
     names = "dependentRequired", "dependentSchemas", "dependencies"
     return [pair for name in names for pair in words.get(name, {}).items()]
 

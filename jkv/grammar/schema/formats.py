@@ -1,15 +1,14 @@
-"""Formats of strings, as patterns of the whole text.
+"""String formats as patterns of the whole string.
 
-Of the RFCs that JSON Schema names (https://json-schema.org/draft/2020-12,
-validation, section 7.3), or a part of what they allow: no year 0, leap seconds in
-UTC alone, no names in Unicode or written for it ("xn--"), regular
-expressions of a few signs.
+From the RFCs that JSON Schema names (https://json-schema.org/draft/2020-12, validation,
+section 7.3), or a subset: no year 0, leap seconds in UTC only, no internationalized
+names ("xn--" included), simple regular expressions.
 """
 
 _LONG = "(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
 _SHORT = "(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
 _FEBRUARY = "02-(?:0[1-9]|1[0-9]|2[0-8])"
-# Of two digits those that four divides, of four but those of the year 0.
+# Two-digit multiples of 4; among four-digit years, without the year 0.
 _FOURTH = "(?:[02468][048]|[13579][26])"
 _FOURTH_BUT_ZERO = "(?:0[48]|[2468][048]|[13579][26])"
 _LEAP_YEAR = f"(?:[0-9]{{2}}{_FOURTH_BUT_ZERO}|{_FOURTH_BUT_ZERO}00)"
@@ -34,7 +33,7 @@ _H16 = f"{_HEX}{{1,4}}"
 def _ipv6() -> str:
     """Return RFC 4291's forms: eight groups, or fewer around one "::".
 
-    The last two groups may be written as an address of IPv4.
+    The last two groups may be an IPv4 address.
     """
     forms = [f"(?:{_H16}:){{7}}{_H16}", f"(?:{_H16}:){{6}}{_IPV4}"]
     for before in range(8):
@@ -55,13 +54,13 @@ _EMAIL = (
     rf"(?:{_ATOM}(?:\.{_ATOM})*|{_QUOTED})@"
     rf"(?:{_SUBDOMAIN}(?:\.{_SUBDOMAIN})*|\[{_IPV4}\])"
 )
-# RFC 1123, with RFC 5890 on labels whose third and fourth signs are hyphens: they are
-# not served. A name has 253 signs: three labels of 63 and one of 61, or eight of 30.
+# RFC 1123; labels with "--" at the third character (RFC 5890) are excluded. A name
+# has at most 253 characters: three labels of 63 and one of 61, or eight of 30.
 _ALNUM = "[a-zA-Z0-9]"
 
 
 def _label(most: int) -> str:
-    """Return the labels of up to so many signs."""
+    """Return a pattern of labels up to `most` characters."""
     ends = f"(?:[a-zA-Z0-9-]{{0,{most - 5}}}{_ALNUM})?"
     long = f"[a-zA-Z0-9-]{{0,{most - 5}}}{_ALNUM}"
     third = f"(?:-{_ALNUM}{ends}|{_ALNUM}(?:-(?:{long})?|{_ALNUM}{ends})?)"
@@ -91,12 +90,12 @@ _EXPRESSION = rf"\{{[+#./;?&]?{_VARIABLE}(?:,{_VARIABLE})*\}}"
 _URI_TEMPLATE = rf"(?:[!#$&()*+,\-./0-9:;=?@A-Z\[\]_a-z~]|{_PERCENT}|{_EXPRESSION})*"
 # RFC 6901.
 _POINTER = r"(?:/(?:[^/~]|~[01])*)*"
-# Of ECMA-262: signs, classes of signs, counts and choices, not nested.
+# ECMA-262: characters, classes, quantifiers and alternatives, without groups.
 _SIGN = r"(?:[\w \-@:,;=<>/!#%&'\"`~]|\\[dDwWsS.^$*+?()\[\]{}|\\/]|\.)"
 _CLASS = r"(?:\[\^?(?:[A-Za-z0-9_]|A-Z|a-z|0-9|\\[dws])+\])"
 _PIECES = rf"(?:(?:{_SIGN}|{_CLASS})(?:[*+?]|\{{[0-9]{{1,3}}\}})?)*"
 _REGEX = rf"\^?{_PIECES}(?:\|{_PIECES})*\$?"
-# Of few states, for addresses whose characters are counted.
+# A simpler form, for URIs with counted characters.
 _SHORT_URI = (
     rf"[a-zA-Z][a-zA-Z0-9+\-.]*://{_NAME}+(?::[0-9]+)?(?:/(?:{_NAME}|[:@/])*)?"
     rf"(?:\?(?:{_NAME}|[:@/?])*)?(?:\#(?:{_NAME}|[:@/?])*)?"
@@ -104,7 +103,7 @@ _SHORT_URI = (
 
 
 def _uuid(version: str | None = None) -> str:
-    """Return RFC 9562's form, of any version or of one."""
+    """Return RFC 9562's form, of any version or a given one."""
     kinds = f"{_HEX}{{4}}-{_HEX}{{4}}"
     if version:
         kinds = f"{version}{_HEX}{{3}}-[89abAB]{_HEX}{{3}}"
@@ -133,5 +132,5 @@ FORMATS = {
     "relative-json-pointer": rf"(?:0|[1-9][0-9]*)(?:\#|{_POINTER})",
     "regex": _REGEX,
 }
-# Narrower forms of formats that would take many states for each counted character.
+# Simpler forms of formats that would take many states per counted character.
 COUNTED = dict.fromkeys(("uri", "iri", "uri-reference", "iri-reference"), _SHORT_URI)

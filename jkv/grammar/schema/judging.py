@@ -1,4 +1,4 @@
-"""Whether a value is described by a schema, and whether any can be."""
+"""Validate values against schemas, and detect unsatisfiable ones."""
 
 import fractions
 import functools
@@ -27,27 +27,27 @@ from jkv.grammar.schema.keywords import OF_TYPE, is_number
 from jkv.grammar.schema.negation import items_of, kinds_of
 from jkv.grammar.schema.patterns import find_pattern
 
-# Keywords that say the least and the most of a kind of values.
+# Lower and upper bound keywords by kind of value.
 _OF_NUMBERS = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _BOUNDS: dict[str, tuple[tuple[str, ...], ...]]
 _BOUNDS = dict.fromkeys(negation.NUMBERS, _OF_NUMBERS)
 _BOUNDS |= {kind: ((f"min{n}",), (f"max{n}",)) for n, kind in negation.COUNTS.items()}
 
-_LEVELS = 3  # into which it is looked, to see whether two schemas exclude each other
+_LEVELS = 3  # depth to which two schemas are checked for contradictions
 
 
 class Judge:
-    """Judges values, by the schemas of a document."""
+    """Validator of values against the schemas of a document."""
 
     def __init__(self, expander: Expander, bounds: Bounds) -> None:
-        """Take what takes schemas apart, and tell it what is possible."""
+        """Attach the satisfiability checks to the expander."""
         self.expander, self._bounds = expander, bounds
         self._strings: dict[tuple[str, str], Automaton] = {}
         expander.is_possible = self.is_possible
         expander.finds = self.finds
 
     def finds(self, pattern: str, text: str) -> bool:
-        """Whether a pattern of a schema is found in a text."""
+        """Return True if a pattern of a schema matches within a string."""
         return self.strings("pattern", pattern).matches(text.encode())
 
     def strings(self, word: str, value: str) -> Automaton:
@@ -62,7 +62,7 @@ class Judge:
         return self._strings[word, value]
 
     def described(self, way: Way, *, is_short: bool = False) -> list[Automaton]:
-        """Return the strings of patterns and of known formats, or of short ones."""
+        """Return the languages of all patterns and known formats."""
         found = [self.strings("pattern", one) for one in said(way, "pattern")]
         for form in (one for one in said(way, "format") if one in FORMATS):
             kind = "short format" if is_short and form in COUNTED else "format"
@@ -70,19 +70,19 @@ class Judge:
         return found
 
     def holds(self, part: Part, value: Any) -> bool:
-        """Whether a part holds for a value, at any depth."""
+        """Return True if a part holds for a value."""
         part = part._replace(route=Route(is_wide=part.route.is_wide))
         ways = self.expander.expand([part])
         return any(self.hold(way, value) for way in ways)
 
     def hold(self, way: Way, value: Any) -> bool:
-        """Whether all atoms hold for a value."""
+        """Return True if all atoms of a way hold for a value."""
         return all(
             self._holds(atom, word, value) for atom in way for word in atom.words
         )
 
     def _holds(self, atom: Atom, word: str, value: Any) -> bool:
-        """Whether a keyword holds, as all do for values of which they say nothing."""
+        """Return True if a keyword holds, or does not apply to the value's kind."""
         self._bounds.spend(1)
         wanted, kind = atom.words[word], kind_of(value)
         if negation.COUNTS.get(word[3:]) == kind:
@@ -156,7 +156,7 @@ class Judge:
         return True
 
     def schemas_of(self, words: Mapping[str, Any], key: str) -> list[Any]:
-        """Return the schemas that keywords have for a property."""
+        """Return the schemas of a property in one set of keywords."""
         own = words.get("properties", {})
         found = [own[key]] if key in own else []
         for pattern, schema in words.get("patternProperties", {}).items():
@@ -167,7 +167,7 @@ class Judge:
         return found
 
     def parts_of(self, way: Way, key: str) -> list[Part]:
-        """Return the schemas that atoms have for a property."""
+        """Return the schemas of a property in all atoms."""
         return [
             atom.part(schema)
             for atom in way
@@ -175,7 +175,7 @@ class Judge:
         ]
 
     def listed(self, way: Way) -> list[Any] | None:
-        """Return the values that atoms list, of which all hold; None for no list."""
+        """Return the valid values of `const` or `enum`; None without such a list."""
         for atom in way:
             if "const" in atom.words or "enum" in atom.words:
                 values = atom.words.get("enum", [atom.words.get("const")])
@@ -183,7 +183,7 @@ class Judge:
         return None
 
     def expand(self, parts: Sequence[Part]) -> list[Way]:
-        """Return ways in which parts hold, rather more than less."""
+        """Return the ways in which parts hold, approximated by a superset."""
         return self.expander.expand([part.widely() for part in parts])
 
     def distinct(self, values: Sequence[Any]) -> list[Any]:
@@ -194,7 +194,7 @@ class Judge:
         ]
 
     def is_possible(self, way: Way, is_thorough: bool) -> bool:
-        """Whether a value may exist for which all atoms hold; true where in doubt."""
+        """Return False if no value can satisfy the way; True if undecided."""
         return self._is_possible(way, is_thorough, _LEVELS if is_thorough else 1)
 
     def _is_possible(self, way: Way, is_thorough: bool, levels: int) -> bool:
@@ -249,7 +249,7 @@ def allowed_kinds(way: Way) -> set[str]:
 
 
 def spoken_kinds(way: Way) -> set[str]:
-    """Return the kinds of which keywords of atoms say something; all if none."""
+    """Return the kinds that the atoms' keywords apply to; all without keywords."""
     words = {word for atom in way for word in atom.words}
     types = [name for name, own in OF_TYPE.items() if own & words]
     if negation.ABSENT in words:
@@ -258,7 +258,7 @@ def spoken_kinds(way: Way) -> set[str]:
 
 
 def kind_of(value: Any) -> str:
-    """Return the kind of a value of JSON."""
+    """Return the kind of a JSON value."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -271,7 +271,7 @@ def kind_of(value: Any) -> str:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether two values of JSON are the same; true is not 1, 1.0 is."""
+    """Return True for equal JSON values; true differs from 1, 1.0 does not."""
     if kind_of(one) != kind_of(other):
         return False
     if isinstance(one, list):
@@ -282,7 +282,7 @@ def equal(one: Any, other: Any) -> bool:
 
 
 def exact(value: int | float) -> fractions.Fraction:
-    """Return a number as it is written."""
+    """Return a number's exact decimal value."""
     return fractions.Fraction(str(value))
 
 
@@ -290,7 +290,7 @@ def _holds_for_number(
     word: str, wanted: Any, words: Mapping[str, Any], value: int | float
 ) -> bool:
     if isinstance(wanted, bool):
-        return True  # of draft 4: it says of the other bound that it is exclusive
+        return True  # draft 4: a flag that makes the other bound exclusive
     match word:
         case "minimum" if words.get("exclusiveMinimum") is not True:
             return exact(value) >= exact(wanted)
@@ -307,7 +307,7 @@ def _holds_for_number(
 
 
 def _contradict(way: Way, least: tuple[str, ...], most: tuple[str, ...]) -> bool:
-    """Whether a lower bound is above an upper one, or meets one that is exclusive."""
+    """Return True if a lower bound exceeds an upper one, or meets it exclusively."""
     bounds = [
         [
             (exact(atom.words[word]), word)

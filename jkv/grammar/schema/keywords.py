@@ -1,10 +1,10 @@
-"""The keywords of JSON Schema: which are served or ignored, and their forms."""
+"""Keywords of JSON Schema: supported, ignored, and the forms of their values."""
 
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-# Keywords that say something of values of a type.
+# Keywords that apply to one type.
 OF_TYPE = {
     "string": {
         "minLength",
@@ -45,7 +45,7 @@ OF_TYPE = {
         "unevaluatedProperties",
     },
 }
-# Keywords that join schemas, or list values.
+# Combinators, and keywords that list values.
 JOINING = {
     "$ref",
     "$dynamicRef",
@@ -62,7 +62,7 @@ JOINING = {
     "const",
 }
 SERVED = JOINING.union(*OF_TYPE.values())
-# They say nothing of what a text may be, or are looked up by `$ref`.
+# Annotations, and definitions that `$ref` resolves.
 IGNORED = {
     "$anchor",
     "$comment",
@@ -89,7 +89,7 @@ IGNORED = {
 }
 TYPES = {"null", "boolean", "integer", "number", "string", "array", "object"}
 
-# Where schemas stand inside of a schema: as the value, in a list, in a mapping.
+# Keywords with a schema, a list of schemas, a mapping of schemas.
 SCHEMA_WORDS = {
     "not",
     "if",
@@ -118,24 +118,24 @@ Check = Callable[[Any], bool]
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a number that JSON can write."""
+    """Return True for a number that JSON can encode."""
     is_kind = isinstance(value, int | float) and not isinstance(value, bool)
     return is_kind and (isinstance(value, int) or math.isfinite(value))
 
 
 def is_schema(value: Any) -> bool:
-    """Whether a value is an object or a boolean."""
+    """Return True for an object or a boolean."""
     return isinstance(value, Mapping | bool)
 
 
 def is_text(value: Any) -> bool:
-    """Whether a value is a string that UTF-8 can write: no surrogate stands alone."""
+    """Return True for a string that UTF-8 can encode, without lone surrogates."""
     is_string = isinstance(value, str)
     return is_string and not any("\ud800" <= sign <= "\udfff" for sign in value)
 
 
 def is_written(value: Any) -> bool:
-    """Whether JSON can write a value, in UTF-8."""
+    """Return True for a value that JSON can encode in UTF-8."""
     if isinstance(value, list):
         return all(map(is_written, value))
     if isinstance(value, Mapping):
@@ -175,23 +175,23 @@ def _is_map_of(check: Check) -> Check:
 
 
 class Form(NamedTuple):
-    """What the value of a keyword must be."""
+    """The required form of a keyword's value."""
 
     check: Check
-    text: str  # of error messages
+    text: str  # for error messages
 
 
-_WRITTEN = "what JSON can write in UTF-8: finite numbers, no lone surrogates"
-_COUNT = Form(_is_count, "a whole number from 0 on")
+_WRITTEN = "JSON with finite numbers and no lone surrogates"
+_COUNT = Form(_is_count, "an integer >= 0")
 _NUMBER = Form(is_number, "a finite number")
 _BOUND = Form(_is_bound_or_flag, "a finite number (or a boolean, of draft 4)")
-_FACTOR = Form(lambda v: is_number(v) and v > 0, "a number above 0")
+_FACTOR = Form(lambda v: is_number(v) and v > 0, "a number > 0")
 _FLAG = Form(lambda v: isinstance(v, bool), "a boolean")
 _TEXT = Form(is_text, "a string without lone surrogates")
 _TYPE = Form(_is_type, f"one of {', '.join(sorted(TYPES))}, or a list of them")
 _NAMES = Form(_is_strings, "a list of strings")
 _VALUES = Form(lambda v: isinstance(v, list) and is_written(v), f"a list of {_WRITTEN}")
-_VALUE = Form(is_written, f"of {_WRITTEN}")
+_VALUE = Form(is_written, _WRITTEN)
 _SCHEMA = Form(is_schema, "a schema")
 _SCHEMAS = Form(_is_schemas, "a list of schemas")
 _CHOICES = Form(lambda v: _is_schemas(v) and bool(v), "a list of schemas, at least one")

@@ -1,36 +1,37 @@
-"""What holds where a keyword of a schema does not."""
+"""Negate keywords of a schema."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-# Kinds of values: numbers are whole (with a fraction of zero, too) or not.
+# Kinds of values; a number with a zero fraction is an integer.
 KINDS = "null", "boolean", "integer", "fraction", "string", "array", "object"
 NUMBERS = ("integer", "fraction")
 
-# Of which kind something is counted: "minLength" and so on.
+# Kind of value counted by "minLength" and so on.
 COUNTS = {"Length": "string", "Items": "array", "Properties": "object"}
 
-# Keywords that no schema has.
-KIND = " kinds"  # those that are allowed
-ABSENT = " absent"  # keys that are not there
+# Internal keywords, used by no schema.
+KIND = " kinds"  # allowed kinds
+ABSENT = " absent"  # forbidden keys
 NOT_VALUES = " not values"
 NOT_PATTERN = " not pattern"
 NOT_MULTIPLE = " not a multiple"
-SOME_PROPERTY = " some property"  # for which a schema does not hold, of `Others`
+SOME_PROPERTY = " some property"  # an `Others`, of a property for which a schema fails
 
 Words = Mapping[str, Any]
 
 
 class Others(NamedTuple):
-    """Properties but those named or found by a pattern; or those found by one."""
+    """A set of properties: all outside names and patterns, or those of a pattern."""
 
     named: frozenset[str]  # keys
     patterns: tuple[str, ...]  # of keys
-    is_outside: bool  # whether neither is meant, or what a pattern finds
-    schema: Any  # that does not hold for one of them
+    # the properties outside names and patterns, else the matching ones
+    is_outside: bool
+    schema: Any  # fails for one of the properties
 
     def mean(self, key: str, finds: Callable[[str, str], bool]) -> bool:
-        """Whether a key is one of them; `finds` says whether a pattern is in a text."""
+        """Return True if the set has a key; `finds` matches a pattern in a string."""
         is_found = any(finds(pattern, key) for pattern in self.patterns)
         return key not in self.named and not is_found if self.is_outside else is_found
 
@@ -38,9 +39,9 @@ class Others(NamedTuple):
 def contraries(
     word: str, words: Words, negate: Callable[[Any], Any]
 ) -> list[dict[str, Any]] | None:
-    """Return keywords of which some set holds where one does not; None if none tell.
+    """Return keyword sets, one of which holds if `word` fails; None if unknown.
 
-    `negate` returns the schema that holds where another one does not.
+    `negate` returns the negation of a schema.
     """
     value = words[word]
     match word:
@@ -76,9 +77,9 @@ def kinds_of(named: str | list[str]) -> set[str]:
 
 
 def items_of(words: Words) -> tuple[list[Any], Any]:
-    """Return the schemas of the first items, and that of others; None for none."""
+    """Return the schemas of the leading items and of the others; None for none."""
     items = words.get("items")
-    if isinstance(items, list):  # before the draft of 2020
+    if isinstance(items, list):  # before draft 2020-12
         return items, words.get("additionalItems")
     return words.get("prefixItems", []), items
 
@@ -86,7 +87,7 @@ def items_of(words: Words) -> tuple[list[Any], Any]:
 def _other_side(word: str, words: Words) -> list[dict[str, Any]]:
     value, is_least = words[word], word.lower().endswith("minimum")
     if isinstance(value, bool):
-        return []  # of draft 4: it says of the other that it is exclusive
+        return []  # draft 4: a flag that makes the other bound exclusive
     exclusive = "exclusiveMinimum" if is_least else "exclusiveMaximum"
     is_exclusive = word == exclusive or words.get(exclusive) is True
     other = "Maximum" if is_least else "Minimum"

@@ -1,8 +1,8 @@
-"""Numbers: integers and decimals, within bounds digit by digit.
+"""Integers and decimals as languages, with bounds digit by digit.
 
-Numbers without bounds are those of JSON (RFC 8259, section 6). Those with bounds are
-written without an exponent, and zero without a sign; those with `multipleOf`, or of
-which some are excluded, without an exponent.
+Numbers without bounds are JSON's (RFC 8259, section 6). Bounded numbers are written
+without an exponent, and zero without a sign; multiples and numbers with excluded values
+without an exponent.
 """
 
 import decimal
@@ -20,19 +20,19 @@ from jkv.grammar.schema.expansion import Way, named, said
 from jkv.grammar.schema.keywords import is_number
 from jkv.grammar.schema.negation import NOT_MULTIPLE, NOT_VALUES
 
-# Patterns of numbers without a sign and an exponent, and so on.
+# Patterns of numbers without sign and exponent, and so on.
 _WHOLE, _FRACTION, ZEROS = "(?:0|[1-9][0-9]*)", r"(?:\.[0-9]+)?", r"(?:\.0+)?"
 INTEGER, PLAIN = f"-?{_WHOLE}", f"-?{_WHOLE}{_FRACTION}"
 NUMBER = f"{PLAIN}(?:[eE][+-]?[0-9]+)?"
 
-# Bounds with more digits allow numbers of so many.
+# Bounds with more digits are rounded to this magnitude.
 _MOST_DIGITS = 32
 
-_Bound = tuple[decimal.Decimal, bool]  # and whether the bound itself is left out
+_Bound = tuple[decimal.Decimal, bool]  # with True if exclusive
 
 
 def number_expression(way: Way, kinds: Set[str], bounds: Bounds) -> Expression:
-    """Return the numbers that atoms describe, of one or both kinds."""
+    """Return the numbers that the atoms describe, of one or both kinds."""
     shape = _within_bounds(way, "fraction" not in kinds, bounds)
     wanted, unwanted = said(way, "multipleOf"), said(way, NOT_MULTIPLE)
     values = [value for value in named(way, NOT_VALUES) if is_number(value)]
@@ -44,7 +44,7 @@ def number_expression(way: Way, kinds: Set[str], bounds: Bounds) -> Expression:
         found = intersect(found, _multiples(number, bounds), bounds)
     if wanted and is_integer and not unwanted and not values:
         return Leaf(found)
-    # A number is taken away however it is written, so it has no exponent.
+    # Subtracted values are matched in plain notation only.
     found = intersect(found, compile_regex(PLAIN, bounds), bounds)
     taken = [_multiples(number, bounds) for number in unwanted]
     taken += [compile_regex(_spellings(value), bounds) for value in values]
@@ -76,7 +76,7 @@ def _within_bounds(way: Way, is_integer: bool, bounds: Bounds) -> Expression:
 def _read_bound(
     way: Way, name: str, exclusive: str, tighter: Callable[..., _Bound]
 ) -> _Bound | None:
-    """Read a bound; in draft 4 the exclusive one says of the other that it is."""
+    """Return the tightest bound; in draft 4 `exclusive` is a flag of `name`."""
     found = []
     for atom in way:
         flag = atom.words.get(exclusive)
@@ -92,7 +92,7 @@ def _read_bound(
 
 
 def _round(value: decimal.Decimal, is_least: bool, is_exclusive: bool) -> _Bound:
-    """Bring a bound of more digits than are served towards the numbers it allows."""
+    """Clamp a bound of too many digits towards the allowed numbers."""
     furthest = decimal.Decimal(10) ** _MOST_DIGITS
     if value > furthest and not is_least:
         return furthest, False
@@ -106,11 +106,12 @@ def _decimal(value: int | float) -> decimal.Decimal:
 
 
 def _multiples(number: int | float, bounds: Bounds) -> Automaton:
-    """Return the multiples of a number (and no numbers), digit by digit."""
+    """Return the multiples of a number, digit by digit; some strings are no numbers."""
     _, digits, exponent = _decimal(number).as_tuple()
     places = max(0, -int(exponent))
     divisor = int("".join(map(str, digits))) * 10 ** max(0, int(exponent))
-    # Levels: of the whole part, then of each place behind the point. State 0 begins.
+    # State: remainder per level, the integer part and each decimal place; 0 is
+    # initial.
     count = divisor * (places + 2) + 1
     bounds.hold(count * 4096, f"the multiples of {number}")
     level, rest = np.divmod(np.arange(count - 1), divisor)
@@ -119,7 +120,7 @@ def _multiples(number: int | float, bounds: Bounds) -> Automaton:
     for digit in range(10):
         below = 1 + np.minimum(level + (level > 0), places + 1) * divisor
         below += (rest * 10 + digit) % divisor
-        if digit == 0:  # behind the last place, where nothing counts any more
+        if digit == 0:  # after the last place only zeros may follow
             below = np.where(place == places, np.arange(count - 1) + 1, below)
             below = np.where(level == 0, 1 + rest * 10 % divisor, below)
         is_allowed = (level == 0) | (place < places) | (digit == 0)
@@ -133,7 +134,7 @@ def _multiples(number: int | float, bounds: Bounds) -> Automaton:
 
 
 def _spellings(value: int | float) -> str:
-    """Return a pattern of a number in every way that has no exponent."""
+    """Return a pattern of a number in all notations without an exponent."""
     whole, _, fraction = f"{abs(_decimal(value)):f}".partition(".")
     fraction = fraction.rstrip("0")
     sign = "-?" if value == 0 else "-" if value < 0 else ""
@@ -144,7 +145,7 @@ def _spellings(value: int | float) -> str:
 def _magnitudes(
     least: _Bound, most: _Bound | None, is_integer: bool, bounds: Bounds
 ) -> Expression:
-    """Return the numbers without a sign within two bounds that are not negative."""
+    """Return the unsigned numbers within two non-negative bounds."""
     found = compile_regex(_WHOLE if is_integer else f"{_WHOLE}{_FRACTION}", bounds)
     found = intersect(found, compile_regex(_at_least(*least), bounds), bounds)
     if most is not None:
@@ -155,9 +156,9 @@ def _magnitudes(
 
 
 def _at_least(bound: decimal.Decimal, is_exclusive: bool) -> str:
-    """Return a pattern of numbers from a bound on, by their first higher digit.
+    """Return a pattern of numbers >= bound, by their first higher digit.
 
-    It is of what are no numbers, too.
+    It also matches strings that are no numbers; callers intersect it.
     """
     whole, _, fraction = f"{bound:f}".partition(".")
     fraction = fraction.rstrip("0")
@@ -176,5 +177,5 @@ def _at_least(bound: decimal.Decimal, is_exclusive: bool) -> str:
 
 
 def _above(digit: str) -> str:
-    """Return a pattern of the higher digits, of which 9 has none."""
+    """Return a pattern of the higher digits; 9 has none."""
     return "(?!)" if digit == "9" else f"[{int(digit) + 1}-9]"

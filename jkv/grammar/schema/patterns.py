@@ -1,9 +1,9 @@
-r"""Patterns of ECMA-262, as JSON Schema has them, written as Python's `re` reads them.
+r"""Translate ECMA-262 patterns, as JSON Schema uses them, to Python's `re`.
 
-What differs is spelled out: classes of characters, `.`, escapes, braces that count
-nothing. What ECMA-262 does not have is refused by name, such as `\Z` or a possessive
-`a++`, although Python would read it (https://tc39.es/ecma262/#sec-patterns, with the
-letters that are escaped without need in annex B as long as they are no letters).
+Differences are spelled out: character classes, `.`, escapes, literal braces. Syntax
+that only Python supports is refused, such as `\Z` or a possessive `a++`
+(https://tc39.es/ecma262/#sec-patterns; of annex B, the needless escapes of
+punctuation).
 """
 
 import functools
@@ -25,7 +25,7 @@ _SPACES = unite(
     *((0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000)),
     (0xFEFF, 0xFEFF),
 )
-_DASH = ((0x2D, 0x2D),)  # itself, where it stands for a range
+_DASH = ((0x2D, 0x2D),)  # distinguished by identity: an unescaped dash may form a range
 _CLASSES = {"d": _DIGIT, "w": _WORD, "s": _SPACES}
 _CONTROLS = {"t": 0x09, "n": 0x0A, "v": 0x0B, "f": 0x0C, "r": 0x0D}
 _ESCAPE = (
@@ -53,7 +53,7 @@ _LONG_NAMES = dict(
 
 
 def find_pattern(pattern: str, bounds: Bounds) -> Automaton:
-    """Return the texts in which a pattern of a schema is found."""
+    """Return the strings in which a pattern of a schema matches."""
     try:
         written = _translate(pattern)
     except Unsupported as error:
@@ -63,15 +63,16 @@ def find_pattern(pattern: str, bounds: Bounds) -> Automaton:
 
 
 def _translate(pattern: str) -> str:
-    """Return a pattern in Python's syntax."""
+    """Return the pattern in Python's syntax."""
     found, can_repeat = [], False
     for token in _TOKEN.finditer(pattern):
         piece, kind = token[0], token.lastgroup
         match kind:
             case "count" if not can_repeat:
-                raise Unsupported("a count behind nothing")
+                raise Unsupported("a quantifier with nothing to repeat")
             case "count":
-                piece = token["times"]  # whether greedy or not, of the same texts
+                # drops `?`: greediness does not change the language
+                piece = token["times"]
             case "group":
                 piece = "(?:" if token["name"] or piece == "(" else piece
             case "set":
@@ -92,7 +93,7 @@ def _translate(pattern: str) -> str:
 
 
 def _read_escape(token: re.Match[str]) -> Ranges:
-    """Return the characters that are meant by a backslash and what is behind it."""
+    """Return the characters of an escape sequence."""
     if token["zero"]:
         return _single(0)
     if token["control"]:
@@ -108,7 +109,7 @@ def _read_escape(token: re.Match[str]) -> Ranges:
         name = token["property"] or ""
         ranges = _CLASSES.get(kind.lower()) or _category(_LONG_NAMES.get(name, name))
         if not ranges:
-            raise Unsupported("a property of characters")
+            raise Unsupported("an unknown character property")
         return ranges if kind.islower() else complement(ranges)
     letter = token["letter"]
     if letter in _CONTROLS:
@@ -119,9 +120,9 @@ def _read_escape(token: re.Match[str]) -> Ranges:
 
 
 def _read_set(token: re.Match[str]) -> Ranges:
-    """Return the characters of a set in brackets."""
+    """Return the characters of a bracket expression."""
     if not token["end"]:
-        raise Unsupported("'[' without an end")
+        raise Unsupported("'[' without ']'")
     members = []
     for member in _MEMBER.finditer(token["members"]):
         if member["plain"] is None:
@@ -134,7 +135,7 @@ def _read_set(token: re.Match[str]) -> Ranges:
 
 
 def _join(members: list[Ranges]) -> Ranges:
-    """Return all members; a dash that is not escaped makes ranges of its neighbours."""
+    """Return the union of all members; unescaped dashes form ranges."""
     found: list[tuple[int, int]] = []
     while members:
         first = members.pop(0)
@@ -143,7 +144,7 @@ def _join(members: list[Ranges]) -> Ranges:
             if _is_single(first) and _is_single(last):
                 del members[:2]
                 if last[0][0] < first[0][0]:
-                    raise Unsupported("a range that runs down")
+                    raise Unsupported("a range in descending order")
                 first = ((first[0][0], last[0][0]),)
         found += first
     return unite(*found)
@@ -158,7 +159,7 @@ def _is_single(ranges: Ranges) -> bool:
 
 
 def _written(ranges: Ranges) -> str:
-    """Return a set of characters in Python's syntax."""
+    """Return a character set in Python's syntax."""
     if not ranges:
         return "(?!)"
     if _is_single(ranges):
@@ -169,7 +170,7 @@ def _written(ranges: Ranges) -> str:
 
 @functools.cache
 def _category(name: str) -> Ranges:
-    """Return the characters of a general category, or of one of its first letters."""
+    """Return the characters of a general category, or of a group of categories."""
     if name not in _LONG_NAMES.values() and len(name) != 2:
         return ()
     return select(lambda character: unicodedata.category(character).startswith(name))

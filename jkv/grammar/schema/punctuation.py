@@ -1,4 +1,4 @@
-"""What stands between values, and around them."""
+"""JSON's brackets, separators and white space."""
 
 import dataclasses
 import functools
@@ -18,14 +18,14 @@ from jkv.grammar.schema.strings import literal_string
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Punctuation:
-    """What stands between values."""
+    """JSON's structural characters, with configurable white space."""
 
-    # White space, allowed around each of the others but outside of the value.
+    # Allowed around each structural character, but not outside the value.
     space: Expression
 
     @functools.cached_property
     def comma(self) -> Expression:
-        """A comma with the space around it."""
+        """A comma with space around it."""
         return concat(self.space, b",", self.space)
 
     def separated(
@@ -35,7 +35,7 @@ class Punctuation:
         least: int = 0,
         most: int | None = None,
     ) -> Expression:
-        """Return entries, each with whether it must be there, and white space."""
+        """Return separated entries, each with True if required, and trailing space."""
         return Separated(entries, self.comma, rest, self.space, least, most)
 
     def property(self, key: str | Expression, value: Expression) -> Expression:
@@ -43,15 +43,15 @@ class Punctuation:
         return concat(key, self.space, b":", self.space, value)
 
     def array(self, inner: Expression) -> Expression:
-        """Put brackets around what ends with white space, unless it is empty."""
+        """Put brackets around contents, which end with space unless they are empty."""
         return concat(b"[", self.space, inner, b"]")
 
     def object(self, inner: Expression) -> Expression:
-        """Put braces around it."""
+        """Put braces around contents, which end with space unless they are empty."""
         return concat(b"{", self.space, inner, b"}")
 
     def alike(self, item: Expression, least: int, most: int | None) -> Expression:
-        """Return so many alike items, and white space."""
+        """Return `least` to `most` repetitions of an item, and trailing space."""
         if most is not None and least > most:
             return Choice([])
         if most is None and least < 2:

@@ -1,10 +1,9 @@
-"""Strings: their characters, patterns and lengths, in quotes.
+"""JSON strings: characters, patterns and lengths, in quotes.
 
-Some characters are escaped between quotes. An escape stands for one byte of the text,
-so an automaton of texts becomes one of JSON by other ways from state to state. A quote
-and a backslash have one escape; control characters (and U+007F, which many tools write
-so) have `\\u00XX`, five of them a short one too. Other characters are written as they
-are.
+An escape sequence stands for one byte, so an automaton of strings becomes one of JSON
+by substituting bytes. A quote and a backslash have one escape; control characters (and
+U+007F, which many encoders escape) have `\\u00XX`, and five of them a short form. Other
+characters are written verbatim.
 """
 
 import functools
@@ -20,8 +19,8 @@ from jkv.grammar.schema.judging import Judge
 from jkv.grammar.schema.negation import NOT_PATTERN, NOT_VALUES
 
 ANYTHING = "(?s:.*)"
-# States that a character takes, and those that the signs of a pattern that are counted
-# may take: a longer `maxLength` is taken for a shorter one.
+# States per character, and the budget for patterns with a length; a longer
+# `maxLength` is lowered.
 _STATES_OF_CHARACTER, _MAX_COUNTED = 15, 2**12
 _SHORT = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 0x22: '"', 0x5C: "\\"}
 
@@ -40,7 +39,7 @@ _ESCAPES = {byte: _escape(byte) for byte in sorted({*_SHORT, *range(0x20), 0x7F}
 def string_expression(
     way: Way, judge: Judge, bounds: Bounds, max_counted: int
 ) -> Expression:
-    """Return the strings that atoms describe, with their quotes."""
+    """Return the strings that the atoms describe, in quotes."""
     found = string_automaton(way, judge, bounds)
     if isinstance(found, Automaton):
         return quoted(found)
@@ -54,7 +53,7 @@ def string_expression(
 def string_automaton(
     way: Way, judge: Judge, bounds: Bounds
 ) -> Automaton | tuple[int, int | None]:
-    """Return the strings without their quotes; lengths if nothing else is said."""
+    """Return the strings without quotes; only the bounds if nothing else applies."""
     least, most = counts_of(way, "Length")
     described = judge.described(way, is_short=most is not None)
     others = [judge.strings("pattern", one) for one in said(way, NOT_PATTERN)]
@@ -77,10 +76,10 @@ def string_automaton(
 def _counted(
     texts: Automaton, least: int, most: int | None, bounds: Bounds
 ) -> Automaton:
-    """Return the texts of so many characters."""
+    """Return the strings of `least` to `most` characters."""
     longest = _longest(texts)
     if longest is not None and most is not None and longest <= most:
-        most = None  # texts are as short as this anyhow
+        most = None  # the bound is implied
     if not least and most is None:
         return texts
     if most is not None:
@@ -96,13 +95,13 @@ def _counted(
 
 
 def counted_characters(least: int, most: int | None, bounds: Bounds) -> Automaton:
-    """Return all texts of so many characters."""
+    """Return all strings of `least` to `most` characters."""
     character = Leaf(compile_regex("(?s:.)", bounds))
     return determinize(Repeat(character, least, most), bounds)
 
 
 def _longest(texts: Automaton) -> int | None:
-    """Return the most bytes of a text; None if there is no most."""
+    """Return the length of the longest string in bytes; None if unbounded."""
     level, newest, seen = 0, {0}, 0
     while newest:
         newest = {to for state in newest for _, _, to in texts.runs[state]}
@@ -117,13 +116,13 @@ def any_string(bounds: Bounds) -> Expression:
 
 
 def literal_string(text: str) -> Expression:
-    """Return a given string, in every way that its characters may be escaped."""
+    """Return a given string, with all escapes of its characters."""
     signs = (bytes([byte]) for byte in text.encode())
     return _in_quotes(concat(*(_ESCAPES.get(sign[0], sign) for sign in signs)))
 
 
 def quoted(texts: Automaton) -> Expression:
-    """Return the texts of a language as JSON writes them, with quotes."""
+    """Return a language as JSON strings, in quotes."""
     return _in_quotes(Leaf(quote(texts)))
 
 
@@ -133,5 +132,5 @@ def _in_quotes(inner: Expression) -> Expression:
 
 @functools.lru_cache(maxsize=64)
 def quote(texts: Automaton) -> Automaton:
-    """Return what stands between the quotes for each text of a language."""
+    """Return a language with JSON's escapes, without quotes."""
     return substitute(texts, _ESCAPES, UNBOUNDED)

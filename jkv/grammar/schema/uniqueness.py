@@ -1,7 +1,7 @@
-"""Items of an array of which no two are the same.
+"""Arrays of distinct items.
 
-An automaton remembers few of the items that were there: which of some listed values,
-or with which sign the newest began.
+An automaton's memory is finite, so it tracks only which listed values occurred, or the
+first character of the items.
 """
 
 import itertools
@@ -18,13 +18,13 @@ from jkv.grammar.schema.punctuation import Punctuation
 from jkv.grammar.schema.strings import any_string
 
 _MAX_ORDERED = 4  # values that may stand in any order
-_MAX_STATES = 2**12  # of all signs that items begin with
+_MAX_STATES = 2**12  # of all parts by first character
 
 
 def listed_once(
     texts: Sequence[Expression], least: int, most: int | None, marks: Punctuation
 ) -> Expression:
-    """Return some of different texts, in any order if they are few."""
+    """Return distinct choices of `texts`, in any order if there are few."""
     most = len(texts) if most is None else min(most, len(texts))
     if len(texts) > _MAX_ORDERED:
         return marks.separated([(text, False) for text in texts], None, least, most)
@@ -40,10 +40,10 @@ def listed_once(
 def by_first_sign(
     item: Expression, least: int, most: int | None, bounds: Bounds
 ) -> list[Expression]:
-    """Return disjoint parts of strings and numbers, which begin with different signs.
+    """Return disjoint sets of strings and numbers, by first character.
 
-    Numbers have no exponent, and zero no sign: so those that begin with different signs
-    are different numbers.
+    Numbers have no exponent, and zero no sign, so different first characters imply
+    different numbers.
     """
     numbers = Leaf(compile_regex(PLAIN, bounds))
     shown = determinize(Choice([any_string(bounds), numbers]), bounds)
@@ -60,7 +60,7 @@ def by_first_sign(
     ]
     copies = max(1, least, most or 0)
     room = max(1, _MAX_STATES // (copies * len(found.transitions)))
-    share = -(-len(signs) // room)  # signs that are told apart no more
+    share = -(-len(signs) // room)  # first characters per set
     groups = [signs[place : place + share] for place in range(0, len(signs), share)]
     if least > len(groups):
         raise Unsupported(f"'uniqueItems' of {least} strings or numbers")

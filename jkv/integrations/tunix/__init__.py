@@ -1,4 +1,4 @@
-"""Rollouts for google-tunix: `JkvRollout`, the `rollout_engine` of its trainers."""
+"""RL rollouts for google-tunix: `JkvRollout`, a `rollout_engine` of its trainers."""
 
 try:
     import tunix  # noqa: F401

@@ -1,13 +1,13 @@
-"""A model of tunix as a `jkv.Model`: its own layers, whose attention reads pages.
+"""A tunix model as a `jkv.Model`, with paged attention in its own layers.
 
-The model runs its own `__call__`: embedding, norms, perceptrons or experts, residuals,
-head. Two things of the copy that a trace merges are exchanged: the attention of every
-layer, and the last norm, which is handed only the rows whose logits are asked for. The
-rows of a step are texts of one token to the model, [R, 1]; `positions` says where each
-stands. What stands around attention follows the `Attention` of each architecture: its
-projections and norms, its rotary embedding as it is called there, and its output.
+The model runs its own `__call__`: embedding, norms, MLPs or experts, residuals, head.
+Two parts of the merged copy are replaced: the attention of every layer, and the last
+norm, which receives only the rows whose logits are needed. The rows of a step are a
+batch of sequences of one token, [R, 1], with their positions. The replaced attention
+follows the `Attention` of each architecture in its projections, norms, rotary embedding
+and output.
 
-    R  token rows, a batch of R texts of one token each
+    R  token rows, a batch of R sequences of one token each
     E  width of the model
     H, K, D  query heads, kv heads, head dim
 """
@@ -33,17 +33,17 @@ Projections = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class Params(NamedTuple):
-    """What a step of the model needs beside the tokens."""
+    """Arguments of a model step besides the tokens."""
 
-    weights: nnx.State[Any, Any]  # the trainer's own arrays
-    temperature: jax.Array | float  # f32[], logits are divided by it
+    weights: nnx.State[Any, Any]  # the trainer's arrays
+    temperature: jax.Array | float  # f32[], divisor of the logits
 
 
 class PagedModel:
-    """The graph of a model; the weights come with every call.
+    """A model's graph definition; the weights are passed with every call.
 
-    A jitted loop takes it as a static argument by its identity: the configurations of
-    tunix's models have no hash.
+    Jitted loops take it as a static argument, hashed by identity, since the
+    configurations of tunix's models are not hashable.
     """
 
     def __init__(self, graph: nnx.GraphDef[Any]) -> None:
@@ -52,12 +52,12 @@ class PagedModel:
     def __call__(
         self, params: Params, tokens: jax.Array, cache: jkv.Cache, batch: jkv.Batch
     ) -> tuple[jax.Array, jkv.Cache]:
-        """Run the model once, as `jkv.Model`."""
+        """Run one step of the model, as a `jkv.Model`."""
         module = nnx.merge(self._graph, params.weights)
         step = _Step(cache, batch, find_architecture(module))
         for number, layer in enumerate(module.layers):
-            # Nothing is differentiated, and a rematerialised layer is a trace of its
-            # own, which the cache cannot leave.
+            # Rematerialization would trace the layer separately, and leak the updated
+            # cache; no gradients are needed here.
             layer.config = dataclasses.replace(layer.config, remat_config=None)
             layer.attn = functools.partial(step.attend, layer.attn, number)
         norm = module.final_norm
@@ -70,7 +70,7 @@ class PagedModel:
     def configure(
         self, weights: nnx.State[Any, Any], dtype: Any | None, **sizes: Any
     ) -> jkv.CacheConfig:
-        """Return a configuration of one block; the model's own shapes tell the rest."""
+        """Return a one-block configuration with the model's shapes."""
 
         def project(weights: nnx.State[Any, Any]) -> Projections:
             module = nnx.merge(self._graph, weights)
@@ -93,18 +93,18 @@ class PagedModel:
 
 
 class Architecture(NamedTuple):
-    """What stands before and after the attention in the layers of a model."""
+    """Projections and output around the attention of an architecture."""
 
-    # Of the module, hidden [R, 1, E] and positions i32[R, 1].
+    # attention, hidden [R, 1, E], positions i32[R, 1] -> projections.
     project: Callable[[Any, jax.Array, jax.Array], Projections]
-    # Of the module: from heads [R, 1, H, D] to [R, 1, E].
+    # attention -> function from heads [R, 1, H, D] to [R, 1, E].
     output: Callable[[Any], Callable[[jax.Array], jax.Array]]
-    # Of the module: what `jkv.attend` is told.
+    # attention -> options of `jkv.attend`.
     options: Callable[[Any], dict[str, Any]]
 
 
 class _Step:
-    """The cache on its way through the layers of one trace."""
+    """The cache during one trace of the layers."""
 
     def __init__(
         self, cache: jkv.Cache, batch: jkv.Batch, architecture: Architecture
@@ -115,7 +115,7 @@ class _Step:
 
     def attend(
         self,
-        attention: Any,  # of the layer, which calls this with the same arguments
+        attention: Any,  # the layer's attention, called with the same arguments
         layer: int,
         hidden: jax.Array,  # [R, 1, E]
         positions: jax.Array,  # i32[R, 1]
@@ -132,25 +132,26 @@ class _Step:
 
 
 def find_architecture(module: Any) -> Architecture:
-    """Return what is known of a model, or say which ones are."""
+    """Return the architecture of a model; raise for an unsupported one."""
     for known, architecture in _ARCHITECTURES.items():
         if isinstance(module, known):
             return architecture
     names = ", ".join(known.__name__ for known in _ARCHITECTURES)
     raise ValueError(
-        f"JkvRollout runs {names} of tunix.models; got {type(module).__module__}."
-        f"{type(module).__qualname__}: use another rollout_engine for it"
+        f"rollout_actor must be one of {names} of tunix.models, got "
+        f"{type(module).__module__}.{type(module).__qualname__}; use another "
+        f"rollout_engine"
     )
 
 
 def _of_projections(model: ModuleType) -> Architecture:
-    """Return what Qwen3 and Llama3 do, of which the first norms queries and keys."""
+    """Return the architecture of Qwen3, with query and key norms, or Llama3."""
 
     def project(attention: Any, hidden: jax.Array, positions: jax.Array) -> Projections:
         queries, keys = attention.q_proj(hidden), attention.k_proj(hidden)
         if hasattr(attention, "q_norm"):
             queries, keys = attention.q_norm(queries), attention.k_norm(keys)
-        # As in the models, which do not hand their `rope_theta` on.
+        # Without the configured `rope_theta`, as in tunix's models.
         size = attention.head_dim
         queries, keys = (
             model.apply_rope(each, positions, head_dim=size) for each in (queries, keys)

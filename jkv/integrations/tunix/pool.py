@@ -1,4 +1,4 @@
-"""The cache of a rollout, kept from call to call and made anew when one needs more."""
+"""The cache of a rollout, reused between calls and enlarged on demand."""
 
 import dataclasses
 from typing import NamedTuple
@@ -10,25 +10,25 @@ import jkv
 
 
 class CallSizes(NamedTuple):
-    """What a call brings."""
+    """Sizes of one call."""
 
     prompt_length: int  # of the longest prompt
     max_new_tokens: int
     num_samples: int
-    max_running: int  # sequences that run at one time
+    max_running: int  # sequences running at one time
 
 
 class Pool:
-    """Lends the cache for a call and takes back what came of it.
+    """Owner of the cache between calls.
 
-    A call donates the cache. One that was interrupted returns none, so the next one
-    begins with a fresh cache.
+    A call donates the cache. An interrupted call returns none, so that the next one
+    starts with a new cache.
     """
 
     def __init__(
         self,
-        config: jkv.CacheConfig,  # all but the numbers of blocks and what they hold
-        num_blocks: int | None,  # None is room for all that run at one time
+        config: jkv.CacheConfig,  # without the number of blocks and the sizes
+        num_blocks: int | None,  # None for as many as the running sequences need
         mesh: Mesh | None,
     ) -> None:
         self._config = config
@@ -39,11 +39,11 @@ class Pool:
             self.sharding = NamedSharding(mesh, PartitionSpec())
 
     def lend(self, call: CallSizes) -> jkv.Cache:
-        """Return a cache that can do the call, if it can do one sequence alone."""
+        """Return a cache with room for the call; raise if one sequence does not fit."""
         config = self._fit(call)
         cache, self._cache = self._cache, None
         if cache is None or config != self._config:
-            # The old one goes before the new one comes.
+            # Free the old cache before allocating the new one.
             cache = None
             self._config = config
             cache = jkv.init(config)
@@ -52,11 +52,11 @@ class Pool:
         return cache
 
     def take_back(self, cache: jkv.Cache) -> None:
-        """Keep the cache for the next call, if it remembers anything."""
+        """Keep the cache for the next call, if it caches prefixes."""
         self._cache = cache if self._config.prefix_caching else None
 
     def _fit(self, call: CallSizes) -> jkv.CacheConfig:
-        """Return the sizes for the call and for all that came before."""
+        """Return a configuration for this call and all previous ones."""
         old, num_blocks = self._config, self._num_blocks
         length = call.prompt_length + call.max_new_tokens
         if num_blocks is None:
@@ -64,23 +64,23 @@ class Pool:
         longest = -(-length // old.block_size)
         if num_blocks < longest:
             raise ValueError(
-                f"num_blocks must be at least {longest}: a prompt of "
-                f"{call.prompt_length} tokens and {call.max_new_tokens} new ones take "
-                f"that many blocks of {old.block_size}; got {num_blocks}"
+                f"num_blocks must be >= {longest} for a prompt of "
+                f"{call.prompt_length} tokens and {call.max_new_tokens} new ones, in "
+                f"blocks of {old.block_size}; got {num_blocks}"
             )
         return dataclasses.replace(
             old,
             num_blocks=num_blocks,
-            # One more than run: the prompt that waiting samples fork from.
+            # One extra row: the prompt from which waiting samples fork.
             max_sequences=max(call.max_running + 1, old.max_sequences),
             max_context_length=max(length, old.max_context_length),
         )
 
 
 def _count_blocks(call: CallSizes, block_size: int) -> int:
-    """Return the blocks that all running sequences may have at the same time.
+    """Return the most blocks that all running sequences use at one time.
 
-    Samples share the full blocks of their prompt; those of one may be partly done.
+    Samples share the full blocks of their prompt; one prompt may be partly finished.
     """
     shared = call.prompt_length // block_size
     whole = -(-(call.prompt_length + call.max_new_tokens) // block_size)

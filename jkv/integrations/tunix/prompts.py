@@ -1,6 +1,6 @@
-"""Prompts: padded on the left for tunix, on the right for jkv; equal ones, found.
+"""Padding, deduplication and scoring of prompts.
 
-And log-probabilities of what continues them, each prompt computed once for all.
+tunix pads prompts on the left, jkv on the right.
 """
 
 import math
@@ -21,14 +21,14 @@ Tokens = Sequence[list[int]]
 
 def check_texts(texts: Tokens) -> None:
     if not texts:
-        raise ValueError("prompts is empty; give at least one prompt")
+        raise ValueError("prompts is empty; pass at least one prompt")
     for i, text in enumerate(texts):
         if not text:
-            raise ValueError(f"prompt {i} has no tokens; there is nothing to continue")
+            raise ValueError(f"prompts[{i}] has no tokens; pass at least one token")
 
 
 def find_width(texts: Tokens, usual_width: int) -> int:
-    """Return the columns that prompts take, widened as tunix's sampler does."""
+    """Return the width of the padded prompts, as tunix's sampler computes it."""
     longest = max(len(text) for text in texts)
     if longest <= usual_width:
         return usual_width
@@ -36,31 +36,31 @@ def find_width(texts: Tokens, usual_width: int) -> int:
 
 
 def pad_left(texts: Tokens, width: int, pad_id: int) -> np.ndarray:
-    """Return i32[B, width], the padding first."""
+    """Return i32[B, width], padded on the left."""
     rows = [[pad_id] * (width - len(text)) + text for text in texts]
     return np.array(rows, np.int32)
 
 
 def pad_right(texts: Tokens, width: int) -> np.ndarray:
-    """Return i32[B, width], -1 after each text's end."""
+    """Return i32[B, width], padded with -1 on the right."""
     return np.array([text + [-1] * (width - len(text)) for text in texts], np.int32)
 
 
 class Repeats(NamedTuple):
-    """B prompts as P, each with as many samples as the others."""
+    """B prompts as P distinct ones with an equal number of samples each."""
 
-    first: list[int]  # of each of the P, the first of the B that it stands for
+    first: list[int]  # index into the B prompts of each of the P
     num_samples: int  # B / P
-    # i64[B], of which of the B prompts each sample is, samples of one together
+    # i64[B], index into the B prompts of each sample, grouped by prompt
     prompts: np.ndarray
 
 
 def find_repeats(prompts: Sequence[Sequence[int]]) -> Repeats:
-    """Find equal prompts, wherever they stand.
+    """Group equal prompts, at any positions.
 
-    A trainer repeats each prompt as often as the others. Where a batch has one more
-    often, by chance, or a micro-batch cuts its samples apart, the number of samples is
-    the greatest that divides all counts.
+    A trainer repeats all prompts equally often. If a batch repeats one more often by
+    chance, or a micro-batch splits its samples, the number of samples is the greatest
+    common divisor of all counts.
 
     Example:
       >>> found = find_repeats([[5], [7], [5], [7], [7], [7]])
@@ -81,9 +81,9 @@ def find_repeats(prompts: Sequence[Sequence[int]]) -> Repeats:
 
 
 class Scorer(NamedTuple):
-    """What is the same in all calls that score completions; static under jit."""
+    """The static part of scoring calls."""
 
-    config: jkv.CacheConfig  # of the model; `jkv.score` counts blocks itself
+    config: jkv.CacheConfig  # of the model; `jkv.score` sets the number of blocks
     pad_id: int
     exact: ExactShape
 
@@ -93,13 +93,13 @@ class Scorer(NamedTuple):
         params: Params,
         prompt_tokens: jax.Array,  # i32[B, P], padded on the left
         completion_tokens: jax.Array,  # i32[B, C], padded on the right
-        num_samples: int,  # completions of each prompt, which follow each other
-        ends: bool = False,  # whether the first padding of each is scored, too
+        num_samples: int,  # adjacent completions of each prompt
+        ends: bool = False,  # also score the first padding token
     ) -> jax.Array:
-        """Return log-probabilities of completions, f32[B, C], 0 behind each one's end.
+        """Return log-probabilities of completions, f32[B, C], 0 after each end.
 
-        Padding is told by its place: a prompt begins with its first other token, a
-        completion ends with its last. Differentiable by the weights.
+        Padding is detected by position: a prompt starts with its first other token, a
+        completion ends with its last. Differentiable with respect to the weights.
         """
         prompts = prompt_tokens[::num_samples]
         is_token = jnp.cumsum(prompts != self.pad_id, axis=1) > 0
@@ -109,7 +109,7 @@ class Scorer(NamedTuple):
         last = jnp.max(jnp.where(completion_tokens != self.pad_id, column, 0), axis=1)
         is_inside = column <= last[:, None] + ends
         completions = jnp.where(is_inside, completion_tokens, -1)
-        # A division by a number that the compiler knows would round in another way.
+        # Division by a compile-time constant would round differently.
         temperature = jax.lax.optimization_barrier(jnp.float32(params.temperature))
         params = params._replace(temperature=temperature)
         return jkv.score(
@@ -123,10 +123,10 @@ class Scorer(NamedTuple):
         prompt_tokens: jax.Array,
         completion_tokens: jax.Array,
     ) -> jax.Array:
-        """Return the same on the host, where equal prompts are found.
+        """Return `score` for prompts on the host, with equal ones deduplicated.
 
-        The first padding is scored, too: where texts are padded with the token that
-        ends them, it is that one.
+        The first padding token is scored too, since it may be the end token of the
+        completion.
         """
         given = np.asarray(prompt_tokens, np.int32)
         starts = (np.cumsum(given != self.pad_id, axis=1) == 0).sum(axis=1)

@@ -1,4 +1,4 @@
-"""JkvRollout: what a trainer of tunix asks for completions."""
+"""JkvRollout: a rollout engine for tunix's trainers."""
 
 from typing import Any
 
@@ -34,41 +34,40 @@ from jkv.integrations.tunix.rollout_options import (
 
 
 class JkvRollout(BaseRollout):
-    """Completions of a model of tunix, from a paged cache, in one jit.
+    """A tunix rollout engine with a paged cache and continuous batching in one jit.
 
-    Hand the class to `ClusterConfig(rollout_engine=...)`, or `functools.partial` of it
-    with the arguments after `rollout_config`. A prompt that is given several times is
-    computed once, and its samples are forked from it. The weights are the trainer's own
-    arrays wherever it shares its mesh with the rollout.
+    Pass the class to `ClusterConfig(rollout_engine=...)`, or a `functools.partial` of
+    it with the arguments after `rollout_config`. A repeated prompt is computed once,
+    and its samples are forked from it. The weights are the trainer's arrays if it
+    shares its mesh with the rollout.
 
-    A call draws with the key of `RolloutConfig.seed` and the number of calls before it:
-    a run repeats itself from its seed, and no two calls of a run draw alike.
+    A call samples with the key of `RolloutConfig.seed` and the number of previous
+    calls: a run is reproducible from its seed, and its calls sample independently.
 
     Args:
-      rollout_actor: a model of tunix: Qwen3, Llama3, Gemma or Gemma3.
-      tokenizer: as tunix's own sampler takes it.
-      mesh: where rollouts run; None is where the model is.
-      rollout_config: the options of the run, checked here; its `data_type` is the dtype
-        of the weights. Each call is given its own again.
-      block_size: tokens a block of the cache.
-      num_blocks: blocks of the cache; None is room for all that may run at one time.
-        With fewer, sequences wait for each other.
-      max_running: most sequences that run at one time, the others wait; None is all of
-        a call.
-      chunk_size: most prompt tokens that a step computes.
-      cache_dtype: of keys and values, such as "int8"; None is what the model computes.
-      prefix_caching: keep prompts until the weights change, so that one that begins
-        like an earlier one is computed from there on. Without, the memory of the cache
-        is free between calls.
-      exact: as of `jkv.generate`: (W, R) or True for log-probabilities that are the
-        same bits here and in `score`, whatever runs beside. At most W sequences run at
-        one time, and `chunk_size` has no meaning.
+      rollout_actor: a tunix model: Qwen3, Llama3, Gemma or Gemma3.
+      tokenizer: as for tunix's own sampler.
+      mesh: devices of the rollouts; None for the model's.
+      rollout_config: options of the run, validated here; its `data_type` is the dtype
+        of the weights. Each call gets its own.
+      block_size: tokens per block of the cache.
+      num_blocks: blocks of the cache; None for as many as the running sequences need.
+        With fewer, sequences wait.
+      max_running: most sequences running at one time, others wait; None for all of a
+        call.
+      chunk_size: most prompt tokens per step.
+      cache_dtype: of keys and values, such as "int8"; None for the model's.
+      prefix_caching: cache prompts until the weights change, for prefix hits in later
+        calls. If False, the cache's memory is free between calls.
+      exact: as in `jkv.generate`: (W, R) or True for log-probabilities that are
+        bit-identical here and in `score`, for any batch. At most W sequences run at one
+        time, and `chunk_size` is ignored.
 
     Attributes:
       statistics: `jkv.decoding.Statistics` of the last call, None before the first.
 
     Raises:
-      ValueError: for a model it does not know, and options of other engines.
+      ValueError: for an unsupported model, or options of other engines.
     """
 
     def __init__(
@@ -121,25 +120,25 @@ class JkvRollout(BaseRollout):
     def generate(
         self, prompts: list[str], rollout_config: RolloutConfig, **kwargs: Any
     ) -> RolloutOutput:
-        """Continue prompts.
+        """Generate completions of prompts.
 
         Args:
-          prompts: texts; equal ones are computed once.
-          rollout_config: lengths, how tokens are chosen, and what ends a sequence.
+          prompts: strings; equal ones are computed once.
+          rollout_config: lengths, sampling and end tokens.
           kwargs: none.
 
         Returns:
-          In the order of the prompts: texts and tokens without what ended them, the
-          prompts padded on the left, and logprobs, under the logits divided by the
-          temperature, if they are asked for. No logits.
+          In the order of the prompts: texts and tokens without end tokens, prompts
+          padded on the left, and log-probabilities of the logits divided by the
+          temperature, if requested. No logits.
 
         Raises:
           ValueError: for options of other engines, a prompt without tokens, or a cache
             too small for one sequence.
-          FloatingPointError: if the model's logits are not numbers.
+          FloatingPointError: if the model's logits are NaN.
         """
         if kwargs:
-            raise ValueError(f"JkvRollout.generate takes no {', '.join(kwargs)}")
+            raise ValueError(f"{', '.join(kwargs)} not supported; omit them")
         request = read_options(rollout_config, self.eos_id())
         texts = [self._tokenize(prompt) for prompt in prompts]
         check_texts(texts)
@@ -160,11 +159,10 @@ class JkvRollout(BaseRollout):
     ) -> jax.Array:
         """Return log-probabilities of completions at temperature 1.
 
-        They are those of tunix's own engine, to rounding, but behind a padding token
-        that was chosen inside a text: tunix leaves such a token out of attention, here
-        what follows it has its probability after it, as `generate` drew it. A prompt
-        that is given several times is computed once (`jkv.score`); past the first
-        token of the padding at a completion's end they are 0.
+        They equal those of tunix's own engine up to rounding, except after a sampled
+        padding token: tunix masks such a token out of attention, jkv attends to it, as
+        `generate` did. Repeated prompts are computed once (`jkv.score`). Values after
+        the first padding token at a completion's end are 0.
 
         Args:
           prompt_tokens: i32[B, P], padded on the left.
@@ -192,16 +190,16 @@ class JkvRollout(BaseRollout):
     ) -> jax.Array:
         """Return log-probabilities of completions for a loss, inside its jit.
 
-        Differentiable by the variables of `model`, once and backwards (`jkv.score`).
-        With `exact` they are the bits that `generate` reported for these tokens, as
-        long as the weights are the same: an importance ratio is exactly 1.
+        Differentiable with respect to the variables of `model`, once and in reverse
+        mode (`jkv.score`). With `exact` they are bit-identical to those of `generate`
+        for the same weights: an importance ratio is exactly 1.
 
         Args:
           model: the trainer's, with the layers of the rollout's.
           prompt_tokens: i32[B, P], padded on the left.
           completion_tokens: i32[B, C], padded on the right.
-          temperature: by which logits are divided, as in the call of `generate`.
-          num_samples: static; so many completions in a row are of one prompt, which is
+          temperature: divisor of the logits, as in the call of `generate`.
+          num_samples: static; number of adjacent completions of each prompt, which is
             computed once.
 
         Returns:
@@ -216,32 +214,32 @@ class JkvRollout(BaseRollout):
     def update_params(
         self, params: Any, filter_types: tuple[Any, ...] | None = None
     ) -> None:
-        """Take new weights, and forget what prompts left behind under the old ones.
+        """Set new weights and invalidate prompts cached under the old ones.
 
         Args:
           params: state of the trainer's model, on any mesh and of any float dtype.
-          filter_types: which variables it has, such as `(nnx.Param,)`; None is all.
+          filter_types: variables in `params`, such as `(nnx.Param,)`; None for all.
 
         Raises:
-          ValueError: if they are not those of this model.
+          ValueError: if they do not match the model's weights.
         """
         weights.update(self._module, params, filter_types)
         self._version.forget()
 
     def pad_id(self) -> int:
-        """Return the token that pads prompts."""
+        """Return the padding token of prompts."""
         return int(self._tokenizer.pad_id())
 
     def eos_id(self) -> int:
-        """Return the token that ends a sequence."""
+        """Return the end-of-sequence token."""
         return int(self._tokenizer.eos_id())
 
     def model(self) -> nnx.Module:
-        """Return the model that is run: the trainer's own where they share a mesh."""
+        """Return the model; the trainer's own if they share a mesh."""
         return self._module
 
     def _tokenize(self, text: str) -> list[int]:
-        """Return the tokens of a prompt, begun as tunix's sampler begins them."""
+        """Return the tokens of a prompt, with a BOS token as in tunix's sampler."""
         beginning = self._tokenizer.bos_id()
         tokens = list(self._tokenizer.encode(text))
         return list(
@@ -251,7 +249,7 @@ class JkvRollout(BaseRollout):
     def _continue(
         self, texts: list[list[int]], repeats: Repeats, request: CallOptions
     ) -> jkv.Generation:
-        """Run the queue and return what came of it, on the host."""
+        """Run the queue and return its result on the host."""
         width = find_width(texts, request.max_prompt_length)
         prompts = pad_right([texts[prompt] for prompt in repeats.first], width)
         running = len(texts)
@@ -284,7 +282,7 @@ class JkvRollout(BaseRollout):
         return result
 
     def _choose_sampling(self, request: CallOptions) -> jkv.Sampling:
-        """Return how this call draws; temperature is the model's part."""
+        """Return this call's sampling parameters; the model applies the temperature."""
         key = jax.random.fold_in(request.key, self._num_calls)
         self._num_calls += 1
         seed = jax.random.bits(key, (), jnp.uint32)
@@ -297,7 +295,7 @@ class JkvRollout(BaseRollout):
 
 
 def count_rows(running: int, chunk_size: int, multiple: int) -> tuple[int, ...]:
-    """Return the row counts of a step, each a multiple that a mesh can divide."""
+    """Return the row counts of a step, multiples of the mesh size."""
     counts = spread_row_counts(running, chunk_size)
     return tuple(sorted({-(-count // multiple) * multiple for count in counts}))
 
@@ -305,12 +303,12 @@ def count_rows(running: int, chunk_size: int, multiple: int) -> tuple[int, ...]:
 def _cut(
     result: jkv.Generation, repeats: Repeats
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return tokens and logprobs of each prompt as given, without what ended them."""
+    """Return tokens and log-probabilities per prompt, without end tokens."""
     has_nan = result.reasons == jkv.FinishReason.NAN_LOGITS
     if has_nan.any():
         raise FloatingPointError(
-            f"the logits of prompt {repeats.prompts[has_nan][0]} are not numbers: look "
-            f"at the weights, such as a learning rate too large"
+            f"logits of prompts[{repeats.prompts[has_nan][0]}] are NaN; check the "
+            f"weights, for example for a learning rate that is too large"
         )
     lengths = result.lengths - (result.reasons == jkv.FinishReason.STOP)
     tokens: list[Any] = [None] * len(repeats.prompts)

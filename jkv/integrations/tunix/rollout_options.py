@@ -1,4 +1,4 @@
-"""What a `RolloutConfig` asks for: read, or refused by name."""
+"""Convert a `RolloutConfig` to jkv's options; raise for unsupported ones."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -19,38 +19,38 @@ _READ = {
     "seed",
     "eos_tokens",
     "data_type",
-    # The vanilla engine's alone, as tunix says: there is no dense cache to size.
+    # Used only by tunix's vanilla engine: there is no dense cache to size.
     "kv_cache_size",
 }
 
 
 class CallOptions(NamedTuple):
-    """The options of one call."""
+    """Options of one call."""
 
     max_new_tokens: int
     max_prompt_length: int
     is_greedy: bool
-    temperature: float  # 1 where it is greedy
+    temperature: float  # 1 if greedy
     top_p: float
-    top_k: int  # 0 is off
+    top_k: int  # 0 for no limit
     stop_tokens: tuple[int, ...]
-    key: jax.Array  # the key of the run, key[]
+    key: jax.Array  # key[], of the run
     wants_logprobs: bool
 
 
 def read_options(
     config: RolloutConfig,
-    eos_id: int,  # what ends a sequence unless `eos_tokens` says
+    eos_id: int,  # end token if `eos_tokens` is None
 ) -> CallOptions:
-    """Return what a call of a rollout is asked for.
+    """Return the options of one call.
 
-    The meaning is that of the vanilla engine: without `top_p` tokens are chosen
-    greedily, whatever the temperature; a `top_k` below 1 is off; without a seed the key
-    is that of 0. A temperature of 0 is greedy too, as `RolloutConfig` says.
+    They mean the same as in tunix's vanilla engine: without `top_p` decoding is greedy,
+    at any temperature; a `top_k` below 1 is no limit; the default seed is 0. A
+    temperature of 0 is greedy too, as `RolloutConfig` documents.
     """
     check_options(config)
     is_greedy = config.top_p is None or config.temperature == 0
-    asked = jkv.Sampling(  # checks the numbers
+    asked = jkv.Sampling(  # validates the numbers
         temperature=config.temperature,
         top_p=1.0 if config.top_p is None else config.top_p,
         top_k=max(config.top_k or 0, 0),
@@ -76,9 +76,9 @@ def check_options(config: RolloutConfig) -> None:
     ]
     if refused:
         raise ValueError(
-            f"RolloutConfig.{', '.join(refused)}: JkvRollout has no such option; leave "
-            f"the default. It runs on the mesh of the role, and the sizes of its cache "
-            f"are its own arguments (functools.partial(JkvRollout, num_blocks=...))"
+            f"RolloutConfig.{', '.join(refused)} is not supported by JkvRollout; keep "
+            f"the default. It runs on the mesh of the role, and its cache is sized by "
+            f"its own arguments (functools.partial(JkvRollout, num_blocks=...))"
         )
 
 
@@ -89,7 +89,7 @@ def _default_of(field: dataclasses.Field[Any]) -> Any:
 
 
 def _read_seed(seed: Any) -> jax.Array:
-    """Return a key of a number, of a key as `jax.random.PRNGKey` makes it, or of 0."""
+    """Return a key from a number, a typed or legacy key, or 0 for None."""
     if seed is None or jnp.ndim(seed) == 0 and not _is_key(seed):
         return jax.random.key(0 if seed is None else seed)
     return seed if _is_key(seed) else jax.random.wrap_key_data(seed)

@@ -1,4 +1,4 @@
-"""The weights of a rollout: the trainer's own, or a copy of them somewhere else."""
+"""Weights of a rollout: the trainer's arrays, or a copy on another mesh."""
 
 import weakref
 from functools import partial
@@ -12,10 +12,10 @@ from tunix.rl import reshard
 
 
 def put_module(model: nnx.Module, mesh: Mesh | None, dtype: Any | None) -> nnx.Module:
-    """Return the model itself if it stands where it should, else a copy.
+    """Return the model, or a copy on `mesh` or in `dtype` if these differ.
 
-    Without a mesh, or devices in it, that is where it is; without a dtype they have
-    theirs. A copy is put where its annotations say.
+    Without a mesh the model stays in place; without a dtype it keeps its own. A copy is
+    sharded by the model's annotations.
     """
     if dtype is not None:
         graph, state = nnx.split(model)
@@ -29,18 +29,18 @@ def put_module(model: nnx.Module, mesh: Mesh | None, dtype: Any | None) -> nnx.M
 
 
 def update(
-    model: nnx.Module,  # changed in place
+    model: nnx.Module,  # updated in place
     params: Any,  # state of the trainer's model
-    filter_types: tuple[Any, ...] | None,  # which variables `params` has; None is all
+    filter_types: tuple[Any, ...] | None,  # variables in `params`; None for all
 ) -> None:
-    """Give a model new weights, in the dtypes of its own, and where these are."""
+    """Update a model's weights, keeping its dtypes and shardings."""
     ours = nnx.state(model) if filter_types is None else nnx.state(model, filter_types)
     given = _by_path(params)
     differing = sorted(given.keys() ^ _by_path(ours).keys())
     if differing:
         raise ValueError(
-            f"the new weights are not those of the model; {len(differing)} are in one "
-            f"of the two alone, such as {differing[0]}"
+            f"params must match the model's weights; {len(differing)} are missing or "
+            f"extra, such as {differing[0]}"
         )
     weights = jax.tree_util.tree_map_with_path(
         lambda path, old: _cast(given[jax.tree_util.keystr(path)], old.dtype), ours
@@ -57,16 +57,17 @@ def _by_path(tree: Any) -> dict[str, jax.Array]:
 
 
 def _cast(leaf: jax.Array, dtype: Any) -> jax.Array:
-    """Return floats in the dtype; what is no float, or has it, as it was given."""
+    """Cast floating-point arrays to `dtype`; return others unchanged."""
     is_other = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype != dtype
     return leaf.astype(dtype) if is_other else leaf
 
 
 class Version:
-    """Tells whether weights are the arrays that they were when last asked.
+    """A counter of weight changes, by identity of the arrays.
 
-    A trainer that shares its weights with the rollout changes them without a word. An
-    array is immutable, so other weights are other arrays. None is kept alive here.
+    A trainer that shares its weights with the rollout updates them without notice. JAX
+    arrays are immutable, so changed weights are other arrays. Only weak references are
+    kept.
     """
 
     def __init__(self) -> None:
@@ -74,7 +75,7 @@ class Version:
         self._seen: list[weakref.ref[jax.Array]] = []
 
     def look_at(self, weights: nnx.State[Any, Any]) -> int:
-        """Return the number of the weights, another one if they have changed."""
+        """Return the version of the weights, incremented if they changed."""
         leaves = jax.tree.leaves(weights)
         pairs = zip(self._seen, leaves, strict=False)
         is_same = len(self._seen) == len(leaves)
@@ -84,5 +85,5 @@ class Version:
         return self.number
 
     def forget(self) -> None:
-        """Take whatever comes next for other weights."""
+        """Treat the next weights as changed."""
         self._seen = []
