@@ -7,6 +7,7 @@ from typing import Any
 
 import pretrained
 from ray import serve
+from served import storing
 from served.api import make_app
 from served.loading import load
 from starlette.types import Message
@@ -88,4 +89,5 @@ class Replica:
                 "another server for another model"
             )
         _, params = pretrained.load(folder, scan_layers=self._options.scan_layers)
-        self._served.engine.update_params(params)
+        named = storing.name_weights(self._served.store, folder)
+        self._served.engine.update_params(params, store_version=named)

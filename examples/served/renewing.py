@@ -43,11 +43,9 @@ def renew(served: Served, options: argparse.Namespace) -> int:
         OSError: when a file cannot be read.
         ValueError: when it is no checkpoint, or another model's, or is being written.
     """
-    named = None
-    if served.store is not None and served.store.has_folder:
-        named = storing.find_version(options.model)
+    named = storing.name_weights(served.store, options.model)
     params = read_weights(options)
-    if named not in (None, storing.find_version(options.model)):
+    if named != storing.name_weights(served.store, options.model):
         raise ValueError(f"{options.model} was changed while it was read")
     version = served.engine.update_params(params, store_version=named)
     if served.scorer is not None:

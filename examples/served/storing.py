@@ -41,6 +41,12 @@ def make_store(options: argparse.Namespace) -> jkv.BlockStore | None:
     )
 
 
+def name_weights(store: jkv.BlockStore | None, model: str | Path) -> str | None:
+    """Return the version of a checkpoint for a store's folder; None without one."""
+    has_folder = store is not None and store.has_folder
+    return find_version(model) if has_folder else None
+
+
 def find_version(model: str | Path) -> str:
     """Return what tells a checkpoint from others: its weights and configuration.
 

@@ -10,21 +10,39 @@ import pathlib
 
 import jax
 
+from jkv.arguments import explains_arguments
 from jkv.xla_flags import find_user_cache
 
 # The oldest programs are removed beyond this.
 MOST_BYTES = 2**29
 
 
-def keep_compiled_programs(folder: pathlib.Path | None = None) -> pathlib.Path | None:
-    """Let JAX keep what it compiles from now on, and use what is there; say where.
+@explains_arguments
+def keep_compiled_programs(
+    folder: str | pathlib.Path | None = None,
+) -> pathlib.Path | None:
+    """Keep compiled programs in a folder, and find those of earlier runs there.
 
-    That is `jkv/programs` in the user's cache folder, unless another is given; None
-    where JAX has been told otherwise (JAX_COMPILATION_CACHE_DIR), or nothing can be
-    written.
+    This sets JAX's persistent compilation cache for the whole process, for programs of
+    any size: the verbs outside `jit` are many small ones. Call it before the first of
+    them. Files beyond 512 MiB are removed, the oldest first.
+
+    Args:
+      folder: where to; None is `jkv/programs` in the user's cache folder.
+
+    Returns:
+      The folder; None if JAX has one already (`JAX_COMPILATION_CACHE_DIR`), or if it
+      cannot be written.
+
+    Raises:
+      UsageError: for what is no path.
+
+    Example:
+      >>> import jkv
+      >>> folder = jkv.keep_compiled_programs()  # doctest: +SKIP
     """
     settings = jax.config.values
-    folder = folder or find_user_cache() / "jkv" / "programs"
+    folder = pathlib.Path(folder or find_user_cache() / "jkv" / "programs")
     if settings["jax_compilation_cache_dir"] not in (None, str(folder)):
         return None
     if not settings["jax_enable_compilation_cache"]:

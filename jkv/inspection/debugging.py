@@ -159,7 +159,7 @@ is written to it (1 times)
     """
     if not enabled:
         return cache
-    if isinstance(cache.metadata.is_open, jax.core.Tracer):
+    if isinstance(cache.metadata.sequences.rows, jax.core.Tracer):
         raise UsageError("debug distinguishes caches on the host; call it outside jit")
     num_sequences, now = cache.max_sequences, cache.metadata.now
     watcher = StepWatcher(

@@ -184,7 +184,7 @@ def _put_storage(storage: Any, where: Placements, number: int) -> Any:
 
 def _first_pool(cache: Cache) -> Cache:
     """Return the pool of the first rank of a file's cache, or the only one."""
-    has_ranks = cache.metadata.is_open.ndim == 2
+    has_ranks = cache.metadata.sequences.rows.ndim == 3
     return jax.tree.map(lambda array: array[0], cache) if has_ranks else cache
 
 
@@ -192,8 +192,8 @@ def _check_saved(
     path: Path, cache: Cache, mesh: jax.sharding.Mesh | None, pools: str | None
 ) -> None:
     """Refuse a file whose caches break an invariant, or are not as many as asked."""
-    has_ranks = cache.metadata.is_open.ndim == 2
-    found = len(cache.metadata.is_open) if has_ranks else None
+    has_ranks = cache.metadata.sequences.rows.ndim == 3
+    found = len(cache.metadata.sequences.rows) if has_ranks else None
     wanted = mesh.shape.get(pools) if mesh is not None and pools else None
     if found != wanted:
         holds = f"{found} pools" if has_ranks else "one pool, without ranks"

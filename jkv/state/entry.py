@@ -156,7 +156,7 @@ def _explain(function: Callable[..., Any], cache: Cache, error: Exception) -> No
             f"took its arrays; go on with the cache that the call returned, as in "
             f"`cache, ... = step(cache, ...)`"
         ) from error
-    shape = jnp.shape(cache.metadata.sequences.context_lengths)
+    *shape, _ = jnp.shape(cache.metadata.sequences.rows)
     if cache.pools is None and len(shape) != 1:
         raise UsageError(
             f"{function.__name__}: the arrays of this cache have leading axes "

@@ -20,7 +20,6 @@ from jkv.state.index import Found, FoundBlocks, FoundState
 Metadata: TypeAlias = Any  # `jkv.state.Metadata`, which holds an index
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class NoIndex:
     """An index without arrays that finds nothing and adds no instruction to a program.
@@ -191,6 +190,10 @@ class NoIndex:
     def reenter(self, metadata: Metadata) -> Metadata:
         """Index all blocks again after their number has changed."""
         return metadata
+
+
+# No decorator: what it returns has no type, and a base class needs one.
+jax.tree_util.register_dataclass(NoIndex)
 
 
 def find_nothing(metadata: Metadata, shape: tuple[int, ...]) -> Found:

@@ -139,6 +139,9 @@ GOOD = {
     "BlockStore.find": of_store("find", [1, 2]),
     "BlockStore.count": of_store("count", [1, 2]),
     "BlockStore.clear": of_store("clear"),
+    "BlockStore.begin_version": of_store("begin_version", "1"),
+    "BlockStore.forget": of_store("forget", "2"),
+    "BlockStore.rename": of_store("rename", "2", "3"),
     "CacheConfig": call(
         jkv.CacheConfig,
         num_layers=1,

@@ -11,8 +11,8 @@ from support.versioned_model import read_ages, weights
 import jkv
 from jkv.decoding import FinishReason
 from jkv.serving import Engine
-from jkv.serving.request import domains
-from jkv.serving.request.domains import Domains
+from jkv.serving.request import ask
+from jkv.serving.request.ask import Domains
 from jkv.serving.scheduler import storing as storing_module
 
 pytestmark = pytest.mark.one_end
@@ -229,6 +229,7 @@ def test_salts_are_texts_or_numbers_from_0():
     for salt in (-1, 2**31):
         with pytest.raises(ValueError, match="salt must be a text or an int from 0"):
             engine.submit(TEXT, salt=salt)
+    engine.submit(TEXT, salt="another")  # what was refused changes nothing
     with pytest.raises(ValueError, match=r"salt must be an int or a str, got 1\.0"):
         engine.submit(TEXT, salt=1.0)
     numbers = Domains()
@@ -237,7 +238,7 @@ def test_salts_are_texts_or_numbers_from_0():
 
 
 def test_texts_that_were_not_seen_for_long_are_stored_nowhere(monkeypatch):
-    monkeypatch.setattr(domains, "MOST_TEXTS", 2)
+    monkeypatch.setattr(ask, "MOST_TEXTS", 2)
     numbers = Domains()
     first = [numbers.number(text) for text in "abac"]
     assert first == [-1, -2, -1, -3] and numbers.number("b") == -4

@@ -19,7 +19,7 @@ from jkv.decoding.model.steps import Steps
 from jkv.decoding.sampling.next_token import Bounds, judge_prompts
 from jkv.decoding.steering.rows import begin_rows
 from jkv.decoding.texts.blocks import count_free_blocks, find_block_size
-from jkv.decoding.texts.prompts import Prompts, Stops
+from jkv.decoding.texts.prompts import Prompts, Stops, as_stop_tokens
 from jkv.decoding.texts.results import BeamSearch
 from jkv.metadata.requests import Integers, Texts, check_counts
 from jkv.sharding.loops import while_loop

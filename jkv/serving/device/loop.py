@@ -259,7 +259,7 @@ class _First(NamedTuple):
         on_host = jax.device_get(cache.metadata)
         return cls(
             cache.with_storage(shapes).with_metadata(on_host),
-            _find_placement(cache.metadata.is_open),
+            _find_placement(cache.metadata.sequences.rows),
         )
 
     @property

@@ -1,13 +1,18 @@
 """What a request asks of an engine: a value, or its fields by name."""
 
+import collections
 import dataclasses
+import hashlib
+import threading
 from collections.abc import Sequence
 from typing import TypedDict
 
 from jkv.decoding.sampling.options import GREEDY, Sampling
-from jkv.metadata.requests import Integers
+from jkv.metadata.requests import I32, Integers
 from jkv.signatures import set_defaults
 from jkv.status import UsageError
+
+MOST_TEXTS = 2**16  # salts that are remembered; one that is forgotten is another
 
 # Who asks; None is all who are not named.
 Client = str | int | None
@@ -98,3 +103,57 @@ class OfAsk(TypedDict, total=False):
 
 
 set_defaults(OfAsk, Ask)
+
+
+class Domains:
+    """Numbers of the domains that texts name: below 0, in the order of first use.
+
+    A cache knows a domain by a number of 32 bits; that of a text is of one process. A
+    store, whose blocks outlive the process, names the domain by the text's hash.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next = -1
+        # Hashes by number, and numbers by hash, the longest unused first.
+        self._names: dict[int, str] = {}
+        self._numbers: collections.OrderedDict[str, int] = collections.OrderedDict()
+        self._has_negative = False
+
+    def number(self, salt: int | str) -> int:
+        """Return the number of a domain, i32; that of a number is itself.
+
+        Raises:
+          ValueError: for numbers below 0, as 32 bits, beside texts.
+        """
+        with self._lock:
+            has_texts = bool(self._numbers) or isinstance(salt, str)
+            has_negative = self._has_negative or (isinstance(salt, int) and salt < 0)
+            if has_negative and has_texts:
+                raise ValueError(
+                    "salt must be a text or an int from 0 to 2**31 - 1 where any "
+                    f"request has a text, got {salt!r:.60}"
+                )
+            if isinstance(salt, int):
+                self._has_negative = has_negative
+                return salt
+            name = hashlib.blake2b(
+                salt.encode(errors="surrogatepass"), digest_size=24
+            ).hexdigest()
+            if name not in self._numbers:
+                if self._next < I32.min:
+                    raise ValueError(f"salt {salt!r:.60} is one text too many")
+                self._numbers[name], self._names[self._next] = self._next, name
+                self._next -= 1
+                if len(self._numbers) > MOST_TEXTS:
+                    _, oldest = self._numbers.popitem(last=False)
+                    del self._names[oldest]
+            self._numbers.move_to_end(name)
+            return self._numbers[name]
+
+    def name(self, number: int) -> int | str | None:
+        """Return what a domain is called in all processes; None if it was forgotten."""
+        with self._lock:
+            if number >= 0 or self._next == -1:
+                return number
+            return self._names.get(number)

@@ -19,8 +19,7 @@ from jkv.inspection.invariants import check
 from jkv.serving.device.loop import Loop, Progress
 from jkv.serving.device.processes import SharedLoop
 from jkv.serving.device.transfers import Arrivals, Change, WindowReport
-from jkv.serving.request.ask import Client
-from jkv.serving.request.domains import Domains
+from jkv.serving.request.ask import Client, Domains
 from jkv.serving.request.request import (
     EngineError,
     Extension,

@@ -17,7 +17,7 @@ import numpy as np
 from jkv.prefixes.verbs import match
 from jkv.serving.device.loop import Loop
 from jkv.serving.device.processes import SharedLoop
-from jkv.serving.request.domains import Domains
+from jkv.serving.request.ask import Domains
 from jkv.serving.request.request import Request, RequestState
 from jkv.serving.scheduler.keeping import Keeping
 from jkv.status import UsageError
