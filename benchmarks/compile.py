@@ -167,7 +167,7 @@ def main() -> None:
     all_layers = (1, 2) if arguments.quick else (1, 8)
 
     where = harness.machine()
-    print(harness.header("jkv: what compiling a decoding step costs", where))
+    print(harness.header("jkv: compile time of a decode step", where))
     print(f"  {rounds} interleaved rounds after a warm-up; seconds of processor time")
     steps = {}
     for num_layers in all_layers:

@@ -190,7 +190,7 @@ def main() -> None:
             | {"by plain": ratio, "limit": limit, "": verdict}
         )
     where = harness.machine()
-    print(harness.header("The same bits", where))
+    print(harness.header("Deterministic decoding", where))
     names = ("case", "median", "p10", "p90", "by plain", "limit", "")
     print(harness.table(rows, {name: name for name in names}))
     if not options.quick:

@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--json", type=pathlib.Path, default=RESULTS)
     options = parser.parse_args()
     where = harness.machine()
-    print(harness.header("An expert layer: tiles beside ragged_dot", where))
+    print(harness.header("An expert layer: tiles and ragged_dot", where))
     params = pretrained.random_params(CONFIG, jax.random.key(0), jnp.float32)
     (layers,) = params["layers"]
     cases = [case for rows in NUM_ROWS for case in make_cases(rows, layers)]

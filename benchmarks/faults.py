@@ -255,9 +255,9 @@ def do_fault(job, expected, who, number, rng):
     wrong = []
     if len(ends) < len(others) or max(ends.values()) > MOST_TO_END:
         wrong.append(f"others ended after {ends}")
-    wrong += [f"process {i} said nothing" for i in others if reasons[i] is None]
+    wrong += [f"process {i} gave no reason" for i in others if reasons[i] is None]
     if whole.text != expected:
-        wrong.append(f"the text is {whole.text!r}, error {whole.error!r}")
+        wrong.append(f"completion is {whole.text!r}, error {whole.error!r}")
     if stream.error is None and stream.text != expected:
         wrong.append("a stream ended as if it were whole")
     return {

@@ -400,6 +400,6 @@ def find_workloads(memory: float, quick: bool = False) -> list[Workload]:
         ),
     ]
     fitting = {w for w in found if w.num_bytes * w.num_layers <= 0.6 * memory}
-    if quick:  # of a pool that a card's cache may hold, in fewer calls
+    if quick:  # pools may fit in the GPU's cache, with fewer calls
         fitting = {w._replace(calls=2) for w in fitting}
     return prefill + sorted(fitting, key=lambda w: (w.num_bytes, w))

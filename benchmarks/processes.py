@@ -148,7 +148,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--windows", type=int, default=300, help="that are timed; %(default)s")
-    add("--running", type=int, default=64, help="texts at one time; %(default)s")
+    add("--running", type=int, default=64, help="running sequences; %(default)s")
     add("--rounds", type=int, default=5, help="of both, in turn; %(default)s")
     add("--save", action="store_true", help=f"the rows, in {RESULTS.name}")
     add("--port", type=int, help=argparse.SUPPRESS)

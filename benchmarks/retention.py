@@ -278,7 +278,7 @@ def main() -> None:
     parser.add_argument("--json", type=pathlib.Path, default=RESULTS)
     options = parser.parse_args()
     where = harness.machine()
-    print(harness.header("What a pool keeps", where))
+    print(harness.header("Prefix cache hit rates", where))
     rows = play("agents, made here", make_agents(options.requests))
     for path in options.traces:
         rows += play(path.stem, read_trace(path, options.requests))

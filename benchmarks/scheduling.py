@@ -270,7 +270,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     where = harness.machine()
-    print(harness.header("jkv: what a queue costs a step", where))
+    print(harness.header("jkv: overhead of continuous batching per step", where))
     chosen = [w for w in WORKLOADS if (arguments.only or "") in w.name]
     if arguments.quick:
         chosen = [dataclasses.replace(w, num_steps=2) for w in chosen[:1]]

@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     where = harness.machine()
-    print(harness.header("Tree search over texts", where), flush=True)
+    print(harness.header("Monte Carlo tree search", where), flush=True)
     row = measure(options.rounds)
     shown = [{"": name, "value": row[name]} for name in row if name != "seconds"]
     print("\n" + harness.table(shown, {"": "", "value": "value"}))

@@ -212,7 +212,7 @@ class Crowd:
                 self._expected[prompt, length] = reply.choices[0].text
 
     async def run(self, until, bar):
-        """Let all clients talk until a time."""
+        """Run all clients until a deadline."""
         await asyncio.gather(
             *(self._talk(number, until, bar) for number in range(self._num_clients))
         )

@@ -213,7 +213,7 @@ class Arrivals:
         self.copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
         self.counts: dict[str, int] = {}
         how = "hits" if reuses else "no reuse"
-        harness.progress(f"compiling the steps of {how}, and letting texts run")
+        harness.progress(f"compiling the steps of {how}, and starting the sequences")
         self.begun = self._begin(jkv.init(config))
 
     def case(self) -> Case:
@@ -320,7 +320,7 @@ def measure_speculation(options: Options) -> Part:
     # Eight at a time, with the program of eight plain sequences.
     sizes = []
     for first in range(0, len(prompts), 8):
-        harness.progress(f"ranking texts from {first} of {len(prompts)} on")
+        harness.progress(f"ranking sequences from {first} of {len(prompts)} on")
         case, held = make_case("ranking", prompts[first : first + 8])
         case.run(None)
         made = np.asarray(held[1].tokens)
@@ -436,7 +436,7 @@ def main() -> None:
         rows, limits, versions = PARTS[name](options)
         where["versions"] |= versions
         where["load after"] = harness.machine()["load"]
-        print(harness.header(f"\nLayers with a state: {name}", where))
+        print(harness.header(f"\nRecurrent-state layers: {name}", where))
         columns = {key: key for row in rows for key in row if key != "seconds"}
         print("\n" + harness.table(rows, columns))
         print("\n" + harness.table(limits, {key: key for key in limits[0]}), flush=True)

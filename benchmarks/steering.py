@@ -322,7 +322,7 @@ def main() -> None:
         where = harness.machine()
         rows, limits = PARTS[name](options)
         where["load after"] = harness.machine()["load"]
-        print(harness.header(f"\nSteering: {name}", where))
+        print(harness.header(f"\nLogits processors: {name}", where))
         columns = {key: key for row in rows for key in row}
         print("\n" + harness.table(rows, columns))
         print("\n" + harness.table(limits, {key: key for key in limits[0]}), flush=True)

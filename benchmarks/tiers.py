@@ -147,7 +147,7 @@ def main() -> None:
     parser.add_argument("--json", type=pathlib.Path, default=RESULTS)
     options = parser.parse_args()
     where = harness.machine()
-    print(harness.header("Blocks that leave for the host and come back", where))
+    print(harness.header("KV cache offloading", where))
     bench = Bench(options.model or models.fetch("smollm2"))
     rows, judged = [], []
     with tempfile.TemporaryDirectory() as folder:

@@ -166,7 +166,7 @@ def main() -> None:
     if options.seeds >= 3 and options.steps >= 60:  # fewer are not significant
         check_curves(curves)
 
-    print(harness.header("a rollout of 64 texts", where))
+    print(harness.header("a rollout of 64 sequences", where))
     columns = {"engine": "engine", "median": "ms", "p10": "p10", "p90": "p90"}
     columns["against vanilla"] = "x vanilla"
     columns["prompt tokens computed"] = "prompt tokens"

@@ -249,7 +249,7 @@ def main() -> None:
         num_layers=options.layers, num_heads=8, num_kv_heads=4, hidden_dim=1024
     )
     where = harness.machine()
-    print(harness.header("jkv: scoring a tree of texts", where))
+    print(harness.header("jkv: scoring a trajectory tree", where))
     work = draw_workload(
         options.prompt, options.turns, options.branches, options.length
     )

@@ -227,7 +227,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     where = harness.machine()
-    print(harness.header("jkv: what windows that give back cost a step", where))
+    print(harness.header("jkv: overhead of sliding windows and layer groups", where))
     chosen = [w for w in WORKLOADS if (arguments.only or "") in w.name]
     cases = {(w.name, k): make_case(k, w) for w in chosen for k in w.caches}
     samples = harness.interleave(
