@@ -79,8 +79,7 @@ def concatenate(
             raise TooLarge("the language is nested too deeply") from error
         except UnicodeEncodeError as error:
             raise Malformed(
-                f"{error.object!r:.60} has half of a surrogate pair, which is no "
-                f"character"
+                f"{error.object!r:.60} has a lone surrogate; pass valid Unicode"
             ) from error
         table = make_table(automaton, vocabulary, bounds)
         return make_grammar(table, vocabulary, bounds)
