@@ -201,4 +201,4 @@ def test_a_verb_on_several_pools_says_how_to_call_it():
     specs = jkv.partition_specs(CONFIG, mesh=LAYOUT.mesh, **axes)
     assert jax.tree.structure(specs) == jax.tree.structure(cache)
     assert tuple(specs.storage[0].key_pool) == ("dp", None, None, "tp", "cp")
-    assert tuple(specs.metadata.is_open) == ("dp",)
+    assert tuple(specs.metadata.sequences.rows) == ("dp",)
