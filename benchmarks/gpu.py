@@ -384,9 +384,9 @@ def main() -> None:
     parser.add_argument("--json", type=pathlib.Path, default=RESULTS)
     options = parser.parse_args()
     if options.brief:
-        sys.exit(
-            1 if run_brief(options.quick, RESULTS.with_name("gpu_brief.json")) else 0
-        )
+        results = RESULTS.with_name("gpu_brief.json")
+        failed = run_brief(options.quick, results, only=options.only)
+        sys.exit(1 if failed else 0)
     if options.all:
         sys.exit(1 if run_parts(list_parts()) else 0)
     began = time.monotonic()

@@ -131,7 +131,9 @@ def test_what_the_cache_lacks_comes_first():
     played = Rollout(1)
     played.extend([0], [[3, 1, 4]])
     played.waiting[0] = [(played.waiting[0][0] + 1) % 19]
-    with pytest.raises(ValueError, match="must begin with .* which the cache lacks"):
+    with pytest.raises(
+        ValueError, match="tokens must begin with .* which the cache lacks"
+    ):
         played.extend([0], [[5]])
 
 

@@ -315,7 +315,7 @@ class TestMistakes:
         with pytest.raises(ValueError, match="num_rows must be >= 42"):
             jkv.trees.pad(TREE, num_rows=41)
         with pytest.raises(
-            ValueError, match="max_rows must be >= 20.* got 18; segment 10"
+            ValueError, match="max_rows must be >= 20.* got 18; segment 10 ends at 20"
         ):
             jkv.trees.split(TREE, 18)
         with pytest.raises(ValueError, match="num_segments must be >= ., got"):

@@ -47,6 +47,7 @@ def test_a_walk_names_what_runs(walked: dict[str, dict[str, int]]) -> None:
     assert "serving/engine.py" in walked["engine"]
     assert not any(name.startswith("serving/") for name in walked["generate"])
     assert {name.split("/")[0] for name in walked["schema"]} <= {
+        "arguments.py",
         "grammar",
         "indexing.py",
         "signatures.py",
