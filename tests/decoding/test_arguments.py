@@ -61,7 +61,7 @@ def test_each_text_brings_its_own_to_those_that_are_added():
     value = Prompts.of(np.array([[1, 2, 3]]), **own)
     same(add(value, priorities=3), add(np.array([[1, 2, 3]]), **own, priorities=3))
     assert add(value).prompts.limits.tolist() == [2, 1]
-    with pytest.raises(jkv.UsageError, match="limits beside Prompts"):
+    with pytest.raises(jkv.UsageError, match="a Prompts and the keywords limits"):
         add(value, limits=[1])
 
 
@@ -72,10 +72,13 @@ def test_each_text_brings_its_own_to_those_that_are_added():
         (dict(max_new_tokens=2, tokens=3), "begin.* unexpected .*'tokens'"),
         (
             dict(steps=VALUES["steps"], max_new_tokens=2),
-            "max_new_tokens beside a Steps",
+            "a Steps and the keywords max_new_tokens",
         ),
         (dict(max_new_tokens=2, how=3), "expected a How, got 3"),
-        (dict(max_new_tokens=2, how=How(), speculate=None), "speculate beside a How"),
+        (
+            dict(max_new_tokens=2, how=How(), speculate=None),
+            "a How and the keywords speculate",
+        ),
         (dict(steps=4), "expected a Steps, got 4"),
     ],
     ids=lambda given: given if isinstance(given, str) else "",
@@ -84,7 +87,7 @@ def test_what_is_said_twice_or_not_known_is_refused(options, says):
     with pytest.raises(jkv.UsageError, match=says):
         begin(TEXTS, **options)
     if "max_new_tokens" in options and "steps" not in options:
-        with pytest.raises(jkv.UsageError, match="salts beside a Prompts"):
+        with pytest.raises(jkv.UsageError, match="a Prompts and the keywords salts"):
             begin(Prompts.of(TEXTS), max_new_tokens=2, salts=1)
 
 

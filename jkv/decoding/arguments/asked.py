@@ -134,6 +134,7 @@ def take(
         raise UsageError(f"expected a {kind.__name__}, got {given!r:.60}")
     if named:
         raise UsageError(
-            f"{', '.join(named)} beside a {kind.__name__}, which says it: give one"
+            f"got a {kind.__name__} and the keywords {', '.join(named)}; set them on "
+            f"the {kind.__name__}, or pass keywords only"
         )
     return given

@@ -1,1 +1,1 @@
-"""Which sequences run: admission, preemption, and the step that they share."""
+"""Continuous batching: admission, preemption and the shared step."""

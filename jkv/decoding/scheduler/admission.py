@@ -1,4 +1,4 @@
-"""Admission: sequences that wait get places, and rows of the cache.
+"""Admission: opens cache rows for sequences that have running places.
 
 A sequence that computes its prompt allocates a row; one that shares it forks.
 
@@ -41,7 +41,7 @@ from jkv.verbs.forking import fork
 def admit(
     cache: Cache, state: GenerationState, slack: Blocks
 ) -> tuple[Cache, GenerationState]:
-    """Admit sequences that wait, as long as they fit."""
+    """Admit waiting sequences, in order, as long as they fit."""
     num_lanes = min(LANES, state.places.num_places)
     Carry = tuple[Cache, GenerationState, jax.Array]
 
@@ -56,19 +56,19 @@ def admit(
 
 
 class _Lanes(NamedTuple):
-    """K places whose sequences can be opened in the cache, the oldest first."""
+    """At most K places to open in the cache, oldest first."""
 
-    places: jax.Array  # i32[K], W where there are no more
+    places: jax.Array  # i32[K], padded with W
     sequences: jax.Array  # i32[K]
     prompts: jax.Array  # i32[K]
-    leads: jax.Array  # bool[K], it computes its prompt itself
-    forks: jax.Array  # bool[K], it shares its prompt
+    leads: jax.Array  # bool[K], computes its prompt
+    forks: jax.Array  # bool[K], shares its prompt
 
 
 def _open_seated(
     cache: Cache, state: GenerationState, attempt: Attempt, num_lanes: int
 ) -> tuple[Cache, GenerationState, jax.Array]:
-    """Open rows for at most K that have places; also bool[]: if more may be done."""
+    """Open rows for at most K seated sequences; return also bool[], more may follow."""
     loads = state.loads(cache)
     has_states = cache.metadata.has_states
     lanes, is_more = _find_lanes(state, loads, num_lanes, has_states)
@@ -95,7 +95,7 @@ def _open_seated(
 def _find_lanes(
     state: GenerationState, loads: Loads, num_lanes: int, has_states: bool
 ) -> tuple[_Lanes, jax.Array]:
-    """Find places to be opened; and whether there are more than lanes, bool[]."""
+    """Return the places to open, and bool[], True if there are more than K."""
     places = state.places
     leads = places.is_pending
     forks = jnp.zeros_like(leads)
@@ -116,14 +116,15 @@ def _find_lanes(
 def _fork_prompts(
     cache: Cache, state: GenerationState, loads: Loads, lanes: _Lanes
 ) -> tuple[Cache, jax.Array, Holder]:
-    """Fork prompts from sequences that have them; the first takes over a held one.
+    """Fork prompts from sequences that have them; the last fork takes the held row.
 
-    Returns also i32[K], the rows of those that fork, -1 where refused; and the holder.
+    Returns:
+      The cache; i32[K], the rows of the forks, -1 if refused; and the holder.
     """
     places, holder = state.places, state.holder
     has_prompt, may_take = loads.has_prompt, jnp.bool_(True)
     if cache.metadata.has_states:
-        # A state cannot be cut back: what is held stays so while samples wait for it.
+        # A state cannot be truncated: the prompt stays held while samples wait for it.
         has_prompt = loads.done == loads.prompt_lengths
         may_take = ~gather(has_more_samples(state, loads), lanes.prompts)
     is_source = (
@@ -150,13 +151,13 @@ def _note_opened(
     num_cached: jax.Array,
     partings: jax.Array | None,
 ) -> GenerationState:
-    """Note the rows of the cache that places got, i32[K], -1 where they got none."""
+    """Record the cache rows given to places, i32[K], -1 for none."""
     place = jnp.where(seq_ids >= 0, lanes.places, state.places.num_places)
     if partings is not None and state.partings is not None:
         noted = scatter(state.partings, place, partings)
         state = dataclasses.replace(state, partings=noted)
     result = state.result.add_counts(cached_tokens=jnp.sum(num_cached, dtype=jnp.int32))
-    # Of its prompt: one that was preempted has its own tokens in the cache, too.
+    # Count prompt tokens only: a preempted sequence finds generated tokens cached too.
     begins = (seq_ids >= 0) & (gather(result.lengths, lanes.sequences) == 0)
     begun = jnp.where(begins, lanes.sequences, result.lengths.shape[0])
     state = dataclasses.replace(
@@ -172,13 +173,13 @@ def _note_opened(
 
 
 def _give_up(
-    state: GenerationState,  # before anything was opened
-    attempt: Attempt,  # what was tried
+    state: GenerationState,  # before the rows were opened
+    attempt: Attempt,  # conditions of the admission
     lanes: _Lanes,
-    status: jax.Array,  # i32[K], what the cache answered to those that lead
-    seq_ids: jax.Array,  # i32[K], what was opened
+    status: jax.Array,  # i32[K], status of the leaders' allocation
+    seq_ids: jax.Array,  # i32[K], the opened rows
 ) -> GenerationState:
-    """Unseat a sequence tried in vain; end one that cannot begin though it is alone."""
+    """Unseat a failed trial; finish a sequence that cannot start even alone."""
     places, result = state.places, state.result
     is_alone = ~jnp.any(places.is_cached) & ~jnp.any(seq_ids >= 0)
     refused = lanes.leads & (status != Status.OK)

@@ -1,4 +1,4 @@
-"""Arrivals: a host adds prompts between two windows of steps.
+"""Arrivals: adds prompts to a generation between two windows of steps.
 
 Symbols: N sequences, Q prompts, K prompts of a call, P most prompt tokens.
 """
@@ -46,29 +46,29 @@ def add_prompts(
     steering: Steering | None = None,
     **fields: Unpack[OfPrompts],
 ) -> GenerationState:
-    """Let more prompts wait, instead of some that have ended.
+    """Replace finished prompts by new ones and enqueue them.
 
-    Their sequences begin with nothing, behind those that wait with the same priority;
-    what those before them had is forgotten. A server begins with empty prompts, and
-    replaces them as requests come.
+    New sequences wait behind those of the same priority. The results of the replaced
+    ones are discarded. A server starts with empty prompts and replaces them as requests
+    arrive.
 
     Args:
       cache: the cache.
       state: from `prefill` or `decode`.
-      indices: i32[K], which prompts of the generation to replace, -1 for none. All
-        sequences of such a prompt must have ended, or it stays as it is; the first
-        mention counts.
-      prompts: i32[K, P], -1 after each one's end, P as in the first call; or `Prompts`.
-        Limits of None are as many tokens as there is room for. What stops them has the
-        shape of the first call, which is left as it is where nothing is said.
-      num_samples: i32[K], how many of its sequences each prompt wants; the others
-        count as CANCELLED. None is all.
-      priorities: i32[K] or int; of those that have not begun, smaller ones go first.
+      indices: i32[K], prompts of the generation to replace, -1 for none. A prompt with
+        an unfinished sequence is left unchanged; of duplicates the first counts.
+      prompts: i32[K, P], -1 past the end of each, P as in the first call; or `Prompts`.
+        Without limits a prompt gets as many tokens as there is room for. Stop
+        conditions have the shape of the first call; without any the old ones stay.
+      num_samples: i32[K], sequences of each prompt to run; the others count as
+        CANCELLED. None is all.
+      priorities: i32[K] or int; among sequences that have not started, smaller ones
+        first.
       steering: as for `begin`.
-      fields: those of `Prompts.of`, each by its name.
+      fields: the keyword arguments of `Prompts.of`.
 
     Returns:
-      The state; a prompt that cannot begin has a reason at once.
+      The state; a prompt that cannot start has a finish reason at once.
 
     Raises:
       ValueError: for arguments of a wrong shape or type.
@@ -92,7 +92,10 @@ def add_prompts(
     if not isinstance(prompts, Prompts):
         prompts = Prompts.of(prompts, **fields)
     elif fields:
-        raise UsageError(f"{', '.join(fields)} beside Prompts, which say it: give one")
+        raise UsageError(
+            f"got a Prompts and the keywords {', '.join(fields)}; set them on the "
+            f"Prompts, or pass keywords only"
+        )
     added, stops = prompts.divide(state.result.tokens.shape[1])
     (order,) = broadcast(added.lengths.shape[0], priorities=priorities)
     added = dataclasses.replace(added, priorities=jnp.asarray(order))
@@ -120,10 +123,10 @@ def add_prompts(
 def _queue_up(
     cache: Cache,
     state: GenerationState,  # with the prompts
-    index: jax.Array,  # i32[K], which prompts they are; Q for none
+    index: jax.Array,  # i32[K], prompt indices; Q for none
     added: Prompts,  # K prompts
-    wanted: jax.Array,  # i32[K], how many sequences of each begin
-    steering: Steering | None,  # what steers them
+    wanted: jax.Array,  # i32[K], sequences to start of each
+    steering: Steering | None,  # their logits processor
 ) -> GenerationState:
     num_samples, num_sequences = state.num_samples, state.result.lengths.shape[0]
     sample_index = jnp.arange(num_samples, dtype=jnp.int32)[None]
@@ -134,7 +137,7 @@ def _queue_up(
     unwanted = jnp.int32(FinishReason.CANCELLED)
     reasons = jnp.where(is_wanted, reasons[:, None], unwanted).reshape(-1)
     begins = (sequences < num_sequences) & (reasons == FinishReason.RUNNING)
-    # Sequences of a prompt may have ended while they waited.
+    # Waiting sequences may have been cancelled.
     queue = drop_from_queue(state.queue, ~state.is_running)
     fresh = Generation.empty(
         reasons,
@@ -157,7 +160,7 @@ def _queue_up(
 def _find_ranks(state: GenerationState, queue: Ring) -> jax.Array:
     """Return the priority of each sequence, i32[N].
 
-    Samples of a prompt that has begun come before all: only one prompt is ever held.
+    Samples of a started prompt come first, so that at most one prompt is held.
     """
     num_samples, is_running = state.num_samples, state.is_running
     sequences, waits = list_queue(queue)

@@ -1,7 +1,7 @@
-"""Data parallel: one generation over several ranks, to which prompts are dealt.
+"""Data parallelism: one generation over several ranks, with prompts dealt to them.
 
 Each rank generates from all prompts, those of other ranks empty, so that prompts and
-results keep their order. Nothing crosses but how much is free, before, and the
+results keep their order. Ranks exchange only their free block counts, before, and the
 results, after.
 
 Symbols: Q prompts, N sequences, P ranks.
@@ -23,21 +23,21 @@ from jkv.state import Cache
 from jkv.verbs.lookups import num_free_blocks
 from jkv.verbs.pooling import enter_pool, leave_pool
 
-# A generation of one pool: params, cache, prompts, and how tokens are made.
+# A generation on one pool, of params, cache, prompts and options.
 Generate = Callable[[Any, Cache, Prompts, Any], tuple[Cache, Generation]]
 
 
 def generate_on_pools(
-    generate: Generate,  # what each rank does with the prompts that are its own
+    generate: Generate,  # generates from a rank's prompts
     params: Any,
     cache: Cache,  # with a pool for each rank
     prompts: Prompts,
-    options: Any,  # how each rank makes tokens, any pytree
-    num_samples: int,  # sequences of each
+    options: Any,  # decoding options, any pytree
+    num_samples: int,  # sequences of each prompt
 ) -> tuple[Cache, Generation]:
-    """Deal prompts to the ranks by what is free, and generate on all.
+    """Deal prompts to ranks by their free blocks, and generate on all.
 
-    The results, the same on all ranks, are in the order of the prompts.
+    The results are in the order of the prompts and the same on all ranks.
     """
     pools = cache.pools
     assert pools is not None
@@ -69,14 +69,14 @@ def deal(
     prompts: Prompts,
     free: jax.Array,  # i32[P], free blocks of each rank
     block_size: int,  # tokens per block
-    num_samples: int,  # sequences of each
+    num_samples: int,  # sequences of each prompt
 ) -> jax.Array:
     """Return the rank of each prompt, i32[Q].
 
-    Each goes, in order, to the rank that has most blocks left when those before it are
-    as long as they can become; of equal ones to the first.
+    Each prompt goes, in order, to the rank with most blocks left after the prompts
+    before it reach their limits; the first of equal ranks.
     """
-    # A prompt is held once, what follows it by each sample.
+    # The prompt is held once, its continuation by each sample.
     prompt_blocks, _ = divide(prompts.lengths + (block_size - 1), block_size)
     new_blocks, _ = divide(prompts.limits + (block_size - 1), block_size)
     needs = prompt_blocks + num_samples * new_blocks
@@ -90,7 +90,7 @@ def deal(
 
 
 def _collect(result: Generation, is_mine: jax.Array, axis: str) -> Generation:
-    """Return the results of all ranks, each sequence's by the rank that had it."""
+    """Combine the results of all ranks, taking each sequence from its own rank."""
 
     def choose(array: jax.Array) -> jax.Array:
         shape = (-1,) + (1,) * (array.ndim - 1)

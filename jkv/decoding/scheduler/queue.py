@@ -1,17 +1,17 @@
-"""The queue: which of the sequences that wait get a place, strictly in order.
+"""The queue: seats waiting sequences in running places, strictly in order.
 
-Preempted sequences come before those that never ran, which wait in a ring: the queue.
-The first that does not fit, in places or blocks, shuts out all behind it.
+Preempted sequences come before new ones, which wait in a ring, the queue. The first
+sequence that lacks a place or blocks holds back all behind it.
 
-Samples of a prompt share what was computed of it. The first sample, the *leader*,
-computes the prompt; the others have places, but wait until it is computed and then
-fork. When the last sample in the cache ends while others still need the prompt, its row
-is handed over: to the oldest sample that has a place, else to the *holder*, a sequence
-of the cache that has no place. Samples without a place are the first that wait, so all
-of them are of one prompt, and one holder is enough.
+Samples of a prompt share its computation. The first sample, the *leader*, computes the
+prompt; the others have places but wait until it is computed, then fork. If the last
+cached sample finishes while others still need the prompt, its row is handed over to the
+oldest sample with a place, or else to the *holder*, a cache row without a place.
+Samples without a place are first in the queue, so they belong to one prompt and one
+holder is enough.
 
-Keys and values of a prompt are shared for as long as a sample has them. A state moves
-on with the first token behind it, so that a copy is held at the prompt's end.
+Keys and values of a prompt are shared as long as one sample has them. A recurrent state
+advances with the next token, so a copy is held at the end of the prompt.
 
 Symbols: N sequences, Q prompts, W places, K lanes.
 """
@@ -42,25 +42,25 @@ from jkv.verbs.forking import fork
 
 
 def make_queue(sequences: jax.Array, waiting: jax.Array) -> Ring:
-    """Return a queue of some of these N sequences, bool[N], in order."""
+    """Return a queue of the `waiting` sequences, bool[N], in the given order."""
     ids, bounds = jnp.zeros_like(sequences), jnp.zeros((8,), jnp.int32)
     return ring.push(Ring(ids=ids, bounds=bounds, indices=None), sequences, waiting)
 
 
 def list_queue(queue: Ring) -> tuple[jax.Array, jax.Array]:
-    """Return what waits, in order, i32[N], and which entries there are, bool[N]."""
+    """Return the queue in order, i32[N], and the mask of its entries, bool[N]."""
     rank = jnp.arange(queue.ids.shape[0], dtype=jnp.int32)
     return ring.peek(queue, rank), rank < queue.count
 
 
 def drop_from_queue(queue: Ring, ended: jax.Array) -> Ring:
-    """Return the queue without the sequences that ended, bool[N]."""
+    """Remove finished sequences, bool[N], from the queue."""
     sequences, waits = list_queue(queue)
     return make_queue(sequences, waits & ~gather(ended, sequences))
 
 
 def order_queue(queue: Ring, ranks: jax.Array) -> Ring:
-    """Order a queue by the ranks of N sequences, i32[N]; equal ones stay."""
+    """Sort the queue by `ranks`, i32[N], stably."""
     sequences, waits = list_queue(queue)
     last = jnp.iinfo(jnp.int32).max
     order = jnp.argsort(jnp.where(waits, gather(ranks, sequences), last), stable=True)
@@ -68,19 +68,19 @@ def order_queue(queue: Ring, ranks: jax.Array) -> Ring:
 
 
 class Candidates(NamedTuple):
-    """The first K that wait, in order, and what they would cost."""
+    """The first K waiting sequences, in order, and their costs in blocks."""
 
-    sequences: jax.Array  # i32[K], any where there are no more
+    sequences: jax.Array  # i32[K], arbitrary past the last
     exists: jax.Array  # bool[K]
-    is_fresh: jax.Array  # bool[K], whether it never ran
-    ended: jax.Array  # bool[K], it ended while it waited, and needs nothing
-    costs: Blocks  # i32[K]; of a leader, those of its whole text
-    may_cost_less: jax.Array  # bool[K], the prefix index may have some of them
+    is_fresh: jax.Array  # bool[K], never ran
+    ended: jax.Array  # bool[K], finished while waiting, needs nothing
+    costs: Blocks  # i32[K]; for a leader, the blocks of its whole sequence
+    may_cost_less: jax.Array  # bool[K], a prefix cache hit may lower the cost
 
 
 def find_waiting(
     places: Places,
-    queue: Ring,  # the sequences that never ran
+    queue: Ring,  # sequences that never ran
     num_lanes: int,  # K, static
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the first three fields of `Candidates`."""
@@ -95,18 +95,18 @@ def find_waiting(
 
 
 class Seated(NamedTuple):
-    """What becomes of K candidates."""
+    """The outcome of seating K candidates."""
 
-    seated: jax.Array  # bool[K], those that get a place
-    passed: jax.Array  # bool[K], those that wait no longer: seated, or ended before
+    seated: jax.Array  # bool[K], gets a place
+    passed: jax.Array  # bool[K], leaves the queue: seated, or finished before
 
 
 def choose_seated(
     candidates: Candidates,
-    num_free_blocks: Blocks,  # i32[], blocks that were promised to no sequence
+    num_free_blocks: Blocks,  # i32[], blocks promised to no sequence
     num_free_places: jax.Array,  # i32[]
 ) -> Seated:
-    """Choose which get a place: all up to the first that does not fit."""
+    """Seat all candidates before the first that does not fit."""
     alive = candidates.exists & ~candidates.ended
     costs = (jnp.where(alive, cost, 0) for cost in candidates.costs)
     ranks = running_sum(alive.astype(jnp.int32))
@@ -120,7 +120,7 @@ def choose_seated(
 def seat(
     places: Places, queue: Ring, candidates: Candidates, result: Seated
 ) -> tuple[Places, Ring]:
-    """Give the chosen ones their places, those that are free or their own."""
+    """Move seated candidates into places: free ones, or their own if preempted."""
     rank = running_sum(result.seated.astype(jnp.int32)) - 1
     place = gather(sort_by_age(places), places.num_running + rank)
     place = jnp.where(result.seated, place, places.num_places)
@@ -135,18 +135,18 @@ def seat(
 
 
 class Attempt(NamedTuple):
-    """What seating leaves to be found out by admitting sequences to the cache."""
+    """Conditions under which seated sequences are admitted to the cache."""
 
-    # bool[], whether the youngest was seated only to see if the cache has room for it:
-    # the prefix index may have enough of its text, or no other sequence runs.
+    # bool[], the youngest is seated on trial: the prefix index may have enough of its
+    # blocks, or no other sequence runs.
     is_trial: jax.Array
-    keep_free: Blocks  # i32[], promised to others, which a trial leaves alone
-    slack: Blocks  # i32[], free ones that were promised to no sequence
-    goes_on: jax.Array  # bool[], whether more may be seated
+    keep_free: Blocks  # i32[], blocks promised to others, not used by a trial
+    slack: Blocks  # i32[], free blocks promised to no sequence
+    goes_on: jax.Array  # bool[], more sequences may be seated
 
 
 def may_seat(state: GenerationState, slack: Blocks) -> jax.Array:
-    """Return whether it is worth while to look at what waits, bool[]."""
+    """Return True if a waiting sequence may be seated, bool[]: a cheap test."""
     places = state.places
     waits = (places.num_started > places.num_running) | (state.queue.count > 0)
     has_place = places.num_running < state.most_running
@@ -157,7 +157,7 @@ def may_seat(state: GenerationState, slack: Blocks) -> jax.Array:
 def seat_waiting(
     cache: Cache, state: GenerationState, num_lanes: int
 ) -> tuple[GenerationState, Attempt]:
-    """Seat the first that wait, at most K, which is static."""
+    """Seat the first waiting sequences, at most K, which is static."""
     places, loads = state.places, state.loads(cache)
     promised = blocks.total(state.demand(cache, loads))
     slack = blocks.subtract(blocks.count_free_blocks(cache), promised)
@@ -166,14 +166,14 @@ def seat_waiting(
     result = choose_seated(candidates, slack, num_free_places)
     num_passed = jnp.sum(result.passed, dtype=jnp.int32)
     is_refused = candidates.exists[0] & (num_passed == 0) & (num_free_places > 0)
-    # To admit it to the cache takes a lane.
+    # Admission takes a lane.
     has_lane = jnp.sum(places.is_pending, dtype=jnp.int32) < num_lanes
     may_fit = candidates.may_cost_less[0] & blocks.reach(slack, state.seating_needs)
     is_trial = is_refused & has_lane & (may_fit | (places.num_running == 0))
     forced = is_trial & (jnp.arange(num_lanes, dtype=jnp.int32) == 0)
     result = Seated(result.seated | forced, result.passed | forced)
     places, queue = seat(places, state.queue, candidates, result)
-    # The next one cannot be seated without these, unless the index has some of it.
+    # The next candidate needs these blocks, unless a prefix cache hit lowers its cost.
     known = candidates.exists & ~candidates.may_cost_less
     needs = [jnp.where(known, cost, 0) for cost in candidates.costs]
     state = dataclasses.replace(
@@ -199,7 +199,7 @@ def _find_candidates(
     text_lengths = prompt_lengths + gather(state.result.lengths, sequences)
     costs, leads = blocks.of_tokens(text_lengths, size), jnp.ones_like(ended)
     if state.num_samples > 1:
-        # The first sample computes the prompt, unless it is held for it.
+        # The first sample computes the prompt, unless the holder has it.
         is_first = _is_first_sample(state, loads, prompt, ended)
         is_held = state.holder.holds(prompt)
         beside = blocks.beside_prompt(prompt_lengths, text_lengths, size)
@@ -216,7 +216,7 @@ def _find_candidates(
 def _is_first_sample(
     state: GenerationState, loads: Loads, prompt: jax.Array, ended: jax.Array
 ) -> jax.Array:
-    """Return which candidates are the first of their prompts, i32[K], bool[K]."""
+    """Return True for the first candidate of each prompt, i32[K]; bool[K]."""
     lane = jnp.arange(prompt.shape[0], dtype=jnp.int32)
     is_before = (lane[None] < lane[:, None]) & ~ended[None]
     follows = jnp.any(is_before & (prompt[None] == prompt[:, None]), axis=1)
@@ -228,14 +228,15 @@ def _is_first_sample(
 def find_pending(
     state: GenerationState, loads: Loads, has_states: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Find what the sequences can do that run but are not in the cache.
+    """Find the pending sequences that can be opened now.
 
-    Returns bool[W], those that compute a prompt of which no sample is in the cache or
-    older; and bool[W], those that fork it, as it is computed.
+    Returns:
+      Leaders, bool[W]: the oldest sample of a prompt without a cached sample.
+      Forks, bool[W]: samples of a prompt that is computed.
     """
     places, prompts, done = state.places, loads.prompts, loads.done
     if has_states:
-        # A sequence past its prompt's end has the prompt no more.
+        # Past the prompt's end the state is no longer the prompt's.
         done = jnp.where(done > loads.prompt_lengths, -1, done)
     num_prompts = state.prompts.lengths.shape[0]
     pending = places.is_pending
@@ -254,12 +255,13 @@ def find_pending(
 def find_hand_over(
     state: GenerationState,
     loads: Loads,
-    ended: jax.Array,  # bool[W], whose sequences are still in their places
+    ended: jax.Array,  # bool[W], finished, still in their places
 ) -> tuple[jax.Array, jax.Array]:
-    """Find the ended sequences whose prompt other samples still need.
+    """Find the finished sequences with a prompt that other samples still need.
 
-    Returns bool[W], those that are cut back, not freed; and i32[W], the place that
-    takes each one's prompt, W for the holder.
+    Returns:
+      bool[W], sequences to truncate rather than free.
+      i32[W], the place that receives each prompt, W for the holder.
     """
     places, prompts, unfinished = state.places, loads.prompts, state.num_unfinished
     num_prompts, nothing = unfinished.shape[0], places.num_places
@@ -289,7 +291,7 @@ def find_hand_over(
 
 
 def has_more_samples(state: GenerationState, loads: Loads) -> jax.Array:
-    """Return which prompts have samples that wait without a place, bool[Q]."""
+    """Return True for prompts with samples that wait without a place, bool[Q]."""
     num_prompts = state.prompts.lengths.shape[0]
     of_place = jnp.where(state.places.is_running, loads.prompts, num_prompts)
     seated = scatter_add(jnp.zeros((num_prompts,), jnp.int32), of_place, 1)
@@ -297,7 +299,7 @@ def has_more_samples(state: GenerationState, loads: Loads) -> jax.Array:
 
 
 def hold_prompt(cache: Cache, state: GenerationState) -> tuple[Cache, GenerationState]:
-    """Fork a prompt that was just computed, if samples wait for it without a place."""
+    """Fork a newly computed prompt if samples without a place wait for it."""
     if not cache.metadata.has_states or state.num_samples == 1:
         return cache, state
     places, loads, holder = state.places, state.loads(cache), state.holder

@@ -1,7 +1,7 @@
-"""Release and preemption: what ended is freed, the youngest gives its blocks back.
+"""Release of finished sequences and preemption of the youngest.
 
-A host may end some sequences between two windows of steps, or ask all of them to be
-computed again, as after a change of the weights.
+Between two windows of steps a host may cancel sequences, or preempt all of them for
+recomputation, as after a weight update.
 
 Symbols: K lanes, Q prompts, W places.
 """
@@ -39,7 +39,7 @@ from jkv.verbs.truncation import truncate
 def release_ended(
     cache: Cache, state: GenerationState
 ) -> tuple[Cache, GenerationState]:
-    """Free the sequences that ended, and empty their places."""
+    """Free finished sequences and empty their places."""
     Carry = tuple[Cache, GenerationState]
 
     def release(carry: Carry) -> Carry:
@@ -59,7 +59,7 @@ def release_ended(
             seating_needs=jax.tree.map(jnp.zeros_like, state.seating_needs),
         )
 
-    # In most steps no sequence ends.
+    # In most steps no sequence finishes.
     places = state.places
     ended = places.is_started & ~gather(state.is_running, places.sequences)
     is_unwanted = _is_holder_unwanted(state)
@@ -67,7 +67,7 @@ def release_ended(
 
 
 def leave_ended(state: GenerationState) -> GenerationState:
-    """Empty the places of sequences that ended, which stay in the cache."""
+    """Empty the places of finished sequences, which stay in the cache."""
     places = state.places
     ended = places.is_started & ~gather(state.is_running, places.sequences)
     places = when(jnp.any(ended), vacate, places, ended)
@@ -78,20 +78,20 @@ def leave_ended(state: GenerationState) -> GenerationState:
 def cancel(
     cache: Cache, state: GenerationState, sequences: jax.Array
 ) -> tuple[Cache, GenerationState]:
-    """End sequences where they are, running or waiting, and free their blocks.
+    """Cancel sequences, running or waiting, and free their blocks.
 
-    Their tokens so far are kept. Others go on as if these had never been.
+    Their tokens so far are kept. The other sequences are unaffected.
 
     Args:
       cache: from `prefill` or `decode`; jit may donate it.
-      state: what came with the cache; jit may donate it, too.
-      sequences: bool[N], which to end; those that have ended stay as they are.
+      state: returned with the cache; jit may donate it, too.
+      sequences: bool[N], True to cancel; finished sequences are unchanged.
 
     Returns:
       The cache and the state.
 
     Raises:
-      ValueError: for anything but one bool for each sequence.
+      ValueError: if `sequences` is not bool[N].
 
     Example:
       >>> import jax, jax.numpy as jnp, jkv
@@ -118,7 +118,7 @@ def cancel(
 
 
 def _free_all(cache: Cache, seq_ids: jax.Array) -> Cache:
-    """Free sequences, i32[P], some at a time, as mostly few of all places end."""
+    """Free sequences, i32[P], a few per trip, as few places finish at a time."""
     num_lanes = min(LANES, seq_ids.shape[0])
     Carry = tuple[Cache, jax.Array]
 
@@ -137,10 +137,10 @@ def _free_all(cache: Cache, seq_ids: jax.Array) -> Cache:
 def _hand_over(
     cache: Cache, state: GenerationState, ended: jax.Array
 ) -> tuple[Cache, GenerationState, jax.Array]:
-    """Hand over prompts that other samples need; also bool[W]: who is not freed."""
+    """Hand over prompts that other samples need; return also the rows kept, bool[W]."""
     places, loads = state.places, state.loads(cache)
     gives, receivers = find_hand_over(state, loads, ended)
-    # There is one holder; its prompt is handed over before another is wanted.
+    # There is one holder: it is free again before a second prompt needs it.
     gives &= (receivers < places.num_places) | (state.holder.seq_id < 0)
     Carry = tuple[Cache, GenerationState, jax.Array, jax.Array]
 
@@ -152,7 +152,7 @@ def _hand_over(
             gather(loads.prompt_lengths, giver),
         )
         cache, status = truncate(cache, seq_id[None], length[None])
-        # A sequence that cannot be cut back is freed; the prompt is computed again.
+        # A sequence that cannot be truncated is freed and its prompt recomputed.
         is_cut = status[0] == Status.OK
         receiver = jnp.where(is_cut, gather(receivers, giver), -1)
         state = _receive(state, receiver, seq_id, gather(loads.prompts, giver))
@@ -169,7 +169,7 @@ def _hand_over(
 def _receive(
     state: GenerationState, receiver: jax.Array, seq_id: jax.Array, prompt: jax.Array
 ) -> GenerationState:
-    """Give a sequence of a prompt to a place, i32[] each; W holds it, -1 neither."""
+    """Give a row to place `receiver`, i32[] each; W is the holder, -1 nothing."""
     places, holder = state.places, state.holder
     place = jnp.where(receiver < 0, places.num_places, receiver)
     is_held = receiver == places.num_places
@@ -185,7 +185,7 @@ def _receive(
 
 
 def _is_holder_unwanted(state: GenerationState) -> jax.Array:
-    """Return whether a prompt is held of which all samples have ended, bool[]."""
+    """Return True if all samples of the held prompt have finished, bool[]."""
     if state.num_samples == 1:
         return jnp.zeros((), bool)
     sample_index = jnp.arange(state.num_samples, dtype=jnp.int32)
@@ -193,17 +193,19 @@ def _is_holder_unwanted(state: GenerationState) -> jax.Array:
     return (state.holder.seq_id >= 0) & ~jnp.any(gather(state.is_running, samples))
 
 
-# The blocks that stay promised are i32[], of each group.
+# The blocks still promised are i32[] for each group.
 Carry = tuple[Cache, GenerationState, Blocks]
 
 
 def preempt_youngest(
     cache: Cache, state: GenerationState
 ) -> tuple[Cache, GenerationState, Blocks]:
-    """Preempt the youngest until the free blocks reach for what the others need.
+    """Preempt the youngest sequences until the free blocks cover the demand.
 
-    A prompt that is held goes first. One sequence is left at least. Returns also i32[]
-    for each group: free blocks that were promised to no sequence.
+    A held prompt is freed first, and at least one sequence keeps running.
+
+    Returns:
+      The cache, the state, and free blocks promised to no sequence, i32[] per group.
     """
     demand = state.demand(cache, state.loads(cache))
 
@@ -225,19 +227,18 @@ def preempt_youngest(
 
 @takes_cache()
 def preempt(cache: Cache, state: GenerationState) -> tuple[Cache, GenerationState]:
-    """Let all running sequences give their blocks back and wait; tokens are kept.
+    """Preempt all running sequences and free their blocks; their tokens are kept.
 
-    They go on in the order they had, and compute what they need again: prompts and
-    tokens alike, with the weights that the next call gets. What the prefix index finds
-    is not computed again, so a host whose weights changed clears it
-    (`jkv.clear_prefixes`). A draft model begins anew, too.
+    They are recomputed in the same order, prompts and generated tokens alike, with the
+    weights of the next call. Prefix cache hits are not recomputed, so clear the index
+    after a weight update (`jkv.clear_prefixes`). A draft model is recomputed as well.
 
     Args:
       cache: from `prefill` or `decode`; jit may donate it.
-      state: what came with the cache; jit may donate it, too.
+      state: returned with the cache; jit may donate it, too.
 
     Returns:
-      The cache and the state, in which nothing runs until the next `decode`.
+      The cache and the state, in which no sequence runs until the next `decode`.
 
     Example:
       >>> import jax, jkv
@@ -272,7 +273,7 @@ def preempt(cache: Cache, state: GenerationState) -> tuple[Cache, GenerationStat
 
 
 def _take_back(demand: Blocks, carry: Carry) -> Carry:
-    """Take the blocks of the holder, or else of the youngest; its demand, i32[W]."""
+    """Free the held prompt, or else the youngest sequence, and subtract its demand."""
     cache, state, promised = carry
     is_held = state.holder.seq_id >= 0
     youngest = find_youngest_running(state.places)
@@ -285,7 +286,7 @@ def _take_back(demand: Blocks, carry: Carry) -> Carry:
         state.places,
         unseat_youngest(state.places),
     )
-    # A sequence that waited for its prompt had computed nothing.
+    # A sequence that waited for its prompt has computed nothing.
     counts = ~is_held & (seq_id >= 0)
     state = dataclasses.replace(
         state,

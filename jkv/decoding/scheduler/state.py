@@ -1,11 +1,11 @@
-"""A generation under way: what was asked, what has come of it, and what runs.
+"""State of a running generation: results, prompts, running places and queue.
 
-A sequence is *seated* when it gets a place, and keeps it until it ends. Age is the
-order of seating. The youngest are preempted first, and preempted ones are seated again
-before any that never ran: so the places by age are the running ones, then the preempted
-ones, then the empty ones, and to preempt or to seat again moves one border.
+A sequence gets a running place when it is seated and keeps it until it finishes. Age is
+the order of seating. Preemption takes the youngest first, and preempted sequences are
+seated again before new ones. Sorted by age, the places are therefore running, then
+preempted, then empty; preempting or seating a sequence moves one border.
 
-Symbols: N sequences, Q prompts, W places, V tokens in the vocabulary, K lanes.
+Symbols: N sequences, Q prompts, W places, V vocabulary size, K lanes.
 """
 
 import dataclasses
@@ -26,19 +26,19 @@ from jkv.metadata.xla_cpu import running_sum
 from jkv.state import NO_SEQUENCE, Cache, Ring
 from jkv.steering import Steering
 
-# Sequences that one trip of a loop opens or frees. A trip costs all of its lanes, and
-# mostly few sequences end in a step.
+# Most sequences opened or freed in one trip of a loop. A trip costs all of its
+# lanes, and few sequences finish in a step.
 LANES = 16
 
 
 class Places(NamedTuple):
-    """W places, each for one sequence at a time."""
+    """Running places, W of them, each for one sequence at a time."""
 
-    sequences: jax.Array  # i32[W], the sequence of each place, any where it is empty
-    seq_ids: jax.Array  # i32[W], its row in the cache, -1 where it has none
-    ages: jax.Array  # i32[W], places by age count from 0: a permutation
-    num_running: jax.Array  # i32[], the oldest ones
-    num_started: jax.Array  # i32[], running and preempted
+    sequences: jax.Array  # i32[W], the sequence of each place; arbitrary if empty
+    seq_ids: jax.Array  # i32[W], cache row of each sequence, -1 for none
+    ages: jax.Array  # i32[W], ages from 0, the oldest: a permutation
+    num_running: jax.Array  # i32[], running sequences, the oldest ones
+    num_started: jax.Array  # i32[], running and preempted sequences
 
     @classmethod
     def empty(cls, num_places: int) -> "Places":
@@ -52,7 +52,7 @@ class Places(NamedTuple):
 
     @classmethod
     def of_open(cls, seq_ids: jax.Array, num_places: int) -> "Places":
-        """Seat open sequences, i32[N], in as many places or more; NO_SEQUENCE ends."""
+        """Seat the open sequences in `seq_ids`, i32[N], N <= W; skip NO_SEQUENCE."""
         num_sequences = seq_ids.shape[0]
         more = (0, num_places - num_sequences)
         places = cls.empty(num_places)._replace(
@@ -65,32 +65,32 @@ class Places(NamedTuple):
 
     @property
     def num_places(self) -> int:
-        """Places, W."""
+        """The number of places, W."""
         return self.ages.shape[0]
 
     @property
     def is_running(self) -> jax.Array:
-        """Whether a sequence runs in each place, bool[W]."""
+        """True where a sequence runs, bool[W]."""
         return self.ages < self.num_running
 
     @property
     def is_started(self) -> jax.Array:
-        """Whether each place is taken, by a preempted sequence too, bool[W]."""
+        """True where a sequence runs or is preempted, bool[W]."""
         return self.ages < self.num_started
 
     @property
     def is_cached(self) -> jax.Array:
-        """Whether the sequence of each place is in the cache, bool[W]."""
+        """True where the sequence has a row in the cache, bool[W]."""
         return self.seq_ids >= 0
 
     @property
     def is_pending(self) -> jax.Array:
-        """Whether the sequence runs, but is not in the cache yet, bool[W]."""
+        """True where a running sequence has no row in the cache yet, bool[W]."""
         return self.is_running & ~self.is_cached
 
 
 def sort_by_age(places: Places) -> jax.Array:
-    """Return the places from the oldest to the youngest, i32[W]."""
+    """Return the places from oldest to youngest, i32[W]."""
     place = jnp.arange(places.num_places, dtype=jnp.int32)
     return jnp.zeros_like(place).at[places.ages].set(place)
 
@@ -99,7 +99,7 @@ def find_chosen(
     chosen: jax.Array,  # bool[P]
     num_lanes: int,  # K, static
 ) -> jax.Array:
-    """Return the first indices that are chosen, i32[K]; P where there are no more."""
+    """Return the first K chosen indices, i32[K], padded with P."""
     size = chosen.shape[0]
     rank = running_sum(chosen.astype(jnp.int32)) - 1
     lane = jnp.where(chosen & (rank < num_lanes), rank, num_lanes)
@@ -112,7 +112,7 @@ def find_oldest(
     chosen: jax.Array,  # bool[W]
     num_lanes: int,  # K, static
 ) -> jax.Array:
-    """Return the oldest places that are chosen, i32[K]; W where there are no more."""
+    """Return the K oldest chosen places, i32[K], padded with W."""
     chosen_by_age = jnp.zeros_like(chosen).at[places.ages].set(chosen)
     age = find_chosen(chosen_by_age, num_lanes)
     by_age = sort_by_age(places)
@@ -120,14 +120,14 @@ def find_oldest(
 
 
 def find_youngest_running(places: Places) -> jax.Array:
-    """Return the running place that is preempted next, i32[]; W if none runs."""
+    """Return the running place to preempt next, i32[]; W if none runs."""
     is_youngest = places.ages == places.num_running - 1
     youngest = jnp.argmax(is_youngest).astype(jnp.int32)
     return jnp.where(places.num_running > 0, youngest, places.num_places)
 
 
 def unseat_youngest(places: Places) -> Places:
-    """Let the youngest running sequence wait; its row of the cache is freed."""
+    """Preempt the youngest running sequence; the caller has freed its cache row."""
     youngest = find_youngest_running(places)
     return places._replace(
         seq_ids=scatter(places.seq_ids, youngest, NO_SEQUENCE),
@@ -136,14 +136,14 @@ def unseat_youngest(places: Places) -> Places:
 
 
 def vacate(places: Places, ended: jax.Array) -> Places:
-    """Empty the places of ended sequences, bool[W]; the others keep their order."""
+    """Empty the places of finished sequences, bool[W]; keep the order of the others."""
     ended = ended & places.is_started
     ended_by_age = jnp.zeros_like(ended).at[places.ages].set(ended).astype(jnp.int32)
     upto = running_sum(ended_by_age)
     older = gather(upto - ended_by_age, places.ages)
     num_ended = upto[-1]
     num_started = places.num_started - num_ended
-    # Empty places follow those that are left; those emptied just now come first.
+    # Empty places come last by age, newly emptied ones first among them.
     moved = jnp.where(ended, num_started + older, places.ages - older)
     num_stopped = jnp.sum(ended & places.is_running, dtype=jnp.int32)
     return places._replace(
@@ -155,83 +155,86 @@ def vacate(places: Places, ended: jax.Array) -> Places:
 
 
 class Holder(NamedTuple):
-    """A prompt that is kept in the cache for samples that wait."""
+    """A prompt kept in the cache for samples that have no running place."""
 
-    seq_id: jax.Array  # i32[], its row in the cache, -1 if there is none
-    prompt: jax.Array  # i32[], which prompt it has, any if there is none
+    seq_id: jax.Array  # i32[], its cache row, -1 for none
+    prompt: jax.Array  # i32[], index of the prompt, arbitrary without a row
 
     @classmethod
     def none(cls) -> "Holder":
         return cls(seq_id=jnp.full((), NO_SEQUENCE, jnp.int32), prompt=jnp.int32(0))
 
     def holds(self, prompts: jax.Array) -> jax.Array:
-        """Return which of these prompts, i32[K], it has, bool[K]."""
+        """Return True for each prompt, i32[K], that is held; bool[K]."""
         return (self.seq_id >= 0) & (prompts == self.prompt)
 
 
 class Loads(NamedTuple):
-    """What the sequence of each of W places has, anything where a place is empty."""
+    """Prompt, lengths and blocks of the sequence in each of W places.
+
+    Entries of empty places are arbitrary.
+    """
 
     prompts: jax.Array  # i32[W], its prompt
-    prompt_lengths: jax.Array  # i32[W], tokens of that
-    text_lengths: jax.Array  # i32[W], those generated too
-    done: jax.Array  # i32[W], tokens in the cache, 0 where it is not there
-    held: Held  # its blocks, i32[W]
+    prompt_lengths: jax.Array  # i32[W], tokens of the prompt
+    text_lengths: jax.Array  # i32[W], prompt and generated tokens
+    done: jax.Array  # i32[W], tokens in the cache, 0 without a row
+    held: Held  # blocks held by the sequence, i32[W]
 
     def count_left(self, places: Places) -> jax.Array:
-        """Return the tokens of each yet to be computed, i32[W]; 0 out of the cache."""
+        """Return the tokens still to compute, i32[W]; 0 for sequences without a row."""
         return jnp.where(places.is_cached, self.text_lengths - self.done, 0)
 
     @property
     def has_prompt(self) -> jax.Array:
-        """Whether all of its prompt is in the cache, bool[W]."""
+        """True where the whole prompt is in the cache, bool[W]."""
         return self.done >= self.prompt_lengths
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class GenerationState:
-    """A generation under way: what `prefill` returns and `decode` carries on.
+    """A generation in progress: returned by `prefill`, advanced by `decode`.
 
-    The last token of each running sequence has been chosen but is not in the cache.
+    The last token of each running sequence is chosen but not yet in the cache.
     """
 
-    result: Generation  # what there is so far
-    prompts: Prompts  # what is continued, and how far
-    stops: Stops  # what ends a sequence
-    places: Places  # what runs
-    queue: Ring  # i32[N], sequences that have never run, in order
-    holder: Holder  # a prompt that is kept for samples that wait
-    seen: jax.Array  # bool[W, V], tokens of the text in each place
-    num_blocks: Blocks  # i32[], those that a sequence would find alone
-    most_running: jax.Array  # i32[], sequences that run at one time, at most W
-    # i32[], unpromised blocks that the first sequence that waits needs at least
+    result: Generation  # results so far
+    prompts: Prompts  # prompts and their limits
+    stops: Stops  # stop conditions
+    places: Places  # running places
+    queue: Ring  # i32[N], sequences that never ran, in order
+    holder: Holder  # prompt kept for samples without a place
+    seen: jax.Array  # bool[W, V], tokens that occur in each sequence
+    num_blocks: Blocks  # i32[], blocks available to a sequence that runs alone
+    most_running: jax.Array  # i32[], most sequences that run at one time, at most W
+    # i32[], unpromised blocks needed to seat the first waiting sequence, a lower bound
     seating_needs: Blocks
-    speculation: Any  # a `SpeculationState`, None where nothing is guessed
-    # i32[W], up to where the text in each place is like one that is known; None where
-    # no layer keeps a state that could be found again.
+    speculation: Any  # a `SpeculationState`, or None without speculation
+    # i32[W], divergence point from known sequences; None without snapshots of recurrent
+    # states.
     partings: jax.Array | None
-    # i32[N], tokens that each had in the cache when it began, and stays open with; None
-    # where sequences are opened here, and freed.
+    # i32[N], cached tokens of each sequence at the start; such sequences stay open.
+    # None if this loop opens and frees the sequences.
     before: jax.Array | None = None
-    # Rows that a step may have, ascending; static, as each is a program of its own.
+    # Row counts of a step, ascending; static, as each compiles a program of its own.
     row_counts: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-    # The one shape of all calls of the model, None where it may vary; static.
+    # The fixed shape of all model calls, None if it varies; static.
     exact: Exact | None = dataclasses.field(metadata={"static": True})
 
     @property
     def num_samples(self) -> int:
-        """Sequences of each prompt."""
+        """The number of sequences of each prompt."""
         return self.result.tokens.shape[0] // self.prompts.tokens.shape[0]
 
     @property
     def is_running(self) -> jax.Array:
-        """Whether each sequence goes on, running or waiting, bool[N]."""
+        """True for sequences that have not finished, running or waiting, bool[N]."""
         return self.result.reasons == FinishReason.RUNNING
 
     @property
     def seq_ids(self) -> jax.Array:
-        """The row of the cache that each sequence has, i32[N]; -1 where none."""
+        """The cache row of each sequence, i32[N]; -1 for none."""
         places, num_sequences = self.places, self.result.lengths.shape[0]
         sequence = jnp.where(places.is_cached, places.sequences, num_sequences)
         nowhere = jnp.full((num_sequences,), NO_SEQUENCE, jnp.int32)
@@ -239,20 +242,20 @@ class GenerationState:
 
     @property
     def num_unfinished(self) -> jax.Array:
-        """Samples of each prompt that have not ended, i32[Q]."""
+        """The number of unfinished samples of each prompt, i32[Q]."""
         by_prompt = self.is_running.reshape(-1, self.num_samples)
         return jnp.sum(by_prompt, axis=1, dtype=jnp.int32)
 
     def rows_of(self, steering: Steering | None) -> SteeredRows | None:
-        """Return what steers the text in each place, W rows; None if nothing does."""
+        """Return the logits processor's rows of the W places, None without one."""
         return rows_of(steering, self.prompts, self.result, self.places.sequences)
 
     def tokens_at(self, places: jax.Array, positions: jax.Array) -> jax.Array:
-        """Return tokens of the texts in places, i32[...], at positions, i32[...]."""
+        """Return the tokens of `places`, i32[...], at `positions`, i32[...]."""
         return self._tokens_of(gather(self.places.sequences, places), positions)
 
     def newest(self, loads: Loads) -> jax.Array:
-        """Return the first token of the text in each place that the cache lacks."""
+        """Return the first token of each place that is not in the cache, i32[W]."""
         return self._tokens_of(self.places.sequences, loads.done)
 
     def _tokens_of(self, sequences: jax.Array, positions: jax.Array) -> jax.Array:
@@ -261,7 +264,7 @@ class GenerationState:
         return find_tokens(self.prompts, self.result, sequences, positions)
 
     def progress(self, cache: Cache) -> Progress:
-        """How far the texts have come, and what ends them in this cache."""
+        """Return the lengths and stop conditions of the sequences in this cache."""
         size = self.block_size(cache)
         most: jax.Array | int = cache.max_context_length
         if self.before is not None:
@@ -270,11 +273,11 @@ class GenerationState:
         return Progress(self.prompts, self.stops, bounds, self.result)
 
     def block_size(self, cache: Cache) -> BlockSize:
-        """How many blocks a text takes in this cache, in steps of these rows."""
+        """Return how many blocks a sequence needs at most in a step of this cache."""
         return blocks.find_block_size(cache, self.row_counts)
 
     def loads(self, cache: Cache) -> Loads:
-        """What the sequence of each place has."""
+        """Return the loads of the sequences in all places."""
         places, num_samples = self.places, jnp.int32(self.num_samples)
         prompt = jax.lax.div(places.sequences, num_samples)
         prompt_lengths = gather(self.prompts.lengths, prompt)
@@ -289,9 +292,9 @@ class GenerationState:
         )
 
     def demand(self, cache: Cache, loads: Loads) -> Blocks:
-        """Blocks that the running sequence of each place needs for its text, i32[W].
+        """Return the blocks each running sequence still needs, i32[W] per group.
 
-        A sample that waits for its prompt will share it.
+        A sample without a row counts only its blocks beside the shared prompt.
         """
         places, size = self.places, self.block_size(cache)
         own = blocks.beside_prompt(loads.prompt_lengths, loads.text_lengths, size)
@@ -302,7 +305,7 @@ class GenerationState:
 
 
 def note_texts(state: GenerationState, lanes: jax.Array) -> GenerationState:
-    """Note which tokens the texts in places have, i32[K]; W is no place."""
+    """Record the tokens of the sequences in places `lanes`, i32[K]; W for none."""
     sequences = gather(state.places.sequences, lanes)
     texts, _ = find_texts(state.prompts, state.result, sequences)
     token = jnp.where(texts < 0, state.seen.shape[1], texts)

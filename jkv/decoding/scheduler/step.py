@@ -1,11 +1,11 @@
-"""One step: a token or a piece of a prompt of each running sequence, then what is next.
+"""One step of continuous batching: compute rows, choose tokens, schedule the next step.
 
-A step gives a row to every sequence in the cache, computes the rows, chooses a token
-for each text whose last token was among them, and leaves the places as the next step
-finds them: ended sequences released, the youngest preempted where blocks lack, those
-that wait admitted.
+A step gives at least one row to every cached sequence, computes the rows and chooses a
+token for each sequence whose last token was among them. It then prepares the places of
+the next step: release finished sequences, preempt the youngest if blocks run out, admit
+waiting ones.
 
-Symbols: N sequences, W places, R rows of a step, V tokens in the vocabulary.
+Symbols: N sequences, W places, R rows of a step, V vocabulary size.
 """
 
 import dataclasses
@@ -43,10 +43,10 @@ from jkv.verbs.commitment import commit
 
 
 class Computed(NamedTuple):
-    """What the rows of a step brought, for each place."""
+    """Logits, status and row count of each place after a step."""
 
-    logits: jax.Array  # f32[W, V], after the place's last row, any without one
-    status: jax.Array  # i32[W], what the cache answered
+    logits: jax.Array  # f32[W, V], after the place's last row; arbitrary without a row
+    status: jax.Array  # i32[W], status of the append
     num_rows: jax.Array  # i32[W], rows computed
 
 
@@ -55,9 +55,9 @@ def advance(
     cache: Cache,
     state: GenerationState,
     choice: Choice,  # of N sequences
-    logits: jax.Array,  # f32[W, V], the last step's, whose memory is used again
+    logits: jax.Array,  # f32[W, V], of the last step; the buffer is reused
 ) -> tuple[Cache, GenerationState, jax.Array]:
-    """Compute the rows of a step, and choose a token for each text that is whole."""
+    """Compute the rows of a step and choose a token for each complete sequence."""
     loads, places = state.loads(cache), state.places
     left = loads.count_left(places)
     counts = when(
@@ -75,9 +75,9 @@ def advance(
 
 
 def schedule(cache: Cache, state: GenerationState) -> tuple[Cache, GenerationState]:
-    """Decide what the next step runs: release, preempt, admit.
+    """Choose the sequences of the next step: release, preempt, admit.
 
-    Sequences that were open before have places, and keep their blocks.
+    Sequences that were open before the loop have places and keep their blocks.
     """
     if state.before is not None:
         return cache, leave_ended(state)
@@ -93,15 +93,15 @@ def _compute_rows(
     state: GenerationState,
     loads: Loads,
     counts: jax.Array,  # i32[W]
-    logits: jax.Array,  # f32[W, V], memory for the new ones
+    logits: jax.Array,  # f32[W, V], buffer for the new logits
 ) -> tuple[Cache, Computed]:
-    """Compute rows of the texts, i32[W], in the smallest step that holds them."""
+    """Compute `counts` rows of each place, i32[W], in the smallest sufficient step."""
     places, num_places = state.places, counts.shape[0]
     sizes, work = state.row_counts, jnp.sum(counts, dtype=jnp.int32)
     size, may_decode = choose_size(work, sizes), num_places in sizes
     may_decode &= runner.exact is None
-    # Where each sequence has one row at most, row i is that of place i: a place without
-    # one owns a row of padding.
+    # With at most one row per sequence, row i belongs to place i; a place without one
+    # has a row of padding.
     is_decoding = jnp.asarray(may_decode) & jnp.all(counts <= 1)
     if may_decode:
         is_decoding &= size == sizes.index(num_places)
@@ -109,8 +109,8 @@ def _compute_rows(
     seq_ids = jnp.where(counts > 0, places.seq_ids, NO_SEQUENCE)
     tokens = state.tokens_at(*locate_rows(rows, loads.done, sizes[-1]))
 
-    # The step is planned once, for the most rows; the model computes the first of them,
-    # as many as the smallest size that holds the work. Each size has a plan of its own.
+    # Append once, for the most rows. The model computes the smallest sufficient number
+    # of them, and each size has a plan of its own.
     cache, batch, tokens = runner.append(cache, seq_ids, tokens, rows)
     batch = dataclasses.replace(batch, plan=None)
     leaves, structure = jax.tree.flatten((tokens, batch))
@@ -126,14 +126,14 @@ def _compute_rows(
 
         return compute
 
-    # Each program on its own: `lax.switch` would copy the pool.
+    # One `when` per program: `lax.switch` would copy the pool.
     carry = cache, logits
     if may_decode:
         decode = program(num_places, decodes=True)
         carry = when(is_decoding & (work > 0), decode, carry, *leaves)
     for i, num_rows in enumerate(sizes):
         if num_rows == num_places == 1 and may_decode:
-            continue  # its work is one row each
+            continue  # `decode` covers one row per place
         is_chosen = (size == i) & ~is_decoding & (work > 0)
         num_rows = num_rows if runner.exact is None else tokens.shape[0]
         carry = when(is_chosen, program(num_rows, decodes=False), carry, *leaves)
@@ -145,11 +145,11 @@ def _compute_rows(
 def choose_tokens(
     cache: Cache,
     state: GenerationState,
-    logits: jax.Array,  # f32[W, V], after the last token of each place's text
-    is_ready: jax.Array,  # bool[W], whether they are
+    logits: jax.Array,  # f32[W, V], after the last token of each place
+    is_ready: jax.Array,  # bool[W], the logits are valid
     choice: Choice,  # of N sequences
-) -> tuple[GenerationState, jax.Array]:  # f32[W, V], those of `choose_next`
-    """Choose the next token of each text that is in the cache whole."""
+) -> tuple[GenerationState, jax.Array]:  # f32[W, V], processed logits
+    """Choose the next token of each sequence that is complete in the cache."""
     places, lengths = state.places, state.result.lengths
     sequences = jnp.where(is_ready, places.sequences, lengths.shape[0])
     progress = state.progress(cache)
@@ -167,7 +167,7 @@ def choose_tokens(
 def note_seen(
     state: GenerationState, is_ready: jax.Array, tokens: jax.Array
 ) -> GenerationState:
-    """Note that texts have these tokens now, i32[W] or i32[W, C], where bool[...]."""
+    """Record `tokens`, i32[W] or i32[W, C], as seen where `is_ready`, bool[...]."""
     place = jnp.arange(state.places.num_places, dtype=jnp.int32)
     place = place.reshape(-1, *(1,) * (tokens.ndim - 1))
     token = jnp.where(is_ready, tokens, state.seen.shape[1])
@@ -182,9 +182,9 @@ def _choose_for_samples(
     is_first: jax.Array,
     choice: Choice,
 ) -> Generation:
-    """Choose the first tokens of all samples of prompts that are whole, bool[W].
+    """Choose the first tokens of all samples of complete prompts, bool[W].
 
-    They are chosen at once, wherever those samples are, so that no logits are kept.
+    Samples that still wait get theirs too, so that no logits have to be kept.
     """
     num_samples, num_sequences = state.num_samples, state.result.lengths.shape[0]
     Carry = tuple[jax.Array, Generation]
@@ -217,14 +217,14 @@ def _choose_for_samples(
 
 def note_refusals(
     state: GenerationState,
-    status: jax.Array,  # i32[W], what the cache answered
+    status: jax.Array,  # i32[W], status of the append
 ) -> GenerationState:
-    """End sequences that the caller freed, or whose last blocks it took."""
+    """Finish sequences freed by the caller, or out of blocks while alone."""
     result, places = state.result, state.places
     is_gone = status == Status.INVALID_SEQUENCE
     lacks_blocks = status == Status.OUT_OF_BLOCKS
     if state.before is None:
-        # If others run, the youngest is preempted, and this one waits for its blocks.
+        # If others run, the youngest is preempted and this sequence waits for blocks.
         lacks_blocks &= (places.num_running == 1) & (state.holder.seq_id < 0)
     refused = is_gone | lacks_blocks
     cause = jnp.where(is_gone, FinishReason.CANCELLED, FinishReason.OUT_OF_BLOCKS)
@@ -241,13 +241,13 @@ def count_step(
     cache: Cache,
     state: GenerationState,
     loads: Loads,
-    rows: jax.Array,  # i32[W], that it computed
+    rows: jax.Array,  # i32[W], computed in this step
 ) -> GenerationState:
-    """Count a step that has appended and not yet freed."""
+    """Update the statistics after the append of a step and before its releases."""
     places, old = state.places, state.result.statistics
     served = rows > 0
     of_prompt = jnp.clip(loads.prompt_lengths - loads.done, 0, rows)
-    # Of the generated tokens only the newest of a text was never computed before.
+    # Of the generated tokens only the newest is computed for the first time.
     is_new = (loads.done + rows == loads.text_lengths) & (of_prompt < rows)
     again = rows - of_prompt - is_new.astype(jnp.int32)
     num_served = jnp.sum(served, dtype=jnp.int32)
