@@ -1,10 +1,10 @@
-"""Loops that turn a model and a cache into text, each inside one jit."""
+"""Decoding loops over a model and a cache, each inside one jit."""
 
 from typing import TYPE_CHECKING
 
 from jkv.lazy import imports_later
 
-if TYPE_CHECKING:  # imported when they are first asked for
+if TYPE_CHECKING:  # imported on first use
     from jkv.decoding.arguments.asked import How
     from jkv.decoding.beams.search import beam_search
     from jkv.decoding.exactness import ExactDifference, ExactReport, check_exact

@@ -1,8 +1,8 @@
-"""Whether a model's texts are the same bits whatever else is computed: it is tried.
+"""Check that outputs are bit-identical under variations of batch and cache.
 
-What a model does with rows may depend on their number or on their neighbours in ways
-that nothing here sees: an expert that is full, a norm over a batch, a kernel that picks
-its tiles by the batch. So the differences that a service or a trainer makes are played.
+A model's rows may depend on their number or their neighbours outside of this package:
+expert capacity, batch norms, kernels that tune tiles to the batch. So the variations of
+serving and training are run and compared.
 """
 
 import dataclasses
@@ -36,13 +36,13 @@ Tokens = np.ndarray[Any, Any]
 
 
 class ExactDifference(NamedTuple):
-    """The first thing that was otherwise."""
+    """The first difference found."""
 
-    variation: str  # what was varied, a name of `ExactReport.played`
-    sequence: int  # number of the prompt
-    token: int  # number of the new token; of the text's for what a layer keeps
-    array: str  # "tokens", "logprobs", "keys", "values" or the name of a state's array
-    layer: int | None  # the first that keeps something else; None: behind all layers
+    variation: str  # a name of `ExactReport.played`
+    sequence: int  # index of the prompt
+    token: int  # index of the new token; for layer contents, of the whole sequence
+    array: str  # "tokens", "logprobs", "keys", "values" or the name of a state array
+    layer: int | None  # first layer with different contents; None: after all layers
 
     def __str__(self) -> str:
         where = "behind the last layer" if self.layer is None else f"layer {self.layer}"
@@ -54,11 +54,11 @@ class ExactDifference(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExactReport:
-    """What `check_exact` found.
+    """Result of `check_exact`.
 
     Attributes:
-      played: what was varied.
-      difference: the first difference, None where all bits are the same.
+      played: names of the variations.
+      difference: the first difference, None if all outputs are bit-identical.
     """
 
     played: tuple[str, ...]
@@ -67,21 +67,21 @@ class ExactReport:
     def raise_for_status(self) -> Self:
         """Return this report, or raise a `CacheError` that names the difference."""
         if self.difference is not None:
-            raise CacheError(f"bits are not the same: {self.difference}")
+            raise CacheError(f"results are not bit-identical: {self.difference}")
         return self
 
 
-# What a layer keeps of a text, by name: keys and values [max_context_length, K, D], and
-# the arrays of a state [1, ...], which is that after the last token.
+# Arrays of a sequence in a layer, by name: keys and values [max_context_length, K, D],
+# and state arrays [1, ...] after the last token.
 Kept = dict[str, Tokens]
 
 
 class _Played(NamedTuple):
-    """What came of one prompt."""
+    """Result of one prompt."""
 
     tokens: Tokens  # i32[G]
     logprobs: Tokens  # f32[G]
-    kept: list[Kept] | None = None  # of each layer; None: nobody looked
+    kept: list[Kept] | None = None  # per layer; None: not read
 
 
 @takes_cache(argument=2, on_host=True)
@@ -96,26 +96,24 @@ def check_exact(
     exact: ExactShape = True,
     config: CacheConfig | GroupedConfig | None = None,
 ) -> ExactReport:
-    """Play what a service or a trainer varies, and compare the bits with `exact`.
+    """Run variations of a generation with `exact` and compare the results bit by bit.
 
-    Played are: prompts in reverse order, each alone, one at a time from a queue,
-    prompts that find what the first time left in a cache with prefix caching, texts
-    that are computed anew from their middle, as after a preemption, and `score` of
-    what was generated.
+    The variations: prompts in reverse order; each alone; one at a time from a queue;
+    with prefix cache hits, if the cache has an index; recomputed from the middle, as
+    after a preemption; and `score` of the completions.
 
     Args:
       model: as for `generate`.
       params: the model's weights.
-      cache: with room for all prompts and what is generated; it is looked at, not
-        changed.
-      prompts: i32[B, P] or a list of token ids for each, at most W; not empty ones.
-      max_new_tokens: tokens to generate for each, 2 at least.
-      sampling: how tokens are chosen, one number or B.
+      cache: with room for all prompts and completions; it is not changed.
+      prompts: i32[B, P] or a list of token ids for each, at most W; none empty.
+      max_new_tokens: tokens to generate for each, at least 2.
+      sampling: as for `generate`, scalars or B values.
       exact: as for `generate`.
-      config: of the cache, for `score`, which is not played without it.
+      config: of the cache, for `score`, which is skipped without it.
 
     Returns:
-      An `ExactReport`, of the first difference.
+      An `ExactReport` with the first difference.
 
     Raises:
       ValueError: for arguments that `generate` or `extend` refuse.
@@ -155,7 +153,7 @@ def check_exact(
 
 
 class _Player(NamedTuple):
-    """What is the same in all that is played."""
+    """Arguments shared by all variations."""
 
     model: Model
     params: Any
@@ -165,7 +163,7 @@ class _Player(NamedTuple):
     sampling: Sampling
 
     def extend(self, chosen: list[int], *, again: bool = False) -> list[_Played]:
-        """Continue texts in this order, computed and freed before with `again`."""
+        """Continue the chosen prompts; with `again`, compute and free them before."""
         cache = self.cache
         if again:
             cache, _, ids = self._extend(cache, chosen)
@@ -202,7 +200,7 @@ class _Player(NamedTuple):
         return sampling_of(self.sampling, len(self.texts), index)
 
     def generate(self) -> list[_Played]:
-        """Continue texts one after the other, inside one call."""
+        """Continue the prompts one after the other in one call."""
         _, result = _generate_jitted(
             self.model,
             self.params,
@@ -216,7 +214,7 @@ class _Player(NamedTuple):
         )
 
     def recompute(self, known: list[_Played]) -> list[_Played]:
-        """Compute texts with all but the last token that they got, as prompts."""
+        """Compute prompts and all completion tokens but the last as new prompts."""
         texts = [
             text + [token for token in played.tokens[:-1].tolist() if token >= 0]
             for text, played in zip(self.texts, known, strict=True)
@@ -249,7 +247,7 @@ _score_jitted = jax.jit(score, static_argnames=("model", "exact", "config"))
 def _compare(
     variation: str, known: list[_Played], found: list[_Played]
 ) -> ExactDifference | None:
-    """Return the first difference, by sequence; what is kept tells the layer."""
+    """Return the first difference, by sequence, and by layer if contents were read."""
     for sequence, (one, other) in enumerate(zip(known, found, strict=True)):
         layers = zip(one.kept or (), other.kept or (), strict=False)
         for layer, (kept, again) in enumerate(layers):
@@ -264,7 +262,7 @@ def _compare(
 
 
 def _find_other(one: Tokens, other: Tokens) -> int | None:
-    """Return the first entry with other bits, of arrays [n, ...]; None if none has."""
+    """Return the first entry with different bits, of arrays [n, ...], or None."""
     arrays = map(np.ascontiguousarray, (one, other))
     bits = (each.view(np.uint8).reshape(len(each), -1) for each in arrays)
     differs = np.flatnonzero(np.any(np.not_equal(*bits), axis=1))
@@ -272,7 +270,7 @@ def _find_other(one: Tokens, other: Tokens) -> int | None:
 
 
 def _read_kept(cache: Cache, seq_ids: jax.Array) -> list[list[Kept]]:
-    """Return what each layer keeps of open sequences."""
+    """Read the contents of each layer for open sequences."""
     kept: list[list[Kept]] = [[{} for _ in cache.layer_groups] for _ in seq_ids]
     _, nothing_new = append(cache, seq_ids, jnp.zeros_like(seq_ids), capacity=1)
     for layer, groups in enumerate(cache.layer_groups):

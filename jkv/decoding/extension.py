@@ -1,9 +1,8 @@
-"""Extension: open sequences go on, and stay open.
+"""Extension: continues open sequences and leaves them open.
 
-`generate` opens its sequences and frees them. Here they are the caller's: a chat whose
-turns keep what was computed, an agent that reads the answer of a tool, the branches of
-a search. The steps are those of the queue, with all sequences seated: none is freed,
-and none is preempted.
+`generate` opens and frees its sequences; here they belong to the caller: chats with
+several turns, agents that read tool results, branches of a search. The steps are those
+of `generate` with all sequences seated: none is freed or preempted.
 
 Symbols: B sequences, P most new tokens given, G most tokens generated.
 """
@@ -42,7 +41,7 @@ from jkv.verbs.lookups import context_lengths
 
 
 class OfExtension(TypedDict, total=False):
-    """What `extend` takes by name of `Steps`, `How` and `Prompts.of`."""
+    """The fields of `Steps`, `How` and `Prompts.of` that `extend` takes."""
 
     max_new_tokens: int
     chunk_size: int
@@ -55,7 +54,7 @@ class OfExtension(TypedDict, total=False):
     sampling: Sampling
     steering: Steering | None
     speculate: Speculation | None
-    steering_state: Any  # of a result
+    steering_state: Any  # from an earlier result
 
 
 set_defaults(OfExtension, Prompts.of, Steps, How, steering_state=None)
@@ -73,42 +72,40 @@ def extend(
     how: How | None = None,
     **fields: Unpack[OfExtension],
 ) -> tuple[Cache, Generation]:
-    """Give open sequences their next tokens, continue them, and leave them open.
+    """Append tokens to open sequences, continue them and leave them open.
 
-    Afterwards the cache holds what it held, the tokens given, and all generated ones
-    but the last, which nothing has followed yet. Give that one in front of what comes
-    next; alone, and the text just goes on, so that a host can show it in pieces.
+    Afterwards the cache holds the old tokens, the given ones, and all generated ones
+    but the last. Pass that one first in the next call; passed alone, it continues the
+    completion, so that a host can stream it in pieces.
 
-    A sequence whose new tokens do not fit is refused: it stays as it was, and its
-    reason is CONTEXT_FULL or OUT_OF_BLOCKS. One that is not open, or is named a second
-    time, has CANCELLED. When blocks run out later, the sequence ends with OUT_OF_BLOCKS
-    and keeps what it has. `jkv.jitted.extend` is this function jitted with the cache
-    donated.
+    A sequence without room for its new tokens is refused: it is unchanged, with reason
+    CONTEXT_FULL or OUT_OF_BLOCKS. A closed or duplicate sequence gets CANCELLED. If
+    blocks run out later, the sequence finishes with OUT_OF_BLOCKS and keeps its tokens.
+    `jkv.jitted.extend` is this function jitted with the cache donated.
 
     Args:
       model: see `Model`; hashable, as it is static under jit.
       params: the model's weights.
-      cache: where the sequences are open.
+      cache: with the open sequences.
       seq_ids: i32[B]; -1 is padding.
-      tokens: i32[B, P], what of each text is not in the cache yet, one token at least;
-        -1 after the end. Or a list of token ids for each, or `Prompts`.
-      steps: how many tokens are generated, `chunk_size` and `row_counts`, the rows of
-        steps that compute those given, and `exact`, of at most W sequences; nothing
-        else. Static.
-      how: how tokens are chosen. Numbers are drawn by seed and place in this call; the
-        repetition penalty and a `PromptLookup` look at the tokens given and generated
-        in it, and stop sequences are looked for in those generated in it. There is no
-        `DraftModel`.
-      fields: those of `Steps`, `How` and `Prompts.of` instead, each by its name; and
-        `steering_state`, what an earlier result says of that name, to go on from there:
-        the tokens given are no part of what is steered then.
+      tokens: i32[B, P], the tokens not in the cache yet, at least one each; -1 past the
+        end. Or a list of token ids for each, or `Prompts`.
+      steps: `max_new_tokens`; `chunk_size` and `row_counts`, for the given tokens; and
+        `exact`, with at most W sequences. No other field. Static.
+      how: sampling, processors and speculation. Random numbers depend on the seed and
+        the position in this call. The repetition penalty and a `PromptLookup` use the
+        tokens given and generated in this call, stop sequences only the generated ones.
+        A `DraftModel` is not supported.
+      fields: the fields of `Steps`, `How` and `Prompts.of` as keyword arguments; and
+        `steering_state` of an earlier result, to continue its logits processor, which
+        then skips the given tokens.
 
     Returns:
       The cache and a `Generation`.
 
     Raises:
-      ValueError: for arguments of a wrong shape or type, or a model whose logits are
-        not [B, V], when it is traced.
+      ValueError: at trace time, for arguments of a wrong shape or type, or a model with
+        logits other than [B, V].
 
     Example:
       >>> import jax, jkv
@@ -132,8 +129,8 @@ def extend(
     asked.steps.check_only("extend", *names)
     if isinstance(how.speculate, DraftModel):
         raise UsageError(
-            "extend takes no DraftModel, whose cache would have to hold the sequences "
-            "too: give a PromptLookup, or leave out speculate"
+            "speculate must be a PromptLookup or None for extend, got a DraftModel; "
+            "pass a PromptLookup, or omit speculate"
         )
     (ids,) = requests.broadcast(seq_ids=seq_ids)
     runner = Runner(model, params)
@@ -159,12 +156,12 @@ def _begin(
     seq_ids: jax.Array,  # i32[B]
     asked: Asked,
 ) -> GenerationState:
-    """Begin with a place for each open sequence, after sizes were checked."""
+    """Return a state with every open sequence seated."""
     given, stops, steps, how = asked
     num_sequences, exact = given.lengths.shape[0], steps.exact_shape
     if seq_ids.shape != (num_sequences,):
         raise ValueError(
-            f"extend needs tokens for each of {seq_ids.shape[0]} sequences, got "
+            f"tokens must have a row for each of {seq_ids.shape[0]} sequences, got "
             f"{num_sequences}"
         )
     if exact is not None:
@@ -212,9 +209,9 @@ def _begin(
 def _judge(
     cache: Cache,
     seq_ids: jax.Array,  # i32[B]
-    lengths: jax.Array,  # i32[B], tokens of each text with those given
-    reasons: jax.Array,  # i32[B], why what was given is not fed
-    block_size: BlockSize,  # how many blocks a text takes
+    lengths: jax.Array,  # i32[B], tokens of each sequence with the given ones
+    reasons: jax.Array,  # i32[B], why the given tokens are refused
+    block_size: BlockSize,  # blocks of a sequence
 ) -> jax.Array:
     """Return why sequences are not continued, i32[B], in order, as `append` would."""
     groups, running = cache.metadata.block_groups, jnp.int32(FinishReason.RUNNING)

@@ -1,8 +1,7 @@
-"""What formats of keys and values cost a model, and what they give: it is measured.
+"""Accuracy and memory of KV cache formats, measured on a model.
 
-A text is read once for each format, in chunks, as a prompt is: what a token sees of the
-text before it comes out of the cache. The model's predictions of each next token are
-compared with those that it makes on a cache in float32.
+A sequence is run once per format in chunks, like a prompt, so that earlier tokens are
+read from the cache. Next-token predictions are compared with a float32 cache's.
 """
 
 import functools
@@ -24,21 +23,21 @@ from jkv.making.initialization import init
 from jkv.metadata.requests import as_prompts
 from jkv.verbs.allocation import allocate
 
-Stored: TypeAlias = Any | tuple[Any, Any]  # dtype, or those of keys and of values
+Stored: TypeAlias = Any | tuple[Any, Any]  # dtype, or one for keys and one for values
 
 FORMATS: tuple[Stored, ...] = ("bfloat16", "int8", "fp8", ("int8", "int4"), "int4")
-CHUNK_SIZE = 128  # tokens of a call of the model, each with logits
+CHUNK_SIZE = 128  # tokens per call of the model, all with logits
 
 
 class FormatAccuracy(NamedTuple):
-    """What one format costs a model, and what it gives."""
+    """Accuracy and memory of one format."""
 
-    name: str  # of the dtypes of keys and values
-    perplexity: float  # exp of the mean loss of a token
-    ratio: float  # this by that of float32
-    equal_tokens: float  # share of positions whose likeliest token is float32's
-    bytes_per_token: int  # in all layers that keep it
-    num_tokens: int  # that fit the bytes of the configuration's keys and values
+    name: str  # dtypes of keys and values
+    perplexity: float  # exp of the mean loss per token
+    ratio: float  # perplexity relative to float32
+    equal_tokens: float  # share of positions with float32's most likely token
+    bytes_per_token: int  # in all layers with keys and values
+    num_tokens: int  # that fit the bytes of `config`
 
 
 @explains_arguments
@@ -49,27 +48,27 @@ def measure_formats(
     config: CacheConfig | GroupedConfig,
     formats: Sequence[Stored] = FORMATS,
 ) -> list[FormatAccuracy]:
-    """Measure what formats of keys and values cost a model on a text, and give.
+    """Measure perplexity and memory of KV cache formats on a sequence of tokens.
 
-    Some thousands of tokens of the kind that the model is for tell differences of 1%.
-    Numbers of a model as it serves are had with its weights in the dtype that it serves
-    with; float32 shows what the format alone does.
+    A few thousand tokens of the model's domain resolve differences of 1%. Pass the
+    weights in their serving dtype for figures as served; float32 weights isolate the
+    effect of the format.
 
     Args:
       model: see `Model`.
       params: its weights.
-      tokens: i32[T], a text of at least two tokens. What is longer than the
-        configuration's `max_context_length` is cut into several.
-      config: of the cache that is planned. Its dtypes and counts are not used, but for
-        the bytes that are to be filled.
-      formats: as `CacheConfig` takes them: dtypes, each for keys and values alike, or
-        pairs of the keys' and the values'.
+      tokens: i32[T], at least two tokens. Sequences longer than `max_context_length`
+        are split.
+      config: of the planned cache. Only its shape and its bytes are used, not its
+        dtypes and counts.
+      formats: as for `CacheConfig`: dtypes for keys and values alike, or pairs of a
+        dtype for keys and one for values.
 
     Returns:
-      One for each format, in order, float32 before them.
+      A `FormatAccuracy` for float32 and then one for each format, in order.
 
     Raises:
-      ValueError: for a text that is too short, or a dtype that there is not.
+      ValueError: for fewer than two tokens, or an unknown dtype.
 
     Example:
       >>> import jax, jkv
@@ -111,22 +110,22 @@ def measure_formats(
 
 
 def _cut(tokens: Any, max_context_length: int) -> list[tuple[np.ndarray, int]]:
-    """Return texts, i32[T] of one length, and how many tokens each has."""
+    """Split tokens into sequences, i32[T] of one length, with their numbers of tokens."""
     (whole,) = np.asarray(as_prompts([np.asarray(tokens).tolist()]))
     size = min(max_context_length, len(whole))
     pieces = [whole[start : start + size] for start in range(0, len(whole), size)]
     pieces = [each for each in pieces if len(each) > 1]
     if not pieces:
         raise ValueError(
-            f"tokens must be a text of two tokens or more, got {len(whole)}, of which "
-            f"a cache has {max_context_length} at most"
+            f"tokens must have at least two tokens, got {len(whole)}; the cache takes "
+            f"{max_context_length} at most"
         )
     padded = -(-size // CHUNK_SIZE) * CHUNK_SIZE
     return [(np.pad(each, (0, padded - len(each))), len(each)) for each in pieces]
 
 
 def _plan(config: GroupedConfig, stored: Stored) -> GroupedConfig:
-    """Return a configuration for one text, in other dtypes of keys and values."""
+    """Return a configuration for one sequence, with other dtypes of keys and values."""
     key, value = stored if isinstance(stored, tuple) else (stored, None)
 
     def of_blocks(group: CacheConfig) -> dict[str, Any]:
@@ -145,10 +144,10 @@ def _read(
     model: Model,
     config: GroupedConfig,
     params: Any,
-    text: jax.Array,  # i32[T], T a multiple of the chunks'
+    text: jax.Array,  # i32[T], T a multiple of CHUNK_SIZE
     length: jax.Array,  # i32[]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the loss of each next token, f32[T], and which was likeliest, i32[T]."""
+    """Return the loss of each next token, f32[T], and the most likely token, i32[T]."""
     cache, opened = allocate(init(config), [0])
     rows = jnp.arange(CHUNK_SIZE, dtype=jnp.int32)
     runner = Runner(model, params)

@@ -1,13 +1,13 @@
-"""Whole generations inside one jit: a queue of prompts around one step.
+"""Generation by continuous batching inside one jit.
 
-One loop does steps (`jkv.decoding.scheduler.step`) until every sequence has ended. Some
-sequences run, the others wait in order: the allocator is inside the jit, so a sequence
-that ends makes room for the next one without the host. Prompts and single tokens share
-a step.
+One loop runs steps (`jkv.decoding.scheduler.step`) until every sequence has finished.
+Some sequences run, the others wait in order. The allocator is inside the jit, so a
+finished sequence makes room for the next one without the host. Prompts and single
+tokens share a step.
 
-Hosts that look in between take the loop in windows: `begin` lets prompts wait,
-`prefill` goes on until those that run have a first token, `decode` does as many steps
-as it is told. In between a host may add prompts (`add_prompts`) and end sequences
+Hosts that need control between steps run the loop in windows: `begin` enqueues prompts,
+`prefill` runs until each running sequence has a first token, `decode` runs a number of
+steps. In between a host may add prompts (`add_prompts`) and cancel sequences
 (`cancel`).
 """
 
@@ -46,41 +46,41 @@ def generate(
     how: How | None = None,
     **fields: Unpack[Fields],
 ) -> tuple[Cache, Generation]:
-    """Continue B prompts until each has ended, and free them.
+    """Generate completions of B prompts and free their sequences.
 
-    Nothing in here depends on values: one trace serves all prompts, limits, stop tokens
-    and sampling parameters of the same shapes. `jkv.jitted.generate` is this function
-    jitted with the cache donated; without donation every call copies the pool.
+    One trace serves all prompts, limits, stop tokens and sampling parameters of the
+    same shapes. `jkv.jitted.generate` is this function jitted with the cache donated;
+    without donation every call copies the pool.
 
-    `max_running` sequences run at one time, the others wait in order. Sequences take
-    blocks as they grow. When blocks run out the youngest gives its own back and waits,
-    to be computed again: a sequence ends with OUT_OF_BLOCKS only if it would not fit
-    alone. So tokens and reasons are those that each sequence has alone, whatever else
-    runs: to the bit where the model's arithmetic does not depend on the number of rows.
-    (With a `DraftModel` and a temperature it is their distribution that does not.)
+    `max_running` sequences run at one time, the others wait in order. Blocks are
+    allocated as sequences grow. If blocks run out, the youngest sequence is preempted
+    and recomputed later; OUT_OF_BLOCKS ends only a sequence that would not fit alone.
+    Tokens and reasons of a sequence are therefore independent of the rest of the batch,
+    bit-identical if the model's arithmetic does not depend on the number of rows. (With
+    a `DraftModel` and a temperature only their distribution is.)
 
-    A cache with several pools (`init(..., pools=)`) has the prompts dealt to them, each
-    to the pool with most blocks left; results are in the order of the prompts, and
-    counts in the statistics are sums over the pools.
+    With several pools (`init(..., pools=)`) each prompt goes to the pool with most
+    blocks left; results are in the order of the prompts, and statistics are sums over
+    the pools.
 
     Args:
       model: see `Model`; hashable, as it is static under jit.
-      params: the model's weights. A cache with `prefix_caching` finds what earlier
-        weights computed: after new ones give it to `clear_prefixes`, or other `salts`.
-      cache: may hold other sequences, which stay as they are.
-      prompts: i32[B, P], -1 after each prompt's end, or a list of token ids for each;
-        or `Prompts`, which say more of each.
-      steps: how much is done, and in which sizes; static.
-      how: how tokens are chosen.
-      fields: those of `Steps`, `How` and `Prompts.of` instead, each by its name, as in
-        `max_new_tokens=9`.
+      params: the model's weights. After a weight update, clear a cache with
+        `prefix_caching` (`clear_prefixes`) or use other `salts`.
+      cache: may hold other sequences, which are unchanged.
+      prompts: i32[B, P], -1 past the end of each, or a list of token ids for each, or
+        `Prompts`.
+      steps: lengths and step sizes; static.
+      how: sampling, processors and speculation.
+      fields: the fields of `Steps`, `How` and `Prompts.of` as keyword arguments, such
+        as `max_new_tokens=9`.
 
     Returns:
-      The cache, all sequences of this call freed, and a `Generation`.
+      The cache, with all sequences of this call freed, and a `Generation`.
 
     Raises:
-      ValueError: for arguments of a wrong shape or type, or a model whose logits are
-        not [B, V], when it is traced.
+      ValueError: at trace time, for arguments of a wrong shape or type, or a model with
+        logits other than [B, V].
 
     Example:
       >>> import jax, jax.numpy as jnp, jkv
@@ -100,7 +100,7 @@ def generate(
     def run(
         params: Any, cache: Cache, prompts: Prompts, how: How
     ) -> tuple[Cache, Generation]:
-        """Do steps on one pool until nothing runs."""
+        """Run steps on one pool until all sequences have finished."""
         runner = Runner(model, params)
         mine = asked._replace(prompts=prompts, how=how)
         cache, state = run_steps(
@@ -132,25 +132,24 @@ def begin(
     how: How | None = None,
     **fields: Unpack[Fields],
 ) -> GenerationState:
-    """Let B prompts wait; `decode` does the rest, any number of steps at a time.
+    """Enqueue B prompts for `decode`, without running the model.
 
-    For hosts that add prompts later and so begin with empty ones, as the example of
-    `add_prompts` does. The model is traced for the shape of its logits, not run. If
-    each of the prompts has stop tokens and sequences of its own, prompts that are added
-    bring theirs.
+    For hosts that add prompts later and start with empty ones, as in the example of
+    `add_prompts`. The model is only traced, for the shape of its logits. If the first
+    prompts have stop conditions for each prompt, added prompts need theirs.
 
     Args:
       model: as for `generate`.
       params: as for `generate`.
       cache: as for `generate`.
       prompts: as for `generate`.
-      steps: as for `generate`; the state keeps them for `decode`.
-      how: as for `generate`, for `decode` with the same. The cache of a draft is a part
-        of the state from now on.
+      steps: as for `generate`; stored in the state for `decode`.
+      how: as for `generate`; pass the same to `decode`. The cache of a draft model
+        becomes a part of the state.
       fields: as for `generate`.
 
     Returns:
-      The state that `decode` goes on from. The cache is as it was.
+      The state for `decode`. The cache is unchanged.
 
     Raises:
       ValueError: for arguments of a wrong shape or type.
@@ -170,13 +169,13 @@ def prefill(
     how: How | None = None,
     **fields: Unpack[Fields],
 ) -> tuple[Cache, GenerationState]:
-    """Put the first of B prompts in the cache, and choose the first token of each.
+    """Prefill the first of B prompts and choose the first token of each.
 
-    The first half of `generate`, for callers that look at the tokens between steps, as
-    in the example of `decode`.
-    Sequences stay open until `decode` ends them. To end some before, `cancel` them.
-    To free the ids in `state.seq_ids` with `jkv.free` ends their sequences, too: the
-    next `decode` finds them gone, and their reason is CANCELLED.
+    The first half of `generate`, for callers that read tokens between steps, as in the
+    example of `decode`.
+    Sequences stay open until `decode` finishes them; `cancel` finishes them earlier.
+    Freeing the ids in `state.seq_ids` with `jkv.free` cancels them as well: the next
+    `decode` sets their reason to CANCELLED.
 
     Args:
       model: as for `generate`.
@@ -184,11 +183,11 @@ def prefill(
       cache: as for `generate`.
       prompts: as for `generate`.
       steps: as for `begin`.
-      how: as for `begin`; first tokens come without guesses.
+      how: as for `begin`; first tokens are chosen without speculation.
       fields: as for `generate`.
 
     Returns:
-      The cache, and the state that `decode` goes on from.
+      The cache and the state for `decode`.
 
     Raises:
       ValueError: for arguments of a wrong shape or type.
@@ -217,29 +216,29 @@ def decode(
     how: How | None = None,
     **fields: Unpack[OfHow],
 ) -> tuple[Cache, GenerationState]:
-    """Do steps: a token for each running sequence, or a piece of its prompt.
+    """Run steps: each running sequence gets a token, or computes a piece of its prompt.
 
     Args:
       model: as for `prefill`.
       params: as for `prefill`.
       cache: from `prefill`, or from an earlier `decode`; jit may donate it.
-      state: what came with the cache; jit may donate it, too.
-      num_steps: steps to do at most, may be traced; None goes on until all have ended.
-      how: how tokens are chosen, as `begin` or `prefill` was told. Without `speculate`
-        it does plain steps; with it the draft's cache is that of the state: the one in
-        a `DraftModel` is not looked at.
-      fields: those of `How` instead, each by its name, as in `sampling=sampling`.
+      state: returned with the cache; jit may donate it, too.
+      num_steps: most steps to run, may be traced; None runs until all have finished.
+      how: as passed to `begin` or `prefill`. Without `speculate` steps are plain; with
+        it the draft model uses the cache in the state and ignores the one in
+        `DraftModel`.
+      fields: the fields of `How` as keyword arguments, such as `sampling=sampling`.
 
     Returns:
-      The cache and the state. `state.is_running` says which sequences go on; those that
-      have ended are freed, and `state.result` has their tokens.
+      The cache and the state. `state.is_running` marks unfinished sequences; finished
+      ones are freed, and `state.result` has their tokens.
 
     Raises:
       ValueError: for `Sampling` fields of a wrong shape.
 
     Example:
-      A host that shows tokens as they come, two steps at a time. `jkv.jitted.decode` is
-      jitted, and takes over `cache` and `state`:
+      A host that prints tokens every two steps. `jkv.jitted.decode` is jitted and takes
+      over `cache` and `state`:
 
       >>> import jax, jkv
       >>> from jkv.decoding import decode, prefill
@@ -272,7 +271,7 @@ def decode(
 
 
 def begin_generation(runner: Runner, cache: Cache, asked: Asked) -> GenerationState:
-    """Begin with everything in the queue, after sizes were checked."""
+    """Return a state with all prompts in the queue."""
     prompts, stops, steps, how = asked
     num_samples, exact = steps.num_samples, steps.exact_shape
     num_sequences = prompts.lengths.shape[0] * num_samples

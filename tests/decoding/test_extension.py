@@ -175,7 +175,7 @@ def test_an_answer_in_pieces_is_the_answer():
 
 
 def test_one_text_for_each_sequence():
-    with pytest.raises(ValueError, match="tokens for each of 2 sequences, got 1"):
+    with pytest.raises(ValueError, match="a row for each of 2 sequences, got 1"):
         jkv.extend(
             attention_model, None, fresh_cache(), [0, 1], [[3]], max_new_tokens=2
         )
@@ -227,7 +227,7 @@ def test_guesses_change_no_token_of_open_sequences():
 
 def test_a_draft_model_is_refused():
     draft = jkv.DraftModel(model=attention_model, params=None, cache=fresh_cache())
-    with pytest.raises(jkv.UsageError, match="extend takes no DraftModel"):
+    with pytest.raises(jkv.UsageError, match="speculate must be a PromptLookup"):
         jkv.extend(
             attention_model,
             None,
