@@ -110,7 +110,7 @@ def measure_formats(
 
 
 def _cut(tokens: Any, max_context_length: int) -> list[tuple[np.ndarray, int]]:
-    """Split tokens into sequences, i32[T] of one length, with their numbers of tokens."""
+    """Split tokens into sequences, i32[T] of one length, with their token counts."""
     (whole,) = np.asarray(as_prompts([np.asarray(tokens).tolist()]))
     size = min(max_context_length, len(whole))
     pieces = [whole[start : start + size] for start in range(0, len(whole), size)]

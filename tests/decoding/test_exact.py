@@ -334,17 +334,17 @@ def test_what_gives_steps_another_shape_is_refused():
     call = dict(max_new_tokens=2, exact=EXACT)
     model = attention_model, attention_params()
     for options, message in (
-        ({"row_counts": (8,)}, "leave out"),
-        ({"chunk_size": 16}, "leave out"),
-        ({"max_running": 7}, "more than the 6"),
+        ({"row_counts": (8,)}, "; omit "),
+        ({"chunk_size": 16}, "; omit "),
+        ({"max_running": 7}, "max_running must be at most 6"),
         ({"exact": (8, 4)}, "a row for each"),
         ({"exact": 8}, r"\(W, R\)"),
         ({"speculate": PromptLookup(num_tokens=2)}, "leave out speculate"),
     ):
         with pytest.raises(ValueError, match=message):
             jkv.generate(*model, jkv.init(CONFIG), [[1, 2]], **(call | options))
-    with pytest.raises(ValueError, match="more than the 6"):
+    with pytest.raises(ValueError, match="must be at most 6"):
         jkv.extend(*model, jkv.init(CONFIG), [0] * 7, [[1]] * 7, **call)
     guesses = make_state_config(max_pending=2, inputs=INPUTS)
-    with pytest.raises(ValueError, match="leave out max_pending"):
+    with pytest.raises(ValueError, match="omit max_pending"):
         jkv.generate(*model, jkv.init(guesses), [[1, 2]], **call)

@@ -1,1 +1,1 @@
-"""The model: what it must be, and how rows of a step are run through it."""
+"""The model protocol, its steps and their sizes."""

@@ -1,4 +1,4 @@
-"""What a model must be for the decoding loops: one callable, no base class."""
+"""Protocol of models for the decoding loops: one callable, no base class."""
 
 import inspect
 from typing import Any, Protocol
@@ -15,15 +15,15 @@ class Model(Protocol):
     """One forward pass over the rows of a batch.
 
     A model embeds `tokens`, and in each layer calls `jkv.write` with the rows' keys and
-    values and `jkv.attend` with their queries; `batch.positions` gives the position of
-    each row. It returns the cache that the last `write` returned and does not call
-    `commit`: its caller does. Rows with `batch.valid` False are padding, to be computed
-    like the others and ignored.
+    values and `jkv.attend` with their queries; `batch.positions` has the position of
+    each row. It returns the cache of the last `write` and does not call `commit`: its
+    caller does. Rows with `batch.valid` False are padding, to be computed like the
+    others and ignored.
 
-    Any function or object with this signature will do: a plain function over a dict of
+    Any function or object with this signature works: a plain function over a dict of
     arrays, or one that calls a Flax NNX or Equinox module passed as `params`. It may
-    take more arguments that have defaults, such as `all_rows=False` in the examples,
-    which asks for the logits of every row, f32[R, V].
+    take more arguments with defaults, such as `all_rows=False` in the examples, which
+    returns the logits of every row, f32[R, V].
     """
 
     def __call__(
@@ -38,14 +38,14 @@ class Model(Protocol):
           batch: the rows' sequences, positions and slots.
 
         Returns:
-          logits: f32[B, V], of each sequence's last row (`batch.last_rows`). Those of a
-            sequence without rows are arbitrary.
+          logits: f32[B, V], of each sequence's last row (`batch.last_rows`), arbitrary
+            for a sequence without rows.
           cache: with the rows' keys and values written in every layer.
         """
 
 
 def check_model(model: object, params: object) -> None:
-    """Refuse a model that cannot be called, and say where its params could be."""
+    """Raise UsageError if a model is not callable."""
     if not callable(model):
         swapped = ", as its params are: were they swapped?" if callable(params) else ""
         raise UsageError(
@@ -55,13 +55,13 @@ def check_model(model: object, params: object) -> None:
 
 
 def call_model(
-    model: Model,  # as the caller of the loop gave them
+    model: Model,  # as passed to the loop
     params: Any,
     tokens: jax.Array,  # i32[R]
     cache: Cache,  # after the `append` that returned `batch`
     batch: Batch,
 ) -> tuple[jax.Array, Cache]:
-    """Run a model for the logits of last rows; refuse other answers as it is traced."""
+    """Run a model for the logits of last rows; check its results at trace time."""
     check_model(model, params)
     answer = model(params, tokens, cache, batch)
     if not (
@@ -84,7 +84,7 @@ def call_model(
 def call_model_for_rows(
     model: Model, params: Any, tokens: jax.Array, cache: Cache, batch: Batch
 ) -> tuple[jax.Array, Cache]:
-    """Run a model for the logits of every row; refuse one that cannot give them."""
+    """Run a model for the logits of every row; refuse one without `all_rows`."""
     try:
         parameters = inspect.signature(model).parameters
         takes = "all_rows" in parameters or any(
@@ -94,7 +94,7 @@ def call_model_for_rows(
         takes = True
     if not takes:
         raise UsageError(
-            "speculative decoding needs logits of every row: give the model an "
+            "speculative decoding needs the logits of every row; give the model an "
             "argument all_rows=False, and return f32[R, V] where it is True"
         )
     rows: Any = model
@@ -109,7 +109,7 @@ def call_model_for_rows(
 def _expect_logits(
     name: str, logits: Any, axes: str, sizes: dict[str, int], why: str
 ) -> None:
-    """Refuse what a model returned if it is no array of such floats."""
+    """Refuse logits of a wrong shape or dtype."""
     expect(
         f"the model's {name}", jnp.asarray(logits), axes, sizes, jnp.floating, why=why
     )

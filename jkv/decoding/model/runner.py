@@ -1,9 +1,9 @@
-"""A model with its weights: rows of a step, and prompts that are computed in chunks.
+"""A model with its weights: steps, and prefill in chunks.
 
-A step has one row for each sequence that runs, the rest go to the oldest. Prefill
-computes what texts lack in the cache, in chunks, the oldest first.
+A step has one row for each running sequence; the rest go to the oldest. Prefill
+computes the uncached tokens of sequences in chunks, oldest first.
 
-Symbols: B texts, W places, R rows of a step or a chunk, V tokens in the vocabulary.
+Symbols: B sequences, W places, R rows of a step or a chunk, V vocabulary size.
 """
 
 import dataclasses
@@ -27,46 +27,46 @@ from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.verbs.appending import append
 from jkv.verbs.commitment import commit
 
-# Sizes of a step that `spread_row_counts` returns at most. What it returns is a copy of
-# the model each, so that one which would spare fewer rows than this is left out.
+# Most sizes that `spread_row_counts` returns: each compiles a copy of the model.
 _MOST_SIZES = 4
 
-_LEAST_SPARED = 128
+_LEAST_SPARED = 128  # rows that a further size must save
 
-_MULTIPLE = 16  # of the sizes in between, which matrix units like
+_MULTIPLE = 16  # of the sizes in between, for matrix units
 
 
 class Runner(NamedTuple):
     """A model with its weights.
 
-    Symbols: B sequences of a step, R rows, V tokens in the vocabulary.
+    Symbols: B sequences of a step, R rows, V vocabulary size.
     """
 
     model: Model
     params: Any
-    exact: Exact | None = None  # the one shape of all calls; None: that of each step
+    exact: Exact | None = None  # fixed shape of all calls; None: varies
 
     def run(
         self,
-        cache: Cache,  # where the sequences are open
+        cache: Cache,  # with the open sequences
         seq_ids: jax.Array,  # i32[B], -1 for none
-        # i32[R], 0 or more, anything where there is no row. Without counts one of each
-        # sequence; else those of the sequences, one behind the other
+        # i32[R], >= 0, arbitrary for padding: one per sequence without counts, else the
+        # tokens of each sequence in turn.
         tokens: jax.Array,
         counts: jax.Array | None = None,  # i32[B], tokens of each
         *,
-        # whether full blocks can be found afterwards, by a prefix index
+        # True if a prefix index may find full blocks afterwards
         commits: bool = True,
-        # i32[], of each sequence's newest tokens how many may be taken back from layers
-        # with a state
+        # i32[], newest tokens per sequence that recurrent-state layers may have to roll
+        # back
         num_pending: jax.Array | int = 0,
-        # i32[B], whose logits are asked for; None is each sequence's last
+        # i32[B], rows to return logits of; None for the last of each sequence
         asked_rows: jax.Array | None = None,
     ) -> tuple[Cache, Batch, jax.Array]:
-        """Append tokens to sequences, compute their rows, and commit them.
+        """Append tokens to sequences, compute their rows and commit them.
 
-        Returns the cache, the batch, and f32[B, V]: the logits after each sequence's
-        last row, or those that were asked for; anything without one.
+        Returns:
+          The cache, the batch, and f32[B, V]: the logits of each sequence's last row,
+          or of `asked_rows`; arbitrary without a row.
         """
         num_sequences = seq_ids.shape[0]
         cache, batch, tokens = self.append(
@@ -92,15 +92,15 @@ class Runner(NamedTuple):
         records: bool = True,
         num_pending: jax.Array | int = 0,
     ) -> tuple[Cache, Batch, jax.Array]:
-        """Append tokens to sequences, with arguments as for `run`.
+        """Append tokens to sequences; arguments as for `run`.
 
         Returns:
-          The cache, the batch and its tokens; with `exact` both are padded.
+          The cache, the batch and its tokens; both are padded with `exact`.
         """
         if self.exact is not None:
             self.exact.check_cache(cache)
             seq_ids, tokens, counts = self.exact.pad(seq_ids, tokens, counts)
-        # Without counts rows and sequences are the same thing, which costs less.
+        # Without counts rows are sequences, which costs less.
         rows = {} if counts is None else {"capacity": tokens.shape[0]}
         cache, batch = append(
             cache,
@@ -115,7 +115,7 @@ class Runner(NamedTuple):
     def compute(
         self, cache: Cache, batch: Batch, tokens: jax.Array
     ) -> tuple[Cache, jax.Array]:
-        """Compute the rows of a step that was appended; commit nothing.
+        """Compute the rows of an appended step; commit nothing.
 
         Args:
           cache: after the `append` that returned the batch.
@@ -123,7 +123,7 @@ class Runner(NamedTuple):
           tokens: i32[R].
 
         Returns:
-          The cache and f32[B, V], the logits after each sequence's last row.
+          The cache and f32[B, V], the logits of each sequence's last row.
         """
         logits, cache = self._call(tokens, cache, batch)
         return cache, logits.astype(jnp.float32)
@@ -131,11 +131,10 @@ class Runner(NamedTuple):
     def _call(
         self, tokens: jax.Array, cache: Cache, batch: Batch
     ) -> tuple[jax.Array, Cache]:
-        """Call the model; with one shape of calls as a program of its own.
+        """Call the model; with `exact` as a program of its own.
 
-        XLA fuses a model with what is around it, and what is fused may be rounded
-        otherwise. Inside a loop of one trip, whose trip begins with all that the model
-        is given, there is nothing around it.
+        XLA fuses a model with its surroundings, which may change the rounding. A loop
+        of one trip that carries all inputs of the model leaves nothing to fuse it with.
         """
         if self.exact is None:
             return call_model(self.model, self.params, tokens, cache, batch)
@@ -158,18 +157,18 @@ class Runner(NamedTuple):
         batch: Batch,  # the step, of R rows
         tokens: jax.Array,  # i32[R]
     ) -> tuple[Cache, jax.Array]:
-        """Compute each row of a step that was appended, f32[R, V]; commit nothing."""
+        """Compute logits of every row of an appended step, f32[R, V], without commit."""
         logits, cache = call_model_for_rows(
             self.model, self.params, tokens, cache, batch
         )
         return cache, logits.astype(jnp.float32)
 
     def count_vocabulary(self, cache: Cache, num_sequences: int) -> int:
-        """Return V, as the shape of the logits tells it; the model is only traced."""
+        """Return V, from the shape of the logits; the model is only traced."""
 
         def probe(cache: Cache) -> jax.Array:
             nowhere = jnp.full((num_sequences,), NO_SEQUENCE, jnp.int32)
-            # A row more than sequences: a model may mistake the one for the other.
+            # One row more than sequences: a model may confuse the two sizes.
             tokens = jnp.zeros((num_sequences + 1,), jnp.int32)
             return self.run(cache, nowhere, tokens, jnp.zeros_like(nowhere))[2]
 
@@ -182,17 +181,17 @@ def spread_row_counts(
 ) -> tuple[int, ...]:
     """Return row counts for queues of prompts much shorter than a chunk.
 
-    Where one sequence ends at a time, a step has the rows of one prompt beside those
-    that run, and `generate` computes all rows of the smallest size that holds them.
-    Sizes between the least and the largest, as far from each other by ratio, spare
-    most of that; each is a copy of the model to compile.
+    If one sequence finishes at a time, a step has the rows of one prompt beside the
+    running sequences, and `generate` computes all rows of the smallest sufficient size.
+    Sizes between the smallest and the largest, at equal ratios, avoid most of that
+    padding; each compiles a copy of the model.
 
     Args:
-      max_running: most sequences that run at one time, the least size.
-      chunk_size: rows of the largest, unless more run.
+      max_running: most sequences that run at one time, the smallest size.
+      chunk_size: rows of the largest size, unless more sequences run.
 
     Returns:
-      Ascending numbers for `row_counts` of `generate`, four at most.
+      Ascending numbers for `row_counts` of `generate`, at most four.
 
     Raises:
       ValueError: for a number below 1.
@@ -216,11 +215,11 @@ def spread_row_counts(
 
 
 def share_rows(
-    left: jax.Array,  # i32[W], tokens that each place's sequence has yet to compute
-    ages: jax.Array,  # i32[W], the places' ages
+    left: jax.Array,  # i32[W], tokens still to compute
+    ages: jax.Array,  # i32[W], ages of the places
     num_rows: int,  # rows of the largest step, at least W
 ) -> jax.Array:
-    """Return how many rows of a step each place has, i32[W]."""
+    """Return the rows of a step for each place, i32[W]."""
     first = jnp.minimum(left, 1)
     more = jnp.clip(left - 1, 0, num_rows)
     more_by_age = jnp.zeros_like(more).at[ages].set(more)
@@ -233,11 +232,11 @@ def share_rows(
 
 
 def locate_rows(
-    counts: jax.Array,  # i32[W], rows of each; they follow each other
-    first: jax.Array,  # i32[W], the position of each one's first row
+    counts: jax.Array,  # i32[W], rows of each place, in turn
+    first: jax.Array,  # i32[W], position of the first row of each place
     num_rows: int,  # R, static
 ) -> tuple[jax.Array, jax.Array]:
-    """Return whose token each row of a step is, and its position, i32[R] each."""
+    """Return the owner and the position of each row of a step, i32[R] each."""
     starts = running_sum(counts) - counts
     row = jnp.arange(num_rows, dtype=jnp.int32)
     owner = find_owners(starts, 0, num_rows)
@@ -245,7 +244,7 @@ def locate_rows(
 
 
 def choose_size(work: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
-    """Return the index of the smallest size, ascending, that holds the work, i32[]."""
+    """Return the index of the smallest of ascending sizes that fits the work, i32[]."""
     too_small = [(work > size).astype(jnp.int32) for size in sizes[:-1]]
     return sum(too_small, start=jnp.int32(0))
 
@@ -254,12 +253,12 @@ Carry = TypeVar("Carry")
 
 
 class Unread(NamedTuple):
-    """Texts of which tokens are not in the cache yet."""
+    """Sequences with tokens that are not in the cache yet."""
 
-    seq_ids: jax.Array  # i32[B], their sequences, -1 for none
-    # Returns the tokens, i32[R], of texts i32[R] at positions i32[R].
+    seq_ids: jax.Array  # i32[B], their cache rows, -1 for none
+    # Returns the tokens, i32[R], of sequences i32[R] at positions i32[R].
     find_tokens: Callable[[jax.Array, jax.Array], jax.Array]
-    commits: bool = True  # whether full blocks can be found afterwards
+    commits: bool = True  # full blocks can be found afterwards
     partings: jax.Array | None = None  # i32[B], as for `end_at_snapshots`
 
 
@@ -267,26 +266,26 @@ def run_chunk(
     runner: Runner,
     cache: Cache,
     texts: Unread,
-    done: jax.Array,  # i32[B], tokens of each that are in the cache
-    counts: jax.Array,  # i32[B], tokens to compute of each, together at most R
+    done: jax.Array,  # i32[B], tokens in the cache
+    counts: jax.Array,  # i32[B], tokens to compute, at most R in total
     num_rows: int,  # R
 ) -> tuple[Cache, Batch, jax.Array]:
-    """Compute the next tokens of texts in one step; returns as `Runner.run`."""
+    """Compute the next tokens of sequences in one step; returns as `Runner.run`."""
     seq_ids = jnp.where(counts > 0, texts.seq_ids, NO_SEQUENCE)
     tokens = texts.find_tokens(*locate_rows(counts, done, num_rows))
     return runner.run(cache, seq_ids, tokens, counts, commits=texts.commits)
 
 
 class ChunkSizes(NamedTuple):
-    """How a chunk is divided among texts."""
+    """The division of a chunk among sequences."""
 
     num_rows: int  # R, at least B
-    # i32[B], a permutation: texts with the smallest have rows first. None: their order.
+    # i32[B], a permutation: smaller ages get rows first. None: in order.
     ages: jax.Array | None = None
-    most_each: int | None = None  # tokens of a text in a chunk; None: as many as rows
+    most_each: int | None = None  # most tokens of a sequence in a chunk; None: no limit
 
     def share(self, left: jax.Array) -> jax.Array:
-        """Return the rows of each text, i32[B], of which so much is left, i32[B]."""
+        """Return the rows of each sequence, i32[B], from its remaining tokens."""
         ages = self.ages
         if ages is None:
             ages = jnp.arange(left.shape[0], dtype=jnp.int32)
@@ -297,18 +296,18 @@ class ChunkSizes(NamedTuple):
 
 def end_at_snapshots(
     cache: Cache,
-    done: jax.Array,  # i32[B], tokens of each text in it
-    counts: jax.Array,  # i32[B], tokens to compute now
-    left: jax.Array,  # i32[B], tokens to compute at all
-    # i32[B], where each text parts from others, 0 where that is not known
+    done: jax.Array,  # i32[B], tokens in the cache
+    counts: jax.Array,  # i32[B], tokens to compute in this chunk
+    left: jax.Array,  # i32[B], tokens to compute in all
+    # i32[B], divergence point of each sequence, 0 if unknown
     parting: jax.Array | None = None,
 ) -> jax.Array:
-    """Return fewer rows of texts, i32[B], where their states are to be copied.
+    """Shorten the rows of sequences, i32[B], to end where states are to be copied.
 
-    A text stops at the last multiple of `snapshot_every` before its end, from which a
-    prompt that begins like it goes on; at the one up to which it is like a text that is
-    known; and, where a chunk does not reach its end, at the last that the chunk has.
-    One row is left at least where there was one.
+    A sequence stops at the last multiple of `snapshot_every` before its end, from which
+    prompts with the same prefix continue; at the last one before its divergence point;
+    and, if the chunk does not reach its end, at the last one in the chunk. A sequence
+    with rows keeps at least one.
     """
     snapshot_every, end = cache.metadata.index.snapshot_every, done + counts
     if snapshot_every is None:
@@ -328,11 +327,11 @@ def end_at_snapshots(
 
 
 class Chunk(NamedTuple):
-    """What a chunk brought, for each text."""
+    """Results of a chunk for each sequence."""
 
-    logits: jax.Array  # f32[B, V], after the text's last row, any without one
-    batch: Batch  # what the cache answered, and the rows that were computed
-    is_whole: jax.Array  # bool[B], whether it brought all that was left
+    logits: jax.Array  # f32[B, V], after the last row; arbitrary without one
+    batch: Batch  # of the append, with the computed rows
+    is_whole: jax.Array  # bool[B], all remaining tokens were computed
 
 
 def run_chunks(
@@ -345,15 +344,15 @@ def run_chunks(
     count_left: Callable[[Carry, jax.Array], jax.Array],
     note: Callable[[Cache, Carry, Chunk], Carry],
 ) -> tuple[Cache, Carry]:
-    """Compute texts in chunks, until nothing is left or no text finds a block.
+    """Compute sequences in chunks until all are complete or none gets a block.
 
     Args:
-      texts: B of them.
-      carry: what `note` changes.
-      sizes: how a chunk is divided.
-      count_left: of the carry and the tokens of each text in the cache, i32[B]: i32[B],
-        how many more are to be computed.
-      note: returns what becomes of the carry after a chunk.
+      texts: B sequences.
+      carry: updated by `note`.
+      sizes: the division of a chunk.
+      count_left: returns the remaining tokens, i32[B], from the carry and the cached
+        tokens, i32[B].
+      note: returns the carry after a chunk.
     """
 
     def find_left(cache: Cache, carry: Carry) -> tuple[jax.Array, jax.Array]:

@@ -1,10 +1,10 @@
-"""How much a loop does, and in steps of which sizes: its static numbers.
+"""Lengths and step sizes of a loop: its static numbers.
 
-Steps may have one shape, so that a text's bits do not depend on what runs beside it. A
-product's rows differ in their last bits with the number of rows, and attention's with
-the way in which a context is cut. So every call of the model then has the same number
-of rows and of requests, however much of them is used, and attention cuts contexts by
-position (`attend_by_position` of `jkv.attention.xla.tiles`, and the kernels).
+Steps may have one fixed shape, so that results are bit-identical in any batch. The last
+bits of a matrix product depend on its number of rows, and those of attention on how the
+context is split. With `exact` every call of the model has the same number of rows and
+requests, used or not, and attention splits contexts by position (`attend_by_position`
+of `jkv.attention.xla.tiles`, and the kernels).
 
 Symbols: B prompts of at most P tokens, W sequences that run at one time or requests of
 a call, R rows.
@@ -22,26 +22,26 @@ from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.status import UsageError
 from jkv.verbs.attention_plan import plan_attention
 
-# Rows of a step with prompts when the caller does not say: enough to keep a processor
-# busy, few enough that the step's activations stay small.
+# Default rows of a step with prompts: enough to keep a processor busy, few enough that
+# the step's activations stay small.
 CHUNK_SIZE = 512
 
 
-# Requests and rows of a call, if the caller does not say.
+# Default requests and rows of an exact call.
 _DEFAULT = 64, 64
 
 ExactShape = bool | tuple[int, int]
 
 
 class Exact(NamedTuple):
-    """The shape of every call of the model."""
+    """The fixed shape of every call of the model."""
 
     num_requests: int  # W
     num_rows: int  # R, at least W
 
     @classmethod
     def of(cls, exact: ExactShape) -> Self | None:
-        """Return what was asked for, a bool or (W, R); None for no fixed shape."""
+        """Return the shape given by a bool or (W, R); None for no fixed shape."""
         if exact is False:
             return None
         pair = _DEFAULT if exact is True else exact
@@ -61,40 +61,40 @@ class Exact(NamedTuple):
         return cls(int(num_requests), int(num_rows))
 
     def check_alone(self, row_counts: tuple[int, ...] | None, chunk_size: int) -> None:
-        """Refuse what would give a step another shape."""
+        """Refuse options that would change the shape of a step."""
         if row_counts is not None or chunk_size != CHUNK_SIZE:
             raise UsageError(
-                f"exact={tuple(self)} fixes the rows of every step: leave out "
+                f"exact={tuple(self)} fixes the rows of every step; omit "
                 f"row_counts and chunk_size"
             )
 
     def check_fits(self, name: str, number: int) -> None:
-        """Refuse more of something than a call has requests."""
+        """Refuse a number larger than the requests of a call."""
         if number > self.num_requests:
             raise UsageError(
-                f"{name} is {number}, more than the {self.num_requests} requests of a "
-                f"call: give exact=({number}, {max(number, self.num_rows)})"
+                f"{name} must be at most {self.num_requests}, the requests of a call, "
+                f"got {number}; pass exact=({number}, {max(number, self.num_rows)})"
             )
 
     def check_cache(self, cache: Cache) -> None:
-        """Refuse a cache that keeps inputs of tokens which may be taken back."""
+        """Refuse a cache with pending tokens of recurrent states."""
         if most := cache.metadata.max_pending:
             raise UsageError(
-                f"exact= takes no guesses, so no tokens of a state are taken back: "
-                f"leave out max_pending of StateConfig, which is {most}"
+                f"max_pending of StateConfig must be 0 with exact=, which excludes "
+                f"speculation, got {most}; omit max_pending"
             )
 
     def pad(
         self,
         seq_ids: jax.Array,  # i32[B], -1 for none
-        tokens: jax.Array,  # i32[r]; without counts one of each sequence
+        tokens: jax.Array,  # i32[r]; without counts one per sequence
         counts: jax.Array | None,  # i32[B]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Fill a step up to W requests and R rows: i32[W], i32[R] and i32[W]."""
+        """Pad a step to W requests and R rows: i32[W], i32[R] and i32[W]."""
         more = (0, self.num_requests - seq_ids.shape[0])
         if counts is None:
             counts = (seq_ids >= 0).astype(jnp.int32)
-            # Rows follow each other, without those of no sequence.
+            # Pack the rows, without those of absent sequences.
             row = jnp.cumsum(counts, dtype=jnp.int32) - 1
             row = jnp.where(counts > 0, row, self.num_rows)
             rows = jnp.zeros((self.num_rows,), jnp.int32)
@@ -105,33 +105,32 @@ class Exact(NamedTuple):
         return seq_ids, tokens, jnp.pad(counts, more)
 
     def fix(self, cache: Cache, batch: Batch) -> Batch:
-        """Let attention to the rows of a step go by position alone."""
+        """Plan attention to the rows of a step by position (batch-invariant)."""
         batch = dataclasses.replace(batch, by_position=True, plan=None)
         return plan_attention(cache, batch)
 
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """How much a loop does, and in which sizes. Static under jit, as it is hashable.
+    """Lengths and step sizes of a loop. Hashable, so static under jit.
 
     Attributes:
       max_new_tokens: most new tokens of any sequence, G.
-      num_samples: continuations of each prompt, which is computed once (`fork`). Sample
-        j of prompt i is sequence `i * num_samples + j` of the result.
+      num_samples: completions of each prompt, which is computed once (`fork`). Sample j
+        of prompt i is sequence `i * num_samples + j` of the result.
       max_running: most sequences that run at one time, W. None is all of them. A cache
         with fewer rows runs fewer. With several pools it holds for each.
-      chunk_size: rows of a step that computes prompts, unless `row_counts` says. Take
-        few where the prefix cache leaves few.
-      row_counts: rows that a step may have, ascending, the last at least W. A step
-        takes the smallest that holds its work, each is a program to compile. None is W
-        and the larger of W and `chunk_size`, which is B * P at most.
-      exact: True or (W, R): tokens and log-probabilities are the same bits whatever
-        else is in the call or came before, as `jkv.check_exact` shows for a model of
-        your own. Every call of the model has W requests and R rows, 64 and 64 for True,
-        and costs that much.
+      chunk_size: rows of a step that computes prompts, without `row_counts`. Use a
+        small one if prefix cache hits leave few tokens.
+      row_counts: allowed rows of a step, ascending, the last at least W. A step takes
+        the smallest sufficient one; each compiles a program. None is W and the larger
+        of W and `chunk_size`, which is B * P at most.
+      exact: True or (W, R): tokens and log-probabilities are bit-identical in any batch
+        (test a model of your own with `jkv.check_exact`). Every call of the model has W
+        requests and R rows, 64 and 64 for True, and costs as much.
 
     Raises:
-      UsageError: for numbers that are no positive ints.
+      UsageError: for numbers other than positive ints.
 
     Example:
       >>> from jkv.decoding import Steps
@@ -147,7 +146,7 @@ class Steps:
     exact: ExactShape = False
 
     def __post_init__(self) -> None:
-        """Refuse what is no static number; keep lists as tuples."""
+        """Check the numbers; convert lists to tuples."""
         check_counts(
             max_new_tokens=self.max_new_tokens,
             num_samples=self.num_samples,
@@ -159,11 +158,11 @@ class Steps:
 
     @property
     def exact_shape(self) -> Exact | None:
-        """The shape of every call of the model, None for no fixed one."""
+        """The fixed shape of every call of the model, or None."""
         return Exact.of(self.exact)
 
     def check_only(self, loop: str, *names: str) -> None:
-        """Refuse fields that a loop does not have, unless they are the defaults."""
+        """Refuse fields that a loop does not take, unless they have their defaults."""
         for field in dataclasses.fields(self):
             if field.name not in names and getattr(self, field.name) != field.default:
                 raise UsageError(
@@ -173,11 +172,11 @@ class Steps:
     def resolve(
         self, num_sequences: int, most_rows: int
     ) -> tuple[int, tuple[int, ...]]:
-        """Return the places, W, and the rows that a step may have.
+        """Return the places, W, and the allowed rows of a step.
 
         Args:
           num_sequences: N.
-          most_rows: rows that all prompts have together.
+          most_rows: rows of all prompts together.
         """
         running = num_sequences if self.max_running is None else self.max_running
         check_counts(max_running=running)
@@ -191,16 +190,16 @@ class Steps:
             return num_places, tuple(sorted({num_places, max(num_places, chunk)}))
         if not isinstance(self.row_counts, tuple):
             raise UsageError(
-                f"row_counts must be a tuple of ints, as ({running},) for steps of so "
-                f"many rows, got {self.row_counts!r}"
+                f"row_counts must be a tuple of ints, such as ({running},), "
+                f"got {self.row_counts!r}"
             )
         counts = self.row_counts
         for count in counts:
             check_counts(row_counts=count)
         if list(counts) != sorted(set(counts)) or not counts or counts[-1] < running:
             raise ValueError(
-                f"row_counts must ascend, and the last be at least max_running, as a "
-                f"step has a row for each sequence that runs; got {counts} for "
+                f"row_counts must ascend, and the last must be at least max_running, "
+                f"as each running sequence has a row, got {counts} and "
                 f"{running}"
             )
         return num_places, counts
