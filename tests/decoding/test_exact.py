@@ -334,8 +334,8 @@ def test_what_gives_steps_another_shape_is_refused():
     call = dict(max_new_tokens=2, exact=EXACT)
     model = attention_model, attention_params()
     for options, message in (
-        ({"row_counts": (8,)}, "; omit "),
-        ({"chunk_size": 16}, "; omit "),
+        ({"row_counts": (8,)}, "omit row_counts"),
+        ({"chunk_size": 16}, "omit row_counts"),
         ({"max_running": 7}, "max_running must be at most 6"),
         ({"exact": (8, 4)}, "a row for each"),
         ({"exact": 8}, r"\(W, R\)"),

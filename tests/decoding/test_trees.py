@@ -253,14 +253,14 @@ class TestMistakes:
         [
             (
                 dict(parents=[-1, 1, 0]),
-                "segment 1 has parent 1; a parent stands before",
+                "segment 1 has parent 1; a parent must precede",
             ),
             (dict(parents=[-1, 0, -2]), "segment 2 has parent -2"),
             (dict(segments=[0, 0, 1, 3]), "row 3 has token 8 and segment 3 of 3"),
             (dict(segments=[0, 0, -1, 2]), "row 2 has token 7 and segment -1 of 3"),
             (
                 dict(segments=[0, 1, 0, 2]),
-                "rows of segment 0 do not stand side by side",
+                "rows of segment 0 must be contiguous",
             ),
             (
                 dict(tokens=[5, 6, 7, 19]),
@@ -292,9 +292,7 @@ class TestMistakes:
             parents=tree.parents,
             max_length=3,
         )
-        with pytest.raises(
-            ValueError, match="of segment 1 has 4 tokens, and max_length"
-        ):
+        with pytest.raises(ValueError, match="of segment 1 has 4 tokens; max_length"):
             score(None, tree)
 
     def test_a_tree_and_more(self):
@@ -306,7 +304,9 @@ class TestMistakes:
             score(None, jkv.TextTree.of([[]]))
 
     def test_a_parent_that_is_not_there(self):
-        with pytest.raises(ValueError, match="text 1 has parent 12, and the tree has"):
+        with pytest.raises(
+            ValueError, match=r"parents\[1\] must be a segment .* got 12"
+        ):
             jkv.trees.grow(TREE, [[1], [2]], [3, 12])
         with pytest.raises(ValueError, match="segment 0 has parent 0"):
             jkv.TextTree.of([[1], [2]], [0, 0])

@@ -181,7 +181,7 @@ class TestPrompts:
     @pytest.mark.parametrize("wrong", WRONG)
     def test_are_refused_outside_of_jit(self, loop, wrong):
         prompts = [[1, 2, 3], self.WRONG[wrong]]
-        with pytest.raises(ValueError, match="prompt 1 has .* behind its end only"):
+        with pytest.raises(ValueError, match="prompt 1 has .* past its end only"):
             loop(prompts)
 
     def test_have_a_reason_of_their_own_in_jit(self):

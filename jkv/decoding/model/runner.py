@@ -157,7 +157,7 @@ class Runner(NamedTuple):
         batch: Batch,  # the step, of R rows
         tokens: jax.Array,  # i32[R]
     ) -> tuple[Cache, jax.Array]:
-        """Compute logits of every row of an appended step, f32[R, V], without commit."""
+        """Compute logits of every row of an appended step, f32[R, V]; do not commit."""
         logits, cache = call_model_for_rows(
             self.model, self.params, tokens, cache, batch
         )

@@ -1,1 +1,1 @@
-"""Texts of a generation: prompts, what has come of them, the blocks they take."""
+"""Prompts, results and trajectory trees of a generation, and the blocks they need."""

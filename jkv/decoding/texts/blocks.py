@@ -1,7 +1,7 @@
-"""The blocks that texts take, in each group of layers.
+"""Blocks needed by sequences in each group of layers.
 
-A sequence needs blocks in every group, each of which has a pool of its own: numbers of
-blocks are tuples, with one array for each group.
+A sequence needs blocks in every group, and each group has its own pool. Numbers of
+blocks are tuples with one array per group.
 
 Symbols: T tokens per block.
 """
@@ -22,27 +22,26 @@ Blocks = tuple[jax.Array, ...]
 
 
 class BlockSize(NamedTuple):
-    """How many blocks a text takes: all of it, or with a window no more than some."""
+    """Block size and the most blocks of a sequence, bounded by sliding windows."""
 
     tokens: int  # T
-    # Of each group, blocks that one sequence ever has at a time; None: those of the
-    # whole text.
+    # Most blocks of a sequence at one time, per group; None without a window.
     most: tuple[int | None, ...] = (None,)
 
     @property
     def is_reserved(self) -> bool:
-        """Whether `allocate` reserves all blocks of a text, in every group."""
+        """True if `allocate` reserves all blocks of a sequence, in every group."""
         return all(most is None for most in self.most)
 
     def at_most(self, blocks: jax.Array) -> Blocks:
-        """Return numbers of blocks, i32[...], no more than a sequence ever has."""
+        """Clip numbers of blocks, i32[...], to the most of a sequence, per group."""
         return tuple(
             blocks if most is None else jnp.minimum(blocks, most) for most in self.most
         )
 
 
 def find_block_size(cache: Cache, row_counts: tuple[int, ...]) -> BlockSize:
-    """Return how many blocks a text takes in a cache, in steps of so many rows."""
+    """Return the blocks a sequence needs in a cache, for steps of these row counts."""
     size, windows = (
         cache.block_size,
         [each.window for each in cache.metadata.block_groups],
@@ -53,7 +52,7 @@ def find_block_size(cache: Cache, row_counts: tuple[int, ...]) -> BlockSize:
 
 
 def count_free_blocks(cache: Cache) -> Blocks:
-    """Return the blocks that can be handed out, i32[] for each group."""
+    """Return the free blocks, i32[] per group."""
     return tuple(group.free_blocks.count for group in cache.metadata.block_groups)
 
 
@@ -66,20 +65,20 @@ def count_used_blocks(cache: Cache) -> jax.Array:
 
 
 def count_cached(cache: Cache, seq_ids: jax.Array) -> jax.Array:
-    """Return the tokens that sequences have in a cache, i32[...]; 0 of none."""
+    """Return the cached tokens of sequences, i32[...]; 0 for none."""
     row = jnp.where(seq_ids >= 0, seq_ids, cache.max_sequences)
     return gather(cache.metadata.context_lengths, row, fill=0)
 
 
 class Held(NamedTuple):
-    """Blocks of sequences that are in a cache; 0 of none."""
+    """Blocks of sequences in a cache; 0 for none."""
 
-    mapped: Blocks  # i32[...], those that were ever taken
-    kept: Blocks  # i32[...], those of them that were not given back
+    mapped: Blocks  # i32[...], allocated so far, including released ones
+    kept: Blocks  # i32[...], not yet released
 
     @classmethod
     def of(cls, cache: Cache, seq_ids: jax.Array) -> "Held":
-        """Return what sequences have, i32[...], -1 for none."""
+        """Return the blocks of sequences, i32[...], -1 for none."""
         row = jnp.where(seq_ids >= 0, seq_ids, cache.max_sequences)
 
         def find(array: jax.Array) -> jax.Array:
@@ -91,22 +90,22 @@ class Held(NamedTuple):
 
 
 def count_columns(num_tokens: jax.Array, size: BlockSize) -> jax.Array:
-    """Return the blocks for numbers of tokens, i32[...], none of them given back."""
+    """Return the blocks for numbers of tokens, i32[...], none released."""
     full, rest = divide(num_tokens, size.tokens)
     return full + (rest > 0).astype(jnp.int32)
 
 
 def of_tokens(num_tokens: jax.Array, size: BlockSize) -> Blocks:
-    """Return the blocks for numbers of tokens, i32[...], of 0 or more."""
+    """Return the blocks for numbers of tokens, i32[...], per group."""
     return size.at_most(count_columns(num_tokens, size))
 
 
 def beside_prompt(
     prompt_lengths: jax.Array, text_lengths: jax.Array, size: BlockSize
 ) -> Blocks:
-    """Return the blocks of a text, i32[...], that other samples cannot share.
+    """Return the blocks of a sequence, i32[...], not shared with other samples.
 
-    Its first new token has a slot, whether it has been drawn or not.
+    The slot of its first new token counts, chosen or not.
     """
     length = jnp.maximum(text_lengths, prompt_lengths + 1)
     shared, _ = divide(prompt_lengths, size.tokens)
@@ -114,11 +113,11 @@ def beside_prompt(
 
 
 def to_take(
-    text_lengths: jax.Array,  # i32[...], tokens that there shall be
+    text_lengths: jax.Array,  # i32[...], tokens to hold
     held: Held,
-    size: BlockSize,  # of a block
+    size: BlockSize,  # blocks of a sequence
 ) -> Blocks:
-    """Return the blocks that sequences in the cache need for their texts, i32[...]."""
+    """Return the blocks that cached sequences still need, i32[...], per group."""
     whole = count_columns(text_lengths, size)
 
     def more_in(most: int | None, mapped: jax.Array, kept: jax.Array) -> jax.Array:
@@ -129,12 +128,12 @@ def to_take(
 
 
 def total(blocks: Blocks) -> Blocks:
-    """Return the sums of numbers of blocks, i32[...], in each group, i32[]."""
+    """Sum numbers of blocks, i32[...], to i32[] per group."""
     return tuple(jnp.sum(each, dtype=jnp.int32) for each in blocks)
 
 
 def sum_groups(blocks: Blocks) -> jax.Array:
-    """Return numbers of blocks of all groups together, i32[...]; 0 without groups."""
+    """Sum numbers of blocks over groups, i32[...]; 0 without groups."""
     return functools.reduce(operator.add, blocks or (jnp.int32(0),))
 
 
@@ -143,7 +142,7 @@ def subtract(blocks: Blocks, others: Blocks) -> Blocks:
 
 
 def reach(blocks: Blocks, needs: Blocks) -> jax.Array:
-    """Return whether there are as many blocks as needed in all groups, bool[...]."""
-    if not blocks:  # nothing is ever lacking
+    """Return True if all groups have the needed blocks, bool[...]."""
+    if not blocks:  # layers without blocks need none
         return jnp.bool_(True)
     return functools.reduce(operator.and_, map(operator.ge, blocks, needs))

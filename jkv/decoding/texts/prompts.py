@@ -1,8 +1,8 @@
-"""Prompts: what is to be continued, how far, what stops it, and what has come of each.
+"""Prompts with their limits and stop conditions, and the tokens of their sequences.
 
 Symbols: Q prompts, P most prompt tokens, N sequences, G most new tokens; E stop tokens,
-F stop sequences of C tokens at most, K lanes. What stops all prompts alike has one row
-for all Q of them.
+F stop sequences of C tokens at most, K lanes. Stop conditions shared by all prompts
+have one row instead of Q.
 """
 
 import dataclasses
@@ -27,22 +27,22 @@ from jkv.metadata.requests import (
 from jkv.signatures import set_defaults
 from jkv.status import UsageError
 
-# Beside a token of a text there can be no such number.
+# Padding of stop sequences: no token has a negative id.
 ANY = -1
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Stops:
-    """What ends a text when its new tokens end with it."""
+    """Stop tokens and stop sequences, compared with the end of a completion."""
 
-    tokens: jax.Array  # i32[Q or 1, E], -1 stops nothing
-    # i32[Q or 1, F, C], -1 before each one, to the right
+    tokens: jax.Array  # i32[Q or 1, E], -1 is padding
+    # i32[Q or 1, F, C], right-aligned, -1 before each
     sequences: jax.Array | None
 
     @classmethod
     def of(cls, tokens: Any, sequences: Any | None, num_prompts: int) -> "Stops":
-        """Take what stops all prompts, or with an axis more each of Q prompts."""
+        """Return the stop conditions of Q prompts, shared or with an axis for them."""
         tokens = jnp.asarray(as_stop_tokens(() if tokens is None else tokens))
         if tokens.ndim != 2:
             tokens = tokens.reshape(1, -1)
@@ -58,7 +58,7 @@ class Stops:
         return cls(tokens=tokens, sequences=_to_the_right(sequences))
 
     def of_prompts(self, prompts: jax.Array) -> "Stops":
-        """Return what stops each of these prompts, i32[K], or all of them alike."""
+        """Return the stop conditions of prompts, i32[K], or the shared ones."""
 
         def pick(rows: jax.Array) -> jax.Array:
             return rows if rows.shape[0] == 1 else gather(rows, prompts)
@@ -66,15 +66,15 @@ class Stops:
         return jax.tree.map(pick, self)
 
     def replace(self, prompts: jax.Array, stops: "Stops", num_prompts: int) -> "Stops":
-        """Return these with those, of one shape, of some other prompts, i32[K] of Q."""
+        """Replace the stop conditions of prompts, i32[K], by others of one shape."""
 
         def put(old: jax.Array | None, new: jax.Array | None) -> jax.Array | None:
             was, now = [() if rows is None else rows.shape for rows in (old, new)]
             is_shared = old is not None and old.size and was[0] != num_prompts
             if was[1:] != now[1:] or is_shared:
                 raise ValueError(
-                    f"what stops added prompts must have the shape of the first call: "
-                    f"its stops are {list(was)}, those added {list(now)}, with rows "
+                    f"stops of added prompts must have the shape of the first "
+                    f"call, {list(was)}, got {list(now)}, with rows "
                     f"for {num_prompts} prompts; begin with stop_tokens i32[B, E] and "
                     f"stop_sequences i32[B, F, C], and add both"
                 )
@@ -88,20 +88,20 @@ class Stops:
 
 
 def as_stop_tokens(tokens: Any) -> np.ndarray[Any, Any] | jax.Array:
-    """Return stop tokens, i32[], i32[E] or i32[Q, E]; in numpy what it can hold."""
+    """Return stop tokens, i32[], i32[E] or i32[Q, E]; host values in numpy."""
     return _as_integers(
         "stop_tokens",
         tokens,
-        "stop_tokens must be token ids, i32[E], or i32[B, E] with those of each prompt",
+        "stop_tokens must be token ids, i32[E], or i32[B, E], a row for each prompt",
         (0, 1, 2),
     )
 
 
 def as_stop_sequences(sequences: Any) -> np.ndarray[Any, Any] | jax.Array:
-    """Return i32[F, C] or i32[Q, F, C], -1 behind; in numpy what it can hold."""
+    """Return i32[F, C] or i32[Q, F, C], padded with -1; host values in numpy."""
     expected = (
-        "stop_sequences must be i32[F, C], one a row and -1 after its end, or "
-        "i32[B, F, C] with those of each prompt; or lists of token ids"
+        "stop_sequences must be i32[F, C], one per row and -1 past its end, or "
+        "i32[B, F, C] with F for each prompt; or lists of token ids"
     )
     axes = _count_axes(sequences)
     if isinstance(sequences, list | tuple) and axes == 2:
@@ -114,14 +114,14 @@ def as_stop_sequences(sequences: Any) -> np.ndarray[Any, Any] | jax.Array:
 
 
 def _count_axes(values: Any) -> int:
-    """Return how deep lists are nested, with the axes of arrays in them."""
+    """Return the depth of nested lists, including the axes of arrays in them."""
     if isinstance(values, list | tuple):
         return 1 + max(map(_count_axes, values), default=0)
     return np.ndim(values)
 
 
 def _stack(rows: list[Any]) -> np.ndarray[Any, Any] | jax.Array:
-    """Return what each of Q prompts has, [F, C], as [Q, F, C], filled up with -1."""
+    """Stack Q arrays [F, C] to [Q, F, C], padded with -1."""
     xp: Any = jnp if any(isinstance(each, jax.Array) for each in rows) else np
     most = np.max([each.shape for each in rows], axis=0)
     padded = [
@@ -138,7 +138,7 @@ def _stack(rows: list[Any]) -> np.ndarray[Any, Any] | jax.Array:
 def _as_integers(
     name: str, values: Any, expected: str, axes: tuple[int, ...]
 ) -> np.ndarray[Any, Any] | jax.Array:
-    """Return integers with so many axes as i32; nothing has no dtype of its own."""
+    """Return i32 values with an allowed number of axes; empty lists are integers."""
     is_array = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(values))
     try:
         array: Any = (jnp if is_array else np).asarray(values)
@@ -147,8 +147,8 @@ def _as_integers(
     is_integer = array.size == 0 or jnp.issubdtype(array.dtype, jnp.integer)
     if array.ndim not in axes or not is_integer:
         raise UsageError(
-            f"{expected}, got {array.dtype}{list(array.shape)}; the engine stops at "
-            f"strings (`stop_strings`), the loops inside jit at token ids"
+            f"{expected}, got {array.dtype}{list(array.shape)}; the engine takes "
+            f"strings (`stop_strings`), the loops inside jit take token ids"
         )
     return as_ids(name, array)
 
@@ -156,13 +156,13 @@ def _as_integers(
 def _check_rows(name: str, rows: jax.Array, num_prompts: int) -> None:
     if rows.shape[0] not in (1, num_prompts):
         raise ValueError(
-            f"{name} must have one row for each of {num_prompts} prompts, or none; got "
+            f"{name} must have one row for each of {num_prompts} prompts, or 1, got "
             f"shape {list(rows.shape)}"
         )
 
 
 def _to_the_right(sequences: jax.Array) -> jax.Array:
-    """Move sequences, i32[..., C], to the right, -1 in front instead of behind."""
+    """Right-align padded sequences, i32[..., C]: padding moves to the front."""
     width = sequences.shape[-1]
     column = jax.lax.broadcasted_iota(jnp.int32, sequences.shape, sequences.ndim - 1)
     is_token = jnp.cumprod((sequences >= 0).astype(jnp.int32), axis=-1)
@@ -175,7 +175,7 @@ def _to_the_right(sequences: jax.Array) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Prompts:
-    """Q prompts, each continued by as many sequences as there are samples.
+    """Q prompts, each with `num_samples` completions.
 
     Example:
       >>> from jkv.decoding import Prompts
@@ -186,11 +186,12 @@ class Prompts:
     tokens: jax.Array  # i32[Q, P]
     lengths: jax.Array  # i32[Q]
     limits: jax.Array  # i32[Q], most new tokens of each of its sequences
-    salts: jax.Array  # i32[Q], domain of the prefix index
-    priorities: jax.Array  # i32[Q], smaller ones are begun before larger ones
-    # i32[Q], how each is steered, -1 not at all; None if nothing was said, or is
+    salts: jax.Array  # i32[Q], cache salts of the prefix index
+    priorities: jax.Array  # i32[Q], smaller ones start first
+    # i32[Q], variant of the logits processor, -1 for none; None for the first, or
+    # without a processor.
     variants: jax.Array | None = None
-    stops: Stops | None = None  # what ends them; None if nothing was said, or is apart
+    stops: Stops | None = None  # None without stop conditions, or after `divide`
 
     @classmethod
     @explains_arguments
@@ -204,22 +205,22 @@ class Prompts:
         stop_tokens: Integers | None = None,
         stop_sequences: Texts | None = None,
     ) -> "Prompts":
-        """Take the tokens before each row's first negative entry.
+        """Return prompts from the tokens before each row's first negative entry.
 
         Args:
-          texts: i32[B, P], -1 after each prompt's end, or a list of token ids for each;
-            one that is empty is not begun. Lists of other lengths compile anew.
-          limits: i32[B], most new tokens of each; None is as many as of any.
-          salts: i32[B] or int, domains of the prefix cache, if the cache has one: what
-            earlier prompts of a domain left behind is not computed again. The number of
-            the weights keeps versions apart.
-          variants: i32[B] or int, how each prompt is steered, of
-            `steering.num_variants` ways; -1 is not at all, None the first of them.
-          stop_tokens: i32[E], tokens that end a sequence; they are kept in the result.
-            Each prompt can have its own, i32[B, E] with -1 for none.
-          stop_sequences: i32[F, C], -1 after each one's end, or a list of token ids for
-            each: a sequence ends when its new tokens end with one of them; they are
-            kept. Of each prompt: i32[B, F, C], or a list of such lists.
+          texts: i32[B, P], -1 past the end of each, or a list of token ids for each; an
+            empty prompt is not started. Lists of other lengths compile anew.
+          limits: i32[B], most new tokens of each; None is `max_new_tokens`.
+          salts: i32[B] or int, cache salts: prefix cache hits are limited to prompts of
+            the same salt. Use the version of the weights to keep versions apart.
+          variants: i32[B] or int, variant of the logits processor for each prompt,
+            below `steering.num_variants`; -1 is none, None the first.
+          stop_tokens: i32[E], tokens that finish a sequence; they are kept in the
+            result. Or i32[B, E] with a row for each prompt, -1 for none.
+          stop_sequences: i32[F, C], -1 past the end of each, or a list of token ids for
+            each: a sequence finishes when its new tokens end with one; they are kept in
+              the result. Or
+            i32[B, F, C], or a list of such lists, for each prompt.
 
         Raises:
           UsageError: for arguments of a wrong shape or type.
@@ -248,14 +249,14 @@ class Prompts:
         )
 
     def divide(self, max_new_tokens: int) -> "tuple[Prompts, Stops]":
-        """Return them with limits of so many new tokens, and apart what ends them."""
+        """Cap `limits` at `max_new_tokens` and split off the stop conditions."""
         limits = jnp.minimum(self.limits, max_new_tokens)
         stops = self.stops or Stops.of(None, None, self.lengths.shape[0])
         return dataclasses.replace(self, limits=limits, stops=None), stops
 
 
 class OfPrompts(TypedDict, total=False):
-    """What is said of each prompt, as arguments of a loop; as `Prompts.of` has it."""
+    """The arguments of `Prompts.of`, as keyword arguments of a loop."""
 
     limits: Integers | None
     salts: Integers
@@ -274,10 +275,10 @@ def count_tokens(texts: jax.Array) -> jax.Array:
 
 
 def find_malformed(prompts: Prompts, vocabulary: int) -> jax.Array:
-    """Return which prompts are no texts, bool[Q]: they are never begun.
+    """Return True for malformed prompts, bool[Q], which are never started.
 
-    A token behind the first -1, an id below -1, or one that the model does not know;
-    outside of jit, where the tokens are known, these raise UsageError.
+    Malformed are a token after the first -1, an id below -1, and an id outside of the
+    vocabulary. For concrete tokens, outside jit, these raise UsageError.
     """
     tokens = prompts.tokens
     if not isinstance(tokens, jax.core.Tracer):
@@ -288,22 +289,22 @@ def find_malformed(prompts: Prompts, vocabulary: int) -> jax.Array:
 
 
 def _check_tokens(tokens: np.ndarray[Any, Any], vocabulary: int) -> None:
-    """Refuse prompts, i32[Q, P], that are no texts."""
+    """Raise UsageError for the first malformed prompt of i32[Q, P]."""
     is_behind = (tokens >= 0) & np.logical_or.accumulate(tokens < 0, axis=1)
     for row, column in np.argwhere(is_behind | (tokens < -1) | (tokens >= vocabulary)):
         raise UsageError(
             f"prompt {row} has {tokens[row, column]} at position {column}; a prompt is "
             f"token ids from 0 to {vocabulary - 1} from the first position on, and -1 "
-            f"behind its end only (no padding on the left, none between tokens)"
+            f"past its end only (no padding on the left, none between tokens)"
         )
 
 
 def refuse_unknown(
-    name: str,  # what the texts are, one of them
-    texts: jax.Array,  # i32[B, P], negative past each text's end
-    vocabulary: int,  # tokens that the model knows, V
+    name: str,  # name of a sequence in messages
+    texts: jax.Array,  # i32[B, P], negative past the end of each
+    vocabulary: int,  # vocabulary size, V
 ) -> None:
-    """Refuse texts with a token that the model does not know, outside of jit."""
+    """Raise UsageError for token ids outside of the vocabulary, outside jit."""
     if isinstance(texts, jax.core.Tracer):
         return
     tokens = np.asarray(texts)
@@ -319,9 +320,9 @@ def find_tokens(
     prompts: Prompts,
     result: Generation,  # of N sequences
     sequences: jax.Array,  # i32[...]
-    positions: jax.Array,  # i32[...], in the text
+    positions: jax.Array,  # i32[...], in the sequence
 ) -> jax.Array:
-    """Return tokens of texts, prompts and what was generated behind, i32[...]; or 0."""
+    """Return tokens of sequences, prompt and completion, i32[...]; 0 past the end."""
     num_samples = result.tokens.shape[0] // prompts.tokens.shape[0]
     prompt = jax.lax.div(sequences, jnp.int32(num_samples))
     behind = positions - gather(prompts.lengths, prompt)
@@ -335,7 +336,7 @@ def find_texts(
     result: Generation,  # of N sequences
     sequences: jax.Array,  # i32[K]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return whole texts, i32[K, P + G], -1 behind each, and their lengths, i32[K]."""
+    """Return whole sequences, i32[K, P + G], padded with -1; and lengths, i32[K]."""
     num_samples = result.tokens.shape[0] // prompts.tokens.shape[0]
     prompt = jax.lax.div(sequences, jnp.int32(num_samples))
     lengths = gather(prompts.lengths, prompt) + gather(result.lengths, sequences)

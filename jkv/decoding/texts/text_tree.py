@@ -1,10 +1,9 @@
-"""Trees of texts: segments of tokens, each of which continues another one.
+"""Trajectory trees: segments of tokens that continue other segments.
 
-What a rollout leaves is a tree: a prompt, its samples, the answers of tools, branches.
-Kept as separate texts, its prompts and turns are there many times. Here each token is
-there once, in a row of its own, and a segment names the one that it continues.
-Training on such trees, instead of on each branch as a text of its own: "Tree Training"
-(arXiv 2511.00413, https://arxiv.org/abs/2511.00413).
+A rollout leaves a tree: a prompt, its samples, tool results, branches. Stored as
+separate sequences, prompts and turns would be repeated. Here each token has one row,
+and a segment names its parent. Training on such trees instead of on each branch:
+"Tree Training" (arXiv 2511.00413, https://arxiv.org/abs/2511.00413).
 
 Symbols: R rows, S segments, N new segments of at most C tokens.
 """
@@ -30,15 +29,17 @@ Numbers = np.ndarray[Any, Any]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TextTree:
-    """R tokens in S segments, each of which continues another segment or nothing.
+    """A trajectory tree: R tokens in S segments with shared prefixes.
 
-    The text of a segment is the text of its parent and then its own tokens. Invariants:
+    The sequence of a segment is its parent's sequence followed by its own tokens.
+    Invariants:
 
-    1. A parent stands before its children: `parents[s] < s`, and -1 for a root.
-    2. The rows of a segment stand side by side, in the order of its tokens. A segment
-       may have none.
+    1. Parents precede their children: `parents[s] < s`, and -1 for a root.
+    2. The rows of a segment are contiguous, in the order of its tokens. A segment may
+    be
+       empty.
     3. A row without a token has -1 in `tokens` and in `segments`.
-    4. No text of a segment is longer than `max_length`.
+    4. No sequence is longer than `max_length`.
 
     `jkv.score` takes such a tree. A row without a token is computed like any other.
 
@@ -49,28 +50,29 @@ class TextTree:
       ([5, 6, 7, 8, 9, 4], [0, 0, 0, 1, 2, 2], 5)
     """
 
-    tokens: jax.Array  # i32[R], token ids, -1 where a row has none
-    segments: jax.Array  # i32[R], the segment of each row, -1 where it has none
-    parents: jax.Array  # i32[S], the segment that each one continues, -1 for none
-    # Most tokens of a text, or more. Static: block tables are as wide.
+    tokens: jax.Array  # i32[R], token ids, -1 for none
+    segments: jax.Array  # i32[R], the segment of each row, -1 for none
+    parents: jax.Array  # i32[S], the parent of each segment, -1 for none
+    # Upper bound of the tokens of a sequence. Static: the width of block tables.
     max_length: int = dataclasses.field(metadata={"static": True})
 
     @classmethod
     @explains_arguments
     def of(cls, texts: Texts, parents: Integers = NO_PARENT) -> "TextTree":
-        """Make a tree of segments, parents before their children.
+        """Return a tree of segments, parents before their children.
 
-        Outside jit it has a row for each token. Inside jit, where nobody knows how many
-        tokens there are, it has a row for each place of `texts`.
+        Outside jit it has a row for each token. Inside jit, where lengths are unknown,
+        it has a row for each entry of `texts`.
 
         Args:
-          texts: i32[S, C], -1 after each segment's end, or a list of token ids of each.
-          parents: i32[S], the number of the segment that each one continues, -1 for
-            none. An int holds for all.
+          texts: i32[S, C], -1 past the end of each segment, or a list of token ids of
+            each.
+          parents: i32[S], the parent of each segment, -1 for none; an int holds for
+            all.
 
         Raises:
-          ValueError: for arguments of a wrong shape or type; for a parent that does not
-            stand before its child, where that is known: outside jit.
+          ValueError: for arguments of a wrong shape or type; outside jit, for a parent
+            that does not precede its child.
         """
         given = as_prompts(texts, "texts")
         (known,) = broadcast(given.shape[0], parents=parents)
@@ -78,17 +80,17 @@ class TextTree:
 
     @property
     def num_rows(self) -> int:
-        """R."""
+        """The number of rows, R."""
         return self.tokens.shape[0]
 
     @property
     def num_segments(self) -> int:
-        """S."""
+        """The number of segments, S."""
         return self.parents.shape[0]
 
     @property
     def lengths(self) -> jax.Array:
-        """Tokens of each segment without those of its parents, i32[S]."""
+        """The tokens of each segment without its parents', i32[S]."""
         ones = (self.segments >= 0).astype(jnp.int32)
         segments = jnp.where(self.segments >= 0, self.segments, self.num_segments)
         empty = jnp.zeros((self.num_segments,), jnp.int32)
@@ -101,17 +103,17 @@ def empty_tree() -> TextTree:
 
 
 class TreeRows(NamedTuple):
-    """The rows of new segments."""
+    """Rows of new segments."""
 
     tokens: jax.Array  # i32[n], -1 for none
-    owners: jax.Array  # i32[n], which of the N new segments, -1 for none
-    places: jax.Array  # i32[n], where in i32[N * C] the token stood
+    owners: jax.Array  # i32[n], index of the new segment, -1 for none
+    places: jax.Array  # i32[n], index of the token in i32[N * C]
 
 
 def list_rows(texts: jax.Array) -> TreeRows:
-    """Return a row for each token of i32[N, C], in jit for each place; -1 is none."""
+    """Return a row for each token of i32[N, C]; in jit for each entry."""
     if is_known(texts):
-        # In numpy: each number of tokens would be a program of its own.
+        # In numpy: each number of tokens would compile a program.
         known = np.asarray(texts)
         is_token = np.logical_and.accumulate(known >= 0, axis=1).reshape(-1)
         kept = np.flatnonzero(is_token)
@@ -121,7 +123,7 @@ def list_rows(texts: jax.Array) -> TreeRows:
 
 
 def list_places(texts: jax.Array) -> TreeRows:
-    """Return a row for each place of i32[N, C], whatever stands there."""
+    """Return a row for each entry of i32[N, C], token or padding."""
     count, width = texts.shape
     column = jnp.arange(width, dtype=jnp.int32)[None]
     is_there = (column < count_tokens(texts)[:, None]).reshape(-1)
@@ -132,7 +134,7 @@ def list_places(texts: jax.Array) -> TreeRows:
 
 
 def join_arrays(one: jax.Array, other: jax.Array) -> jax.Array:
-    """Return one array behind the other; where both are known without a program."""
+    """Concatenate two arrays; concrete ones in numpy, without compiling."""
     if is_known((one, other)):
         return jnp.asarray(np.concatenate([np.asarray(one), np.asarray(other)]))
     return jnp.concatenate([one, other])
@@ -142,20 +144,20 @@ def join_arrays(one: jax.Array, other: jax.Array) -> jax.Array:
 def grow(tree: TextTree, texts: Texts, parents: Integers) -> tuple[TextTree, jax.Array]:
     """Add segments to a tree.
 
-    Outside jit a row is added for each token, inside jit for each place of `texts`.
+    Outside jit a row is added for each token, inside jit for each entry of `texts`.
 
     Args:
       tree: S segments.
-      texts: i32[N, C], -1 after each segment's end, or a list of token ids of each.
-      parents: i32[N], the segment of the tree that each one continues, -1 for none. An
-        int holds for all.
+      texts: i32[N, C], -1 past the end of each segment, or a list of token ids of each.
+      parents: i32[N], the parent of each new segment in the tree, -1 for none; an int
+        holds for all.
 
     Returns:
       The tree, and i32[N], the numbers of the new segments: S, S + 1, ...
 
     Raises:
-      ValueError: for arguments of a wrong shape or type; for a parent that is no
-        segment of the tree, where that is known: outside jit.
+      ValueError: for arguments of a wrong shape or type; outside jit, for a parent that
+        is not in the tree.
 
     Example:
       >>> import jkv
@@ -171,15 +173,15 @@ def grow(tree: TextTree, texts: Texts, parents: Integers) -> tuple[TextTree, jax
     if is_known(known):
         for text in np.flatnonzero(np.asarray(known) >= first):
             raise UsageError(
-                f"text {text} has parent {known[text]}, and the tree has the segments "
-                f"0 to {first - 1}; -1 is for none"
+                f"parents[{text}] must be a segment of the tree, "
+                f"0 to {first - 1}, or -1 for none, got {known[text]}"
             )
     numbers = np.arange(first, first + given.shape[0], dtype=np.int32)
     return _continue(tree, given, known), jnp.asarray(numbers)
 
 
 def _continue(tree: TextTree, texts: jax.Array, parents: jax.Array) -> TextTree:
-    """Add rows of new segments, whose parents, i32[N], are numbers in the new tree."""
+    """Add new segments with parents, i32[N], numbered in the new tree."""
     rows = list_rows(texts)
     xp: Any = np if is_known(rows.owners) else jnp
     segments = xp.where(rows.owners >= 0, rows.owners + tree.num_segments, -1)
@@ -198,7 +200,7 @@ def _continue(tree: TextTree, texts: jax.Array, parents: jax.Array) -> TextTree:
 
 
 def _bound_length(tree: TextTree, parents: jax.Array, width: int) -> int:
-    """Return how long texts may be with C new tokens below parents, i32[N]."""
+    """Return an upper bound of lengths with C new tokens after parents, i32[N]."""
     first = tree.num_segments
     if not is_known(parents):
         return tree.max_length + width * (1 if first else parents.shape[0])
@@ -211,16 +213,16 @@ def _bound_length(tree: TextTree, parents: jax.Array, width: int) -> int:
 
 
 def is_known(arrays: Any) -> bool:
-    """Whether the numbers of a pytree are known: outside jit, or as constants in it."""
+    """Return True if a pytree is concrete: outside jit, or constants inside it."""
     return not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arrays))
 
 
 class Measures(NamedTuple):
-    """Where the segments of a known tree stand."""
+    """Positions of the segments of a concrete tree."""
 
-    first_rows: Numbers  # i32[S], R for a segment without tokens
+    first_rows: Numbers  # i32[S], R for an empty segment
     lengths: Numbers  # i32[S]
-    ends: Numbers  # i32[S], tokens of each segment's text
+    ends: Numbers  # i32[S], tokens of each segment's sequence
 
 
 def measure(tree: TextTree) -> Measures:
@@ -238,17 +240,17 @@ def measure(tree: TextTree) -> Measures:
 
 @explains_arguments
 def read_text(tree: TextTree, segment: int) -> list[int]:
-    """Return the text of a segment: that of its parents, and its own tokens (host).
+    """Return the sequence of a segment, its parents' tokens and its own (host).
 
     Args:
-      tree: whose numbers are known.
+      tree: a concrete tree.
       segment: its number.
 
     Returns:
       Token ids, in order.
 
     Raises:
-      ValueError: for a number that no segment has.
+      ValueError: for a number without a segment.
 
     Example:
       >>> import jkv
@@ -271,7 +273,7 @@ def read_text(tree: TextTree, segment: int) -> list[int]:
 
 
 def check_tree(tree: TextTree) -> None:
-    """Refuse what is no tree: shapes and types always, numbers where they are known."""
+    """Check shapes and dtypes of a tree, and its numbers if they are concrete."""
     sizes: dict[str, int] = {}
     for name in ("tokens", "segments", "parents"):
         array = getattr(tree, name)
@@ -282,31 +284,31 @@ def check_tree(tree: TextTree) -> None:
 
 
 def _check_numbers(tree: TextTree) -> None:
-    """Refuse the first number of a known tree that breaks an invariant."""
+    """Raise UsageError for the first number that breaks an invariant."""
     tokens, segments, parents = (
         np.asarray(each) for each in (tree.tokens, tree.segments, tree.parents)
     )
     numbers = np.arange(len(parents))
     for segment in np.flatnonzero((parents >= numbers) | (parents < NO_PARENT)):
         raise UsageError(
-            f"segment {segment} has parent {parents[segment]}; a parent stands before "
-            f"its children, and -1 is for none"
+            f"segment {segment} has parent {parents[segment]}; a parent must precede "
+            f"its children, or be -1 for none"
         )
     is_wrong = (segments >= len(parents)) | (segments < -1)
     is_wrong |= (segments < 0) != (tokens < 0)
     for row in np.flatnonzero(is_wrong):
         raise UsageError(
             f"row {row} has token {tokens[row]} and segment {segments[row]} of "
-            f"{len(parents)}; a row without a token has -1 in both"
+            f"{len(parents)}; a row without a token needs -1 in both"
         )
-    # Each segment begins once.
+    # Each segment starts once.
     begins = segments[np.flatnonzero(np.diff(segments, prepend=-1) != 0)]
     num_begins = np.bincount(begins[begins >= 0], minlength=1)
     for segment in np.flatnonzero(num_begins > 1):
-        raise UsageError(f"the rows of segment {segment} do not stand side by side")
+        raise UsageError(f"the rows of segment {segment} must be contiguous")
     ends = measure(tree).ends
     for segment in np.flatnonzero(ends > tree.max_length):
         raise UsageError(
-            f"the text of segment {segment} has {ends[segment]} tokens, and "
-            f"max_length is {tree.max_length}"
+            f"the sequence of segment {segment} has {ends[segment]} tokens; "
+            f"max_length must be at least that, got {tree.max_length}"
         )
