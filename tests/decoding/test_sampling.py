@@ -260,7 +260,7 @@ def test_a_key_becomes_a_seed():
     assert (first != other).any()
     same = Sampling(temperature=1.0, seeds=options[0].seeds)
     np.testing.assert_array_equal(sample(flat, same)[0], first)
-    with pytest.raises(ValueError, match="seeds or a key"):
+    with pytest.raises(ValueError, match="seeds and key"):
         Sampling(key=keys[0], seeds=3)
     with pytest.raises(TypeError, match=r"jax\.random\.key"):
         Sampling(key=3)

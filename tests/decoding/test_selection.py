@@ -67,7 +67,7 @@ def test_equals_the_plain_choice(answers):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(num_samples=7), "240 sequences cannot have 7 samples"),
+        (dict(num_samples=7), "num_samples must divide the 240 sequences"),
         (dict(num_samples=6, by="likelihood"), 'by must be "mean_logprob" or'),
         (
             dict(num_samples=6, by="majority", answers=jnp.zeros(6, jnp.int32)),

@@ -1,1 +1,1 @@
-"""From logits to tokens: options, filters, draws, and what ends a text."""
+"""Sampling: options, filters, draws, and the end of completions."""

@@ -1,4 +1,4 @@
-"""Best of n: one of several samples of each prompt, by likelihood or by vote.
+"""Best of n: select a sample of each prompt by likelihood or majority vote.
 
 Symbols: Q prompts of S samples, N = Q * S sequences, A numbers of an answer.
 """
@@ -20,27 +20,26 @@ def select_best(
     by: Literal["mean_logprob", "majority"] = "mean_logprob",
     answers: jax.Array | None = None,  # i32[N] or i32[N, A]
 ) -> jax.Array:
-    """Choose one sample of each prompt.
+    """Select one sample of each prompt.
 
-    By "mean_logprob" the one whose tokens are the most likely on average, which does
-    not prefer short ones as their sum would. By "majority" the answer that most samples
-    have, which is self-consistency (Wang et al., arXiv 2203.11171); among samples that
-    have it, and among answers with as many, the mean log-probability decides, then the
-    order. Samples without a token, or without a number for a likelihood, come last.
+    "mean_logprob" selects the highest mean log-probability per token, which unlike the
+    sum does not prefer short samples. "majority" selects the most frequent answer:
+    self-consistency (Wang et al., arXiv 2203.11171). Ties, between answers and among
+    the samples of one, go to the highest mean log-probability, then to the first.
+    Samples without a token, or with a NaN likelihood, come last.
 
     Args:
-      result: what `generate` returned with these samples.
+      result: returned by `generate` with these samples.
       num_samples: samples of each prompt, S; static.
       by: "mean_logprob" or "majority"; static.
-      answers: what a majority agrees on: a number for each sequence, or the tokens of
-        its answer. None is all of its new tokens. A sequence whose first number is
-        negative has no answer and no vote.
+      answers: a number for each sequence, or the tokens of its answer, for "majority".
+        None is all new tokens. A sequence with a negative first number has no vote.
 
     Returns:
-      i32[Q], the sequence chosen for each prompt, a row of `result`.
+      i32[Q], the selected sequence of each prompt, a row of `result`.
 
     Raises:
-      ValueError: for numbers of samples or answers that do not fit the result.
+      ValueError: for `num_samples` or `answers` that do not match the result.
 
     Example:
       >>> import jax.numpy as jnp, jkv
@@ -57,8 +56,8 @@ def select_best(
     num_sequences = result.lengths.shape[0]
     if num_samples < 1 or num_sequences % num_samples:
         raise ValueError(
-            f"a result of {num_sequences} sequences cannot have {num_samples} samples "
-            f"of each prompt; give the num_samples that generate was given"
+            f"num_samples must divide the {num_sequences} sequences of the result, got "
+            f"{num_samples}; pass the num_samples of generate"
         )
     if by not in ("mean_logprob", "majority"):
         raise ValueError(f'by must be "mean_logprob" or "majority", got {by!r}')
@@ -70,7 +69,7 @@ def select_best(
         votes = _count_votes(result, num_samples, answers)
         is_most = votes == jnp.max(votes, axis=1, keepdims=True)
         means = jnp.where(is_most, means, -jnp.inf)
-        # Where no likelihood is a number, the votes alone decide.
+        # If every likelihood is NaN, the votes alone decide.
         best = jnp.argmax(is_most & (means == means.max(axis=1, keepdims=True)), axis=1)
     else:
         best = jnp.argmax(means, axis=1)
@@ -81,7 +80,7 @@ def select_best(
 def _count_votes(
     result: Generation, num_samples: int, answers: jax.Array | None
 ) -> jax.Array:
-    """Return how many samples of its prompt have each one's answer, i32[Q, S]."""
+    """Return the samples of the same prompt with the same answer, i32[Q, S]."""
     given = jnp.asarray(result.tokens if answers is None else answers)
     expect("answers", given, "N | N A", {"N": result.lengths.shape[0]}, jnp.integer)
     given = given.reshape(-1, num_samples, given.size // given.shape[0])

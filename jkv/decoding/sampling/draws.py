@@ -1,17 +1,17 @@
-"""From logits to tokens: the most likely one, or one draw from what filters keep.
+"""Greedy choice and sampling from filtered logits.
 
 Filters are a penalty, temperature, top-k, top-p and min-p. Nothing is sorted. Top-k and
 top-p keep the same kind of set: token i stays while the tokens strictly above it weigh
-less than a limit, where a token weighs 1 for top-k and its probability for top-p. So
-each is one number, the smallest kept logit, found by bisection over the 32 bits of a
-float, a masked sum a bit.
+less than a limit; a token weighs 1 for top-k and its probability for top-p. So each is
+one number, the smallest kept logit, found by bisection over the 32 bits of a float,
+with one masked sum per bit.
 
 A draw inverts the cumulative distribution in two levels, a tile and a token in it, with
-two uniform numbers in place of one Gumbel number per token of the vocabulary. A row's
-randomness depends on its own seed and on how many tokens it has generated, so a
-sequence's text does not depend on its neighbours or on the batch's size.
+two uniform numbers instead of one Gumbel number per token of the vocabulary. A row's
+random numbers depend only on its own seed and its number of generated tokens, so a
+completion does not depend on its neighbours or on the batch size.
 
-Symbols: B sequences of a call, V tokens in the vocabulary.
+Symbols: B sequences of a call, V vocabulary size.
 """
 
 import functools
@@ -33,14 +33,14 @@ from jkv.decoding.sampling.options import (
 from jkv.sharding.loops import while_loop
 from jkv.steering import Steering
 
-# Logits that are searched in one go on a CPU too, 1 MiB of them.
+# Logits searched at once on a CPU, 1 MiB.
 _MOST_AT_ONCE = 2**18
 
-# The limit of a top-p of 0, which keeps the most likely token alone.
+# Limit for a top-p of 0, which keeps only the most likely token.
 _LEAST_MASS = float(jnp.finfo(jnp.float32).tiny)
 
-# A choice picks one of V / _TILE tiles, then one token of it: for a draw two short
-# cumulative sums in place of one of length V.
+# A choice selects one of V / _TILE tiles, then a token in it: two short cumulative sums
+# instead of one of length V.
 _TILE = 128
 
 
@@ -51,20 +51,20 @@ def filter_logits(
     *,
     seen: jax.Array | None = None,  # bool[B, V]
 ) -> jax.Array:
-    """Return the logits that `sample` draws from.
+    """Return the filtered logits that `sample` draws from.
 
     Args:
       logits: f32[B, V].
-      sampling: how to choose.
-      seen: bool[B, V], tokens that the repetition penalty applies to; None is none.
+      sampling: sampling options.
+      seen: bool[B, V], tokens with a repetition penalty; None is none.
 
     Returns:
-      f32[B, V], penalised, divided by the temperature, less each row's maximum; -inf
-      where a filter removes the token. A greedy row (temperature 0) keeps its most
-      likely tokens only.
+      f32[B, V], penalised, divided by the temperature, minus each row's maximum; -inf
+      for removed tokens. A greedy row (temperature 0) keeps only its most likely
+      tokens.
 
     Raises:
-      ValueError: for a field of `sampling` that is neither one number nor B.
+      ValueError: for a field of `sampling` that is neither a scalar nor [B].
 
     Example:
       >>> import jax.numpy as jnp
@@ -78,10 +78,9 @@ def filter_logits(
 
 
 class PerRow(NamedTuple):
-    """`Sampling` with one value a row; fields as there.
+    """`Sampling` with one value per row, with the same fields.
 
-    None stands for a Python number that switches the option off: nothing is compiled
-    for it.
+    None replaces a Python number that turns the option off; nothing is compiled for it.
     """
 
     temperature: jax.Array | None  # f32[B]; None is greedy
@@ -92,7 +91,7 @@ class PerRow(NamedTuple):
     seeds: jax.Array  # i32[B]
 
 
-# Values that switch an option off.
+# Values that turn an option off.
 _OFF: dict[str, Callable[[float], bool]] = {
     "temperature": lambda value: value <= 0,
     "top_k": lambda value: value <= 0,
@@ -103,7 +102,7 @@ _OFF: dict[str, Callable[[float], bool]] = {
 
 
 def by_row(sampling: Sampling, num_rows: int) -> PerRow:
-    """Return the fields of `Sampling` with one value a row."""
+    """Return the fields of `Sampling` with one value per row."""
     check_sampling(sampling)
 
     def spread(name: str, dtype: Any) -> jax.Array | None:
@@ -123,7 +122,7 @@ def by_row(sampling: Sampling, num_rows: int) -> PerRow:
 
 
 def penalise(logits: jax.Array, rows: PerRow, seen: jax.Array | None) -> jax.Array:
-    """Make the tokens of `seen` less likely (Keskar et al., CTRL, 2019)."""
+    """Penalise the tokens in `seen` (Keskar et al., CTRL, 2019)."""
     if seen is None or rows.repetition_penalty is None:
         return logits
     penalty = rows.repetition_penalty[:, None]
@@ -133,7 +132,7 @@ def penalise(logits: jax.Array, rows: PerRow, seen: jax.Array | None) -> jax.Arr
 
 @jax.jit
 def filter_rows(logits: jax.Array, rows: PerRow, seen: jax.Array | None) -> jax.Array:
-    """Penalise, divide by the temperature, remove what the filters remove."""
+    """Penalise, divide by the temperature and apply the filters."""
     scaled = _scale(logits, rows, seen)
     are_on = []
     if rows.top_k is not None:
@@ -153,8 +152,8 @@ def filter_rows(logits: jax.Array, rows: PerRow, seen: jax.Array | None) -> jax.
 
 
 def _scale(logits: jax.Array, rows: PerRow, seen: jax.Array | None) -> jax.Array:
-    """Penalise, and divide by the temperature; the maximum of each row is 0 then."""
-    # Less the maximum first: then nothing overflows, however low the temperature.
+    """Penalise and divide by the temperature; each row's maximum becomes 0."""
+    # Subtract the maximum first: nothing overflows at a low temperature.
     logits = penalise(logits, rows, seen)
     shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
     cold = jnp.where(shifted == 0, jnp.float32(0), jnp.float32(-jnp.inf))
@@ -166,7 +165,7 @@ def _scale(logits: jax.Array, rows: PerRow, seen: jax.Array | None) -> jax.Array
 
 
 def _remove_by_platform(scaled: jax.Array, rows: PerRow) -> jax.Array:
-    """Go through one row after the other on a CPU, where its caches hold one row."""
+    """Filter row by row on a CPU, to stay within its caches."""
 
     def one_by_one(scaled: jax.Array, rows: PerRow) -> jax.Array:
         def remove(row: tuple[jax.Array, PerRow]) -> jax.Array:
@@ -182,18 +181,18 @@ def _remove_by_platform(scaled: jax.Array, rows: PerRow) -> jax.Array:
 
 
 def _remove(scaled: jax.Array, rows: PerRow) -> jax.Array:
-    # A search that starts at its row's maximum is over before it begins.
+    # A search that starts at its row's maximum ends at once.
     ranks = _ordered_bits(scaled)
     cut, keep_best = jnp.min(ranks, axis=-1), jnp.max(ranks, axis=-1)
 
-    # Top-k: the tokens with fewer than k above them.
+    # Top-k: tokens with fewer than k above them.
     if rows.top_k is not None:
         is_on = rows.top_k > 0
         start = jnp.where(is_on, cut, keep_best)
         kept = _smallest_kept(ranks, jnp.ones_like(ranks), rows.top_k, start=start)
         cut = jnp.where(is_on, kept, cut)
 
-    # Top-p: those with less than p of the probability that top-k left above them.
+    # Top-p: tokens with less than p of top-k's remaining mass above them.
     if rows.top_p is not None:
         weights = jnp.where(ranks >= cut[:, None], jnp.exp(scaled), jnp.float32(0))
         mass = jnp.maximum(rows.top_p * jnp.sum(weights, axis=-1), _LEAST_MASS)
@@ -215,7 +214,7 @@ def _smallest_kept(
     weights: jax.Array,  # i32[B, V] or f32[B, V]
     limits: jax.Array,  # i32[B] or f32[B], above 0
     *,
-    start: jax.Array,  # i32[B], from where each row is searched up to its maximum
+    start: jax.Array,  # i32[B], lower end of each row's search
 ) -> jax.Array:
     """Return the smallest rank above which the weights sum to less than the limit."""
 
@@ -235,7 +234,7 @@ def _smallest_kept(
 
 
 def _ordered_bits(values: jax.Array) -> jax.Array:
-    """Map f32 to i32 so that the integers compare as the floats do."""
+    """Map f32 to i32 with the same order."""
     values = jnp.where(values == 0, jnp.float32(0), values)  # -0 equals 0
     bits = lax.bitcast_convert_type(values, jnp.int32)
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
@@ -259,18 +258,18 @@ def sample(
 
     Args:
       logits: f32[B, V], finite or -inf; a token at -inf is never chosen.
-      sampling: how to choose.
-      counts: i32[B], tokens each sequence has generated before this one. Together
-        with its seed it fixes the sequence's random numbers.
-      seen: bool[B, V], tokens that the repetition penalty applies to; None is none.
+      sampling: sampling options.
+      counts: i32[B], tokens generated by each sequence so far. Together with its seed
+        they determine its random numbers.
+      seen: bool[B, V], tokens with a repetition penalty; None is none.
 
     Returns:
       tokens: i32[B].
-      logprobs: f32[B], log-probability of each under the logits as given, before
-        penalty, temperature and filters.
+      logprobs: f32[B], log-probability of each under the given logits, before penalty,
+        temperature and filters.
 
     Raises:
-      ValueError: for a field of `sampling` that is neither one number nor B.
+      ValueError: for a field of `sampling` that is neither a scalar nor [B].
 
     Example:
       >>> import jax.numpy as jnp
@@ -301,7 +300,7 @@ def _sample(
         best = lax.cond(jnp.any(is_greedy), choose_best, lambda: drawn)
         return jnp.where(is_greedy, best, drawn)
 
-    # A batch that is greedy throughout skips the filters and the draw.
+    # An all-greedy batch skips the filters and the draw.
     tokens = lax.cond(jnp.all(is_greedy), choose_best, draw_some)
     return tokens, pick_logprobs(logits, tokens)
 
@@ -315,19 +314,19 @@ def pick_logprobs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
 def find_best(logits: jax.Array) -> jax.Array:
     """Return the first of the most likely tokens of each row, i32[B].
 
-    `argmax` takes an index along with each value, one by one on a CPU. So one pass
-    finds the largest logit of each tile, and two small ones the tile and the token.
+    `argmax` carries an index with each value and is scalar on a CPU. So one pass finds
+    the largest logit of each tile, and two small ones the tile and the token.
     """
     tiles = _cut_tiles(logits, -jnp.inf)
     tile = lax.argmax(jnp.max(tiles, axis=-1), 1, jnp.int32)
     inside = jnp.take_along_axis(tiles, tile[:, None, None], axis=1)[:, 0]
-    # Any token does where there are no numbers, but no other index.
+    # With NaN logits any token may result, but the index stays valid.
     token = tile * _TILE + lax.argmax(inside, 1, jnp.int32)
     return jnp.minimum(token, logits.shape[1] - 1)
 
 
 def _cut_tiles(values: jax.Array, filling: float) -> jax.Array:
-    """Return values f32[B, V] as [B, tiles, _TILE]; the last tile is filled up."""
+    """Reshape values f32[B, V] to [B, tiles, _TILE], padding the last tile."""
     num_rows, vocabulary = values.shape
     missing = ((0, 0), (0, -vocabulary % _TILE))
     padded = jnp.pad(values, missing, constant_values=filling)
@@ -337,7 +336,7 @@ def _cut_tiles(values: jax.Array, filling: float) -> jax.Array:
 def draw(
     logits: jax.Array, seeds: jax.Array, counts: jax.Array, purpose: int = 0
 ) -> jax.Array:
-    """Draw from softmax(logits), i32[B]; the maximum of each row is 0."""
+    """Draw from softmax(logits), i32[B]; each row's maximum must be 0."""
     uniforms = draw_uniforms(seeds, counts, purpose)
     tiles = _cut_tiles(jnp.exp(logits), 0.0)
     tile = _invert(jnp.sum(tiles, axis=-1), uniforms[:, 0])
@@ -346,10 +345,10 @@ def draw(
 
 
 def draw_uniforms(seeds: jax.Array, counts: jax.Array, purpose: int = 0) -> jax.Array:
-    """Return numbers in [0, 1), f32[B, 2], by a row's seed, count and purpose alone."""
+    """Return numbers in [0, 1), f32[B, 2], determined by seed, count and purpose."""
 
     def of_row(seed: jax.Array, count: jax.Array) -> jax.Array:
-        # The generator is named: others give a batch other numbers than its rows.
+        # A fixed generator: others give a batch other numbers than its rows.
         key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), count)
         if purpose:
             key = jax.random.fold_in(key, purpose)
@@ -359,28 +358,28 @@ def draw_uniforms(seeds: jax.Array, counts: jax.Array, purpose: int = 0) -> jax.
 
 
 def _invert(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
-    """Return the index where the cumulative weights pass `uniforms` of their total."""
-    # A parallel sum need not be monotone in its last bit: an index of weight 0 is
-    # excluded by its weight, never by the sum.
+    """Return the first index with a cumulative weight above `uniforms` * total."""
+    # A parallel sum need not be monotone in its last bit, so entries of weight 0 are
+    # excluded explicitly.
     sums = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), jnp.float32(0))
     target = uniforms * jnp.max(sums, axis=-1)
     return jnp.argmax(sums > target[:, None], axis=-1).astype(jnp.int32)
 
 
 class Choice(NamedTuple):
-    """How the tokens of N sequences are chosen."""
+    """Sampling options and logits processor of N sequences."""
 
     sampling: Sampling
     steering: Steering | None = None
-    # Rows that are chosen for at a time, so that bits do not depend on how many there
-    # are; None: as they come.
+    # Rows per call of `_sample`, so that results do not depend on the batch size; None:
+    # all.
     num_rows: int | None = None
 
     def sample(
         self,
         logits: jax.Array,  # f32[K, V]
-        sampling: Sampling,  # of these rows, one number or K
-        counts: jax.Array,  # i32[K], tokens that each has generated
+        sampling: Sampling,  # of these rows, scalars or K values
+        counts: jax.Array,  # i32[K], tokens generated so far
         seen: jax.Array | None,  # bool[K, V] or None, as for `sample`
     ) -> tuple[jax.Array, jax.Array]:
         """Choose a token for each row, i32[K], with its log-probability, f32[K]."""
@@ -400,12 +399,12 @@ class Choice(NamedTuple):
 def _map_chunks(
     function: Callable[[Part], Results], rows: Part, num_rows: int
 ) -> Results:
-    """Call a function of rows for so many at a time; the last chunk is filled up."""
+    """Map a function over chunks of `num_rows` rows, padding the last one."""
     count = jax.tree.leaves(rows)[0].shape[0]
     missing = -count % num_rows
 
     def cut(array: jax.Array) -> jax.Array:
-        # The last row again: what is computed of it is dropped.
+        # Pad with the last row; its extra results are dropped.
         last = jnp.broadcast_to(array[-1:], (missing, *array.shape[1:]))
         whole = jnp.concatenate([array, last])
         return whole.reshape(-1, num_rows, *array.shape[1:])

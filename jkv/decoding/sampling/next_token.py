@@ -1,8 +1,8 @@
-"""The next token of a text: it is chosen, and may end the text by the first reason.
+"""The next token of each sequence, and its finish reason.
 
-Symbols: N sequences, W places, V tokens in the vocabulary, K lanes; Q prompts, E stop
-tokens, F stop sequences of C tokens at most. What stops all prompts alike has one row
-for all Q of them.
+Symbols: N sequences, W places, V vocabulary size, K lanes; Q prompts, E stop tokens,
+F stop sequences of C tokens at most. Stop conditions shared by all prompts have one row
+instead of Q.
 """
 
 from collections.abc import Sequence
@@ -21,26 +21,26 @@ from jkv.indexing import gather, scatter, scatter_add
 from jkv.sharding.loops import when
 from jkv.steering import Steering
 
-# Beside a token of a text there can be no such number.
+# Before the first new token; equal to no token and to no padding.
 _NO_TOKEN = -2
 
 
 class Bounds(NamedTuple):
-    """How long a text can become in this cache."""
+    """The longest sequences that fit this cache."""
 
-    max_context_length: jax.Array | int  # i32[N] where texts differ
+    max_context_length: jax.Array | int  # i32[N] if it differs
     block_size: BlockSize
-    num_blocks: Blocks  # i32[], those it would find if it were alone
+    num_blocks: Blocks  # i32[], blocks for a sequence alone
 
     def of(self, sequences: jax.Array) -> "Bounds":
-        """Return the bounds of some of N sequences, i32[K]."""
+        """Return the bounds of sequences, i32[K] of N."""
         if not jnp.ndim(self.max_context_length):
             return self
         most = gather(jnp.asarray(self.max_context_length), sequences)
         return self._replace(max_context_length=most)
 
     def exceeded(self, lengths: jax.Array) -> list[tuple[FinishReason, jax.Array]]:
-        """Return which texts of these lengths, i32[K], have a token without a slot."""
+        """Return the bounds exceeded by sequences of these lengths, i32[K]."""
         has_blocks = reach(self.num_blocks, of_tokens(lengths, self.block_size))
         return [
             (FinishReason.CONTEXT_FULL, lengths > self.max_context_length),
@@ -49,7 +49,7 @@ class Bounds(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """How far the texts of N sequences have come, and what ends them."""
+    """Prompts, results and stop conditions of N sequences."""
 
     prompts: Prompts
     stops: Stops
@@ -58,14 +58,14 @@ class Progress(NamedTuple):
 
     @property
     def is_running(self) -> jax.Array:
-        """Which of them have not ended, bool[N]."""
+        """True for sequences that have not finished, bool[N]."""
         return self.result.reasons == FinishReason.RUNNING
 
 
 def find_first(
     shape: Sequence[int], causes: list[tuple[FinishReason, jax.Array]]
 ) -> jax.Array:
-    """Return the first cause that applies, RUNNING where none does, i32[K]."""
+    """Return the first reason that applies, i32[K], or RUNNING."""
     reasons = jnp.full(shape, FinishReason.RUNNING, jnp.int32)
     for reason, applies in reversed(causes):
         reasons = jnp.where(applies, jnp.int32(reason), reasons)
@@ -78,9 +78,9 @@ def judge_prompts(
     vocabulary: int,
     steering: Steering | None = None,
 ) -> jax.Array:
-    """Return why prompts are not begun, RUNNING where they are, i32[Q].
+    """Return why prompts cannot start, i32[Q], RUNNING for valid ones.
 
-    Outside of jit, where the tokens are known, a malformed prompt raises UsageError.
+    Outside jit, for concrete tokens, a malformed prompt raises UsageError.
     """
     steered: list[tuple[FinishReason, jax.Array]] = []
     if prompts.variants is not None and steering is not None:
@@ -100,13 +100,13 @@ def judge_prompts(
 
 def judge_texts(
     progress: Progress,
-    tokens: jax.Array,  # i32[N, G], new ones
+    tokens: jax.Array,  # i32[N, G], completions
     sequences: jax.Array,  # i32[K]
-    lengths: jax.Array,  # i32[K], new tokens up to and with the one in question
-    # bool[K], those that what steers them has ended with it
+    lengths: jax.Array,  # i32[K], new tokens including the one to test
+    # bool[K], the logits processor has ended
     has_ended: jax.Array | None,
 ) -> jax.Array:
-    """Return why texts end after a token, RUNNING where they go on, i32[K]."""
+    """Return why sequences finish after a token, i32[K], RUNNING if they continue."""
     prompts = progress.prompts
     num_samples = tokens.shape[0] // prompts.lengths.shape[0]
     prompt = jax.lax.div(sequences, jnp.int32(num_samples))
@@ -132,7 +132,7 @@ def judge_texts(
 def _ends_with_any(
     tokens: jax.Array, sequences: jax.Array, lengths: jax.Array, stops: jax.Array
 ) -> jax.Array:
-    """Return which texts, i32[K], end with one of i32[K or 1, F, C], bool[K]."""
+    """Return True for completions, i32[K], that end with a stop sequence, bool[K]."""
     width = stops.shape[2]
     offset = jnp.arange(width, dtype=jnp.int32)[None]
     column = lengths[:, None] - width + offset
@@ -147,14 +147,15 @@ def choose_next(
     progress: Progress,  # of N sequences
     logits: jax.Array,  # f32[K, V]
     sequences: jax.Array,  # i32[K], N for none
-    # bool[K, V], tokens of their texts; None where no penalty applies to any
+    # bool[K, V], tokens of each sequence; None without a repetition penalty
     seen: jax.Array | None,
     choice: Choice,  # of N sequences
 ) -> tuple[Generation, jax.Array, jax.Array]:
-    """Choose a token for sequences, i32[K], and see whether they end.
+    """Choose a token for each sequence, i32[K], and update its finish reason.
 
-    Returns also f32[K, V], the logits that they were chosen from: a loop that keeps
-    memory for logits keeps these, so that what steers them writes where they are.
+    Returns:
+      The results; the tokens, i32[K]; and the processed logits, f32[K, V]. A loop that
+      carries a buffer for logits keeps the latter, so that processors write in place.
     """
     result, num_sequences = progress.result, progress.result.lengths.shape[0]
     known = jnp.minimum(sequences, num_sequences - 1)
@@ -178,12 +179,12 @@ def take_several(
     progress: Progress,  # of N sequences
     sequences: jax.Array,  # i32[W], N for none
     tokens: jax.Array,  # i32[W, C]
-    logprobs: jax.Array,  # f32[W, C], as those of a `_New`
-    # bool[W, C], whether the next token may follow this one; not the last
+    logprobs: jax.Array,  # f32[W, C], as `_New.logprobs`
+    # bool[W, C], the next token may follow; not for the last
     follows: jax.Array,
-    before: SteeredRows | None,  # W * C rows, what steers each of them
+    before: SteeredRows | None,  # W * C rows of the logits processor
 ) -> tuple[Generation, jax.Array]:
-    """Give texts tokens chosen at once; return which ones they took, bool[W, C]."""
+    """Append several tokens to sequences; return those appended, bool[W, C]."""
     result, num_sequences = progress.result, progress.result.lengths.shape[0]
     known = jnp.minimum(sequences, num_sequences - 1)
     after = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
@@ -193,7 +194,7 @@ def take_several(
     steered = None if before is None else before.advance(flat)
     new = _New(each, positions, flat, logprobs.reshape(-1), steered)
     reasons = _judge(progress, new, new.put(result.tokens))
-    # A text takes a token if it went on after all of those before.
+    # A token is appended if the sequence continues after all tokens before.
     goes_on = follows & (reasons == FinishReason.RUNNING).reshape(tokens.shape)
     last = jnp.argmin(goes_on, axis=1).astype(jnp.int32)
     is_taken = (sequences < num_sequences)[:, None] & (after <= last[:, None])
@@ -208,19 +209,19 @@ class _New(NamedTuple):
     """New tokens."""
 
     sequences: jax.Array  # i32[K], N for none
-    positions: jax.Array  # i32[K], among the new tokens of the sequence
+    positions: jax.Array  # i32[K], index in the completion
     tokens: jax.Array  # i32[K]
-    # f32[K], NaN if the logits were no numbers, -inf if no token was allowed
+    # f32[K], NaN for NaN logits, -inf if all tokens are masked
     logprobs: jax.Array
     steered: SteeredRows | None  # K rows, after the tokens
 
     def put(self, tokens: jax.Array) -> jax.Array:
-        """Return tokens, i32[N, G], with the new ones."""
+        """Return completions, i32[N, G], with the new tokens."""
         sequences = self.find_served(tokens.shape[0])
         return scatter(tokens, (sequences, self.positions), self.tokens)
 
     def find_served(self, num_sequences: int) -> jax.Array:
-        """Return the sequences that get a token, i32[K]; N for those without."""
+        """Return the sequences that get a token, i32[K], or N."""
         has_none = jnp.isnan(self.logprobs)
         if self.steered is not None:
             has_none |= self.is_refused
@@ -228,12 +229,12 @@ class _New(NamedTuple):
 
     @property
     def is_refused(self) -> jax.Array:
-        """Which were allowed no token, bool[K], of those that are steered."""
+        """True where the logits processor masked all tokens, bool[K]."""
         return self.logprobs == -jnp.inf
 
 
 def _judge(progress: Progress, new: _New, written: jax.Array) -> jax.Array:
-    """Return why texts end after tokens, among those written, i32[N, G]; i32[K]."""
+    """Return why sequences finish after their new tokens, i32[K]."""
     known = jnp.minimum(new.sequences, progress.result.lengths.shape[0] - 1)
     ended = new.steered and new.steered.has_ended()
     reasons = judge_texts(progress, written, known, new.positions + 1, ended)
@@ -247,15 +248,15 @@ def _judge(progress: Progress, new: _New, written: jax.Array) -> jax.Array:
 def _put(
     result: Generation,  # of N sequences
     new: _New,  # K tokens
-    written: jax.Array,  # i32[N, G], with them
-    reasons: jax.Array,  # i32[K], why texts end with each
-    # i32[K], the sequence of which it is the newest token, N for none
+    written: jax.Array,  # i32[N, G], with the new tokens
+    reasons: jax.Array,  # i32[K], finish reason after each token
+    # i32[K], the sequence if this is its newest token, else N
     newest: jax.Array,
 ) -> Generation:
-    """Add new tokens, and end texts."""
+    """Add new tokens to the results and set finish reasons."""
     num_sequences = result.lengths.shape[0]
     served = new.find_served(num_sequences)
-    # They all ran until now, and mostly go on.
+    # All ran until now, and most continue.
     ended = jnp.where(reasons == FinishReason.RUNNING, num_sequences, new.sequences)
     return result._replace(
         tokens=written,
@@ -277,10 +278,10 @@ def _put(
 def sampling_of(
     sampling: Sampling, num_sequences: int, sequences: jax.Array
 ) -> Sampling:
-    """Return how tokens of some of N sequences are chosen, i32[K]; a number stays."""
+    """Return the sampling options of sequences, i32[K] of N; scalars stay scalars."""
     rows = by_row(sampling, num_sequences)._asdict()
     is_one = {name: jnp.ndim(getattr(sampling, name)) == 0 for name in rows}
-    # Of one number each sequence has a seed of its own.
+    # A scalar seed is spread over the sequences.
     is_one["seeds"] = False
     picked = {
         name: getattr(sampling, name) if is_one[name] else gather(values, sequences)

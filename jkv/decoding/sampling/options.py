@@ -1,4 +1,4 @@
-"""How tokens are chosen: the options of a generation, checked when they are given."""
+"""Sampling options of a generation, checked on construction."""
 
 import dataclasses
 from typing import Any
@@ -14,7 +14,7 @@ _MOST = int(jnp.iinfo(jnp.int32).max)
 
 _LEAST = float(jnp.finfo(jnp.float32).tiny)
 
-# What each field of `Sampling` may be: from, up to, and in words.
+# Range of each field of `Sampling`: from, to, and a description.
 _RANGES: dict[str, tuple[float, float, str]] = {
     "temperature": (0.0, float("inf"), "0 (greedy) or more"),
     "top_k": (0, _MOST, "an integer of 0 (off) or more"),
@@ -28,15 +28,14 @@ _RANGES: dict[str, tuple[float, float, str]] = {
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Sampling:
-    """How tokens are chosen from logits; the default is greedy.
+    """Sampling options; the default is greedy.
 
-    With a temperature the same call draws the same tokens each time: give other
-    `seeds`, or a `key`, for others.
+    With a temperature, repeated calls draw the same tokens: pass other `seeds`, or a
+    `key`, for others.
 
-    Every field is one number for all sequences, or an array or a list with one for
+    Every field is a scalar for all sequences, or an array or list with one value for
     each, and may be traced: changing a value never retraces. Numbers, lists and numpy
-    arrays are checked when they are given; JAX's arrays, whose values may not exist
-    yet, are not.
+    arrays are checked on construction; JAX arrays, which may be traced, are not.
     The filters have the meaning and the order of Hugging Face's logits processors:
     repetition penalty, temperature, top-k, top-p, min-p. One difference: tokens with
     exactly equal logits are kept or removed together, by top-p too. The most likely
@@ -45,19 +44,19 @@ class Sampling:
     Attributes:
       temperature: f32 [] or [B]. Logits are divided by it; 0 is greedy.
       top_k: i32 [] or [B]. Keep the `top_k` most likely tokens; 0 keeps all.
-      top_p: f32 [] or [B]. Keep the most likely tokens up to this much probability,
-        the one that crosses it included; 1 keeps all.
+      top_p: f32 [] or [B]. Keep the most likely tokens up to this probability mass,
+        including the token that crosses it; 1 keeps all.
       min_p: f32 [] or [B]. Keep tokens at least `min_p` times as likely as the most
         likely one; 0 keeps all.
-      repetition_penalty: f32 [] or [B]. Logits of tokens seen in the prompt or
-        generated are divided by it when positive, multiplied when negative; 1 is off.
-      seeds: i32 [] or [B]. Of a single number each sequence has a seed of its own
-        (`spread_seeds`), the first one the number itself.
-      key: key [], of `jax.random.key`, instead of `seeds`, which it becomes: the first
-        sequence's is drawn from it. It may be traced.
+      repetition_penalty: f32 [] or [B]. Logits of tokens seen in the prompt or the
+        completion are divided by it if positive, multiplied if negative; 1 is off.
+      seeds: i32 [] or [B]. A scalar is spread over the sequences (`spread_seeds`), the
+        first of which gets the scalar itself.
+      key: key [], of `jax.random.key`, instead of `seeds`: the first sequence's seed is
+        drawn from it. It may be traced.
 
     Raises:
-      ValueError: for what is no number of its field's range, or a key and seeds.
+      ValueError: for a value outside of its field's range, or a key with seeds.
 
     Example:
       >>> import jkv
@@ -76,7 +75,7 @@ class Sampling:
     def __post_init__(self, key: jax.Array | None) -> None:
         if key is not None:
             if not isinstance(self.seeds, int) or self.seeds != 0:
-                raise ValueError("Sampling takes seeds or a key, which becomes one")
+                raise ValueError("got seeds and key; pass one of them")
             object.__setattr__(self, "seeds", _draw_seed(key))
         for name in _RANGES:
             object.__setattr__(self, name, _checked(name, getattr(self, name)))
@@ -89,7 +88,7 @@ class Sampling:
 
     @classmethod
     def tree_unflatten(cls, _: None, values: Any) -> "Sampling":
-        """Put fields together again, unchecked: JAX fills them with what it likes."""
+        """Rebuild the options unchecked: JAX also unflattens placeholders."""
         sampling = object.__new__(cls)
         for field, value in zip(dataclasses.fields(cls), values, strict=True):
             object.__setattr__(sampling, field.name, value)
@@ -97,7 +96,7 @@ class Sampling:
 
 
 def _checked(name: str, value: Any) -> Any:
-    """Return the value of a field, a list as an array, if it is in its range."""
+    """Return the value of a field, lists as arrays, after a range check."""
     low, high, words = _RANGES[name]
     if isinstance(value, list | tuple):
         is_array = any(isinstance(leaf, jax.Array) for leaf in value)
@@ -106,7 +105,7 @@ def _checked(name: str, value: Any) -> Any:
         except (TypeError, ValueError):
             raise UsageError(f"Sampling.{name} must be {words}, got {value}") from None
     if hasattr(value, "dtype") and not isinstance(value, np.ndarray | np.generic):
-        return value  # one of JAX's, or what stands for one
+        return value  # a JAX array or a tracer
     given = np.asarray(value)
     kinds = (jnp.integer,) if isinstance(low, int) else (jnp.integer, jnp.floating)
     is_number = any(jnp.issubdtype(given.dtype, kind) for kind in kinds)
@@ -118,11 +117,11 @@ def _checked(name: str, value: Any) -> Any:
 
 
 def _draw_seed(key: jax.Array) -> jax.Array:
-    """Return a seed drawn from a key, i32[]."""
+    """Draw a seed from a key, i32[]."""
     is_array = isinstance(key, jax.Array)
     if not is_array or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         raise UsageError(
-            f"Sampling.key must be one of jax.random.key(...), got {key!r}; give a "
+            f"Sampling.key must come from jax.random.key(...), got {key!r}; pass a "
             f"number as seeds"
         )
     return jax.random.randint(key, (), -_MOST - 1, _MOST, jnp.int32)
@@ -130,18 +129,18 @@ def _draw_seed(key: jax.Array) -> jax.Array:
 
 @explains_arguments
 def spread_seeds(seed: Any, count: int) -> Any:
-    """Return the seeds of sequences of which one number was given.
+    """Return a seed for each sequence from a single number.
 
-    The first is the number itself. The others are made of it and of the sequence's
-    index by a hash, so that seeds 0, 1, 2, ... have no sequence in common. Sequence i
-    alone is drawn again with `seeds=spread_seeds(seed, count)[i]`.
+    The first is the number itself. The others hash it with the sequence's index, so
+    that seeds 0, 1, 2, ... share no sequence. Sequence i alone is reproduced by
+    `seeds=spread_seeds(seed, count)[i]`.
 
     Args:
       seed: i32[] or int; may be traced.
-      count: how many sequences there are; static.
+      count: number of sequences; static.
 
     Returns:
-      i32[count], in numpy unless the seed is one of JAX's arrays.
+      i32[count], in numpy unless the seed is a JAX array.
 
     Raises:
       ValueError: for a seed that is not one number.
@@ -152,7 +151,7 @@ def spread_seeds(seed: Any, count: int) -> Any:
       [7, -2065701882, -506330980]
     """
     xp: Any = jnp if isinstance(seed, jax.Array) else np
-    # The bits of a negative number, and of one of 32 bits without a sign.
+    # The bits of a negative number, or of an unsigned one.
     first = xp.asarray(seed).reshape(1)
     first = first.astype(np.int64 if xp is np else first.dtype).astype(np.uint32)
     index = xp.arange(count, dtype=np.uint32)
@@ -161,7 +160,7 @@ def spread_seeds(seed: Any, count: int) -> Any:
 
 
 def _mix(bits: Any) -> Any:
-    """Return u32[...] hashed, each bit by all (lowbias32 of C. Wellons, 2018)."""
+    """Hash u32[...], each bit depending on all (lowbias32 of C. Wellons, 2018)."""
     bits = (bits ^ (bits >> np.uint32(16))) * np.uint32(0x7FEB352D)
     bits = (bits ^ (bits >> np.uint32(15))) * np.uint32(0x846CA68B)
     return bits ^ (bits >> np.uint32(16))
@@ -170,14 +169,14 @@ def _mix(bits: Any) -> Any:
 def check_sampling(sampling: object) -> None:
     if not isinstance(sampling, Sampling):
         raise UsageError(
-            f"sampling must be a jkv.Sampling, as in Sampling(temperature=0.7), got "
+            f"sampling must be a jkv.Sampling, such as Sampling(temperature=0.7), got "
             f"{sampling!r}"
         )
 
 
 GREEDY = Sampling()
 
-# What the fields are computed in.
+# Dtypes of the fields inside the loops.
 SAMPLING_DTYPES: dict[str, type[np.generic]] = {
     field.name: np.int32 if field.name in ("top_k", "seeds") else np.float32
     for field in dataclasses.fields(Sampling)
