@@ -182,7 +182,7 @@ def test_the_vocabularies_must_be_the_same():
     draft = DraftModel(
         model=table_model, params=jnp.zeros((6, 6)), cache=fresh_cache(), cost=1.0
     )
-    with pytest.raises(ValueError, match="vocabulary of 5 tokens, its logits"):
+    with pytest.raises(ValueError, match="vocabulary of 5 tokens, got logits"):
         jax.eval_shape(
             lambda params, cache: jkv.generate(
                 table_model, params, cache, [[1]], max_new_tokens=2, speculate=draft

@@ -339,7 +339,7 @@ def test_what_gives_steps_another_shape_is_refused():
         ({"max_running": 7}, "max_running must be at most 6"),
         ({"exact": (8, 4)}, "a row for each"),
         ({"exact": 8}, r"\(W, R\)"),
-        ({"speculate": PromptLookup(num_tokens=2)}, "leave out speculate"),
+        ({"speculate": PromptLookup(num_tokens=2)}, "omit speculate"),
     ):
         with pytest.raises(ValueError, match=message):
             jkv.generate(*model, jkv.init(CONFIG), [[1, 2]], **(call | options))

@@ -1,1 +1,1 @@
-"""Speculative decoding: tokens are guessed, and checked several at a time."""
+"""Speculative decoding: draft tokens, verified several per step."""

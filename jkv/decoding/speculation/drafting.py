@@ -1,11 +1,10 @@
-"""A draft model: it follows the texts in a cache of its own, and runs ahead of them.
+"""Draft model: its cache rows and the draft tokens it generates.
 
-Each place has a row of the draft's cache, with tokens of the text in that place: as far
-as the draft has followed it, and never a token that was not accepted. A place that has
-passed to another text begins with nothing. Before it drafts, the model computes what it
-lacks of each text, which mostly is the token or two that came with the last step.
+Each place has a row in the draft model's cache with a prefix of its sequence, never
+with rejected tokens. A place with a new sequence starts from nothing. Before drafting,
+the draft model computes the tokens it lacks, mostly the one or two of the last step.
 
-Symbols: W places, K drafts of each, R rows of a step, V tokens in the vocabulary.
+Symbols: W places, K draft tokens of each, R rows of a step, V vocabulary size.
 """
 
 from typing import Any, NamedTuple
@@ -36,33 +35,33 @@ from jkv.status import Status, UsageError
 from jkv.verbs.allocation import allocate
 from jkv.verbs.truncation import truncate
 
-# Rows of a step that computes what the draft lacks of texts, prompts too.
+# Rows of a step that catches up with sequences, prompts included.
 _ROWS = 128
 
 
 class DraftRows(NamedTuple):
-    """What a draft model has computed of the texts in W places."""
+    """Cache of a draft model and its rows for W places."""
 
     cache: Cache
-    seq_ids: jax.Array  # i32[W], the row of each place, -1 where there was none
-    owners: jax.Array  # i32[W], the sequence of which the row has tokens, -1 of none
+    seq_ids: jax.Array  # i32[W], the row of each place, -1 for none
+    owners: jax.Array  # i32[W], the sequence in each row, -1 for none
 
     @property
     def lengths(self) -> jax.Array:
-        """Tokens that the draft has of each place's text, i32[W]."""
+        """The tokens in the draft model's cache, i32[W]."""
         return count_cached(self.cache, self.seq_ids)
 
 
 class Drafts(NamedTuple):
-    """What the draft model has, and what it made of it."""
+    """Rows of the draft model and its draft tokens with their logits."""
 
     rows: DraftRows
     guesses: Guesses
-    logits: jax.Array  # f32[W, K, V], filtered, that each guess was drawn from
+    logits: jax.Array  # f32[W, K, V], filtered logits each draft token was drawn from
 
     @classmethod
     def none(cls, rows: DraftRows, num_tokens: int, vocabulary: int) -> "Drafts":
-        """Begin a window: rows as the last one left them, nothing drafted."""
+        """Return no draft tokens, with rows of an earlier call."""
         num_places = rows.seq_ids.shape[0]
         return cls(
             rows=rows,
@@ -72,12 +71,12 @@ class Drafts(NamedTuple):
 
 
 def open_rows(options: DraftModel, state: GenerationState) -> DraftRows:
-    """Open a row of the draft's cache for each place."""
+    """Allocate a row of the draft model's cache for each place."""
     if options.cache.pools is not None:
         raise UsageError(
-            f"the cache of a DraftModel has a pool for each rank of mesh axis "
-            f"{options.cache.pools.axis!r}: make it without pools=, on the whole mesh; "
-            f"each rank drafts in a copy that is its own"
+            f"DraftModel.cache has a pool for each rank of mesh axis "
+            f"{options.cache.pools.axis!r}; make it without pools=, on the whole mesh: "
+            f"each rank drafts in a copy of its own"
         )
     num_places, vocabulary = state.seen.shape
     runner = Runner(options.model, options.params)
@@ -85,7 +84,7 @@ def open_rows(options: DraftModel, state: GenerationState) -> DraftRows:
     if drawn != vocabulary:
         raise UsageError(
             f"the draft model must have the model's vocabulary of {vocabulary} tokens, "
-            f"its logits are for {drawn}"
+            f"got logits for {drawn}"
         )
     cache, opened = allocate(options.cache, jnp.zeros((num_places,), jnp.int32))
     none = jnp.full((num_places,), NO_SEQUENCE, jnp.int32)
@@ -94,14 +93,14 @@ def open_rows(options: DraftModel, state: GenerationState) -> DraftRows:
 
 def draft(
     options: DraftModel,  # the draft model
-    drafts: Drafts,  # what it has
+    drafts: Drafts,  # its rows
     state: GenerationState,
-    lengths: jax.Array,  # i32[W], tokens of the text in each place
-    is_ready: jax.Array,  # bool[W], which texts are drafted for
+    lengths: jax.Array,  # i32[W], tokens of each sequence
+    is_ready: jax.Array,  # bool[W], sequences to draft for
     choice: Choice,  # of N sequences
 ) -> Drafts:
     rows, runner = drafts.rows, Runner(options.model, options.params)
-    # The texts that have left their places are forgotten.
+    # Clear the rows of sequences that left their places.
     owners = jnp.where(is_ready, state.places.sequences, NO_SEQUENCE)
     stays = is_ready & (owners == rows.owners)
     rows = _cut_rows(rows, jnp.where(stays, rows.lengths, 0))._replace(owners=owners)
@@ -112,14 +111,14 @@ def draft(
 
 
 def keep_accepted(drafts: Drafts, lengths: jax.Array, accepted: jax.Array) -> Drafts:
-    """Cut off wrong guesses: behind texts of lengths i32[W], and i32[W] right ones."""
+    """Truncate rows to the accepted tokens: `lengths` + `accepted`, i32[W] each."""
     rows = drafts.rows
     kept = jnp.minimum(rows.lengths, lengths + accepted)
     return drafts._replace(rows=_cut_rows(rows, kept))
 
 
 def _cut_rows(rows: DraftRows, lengths: jax.Array) -> DraftRows:
-    """Cut rows back to lengths, i32[W]."""
+    """Truncate rows to lengths, i32[W]."""
     is_cut = lengths < rows.lengths
     seq_ids = jnp.where(is_cut, rows.seq_ids, NO_SEQUENCE)
     cache, _ = truncate(rows.cache, seq_ids, lengths)
@@ -132,8 +131,8 @@ def _catch_up(
     state: GenerationState,
     lengths: jax.Array,
     is_ready: jax.Array,
-) -> tuple[DraftRows, jax.Array]:  # bool[W]: which are still ready; others have no room
-    """Compute what the draft lacks of each text, but for its last token or two."""
+) -> tuple[DraftRows, jax.Array]:  # bool[W]: still ready; others lack blocks
+    """Compute the tokens each row lacks, except the last one or two."""
 
     def count_left(is_ready: jax.Array, done: jax.Array) -> jax.Array:
         missing = lengths - done
@@ -159,14 +158,14 @@ def _run_ahead(
     drafts: Drafts,
     state: GenerationState,
     choice: Choice,
-    missing: jax.Array,  # i32[W], the last token or two that the draft lacks
+    missing: jax.Array,  # i32[W], the last one or two tokens to compute
 ) -> Drafts:
-    """Draft K tokens for each text, one after the other."""
+    """Draft K tokens for each sequence, one after the other."""
     rows = drafts.rows
     sequences, made = state.places.sequences, state.result.lengths
     chosen = sampling_of(choice.sampling, made.shape[0], sequences)
     seeds, made = by_row(chosen, sequences.shape[0]).seeds, gather(made, sequences)
-    # What is drafted is steered, too, or most of it would be refused.
+    # Apply the logits processor while drafting, to avoid rejections.
     begun = state.rows_of(choice.steering)
     Carry = tuple[Cache, Guesses, jax.Array, Any]
 

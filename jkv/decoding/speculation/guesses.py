@@ -1,6 +1,6 @@
-"""What is guessed of each text, how much there is room for, and the rows of a step.
+"""Draft tokens: prompt lookup, forced tokens, limits, and the rows of a step.
 
-Symbols: W places, K guesses of each, R rows of a step.
+Symbols: W places, K draft tokens of each, R rows of a step.
 """
 
 import functools
@@ -21,11 +21,11 @@ from jkv.state import Cache
 
 
 class Guesses(NamedTuple):
-    """What is guessed of each place's text."""
+    """Draft tokens of each place."""
 
     tokens: jax.Array  # i32[W, K]
-    counts: jax.Array  # i32[W], how many there are
-    # i32[W], the first of them that cannot fail, as no other token is allowed
+    counts: jax.Array  # i32[W], draft tokens of each
+    # i32[W], leading draft tokens that cannot be rejected: no other is allowed
     certain: jax.Array
 
     @classmethod
@@ -35,39 +35,39 @@ class Guesses(NamedTuple):
         return cls(tokens, counts=nothing, certain=nothing)
 
     def limit(self, counts: jax.Array) -> "Guesses":
-        """Return the first of them, i32[W]."""
+        """Keep the first `counts` draft tokens of each place, i32[W]."""
         return Guesses(self.tokens, counts, jnp.minimum(self.certain, counts))
 
     def mask(self) -> jax.Array:
-        """Return the tokens, -1 behind the last one of each text, i32[W, K]."""
+        """Return the draft tokens padded with -1, i32[W, K]."""
         column = jnp.arange(self.tokens.shape[1], dtype=jnp.int32)[None]
         return jnp.where(column < self.counts[:, None], self.tokens, -1)
 
 
 def find_guesses(
-    # i32[W, L], prompts and what was generated; -1 past each one's end
+    # i32[W, L], prompts and completions, -1 past the end of each
     texts: jax.Array,
     lengths: jax.Array,  # i32[W]
     options: PromptLookup,
 ) -> Guesses:
-    """Guess how texts go on."""
+    """Look up draft tokens in prompts and completions."""
     width = texts.shape[1]
     column = jnp.arange(width, dtype=jnp.int32)[None]
     last = lengths[:, None] - 1
     agrees = jnp.ones(texts.shape, bool)
     matched = jnp.zeros(texts.shape, jnp.int32)
     for back in range(options.max_ngram):
-        # Tokens before a column, compared with those before the last one.
+        # Tokens before a column, compared with the newest ones.
         moved = jnp.pad(texts, ((0, 0), (back, 0)), constant_values=-1)[:, :width]
         newest = jnp.take_along_axis(texts, jnp.maximum(last - back, 0), axis=1)
         agrees &= (moved == newest) & (moved >= 0)
         matched += agrees.astype(jnp.int32)
-    # The longest match counts, and of those the latest.
+    # The longest match wins, and of equal ones the latest.
     is_match = (matched >= options.min_ngram) & (column < last)
     best = jnp.max(jnp.where(is_match, matched * width + column, -1), axis=1)
     found = best >= 0
     start = jnp.where(found, best % width + 1, 0)
-    # Past the end of the text its guesses follow: what repeats goes on repeating.
+    # Past the end the draft tokens themselves follow: a repetition continues.
     period = jnp.maximum(lengths - start, 1)[:, None]
     ahead = jnp.arange(options.num_tokens, dtype=jnp.int32)[None]
     guesses = jnp.take_along_axis(texts, start[:, None] + ahead % period, axis=1)
@@ -76,21 +76,21 @@ def find_guesses(
 
 
 def force_guesses(steered: SteeredRows | None, guesses: Guesses) -> Guesses:
-    """Put tokens that are the only ones allowed among guesses, and behind them."""
+    """Replace and extend draft tokens by the tokens a logits processor forces."""
     forced = None if steered is None else steered.find_forced()
     if steered is None or forced is None:
         return guesses
     given = guesses.mask()
     tokens: list[jax.Array] = []
-    follows = jnp.ones(guesses.counts.shape, bool)  # all tokens so far are as given
-    is_certain = jnp.ones(guesses.counts.shape, bool)  # and these all forced
+    follows = jnp.ones(guesses.counts.shape, bool)  # all tokens equal the given ones
+    is_certain = jnp.ones(guesses.counts.shape, bool)  # and all are forced
     certain = jnp.zeros_like(guesses.counts)
     for column in range(given.shape[1]):
         forced = steered.find_forced()
-        assert forced is not None, "it told before"
+        assert forced is not None, "`forced` must not become None"
         token = jnp.where(follows, given[:, column], -1)
         token = jnp.where(forced >= 0, forced, token)
-        # Behind a text's last guess there is none.
+        # No draft tokens after the end of a completion.
         token = jnp.where(tokens[-1] < 0, -1, token) if tokens else token
         follows &= token == given[:, column]
         is_certain &= (forced >= 0) & (token >= 0)
@@ -103,21 +103,21 @@ def force_guesses(steered: SteeredRows | None, guesses: Guesses) -> Guesses:
 
 
 class GuessRows(NamedTuple):
-    """Where each of R rows stands."""
+    """Place and index of each of R rows."""
 
-    places: jax.Array  # i32[R], the place of its text
-    before: jax.Array  # i32[R], guesses of its text before it, its own counted
+    places: jax.Array  # i32[R], the place of its sequence
+    before: jax.Array  # i32[R], draft tokens up to and including the row
 
     @classmethod
     def of(cls, counts: jax.Array, num_rows: int) -> "GuessRows":
-        """Locate the rows of texts that have so many each, i32[W]."""
+        """Locate the rows of places with `counts` rows each, i32[W]."""
         return cls(*locate_rows(counts, jnp.zeros_like(counts), num_rows))
 
 
 def limit_guesses(
     cache: Cache, state: GenerationState, loads: Loads, counts: jax.Array
 ) -> jax.Array:
-    """Return for how many guesses there is room beside what was promised, i32[W]."""
+    """Limit draft tokens, i32[W], to unpromised blocks, limits and context length."""
     places, size = state.places, BlockSize(cache.block_size)
     made = gather(state.result.lengths, places.sequences)
     left = gather(state.prompts.limits, loads.prompts) - made
@@ -147,11 +147,11 @@ def row_sizes(
     num_places: int,  # W
     num_tokens: int,  # K
 ) -> tuple[int, ...]:
-    """Return the rows that a step with guesses may have, ascending.
+    """Return the row counts of a verifying step, ascending.
 
-    The last holds all guesses of all places. The first holds those of a quarter of the
-    places, and a row for each other; where it would hardly be smaller there is none.
-    Each is a program to compile.
+    The last holds all draft tokens of all places. The first holds those of a quarter of
+    the places and one row for each other; it is omitted if hardly smaller. Each
+    compiles a program.
     """
     most = num_places * (num_tokens + 1)
     few = num_places + num_tokens * -(-num_places // 4)

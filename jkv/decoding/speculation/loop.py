@@ -1,9 +1,9 @@
-"""The loop of steps with guesses: each one is a plain one or one that checks.
+"""The loop of speculative decoding: plain steps and steps that verify draft tokens.
 
-A step checks guesses only when each text in the cache lacks nothing but its newest
-token: prompts are computed by plain steps, and so are texts that were preempted.
+A step verifies draft tokens only if every cached sequence lacks just its newest token.
+Prompts and preempted sequences are computed by plain steps.
 
-Symbols: W places, V tokens in the vocabulary.
+Symbols: W places, V vocabulary size.
 """
 
 import dataclasses
@@ -44,18 +44,18 @@ Speculation = PromptLookup | DraftModel
 
 
 class SpeculationState(NamedTuple):
-    """How guesses did of late, and what a draft model has."""
+    """Acceptance rates, and the rows of a draft model."""
 
     pace: Pace
     rows: DraftRows | None  # of a draft model
 
     @property
     def draft_cache(self) -> Cache | None:
-        """The cache of a draft model, None without one."""
+        """The cache of a draft model, or None."""
         return self.rows and self.rows.cache
 
     def forget(self, sequences: jax.Array) -> "SpeculationState":
-        """Forget texts whose numbers pass to others, i32[K]."""
+        """Forget sequences, i32[K], that are replaced by new ones."""
 
         def keep(texts: jax.Array) -> jax.Array:
             passes = jnp.any(texts[:, None] == sequences[None], axis=1)
@@ -69,17 +69,17 @@ class SpeculationState(NamedTuple):
 
 
 class _Loop(NamedTuple):
-    """What the loop carries."""
+    """Carry of the loop."""
 
     cache: Cache
-    state: GenerationState  # without its part for speculation
-    logits: jax.Array  # f32[W, V], memory for those of a plain step
+    state: GenerationState  # without `speculation`
+    logits: jax.Array  # f32[W, V], buffer for the logits of plain steps
     pace: Pace
     drafts: Drafts | None  # of a draft model
 
 
 class _Fixed(NamedTuple):
-    """What stays the same from step to step."""
+    """Constants of the loop."""
 
     runner: Runner
     choice: Choice
@@ -89,14 +89,14 @@ class _Fixed(NamedTuple):
 def begin_speculation(
     state: GenerationState, options: Speculation | None
 ) -> GenerationState:
-    """Return a generation that has not begun, ready for guesses."""
+    """Return a new generation with its speculation state."""
     if options is None:
         return state
     check_speculation(options)
     if state.exact is not None:
         raise UsageError(
-            "exact= computes a token of each text in a step, and guesses would change "
-            "the shape of steps: leave out speculate"
+            "speculate is not supported with exact=, which needs steps of one "
+            "shape; omit speculate"
         )
     rows = open_rows(options, state) if isinstance(options, DraftModel) else None
     pace = Pace.begin(state.places.num_places, options.num_tokens, options.cost)
@@ -106,13 +106,13 @@ def begin_speculation(
 def run_steps(
     runner: Runner,
     cache: Cache,
-    state: GenerationState,  # of `begin_speculation` with options of this kind
+    state: GenerationState,  # of `begin_speculation` with the same kind of options
     choice: Choice,  # of N sequences
-    # when to do a further step
+    # given the state and the number of steps so far
     goes_on: Callable[[GenerationState, jax.Array], jax.Array],
-    options: Speculation | None = None,  # how to guess; None does plain steps
+    options: Speculation | None = None,  # None runs plain steps
 ) -> tuple[Cache, GenerationState]:
-    """Do steps for as long as `goes_on(state, steps so far)` is true."""
+    """Run steps while `goes_on(state, steps so far)` is True."""
     exact = state.exact
     if exact is not None:
         runner = runner._replace(exact=exact)
@@ -143,7 +143,7 @@ def _repeat(
     step: Callable[[Any], Any],
     loop: Any,
 ) -> Any:
-    """Do steps on a tuple of a cache, the state and what else they carry."""
+    """Run steps on a tuple that starts with the cache and the state."""
     return while_loop(
         lambda carry: goes_on(carry[1][1], carry[0]),
         lambda carry: (carry[0] + 1, step(carry[1])),
@@ -152,24 +152,24 @@ def _repeat(
 
 
 def _check_pending(name: str, cache: Cache, num_tokens: int) -> None:
-    """Refuse a cache from whose states so many guesses could not be taken back."""
+    """Refuse a cache with too few pending tokens in its recurrent states."""
     most = cache.metadata.max_pending
     if cache.metadata.has_states and most < num_tokens:
         raise UsageError(
-            f"speculation takes back guesses that were wrong, up to {num_tokens}, and "
-            f"layers of this {name} keep a state from which {most} "
-            f"tokens can be taken back: give jkv.StateConfig max_pending={num_tokens} "
-            f"and the inputs of a token, or guess fewer (num_tokens)"
+            f"max_pending of the {name} must be at least {num_tokens}, to roll back "
+            f"rejected draft tokens from recurrent states, got {most}; "
+            f"pass jkv.StateConfig max_pending={num_tokens} "
+            f"and the inputs of a token, or reduce num_tokens"
         )
 
 
 def _resume(state: GenerationState, options: Speculation) -> tuple[Pace, Drafts | None]:
-    """Return the pace, and what a draft model has, as the last window left them."""
+    """Return the pace and the draft rows of the last window."""
     old, drafts = state.speculation, isinstance(options, DraftModel)
     if not isinstance(old, SpeculationState) or drafts != (old.rows is not None):
         raise UsageError(
-            f"this generation was not begun for guesses of a "
-            f"{type(options).__name__}: give `begin` or `prefill` speculate=, too"
+            f"speculate is a {type(options).__name__}, but this generation was "
+            f"started without one; pass it to `begin` or `prefill`, too"
         )
     if old.rows is None:
         return old.pace, None
@@ -178,7 +178,7 @@ def _resume(state: GenerationState, options: Speculation) -> tuple[Pace, Drafts 
 
 
 def _step(fixed: _Fixed, loop: _Loop) -> _Loop:
-    """Do a step with guesses or without."""
+    """Run a plain or a speculative step."""
     loop = loop._replace(pace=loop.pace.follow(loop.state.places.sequences))
     loop, guesses = _guess(fixed, loop)
     is_worth_it = jnp.any(guesses.counts > 0)
@@ -190,7 +190,7 @@ def _step(fixed: _Fixed, loop: _Loop) -> _Loop:
 
 
 def _advance(fixed: _Fixed, loop: _Loop) -> _Loop:
-    """Do a step as without speculation."""
+    """Run a plain step."""
     cache, state, logits = advance(
         fixed.runner, loop.cache, loop.state, fixed.choice, loop.logits
     )
@@ -199,7 +199,7 @@ def _advance(fixed: _Fixed, loop: _Loop) -> _Loop:
 
 
 def _check(fixed: _Fixed, loop: _Loop, *given: jax.Array) -> _Loop:
-    """Do a step that checks guesses."""
+    """Run a step that verifies draft tokens."""
     guesses, drafts = Guesses(*given), loop.drafts
     before = loop.state.loads(loop.cache).text_lengths
     running = loop.state.places.num_running
@@ -214,12 +214,12 @@ def _check(fixed: _Fixed, loop: _Loop, *given: jax.Array) -> _Loop:
 
 
 def _guess(fixed: _Fixed, loop: _Loop) -> tuple[_Loop, Guesses]:
-    """Guess for the texts where it pays; for none if the step shall be plain."""
+    """Return draft tokens for the sequences where they pay, or none."""
     cache, state, options = loop.cache, loop.state, fixed.options
     places, loads = state.places, state.loads(cache)
     is_ready = places.is_cached & places.is_running
     lengths = gather(state.result.lengths, places.sequences)
-    # A first token is drawn for all samples of a prompt, by a plain step.
+    # First tokens are chosen for all samples of a prompt, by a plain step.
     is_decoding = jnp.all((loads.count_left(places) <= 1) & (~is_ready | (lengths > 0)))
     steered = state.rows_of(fixed.choice.steering)
     none = Guesses.none(places.num_places, options.num_tokens)
@@ -244,11 +244,11 @@ def _guess(fixed: _Fixed, loop: _Loop) -> tuple[_Loop, Guesses]:
         guesses = guesses.limit(limit_guesses(cache, state, loads, guesses.counts))
         guesses = guesses.limit(jnp.where(choose(guesses), guesses.counts, 0))
         if drafts is not None:
-            # What is not checked may be wrong, and would stay.
+            # Unverified draft tokens may be wrong and would stay in the cache.
             drafts = keep_accepted(drafts, loads.text_lengths, guesses.counts)
         return guesses, drafts
 
-    # To look for guesses takes time too: not where the most there can be would not pay.
+    # Drafting takes time, too: skip it if even the most draft tokens would not pay.
     most = jnp.where(is_ready, jnp.int32(options.num_tokens), 0)
     guesses, drafts = when(
         is_decoding & jnp.any(choose(forced.limit(most))),

@@ -1,4 +1,4 @@
-"""How tokens are guessed: looked up in the text, or drafted by a smaller model."""
+"""Options of speculative decoding: prompt lookup, or a draft model."""
 
 import dataclasses
 from typing import Any
@@ -10,7 +10,7 @@ from jkv.decoding.model.protocol import Model
 from jkv.state import Cache
 from jkv.status import UsageError
 
-# Guesses for each sequence: with the token before them they make eight rows.
+# Draft tokens of each sequence: eight rows with the token before them.
 NUM_TOKENS = 7
 
 
@@ -22,20 +22,19 @@ def _static(default: Any) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptLookup:
-    """Guess that what followed the newest tokens before follows them again.
+    """Speculative decoding by prompt lookup: earlier continuations as draft tokens.
 
-    The longest run of newest tokens, up to `max_ngram`, that occurs earlier in the
-    prompt or in what was generated is looked up, its latest occurrence first, and what
-    stands behind it there is guessed (Saxena, "Prompt Lookup Decoding", 2023). It costs
-    no model, and pays where texts repeat: code that is edited, documents that are
-    quoted, lists.
+    The longest suffix, up to `max_ngram` tokens, that occurs earlier in the prompt or
+    the completion is looked up, and the tokens after its latest occurrence are the
+    draft tokens (Saxena, "Prompt Lookup Decoding", 2023). It needs no model, and pays
+    for repetitive output: edited code, quoted documents, lists.
 
     Attributes:
-      num_tokens: most tokens that are guessed for a sequence in a step.
-      max_ngram: longest run of tokens that is looked up.
-      min_ngram: shortest one.
-      cost: time of a step with guesses, in steps without. A step guesses only where the
-        tokens to be expected are worth it.
+      num_tokens: most draft tokens of a sequence in a step.
+      max_ngram: longest suffix to look up.
+      min_ngram: shortest suffix to look up.
+      cost: time of a step with draft tokens, relative to a plain step. A step
+        speculates only if the expected tokens are worth it.
 
     Raises:
       ValueError: for a number out of its range.
@@ -55,7 +54,7 @@ class PromptLookup:
         check_sizes(self.num_tokens, self.cost)
         if not 1 <= self.min_ngram <= self.max_ngram:
             raise ValueError(
-                f"PromptLookup looks up runs of min_ngram to max_ngram tokens, with "
+                f"min_ngram and max_ngram of PromptLookup must satisfy "
                 f"1 <= min_ngram <= max_ngram; got {self.min_ngram}, {self.max_ngram}"
             )
 
@@ -64,26 +63,26 @@ class PromptLookup:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class DraftModel:
-    """Let a smaller model, with a cache of its own, draft the next tokens.
+    """Speculative decoding with a smaller draft model and its own cache.
 
-    It drafts them by the sampling that the text has; each is accepted with probability
-    min(1, p / q), where p is the model's and q the draft's, and what stands in for one
-    that is not is drawn from max(0, p - q), normalised (Leviathan et al., "Fast
-    Inference from Transformers via Speculative Decoding", 2023; Chen et al.,
-    "Accelerating Large Language Model Decoding with Speculative Sampling", 2023). So
-    tokens have the distribution that they have without drafts, whatever the draft model
-    is; greedy texts are the same. With a temperature, which tokens are drawn depends on
-    where drafts were checked, and that on the texts beside: a text drawn with the same
-    seed alone may be another of the same distribution.
+    Draft tokens are drawn with the sampling options of the sequence. Each is accepted
+    with probability min(1, p / q), where p is the model's and q the draft model's; a
+    rejected one is replaced by a draw from max(0, p - q), normalised (Leviathan et al.,
+    "Fast Inference from Transformers via Speculative Decoding", 2023; Chen et al.,
+    "Accelerating Large Language Model Decoding with Speculative Sampling", 2023). The
+    distribution of completions is independent of the draft model, and greedy
+    completions are equal. With a temperature the drawn tokens depend on the positions
+    of verification and so on the rest of the batch: the same seed may give another
+    completion of the same distribution.
 
     Attributes:
       model: a `Model` with the same vocabulary; static.
       params: its weights.
-      cache: its cache, with a row for each of the sequences that run at one time, and
-        blocks for their whole texts; a sequence that finds none is not drafted for. It
-        is used inside the call, and not changed for the caller.
-      num_tokens: tokens that are drafted for a sequence in a step; static.
-      cost: time of a step with drafts and of drafting them, in steps without; static.
+      cache: its cache, with a row for each running sequence, and blocks for whole
+        sequences; a sequence without blocks gets no draft tokens. The caller's cache is
+        unchanged.
+      num_tokens: draft tokens of a sequence in a step; static.
+      cost: time of a step with drafting, relative to a plain step; static.
 
     Raises:
       ValueError: for a number out of its range.
@@ -117,13 +116,13 @@ class DraftModel:
 def check_speculation(options: object) -> None:
     if not isinstance(options, PromptLookup | DraftModel):
         raise UsageError(
-            f"speculate must be a PromptLookup or a DraftModel, as in "
+            f"speculate must be a PromptLookup or a DraftModel, such as "
             f"PromptLookup(num_tokens=7), or None; got {options!r}"
         )
 
 
 def check_sizes(num_tokens: int, cost: float) -> None:
-    """Refuse a number of guesses, or a cost, with which nothing would be guessed."""
+    """Refuse a number of draft tokens or a cost that never pays."""
     if not isinstance(num_tokens, int) or num_tokens < 1:
         raise ValueError(f"num_tokens must be an int of at least 1, got {num_tokens!r}")
     if not 1 <= cost < num_tokens + 1:

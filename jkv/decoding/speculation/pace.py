@@ -1,10 +1,10 @@
-"""Which steps of decoding guess tokens, and for which texts.
+"""Pace of speculation: the steps and sequences to speculate in.
 
-A step with guesses takes longer, which cannot be measured inside a jit: the caller
-says how much. It gains the share of guesses that were right lately, which is kept for
-each text. Tokens of a text are guessed if its own share is worth the time, and a step
-guesses if those of all texts together are. Otherwise some steps go without guesses, and
-then one tries again with the share that just pays; each failure makes the pause longer.
+A step with draft tokens takes longer. Its cost cannot be measured inside jit and is
+given by the caller; its gain is the recent acceptance rate, tracked per sequence. A
+sequence gets draft tokens if its own rate covers the cost, and a step speculates if all
+of them together do. Otherwise some steps are plain, then one tries again at the
+break-even rate; each failure lengthens the pause.
 
 Symbols: W places.
 """
@@ -16,35 +16,34 @@ import jax.numpy as jnp
 
 from jkv.decoding.speculation.guesses import Guesses
 
-# How much the newest step weighs in the share of right guesses.
+# Weight of the newest step in the acceptance rate.
 _WEIGHT = 0.75
 
-# How fast a text for which nothing is guessed is taken to be like the others, a step.
+# Drift per step towards the typical rate, for sequences without draft tokens.
 _DRIFT = 1 / 256
 
-# Steps without guesses after the first failure, by what each further one multiplies
-# them, and the most.
+# Plain steps after the first failure, the factor for each further one, and the most.
 _SHORTEST_PAUSE, _LONGER = 16, 4
 _LONGEST_PAUSE = 512
 
-# The share that is expected at first, and what one try must bring to be made.
+# Initial acceptance rate, and the gain required of a try.
 _FIRST_RATE = 0.25
 _JUST_ENOUGH = 1.1
 
 
 class Pace(NamedTuple):
-    """How well guesses did of late."""
+    """Recent acceptance rates."""
 
     texts: jax.Array  # i32[W], the sequence in each place
-    rates: jax.Array  # f32[W], share of its guesses that were right
-    typical: jax.Array  # f32[], the share of all texts
-    hope: jax.Array  # f32[], the share that a try counts on
-    pause: jax.Array  # i32[], steps that the next failure costs
+    rates: jax.Array  # f32[W], its acceptance rate
+    typical: jax.Array  # f32[], acceptance rate of all sequences
+    hope: jax.Array  # f32[], acceptance rate assumed by a try
+    pause: jax.Array  # i32[], plain steps after the next failure
     wait: jax.Array  # i32[], steps until the next try
 
     @classmethod
     def begin(cls, num_places: int, num_tokens: int, cost: float) -> "Pace":
-        """Begin with a rate at which guesses pay; one failure lowers it."""
+        """Return a rate at which speculation pays; one failure lowers it."""
         rate = max(_FIRST_RATE, 1.5 * (cost - 1) / num_tokens)
         return cls(
             texts=jnp.full((num_places,), -1, jnp.int32),
@@ -56,19 +55,19 @@ class Pace(NamedTuple):
         )
 
     def follow(self, texts: jax.Array) -> "Pace":
-        """Return the pace with these sequences in the places, i32[W]."""
+        """Return the pace for these sequences in the places, i32[W]."""
         rates = jnp.where(texts == self.texts, self.rates, self.typical)
         return self._replace(texts=texts, rates=rates)
 
     def choose(self, guesses: Guesses, running: jax.Array, cost: float) -> jax.Array:
-        """Tell for which texts to guess in this step, bool[W]; for none if plain."""
+        """Return the sequences to speculate for in this step, bool[W]."""
         known = _find_worthy(self.rates, guesses, running, cost)
         hoped = jnp.maximum(self.rates, self.hope)
         tried = _find_worthy(hoped, guesses, running, cost) & (self.wait == 0)
         return jnp.where(jnp.any(known), known, tried)
 
     def after_step(self) -> "Pace":
-        """Return the pace after a step without guesses."""
+        """Return the pace after a plain step."""
         return self._replace(wait=jnp.maximum(self.wait - 1, 0))
 
     def after_guesses(
@@ -78,8 +77,8 @@ class Pace(NamedTuple):
         running: jax.Array,
         cost: float,
     ) -> "Pace":
-        """Return the pace after guesses, of which some were right, i32[W]."""
-        # Those that cannot fail tell nothing about the others.
+        """Return the pace after a step with `accepted` draft tokens, i32[W]."""
+        # Certain draft tokens carry no information about the others.
         uncertain = guesses.counts - guesses.certain
         accepted = jnp.maximum(accepted - guesses.certain, 0)
         is_guessed = uncertain > 0
@@ -94,7 +93,7 @@ class Pace(NamedTuple):
             _average(self.rates, typical, _DRIFT),
         )
         fails = ~jnp.any(_find_worthy(rates, guesses, running, cost))
-        # The next try is made with as many guesses.
+        # The next try is assumed to have as many draft tokens.
         least = jnp.float32(cost - 1) * _divide(running, number)
         longer = jnp.minimum(_LONGER * self.pause, _LONGEST_PAUSE)
         return self._replace(
@@ -109,7 +108,7 @@ class Pace(NamedTuple):
 def _find_worthy(
     rates: jax.Array, guesses: Guesses, running: jax.Array, cost: float
 ) -> jax.Array:
-    """Tell which guesses are worth a step, bool[W], if all of them together are."""
+    """Return the sequences worth speculating for, bool[W], if they pay together."""
     counts, certain = guesses.counts, guesses.certain
     expected = certain.astype(jnp.float32)
     expected += rates * (counts - certain).astype(jnp.float32)

@@ -1,18 +1,18 @@
-"""Guesses are checked: one step computes them all, and tokens are chosen as ever.
+"""Verification of draft tokens in one step.
 
-The rows of a step are each text's newest token and the guesses behind it, if there are
-any. The token after each row is chosen from its logits as a plain step would, taking
-the guesses before it as right; so it counts for as long as they are. The rows behind
-the first wrong guess are cut off.
+The rows of a step are each sequence's newest token and its draft tokens. The token
+after each row is chosen from its logits as in a plain step, assuming that the draft
+tokens before it are right; so it counts only while they are. The rows after the first
+rejected draft token are truncated.
 
-A guess that is looked up is no draw: to draw a token and to see whether it is the guess
-accepts it as often as it should be. A draft that was drawn is accepted or replaced:
-with p the model's distribution after all filters, and q the one that it was drawn from,
-a draft x is accepted with probability min(1, p(x) / q(x)); else a token is drawn from
-max(0, p - q), normalised. Either way it has the distribution p (Leviathan et al., 2023,
-and Chen et al., 2023).
+A prompt-lookup token is not a random draw: sampling a token and comparing it with the
+draft token accepts with the right probability. A drawn draft token uses rejection
+sampling: with p the model's filtered distribution and q the draft model's, token x is
+accepted with probability min(1, p(x) / q(x)); otherwise a token is drawn from
+max(0, p - q), normalised. Either way the result has the distribution p (Leviathan et
+al., 2023, and Chen et al., 2023).
 
-Symbols: W places, K guesses of each, R rows of a step, V tokens in the vocabulary.
+Symbols: W places, K draft tokens of each, R rows of a step, V vocabulary size.
 """
 
 import dataclasses
@@ -48,12 +48,12 @@ from jkv.verbs.attention_plan import plan_attention
 from jkv.verbs.commitment import commit
 from jkv.verbs.truncation import truncate
 
-# What random numbers of one sequence and one position are for, beside plain draws.
+# Streams of random numbers beside plain draws.
 DRAFT, ACCEPT, REPLACE = 1, 2, 3
 
 
 class _Chosen(NamedTuple):
-    """The token after each row, if the guesses before it are right."""
+    """The token after each row, given that the draft tokens before it are right."""
 
     tokens: jax.Array  # i32[R]
     logprobs: jax.Array  # f32[R]
@@ -64,11 +64,11 @@ def check_guesses(
     cache: Cache,
     state: GenerationState,
     choice: Choice,  # of N sequences
-    guesses: Guesses,  # for W places
-    # f32[W, K, V], filtered, that they were drawn from; None: they are no draws
+    guesses: Guesses,  # draft tokens of W places
+    # f32[W, K, V], filtered logits of the draft model; None for prompt lookup
     draft_logits: jax.Array | None,
 ) -> tuple[Cache, GenerationState, jax.Array]:
-    """Do a step in which each text lacks a token; also i32[W]: its right guesses."""
+    """Run a step that verifies draft tokens; return also the accepted ones, i32[W]."""
     loads, places = state.loads(cache), state.places
     steered = state.rows_of(choice.steering)
     if steered is not None:
@@ -93,7 +93,7 @@ def check_guesses(
 
 
 class _Check(NamedTuple):
-    """What is checked, before the step."""
+    """Inputs of a verification."""
 
     state: GenerationState
     sampling: Sampling
@@ -102,7 +102,7 @@ class _Check(NamedTuple):
     steered: SteeredRows | None  # W * (K + 1) rows
 
     def choose(self, logits: jax.Array, rows: GuessRows) -> _Chosen:
-        """Choose the token after each row, taking the guesses before it as right."""
+        """Choose the token after each row, as if the draft tokens before were right."""
         state, guesses = self.state, self.guesses.tokens
         sequences = gather(state.places.sequences, rows.places)
         sampling = sampling_of(self.sampling, state.result.lengths.shape[0], sequences)
@@ -128,7 +128,7 @@ class _Check(NamedTuple):
         counts: jax.Array,
         seen: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
-        """Choose tokens as plain steps would; a draft may stand or be replaced."""
+        """Choose tokens as in a plain step, or by rejection sampling."""
 
         def plain() -> tuple[jax.Array, jax.Array]:
             return sample(logits, sampling, counts, seen=seen)
@@ -140,7 +140,7 @@ class _Check(NamedTuple):
         if by.temperature is None:
             return plain()
         is_greedy = by.temperature <= 0
-        # The draft after each row, if there is one.
+        # The draft token after each row, if any.
         draft = rows.places, jnp.minimum(rows.before, guesses.tokens.shape[1] - 1)
 
         def reject() -> tuple[jax.Array, jax.Array]:
@@ -162,10 +162,10 @@ class _Check(NamedTuple):
 def _compute_guesses(
     runner: Runner, cache: Cache, loads: Loads, check: _Check
 ) -> tuple[Cache, Batch, _Chosen]:
-    """Compute the newest token of each text and the guesses behind it.
+    """Compute the newest token of each sequence and its draft tokens.
 
-    The step, R rows, is planned for the most that there can be; the model computes the
-    first of them, as many as the smallest size that holds the guesses.
+    The step, R rows, is planned for the most draft tokens; the model computes the first
+    of them, as many as the smallest sufficient size.
     """
     state, guesses = check.state, check.guesses
     sizes, places = row_sizes(*guesses.tokens.shape), state.places
@@ -216,7 +216,7 @@ def _take_checked(
     batch: Batch,
     chosen: _Chosen,
 ) -> GenerationState:
-    """Let texts have their tokens for as long as guesses are right."""
+    """Append tokens to sequences as long as their draft tokens are right."""
     guesses = check.guesses
     num_tokens = guesses.tokens.shape[1]
     after = jnp.arange(num_tokens + 1, dtype=jnp.int32)[None]
@@ -234,7 +234,7 @@ def _take_checked(
 
 
 def _keep(cache: Cache, batch: Batch, loads: Loads, kept: jax.Array) -> Cache:
-    """Cut off the rows behind the first `kept` of each, i32[W], and commit those."""
+    """Truncate each sequence to its first `kept` rows, i32[W], and commit them."""
     lengths = loads.done + kept
     cuts = kept < batch.query_lengths
     seq_ids = jnp.where(cuts, batch.seq_ids, NO_SEQUENCE)
@@ -250,13 +250,13 @@ def _keep(cache: Cache, batch: Batch, loads: Loads, kept: jax.Array) -> Cache:
 
 def accept_or_replace(
     wanted: jax.Array,  # f32[R, V], filtered logits of the model
-    drafted: jax.Array,  # f32[R, V], those that the draft was drawn from
-    guesses: jax.Array,  # i32[R], the draft
-    is_drafted: jax.Array,  # bool[R], whether there is one; else a token is drawn
+    drafted: jax.Array,  # f32[R, V], logits the draft token was drawn from
+    guesses: jax.Array,  # i32[R], draft tokens
+    is_drafted: jax.Array,  # bool[R], the row has a draft token; else a token is drawn
     seeds: jax.Array,  # i32[R], of each sequence
-    counts: jax.Array,  # i32[R], tokens that it has generated
+    counts: jax.Array,  # i32[R], tokens generated so far
 ) -> jax.Array:
-    """Return the draft or what stands in for it, i32[R], distributed as wanted."""
+    """Accept or replace draft tokens, i32[R], by rejection sampling."""
     probability, of_draft = jax.nn.softmax(wanted), jax.nn.softmax(drafted)
 
     def at_guess(values: jax.Array) -> jax.Array:
@@ -266,7 +266,7 @@ def accept_or_replace(
     accepts = is_drafted & (chance * at_guess(of_draft) < at_guess(probability))
 
     rest = jnp.where(is_drafted[:, None], probability - of_draft, probability)
-    # Equal distributions leave a rest of rounding errors, or none at all.
+    # Equal distributions leave only rounding errors, or nothing.
     is_empty = jnp.max(rest, axis=-1, keepdims=True) <= 0
     rest = jnp.where(is_empty, probability, jnp.maximum(rest, 0.0))
     log_rest = jnp.log(rest)
