@@ -1,1 +1,1 @@
-"""What a loop is asked for, as values or by the names of their fields."""
+"""Arguments of the loops, as values or keyword arguments."""

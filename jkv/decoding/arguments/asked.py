@@ -1,7 +1,7 @@
-"""What a loop is asked for: values that go whole through all of its layers.
+"""Arguments of a loop, passed unchanged through all of its layers.
 
-`Prompts` are the texts and what holds for each of them, `Steps` how much is done and in
-which sizes, `How` how tokens are chosen. A loop takes their fields by name, too.
+`Prompts` has the prompts and their options, `Steps` lengths and step sizes, `How` the
+decoding options. Loops also take their fields as keyword arguments.
 """
 
 import dataclasses
@@ -28,17 +28,17 @@ Value = TypeVar("Value")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class How:
-    """How tokens are chosen: a pytree, whose arrays are arguments of a program.
+    """Decoding options: a pytree; its arrays are arguments of the program.
 
     Attributes:
-      sampling: from what the model says, each field one number or one for each
-        sequence; greedy by default.
-      steering: which tokens texts may have, see `Steering`; None leaves them all. A
-        token that steering says is the only one is guessed without fail, if `speculate`
-        is given.
-      speculate: how to guess tokens, of which a step checks several: a `PromptLookup`
-        or a `DraftModel`; None does not. The model must take `all_rows`. With several
-        pools each guesses for its own; the cache of a draft lies on the whole mesh.
+      sampling: sampling options, scalars or one value for each sequence; greedy by
+        default.
+      steering: a logits processor (`Steering`) that masks tokens; None allows all. With
+        `speculate`, a token that it forces becomes a draft token that is never
+        rejected.
+      speculate: speculative decoding, by `PromptLookup` or `DraftModel`; None is off.
+        The model must take `all_rows`. With several pools each drafts for its own
+        sequences, and a draft model's cache spans the whole mesh.
 
     Example:
       >>> import jkv
@@ -52,19 +52,19 @@ class How:
     speculate: Speculation | None = None
 
     def check(self) -> "How":
-        """Return it with a steering that loops can index, or refuse it in words."""
+        """Check the options; return them with the processor's leaves as arrays."""
         check_sampling(self.sampling)
         if self.speculate is not None:
             check_speculation(self.speculate)
         return dataclasses.replace(self, steering=as_steering(self.steering))
 
     def choice(self, num_rows: int | None = None) -> Choice:
-        """Return what chooses tokens, for so many rows at a time."""
+        """Return the sampling options and processor, for `num_rows` rows at a time."""
         return Choice(self.sampling, self.steering, num_rows)
 
 
 class OfHow(TypedDict, total=False):
-    """The fields of `How`, as arguments of a loop."""
+    """The fields of `How` as keyword arguments of a loop."""
 
     sampling: Sampling
     steering: Steering | None
@@ -72,7 +72,7 @@ class OfHow(TypedDict, total=False):
 
 
 class Fields(OfPrompts, OfSteps, OfHow, total=False):
-    """The fields of `Prompts`, `Steps` and `How`, as arguments of a loop."""
+    """The fields of `Prompts`, `Steps` and `How` as keyword arguments of a loop."""
 
 
 set_defaults(OfHow, How)
@@ -80,7 +80,7 @@ set_defaults(Fields, Prompts.of, Steps, How)
 
 
 class Asked(NamedTuple):
-    """What a loop was asked for, checked."""
+    """Checked arguments of a loop."""
 
     prompts: Prompts
     stops: Stops
@@ -97,7 +97,7 @@ class Asked(NamedTuple):
         fields: Mapping[str, Any],
         kind: Any = Fields,
     ) -> "Asked":
-        """Take what a loop was given; of what is None, fields by name make a value."""
+        """Return checked arguments; keywords replace the values that are None."""
         check_names(loop, fields, kind)
         if steps is None and "max_new_tokens" not in fields:
             raise UsageError(f"{loop}() needs max_new_tokens, or steps=Steps(...)")
@@ -112,21 +112,21 @@ class Asked(NamedTuple):
 
 
 def check_names(loop: str, fields: Mapping[str, Any], kind: Any) -> None:
-    """Refuse arguments by name that a loop has not, where a `TypedDict` has its own."""
+    """Refuse keyword arguments that a `TypedDict` does not have."""
     for name in fields:
         if name not in kind.__annotations__:
             raise UsageError(f"{loop}() got an unexpected keyword argument {name!r}")
 
 
 def select(kind: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the fields that a `TypedDict` has."""
+    """Return the fields that a `TypedDict` has."""
     return {name: fields[name] for name in fields if name in kind.__annotations__}
 
 
 def take(
     given: Value | None, kind: type[Value], names: Any, fields: Mapping[str, Any]
 ) -> Value:
-    """Return a value that was given, alone, or make one of the fields that it has."""
+    """Return a given value, or make one from its keyword arguments."""
     named = select(names, fields)
     if given is None:
         return kind(**named)
