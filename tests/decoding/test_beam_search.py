@@ -221,7 +221,7 @@ def test_the_first_child_keeps_its_parents_row():
         (dict(num_beams=0), "num_beams must be a static int of at least 1"),
         (dict(num_return=3), "num_return must be at most num_beams"),
         (dict(early_stopping="always"), 'True, False or "never"'),
-        (dict(stop_tokens=np.zeros((2, 2), np.int32)), "the same for all prompts"),
+        (dict(stop_tokens=np.zeros((2, 2), np.int32)), "shared by all prompts"),
         (dict(length_penalty=np.ones(2, np.float32)), "must be one number"),
     ],
 )

@@ -1,1 +1,1 @@
-"""Beam search: several texts of a prompt, those that score best, inside one jit."""
+"""Beam search inside one jit."""

@@ -1,11 +1,11 @@
-"""Beam searches under way, and their rows: opened, forked, exchanged and given back.
+"""State of beam searches, and their cache rows: open, fork, reorder, free.
 
-Each beam has a row of the cache. A prompt is computed in one row and forked. After a
-step a beam goes on in the row of its parent if it is the parent's best child; the
-others take rows that are left over, and share what their parents have (`reorder`).
+Each beam has a cache row. A prompt is computed in one row and forked. After a step the
+best child of a beam continues in its row; the others take rows without a child and
+share their parents' blocks (`reorder`).
 
-Where rows or blocks lack, the search of the last prompt gives its own back and waits to
-begin anew. So only a search that runs alone can lack any.
+If rows or blocks run out, the search of the last prompt is preempted and starts over
+later. So only a search that runs alone can lack any.
 
 Symbols: Q prompts, K beams of each, G most new tokens.
 """
@@ -33,24 +33,24 @@ from jkv.verbs.reordering import reorder
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class SearchState:
-    """All searches of a call: those that run, in step, and those that wait."""
+    """All searches of a call: running ones, in lockstep, and waiting ones."""
 
-    prompts: Prompts  # what is continued
-    reasons: jax.Array  # i32[Q], RUNNING while a search runs or waits
-    is_running: jax.Array  # bool[Q], which of them run
-    seq_ids: jax.Array  # i32[Q, K], the cache's row of each beam, -1 where none
-    beams: Beams  # texts that run; their last token is not in the cache
-    hypotheses: Hypotheses  # texts that have ended
-    length: jax.Array  # i32[], new tokens of each beam that runs
+    prompts: Prompts  # prompts to complete
+    reasons: jax.Array  # i32[Q], RUNNING if the search runs or waits
+    is_running: jax.Array  # bool[Q], running searches
+    seq_ids: jax.Array  # i32[Q, K], cache row of each beam, -1 for none
+    beams: Beams  # running beams; their last token is not in the cache
+    hypotheses: Hypotheses  # finished completions
+    length: jax.Array  # i32[], new tokens of each running beam
     statistics: BeamStatistics
-    # Of what steers the beams, a pytree of arrays [Q * K, ...]; None without.
+    # State of the logits processor, arrays [Q * K, ...]; None without one.
     steering_state: Any = None
 
     @classmethod
     def begin(
         cls, prompts: Prompts, reasons: jax.Array, num_beams: int, max_new_tokens: int
     ) -> "SearchState":
-        """Let all prompts wait but those that have a reason to end, i32[Q]."""
+        """Return a state in which all prompts without a finish reason wait."""
         sizes = reasons.shape[0], num_beams
         return cls(
             prompts=prompts,
@@ -65,22 +65,22 @@ class SearchState:
 
     @property
     def is_open(self) -> jax.Array:
-        """Which searches have not ended: they run or wait, bool[Q]."""
+        """True for searches that have not finished, running or waiting, bool[Q]."""
         return self.reasons == FinishReason.RUNNING
 
     @property
     def num_beams(self) -> int:
-        """Beams of each prompt, K."""
+        """The number of beams of each prompt, K."""
         return self.seq_ids.shape[1]
 
     @property
     def first_seq_ids(self) -> jax.Array:
-        """The row of the first beam of each prompt that runs, i32[Q], else -1."""
+        """The row of the first beam of each running prompt, i32[Q], else -1."""
         return jnp.where(self.is_running, self.seq_ids[:, 0], NO_SEQUENCE)
 
     @property
     def flat_seq_ids(self) -> jax.Array:
-        """The rows of beams that run, prompt by prompt, i32[Q * K], else -1."""
+        """The rows of running beams, prompt by prompt, i32[Q * K], else -1."""
         rows = jnp.where(self.is_running[:, None], self.seq_ids, NO_SEQUENCE)
         return rows.reshape(-1)
 
@@ -102,7 +102,7 @@ Carry = tuple[Cache, SearchState, jax.Array]
 def open_prompts(
     cache: Cache, state: SearchState, size: BlockSize
 ) -> tuple[Cache, SearchState]:
-    """Open a row for each prompt that waits, as many as can have all of their beams."""
+    """Open a row for each waiting prompt, as many as fit with all their beams."""
     prompts = state.prompts
     cache, opened = allocate(
         cache,
@@ -114,14 +114,14 @@ def open_prompts(
     is_running = opened.seq_ids >= 0
     state = dataclasses.replace(state, seq_ids=seq_ids, is_running=is_running)
 
-    # No other search runs: what the first that waits cannot have it never will.
+    # No other search runs: if the first waiting one does not fit now, it never will.
     first = jnp.arange(is_running.shape[0]) == jnp.argmax(state.is_open)
     lacks_rows = opened.status == Status.OUT_OF_SEQUENCES
     state = state.end(
         first & state.is_open & ~is_running,
         _lacking(lacks_rows),
     )
-    # Of a prompt longer than a window only a part is reserved.
+    # A prompt longer than a sliding window is reserved only in part.
     needs = blocks.to_take(prompts.lengths, Held.of(cache, opened.seq_ids), size)
     cache, state = make_room_for_forks(cache, state, needs)
     cached = jnp.where(state.is_running, opened.num_cached, 0)
@@ -135,10 +135,10 @@ def open_prompts(
 def make_room_for_forks(
     cache: Cache, state: SearchState, num_blocks: Blocks
 ) -> tuple[Cache, SearchState]:
-    """Let searches wait until the others, with blocks before it, i32[Q], can fork."""
+    """Preempt searches until the others can fork after `num_blocks`, i32[Q]."""
     _, tail = divide(state.prompts.lengths, cache.block_size)
     more = jnp.int32(state.num_beams - 1)
-    # A partly filled block is copied for each beam but the first.
+    # Each beam but the first copies a partly filled block.
     copies = jnp.where(tail > 0, more, 0)
     needs = tuple(each + copies for each in num_blocks)
     cache, state, lacking = make_room_for_beams(
@@ -148,7 +148,7 @@ def make_room_for_forks(
 
 
 def fork_prompts(cache: Cache, state: SearchState) -> tuple[Cache, SearchState]:
-    """Let all beams have the prompt that the first of them has."""
+    """Fork each prompt from its first beam to all its beams."""
     if state.num_beams == 1:
         return cache, state
     first = jnp.where(state.is_running, state.seq_ids[:, 0], NO_SEQUENCE)
@@ -162,7 +162,7 @@ def fork_prompts(cache: Cache, state: SearchState) -> tuple[Cache, SearchState]:
 def follow_parents(
     cache: Cache, state: SearchState, parents: jax.Array
 ) -> tuple[Cache, SearchState]:
-    """Let each beam that runs have the past of its parent, i32[Q, K]."""
+    """Continue each running beam from its parent, i32[Q, K]."""
     rows = assign_rows(state.seq_ids, parents)
     sources = jnp.take_along_axis(state.seq_ids, parents, axis=1)
     moves = (rows != sources) & state.is_running[:, None]
@@ -182,10 +182,10 @@ def assign_rows(
     seq_ids: jax.Array,  # i32[Q, K]
     parents: jax.Array,  # i32[Q, K]
 ) -> jax.Array:
-    """Return the row of each beam, i32[Q, K]: its parent's, or one that is left over.
+    """Return the row of each beam, i32[Q, K]: its parent's, or a spare one.
 
-    The first child of a parent takes the parent's row, so that only beams which branch
-    are copied. The n-th of the other children takes the n-th row without a child.
+    The first child of a parent takes the parent's row, so that only branching beams are
+    copied. The n-th of the other children takes the n-th row without a child.
     """
     num_beams = parents.shape[1]
     beam = jnp.arange(num_beams, dtype=jnp.int32)
@@ -202,9 +202,10 @@ def assign_rows(
 def make_room_for_beams(
     cache: Cache, state: SearchState, num_blocks: Blocks, num_rows: jax.Array
 ) -> tuple[Cache, SearchState, jax.Array]:
-    """Let searches wait, the last prompt's first, until the others have room.
+    """Preempt searches, the last prompt's first, until the others have room.
 
-    Also i32[Q]: what one lacks that ran alone, and has given its rows back; or RUNNING.
+    Returns also i32[Q]: the finish reason of a search that lacks room alone, which is
+    freed; RUNNING for others.
     """
 
     def lacks(cache: Cache, state: SearchState) -> tuple[jax.Array, jax.Array]:
@@ -229,7 +230,7 @@ def make_room_for_beams(
 
 
 def let_last_wait(cache: Cache, state: SearchState, lacks_rows: jax.Array) -> Carry:
-    """Let the last search give rows back; also i32[Q]: what it lacks if it is alone."""
+    """Preempt the last search; return also its finish reason if it is alone, i32[Q]."""
     number = jnp.arange(state.is_running.shape[0], dtype=jnp.int32)
     last = number == jnp.max(jnp.where(state.is_running, number, -1))
     is_alone = jnp.sum(state.is_running, dtype=jnp.int32) == 1
@@ -247,7 +248,7 @@ def free_beams(cache: Cache, state: SearchState, ended: jax.Array) -> Cache:
 
 
 def count_blocks(cache: Cache, state: SearchState) -> SearchState:
-    """Note the blocks in use, and those of beams that would share nothing."""
+    """Record the blocks in use, and those of beams without sharing."""
     old = state.statistics
     lengths, size = (
         state.prompts.lengths + state.length,

@@ -1,14 +1,14 @@
-"""The rules of beam search: which texts run on, which have ended, when to stop.
+"""Rules of beam search: running beams, finished hypotheses, and when to stop.
 
-They are those of Hugging Face transformers (`generate(num_beams=...)`, version 5), so
-that texts and scores are its own. The score of a text that has ended is the sum of its
-log-probabilities, divided by its number of new tokens to the power of the length
-penalty. Of the candidates of a step, beams with one more token each, the K best may
-end; the K best that do not end run on. There are so many candidates that K of them do
-not end, whatever the stop tokens.
+They follow Hugging Face transformers (`generate(num_beams=...)`, version 5), with equal
+completions and scores. The score of a finished hypothesis is the sum of its
+log-probabilities divided by its number of new tokens to the power of the length
+penalty. Among the candidates of a step, beams with one more token each, the K best may
+finish, and the K best that do not finish keep running. C is large enough that K
+candidates do not finish, for any stop tokens.
 
-Symbols: Q prompts, K beams of each, C candidates of each, G most new tokens, V tokens
-in the vocabulary.
+Symbols: Q prompts, K beams of each, C candidates of each, G most new tokens, V
+vocabulary size.
 """
 
 from typing import Literal, NamedTuple
@@ -19,42 +19,42 @@ from jax import lax
 
 EarlyStopping = bool | Literal["never"]
 
-# The score of what is not there.
+# Score of a missing beam or hypothesis.
 NO_SCORE = float("-inf")
 
 
 class Rules(NamedTuple):
-    """What the caller says about a search."""
+    """Options of a search."""
 
     num_beams: int  # K
     max_new_tokens: int  # G
     stop_tokens: jax.Array  # i32[E]
     length_penalty: jax.Array  # f32[]
     early_stopping: EarlyStopping
-    num_end_tokens: int = 0  # more that may end a text, by what steers it
+    num_end_tokens: int = 0  # further end tokens, of the logits processor
 
     @property
     def num_candidates(self) -> int:
-        """Continuations of which K do not end, C."""
+        """The number of candidates of each prompt, C; K or more do not finish."""
         num_ends = self.stop_tokens.shape[0] + self.num_end_tokens
         return max(2, 1 + num_ends) * self.num_beams
 
     def penalise(self, scores: jax.Array, lengths: jax.Array | int) -> jax.Array:
-        """Divide sums of log-probabilities, f32[...], by what their length costs."""
+        """Apply the length penalty to sums of log-probabilities, f32[...]."""
         return scores / jnp.power(
             jnp.asarray(lengths, jnp.float32), self.length_penalty
         )
 
 
 class Beams(NamedTuple):
-    """Texts that run, best first."""
+    """Running beams, best first."""
 
     tokens: jax.Array  # i32[Q, K, G], -1 past the end
-    scores: jax.Array  # f32[Q, K], sums of log-probabilities, -inf where there is none
+    scores: jax.Array  # f32[Q, K], sums of log-probabilities, -inf for missing beams
 
     @classmethod
     def fresh(cls, num_prompts: int, num_beams: int, max_new_tokens: int) -> "Beams":
-        """Return one empty text for each prompt: beams that agree would be one."""
+        """Return one empty beam for each prompt, as equal beams would stay equal."""
         scores = jnp.full((num_prompts, num_beams), NO_SCORE, jnp.float32)
         return cls(
             tokens=jnp.full((num_prompts, num_beams, max_new_tokens), -1, jnp.int32),
@@ -62,11 +62,11 @@ class Beams(NamedTuple):
         )
 
     def choose(self, candidates: "Continuations", length: jax.Array) -> "Beams":
-        """Return the K best candidates that have not ended, with `length` tokens."""
+        """Return beams from the K running candidates, with `length` tokens."""
         return Beams(tokens=self.texts_of(candidates, length), scores=candidates.scores)
 
     def texts_of(self, candidates: "Continuations", length: jax.Array) -> jax.Array:
-        """Return the texts of candidates, i32[Q, C, G], of so many tokens, i32[]."""
+        """Return the completions of candidates, i32[Q, C, G], with `length` tokens."""
         texts = jnp.take_along_axis(self.tokens, candidates.parents[:, :, None], axis=1)
         return texts.at[:, :, length - 1].set(candidates.tokens)
 
@@ -74,17 +74,17 @@ class Beams(NamedTuple):
 class Continuations(NamedTuple):
     """Beams with one more token, best first."""
 
-    parents: jax.Array  # i32[Q, C], the beam
-    tokens: jax.Array  # i32[Q, C], the token
+    parents: jax.Array  # i32[Q, C], index of the beam
+    tokens: jax.Array  # i32[Q, C], the new token
     scores: jax.Array  # f32[Q, C], sums of log-probabilities
 
 
 class Hypotheses(NamedTuple):
-    """The best texts that have ended, best first."""
+    """The best finished completions, best first."""
 
     tokens: jax.Array  # i32[Q, K, G], -1 past the end
     lengths: jax.Array  # i32[Q, K]
-    scores: jax.Array  # f32[Q, K], after the length penalty, -inf where there is none
+    scores: jax.Array  # f32[Q, K], after the length penalty, -inf for missing ones
 
     @classmethod
     def none(
@@ -99,13 +99,13 @@ class Hypotheses(NamedTuple):
 
     @property
     def is_full(self) -> jax.Array:
-        """Which prompts have K texts that have ended, bool[Q]."""
+        """True for prompts with K finished hypotheses, bool[Q]."""
         return jnp.all(self.scores > NO_SCORE, axis=1)
 
     def add(
         self, texts: jax.Array, scores: jax.Array, length: jax.Array
     ) -> "Hypotheses":
-        """Return the K best of these and others of `length` tokens each."""
+        """Keep the K best of these and new ones of `length` tokens each."""
         lengths = jnp.where(scores > NO_SCORE, length, 0)
         texts = jnp.where((scores > NO_SCORE)[:, :, None], texts, -1)
         kept, best = lax.top_k(
@@ -126,10 +126,10 @@ def rank_continuations(
     scores: jax.Array,  # f32[Q, K]
     num_candidates: int,
 ) -> Continuations:
-    """Return the best continuations of each prompt's beams; of a few tokens all."""
+    """Return the best continuations of each prompt's beams, all if V is small."""
     num_prompts, num_beams, vocabulary = logprobs.shape
     total = (logprobs + scores[:, :, None]).reshape(num_prompts, -1)
-    # The best of all are among the best of each beam, which are much fewer.
+    # The best overall are among the best of each beam.
     each, tokens = lax.top_k(
         total.reshape(num_prompts * num_beams, vocabulary),
         min(num_candidates, vocabulary),
@@ -148,7 +148,7 @@ def rank_continuations(
 def choose_running(
     candidates: Continuations, is_final: jax.Array, num_beams: int
 ) -> Continuations:
-    """Return the K best candidates that do not end, bool[Q, C] says which do."""
+    """Return the K best candidates that do not finish; `is_final` is bool[Q, C]."""
     scores = jnp.where(is_final, NO_SCORE, candidates.scores)
     scores = _widened(scores, num_beams, NO_SCORE)
     best, places = lax.top_k(scores, num_beams)
@@ -167,7 +167,7 @@ def keep_ended(
     length: jax.Array,  # i32[]
     rules: Rules,
 ) -> Hypotheses:
-    """Add candidates that end, if they are among the K best of the step."""
+    """Add finishing candidates that are among the K best of the step."""
     rank = jnp.arange(is_final.shape[1], dtype=jnp.int32)[None]
     ends = is_final & (rank < rules.num_beams)
     scores = jnp.where(
@@ -177,16 +177,16 @@ def keep_ended(
 
 
 def may_improve(
-    hypotheses: Hypotheses,  # those that have ended
-    best: jax.Array,  # f32[Q], the best sum of log-probabilities of the beams that run
+    hypotheses: Hypotheses,  # finished
+    best: jax.Array,  # f32[Q], the best sum of log-probabilities of the running beams
     length: jax.Array,  # i32[], new tokens of each
     rules: Rules,
 ) -> jax.Array:
-    """Tell whether texts that run may still beat those that have ended, bool[Q].
+    """Return True if running beams may still beat finished hypotheses, bool[Q].
 
-    The best beam is taken at its present length; with `early_stopping="never"` and a
-    penalty above 0, which favours long texts, at the greatest length. That is a guess
-    from above only where the sum of log-probabilities cannot grow better with length.
+    The best beam is scored at its current length; with `early_stopping="never"` and a
+    penalty above 0, which favours long completions, at the greatest length. This is an
+    upper bound only if the sum of log-probabilities does not increase with length.
     """
     if rules.early_stopping == "never":
         favours_long = rules.length_penalty > 0
@@ -199,6 +199,6 @@ def may_improve(
 
 
 def _widened(values: jax.Array, width: int, fill: float) -> jax.Array:
-    """Return values with at least so many columns."""
+    """Pad values to at least `width` columns."""
     missing = max(0, width - values.shape[1])
     return jnp.pad(values, ((0, 0), (0, missing)), constant_values=fill)

@@ -1,10 +1,10 @@
-"""Rounds of beam search: prompts are computed once, beams branch and end.
+"""Rounds of beam search: compute prompts, branch, finish.
 
-Searches run in step, each beam with as many new tokens as the others. Where the cache
-has no room for all of them the last ones wait and begin when the others have ended: a
-round runs the searches that find room, one loop over prompts and one over steps.
+Running searches advance together, each beam with the same number of new tokens. If the
+cache has no room for all, the last ones wait until the others have finished: a round
+runs the searches with room, in one loop over prompts and one over steps.
 
-Symbols: Q prompts, K beams of each, V tokens in the vocabulary.
+Symbols: Q prompts, K beams of each, V vocabulary size.
 """
 
 import dataclasses
@@ -46,17 +46,17 @@ Carry = tuple[Cache, SearchState, jax.Array]
 
 
 class Searcher(NamedTuple):
-    """What does not change during a call."""
+    """Constants of a call."""
 
     runner: Runner
     rules: Rules
-    num_rows: int  # of a step that computes prompts
+    num_rows: int  # of a step with prompts
     vocabulary: int
-    size: BlockSize  # how many blocks a prompt takes while it is computed
+    size: BlockSize  # blocks of a prompt while it is computed
     steering: Steering | None
 
     def rows_of(self, state: SearchState, parents: jax.Array) -> SteeredRows | None:
-        """Return what steers beams, i32[Q, C]; None where nothing does."""
+        """Return the logits processor's rows of beams, i32[Q, C], or None."""
         if self.steering is None:
             return None
         num_prompts, num_beams = state.seq_ids.shape
@@ -68,7 +68,7 @@ class Searcher(NamedTuple):
 def run_round(
     searcher: Searcher, cache: Cache, state: SearchState
 ) -> tuple[Cache, SearchState]:
-    """Run the searches that find room, from their prompts to their end."""
+    """Run the searches with room, from their prompts to their end."""
     cache, state = branches.open_prompts(
         cache, _begin_anew(searcher, state), searcher.size
     )
@@ -80,7 +80,7 @@ def run_round(
         cache, state, logits = _compute_prompts_that_fit(searcher, *carry)
     cache, state = branches.fork_prompts(cache, state)
     state = branches.count_blocks(cache, state)
-    # Beams that have no token yet agree: the first one alone counts.
+    # Beams without tokens are equal: only the first has a score.
     logits = jnp.repeat(logits, state.num_beams, axis=0)
     cache, state, _ = while_loop(
         lambda carry: jnp.any(carry[1].is_running),
@@ -93,7 +93,7 @@ def run_round(
 def _compute_prompts(
     searcher: Searcher, cache: Cache, state: SearchState, logits: jax.Array
 ) -> Carry:
-    """Compute the prompts of searches, as far as blocks reach; f32[Q, V], logits."""
+    """Compute prompts as far as blocks suffice; return also logits, f32[Q, V]."""
     prompts = state.prompts
     Kept = tuple[SearchState, jax.Array]
 
@@ -120,9 +120,10 @@ def _compute_prompts(
 def _compute_prompts_that_fit(
     searcher: Searcher, cache: Cache, state: SearchState, logits: jax.Array
 ) -> Carry:
-    """Compute prompts of which not all is reserved; let the last wait if blocks lack.
+    """Compute partly reserved prompts; preempt the last search if blocks run out.
 
-    Blocks that a window gives back are counted on, and others may still share them.
+    The reservation counts on blocks released by a sliding window, which other sequences
+    may still share.
     """
 
     def lacks(cache: Cache, state: SearchState) -> jax.Array:
@@ -147,7 +148,7 @@ def _compute_prompts_that_fit(
 
 
 def _begin_anew(searcher: Searcher, state: SearchState) -> SearchState:
-    """Let searches that have waited begin with nothing."""
+    """Reset searches that waited."""
     sizes = state.beams.tokens.shape
     return dataclasses.replace(
         state,
@@ -161,7 +162,7 @@ def _begin_anew(searcher: Searcher, state: SearchState) -> SearchState:
 def _run_step(
     searcher: Searcher, cache: Cache, state: SearchState, logits: jax.Array
 ) -> Carry:
-    """Give each beam one more token, by its logits f32[Q * K, V], and compute it."""
+    """Add a token to each beam, from logits f32[Q * K, V], and compute it."""
     before = state
     state, parents, reasons = _choose_beams(searcher, cache, state, logits)
     ends = reasons != FinishReason.RUNNING
@@ -169,7 +170,7 @@ def _run_step(
     state = state.end(ends, reasons)
     cache, state = branches.follow_parents(cache, state, parents)
 
-    # All beams of a prompt have the same length, so all or none need a block.
+    # All beams of a prompt have one length, so all or none need a block.
     _, tail = divide(state.prompts.lengths + state.length - 1, cache.block_size)
     needs = jnp.where(tail == 0, jnp.int32(state.num_beams), 0)
     cache, state, lacking = branches.make_room_for_beams(
@@ -190,9 +191,9 @@ def _run_step(
 def _choose_beams(
     searcher: Searcher, cache: Cache, state: SearchState, logits: jax.Array
 ) -> tuple[SearchState, jax.Array, jax.Array]:
-    """Choose the next tokens, and what has ended with them."""
+    """Choose the next tokens; return also parents, i32[Q, K], and finish reasons."""
     rules, logprobs = searcher.rules, _find_logprobs(searcher, state, logits)
-    # Without numbers there is no token: the search ends with the beams that it had.
+    # With NaN logits the search ends with its current beams.
     is_nan = jnp.any(jnp.isnan(logprobs), axis=(1, 2)) & state.is_running
     state = _count_beams_as_they_are(rules, state, is_nan)
     found = rank_continuations(
@@ -243,7 +244,7 @@ def _choose_beams(
 def _find_logprobs(
     searcher: Searcher, state: SearchState, logits: jax.Array
 ) -> jax.Array:
-    """Return log-probabilities, f32[Q, K, V], all -inf of beams allowed no token."""
+    """Return log-probabilities, f32[Q, K, V], -inf for beams with all tokens masked."""
     shape = *state.seq_ids.shape, logits.shape[1]
     beam = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape[:2])
     steered = searcher.rows_of(state, beam)
@@ -258,7 +259,7 @@ def _find_logprobs(
 def _find_stuck(
     searcher: Searcher, state: SearchState, found: Continuations
 ) -> list[tuple[FinishReason, jax.Array]]:
-    """Return which searches found no text, and have no beam that may go on, bool[Q]."""
+    """Return searches without hypotheses and without a beam to continue, bool[Q]."""
     if searcher.steering is None:
         return []
     goes_on = jnp.any(found.scores > NO_SCORE, axis=1)
@@ -268,7 +269,7 @@ def _find_stuck(
 
 
 def _advance(searcher: Searcher, state: SearchState, running: Continuations) -> Any:
-    """Return the state of what steers the beams that run on."""
+    """Return the state of the logits processor for the running beams."""
     steered = searcher.rows_of(state, running.parents)
     return steered and steered.advance(running.tokens.reshape(-1)).state
 
@@ -287,7 +288,7 @@ def _compute_beams(
 def _count_beams_as_they_are(
     rules: Rules, state: SearchState, ends: jax.Array
 ) -> SearchState:
-    """Let beams of searches that end, bool[Q], count as texts that have ended."""
+    """Add the beams of searches that end, bool[Q], to their hypotheses."""
     length = state.length
     scores = rules.penalise(state.beams.scores, jnp.maximum(length, 1))
     counts = ends[:, None] & (length > 0)
@@ -300,7 +301,7 @@ def _count_beams_as_they_are(
 
 
 def _where(mask: jax.Array, new: Hypotheses, old: Hypotheses) -> Hypotheses:
-    """Return the new ones of prompts in the mask, bool[Q], the old ones of others."""
+    """Select new hypotheses for prompts in `mask`, bool[Q], old ones for others."""
 
     def pick(new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(mask.reshape(-1, *[1] * (old.ndim - 1)), new, old)

@@ -1,4 +1,4 @@
-"""Beam search in one jit: the face, and what a caller may ask for.
+"""Beam search in one jit: the public function and its arguments.
 
 Symbols: Q prompts, K beams of each, P most prompt tokens, G most new tokens.
 """
@@ -29,11 +29,11 @@ from jkv.state.entry import takes_cache
 from jkv.status import UsageError
 from jkv.steering import Steering
 
-_STOPS = "beam_search has stop_tokens i32[E], the same for all prompts, and no others"
+_STOPS = "stop_tokens must be i32[E], shared by all prompts; omit stop_sequences"
 
 
 class OfSearch(TypedDict, total=False):
-    """What `beam_search` takes by name: rules, and of `Steps` and `Prompts.of`."""
+    """The rules, and fields of `Steps` and `Prompts.of`, that `beam_search` takes."""
 
     length_penalty: jax.Array | float
     early_stopping: EarlyStopping
@@ -68,52 +68,52 @@ def beam_search(
     steps: Steps | None = None,
     **fields: Unpack[OfSearch],
 ) -> tuple[Cache, BeamSearch]:
-    """Find the most likely continuations of B prompts by beam search, and free them.
+    """Search for the most likely completions of B prompts with beam search.
 
-    Texts and scores are those of `generate(num_beams=...)` in Hugging Face
-    transformers: a text's score is the sum of its log-probabilities, divided by its
-    number of new tokens to the power of `length_penalty`. A prompt is computed once,
-    and its beams share what they have in common; only those that branch copy a partly
-    filled block. `jkv.jitted.beam_search` is this function jitted with the cache
-    donated; without donation every call copies the pool.
+    Completions and scores equal those of `generate(num_beams=...)` in Hugging Face
+    transformers: the score is the sum of log-probabilities, divided by the number of
+    new tokens to the power of `length_penalty`. A prompt is computed once and its beams
+    share their common prefix; a branching beam copies only a partly filled block.
+    `jkv.jitted.beam_search` is this function jitted with the cache donated; without
+    donation every call copies the pool.
 
-    When blocks or rows run out, the search of the last prompt gives its own back and
-    waits until the others have ended, then begins anew. So a search ends with
-    OUT_OF_BLOCKS or OUT_OF_SEQUENCES only if it would not fit alone, and returns the
-    best texts of that moment.
+    If blocks or rows run out, the search of the last prompt is preempted and starts
+    over when the others have finished. A search therefore ends with OUT_OF_BLOCKS or
+    OUT_OF_SEQUENCES only if it would not fit alone, and returns its best completions so
+    far.
 
     Args:
       model: see `Model`; hashable, as it is static under jit.
       params: the model's weights.
-      cache: may hold other sequences, which stay as they are.
-      prompts: i32[B, P], -1 after each prompt's end, or a list of token ids for each;
-        one that is empty is not begun.
-      num_beams: texts of each prompt that run at one time, K; one is greedy search.
-        Static.
-      steps: how many tokens a text may get, and `chunk_size`; nothing else. Static.
-      fields: by name, instead of steps, `max_new_tokens` and `chunk_size`; of
-        `Prompts.of` `salts`, `variants`, `stop_tokens`, the same for all prompts; and
+      cache: may hold other sequences, which are unchanged.
+      prompts: i32[B, P], -1 past the end of each, or a list of token ids for each; an
+        empty prompt is not started.
+      num_beams: running beams of each prompt, K; one is greedy search. Static.
+      steps: `max_new_tokens` and `chunk_size`; no other field. Static.
+      fields: keyword arguments: `max_new_tokens` and `chunk_size` instead of steps;
+        `salts`, `variants` and shared `stop_tokens` of `Prompts.of`; and
 
-        * `length_penalty`, f32[] or float: above 0 it favours long texts, below short
-          ones; 1.0 if it is left out.
-        * `early_stopping`: when a search with K texts that have ended stops: True at
-          once; False, as it is if left out, when the best beam, at its length, scores
-          no better than the worst of them; "never" like False, but a beam may have G
-          tokens if the length penalty is above 0. Static.
-        * `num_return`: texts of each prompt that are returned, 1 if it is left out, at
-          most K; static.
-        * `steering`: which tokens texts may have, as for `generate`. A search of which
-          no beam is allowed a token ends with the texts that it has found; without any
-          it ends by NOTHING_ALLOWED, with the beams of that moment.
+        * `length_penalty`, f32[] or float: above 0 it favours long completions, below 0
+          short ones; default 1.0.
+        * `early_stopping`: when to stop a search with K finished hypotheses. True: at
+          once. False, the default: when the best beam, at its length, scores no better
+            than the
+          worst of them. "never": like False, but with a length penalty above 0 the best
+          beam is scored at G tokens. Static.
+        * `num_return`: completions to return of each prompt, at most K, default 1;
+          static.
+        * `steering`: a logits processor, as for `generate`. A search with all tokens of
+          all beams masked ends with its finished hypotheses; without any, with its
+          beams and NOTHING_ALLOWED.
 
     Returns:
-      The cache, all sequences of this call freed, and a `BeamSearch`. A search ends by
-      STOP when it has found its texts, by LENGTH or CONTEXT_FULL when its beams could
-      not be longer.
+      The cache, with all sequences of this call freed, and a `BeamSearch`. A search
+      ends with STOP when its hypotheses cannot improve, with LENGTH or CONTEXT_FULL
+      when its beams cannot grow.
 
     Raises:
-      ValueError: for arguments of a wrong shape, type or size, or a model whose logits
-        are not [B, V], when it is traced.
+      ValueError: at trace time, for arguments of a wrong shape, type or size, or a
+        model with logits other than [B, V].
 
     Example:
       >>> import jax.numpy as jnp, jkv
@@ -139,8 +139,8 @@ def beam_search(
         rules = rules._replace(num_end_tokens=steering.num_end_tokens)
     if num_return > num_beams:
         raise UsageError(
-            f"num_return must be at most num_beams, as a search keeps so many texts; "
-            f"got {num_return} of {num_beams}"
+            f"num_return must be at most num_beams, got {num_return} and {num_beams}; "
+            f"raise num_beams"
         )
     num_rows = max(texts.lengths.shape[0], min(steps.chunk_size, texts.tokens.size))
     size = find_block_size(cache, (num_rows,))
@@ -178,6 +178,6 @@ def _make_rules(
         raise UsageError(
             f"length_penalty must be one number, got shape {list(penalty.shape)}"
         )
-    # One beam is greedy search: its first text that ends is the one.
+    # One beam is greedy search: its first finished hypothesis is the result.
     stops_at_once = True if num_beams == 1 else early_stopping
     return Rules(num_beams, max_new_tokens, stops.tokens[0], penalty, stops_at_once)
