@@ -91,5 +91,7 @@ def test_exact_scores_on_a_mesh():
 @pytest.mark.one_end
 def test_one_of_the_two_is_refused():
     for where in (dict(heads="tp"), dict(mesh=AUTO.mesh)):
-        with pytest.raises(jkv.UsageError, match="mesh= and heads= together"):
+        with pytest.raises(
+            jkv.UsageError, match="mesh and heads must be given together"
+        ):
             score(make_weights(8, 16), **where)

@@ -1,1 +1,1 @@
-"""Log-probabilities of texts that share what they begin with: trees of segments."""
+"""Log-probabilities of completions and trajectory trees with shared prefixes."""

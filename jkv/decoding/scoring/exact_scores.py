@@ -1,12 +1,11 @@
-"""Scores with the bits that `generate` reports: the same calls of the model.
+"""Scores that are bit-identical to those of `generate(exact=)`.
 
-`score` computes everything in one step, whose rows are as many as there are tokens, and
-sums in another order than decoding does. Here prompts and what continues them go
-through a cache in calls of one shape, as `generate(exact=)` makes them: prompts in
-chunks, then continuations, W rows at a time, wherever these lie.
+`score` computes everything in one step with a row for each token, which sums in another
+order than decoding. Here prompts and completions pass through a cache in calls of one
+shape, as in `generate(exact=)`: prompts in chunks, then completions, W rows at a time.
 
 Symbols: Q prompts of at most P tokens, N continuations of at most C tokens, W requests
-of a call, R rows, V tokens in the vocabulary.
+of a call, R rows, V vocabulary size.
 """
 
 from typing import Any
@@ -30,12 +29,12 @@ from jkv.verbs.forking import fork
 
 
 def score_exactly(
-    scored: Scored,  # its windows and dtypes hold, its counts do not
+    scored: Scored,  # its windows and dtypes are used, its counts are not
     exact: Exact,  # the shape of calls
-    prompts: jax.Array,  # i32[Q, P], -1 after each one's end
-    continuations: jax.Array,  # i32[N, C] likewise, N a multiple of Q
+    prompts: jax.Array,  # i32[Q, P], -1 past the end of each
+    continuations: jax.Array,  # i32[N, C], likewise, N a multiple of Q
 ) -> jax.Array:
-    """Return what `score` does, f32[N, C]."""
+    """Return the log-probabilities of `score`, f32[N, C]."""
     runner = Runner(scored.model, scored.params, exact)
     lengths, num_samples = count_tokens(prompts), len(continuations) // len(prompts)
     config = _resize(scored.config, prompts, continuations)
@@ -54,14 +53,14 @@ def score_exactly(
 def _resize(
     config: GroupedConfig, prompts: jax.Array, continuations: jax.Array
 ) -> GroupedConfig:
-    """Return sizes that hold prompts and forks of them."""
+    """Return a configuration for prompts and their forks."""
     (num_prompts, width), (count, most) = prompts.shape, continuations.shape
-    # A fork owns its tail and what comes behind it.
+    # A fork owns its partly filled block and later ones.
     own_blocks = -(-(config.block_size - 1 + most - 1) // config.block_size)
     prompt_blocks = -(-width // config.block_size)
     both: dict[str, Any] = dict(
         max_sequences=num_prompts + count,
-        # What a model reads from it, a scaled rotation, stays what it was.
+        # Models with length-dependent rotations read it, so never reduce it.
         max_context_length=max(config.max_context_length, width + most - 1),
     )
     of_blocks = both | dict(
@@ -78,7 +77,7 @@ def _score_first(
     prompts: jax.Array,
     continuations: jax.Array,
 ) -> tuple[Cache, jax.Array]:
-    """Compute prompts, W at a time, and score the tokens behind them, f32[N, C]."""
+    """Compute prompts, W at a time, and score the tokens after them, f32[N, C]."""
     num_prompts, lengths = prompts.shape[0], count_tokens(prompts)
     chosen = continuations[:, 0].reshape(num_prompts, -1)
     width = exact.num_requests
@@ -132,12 +131,12 @@ def _score_later(
     continuations: jax.Array,
     first: jax.Array,
 ) -> jax.Array:
-    """Feed continuations, W rows in a call, and score the token after each row."""
+    """Feed continuations, W rows per call, and score the token after each row."""
     count, most = continuations.shape
     fed = jnp.minimum(jnp.maximum(count_tokens(continuations) - 1, 0), most - 1)
     ends = running_sum(fed)
     starts, total = ends - fed, ends[-1]
-    # Those that feed nothing own no row, and are not among the owners.
+    # Continuations without fed tokens own no row.
     row = jnp.arange(width, dtype=jnp.int32)
 
     def take(

@@ -1,10 +1,10 @@
-"""Where the segments of a tree stand: positions, blocks, and the row of each slot.
+"""Layout of a tree: positions, blocks, and the row of each slot.
 
-All of it is found side by side, whatever the tree's depth is: each segment knows its
-ancestors 1, 2, 4, 8, ... levels above it (binary lifting), so the one that holds a
-position of its text is found in a number of steps that grows with the logarithm of S.
+All segments are computed in parallel, at any depth. Each has its ancestors 1, 2, 4, 8,
+... levels above (binary lifting), so the ancestor that holds a position is found in
+O(log S) steps.
 
-Symbols: R rows, S segments, N blocks, T tokens a block, M columns of block tables.
+Symbols: R rows, S segments, N blocks, T tokens per block, M columns of block tables.
 """
 
 from typing import NamedTuple
@@ -18,13 +18,13 @@ from jkv.metadata.entries import find_owners
 
 
 class Places(NamedTuple):
-    """Where segments stand; entry S of the longer arrays is no segment."""
+    """Positions of segments; entry S of the longer arrays stands for no segment."""
 
-    first_rows: jax.Array  # i32[S + 1], R for a segment without tokens
+    first_rows: jax.Array  # i32[S + 1], R for an empty segment
     lengths: jax.Array  # i32[S + 1]
-    starts: jax.Array  # i32[S + 1], tokens of the text before the segment
-    ancestors: jax.Array  # i32[levels, S + 1], those 1, 2, 4, ... levels above, or S
-    is_sound: jax.Array  # bool[S], whether it and its ancestors are as they should be
+    starts: jax.Array  # i32[S + 1], tokens of its ancestors
+    ancestors: jax.Array  # i32[levels, S + 1], 1, 2, 4, ... levels above, or S
+    is_sound: jax.Array  # bool[S], the segment and its ancestors are valid
 
     @property
     def num_segments(self) -> int:
@@ -32,32 +32,32 @@ class Places(NamedTuple):
 
     @property
     def ends(self) -> jax.Array:
-        """Tokens of each segment's text, i32[S + 1]."""
+        """Tokens of each segment's sequence, i32[S + 1]."""
         return self.starts + self.lengths
 
 
 class Layout(NamedTuple):
-    """A tree as attention takes its segments: as requests whose sequences share."""
+    """A tree as attention input: segments are requests with shared blocks."""
 
     places: Places
-    positions: jax.Array  # i32[R], of each row in its text, 0 where it has no token
+    positions: jax.Array  # i32[R], position in its sequence, 0 without a token
     is_token: jax.Array  # bool[R]
-    blocks: jax.Array  # i32[R], block of each row's token, N where it has none
-    block_tables: jax.Array  # i32[S, M], N where nothing is mapped
-    slot_rows: jax.Array  # i32[N, T], the row that each slot holds, R for none
+    blocks: jax.Array  # i32[R], block of each row's token, N without one
+    block_tables: jax.Array  # i32[S, M], N for unmapped columns
+    slot_rows: jax.Array  # i32[N, T], the row in each slot, R for none
 
 
 def count_blocks(num_rows: int, num_segments: int, block_size: int) -> int:
-    """Return the blocks that suffice for any tree of so many rows and segments.
+    """Return enough blocks for any tree of these sizes.
 
-    Where a segment begins inside a block, it has a copy of that block's beginning; its
-    n tokens then lie in at most (n + 2 (T - 1)) / T blocks.
+    A segment that starts inside a block copies the block's beginning; its n tokens then
+    occupy at most (n + 2 (T - 1)) / T blocks.
     """
     return max(1, (num_rows + 2 * num_segments * (block_size - 1)) // block_size)
 
 
 def find_places(tree: TextTree) -> Places:
-    """Find where segments stand; an unsound one counts as a root."""
+    """Return the positions of segments; an invalid one counts as a root."""
     num_rows, count = tree.num_rows, tree.num_segments
     segment = jnp.where(tree.segments >= 0, tree.segments, count)
     row = jnp.arange(num_rows, dtype=jnp.int32)
@@ -73,7 +73,7 @@ def find_places(tree: TextTree) -> Places:
     is_wrong |= (lengths[:-1] > 0) & (last[:-1] - first[:-1] + 1 != lengths[:-1])
     is_wrong = jnp.append(is_wrong, False)
     above = jnp.append(jnp.where(has_parent, tree.parents, count), jnp.int32(count))
-    # Each round adds what as many further ancestors have, and looks twice as far.
+    # Each round adds the lengths of as many further ancestors and doubles the reach.
     starts, ancestors = lengths[above], []
     for _ in range(max(1, (count - 1).bit_length())):
         ancestors.append(above)
@@ -86,37 +86,37 @@ def find_places(tree: TextTree) -> Places:
 def find_holders(
     places: Places, segments: jax.Array, positions: jax.Array
 ) -> jax.Array:
-    """Return which segment of a text holds a position of it, i32[...].
+    """Return the segment that holds each position of sequences, i32[...].
 
-    Texts are meant by their segments, i32[...]; past a text's end positions are the
-    segment's own.
+    Sequences are given by their segments, i32[...]; a position past the end belongs to
+    the segment itself.
     """
     segments, positions = jnp.broadcast_arrays(segments, positions)
     for ancestors in reversed(places.ancestors):
         above = ancestors[segments]
-        # The last one below the holder: all before it begin behind the position.
+        # The last one below the holder: all before it start after the position.
         segments = jnp.where(places.starts[above] > positions, above, segments)
     parent = places.ancestors[0][segments]
     return jnp.where(places.starts[segments] > positions, parent, segments)
 
 
 def find_rows(places: Places, segments: jax.Array, positions: jax.Array) -> jax.Array:
-    """Return the rows of positions that texts have, i32[...]."""
+    """Return the rows of positions of sequences, i32[...]."""
     holders = find_holders(places, segments, positions)
     return places.first_rows[holders] + positions - places.starts[holders]
 
 
 def lay_out(tree: TextTree, block_size: int) -> Layout:
-    """Give each segment blocks of its own, and the blocks of its ancestors before them.
+    """Assign blocks to each segment; block tables start with its ancestors' blocks.
 
-    Unsound segments, and texts that do not fit `max_length`, have no rows in it.
+    Invalid segments, and sequences longer than `max_length`, have no rows in it.
     """
     places = find_places(tree)
     count, num_rows = tree.num_segments, tree.num_rows
     fits = (places.ends <= tree.max_length).at[:-1].min(places.is_sound)
     lengths = jnp.where(fits, places.lengths, 0)
     places = places._replace(lengths=lengths, is_sound=fits[:-1])
-    # The ancestors of a sound segment are sound, so what it reads has rows.
+    # Ancestors of a valid segment are valid, so all positions it reads have rows.
     starts, ends = places.starts[:-1], places.ends[:-1]
     first_columns = jax.lax.div(starts, jnp.int32(block_size))
     last_columns = jax.lax.div(jnp.maximum(ends - 1, 0), jnp.int32(block_size))
@@ -133,7 +133,7 @@ def lay_out(tree: TextTree, block_size: int) -> Layout:
     is_held = (held < ends[owners][:, None]) & (block < behind[-1])[:, None]
     slot_rows = find_rows(places, owners[:, None], held)
 
-    # A column's block is owned by the segment that holds the text's last token in it.
+    # A column's block belongs to the segment with the sequence's last token in it.
     num_columns = max(1, -(-tree.max_length // block_size))
     column = jnp.arange(num_columns, dtype=jnp.int32)[None]
     last = jnp.minimum(column * block_size + block_size, ends[:, None]) - 1

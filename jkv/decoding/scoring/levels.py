@@ -1,12 +1,11 @@
-"""A tree in one call of the model for each of its levels.
+"""Scoring of a tree level by level, one call of the model each.
 
-Layers with a state need the state of a parent's end before a child begins, which one
-call has not yet. So the roots come first, then forks of them that go on, and so on,
-with all of the states in a cache. Which segments make a level must be known when this
-is traced: a call has a static number of rows.
+Recurrent-state layers need the state at a parent's end before a child starts, so roots
+come first, then their forks, and so on, with all states in a cache. The segments of a
+level must be known at trace time: a call has a static number of rows.
 
-Prompts and continuations are a tree of two levels, whose last tokens are not computed:
-Q prompts of at most P tokens, N continuations of at most C tokens.
+Prompts and continuations form a tree of two levels without the last tokens: Q prompts
+of at most P tokens, N continuations of at most C tokens.
 """
 
 import dataclasses
@@ -28,18 +27,18 @@ from jkv.verbs.forking import fork
 
 
 class Level(NamedTuple):
-    """Segments whose parents were all computed before."""
+    """Segments of one depth; their parents are already computed."""
 
     segments: np.ndarray[Any, Any]  # i32[n], their numbers
-    parents: np.ndarray[Any, Any] | None  # i32[n], those of their parents; None: roots
+    parents: np.ndarray[Any, Any] | None  # i32[n], their parents; None: roots
     rows: np.ndarray[Any, Any]  # i32[r], their rows in the tree, segment by segment
-    # Rows of each segment, where all have as many; None where each has its tokens'.
+    # Rows per segment if equal; None: as many as its tokens.
     width: int | None
-    asks_all: bool  # whether the logits of all rows are asked for, or each last one's
+    asks_all: bool  # return the logits of all rows, else of last rows
 
 
 def run_levels(scored: Scored, tree: TextTree, levels: list[Level]) -> list[jax.Array]:
-    """Compute every row of a tree once, level by level; returns each one's logits."""
+    """Compute every row of a tree once; return the logits of each level."""
     cache = scored.init(resize_for_tree(scored.config, tree), tree)
     seq_ids = jnp.full((tree.num_segments,), -1, jnp.int32)
     lengths, found = tree.lengths, []
@@ -68,12 +67,12 @@ def run_levels(scored: Scored, tree: TextTree, levels: list[Level]) -> list[jax.
 
 
 def list_levels(tree: TextTree) -> list[Level]:
-    """Return the levels of a known tree, whose rows are all asked for."""
+    """Return the levels of a concrete tree, with logits for all rows."""
     if not is_known(tree):
         raise UsageError(
-            "a model with layers that keep a state is called once for each level of a "
-            "tree, so the tree must be known when score is traced: call it outside "
-            "jit, or let the jitted function close over the tree"
+            "a tree must be concrete to score a model with recurrent states, which is "
+            "called once per level, got a traced one; call score outside "
+            "jit, or close over the tree in the jitted function"
         )
     parents, measures = np.asarray(tree.parents), measure(tree)
     depths = np.zeros_like(parents)
@@ -98,15 +97,15 @@ def list_levels(tree: TextTree) -> list[Level]:
 
 
 def check_counts(prompts: jax.Array, continuations: jax.Array) -> None:
-    """Reject continuations that cannot be dealt to the prompts."""
+    """Check that continuations can be divided evenly among prompts."""
     num_prompts, num_continuations = prompts.shape[0], continuations.shape[0]
     if not num_prompts or not num_continuations or num_continuations % num_prompts:
         raise ValueError(
-            f"continuations must be as many for each prompt, so a multiple of "
+            f"continuations must be a multiple of the prompts, "
             f"{num_prompts}, got {num_continuations}"
         )
     if not prompts.shape[1] or not continuations.shape[1]:
-        raise ValueError("prompts and continuations need room for a token at least")
+        raise ValueError("prompts and continuations must have at least one column")
 
 
 def score_two_levels(
@@ -126,13 +125,13 @@ def score_two_levels(
 
 
 def _join(prompts: jax.Array, continuations: jax.Array) -> TextTree:
-    """Return prompts and continuations as a tree, with a row for each place.
+    """Return prompts and continuations as a tree, with a row for each entry.
 
-    The last token of a continuation is not in it: nothing is asked after it.
+    The last token of a continuation is omitted: its logits are not needed.
     """
     (num_prompts, width), (count, most) = prompts.shape, continuations.shape
     fed = most - 1
-    # Continuations of one token bring no rows, and need no segments.
+    # Continuations of one token add no rows and no segments.
     count = count if fed else 0
     of_prompts = list_places(prompts)
     rest = list_places(continuations[:count, :fed])
@@ -148,7 +147,7 @@ def _join(prompts: jax.Array, continuations: jax.Array) -> TextTree:
 
 
 def _list_asked_rows(prompts: jax.Array, num_rows: int) -> jax.Array:
-    """Return the rows of prompts' ends, R for an empty one, and all that follow."""
+    """Return the last row of each prompt, R for an empty one, and all later rows."""
     num_prompts, width = prompts.shape
     lengths = count_tokens(prompts)
     last = jnp.arange(num_prompts, dtype=jnp.int32) * width + lengths - 1
@@ -159,7 +158,7 @@ def _list_asked_rows(prompts: jax.Array, num_rows: int) -> jax.Array:
 def _run_two_levels(
     scored: Scored, prompts: jax.Array, continuations: jax.Array
 ) -> jax.Array:
-    """Compute prompts, then forks of them that go on, for logits as of one step."""
+    """Compute prompts, then their forks; return logits in the order of one step."""
     tree, (num_prompts, width) = _join(prompts, continuations), prompts.shape
     rows = np.arange(tree.num_rows, dtype=np.int32)
     segments = np.arange(tree.num_segments, dtype=np.int32)
@@ -176,9 +175,9 @@ def _run_two_levels(
 def _score_tokens(
     logits: jax.Array, lengths: jax.Array, chosen: jax.Array
 ) -> jax.Array:
-    """Return log-probabilities of continuations, i32[N, C], under the logits before.
+    """Return log-probabilities of continuations, i32[N, C].
 
-    Those are f32[Q + N * (C - 1), V], of the prompts' ends and of the rows fed.
+    `logits` are f32[Q + N * (C - 1), V], of the prompts' last rows and of the fed rows.
     """
     num_prompts, (count, most) = lengths.shape[0], chosen.shape
     number = jnp.arange(count, dtype=jnp.int32)[:, None]
@@ -192,11 +191,11 @@ def _score_tokens(
 
 def logprobs_at(
     logits: jax.Array,  # f32[A, V]
-    rows: jax.Array,  # i32[...], whose logits are before a token
+    rows: jax.Array,  # i32[...], row with the logits of each token
     tokens: jax.Array,  # i32[...]
-    follows: jax.Array,  # bool[...], which tokens are asked for
+    follows: jax.Array,  # bool[...], tokens to score
 ) -> jax.Array:
-    """Return the log-probabilities of tokens, f32[...], 0 of those not asked for."""
+    """Return the log-probabilities of tokens, f32[...], 0 where not scored."""
     at = jnp.where(follows, rows, 0), jnp.where(follows, tokens, 0)
     normalised = jax.nn.log_softmax(logits, axis=-1)
     found = gather(normalised, at, fill=jnp.nan)

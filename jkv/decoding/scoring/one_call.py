@@ -1,9 +1,9 @@
-"""A whole tree in one call of the model: each token is a row, each segment a request.
+"""Scoring of a whole tree in one call: a row per token, a request per segment.
 
-No cache outlives the step, and a layer's keys and values are read by this layer alone.
-So each group of layers has a pool for one layer at a time, gathered from the rows that
-the model writes. It makes derivatives cheap: they flow from the pool to the rows, and
-nothing the size of a whole cache is kept for them.
+No cache outlives the step, and only the layer itself reads its keys and values. So each
+group has a pool for one layer at a time, gathered from the rows the model writes.
+Derivatives are cheap: they flow from the pool to the rows, and no residual is as large
+as a whole cache.
 """
 
 import dataclasses
@@ -28,11 +28,11 @@ from jkv.verbs.writing import read_rows
 
 
 def run_tree(
-    scored: Scored,  # whose layers all keep keys and values
+    scored: Scored,  # without recurrent-state layers
     tree: TextTree,  # R rows
-    asked_rows: jax.Array,  # i32[A], the rows whose logits are asked for; R for none
+    asked_rows: jax.Array,  # i32[A], rows to return logits of; R for none
 ) -> tuple[jax.Array, Layout]:
-    """Compute every row of a tree once, for logits [A, V]; and lay its segments out."""
+    """Compute every row of a tree once; return logits, [A, V], and the layout."""
     layout = lay_out(tree, scored.config.block_size)
     cache = _make_pools(scored, tree, layout)
     batch = plan_attention(cache, _plan(cache, tree, layout, asked_rows))
@@ -40,7 +40,7 @@ def run_tree(
 
 
 def _make_pools(scored: Scored, tree: TextTree, layout: Layout) -> Cache:
-    """Return a cache with the tables of a tree, and a layer's pool in each group."""
+    """Return a cache with the tables of a tree and a one-layer pool in each group."""
     whole = resize_for_tree(scored.config, tree)
     cache = scored.init(whole, tree, storage=False)
     metadata = cache.metadata
@@ -58,7 +58,7 @@ def _make_pools(scored: Scored, tree: TextTree, layout: Layout) -> Cache:
 
 
 def _plan(cache: Cache, tree: TextTree, layout: Layout, asked_rows: jax.Array) -> Batch:
-    """Return the step: a request for each segment, whose sequence is its text."""
+    """Return a batch with a request for each segment and its sequence."""
     number = jnp.arange(tree.num_segments, dtype=jnp.int32)
     lengths = layout.places.lengths[:-1]
     has_rows = lengths > 0
@@ -82,13 +82,12 @@ def _plan(cache: Cache, tree: TextTree, layout: Layout, asked_rows: jax.Array) -
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class OneLayerAtATime:
-    """Has each layer fill the whole pool of its group, and attend to it.
+    """A watcher that gives each layer the whole pool of its group.
 
-    It stands beside the cache as its watcher: a model writes and attends as ever, and
-    may do nothing else.
+    The model calls `write` and `attend` as usual, and no other verb.
     """
 
-    slot_rows: jax.Array  # i32[N, T], the row that each slot holds, R for none
+    slot_rows: jax.Array  # i32[N, T], the row in each slot, R for none
 
     def call(
         self,
@@ -97,10 +96,10 @@ class OneLayerAtATime:
         given: tuple[tuple[Any, ...], dict[str, Any]],
         role: Role | None,
     ) -> Any:
-        """Call `write` and `attend`, for the first layer of the group."""
+        """Run `write` or `attend` as for the first layer of the group."""
         if role not in (Role.WRITES, Role.READS):
             raise UsageError(
-                f"{function.__name__}: a model that is scored may write and attend only"
+                f"{function.__name__} is not supported in score, only write and attend"
             )
         args, kwargs = given
         bound = inspect.signature(function).bind(*args, **kwargs)
@@ -131,15 +130,15 @@ def _find_first(cache: Cache, layer: Integer | GroupLayer) -> GroupLayer:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _Gathered:
-    """The arrays of a pool that is gathered, and how devices divide them."""
+    """Operands of a gather into a pool, and their sharding."""
 
-    # What the slots hold, by the names of the group's arrays, [R, K, D].
+    # Rows by the name of the group's array, [R, K, D].
     rows: dict[str, jax.Array] = dataclasses.field(metadata=divided(ROWS))
     slot_rows: jax.Array  # i32[N, T], the row in each slot
 
 
 def _gather(operands: _Gathered) -> dict[str, jax.Array]:
-    """Fill a pool of one layer with the rows that its slots hold, [1, N, K, T, D]."""
+    """Gather rows into a pool of one layer, [1, N, K, T, D]."""
 
     def gather(given: jax.Array) -> jax.Array:
         slots = jnp.take(given, operands.slot_rows, axis=0, mode="fill", fill_value=0)

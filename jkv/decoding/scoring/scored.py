@@ -1,4 +1,4 @@
-"""What is scored: a model, where its keys and values lie, and in which sizes."""
+"""The model of a scoring call, its mesh and cache sizes."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,37 +18,37 @@ from jkv.sharding.loops import vary_with
 from jkv.state import Batch, Cache
 from jkv.status import UsageError
 
-# Fields of a `StateConfig` whose states are neither found again nor taken back. They
-# are whole on each device, as what is spread may be an input.
+# Fields of a `StateConfig` without snapshots and rollback. Each device has whole
+# states, as an input may be sharded.
 WITHOUT_COPIES: dict[str, Any] = dict(
     num_snapshots=0, snapshot_every=None, max_pending=0, inputs=None, heads_axes=None
 )
 
 
 class Scored(NamedTuple):
-    """A model that scores texts."""
+    """A model with its weights and configuration, for scoring."""
 
     model: Model
     params: Any
     config: GroupedConfig
-    mesh: jax.sharding.Mesh | None  # on which the weights lie, None for one device
-    heads: str | None  # its axis over which kv heads are spread
+    mesh: jax.sharding.Mesh | None  # the mesh of the weights, None for one device
+    heads: str | None  # its axis for kv heads
 
     def check(self) -> None:
-        """Refuse an axis without its mesh, and a mesh of which nothing is said."""
+        """Check that `mesh` and `heads` are given together."""
         if (self.mesh is None) != (self.heads is None):
             raise UsageError(
-                "score takes mesh= and heads= together, the axis over which heads of "
-                "weights are spread; leave out both where they are spread over none"
+                "mesh and heads must be given together, heads being the axis that "
+                "shards the heads of the weights; omit both for unsharded weights"
             )
 
     def init(
         self, config: CacheConfig | GroupedConfig, texts: Any, *, storage: bool = True
     ) -> Cache:
-        """Return a fresh cache for texts, a pytree.
+        """Return a new cache for `texts`, a pytree.
 
-        Inside a `shard_map` of the caller's its keys and values vary over all axes over
-        which the weights or the texts do.
+        Inside a caller's `shard_map` its keys and values vary over all axes of the
+        weights and the texts.
         """
         cache = init(config, storage=storage, mesh=self.mesh, heads=self.heads)
         return cache.with_storage(vary_with(cache.storage, (self.params, texts)))
@@ -56,17 +56,17 @@ class Scored(NamedTuple):
     def call(
         self, tokens: jax.Array, cache: Cache, batch: Batch
     ) -> tuple[jax.Array, Cache]:
-        """Run the model on tokens, i32[R], negative where a row has none."""
+        """Run the model on tokens, i32[R], negative for none."""
         tokens = jnp.maximum(tokens, 0)
         return call_model(self.model, self.params, tokens, cache, batch)
 
 
 def resize(
     config: GroupedConfig,
-    of_blocks: Callable[[CacheConfig], dict[str, Any]],  # other fields of a group
+    of_blocks: Callable[[CacheConfig], dict[str, Any]],  # changed fields of a group
     of_states: dict[str, Any],
 ) -> GroupedConfig:
-    """Return a configuration with changed groups, and without an index."""
+    """Return a configuration with changed groups and without a prefix index."""
     groups = tuple(
         dataclasses.replace(group, **of_blocks(group) | WITHOUT_INDEX)
         if isinstance(group, CacheConfig)
@@ -77,7 +77,7 @@ def resize(
 
 
 def resize_for_tree(config: GroupedConfig, tree: TextTree) -> GroupedConfig:
-    """Return a configuration that holds a whole tree, keys and values in float32."""
+    """Return a configuration for a whole tree, with float32 keys and values."""
     both: dict[str, Any] = dict(
         max_sequences=tree.num_segments, max_context_length=max(1, tree.max_length)
     )
@@ -86,7 +86,7 @@ def resize_for_tree(config: GroupedConfig, tree: TextTree) -> GroupedConfig:
         dtype=jnp.float32,
         value_dtype=None,
         record_tokens=False,
-        # The rows of a segment see what a window would have given back.
+        # The rows of a segment read positions that a window would release.
         sliding_window=None,
         num_sink_tokens=0,
     )

@@ -1,7 +1,7 @@
-"""Scoring: log-probabilities of texts whose common beginnings are computed once.
+"""Scoring: log-probabilities with shared prefixes computed once.
 
-A tree is scored as it is. Prompts and continuations are a tree of two levels, whose
-last tokens need not be computed.
+A tree is scored directly. Prompts and continuations form a tree of two levels without
+the last tokens.
 
 Symbols: Q prompts of at most P tokens, N continuations of at most C tokens; a tree of R
 rows.
@@ -75,59 +75,55 @@ def score(
     mesh: jax.sharding.Mesh | None = None,
     heads: str | None = None,
 ) -> jax.Array:
-    """Return the log-probability of each token of continuations, or of a whole tree.
+    """Return the log-probability of each token of continuations, or of a tree.
 
     Each prompt is computed once for all of its continuations: Q * P + N * (C - 1) rows
     in one call of the model, instead of N * (P + C). A `TextTree` of any depth is R
-    rows in one call: each of its tokens once, however many texts it is part of.
-    Differentiable in `params` once and backwards (`jax.grad`, `jax.vjp`), as the loss
-    of a policy gradient needs it: attention has no `jax.jvp` and no second derivative.
-    `jkv.jitted.score` is jitted with `model` and `config` static. A model with layers
-    that keep a state is called once for each level (prompts and continuations are two),
-    with all of its states; that has no derivative, and the tree must be known when it
-    is traced.
+    rows in one call: each token once, in any number of sequences. Reverse-mode
+    differentiable once in `params` (`jax.grad`, `jax.vjp`), as for a policy gradient
+    loss; attention supports neither `jax.jvp` nor second derivatives.
+    `jkv.jitted.score` is jitted with `model` and `config` static. A model with
+    recurrent-state layers is called once per level (prompts and continuations are two),
+    and its states have no derivative; the tree must be concrete at trace time.
 
-    What `generate` returned for the same prompts can be given as it is:
+    The completions of `generate` for the same prompts can be passed directly:
     `score(model, params, prompts, result.tokens, config=config)`.
 
-    The model is asked for the logits of Q + N * (C - 1) rows, or of the R rows of a
-    tree, `batch.last_rows`, in one array; score fewer at a time where a large
-    vocabulary makes that too many (`jkv.trees.split`).
+    The model returns the logits of Q + N * (C - 1) rows, or of the R rows of a tree,
+    `batch.last_rows`, in one array; with a large vocabulary, score fewer at a time
+    (`jkv.trees.split`).
 
     Args:
       model: see `Model`; its `write` and `attend` are those of this step.
       params: the model's weights.
-      prompts: i32[Q, P], -1 after each prompt's end, or a list of token ids for each.
-        Or a `TextTree`, and no continuations.
+      prompts: i32[Q, P], -1 past the end of each, or a list of token ids for each. Or a
+        `TextTree`, without continuations.
       continuations: i32[N, C] likewise, N a multiple of Q: continuation j of prompt i
         is `i * (N / Q) + j`.
-      config: the model's sizes and `block_size`; the counts of blocks, sequences and
-        tokens are not used, nor are windows and the dtype: all keys and values are
-        kept, in float32.
-      exact: static; as for `generate`, for the bits that it reported with the same:
-        values come from calls of that shape, through a cache with the windows and the
-        dtype of `config`. The derivative is that of a score without `exact`. Of prompts
-        and continuations only.
-      mesh: static; where the weights lie, if their heads are spread over it.
-      heads: static; the mesh axis over which they are, as for `jkv.init`: each device
-        then attends with the heads that it has, and nothing crosses for that.
+      config: the model's sizes and `block_size`; counts of blocks, sequences and
+        tokens, windows and dtypes are ignored: all keys and values are kept, in
+          float32.
+      exact: static; as for `generate`, for log-probabilities bit-identical to its own:
+        calls have that shape, through a cache with the windows and dtypes of `config`.
+        The derivative is that of a score without `exact`. Not for trees.
+      mesh: static; the mesh of the weights, if their heads are sharded.
+      heads: static; the mesh axis of the heads, as for `jkv.init`: each device attends
+        with its own heads, without communication.
 
     Returns:
-      f32[N, C], 0 past each continuation's end. Of a tree f32[R]: the log-probability
-      of each row's token after the text before it, 0 in a row without a token. A token
-      with nothing before it has 0, as nothing is asked of the model there: the first
-      one after an empty prompt, and the first one of each root of a tree.
+      f32[N, C], 0 past the end of each continuation. For a tree f32[R]: the
+      log-probability of each row's token given its prefix, 0 in a row without a token.
+      A token without a prefix has 0: the first one after an empty prompt, and the first
+        one of each root.
 
-      Inside jit NaN for a token of a continuation or a tree that is outside the
-      vocabulary, V or above, and for the tokens of segments that break an invariant of
-      `TextTree`, and of their descendants. (What a token outside the vocabulary does to
-      those behind it is up to the model.)
+      Inside jit NaN for a continuation or tree token outside of the vocabulary, and for
+      the tokens of segments that break an invariant of `TextTree`, and of their
+      descendants. (The effect of an invalid token on later ones depends on the model.)
 
     Raises:
-      ValueError: for texts of a wrong shape or type, or a model whose logits are not
-        [B, V], when it is traced, or kv heads that the devices of an axis cannot share
-        evenly; outside jit for a token outside the vocabulary, and
-        for a tree that breaks an invariant.
+      ValueError: at trace time, for arguments of a wrong shape or type, a model with
+        logits other than [B, V], or kv heads that an axis does not divide; outside jit,
+        for a token outside of the vocabulary or a tree that breaks an invariant.
 
     Example:
       >>> import jax, jax.numpy as jnp, jkv
@@ -139,7 +135,7 @@ def score(
       Array([[  0.,   0.],
              [  0., -50.]], dtype=float32)
 
-      The prompt, its two samples, and what a tool answered to the second one:
+      A prompt, two samples, and a tool result after the second one:
 
       >>> tree = jkv.TextTree.of([[5, 6], [7, 8], [7, 9], [10]], parents=[-1, 0, 0, 2])
       >>> jkv.score(count_on, None, tree, config=config).round(2).tolist()
@@ -150,14 +146,14 @@ def score(
     shape = Exact.of(exact)
     if isinstance(prompts, TextTree):
         if shape is not None:
-            raise UsageError("exact takes prompts and continuations, and no tree yet")
+            raise UsageError("exact is not supported for trees; omit it")
         if continuations is not None:
             raise UsageError(
-                "a tree has its continuations: score(model, params, tree, config=...)"
+                "a tree takes no continuations: score(model, params, tree, config=...)"
             )
         return _score_tree(scored, prompts)
     if continuations is None:
-        raise UsageError("prompts need continuations; only a jkv.TextTree has none")
+        raise UsageError("continuations must be given, unless prompts is a TextTree")
     asked = as_prompts(prompts, "prompts")
     given = as_prompts(continuations, "continuations")
     check_counts(asked, given)
@@ -171,7 +167,7 @@ def score(
 
 @jax.custom_vjp
 def _with_derivative_of(values: jax.Array, usual: jax.Array) -> jax.Array:
-    """Return values, whose derivative is that of others that mean the same."""
+    """Return `values` with the derivative of `usual`."""
     del usual
     return values
 
@@ -186,7 +182,7 @@ def _score_tree(scored: Scored, tree: TextTree) -> jax.Array:
     """Return the log-probability of each row's token, f32[R]."""
     check_tree(tree)
     if not tree.num_rows:
-        raise UsageError("a tree without a row has nothing to score")
+        raise UsageError("a tree must have at least one row")
     if scored.config.state_groups:
         levels = list_levels(tree)
         found = run_levels(scored, tree, levels)
@@ -203,7 +199,7 @@ def _score_tree(scored: Scored, tree: TextTree) -> jax.Array:
 
 
 def _score_rows(logits: jax.Array, places: Places, tree: TextTree) -> jax.Array:
-    """Return the log-probabilities of R rows' tokens under the logits before them."""
+    """Return the log-probability of each row's token given its prefix, f32[R]."""
     segment = jnp.clip(tree.segments, 0, tree.num_segments - 1)
     row = jnp.arange(tree.num_rows, dtype=jnp.int32)
     before = places.starts[segment] + row - places.first_rows[segment] - 1
@@ -215,7 +211,7 @@ def _score_rows(logits: jax.Array, places: Places, tree: TextTree) -> jax.Array:
 
 
 def _refuse_unknown_rows(tree: TextTree, vocabulary: int) -> None:
-    """Refuse a tree with a token that the model does not know, outside of jit."""
+    """Raise UsageError for a token outside of the vocabulary, outside jit."""
     if not is_known(tree):
         return
     tokens, segments = np.asarray(tree.tokens), np.asarray(tree.segments)
