@@ -590,7 +590,7 @@ def test_what_is_no_steering_is_refused():
     for wrong in (3, [0, -2]):
         with pytest.raises(ValueError, match="from 0 to 2, or -1"):
             generate(steering=automata, variants=wrong)
-    with pytest.raises(ValueError, match="give steering="):
+    with pytest.raises(ValueError, match="pass steering="):
         generate(variants=1)
     # Where the numbers are not known a sequence is refused.
     found = jax.jit(lambda variants: generate(steering=automata, variants=variants)[1])(

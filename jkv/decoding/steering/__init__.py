@@ -1,1 +1,1 @@
-"""Rows of what steers texts, as the loops keep, use and take them back."""
+"""Logits processor state in the loops, a row for each sequence."""

@@ -1,10 +1,10 @@
-"""Rows of steering: what the loops ask of a `Steering`, with its answers checked.
+"""Rows of a logits processor (`Steering`), with its results checked.
 
-A loop keeps a row of the state for each sequence, in its result. It picks the rows of a
-step, steers their logits, and goes on with the tokens that were chosen.
+A loop stores a row of the processor's state for each sequence in its result. It picks
+the rows of a step, processes their logits and advances with the chosen tokens.
 
-Symbols: N sequences, Q prompts, K rows of a call, C tokens of one text, P most prompt
-tokens, V tokens in the vocabulary.
+Symbols: N sequences, Q prompts, K rows of a call, C tokens of one sequence, P most
+prompt tokens, V vocabulary size.
 """
 
 import dataclasses
@@ -25,14 +25,14 @@ from jkv.steering.protocol import check_steering
 
 
 class SteeredRows(NamedTuple):
-    """K rows of texts, and what steers them."""
+    """K rows of sequences and their logits processor."""
 
     steering: Steering
     state: Any  # a pytree of arrays [K, ...]
-    is_steered: jax.Array  # bool[K], the others go their own way
+    is_steered: jax.Array  # bool[K], False for rows without a processor
 
     def pick(self, rows: jax.Array) -> "SteeredRows":
-        """Return these rows of it, i32[...]; with more axes they are flattened."""
+        """Return the given rows, i32[...], flattened."""
         rows = rows.reshape(-1)
         state, is_steered = jax.tree.map(
             lambda array: gather(array, rows), (self.state, self.is_steered)
@@ -40,13 +40,13 @@ class SteeredRows(NamedTuple):
         return self._replace(state=state, is_steered=is_steered)
 
     def steer(self, logits: jax.Array) -> jax.Array:
-        """Return the logits that tokens are chosen from, f32[K, V]."""
+        """Return the processed logits, f32[K, V]."""
         steered = self.steering.steer(self.state, logits)
         _check_array(self.steering, "steer", steered, logits.shape, jnp.float32)
         return jnp.where(self.is_steered[:, None], steered, logits)
 
     def advance(self, tokens: jax.Array) -> "SteeredRows":
-        """Return the rows after one more token of each text, i32[K], -1 for none."""
+        """Return the rows after one more token each, i32[K], -1 for none."""
         tokens = jnp.where(self.is_steered, tokens, -1)
         state = self.steering.advance(self.state, tokens)
         _check_same(self.steering, self.state, state)
@@ -56,8 +56,7 @@ class SteeredRows(NamedTuple):
     def advance_through(self, tokens: jax.Array) -> "SteeredRows":
         """Return the rows before each of further tokens, i32[K, C], and after the last.
 
-        From where a text has no more these are -1. Rows of a text stand behind each
-        other.
+        Tokens are -1 past the end of a sequence. The rows of a sequence are contiguous.
         """
         rows = [self]
         for column in range(tokens.shape[1]):
@@ -72,7 +71,7 @@ class SteeredRows(NamedTuple):
         )
 
     def has_ended(self) -> jax.Array | None:
-        """Return which texts have ended with their newest token, bool[K]."""
+        """Return True for sequences that end with their newest token, bool[K]."""
         ended = self.steering.ended(self.state)
         if ended is None:
             return None
@@ -80,7 +79,7 @@ class SteeredRows(NamedTuple):
         return ended & self.is_steered
 
     def find_forced(self) -> jax.Array | None:
-        """Return the only token that each text may have next, i32[K], -1 if several."""
+        """Return the only allowed next tokens, i32[K], -1 where several are allowed."""
         forced = self.steering.forced(self.state)
         if forced is None:
             return None
@@ -89,12 +88,12 @@ class SteeredRows(NamedTuple):
 
 
 def rows_of(
-    steering: Steering | None,  # what steers them
+    steering: Steering | None,  # the logits processor
     prompts: Prompts,
-    result: Generation,  # of N sequences, with the state of each
-    sequences: jax.Array,  # those whose rows they are; of N or more any row
+    result: Generation,  # of N sequences, with their states
+    sequences: jax.Array,  # i32[K]; N or more gives an arbitrary row
 ) -> SteeredRows | None:
-    """Return the rows of some sequences, i32[K]; None where nothing is steered."""
+    """Return the rows of sequences, or None without a logits processor."""
     if steering is None:
         return None
     num_samples = result.lengths.shape[0] // prompts.lengths.shape[0]
@@ -105,22 +104,21 @@ def rows_of(
 def all_rows(
     steering: Steering, prompts: Prompts, state: Any, num_each: int
 ) -> SteeredRows:
-    """Return the rows of all texts, so many of each prompt, one behind the other."""
+    """Return the rows of all sequences, `num_each` of each prompt in turn."""
     assert prompts.variants is not None, "prompts that are steered have variants"
     is_steered = jnp.repeat(prompts.variants >= 0, num_each)
     return SteeredRows(steering, state, is_steered)
 
 
 def mark_refused(
-    logits: jax.Array,  # f32[K, V], steered
-    tokens: jax.Array,  # i32[K], what was chosen of them
+    logits: jax.Array,  # f32[K, V], processed
+    tokens: jax.Array,  # i32[K], chosen from them
     logprobs: jax.Array,  # f32[K], of the tokens
 ) -> jax.Array:
-    """Return log-probabilities, f32[K], -inf where a row is allowed no token.
+    """Set log-probabilities, f32[K], to -inf for rows with all tokens masked.
 
-    A token that was chosen never has -inf, so that this tells no token from NaN, which
-    logits without numbers give. Whole rows are read only where the chosen token itself
-    was not allowed, which most steps do not have.
+    A chosen token never has -inf, which distinguishes these rows from NaN logits. Whole
+    rows are read only if the chosen token itself is masked, which is rare.
     """
     taken = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
     may_be = taken == -jnp.inf
@@ -129,50 +127,49 @@ def mark_refused(
 
 
 def is_nothing_left(logits: jax.Array) -> jax.Array:
-    """Return which rows of logits, f32[K, V], allow no token, bool[K].
+    """Return True for rows of logits, f32[K, V], with all tokens masked, bool[K].
 
-    A row without numbers is none of them, so no maximum is asked.
+    NaN compares unequal, so a row with NaN is not among them.
     """
     return jnp.all(logits == -jnp.inf, axis=-1)
 
 
 def as_steering(steering: Steering | None) -> Steering | None:
-    """Return what steers with arrays that a loop can index, None for nothing."""
+    """Return the logits processor with its leaves as arrays; None for None."""
     if steering is None:
         return None
     check_steering(steering, "steering")
     for leaf in jax.tree.leaves(steering):
         if not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float):
             raise UsageError(
-                f"{_name(steering)} must be a pytree of arrays: put "
-                f"@jax.tree_util.register_dataclass over its dataclass, and mark what "
-                f"is no array as static; got {type(leaf).__name__} in it"
+                f"{_name(steering)} must be a pytree of arrays, got a leaf of "
+                f"type {type(leaf).__name__}; decorate its dataclass with "
+                f"@jax.tree_util.register_dataclass and mark other fields as static"
             )
     return jax.tree.map(jnp.asarray, steering)
 
 
 def check_steering_of(state: Any, steering: Steering | None) -> None:
-    """Refuse steering other than that a generation was begun with, by its state."""
+    """Check that a logits processor is given if and only if it was at the start."""
     if (state is None) != (steering is None):
         was, now = ("without", "with") if state is None else ("with", "without")
         raise UsageError(
-            f"this generation was begun {was} steering and goes on {now} it: give "
-            f"`begin` or `prefill` and every `decode` and `add_prompts` the same"
+            f"this generation was begun {was} steering and continues {now} it; pass "
+            f"the same to `begin` or `prefill`, every `decode` and `add_prompts`"
         )
 
 
 def with_variants(prompts: Prompts, steering: Steering | None) -> Prompts:
-    """Return prompts that say how each is steered; refuse what is known to be wrong."""
+    """Return prompts with a variant each; refuse variants known to be invalid."""
     given = prompts.variants
     if steering is None:
         is_traced = isinstance(given, jax.core.Tracer)
-        # The first variant and none are what is known to say nothing.
+        # The first variant and -1 need no logits processor.
         if given is not None and (
             is_traced or not np.isin(np.asarray(given), (0, -1)).all()
         ):
             raise UsageError(
-                "variants say how a text is steered: give steering=, too, or leave "
-                "variants out"
+                "variants need a logits processor; pass steering=, or omit variants"
             )
         return dataclasses.replace(prompts, variants=None)
     if given is None:
@@ -181,24 +178,24 @@ def with_variants(prompts: Prompts, steering: Steering | None) -> Prompts:
         wrong = np.asarray(given)[find_unknown(np.asarray(given), steering)]
         if wrong.size:
             raise UsageError(
-                f"variants of {_name(steering)} are from 0 to "
-                f"{steering.num_variants - 1}, or -1 for a text that is not steered; "
+                f"variants of {_name(steering)} must be from 0 to "
+                f"{steering.num_variants - 1}, or -1 for none, "
                 f"got {int(wrong[0])}"
             )
     return dataclasses.replace(prompts, variants=jnp.asarray(given))
 
 
 def find_unknown(variants: Any, steering: Steering) -> Any:
-    """Return which variants, i32[Q], are not there, bool[Q]."""
+    """Return True for invalid variants, i32[Q], bool[Q]."""
     return (variants < -1) | (variants >= steering.num_variants)
 
 
 def begin_rows(
-    steering: Steering | None,  # what steers them
+    steering: Steering | None,  # the logits processor
     prompts: Prompts,
-    num_samples: int,  # sequences of each
+    num_samples: int,  # sequences of each prompt
 ) -> Any:
-    """Return the state with which texts begin, [N, ...]; None where nothing steers."""
+    """Return the initial state of sequences, [N, ...]; None without a processor."""
     if steering is None:
         return None
     variants = prompts.variants
@@ -215,9 +212,9 @@ def begin_rows(
 
 
 def resume_rows(steering: Steering | None, begun: Any, given: Any) -> Any:
-    """Return the state that an earlier call left, if it is like one that begins."""
+    """Return the state of an earlier call after a check of its structure."""
     if steering is None:
-        raise UsageError("steering_state goes on with a steering: give it, too")
+        raise UsageError("steering_state needs a logits processor; pass steering=")
     _check_same(steering, begun, given, "the steering_state of the call before")
     return given
 
@@ -225,7 +222,7 @@ def resume_rows(steering: Steering | None, begun: Any, given: Any) -> Any:
 def _check_same(
     steering: Steering, old: Any, new: Any, what: str = "what `advance` returns"
 ) -> None:
-    """Refuse a state of another kind than the one it follows."""
+    """Check that a state has the structure, shapes and dtypes of the one before."""
 
     def describe(state: Any) -> list[str]:
         leaves, structure = jax.tree.flatten(state)
@@ -243,7 +240,7 @@ def _check_same(
 def _check_array(
     steering: Steering, method: str, array: Any, shape: tuple[int, ...], dtype: Any
 ) -> None:
-    """Refuse an answer of another shape or dtype."""
+    """Check the shape and dtype of a method's result."""
     expected = f"{jnp.dtype(dtype)}{list(shape)}"
     got = f"{jnp.result_type(array)}{list(jnp.shape(array))}"
     if got != expected:
