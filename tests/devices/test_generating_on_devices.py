@@ -192,11 +192,7 @@ def test_a_verb_on_several_pools_says_how_to_call_it():
         jkv.over_pools(jkv.append)(alone, [[0]])
     with pytest.raises(ValueError, match="heads and pools need an axis each"):
         jkv.init(CONFIG, mesh=LAYOUT.mesh, heads="tp", pools="tp")
-<<<<<<< HEAD
     with pytest.raises(ValueError, match="pools='rank' must be an axis"):
-=======
-    with pytest.raises(ValueError, match="'rank' must be an axis"):
->>>>>>> work-w4
         jkv.init(CONFIG, mesh=LAYOUT.mesh, pools="rank")
     explicit = LAYOUT._replace(axis_type=AxisType.Explicit).mesh
     with pytest.raises(ValueError, match="Auto, or take JAX 0.12"):
