@@ -339,7 +339,7 @@ def test_what_cannot_be_stored_is_refused():
         make_engine(cache=jkv.init(plain), store=store)
     with pytest.raises(ValueError, match="store_share must be > 0"):
         make_engine(store=store, store_share=0.0)
-    with pytest.raises(ValueError, match="have a window"):
+    with pytest.raises(ValueError, match="sliding window in every"):
         Engine(
             MODELS["window"],
             None,
@@ -359,5 +359,5 @@ def test_what_cannot_be_stored_is_refused():
         max_context_length=64,
         prefix_caching=True,
     )
-    with pytest.raises(ValueError, match="blocks of another layout"):
+    with pytest.raises(ValueError, match="store must have the layout"):
         make_engine(cache=jkv.init(wider), store=store)
