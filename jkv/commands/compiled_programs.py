@@ -1,8 +1,7 @@
-"""Programs that were compiled once are kept in the user's cache folder.
+"""Persistent compilation cache in the user's cache folder.
 
-Most of the time to a first answer is XLA's compiler, and its programs are the same in
-the next run. JAX keeps them where it is told to; libraries leave that to the user, but
-a command may choose.
+Compilation by XLA dominates a command's startup, and its programs are the same in the
+next run. Libraries leave the setting to the user, but a command may enable it.
 """
 
 import os
@@ -17,11 +16,11 @@ MOST_BYTES = 2**29
 
 
 def keep_compiled_programs(folder: pathlib.Path | None = None) -> pathlib.Path | None:
-    """Let JAX keep what it compiles from now on, and use what is there; say where.
+    """Enable JAX's persistent compilation cache and return its folder.
 
-    That is `jkv/programs` in the user's cache folder, unless another is given; None
-    where JAX has been told otherwise (JAX_COMPILATION_CACHE_DIR), or nothing can be
-    written.
+    It is `jkv/programs` in the user's cache folder unless `folder` is given. Returns
+    None, without a change, if JAX is configured otherwise (JAX_COMPILATION_CACHE_DIR)
+    or the folder is not writable.
     """
     settings = jax.config.values
     folder = folder or find_user_cache() / "jkv" / "programs"
@@ -44,7 +43,7 @@ def keep_compiled_programs(folder: pathlib.Path | None = None) -> pathlib.Path |
 
 
 def remove_oldest(folder: pathlib.Path, most_bytes: int = MOST_BYTES) -> None:
-    """Remove the oldest files until the rest is half of the limit, if it is passed."""
+    """If the limit is exceeded, remove the oldest files down to half of it."""
     files = [(path, path.stat()) for path in folder.iterdir() if path.is_file()]
     total = sum(stat.st_size for _, stat in files)
     if total <= most_bytes:
