@@ -427,8 +427,8 @@ class TestRefusedFiles:
             (lambda _: None, None),
             (renamed, "lacks 'metadata.sequences.rows'"),
             (added, "'more'"),
-            (misplaced, "makes no sense"),
-            (unknown_dtype, "makes no sense"),
+            (misplaced, "header is invalid"),
+            (unknown_dtype, "header is invalid"),
             (other_kind, "bread"),
             (other_shape, "shapes: .*rows"),
         ]:
