@@ -211,7 +211,7 @@ class TestSequences:
 
     def test_need_a_cache_of_their_kind(self, path):
         jkv.save(path, opened(9), 0)
-        with pytest.raises(ValueError, match="holds 1 sequences"):
+        with pytest.raises(ValueError, match="got 1 sequences"):
             jkv.load(path)
         with pytest.raises(ValueError, match="dtype is float32, in this cache float16"):
             jkv.load(path, small_cache(dtype=jnp.float16))
