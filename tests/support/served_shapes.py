@@ -9,13 +9,14 @@ compiled is marked `interpreted`, with the reason.
 
 import os
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
-from support.kernel_lowering import make_shapes
 
 from jkv.attention.backend import Card, find_gpu
-from jkv.attention.kernel.tiles.tuning import why_no_tile, why_not
+from jkv.attention.kernel.tiles.table import INTERPRETED, Tuning
+from jkv.attention.kernel.tiles.tuning import find_tuning, why_no_tile, why_not
+from support.kernel_lowering import make_shapes
 
 _INTERPRETED = Card("cpu", None)
 
@@ -41,7 +42,7 @@ class Shape(NamedTuple):
     is_derived: bool = False  # a call that is differentiated, too
 
 
-# What tests of this process call: fitted shapes, and those that nothing else stands for.
+# What tests of this process call, and what nothing else stands for.
 FITTED: set[Shape] = set()
 REQUIRED: set[Shape] = set()
 
@@ -67,6 +68,15 @@ def is_known(shape: Shape) -> bool:
     return bool({shape, shape._replace(is_derived=True)} & (FITTED | REQUIRED))
 
 
+def find_tuning_here(shape: Shape) -> Tuning:
+    """Return how calls of a fitted shape are cut where the tests run."""
+    if IS_INTERPRETED:
+        return INTERPRETED
+    tuning = find_tuning(*_make_operands(shape), *CARD)
+    assert tuning is not None
+    return tuning
+
+
 def find_fit(shape: Shape, card: Card) -> Shape | None:
     """Return the nearest shape that a card serves, None if there is none."""
     return next(
@@ -76,17 +86,21 @@ def find_fit(shape: Shape, card: Card) -> Shape | None:
 
 def why_unserved(shape: Shape, card: Card) -> str | None:
     """Say why a card has no tile for a shape, None if it has."""
-    queries, pools = make_shapes(
+    queries, pools = _make_operands(shape)
+    reason = why_not(queries, pools, *card)
+    if reason is None and shape.is_derived:
+        reason = why_no_tile(queries, pools, *card)
+    return reason
+
+
+def _make_operands(shape: Shape) -> tuple[Any, Any]:
+    return make_shapes(
         shape.head_dim,
         value_dim=shape.value_dim,
         dtype=shape.queries,
         kv_dtype=shape.keys,
         value_dtype=shape.values,
     )
-    reason = why_not(queries, pools, *card)
-    if reason is None and shape.is_derived:
-        reason = why_no_tile(queries, pools, *card)
-    return reason
 
 
 def _vary(shape: Shape) -> Iterator[Shape]:

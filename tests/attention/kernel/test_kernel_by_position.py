@@ -7,14 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.jax_versions import few
-from support.kernel_lowering import make_shapes
-from support.served_shapes import CARD, IS_INTERPRETED, Shape, fit
+from support.served_shapes import Shape, find_tuning_here, fit
 from support.tolerances import assert_close, is_close
 
 from jkv.attention import paged_attention
-from jkv.attention.backend import Card
 from jkv.attention.call import Requests
-from jkv.attention.kernel.tiles.tuning import find_tuning
 from jkv.attention.kernel.tiles.variant import cut_rows
 from jkv.attention.kernel.work.cutting import list_position_work, size_position_work
 from jkv.attention.kernel.work.lists import PositionSizes
@@ -22,9 +19,7 @@ from jkv.attention.shared_prefixes import find_shared_prefixes
 
 SHAPE = fit(Shape())
 DIM, DTYPE = SHAPE.head_dim, SHAPE.queries
-TUNING = find_tuning(
-    *make_shapes(DIM, dtype=DTYPE), *(Card("cpu", None) if IS_INTERPRETED else CARD)
-)
+TUNING = find_tuning_here(SHAPE)
 # Tokens of a piece, 16 where kernels are interpreted; a block is half of one.
 PIECE = TUNING.piece_tokens
 ROWS, REQUESTS, BLOCK, COLUMNS = 12, 4, PIECE // 2, 9
