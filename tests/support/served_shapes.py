@@ -63,6 +63,12 @@ def require(shape: Shape) -> None:
     REQUIRED.add(shape)
 
 
+def is_served(shape: Shape) -> bool:
+    """Return whether the card at hand has a tile for a shape that was drawn."""
+    REQUIRED.add(shape)
+    return why_unserved(shape, CARD) is None
+
+
 def is_known(shape: Shape) -> bool:
     """Return whether a test has asked for a shape, or for its derivative, too."""
     return bool({shape, shape._replace(is_derived=True)} & (FITTED | REQUIRED))

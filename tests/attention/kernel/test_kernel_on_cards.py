@@ -1,7 +1,7 @@
 """Tests that run compiled on a card: the table has a tile for each of their shapes.
 
-Their suites ask `support.served_shapes`; `tests/attention/conftest.py` sees to it that a
-test calls the kernel in no other shape.
+Their suites ask `support.served_shapes`; by `tests/attention/conftest.py` a test calls
+the kernel in no other shape.
 """
 
 import importlib.util
