@@ -95,8 +95,8 @@ def compare(case: Case, store: Store | None = None) -> str:
             f"{WRITE_SWITCH}=0 in the environment to have those instead"
         )
     used = "" if may_use_kernel() else f", which {WRITE_SWITCH}=0 keeps out"
-    apart = f", {num_apart} elements one unit apart" if num_apart else ""
-    return f"the bits of scatters{apart}{used}"
+    rest = f", {num_apart} elements one unit apart" if num_apart else ""
+    return f"the bits of scatters{rest}{used}"
 
 
 def play(write: SlotWrite, store: Store) -> dict[str, jax.Array]:
