@@ -121,7 +121,9 @@ def test_what_the_store_gets_wrong_is_reported():
     for store, verdict in ((kernel, "ok"), (wrong, "FAILED")):
         found, detail = judge(functools.partial(stores.compare, case, store))
         assert found == verdict
-    assert "value_scales differ" in detail and "JKV_WRITE_KERNEL=0" in detail
+    assert (
+        "value_scales must have the bits" in detail and "JKV_WRITE_KERNEL=0" in detail
+    )
 
 
 @pytest.mark.parametrize(

@@ -124,9 +124,7 @@ class TextStream:
         return start
 
     def _count_prompt(self) -> int:
-        """Return the number of characters of the prompt's tokens without an incomplete
-        one.
-        """
+        """Return the number of complete characters of the prompt's tokens."""
         ends = range(max(1, len(self._ids) - MOST_LEFT_OVER), len(self._ids) + 1)
         texts = [self._detokenize(self._ids[:end]) for end in ends]
         if texts and all(text.endswith(BROKEN * 2) for text in texts):
