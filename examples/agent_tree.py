@@ -22,7 +22,6 @@ from generating.ending import answering_errors, ending_in_one_line
 
 import jkv
 from jkv import trees
-from jkv.commands.compiled_programs import keep_compiled_programs
 
 BUNDLED = Path(__file__).parent / "models" / "pydoc"
 PROMPT = """Adding up
@@ -46,7 +45,7 @@ def main():
     add("--branches", type=number, default=8, help="in each turn; %(default)s")
     add("--rate", type=at_least(0, float), default=0.1, help="of learning; %(default)s")
     options = parser.parse_args()
-    keep_compiled_programs()
+    jkv.keep_compiled_programs()
     with answering_errors():
         show(options)
 

@@ -16,7 +16,6 @@ from generating.arguments import Parser, at_least, text
 from generating.ending import answering_errors, ending_in_one_line
 
 import jkv
-from jkv.commands.compiled_programs import keep_compiled_programs
 
 BUNDLED = Path(__file__).parent / "models" / "pydoc"
 PROMPT = """The with statement
@@ -35,7 +34,7 @@ def main():
     parser.add_argument("--max-new-tokens", type=at_least(1), default=32)
     parser.add_argument("--length-penalty", type=float, default=1.0)
     options = parser.parse_args()
-    keep_compiled_programs()
+    jkv.keep_compiled_programs()
     with answering_errors():
         model, params = pretrained.load(options.model)
         tokenizer = pretrained.load_tokenizer(options.model)

@@ -18,7 +18,6 @@ from generating.ending import answering_errors, ending_in_one_line
 from generating.prompts import pad
 
 import jkv
-from jkv.commands.compiled_programs import keep_compiled_programs
 from jkv.decoding import select_best
 
 BUNDLED = Path(__file__).parent / "models" / "pydoc"
@@ -47,7 +46,7 @@ def main():
     add("--by", choices=["mean_logprob", "majority"], default="mean_logprob")
     add("--answer", type=pattern, help="regular expression of what samples vote with")
     options = parser.parse_args()
-    keep_compiled_programs()
+    jkv.keep_compiled_programs()
     with answering_errors():
         show(options)
 

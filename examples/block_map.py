@@ -15,7 +15,6 @@ from pool_map import cells, drawing, game
 from rich.live import Live
 
 import jkv
-from jkv.commands.compiled_programs import keep_compiled_programs
 
 
 def main():
@@ -26,7 +25,7 @@ def main():
     file = new_file(".png", ".gif")
     add("--save", type=file, help="a .png of the last step, a .gif of all")
     options = parser.parse_args()
-    keep_compiled_programs()
+    jkv.keep_compiled_programs()
     cache, frames = jkv.init(game.CONFIG, storage=False), []
     with Live(auto_refresh=False) as live:
         for state, said in game.play(cache, options.steps, seed=0):

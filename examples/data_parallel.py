@@ -17,7 +17,6 @@ from generating.options import BUNDLED
 from jax.sharding import AxisType
 
 import jkv
-from jkv.commands.compiled_programs import keep_compiled_programs
 
 PROMPTS = (
     "The with statement is used to",
@@ -39,7 +38,7 @@ def main() -> None:
     add("--tensor-parallel", type=number, default=2, help="%(default)s")
     add("--max-new-tokens", type=number, default=32, help="%(default)s")
     options = parser.parse_args()
-    keep_compiled_programs()
+    jkv.keep_compiled_programs()
     with answering_errors():
         mesh = make_mesh(options.replicas, options.tensor_parallel)
         model, params = pretrained.load(BUNDLED, mesh=mesh)

@@ -17,7 +17,6 @@ from generating.ending import answering_errors, ending_in_one_line
 from generating.options import BUNDLED
 
 import jkv
-from jkv.commands.compiled_programs import keep_compiled_programs
 
 README = pathlib.Path(__file__).parents[1] / "README.md"
 
@@ -31,7 +30,7 @@ def main() -> None:
     add("--max-tokens", type=at_least(2), default=2000, help="%(default)s")
     add("--max-sequences", type=at_least(1), default=64, help="%(default)s")
     options = parser.parse_args()
-    keep_compiled_programs()
+    jkv.keep_compiled_programs()
     with answering_errors():
         model, params = pretrained.load(options.model, jnp.float32)
         tokenizer = pretrained.load_tokenizer(options.model)

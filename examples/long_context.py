@@ -20,7 +20,6 @@ from generating.options import BUNDLED
 from jax.sharding import AxisType
 
 import jkv
-from jkv.commands.compiled_programs import keep_compiled_programs
 
 BLOCK_SIZE = 16  # of each device's part
 
@@ -34,7 +33,7 @@ def main() -> None:
     add("--tokens", type=number, default=1000, help="%(default)s")
     add("--max-new-tokens", type=number, default=32, help="%(default)s")
     options = parser.parse_args()
-    keep_compiled_programs()
+    jkv.keep_compiled_programs()
     with answering_errors():
         mesh = make_mesh(options.devices)
         model, params = pretrained.load(BUNDLED)

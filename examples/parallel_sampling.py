@@ -15,7 +15,6 @@ from generating.arguments import Parser, at_least, text
 from generating.ending import answering_errors, ending_in_one_line
 
 import jkv
-from jkv.commands.compiled_programs import keep_compiled_programs
 
 BUNDLED = Path(__file__).parent / "models" / "pydoc"
 PROMPT = """The with statement
@@ -43,7 +42,7 @@ def main():
     parser.add_argument("--temperature", type=at_least(0, float), default=0.8)
     options = parser.parse_args()
     num_samples, num_new = options.samples, options.max_new_tokens
-    keep_compiled_programs()
+    jkv.keep_compiled_programs()
 
     with answering_errors():
         model, params = pretrained.load(options.model)

@@ -19,7 +19,6 @@ from generating.ending import answering_errors, ending_in_one_line
 
 import jkv
 from jkv import DraftModel, PromptLookup
-from jkv.commands.compiled_programs import keep_compiled_programs
 
 BUNDLED = Path(__file__).parent / "models" / "pydoc"
 DRAFT = Path(__file__).parent / "models" / "pydoc_draft"
@@ -52,7 +51,7 @@ def main():
     parser.add_argument("--max-new-tokens", type=number, default=128)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     options = parser.parse_args()
-    keep_compiled_programs()
+    jkv.keep_compiled_programs()
     with answering_errors():
         show(options)
 

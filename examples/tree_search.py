@@ -26,7 +26,6 @@ from searching.puzzle import Puzzle, read_vocabulary
 from searching.search import Settings, Writer, search
 
 import jkv
-from jkv.commands.compiled_programs import keep_compiled_programs
 
 BUNDLED = Path(__file__).parent / "models" / "pydoc"
 PROMPT = """The with statement
@@ -48,7 +47,7 @@ def main():
     add("--simulations", type=number, default=64, help="of each line; %(default)s")
     add("--choices", type=at_least(2), default=8, help="likeliest tokens; %(default)s")
     options = parser.parse_args()
-    keep_compiled_programs()
+    jkv.keep_compiled_programs()
     with answering_errors():
         show(options)
 

@@ -65,6 +65,7 @@ from jkv.verbs.writing import write
 
 if TYPE_CHECKING:  # imported when they are first asked for
     from jkv import jitted
+    from jkv.commands.compiled_programs import keep_compiled_programs
     from jkv.config.grouped_config import GroupedConfig
     from jkv.config.state_config import StateConfig
     from jkv.decoding import (
@@ -127,6 +128,7 @@ __version__ = "0.2.0"
 __getattr__ = imports_later(
     __name__,
     {
+        "jkv.commands.compiled_programs": "keep_compiled_programs",
         "jkv.config.grouped_config": "GroupedConfig",
         "jkv.config.state_config": "StateConfig",
         "jkv.decoding": (
@@ -263,6 +265,7 @@ __all__ = [
     "memory_profile",
     "invalidate",
     "jitted",
+    "keep_compiled_programs",
     "kept_from",
     "least_recently_used",
     "load",

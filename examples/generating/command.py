@@ -14,7 +14,6 @@ from rich.progress import Progress
 from tokenizers import Tokenizer
 
 import jkv
-from jkv.commands.compiled_programs import keep_compiled_programs
 from jkv.decoding import spread_seeds
 from jkv.decoding.model.steps import CHUNK_SIZE
 from jkv.formats.table import checked_dtype
@@ -44,7 +43,7 @@ class Task(NamedTuple):
 
 def generate(options: argparse.Namespace) -> None:
     """Do what the command line says."""
-    keep_compiled_programs()
+    jkv.keep_compiled_programs()
     console = Console(stderr=True)
     with answering_errors():
         task = prepare(options)

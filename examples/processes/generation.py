@@ -12,7 +12,6 @@ from generating.ending import BAD_VALUE, answering_errors, fail
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jkv
-from jkv.commands.compiled_programs import keep_compiled_programs
 
 from .joining import join, make_mesh
 from .keeping import load_state, save_state
@@ -22,7 +21,7 @@ from .texts import Texts, take_steps
 def run_process(options: argparse.Namespace) -> None:
     """Join the other processes, continue the texts with them, and print the texts."""
     join(options)
-    keep_compiled_programs()
+    jkv.keep_compiled_programs()
     mesh = make_mesh(options.tensor_parallel)
     texts = continue_texts(options, mesh)
     if jax.process_index() == 0:

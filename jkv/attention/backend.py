@@ -120,8 +120,8 @@ class Backend:
     unasked: ClassVar[tuple[str, ...]] = ()
     # Whether what a row gets depends on its position alone, if a call asks for it.
     is_by_position: ClassVar[bool] = False
-    # Whether there is a log-sum-exp, in float32. Without one it is never chosen unasked
-    # nor differentiated: others take its place there.
+    # Whether there is a log-sum-exp, in float32. Without one it is never differentiated
+    # nor asked for one: others take its place there.
     has_lse: ClassVar[bool] = True
     # Whether JAX differentiates it as it stands.
     is_differentiable: ClassVar[bool] = False
@@ -164,7 +164,10 @@ class Backend:
         return f"{self.name} stores no rows"
 
     def store(self, write: SlotWrite, card: Card) -> dict[str, jax.Array]:
-        """Return the arrays with the rows in their slots, to the bits of `scatter`."""
+        """Return the arrays with the rows in their slots, to the bits of `scatter`.
+
+        Rounded elements may be one unit apart on GPUs (`jkv.formats.scaled`).
+        """
         raise NotImplementedError
 
     def plan(

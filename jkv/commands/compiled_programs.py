@@ -9,21 +9,39 @@ import pathlib
 
 import jax
 
+from jkv.arguments import explains_arguments
 from jkv.xla_flags import find_user_cache
 
 # The oldest programs are removed beyond this.
 MOST_BYTES = 2**29
 
 
-def keep_compiled_programs(folder: pathlib.Path | None = None) -> pathlib.Path | None:
+@explains_arguments
+def keep_compiled_programs(
+    folder: str | pathlib.Path | None = None,
+) -> pathlib.Path | None:
     """Enable JAX's persistent compilation cache and return its folder.
 
-    It is `jkv/programs` in the user's cache folder unless `folder` is given. Returns
-    None, without a change, if JAX is configured otherwise (JAX_COMPILATION_CACHE_DIR)
-    or the folder is not writable.
+    The setting holds for the process and for programs of any size, since verbs outside
+    `jit` are many small ones. Call it before the first verb. Files beyond 512 MiB are
+    removed, oldest first.
+
+    Args:
+      folder: a path; None selects `jkv/programs` in the user's cache folder.
+
+    Returns:
+      The folder. None, without a change, if JAX is configured otherwise
+      (`JAX_COMPILATION_CACHE_DIR`) or the folder is not writable.
+
+    Raises:
+      UsageError: if `folder` is not a path.
+
+    Example:
+      >>> import jkv
+      >>> folder = jkv.keep_compiled_programs()  # doctest: +SKIP
     """
     settings = jax.config.values
-    folder = folder or find_user_cache() / "jkv" / "programs"
+    folder = pathlib.Path(folder or find_user_cache() / "jkv" / "programs")
     if settings["jax_compilation_cache_dir"] not in (None, str(folder)):
         return None
     if not settings["jax_enable_compilation_cache"]:

@@ -1,4 +1,6 @@
-"""Comparison of the storing kernel with scatters on this GPU, bit by bit.
+"""Comparison of the storing kernel with scatters on this GPU.
+
+The bits agree, except for quantized elements: a few may be one unit apart.
 
 Rows stored wrongly would corrupt every result, so a failure names the setting that
 disables the kernel.
@@ -19,10 +21,14 @@ from jkv.attention.slots import SlotWrite, scatter
 from jkv.commands.correctness import on_cpu
 from jkv.commands.report import Try
 from jkv.formats.format import Formats, name_parts
+from jkv.formats.scaled import Scaled, count_units_apart
 from jkv.formats.table import FORMATS
 from jkv.verbs.writing import WRITE_SWITCH, may_use_kernel
 
 NUM_LAYERS, NUM_BLOCKS, NUM_KV_HEADS, NUM_ROWS, NUM_STEPS = 3, 16, 2, 24, 4
+
+# Of rounded elements, how many may be one unit apart (`jkv.formats.scaled`).
+MOST_APART = 1e-3
 
 ALL = "rows stored by the kernel"
 
@@ -61,25 +67,37 @@ def list_tries() -> dict[str, Try]:
 
 
 def compare(case: Case, store: Store | None = None) -> str:
-    """Store rows by the kernel and by scatters; raise if their bits differ."""
+    """Store rows by the kernel and by scatters; raise if the arrays differ."""
     write = draw_write(case)
     stores = [*find_stores(write).values()] if store is None else [store]
     if not stores:
         where = "there is no GPU here" if on_cpu() else "scatters store them here"
         raise NotImplementedError(where)
     wanted, found = play(write, scatter), play(write, stores[0])
-    wrong = [
-        name
-        for name, array in wanted.items()
-        if np.asarray(found[name]).tobytes() != np.asarray(array).tobytes()
-    ]
+    rounded = {
+        f"{row}_pool": kept.dtype
+        for row, kept in zip(("key", "value"), write.formats, strict=True)
+        if isinstance(kept, Scaled)
+    }
+    wrong, num_apart = [], 0
+    for name, array in wanted.items():
+        one, other = np.asarray(found[name]), np.asarray(array)
+        if one.tobytes() == other.tobytes():
+            continue
+        if name in rounded:
+            apart = count_units_apart(one, other, rounded[name])
+            if apart.max() <= 1 and np.mean(apart > 0) <= MOST_APART:
+                num_apart += int(np.sum(apart))
+                continue
+        wrong.append(name)
     if wrong:
         raise ValueError(
             f"{' and '.join(wrong)} must have the bits of scatters, got others; set "
             f"{WRITE_SWITCH}=0 in the environment to use scatters"
         )
     used = "" if may_use_kernel() else f", which {WRITE_SWITCH}=0 keeps out"
-    return f"the bits of scatters{used}"
+    rounding = f", {num_apart} elements one unit apart" if num_apart else ""
+    return f"the bits of scatters{rounding}{used}"
 
 
 def play(write: SlotWrite, store: Store) -> dict[str, jax.Array]:

@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from support.small_caches import small_config
 
+import jkv
 from jkv import xla_flags
 from jkv.commands import compiled_programs
 from jkv.commands.compiled_programs import keep_compiled_programs
@@ -40,6 +42,22 @@ def test_what_is_compiled_is_kept(tmp_path):
     program(jnp.arange(3.0))
     entries = [path.name for path in folder.iterdir()]
     assert any("lambda" in name for name in entries), entries
+
+
+@pytest.mark.one_end
+def test_a_folder_is_named_by_a_text(tmp_path):
+    """Of verbs outside jit, too: each is a small program."""
+    folder = jkv.keep_compiled_programs(str(tmp_path / "mine"))
+    assert folder == tmp_path / "mine"
+    jax.clear_caches()
+    cache = jkv.init(small_config(num_blocks=9))
+    cache, opened = jkv.allocate(cache, [3])
+    jkv.free(cache, opened.seq_ids)
+    names = {path.name for path in folder.iterdir()}
+    assert any("allocate" in name for name in names), names
+    assert any("free" in name for name in names)
+    with pytest.raises(jkv.UsageError, match="folder must be"):
+        jkv.keep_compiled_programs(3)
 
 
 @pytest.mark.one_end

@@ -148,6 +148,7 @@ ALLOWED: dict[str, set[str]] = {
         "verbs",
     },
     "commands": {
+        "arguments",
         "attention",
         "config",
         "formats",

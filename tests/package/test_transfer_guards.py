@@ -21,7 +21,7 @@ from jkv.guards import GUARDS
 pytestmark = pytest.mark.one_end
 # Files that are not there, pools that this cache has not, results without arrays.
 OTHERS = {"load", "save", "check_exact", "debug", "measure_formats", "spill"}
-OTHERS |= {"over_pools", "split_pools"}
+OTHERS |= {"over_pools", "split_pools", "keep_compiled_programs"}
 
 
 @pytest.mark.parametrize("name", sorted({*FUNCTIONS} - OTHERS))
