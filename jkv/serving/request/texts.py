@@ -116,7 +116,7 @@ class TextStream:
         self._ids, self._whole = self._ids[start:], ()
 
     def _find_start(self, prompt: Sequence[int]) -> int:
-        """Return the start of the last prompt tokens that begins a whole character."""
+        """Return the start of the prompt's last tokens, at a character boundary."""
         start = max(0, len(prompt) - OVERLAP)
         least = max(0, len(prompt) - MOST_OF_PROMPT)
         while start > least and BROKEN in self._detokenize([prompt[start]]):
