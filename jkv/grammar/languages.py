@@ -20,6 +20,7 @@ from jkv.grammar.parts import (
     Schema,
     join_parts,
     list_asked,
+    read_list,
 )
 from jkv.grammar.tables import make_grammar
 from jkv.grammar.token_table import make_table
@@ -70,6 +71,8 @@ def concatenate(
       >>> chr(grammar.forced(state)[0])
       'o'
     """
+
+    parts = read_list("parts", parts, Part | str)
 
     def make() -> Grammar:
         bounds = Bounds(max_bytes, timeout)

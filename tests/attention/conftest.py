@@ -1,0 +1,37 @@
+"""Kernels compiled on any card: what is for the interpreter alone, and which shapes."""
+
+import pytest
+from support.served_shapes import IS_INTERPRETED, Shape, is_known
+
+from jkv.attention.kernel.tiles import tuning
+
+
+def pytest_runtest_setup(item):
+    """Leave out what is for the interpreter where kernels are compiled."""
+    mark = item.get_closest_marker("interpreted")
+    if mark is not None and not IS_INTERPRETED:
+        pytest.skip(f"for the interpreter alone: {mark.kwargs['reason']}")
+
+
+@pytest.fixture(autouse=True)
+def only_known_shapes(request, monkeypatch):
+    """Let tests call kernels in shapes alone that they have asked the table for."""
+    if request.node.get_closest_marker("interpreted") is not None:
+        return
+
+    def watch(name, is_derived):
+        say_why = getattr(tuning, name)
+
+        def watched(queries, pools, platform, target):
+            reason = say_why(queries, pools, platform, target)
+            if reason is None and platform == "cpu":
+                dims = pools.head_dim, pools.value_dim
+                stored = (each.dtype.name for each in pools.formats)
+                shape = Shape(*dims, queries.dtype.name, *stored, is_derived)
+                assert is_known(shape), f"{shape}: ask support.served_shapes for it"
+            return reason
+
+        monkeypatch.setattr(tuning, name, watched)
+
+    watch("why_not", is_derived=False)
+    watch("why_no_tile", is_derived=True)
