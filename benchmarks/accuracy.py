@@ -1,13 +1,13 @@
-"""What storing keys and values in fewer bits costs: attention error and perplexity.
+"""Accuracy of quantized KV caches: attention error and perplexity.
 
     python benchmarks/accuracy.py [--tokens N] [--json FILE]
 
-Two tables by the cache's format. The first is the error of decode attention over 1,000
-tokens against float32, for two kinds of keys: standard normal, and with one channel in
-sixteen ten times as large, as models with rotary positions have. The second is the
-perplexity of two published models (`tools/models.py`) on Python's documentation in
-texts of 2,048 tokens, with keys, values or both in each format. Weights and arithmetic
-are float32 throughout, so the cache alone makes the difference.
+Two tables by cache dtype. The first is the error of decode attention over 1,000 tokens
+relative to float32, for standard normal keys and for keys with one channel in sixteen
+ten times as large, as in models with rotary positions. The second is the perplexity of
+two published models (`tools/models.py`) on Python's documentation in sequences of 2,048
+tokens, with keys, values or both quantized. Weights and arithmetic are float32, so that
+only the cache differs.
 """
 
 import argparse
@@ -38,20 +38,20 @@ DTYPES = [*(dtype.name for dtype in STORED_AS), "int4"]  # float32 comes first
 LESS = ("bfloat16", "int8", "float8_e4m3fn", "float8_e5m2", "int4")
 FORMATS = [
     *LESS,
-    *((dtype, "float32") for dtype in LESS),  # keys alone
-    *(("float32", dtype) for dtype in LESS),  # values alone
+    *((dtype, "float32") for dtype in LESS),  # keys only
+    *(("float32", dtype) for dtype in LESS),  # values only
     *(("int8", "int4"), ("float8_e4m3fn", "int4"), ("bfloat16", "int4")),
 ]
 TOKENS = {"smollm2": 8192, "gemma3": 4096}
 TEXT_LENGTH = 2048
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, CONTEXT = 32, 8, 128, 1000
-LARGE_EVERY, LARGE = 16, 10.0  # channels, and their size by that of the others
+LARGE_EVERY, LARGE = 16, 10.0  # one channel in so many, and its scale
 
 
 def attended(
     dtype: str, keys: jax.Array, values: jax.Array, queries: jax.Array
 ) -> np.ndarray:
-    """Return what the last of the tokens, f32[T, K, D], attends to in such a cache."""
+    """Return the last token's attention output over f32[T, K, D], cached in `dtype`."""
     config = jkv.CacheConfig(
         num_layers=1,
         num_kv_heads=NUM_KV_HEADS,
@@ -71,10 +71,10 @@ def attended(
 
 
 def attention_errors(num_seeds: int = 8) -> list[dict[str, Any]]:
-    """Return the root mean square error of the output over that of the output."""
+    """Return the relative root mean square error of the output."""
     rows: list[dict[str, Any]] = [{"cache": dtype} for dtype in DTYPES[1:]]
     for kind in ("normal", "large channels"):
-        errors = []  # of each seed, of each dtype
+        errors = []  # one entry per seed, each by dtype
         for seed in range(num_seeds):
             rng = np.random.default_rng(seed)
             shape = (CONTEXT, NUM_KV_HEADS, HEAD_DIM)
@@ -92,12 +92,12 @@ def attention_errors(num_seeds: int = 8) -> list[dict[str, Any]]:
 
 
 def held_out_text() -> str:
-    """Return documents of the Python installation, which have a fixed order."""
+    """Return documents of the Python installation, in a fixed order."""
     return "\n\n".join(document.text for document in corpus.split()[1])
 
 
 def published(name: str, num_tokens: int) -> list[dict[str, Any]]:
-    """Return what each format costs a published model, and what it gives."""
+    """Return a published model's perplexity and bytes per token, by cache format."""
     path = models.fetch(name)
     model, params = pretrained.load(path, jnp.float32)
     text = held_out_text()[: 8 * num_tokens]

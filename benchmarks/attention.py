@@ -1,14 +1,14 @@
-"""Time paged attention against dense contiguous attention and against the memory.
+"""Time paged attention against dense contiguous attention and memory bandwidth.
 
     python benchmarks/attention.py [--only NAME] [--rounds N]
 
 One sample is the attention of all layers of a step. Dense attention
-(`jax.nn.dot_product_attention`) reads keys and values that lie contiguously,
-`[B, S, K, D]` with S the longest context, and masks what is shorter. `jnp.sum` over 256
-MiB of float32, in the same rounds, shows how fast the memory can be read once.
+(`jax.nn.dot_product_attention`) reads contiguous keys and values, `[B, S, K, D]` with S
+the longest context, and masks shorter ones. `jnp.sum` over 256 MiB of float32, in the
+same rounds, measures the memory bandwidth.
 
-Sequences behind one prompt are timed with what they share read once and for each, and
-so are as many prompts that share nothing.
+Sequences with a shared prompt are timed with shared-prefix attention and without, and
+so are prompts that share nothing.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from support.attention_workloads import (  # noqa: E402, the one list of shapes 
     shrink,
 )
 
-# What is to be reached: paged over dense, and the part of the bandwidth.
+# Targets: paged over dense time, and the fraction of the bandwidth.
 MAX_RATIO = {
     "decode-equal": 1.0,
     "decode-one-long": 0.15,
@@ -119,7 +119,7 @@ def main() -> None:
 
 
 def measure(workload: Workload, rounds: int) -> dict[str, Any]:
-    """Check that the contenders agree, then time them round by round."""
+    """Check that all implementations agree, then time them interleaved."""
     operands = make_operands(workload)
     calls = {
         "paged": make_paged(workload, operands),
@@ -159,7 +159,7 @@ def measure(workload: Workload, rounds: int) -> dict[str, Any]:
 def measure_shared(
     num_sequences: int, num_prompts: int, num_heads: int, rounds: int, *, quick: bool
 ) -> dict[str, Any]:
-    """Time sequences behind a few prompts of 2,048 tokens, 128 of their own each."""
+    """Time sequences that share prompts of 2,048 tokens, with 128 own tokens each."""
     prompt, own = (64, 32) if quick else (2048, 128)
     context = prompt + own
     workload = decode("shared", (context,) * num_sequences, num_heads=num_heads)
@@ -206,7 +206,7 @@ def measure_shared(
 
 
 def verdict(row: dict[str, Any]) -> str:
-    """Say whether a target is met, in words."""
+    """Return the target and "met" or "missed"."""
     name = row["workload"]
     if name in MAX_RATIO:
         met, limit = row["by_dense"] <= MAX_RATIO[name], f"<= {MAX_RATIO[name]} dense"
@@ -220,7 +220,7 @@ def verdict(row: dict[str, Any]) -> str:
 def make_paged(
     workload: Workload, operands: Operands, lists: dict[str, Any] | None = None
 ) -> Callable[[], jax.Array]:
-    """All layers' attention through the block tables, and what a step has planned."""
+    """Return all layers' attention through block tables, including the step's plan."""
 
     @jax.jit
     def attend(queries, key_pool, value_pool, tables, *rest):
@@ -246,7 +246,7 @@ def make_paged(
 
 
 def make_dense(workload: Workload, operands: Operands) -> Callable[[], jax.Array]:
-    """All layers' attention over contiguous keys and values, an array per layer."""
+    """Return all layers' attention over contiguous keys and values."""
     is_decode = max(workload.query_lengths) == 1
     if is_decode:
         keys, values = (
@@ -268,7 +268,7 @@ def make_dense(workload: Workload, operands: Operands) -> Callable[[], jax.Array
 
         return lambda: attend(queries, keys, values)
 
-    # Prefill: each request alone, its last rows over its whole context.
+    # Prefill: each request separately, its last rows over its whole context.
     starts, lengths = operands.query_starts, operands.query_lengths
     requests = [
         (
@@ -285,7 +285,7 @@ def make_dense(workload: Workload, operands: Operands) -> Callable[[], jax.Array
     def attend_requests(requests):
         outputs = []
         for queries, keys, values in requests:
-            # Square ones are causal as such; others need the mask spelled out.
+            # Square shapes are causal; others need an explicit mask.
             rows, tokens = queries.shape[2], keys[0].shape[1]
             mask = (
                 None if rows == tokens else jnp.tri(rows, tokens, tokens - rows, bool)
@@ -318,7 +318,7 @@ def pad_contexts(contents: list[np.ndarray]) -> np.ndarray:
 
 
 def make_sum() -> Callable[[], jax.Array]:
-    """Read the memory once."""
+    """Return a call that reads the memory once."""
     numbers = jnp.ones(SUM_BYTES // 4, jnp.float32)
     add_up = jax.jit(jnp.sum)
     return lambda: add_up(numbers)

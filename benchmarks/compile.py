@@ -1,13 +1,13 @@
-"""Processor time to trace, lower and compile one decoding step, beside a dense cache.
+"""CPU time to trace, lower and compile one decode step, compared to a dense cache.
 
     python benchmarks/compile.py [--quick]
 
-A small decoder with unrolled layers, one token for each sequence: on a contiguous cache
-`[B, max, K, D]` per layer, on jkv, and on jkv with prefix caching. A step on jkv is
-`append`, `write` and `attend` per layer, and `commit`; its cache is donated, and so is
-the dense one. JAX's caches are cleared before each sample, and what only the first
-program of a process pays for is paid before. Processor time counts all threads: XLA on
-CPU compiles in several, and a busy machine changes it less than the time on the clock.
+A small decoder with unrolled layers, one token per sequence: on a contiguous cache `[B,
+max, K, D]` per layer, on jkv, and on jkv with prefix caching. A step on jkv is
+`append`, `write` and `attend` per layer, and `commit`; both caches are donated. JAX's
+caches are cleared before each sample, and the one-time costs of a process are paid
+beforehand. CPU time counts all threads: XLA on CPU compiles in several, and load
+changes it less than wall time.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# A program found on disk would not be compiled.
+# A cached program would not be compiled.
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
 import harness
@@ -39,7 +39,7 @@ LIMITS = {PAGED: 2.5, REUSING: 4.0}
 
 
 def dense_step(shapes: Shapes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return a step on contiguous arrays, and the shapes of its arguments."""
+    """Return a step on contiguous arrays, and its argument shapes."""
     heads_per_kv = shapes.num_heads // shapes.num_kv_heads
     cached = jax.ShapeDtypeStruct(
         (
@@ -79,7 +79,7 @@ def dense_step(shapes: Shapes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 def paged_step(
     shapes: Shapes, prefix_caching: bool
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return a step on jkv, and the shapes of its arguments."""
+    """Return a step on jkv, and its argument shapes."""
     block_size = 16
     config = jkv.CacheConfig(
         num_layers=shapes.num_layers,
@@ -111,8 +111,8 @@ def paged_step(
 
 
 def compile_once(step: Callable[..., Any], arguments: Any) -> tuple[Any, Any, Any]:
-    """Return seconds of processor time by part, what was traced, what was compiled."""
-    # A function that was traced before would be found again, cleared caches or not.
+    """Return CPU seconds by stage, the traced and lowered program, the compiled one."""
+    # A new lambda: a function traced before could be found in a cache.
     jax.clear_caches()
     gc.collect()
     times = [time.process_time()]
@@ -128,7 +128,7 @@ def compile_once(step: Callable[..., Any], arguments: Any) -> tuple[Any, Any, An
 
 
 def counts(traced: Any, lowered: Any, compiled: Any) -> dict[str, int]:
-    """Return how much there was to do, which no load on the machine can change."""
+    """Return sizes of the program at each stage, which are deterministic."""
     text = compiled.as_text()
     opcodes = [opcode for opcode, _ in _instructions(text)]
     return {
@@ -142,7 +142,7 @@ def counts(traced: Any, lowered: Any, compiled: Any) -> dict[str, int]:
 
 
 def _num_equations(jaxpr: Any) -> int:
-    """Count equations, those of inner functions as often as they are called."""
+    """Count equations; inner functions count once per call."""
     inner = [
         getattr(value, "jaxpr", value)
         for equation in jaxpr.eqns
@@ -167,7 +167,7 @@ def main() -> None:
     all_layers = (1, 2) if arguments.quick else (1, 8)
 
     where = harness.machine()
-    print(harness.header("jkv: what compiling a decoding step costs", where))
+    print(harness.header("jkv: compile time of a decode step", where))
     print(f"  {rounds} interleaved rounds after a warm-up; seconds of processor time")
     steps = {}
     for num_layers in all_layers:

@@ -1,7 +1,6 @@
-"""A small decoder for benchmarks: rope, gated layers, no weights of a real model.
+"""A small decoder for benchmarks, with rotary embeddings and gated MLPs.
 
-It leaves the cache to its caller: `attend` stores a layer's keys and values, and
-attends.
+The caller's `attend` stores a layer's keys and values in a cache and attends.
 """
 
 import dataclasses

@@ -1,11 +1,11 @@
-"""What crosses between devices in a decode step: counted in compiled modules.
+"""Communication between devices in a decode step, counted in compiled modules.
 
     python benchmarks/devices.py
 
 A step of the decoder in `examples/pretrained`, with one layer, is compiled for 1, 2, 4
-and 8 simulated devices; nothing runs, and nothing is timed. For each kind of placement
-the table has the collectives of the step with what each brings, and the bytes that a
-device is given: its part of the weights and of the cache.
+and 8 simulated devices; nothing runs or is timed. The table has the step's collectives
+with their result shapes, and the argument bytes per device, its share of the weights
+and of the cache, for each kind of sharding.
 """
 
 import collections
@@ -59,15 +59,15 @@ ARRAY = re.compile(r"\b[a-z]+\d+\[[\d,]*\]")
 
 
 class Step(NamedTuple):
-    """A step that was compiled for some devices."""
+    """A step compiled for some devices."""
 
     compiled: Any
     raw: dict[str, Any]  # the model's config.json
-    config: jkv.CacheConfig  # of a device's pool before it is spread
+    config: jkv.CacheConfig  # of a device's pool, before sharding
 
     @property
     def collectives(self) -> collections.Counter[tuple[str, str]]:
-        """How often each collective is in the module, with what it brings."""
+        """Counts of the module's collectives, by name and result shape."""
         found = COLLECTIVE.findall(self.compiled.as_text())
         return collections.Counter(
             (name, " ".join(ARRAY.findall(kind))) for kind, name in found
@@ -136,7 +136,7 @@ def compile_step(kind: str, num_devices: int) -> Step:
 
 
 def spread_shapes(mesh: jax.sharding.Mesh, shapes: Any, specs: Any) -> Any:
-    """Return shapes of arrays that lie on a mesh as specs say."""
+    """Return shapes with the shardings of `specs`."""
     return jax.tree.map(
         lambda shape, spec: jax.ShapeDtypeStruct(
             shape.shape, shape.dtype, sharding=NamedSharding(mesh, spec)
@@ -147,7 +147,7 @@ def spread_shapes(mesh: jax.sharding.Mesh, shapes: Any, specs: Any) -> Any:
 
 
 def describe(found: collections.Counter[tuple[str, str]]) -> str:
-    """Say which collectives there are, in a table's cell."""
+    """Format collectives for a table cell."""
     return ", ".join(
         f"{count} x {name} {kind}" for (name, kind), count in sorted(found.items())
     )
@@ -172,7 +172,7 @@ def make_rows() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Compile all, print a table in Markdown, keep the rows."""
+    """Compile all steps, print a Markdown table, save the rows."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", max(NUM_DEVICES))
     rows = make_rows()

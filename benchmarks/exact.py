@@ -1,13 +1,13 @@
-"""The same bits: what `exact=True` costs a decode step, and prompts.
+"""Cost of deterministic, batch-invariant decoding (`exact=True`): steps and prompts.
 
     python benchmarks/exact.py [--rounds N] [--quick]
 
-A model of 8 layers, hidden 512, 8 query heads by 2 of keys, a vocabulary of 4,096,
-random weights in float32. Steps: 64 texts run, all at context 200 or 1,000. Prompts: 16
-of 512 tokens, one new token each.
+A model of 8 layers, hidden size 512, 8 query heads and 2 kv heads, a vocabulary of
+4,096, random weights in float32. Steps: 64 sequences at context 200 or 1,000. Prompts:
+16 of 512 tokens, one new token each.
 
-The floor is 1 for steps (the products are those of as many rows), and for prompts what
-products of 64 rows lose to those of 512.
+The floor is 1 for steps, whose matrix products have as many rows, and for prompts the
+slowdown of products with 64 rows relative to 512.
 """
 
 import argparse
@@ -44,14 +44,14 @@ NUM_STEPS, STATIC = (
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """A model; its weights are given."""
+    """A model without weights of its own."""
 
     shapes: Shapes = SHAPES
 
     def __call__(
         self, params: Any, tokens: jax.Array, cache: jkv.Cache, batch: jkv.Batch
     ) -> tuple[jax.Array, jkv.Cache]:
-        """Be the model."""
+        """Run one step, as a `jkv.Model`."""
 
         def attend(layer: int, *given: jax.Array) -> jax.Array:
             nonlocal cache
@@ -84,7 +84,7 @@ def make_prompts(count: int, length: int) -> np.ndarray[Any, Any]:
 
 
 def make_cache(count: int, length: int) -> jkv.Cache:
-    """Return a cache with room for so many texts of such a length."""
+    """Return a cache for `count` sequences of `length` tokens."""
     return jkv.init(
         jkv.CacheConfig.for_context_length(
             length,
@@ -106,9 +106,9 @@ generate = jax.jit(jkv.generate, static_argnames=STATIC, donate_argnames="cache"
 
 
 def step_case(params: Any, count: int, context: int, exact: bool) -> Case:
-    """Return decode steps of texts that have such a context."""
+    """Return decode steps of sequences at a given context."""
     name = f"{count} at {context}"
-    # Texts whose prompts are done go on while the others' are computed.
+    # Sequences with finished prompts decode while other prompts are computed.
     model, cache = Decoder(), make_cache(count, context + 160)
     begun = prefill(
         model,
@@ -120,7 +120,7 @@ def step_case(params: Any, count: int, context: int, exact: bool) -> Case:
         chunk_size=2048,
     )
     if exact:
-        # Prompts by larger steps, which do not matter here, then steps of one shape.
+        # Prompts in larger steps, which are not timed, then steps of one shape.
         shape = Exact(count, count)
         state = dataclasses.replace(begun[1], exact=shape, row_counts=(count,))
         begun = begun[0], state
@@ -143,7 +143,7 @@ def step_case(params: Any, count: int, context: int, exact: bool) -> Case:
 
 
 def prompt_case(params: Any, count: int, length: int, exact: bool) -> Case:
-    """Return the computing of prompts."""
+    """Return the computation of prompts."""
     model, cache = Decoder(), make_cache(count, length + 16)
     prompts = make_prompts(count, length)
 
@@ -190,7 +190,7 @@ def main() -> None:
             | {"by plain": ratio, "limit": limit, "": verdict}
         )
     where = harness.machine()
-    print(harness.header("The same bits", where))
+    print(harness.header("Deterministic decoding", where))
     names = ("case", "median", "p10", "p90", "by plain", "limit", "")
     print(harness.table(rows, {name: name for name in names}))
     if not options.quick:

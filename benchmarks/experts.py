@@ -1,11 +1,11 @@
-"""What an expert layer costs: tiles of rows of one expert, beside `ragged_dot`.
+"""Cost of an expert layer: tiles of one expert's rows, compared to `ragged_dot`.
 
     python benchmarks/experts.py [--rounds N]
 
-A layer of 64 experts, 8 for each token, 512 components and 256 hidden units, in
-float32, for steps of 1, 64 and 1,024 rows whose experts are random. Both sort the rows
-by expert; `examples/pretrained/experts.py` goes through tiles of 16 rows, the peer
-calls `jax.lax.ragged_dot` three times. What they return is compared, too.
+A layer of 64 experts, 8 per token, with 512 components and 256 hidden units in float32,
+for steps of 1, 64 and 1,024 rows with random experts. Both sort the rows by expert;
+`examples/pretrained/experts.py` loops over tiles of 16 rows, the peer calls
+`jax.lax.ragged_dot` three times. Their results are compared.
 """
 
 import argparse
@@ -43,13 +43,13 @@ CONFIG = pretrained.parse_config(SETTINGS)
 
 
 def in_tiles(weights: Any, x: jax.Array, chosen: Any, gates: Any) -> jax.Array:
-    """Compute the layer as the example does."""
+    """Compute the layer as in the example."""
     valid, layer = jnp.ones(x.shape[0], bool), jnp.int32(0)
     return experts.apply_experts(CONFIG, weights, layer, x, chosen, gates, valid)
 
 
 def ragged(weights: Any, x: jax.Array, chosen: Any, gates: Any) -> jax.Array:
-    """Compute the same with the product that JAX has for it."""
+    """Compute the layer by `jax.lax.ragged_dot`."""
     order = jnp.argsort(chosen.reshape(-1))
     sizes = jnp.bincount(chosen.reshape(-1), length=CONFIG.experts.count)
     row = order // chosen.shape[1]
@@ -64,7 +64,7 @@ def ragged(weights: Any, x: jax.Array, chosen: Any, gates: Any) -> jax.Array:
 
 
 def make_cases(num_rows: int, params: Any) -> list[Case]:
-    """Return both ways for a step of some rows, which give the same."""
+    """Return both implementations for `num_rows` rows, and check that they agree."""
     x = jax.random.normal(jax.random.key(num_rows), (num_rows, CONFIG.hidden_size))
     chosen, gates = experts.route(
         CONFIG.experts, {n: w[0] for n, w in params.items()}, x
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--json", type=pathlib.Path, default=RESULTS)
     options = parser.parse_args()
     where = harness.machine()
-    print(harness.header("An expert layer: tiles beside ragged_dot", where))
+    print(harness.header("An expert layer: tiles and ragged_dot", where))
     params = pretrained.random_params(CONFIG, jax.random.key(0), jnp.float32)
     (layers,) = params["layers"]
     cases = [case for rows in NUM_ROWS for case in make_cases(rows, layers)]

@@ -1,18 +1,18 @@
-"""Processes of a server are killed and stopped while they compute, round after round.
+"""Fault injection: kill and stop processes of a server while they compute.
 
     python benchmarks/faults.py [--rounds 10] [--processes 2 4] [--go-on]
 
-Each round starts `examples/serve_http.py` on so many processes of a small model, with
-restarts, and does four things to it: SIGKILL and SIGSTOP of a follower and of the first
-process, each while a text and a stream are computed. Every other process has to end
-within 30 seconds and to say why; the launcher says which one was the cause, and starts
-all of them again. The text is asked for by OpenAI's client as it comes, which tries
-twice more by itself, and has to be the one that it was before; the stream must not end
-as if it were whole. At the end of a round nothing runs any more. Ports that processes
-listen on have to be bound to the address given.
+Each round starts `examples/serve_http.py` on several processes of a small model, with
+restarts, and injects four faults: SIGKILL and SIGSTOP of a follower and of the first
+process, each while a completion and a stream are computed. Every other process has to
+exit within 30 seconds with a reason; the launcher reports the cause and restarts all of
+them. The completion is requested by OpenAI's client with its default two retries, and
+has to equal the one without faults; the stream must not end as if it were complete. At
+the end of a round no process is left. Listening ports have to be bound to the given
+address.
 
-The seconds are in results/faults.json, a row for each kind of fault. They are written
-after each round, and `--go-on` plays only those rounds that are not there.
+The seconds are in results/faults.json, one row per kind of fault, written after each
+round; `--go-on` runs only the missing rounds.
 """
 
 import argparse
@@ -43,17 +43,17 @@ RESULTS = ROOT / "benchmarks" / "results" / "faults.json"
 SIZES = "--context 1024 --max-running 4 --max-new-tokens 900 --rows 8 --scan-layers"
 PROMPT, TOKENS = "The with statement", 700
 HEARTBEAT = 10  # seconds
-MOST_TO_END = 30  # seconds, for a process after the fault of another one
-MOST_TO_START = 300  # seconds, for what takes some on a busy machine
-MOST_CHARACTERS = 160  # of what a process says
+MOST_TO_END = 30  # seconds, for a process after another one's fault
+MOST_TO_START = 300  # seconds, on a busy machine
+MOST_CHARACTERS = 160  # of a process's reported reason
 FAULTS = [*itertools.product(("follower", "first"), (signal.SIGKILL, signal.SIGSTOP))]
-# Four heads, so that four processes can share them, and as few layers as there can be.
+# Four heads, to shard over four processes, and the fewest layers.
 SMALLER = {192: 64, 512: 128}
 HEADS, HEAD_DIM, LAYERS = 4, 16, 1
-# Time goes into compiling, and none of it is measured here.
+# Compilation dominates, and is not measured.
 FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
-# What a process says of its end: an error of ours, or JAX's with the line behind it,
-# which may have the name of a task.
+# The reason that a process reports: an error of ours, or JAX's with the next line,
+# which may have a task's name.
 REASONS = re.compile(
     r"^error: (.*)|Terminating process because.*absl::Status: (.*\n.*)", re.MULTILINE
 )
@@ -69,7 +69,7 @@ COLUMNS = {
 
 
 def make_model(folder):
-    """Write a checkpoint: corners of the bundled model's matrices."""
+    """Write a checkpoint: slices of the bundled model's matrices."""
     bundled = EXAMPLES / "models" / "pydoc"
     shutil.copytree(bundled, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -113,24 +113,24 @@ class Job:
 
     @property
     def said(self):
-        """What the launcher has said."""
+        """The launcher's output."""
         return self._said.read_text()
 
     @property
     def pids(self):
-        """The processes that were started last, in their order."""
+        """The newest process ids, in order."""
         found = re.findall(r"process \d+ has pid (\d+)", self.said)
         num_whole = len(found) // self._num_processes * self._num_processes
         return [*map(int, found[:num_whole][-self._num_processes :])]
 
     @property
     def all_pids(self):
-        """The launcher, and all that it ever started."""
+        """The process ids of the launcher and all processes it started."""
         found = re.findall(r"has pid (\d+)", self.said)
         return [self._launcher.pid, *map(int, found)]
 
     def read_number(self, name):
-        """Return a number of the engine; nothing where it does not answer."""
+        """Return a metric of the engine; None if the server does not respond."""
         address = f"http://127.0.0.1:{self.port}/metrics"
         try:
             with urllib.request.urlopen(address, timeout=5) as reply:
@@ -140,7 +140,7 @@ class Job:
         return float(found[1])
 
     def wait_until_ready(self):
-        """Return when it answers."""
+        """Wait until the server responds."""
         end = time.monotonic() + MOST_TO_START
         while self.read_number("jkv_blocks") is None:
             if self._launcher.poll() is not None or time.monotonic() > end:
@@ -148,11 +148,11 @@ class Job:
             time.sleep(0.1)
 
     def size_logs(self):
-        """Return how long the log of each process is."""
+        """Return the log size of each process."""
         return [path.stat().st_size for path in self._find_logs()]
 
     def read_reasons(self, sizes):
-        """Return what each process said of its end since its log was so long."""
+        """Return the reason that each process has reported since `sizes`."""
         found = []
         for path, size in zip(self._find_logs(), sizes, strict=True):
             reason = REASONS.search(path.read_bytes()[size:].decode(errors="replace"))
@@ -161,14 +161,14 @@ class Job:
         return found
 
     def find_addresses(self):
-        """Return the addresses that its processes listen on, where Linux tells."""
+        """Return the addresses on which the processes listen (Linux)."""
         inodes = set()
         for pid in self.all_pids:
             for path in pathlib.Path(f"/proc/{pid}/fd").glob("*"):
                 try:
                     inodes.add(os.readlink(path))
                 except OSError:
-                    continue  # it is closed
+                    continue  # closed meanwhile
         found = set()
         for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
             for line in pathlib.Path("/proc/net", name).read_text().splitlines()[1:]:
@@ -176,13 +176,13 @@ class Job:
                 is_listening = fields[3] == "0A"
                 if is_listening and f"socket:[{fields[9]}]" in inodes:
                     words = bytes.fromhex(fields[1].partition(":")[0])
-                    # Each word of 32 bits is in the machine's order.
+                    # 32-bit words in the machine's byte order.
                     parts = [words[i : i + 4][::-1] for i in range(0, len(words), 4)]
                     found.add(socket.inet_ntop(family, b"".join(parts)))
         return found
 
     def stop(self):
-        """End it by SIGTERM; return its status, and what of it still runs."""
+        """Send SIGTERM; return the exit status and the process ids still running."""
         pids = self.all_pids
         self._launcher.send_signal(signal.SIGTERM)
         try:
@@ -198,7 +198,7 @@ class Job:
 
 
 def is_running(pid):
-    """Whether a process is there, and has not ended."""
+    """Return True if a process exists and is not a zombie."""
     try:
         state = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
     except OSError:
@@ -207,7 +207,7 @@ def is_running(pid):
 
 
 class Asking(threading.Thread):
-    """A client that asks for the text, or for a stream of it."""
+    """A client that requests a completion or a stream."""
 
     def __init__(self, port, *, stream):
         super().__init__(daemon=True)
@@ -218,7 +218,7 @@ class Asking(threading.Thread):
         self.start()
 
     def run(self):
-        """Ask once, by a client as it comes."""
+        """Send one request with the default client."""
         asked = dict(model=self._client.models.list().data[0].id, prompt=PROMPT)
         asked |= dict(max_tokens=TOKENS, temperature=0, timeout=MOST_TO_START)
         asked["extra_body"] = {"ignore_eos": True}
@@ -232,7 +232,7 @@ class Asking(threading.Thread):
 
 
 def do_fault(job, expected, who, number, rng):
-    """Do one thing to a process while it computes; return a row and what is wrong."""
+    """Inject one fault during computation; return a row and the violations."""
     job.wait_until_ready()
     pids, sizes = job.pids, job.size_logs()
     chosen = 0 if who == "first" else rng.randrange(1, len(pids))
@@ -255,9 +255,9 @@ def do_fault(job, expected, who, number, rng):
     wrong = []
     if len(ends) < len(others) or max(ends.values()) > MOST_TO_END:
         wrong.append(f"others ended after {ends}")
-    wrong += [f"process {i} said nothing" for i in others if reasons[i] is None]
+    wrong += [f"process {i} gave no reason" for i in others if reasons[i] is None]
     if whole.text != expected:
-        wrong.append(f"the text is {whole.text!r}, error {whole.error!r}")
+        wrong.append(f"completion is {whole.text!r}, error {whole.error!r}")
     if stream.error is None and stream.text != expected:
         wrong.append("a stream ended as if it were whole")
     return {
@@ -270,7 +270,7 @@ def do_fault(job, expected, who, number, rng):
 
 
 def play(model, num_processes, rng):
-    """Do all faults to one job; return their rows, and what is wrong."""
+    """Inject all faults into one server; return their rows and the violations."""
     with tempfile.TemporaryDirectory() as name:
         job = Job(model, pathlib.Path(name), num_processes)
         rows, wrong = [], []
@@ -299,7 +299,7 @@ def play(model, num_processes, rng):
 
 
 def summarize(rows):
-    """Return a row for each kind of fault: medians, and the most."""
+    """Return medians and maxima for each kind of fault."""
     found = []
     for kind in dict.fromkeys((row["processes"], row["fault"]) for row in rows):
         same = [row for row in rows if (row["processes"], row["fault"]) == kind]
@@ -314,7 +314,7 @@ def summarize(rows):
 
 
 def read_rounds(path):
-    """Return the rows of the rounds that were played last, and what was wrong."""
+    """Return the rows and violations of the latest run."""
     newest = json.loads(path.read_text())["runs"][-1]
     return newest["each"], newest["wrong"]
 

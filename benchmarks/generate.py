@@ -1,14 +1,13 @@
-"""Tokens per second of jkv.generate and of transformers' generate, same checkpoint.
+"""Throughput of jkv.generate and of transformers' generate on one checkpoint.
 
     python benchmarks/generate.py [--model FOLDER] [--rounds N]
 
 Greedy, float32, same prompts, machine and process. transformers runs with one thread
-and with one per core: its threads wait busily for each other, so that beside other work
-one can be faster. "Prefill" is a call that makes one new token, "decode" the further
-tokens of a longer call: the median, over the rounds, of the longer call's time less the
-shorter one's. The prompts of the last workload differ in length: jkv packs them,
-transformers pads them to the longest. Both are checked to give the same tokens.
-Compilation falls in the warm-up.
+and with one per core: its threads busy-wait, so that one thread may be faster on a
+loaded machine. "Prefill" is a call with one new token, "decode" the further tokens of a
+longer call: the median over rounds of the two calls' difference. The prompts of the
+last workload differ in length: jkv packs them, transformers pads them to the longest.
+Both must generate the same tokens. Compilation is part of the warm-up.
 """
 
 import argparse
@@ -34,18 +33,18 @@ sys.path.insert(0, str(ROOT / "examples"))  # the examples are no package
 
 import pretrained  # noqa: E402  (found through the line above)
 
-NEW_TOKENS = 64  # of the longer call, beside the first
+NEW_TOKENS = 64  # of the longer call, after the first
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Prompts of these lengths, in one batch."""
+    """A batch of prompts with the given lengths."""
 
     name: str
     lengths: tuple[int, ...]
 
     def prompts(self, vocabulary: int) -> list[list[int]]:
-        """Return random token ids; id 0, which ends documents, is left out."""
+        """Return random token ids, without the end-of-document token 0."""
         random = np.random.default_rng(0)
         return [random.integers(1, vocabulary, n).tolist() for n in self.lengths]
 
@@ -58,7 +57,7 @@ WORKLOADS = (
 
 
 class Jkv:
-    """jkv.generate over one donated cache per workload."""
+    """jkv.generate with one donated cache per workload."""
 
     name = "jkv"
 
@@ -73,7 +72,7 @@ class Jkv:
         self.caches: dict[Workload, jkv.Cache] = {}
 
     def prepare(self, workload: Workload) -> jax.Array:
-        """Return the prompts; the cache passes from one call to the next."""
+        """Return the padded prompts; the cache is reused between calls."""
         prompts = workload.prompts(self.model.config.vocab_size)
         longest = max(workload.lengths)
         if workload not in self.caches:
@@ -101,10 +100,10 @@ class Jkv:
 
 
 class Transformers:
-    """transformers' generate, as a user calls it: eager, dynamic cache."""
+    """transformers' generate with its defaults: eager, dynamic cache."""
 
     def __init__(self, folder: pathlib.Path, num_threads: int) -> None:
-        """Load the checkpoint; every call uses this many threads."""
+        """Load the checkpoint; all calls use `num_threads` threads."""
         import torch
         import transformers
 
@@ -123,7 +122,7 @@ class Transformers:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32
         ).eval()
-        # Every call makes as many tokens as it is asked for.
+        # No end token: every call generates all its tokens.
         self.model.generation_config.eos_token_id = None
         self.model.generation_config.pad_token_id = 0
 
@@ -148,7 +147,7 @@ class Transformers:
 
 
 def make_case(peer: Jkv | Transformers, workload: Workload, num_new: int) -> Case:
-    """One call of one peer."""
+    """Return one call of one peer."""
 
     def check(tokens: np.ndarray) -> None:
         assert tokens.shape == (len(workload.lengths), num_new) and (tokens >= 0).all()
@@ -162,7 +161,7 @@ def make_case(peer: Jkv | Transformers, workload: Workload, num_new: int) -> Cas
 
 
 def less(longer: Samples, shorter: Samples) -> Samples:
-    """Return the rounds' differences."""
+    """Return the differences by round."""
     common = longer.seconds.keys() & shorter.seconds.keys()
     return Samples({r: longer.seconds[r] - shorter.seconds[r] for r in common})
 
@@ -178,7 +177,7 @@ def agreement(peers: list[Any], workload: Workload) -> float:
 def make_rows(
     peers: list[Any], samples: dict[str, Samples], agreements: dict[str, float]
 ) -> list[dict[str, Any]]:
-    """Return the table: tokens per second of each peer, phase and workload."""
+    """Return tokens per second of each peer, phase and workload."""
     rows = []
     for workload in WORKLOADS:
         for phase in ("prefill", "decode"):

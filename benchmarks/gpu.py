@@ -1,27 +1,25 @@
-"""The attention on a GPU: bandwidth of decoding, rate of prefill, beside its peers.
+"""Attention on a GPU: decode bandwidth and prefill throughput, compared to peers.
 
     python benchmarks/gpu.py [--quick] [--minutes 8]
     python benchmarks/gpu.py --brief    # all topics in 8 minutes: `gpu_brief.py`
     python benchmarks/gpu.py --all      # everything, for an hour: `gpu_parts.py`
 
-Decoding over batches of 1 to 256 and contexts of 512 to 131,072 tokens, as far as a
+Decoding at batch sizes of 1 to 256 and contexts of 512 to 131,072 tokens, as far as a
 pool fits in 60% of the memory, with 32 query and 8 kv heads of 128, in bfloat16, int8
 and fp8, and with a latent cache (one kv head of 576, values its first 512); batches
-whose lengths differ 64-fold; prefill of prompts of 512 to 32,768 tokens; a decode step
-of 32 layers, its writes and its bookkeeping alone, rows stored by the kernel and by
-scatters; the derivative (`gpu_gradients.py`; alone with `--gradients`); with
-`--prompts` alone, prompts with and without cuDNN (`gpu_prompts.py`). The floor is
-reading keys and values once: fractions are of the bandwidth that a copy of 2 GiB
-reaches in the same run.
+with a 64-fold range of lengths; prefill of 512 to 32,768 tokens; a decode step of 32
+layers, its writes and its bookkeeping alone, with rows stored by the kernel and by
+scatters; the gradient (`gpu_gradients.py`; alone with `--gradients`); with `--prompts`
+alone, prompts with and without cuDNN (`gpu_prompts.py`). The floor is reading keys and
+values once: fractions are of the bandwidth of a 2 GiB copy in the same run.
 
-Peers, where they are installed: the plain path of jkv, JAX's own paged attention (it
-keeps partial results in the queries' dtype; it is timed with blocks of 32, 64, 128 and
-256 tokens at a time as far as these fit, and the best is shown), PyTorch's
-scaled-dot-product attention over contiguous keys and values of equal lengths. A peer
-that is absent or refuses is listed with its reason. What is not begun after `--minutes`
-is left out, and said. On a CPU a tiny run shows that the benchmark itself works. The
-kernel's tests, compiled for the card, are
-`python -m pytest tests/attention/kernel/test_pallas.py`.
+Peers, if installed: jkv's XLA backend, JAX's paged attention (it keeps partial results
+in the queries' dtype; the best of 32, 64, 128 and 256 tokens per block is shown),
+PyTorch's scaled-dot-product attention over contiguous keys and values of equal lengths.
+Missing or unsupported peers are listed with the reason. Workloads that do not start
+within `--minutes` are reported as skipped. On a CPU a tiny run checks the benchmark
+itself. The kernel's tests, compiled for the GPU, are `python -m pytest
+tests/attention/kernel/test_pallas.py`.
 """
 
 import argparse
@@ -37,7 +35,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-# A peer beside JAX needs memory, too.
+# Leaves memory for peers outside JAX.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import harness  # noqa: E402
@@ -72,10 +70,10 @@ from jkv.verbs.writing import WRITE_SWITCH  # noqa: E402
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "gpu.json"
 NUM_LAYERS = 32
-SLOW_BYTES = 2**32  # the plain path, and a second copy of the pools, stay below
+SLOW_BYTES = 2**32  # limit for the XLA backend and for peers that copy the pools
 PLAIN_BATCH = 64
 JKV, PLAIN, OWN = "jkv", "jkv, plain path", "jkv, own Triton lowering"
-JAX_TOKENS = 32, 64, 128, 256  # that JAX's kernel takes at a time
+JAX_TOKENS = 32, 64, 128, 256  # tokens per block of JAX's kernel
 DRAW, TURN = "operands", "operands for JAX"
 JAX = "jax.experimental paged_attention"
 
@@ -83,11 +81,11 @@ JAX = "jax.experimental paged_attention"
 def find_programs(
     workloads: Sequence[Workload], own: Sequence[Workload] = ()
 ) -> dict[Any, Any]:
-    """Return functions and shapes to compile, by workload and peer.
+    """Return functions and argument shapes to compile, by workload and peer.
 
     Args:
-      workloads: what is timed.
-      own: workloads that are timed with our own Triton lowering as well.
+      workloads: to time.
+      own: workloads to time with jkv's own Triton lowering as well.
     """
     programs: dict[Any, Any] = {}
     for workload in workloads:
@@ -116,7 +114,7 @@ def find_programs(
 
 @jax.jit
 def _for_jax(operands: Operands) -> Operands:
-    """Return operands as JAX's paged attention has them: bf16[K, N, T, D] by layer."""
+    """Return operands in the layout of JAX's paged attention, bf16[K, N, T, D]."""
 
     def turn(pool: jax.Array) -> list[jax.Array]:
         turned = jax.lax.bitcast_convert_type(pool.swapaxes(1, 2), jnp.bfloat16)
@@ -127,7 +125,7 @@ def _for_jax(operands: Operands) -> Operands:
 
 
 def torch_program(workload: Workload) -> Callable[[], Any]:
-    """Return a captured graph of calls of PyTorch's attention, contiguous and equal."""
+    """Return a CUDA graph of PyTorch's attention, contiguous and of equal lengths."""
     torch = import_torch()
     if len(set(workload.lengths)) > 1 or workload.is_latent:
         raise NotImplementedError("only equal lengths, keys and values apart")
@@ -169,7 +167,7 @@ def torch_program(workload: Workload) -> Callable[[], Any]:
 def measure(
     workload: Workload, compiled: dict[Any, Any], rounds: int, copied: float
 ) -> list[dict[str, Any]]:
-    """Return a row per peer, absent ones with their reason."""
+    """Return a row per peer, missing ones with their reason."""
     operands = make_operands(workload, compiled[workload, DRAW])
     cases, rows = [], []
     jax_settings = [f"{JAX}, {tokens} tokens" for tokens in JAX_TOKENS]
@@ -190,7 +188,7 @@ def measure(
                 call = functools.partial(program, given)
             jax.block_until_ready(call())
             cases.append(make_case(who, workload, call, few=who == PLAIN))
-        except Exception as error:  # a peer's refusal is a result, whatever its type
+        except Exception as error:  # a refusal is a result
             rows.append({**labels, "refused": f"{type(error).__name__}: {error}"[:200]})
     if not cases:
         return rows
@@ -222,14 +220,14 @@ def measure_calls(
     deadline: float = math.inf,
     save: Callable[[list[dict[str, Any]]], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the rows of all workloads; those after the deadline are refused.
+    """Return the rows of all workloads; workloads after the deadline are skipped.
 
     Args:
-      workloads: what is timed.
+      workloads: to time.
       compiled: their programs.
       rounds: samples of each case.
       copied: bandwidth of a copy, bytes per second.
-      deadline: of `time.monotonic`, after which no workload begins.
+      deadline: of `time.monotonic`, after which no workload starts.
       save: called with all rows so far after each workload.
     """
     rows: list[dict[str, Any]] = []
@@ -239,10 +237,10 @@ def measure_calls(
             continue
         try:
             rows += measure(workload, compiled, rounds, copied)
-        except Exception as error:  # no room, say: the others are measured all the same
+        except Exception as error:  # out of memory, for example: measure the others
             rows.append({"workload": workload.label, "refused": str(error)[:200]})
         gc.collect()
-        if "torch" in sys.modules:  # gives back what it has kept for itself
+        if "torch" in sys.modules:  # releases torch's cached memory
             sys.modules["torch"].cuda.empty_cache()
         if save is not None:
             save(rows)
@@ -251,7 +249,7 @@ def measure_calls(
 
 
 def measure_step(batch: int, context: int, rounds: int) -> list[dict[str, Any]]:
-    """Return a decode step of all layers, its writes and its bookkeeping alone."""
+    """Return times of a decode step of all layers, its writes and its bookkeeping."""
     config = jkv.CacheConfig.for_context_length(
         context + 64,
         max_sequences=batch,
@@ -285,12 +283,12 @@ def measure_step(batch: int, context: int, rounds: int) -> list[dict[str, Any]]:
         return jkv.commit(cache, batch), hidden
 
     def by_scatters(cache: jkv.Cache, attends: bool) -> tuple[jkv.Cache, jax.Array]:
-        # The switch is read while this is traced.
+        # The switch is read during tracing.
         with unittest.mock.patch.dict(os.environ, {WRITE_SWITCH: "0"}):
             return step(cache, attends)
 
     held: list[Any] = []
-    # The writes of all layers alone, and by the kernel where there is one.
+    # The writes of all layers alone, and by the kernel if there is one.
     functions: dict[str, Any] = {
         "step": step,
         "step, rows by scatters": functools.partial(by_scatters, attends=True),
@@ -378,7 +376,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="tiny shapes")
     parser.add_argument("--brief", action="store_true", help="8 minutes, all topics")
-    parser.add_argument("--all", action="store_true", help="all benchmarks of a card")
+    parser.add_argument("--all", action="store_true", help="all GPU benchmarks")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--minutes", type=float, default=8)
     parser.add_argument("--gradients", action="store_true", help="nothing else")
@@ -386,9 +384,9 @@ def main() -> None:
     parser.add_argument("--json", type=pathlib.Path, default=RESULTS)
     options = parser.parse_args()
     if options.brief:
-        sys.exit(
-            1 if run_brief(options.quick, RESULTS.with_name("gpu_brief.json")) else 0
-        )
+        results = RESULTS.with_name("gpu_brief.json")
+        failed = run_brief(options.quick, results, only=options.only)
+        sys.exit(1 if failed else 0)
     if options.all:
         sys.exit(1 if run_parts(list_parts()) else 0)
     began = time.monotonic()

@@ -87,6 +87,7 @@ def run_brief(
     results: pathlib.Path,
     parts: Sequence[Part] | None = None,
     total: float = TOTAL_SECONDS,
+    only: Sequence[str] = (),
 ) -> int:
     """Run the parts, save their rows, print the table; return how many parts failed.
 
@@ -95,8 +96,10 @@ def run_brief(
       results: file of the results of all cards.
       parts: those to run; None runs all.
       total: seconds for everything.
+      only: names of parts to run; none selects all.
     """
     chosen = list_parts(quick) if parts is None else parts
+    chosen = [part for part in chosen if not only or part.name in only]
     folder = HERE / "out" / "brief" if parts is None else results.parent / "brief"
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
@@ -115,7 +118,8 @@ def run_brief(
     if not quick and parts is None:
         import harness
 
-        run = {"benchmark": "gpu_brief", "machine": harness.machine()}
+        name = ", ".join(["gpu_brief", *only])
+        run = {"benchmark": name, "machine": harness.machine()}
         harness.save(results, run | {"ended": ended, "parts": found})
         print(f"saved in {results}")
     return sum(status != "done" for status in ended.values())

@@ -1,10 +1,9 @@
-"""What `gpu.py` and `tiles.py` time: attention calls, many in one program.
+"""Attention workloads of `gpu.py` and `tiles.py`, with several calls per program.
 
-A model's step has a call in each of its layers, so a program here has several, each on
-a layer of its own as far as these are needed to be more than the last cache of any card
-holds, the 256 MB of an MI300X. The queries of a call are what the one before gave, as
-in a model, so that none begins before another ends. The host starts programs, not
-calls, and does not count.
+A model's step has one call per layer, so a program has several calls, over as many
+layers as exceed the last-level cache of any GPU, the 256 MB of an MI300X. The queries
+of a call are the previous call's output, as in a model, so that calls do not overlap.
+The host launches programs rather than calls, and its time does not count.
 """
 
 import concurrent.futures
@@ -27,28 +26,28 @@ from jkv.verbs.attention_plan import pools_of
 
 BLOCK_SIZE, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS = 64, 128, 32, 8
 LATENT_DIM, LATENT_VALUE_DIM = 576, 512
-MAX_CALLS = 16  # in a program
-PROGRAM_BYTES = 8e9  # that a program reads, about
-SAMPLE_BYTES = 6e10  # that the programs of a sample read, about: some 30 ms
-SAMPLE_OPERATIONS = 1e13  # likewise of prompts
-POOL_BYTES = 2**28  # of all layers at least; there are calls enough for it
-PATTERN = 64  # blocks of random numbers, which then come again
+MAX_CALLS = 16  # per program
+PROGRAM_BYTES = 8e9  # approximate bytes that a program reads
+SAMPLE_BYTES = 6e10  # approximate bytes that a sample reads, some 30 ms
+SAMPLE_OPERATIONS = 1e13  # likewise for prompts
+POOL_BYTES = 2**28  # least size of all layers
+PATTERN = 64  # random blocks, repeated to fill the pool
 
 
 class Workload(NamedTuple):
-    """Sequences that decode a token each, or whole prompts."""
+    """Sequences that decode one token each, or whole prompts."""
 
     lengths: tuple[int, ...]
     is_prefill: bool = False
     is_latent: bool = False
-    dtype: str = "bfloat16"  # as `CacheConfig` takes it
-    value_dtype: str | None = None  # likewise
+    dtype: str = "bfloat16"  # as in `CacheConfig`
+    value_dtype: str | None = None  # as in `CacheConfig`
     num_heads: int = NUM_HEADS
     head_dim: int = HEAD_DIM
     block_size: int = BLOCK_SIZE
-    calls: int | None = None  # in a program, if not as many as make it long
-    forks: int = 1  # sequences that have three quarters of their tokens in common
-    reads_once: bool = False  # what they have in common, by a step's plan
+    calls: int | None = None  # per program; None for a program of about `PROGRAM_BYTES`
+    forks: int = 1  # sequences that share three quarters of their tokens
+    reads_once: bool = False  # use shared-prefix attention
 
     @property
     def label(self) -> str:
@@ -76,19 +75,19 @@ class Workload(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of keys, values and scales that a call must read."""
+        """Bytes of keys, values and scales that a call reads."""
         return sum(self.lengths) * self._config(1).bytes_per_token
 
     @property
     def num_operations(self) -> int:
-        """Multiplications and additions of a call of whole prompts."""
+        """Floating-point operations of a prefill call."""
         pairs = sum(n * (n + 1) // 2 for n in self.lengths)
         value_dim = LATENT_VALUE_DIM if self.is_latent else self.dim
         return 2 * self.num_heads * (self.dim + value_dim) * pairs
 
     @property
     def num_layers(self) -> int:
-        """Layers that the calls of a program take turns with."""
+        """Layers over which the calls of a program cycle."""
         return min(self.num_calls, 1 + POOL_BYTES // self.num_bytes)
 
     @property
@@ -108,7 +107,7 @@ class Workload(NamedTuple):
 
     @property
     def config(self) -> jkv.CacheConfig:
-        """A cache that holds just this, in all layers."""
+        """A cache of exactly this size, in all layers."""
         return self._config(self.num_layers)
 
     def _config(self, num_layers: int) -> jkv.CacheConfig:
@@ -133,23 +132,23 @@ class Workload(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What the calls of a program take."""
+    """Operands of a program's calls."""
 
     queries: jax.Array  # bf16 or f32[R, H, D], of the first call
     storage: dict[str, jax.Array]  # of a cache; random blocks in random order
     tables: jax.Array  # i32[B, M]
     lengths: jax.Array  # i32[B]
-    plan: dict[str, Any] | None = None  # as `append` makes it
+    plan: dict[str, Any] | None = None  # the plan of `append`
 
 
-# Attention of some queries in a layer.
+# Attention of the queries in a layer.
 Attend = Callable[[jax.Array, Operands, int], jax.Array]
 
 
 def make_operands(
     workload: Workload, draw: Callable[[], Any] | None = None
 ) -> Operands:
-    """Return random queries, pools and tables; `draw_arrays` may be compiled before."""
+    """Return random queries, pools and tables; `draw` is a compiled `draw_arrays`."""
     blocks = [-(-n // workload.block_size) for n in workload.lengths]
     order = np.random.default_rng(0).permutation(sum(blocks))
     tables = np.zeros((len(blocks), max(blocks)), np.int32)
@@ -172,7 +171,7 @@ def make_operands(
 def draw_arrays(
     workload: Workload,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Return the queries of the first call, and pools of a few random blocks each."""
+    """Return the first call's queries, and pools of repeated random blocks."""
     return _draw_queries(workload), _draw_pools(workload)
 
 
@@ -183,7 +182,7 @@ def _draw_queries(workload: Workload) -> jax.Array:
 
 
 def shape_operands(workload: Workload) -> Operands:
-    """Return the shapes of the operands, which is all that compiling asks for."""
+    """Return the shapes of the operands, for compilation."""
     batch = len(workload.lengths)
     blocks = -(-max(workload.lengths) // workload.block_size)
     cache = jax.eval_shape(functools.partial(jkv.init, workload.config))
@@ -243,7 +242,7 @@ def attend_by_jkv(
 
 
 def plan_step(workload: Workload, operands: Operands) -> dict[str, Any]:
-    """Return what `append` plans for a step of these sequences, a token each."""
+    """Return the plan of `append` for a decode step of these sequences."""
     (storage,) = jax.eval_shape(functools.partial(jkv.init, workload.config)).storage
     tables, lengths, batch = operands.tables, operands.lengths, len(workload.lengths)
     starts, counts = cut_rows(workload, lengths)
@@ -266,7 +265,7 @@ def plan_step(workload: Workload, operands: Operands) -> dict[str, Any]:
 
 
 def cut_rows(workload: Workload, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return each request's first row and how many it has, i32[B] both."""
+    """Return each request's first row and row count, i32[B]."""
     counts = lengths if workload.is_prefill else jnp.ones_like(lengths)
     return jnp.cumsum(counts, dtype=jnp.int32) - counts, counts
 
@@ -274,10 +273,10 @@ def cut_rows(workload: Workload, lengths: jax.Array) -> tuple[jax.Array, jax.Arr
 def attend_by_jax(
     tokens: int, queries: jax.Array, operands: Operands, layer: int
 ) -> jax.Array:
-    """Call the paged attention that comes with JAX, on keys and values as it has them.
+    """Call JAX's paged attention, in its own layout of keys and values.
 
-    Each layer is an array of its own, [K, N, T, D], and it wants queries scaled. It
-    takes as many blocks at a time as have `tokens`.
+    Each layer is a separate array, [K, N, T, D], and queries must be scaled. It
+    processes blocks of `tokens` tokens at a time.
     """
     from jax.experimental.pallas.ops.gpu import paged_attention
 
@@ -294,10 +293,10 @@ def attend_by_jax(
 
 
 def make_program(workload: Workload, attend: Attend) -> Callable[[Operands], jax.Array]:
-    """Return a function that attends in all calls of a program, one behind the other.
+    """Return a function of all calls of a program, in sequence.
 
-    Each takes what the one before gave as its queries; of a latent cache, whose values
-    are narrower, the rest stays the first call's.
+    Each call's queries are the previous output; for a latent cache, whose values are
+    narrower, the remaining components stay the first call's.
     """
 
     def program(operands: Operands) -> jax.Array:
@@ -318,9 +317,9 @@ def make_program(workload: Workload, attend: Attend) -> Callable[[Operands], jax
 def compile_all(
     programs: Mapping[Any, tuple[Callable[..., Any], Sequence[Any]]],
 ) -> dict[Any, Any]:
-    """Compile functions for shapes in threads; a failure is returned as an exception.
+    """Compile functions for shapes in threads; failures are returned as exceptions.
 
-    A function that is jitted already keeps its options, such as donation.
+    Already jitted functions keep their options, such as donation.
     """
 
     def build(name: Any) -> Any:
@@ -328,7 +327,7 @@ def compile_all(
         jitted = function if hasattr(function, "lower") else jax.jit(function)
         try:
             return jitted.lower(*shapes).compile()
-        except Exception as error:  # a refusal is a result, whatever its type
+        except Exception as error:  # a refusal is a result
             return error
 
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -338,7 +337,7 @@ def compile_all(
 def make_case(
     name: str, workload: Workload, run_program: Callable[[], Any], *, few: bool = False
 ) -> Case:
-    """Enqueue some programs and wait for the last; one where they are slow."""
+    """Return a case that enqueues programs and waits for the last; one if `few`."""
     num_bytes = workload.num_bytes * workload.num_calls
     times = max(1, min(50, int(SAMPLE_BYTES / num_bytes)))
     if workload.is_prefill:
@@ -360,7 +359,7 @@ def make_case(
 
 
 def find_workloads(memory: float, quick: bool = False) -> list[Workload]:
-    """Return prompts, then decoding batches whose pools fit 60% of the memory."""
+    """Return prompts, then decode batches with pools of up to 60% of the memory."""
     if quick:
         prompts, batches, contexts = [64], {1: (64, 256), 4: (256,)}, (64, 256)
     else:
@@ -392,8 +391,7 @@ def find_workloads(memory: float, quick: bool = False) -> list[Workload]:
         *(Workload(batch, block_size=size) for size in (16, 256)),
         Workload(batch, dtype="float32"),
         Workload(batch, dtype="int8", value_dtype="int4"),
-        # What caches of the card give beside as many different prompts, and reading
-        # once.
+        # Caching by the GPU for equal prompts, and shared-prefix attention.
         *(
             Workload((length,) * some, forks=forks, reads_once=once)
             for length in contexts[:2]
@@ -402,6 +400,6 @@ def find_workloads(memory: float, quick: bool = False) -> list[Workload]:
         ),
     ]
     fitting = {w for w in found if w.num_bytes * w.num_layers <= 0.6 * memory}
-    if quick:  # of a pool that a card's cache may hold, in fewer calls
+    if quick:  # pools may fit in the GPU's cache, with fewer calls
         fitting = {w._replace(calls=2) for w in fitting}
     return prefill + sorted(fitting, key=lambda w: (w.num_bytes, w))

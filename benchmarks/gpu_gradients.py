@@ -1,9 +1,9 @@
-"""What `gpu.py` times of derivatives: attention forward and backward, as trainers do.
+"""Gradients of attention for `gpu.py`: forward and backward passes, as in training.
 
-Prompts of equal length, and the samples of one prompt, which share its blocks: what
-`jkv.score` makes of a group. The gradients are those of queries, keys and values; a
-call is one program. The rate counts the products of both passes: two forward, five
-backward, as if nothing were computed twice.
+Prompts of equal length, and samples that share a prompt's blocks, as in `jkv.score`.
+The gradients are with respect to queries, keys and values; a call is one program. The
+rate counts the matrix products of both passes, two forward and five backward, without
+recomputation.
 """
 
 import functools
@@ -21,16 +21,16 @@ from harness import Case
 import jkv
 
 JKV, PLAIN = "jkv", "jkv, plain path"
-PLAIN_ROWS = 4_096  # the plain path has as many at most
+PLAIN_ROWS = 4_096  # row limit of the XLA backend
 CALLS = 5  # enqueued in a sample
 
 
 class Texts(NamedTuple):
-    """Texts of a prompt that they share and of tokens of their own."""
+    """Sequences with a shared prompt and tokens of their own."""
 
     count: int
-    own: int  # tokens of each text
-    shared: int = 0  # tokens before them, a multiple of the block size; a text, too
+    own: int  # tokens of each sequence
+    shared: int = 0  # tokens of the shared prompt, a multiple of the block size
     dtype: str = "float16"
     block_size: int = 16
 
@@ -55,7 +55,7 @@ class Texts(NamedTuple):
 
 
 def find_texts(quick: bool) -> list[Texts]:
-    """Return what is timed, the shortest first."""
+    """Return the workloads, shortest first."""
     if quick:
         return [Texts(2, 16, dtype="float32"), Texts(3, 16, 32, dtype="float32")]
     return [
@@ -72,12 +72,12 @@ def find_texts(quick: bool) -> list[Texts]:
 def measure_gradients(
     quick: bool, rounds: int, every: Sequence[Texts] | None = None
 ) -> list[dict[str, Any]]:
-    """Return a row per peer and shape, refused ones with their reason.
+    """Return a row per peer and shape, unsupported ones with their reason.
 
     Args:
       quick: tiny shapes.
       rounds: samples of each case.
-      every: shapes; None selects all.
+      every: shapes; None for all.
     """
     rows: list[dict[str, Any]] = []
     chosen = find_texts(quick) if every is None else every
@@ -106,7 +106,7 @@ def measure_gradients(
                     run = functools.partial(program, *operands[texts])
                 jax.block_until_ready(run())
                 cases.append(_make_case(who, run))
-            except Exception as error:  # a peer's refusal is a result
+            except Exception as error:  # a refusal is a result
                 reason = f"{type(error).__name__}: {error}"[:200]
                 rows.append({"texts": texts.label, "who": who, "refused": reason})
         if not cases:
@@ -169,7 +169,7 @@ def _lay_out(texts: Texts) -> list[np.ndarray]:
     prefix = np.broadcast_to(order[:shared], (texts.count, shared))
     tables = np.concatenate([prefix, mine], axis=1)
     lengths = [texts.own] * texts.count
-    if texts.shared:  # the prompt is a request of its own
+    if texts.shared:  # the shared prompt is also a request
         tables, lengths = np.concatenate([tables[:1], tables]), [texts.shared, *lengths]
     rows = np.array(lengths, np.int32)
     contexts = rows + texts.shared
@@ -180,7 +180,7 @@ def _lay_out(texts: Texts) -> list[np.ndarray]:
 
 
 def _torch_program(texts: Texts) -> Callable[[], Any]:
-    """Return PyTorch's attention over contiguous texts, and its derivative."""
+    """Return PyTorch's attention over contiguous sequences, and its gradient."""
     torch = import_torch()
     if texts.shared:
         raise NotImplementedError("no shared prompts")

@@ -1,23 +1,22 @@
-"""A whole model on a GPU: tokens a second of `generate` and the engine, by the floor.
+"""A whole model on a GPU: tokens per second of `generate` and the engine.
 
     python benchmarks/gpu_model.py [--weights bfloat16 int8] [--only 64x2048] [--tiny]
 
-A decoder of Llama 3 8B's shape with random weights (`llama.py`) continues 1 text at a
-context of 2,048 tokens, 1 at 8,192, 8 at 8,192, 64 at 2,048 and 256 at 512. What is
-timed is decoding alone: a call with many new tokens less one with few, on a cache that
-finds all prompts, over the tokens that the one has more. The mean context of those is
-the one named.
+A decoder of Llama 3 8B's shape with random weights (`llama.py`) continues 1 sequence at
+a context of 2,048 tokens, 1 at 8,192, 8 at 8,192, 64 at 2,048 and 256 at 512. Only
+decoding is timed: a call with many new tokens minus one with few, with all prompts in
+the prefix cache, per additional token. Their mean context is the named one.
 
-The floor is reading the weights and the contexts' keys and values once a step, as fast
-as a copy in the same run reads and writes. Beside it, where torch has a GPU: the same
+The floor is reading the weights and the contexts' keys and values once per step, at the
+bandwidth of a copy in the same run. The baseline, if torch has a GPU, is the same
 decoder with a contiguous cache, one step captured as a CUDA graph (`llama_torch.py`).
-`share` is the floor's time by the time taken; `start` the seconds until the first call
-is done, compiling included. Of the engine `started` is the number of programs that XLA
-compiled for that; `kept` and `found` are the same of another engine that begins with
-the programs of the first one, which neither traces nor compiles its model. `--profile`
-adds launches and device time of a step of `generate` by kernel name. Results are saved
-after each batch. `--tiny` shows on a CPU within a minute that the script works, and
-saves nothing without `--json` or `--rows`.
+`share` is the floor's time over the measured time; `start` the seconds until the first
+call is done, compilation included. `started` is the number of programs that XLA
+compiled for the engine; `kept` and `found` are the same for a second engine that reuses
+the first one's programs, and neither traces nor compiles its model. `--profile` adds
+launches and device time of a step of `generate` by kernel name. Results are saved after
+each batch. `--tiny` checks the script on a CPU within a minute, and saves nothing
+without `--json` or `--rows`.
 """
 
 import argparse
@@ -33,7 +32,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-# torch needs memory beside JAX.
+# Leaves memory for torch.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import harness  # noqa: E402
@@ -54,17 +53,17 @@ RESULTS = pathlib.Path(__file__).parent / "results" / "gpu_model.json"
 BLOCK_SIZE = 16
 GENERATE, ENGINE, TORCH = WAYS = "generate", "engine", "torch, CUDA graph"
 PROFILED_STEPS = 8
-compiled: list[str] = []  # what XLA was asked for
+compiled: list[str] = []  # compilations by XLA
 STATIC = ("model", "max_new_tokens", "max_running")
 generate = jax.jit(jkv.generate, static_argnames=STATIC, donate_argnames="cache")
 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """What is measured: the decoder, and how far each text goes."""
+    """The decoder, its batches and numbers of new tokens."""
 
     model: Llama
-    batches: tuple[tuple[int, int], ...]  # texts, and tokens of their contexts
+    batches: tuple[tuple[int, int], ...]  # sequences and context tokens
     few: int  # new tokens of the shorter call
     many: int  # of the longer one
     copy_bytes: int
@@ -94,7 +93,7 @@ TINY = Size(
 
 
 class Runs:
-    """A decoder with a cache that finds all prompts, continued in two ways."""
+    """A decoder with a cache of all prompts, continued by `generate` and the engine."""
 
     def __init__(self, size: Size, dtype: str, batch: int, context: int):
         prompt = context - (size.few + size.many) // 2
@@ -122,7 +121,7 @@ class Runs:
 
     @property
     def label(self) -> str:
-        """Batch and context, as `--only` takes them."""
+        """Batch and context, as in `--only`."""
         return f"{self.batch}x{self.context}"
 
     @property
@@ -132,7 +131,7 @@ class Runs:
         return jax.eval_shape(draw)
 
     def compile(self) -> None:
-        """Compile `generate` for these shapes; nothing runs, and no array is made."""
+        """Compile `generate` for these shapes, without allocating arrays."""
         began = time.perf_counter()
         self.program = generate.lower(
             self.size.model,
@@ -145,7 +144,7 @@ class Runs:
         self.compile_seconds = time.perf_counter() - began
 
     def generate(self, new_tokens: int) -> np.ndarray:
-        """Continue all prompts inside one jit; return how many tokens each got."""
+        """Continue all prompts inside one jit; return the completions' lengths."""
         if self.cache is None:
             self.cache = jkv.init(self.config)
         limits = np.full((self.batch,), new_tokens, np.int32)
@@ -155,7 +154,7 @@ class Runs:
         return np.asarray(found.lengths)
 
     def start_engine(self) -> None:
-        """Make an engine and compile its programs."""
+        """Create an engine and compile its programs."""
         self.engine = Engine(
             self.size.model,
             self.params,
@@ -176,7 +175,7 @@ class Runs:
         return np.array([len(each.tokens) for each in found])
 
     def profile_generate(self) -> list[dict[str, Any]]:
-        """Return launches and microseconds of a step of `generate` by kernel."""
+        """Return launches and microseconds per step of `generate`, by kernel."""
         few, more = self.size.few, self.size.few + PROFILED_STEPS
         few_profile, many_profile = (
             profile(functools.partial(self.generate, count)) for count in (few, more)
@@ -189,13 +188,13 @@ class Runs:
 
 
 def note_compiled(event: str, _: float, **__: Any) -> None:
-    """Count what XLA compiles, or finds in JAX's own cache of programs."""
+    """Count compilations by XLA, and hits in JAX's compilation cache."""
     if event == "/jax/core/compile/backend_compile_duration":
         compiled.append(event)
 
 
 def start(run: Any, size: Size) -> tuple[float, int]:
-    """Return the seconds of a first call, and how many programs it compiled."""
+    """Return the seconds and number of compilations of a first call."""
     compiled.clear()
     began = time.perf_counter()
     run(size.few)
@@ -203,13 +202,13 @@ def start(run: Any, size: Size) -> tuple[float, int]:
 
 
 def measure_way(name: str, run: Any, size: Size, rounds: int) -> dict[str, Any]:
-    """Return the seconds of a decode step in one way, and those until it first ran."""
+    """Return the seconds per decode step, and until the first call was done."""
     seconds, num_compiled = start(run, size)
 
     def call(new_tokens: int) -> None:
         lengths = run(new_tokens)
         if not (lengths == new_tokens).all():
-            raise ValueError(f"{name}: {new_tokens} tokens were asked, got {lengths}")
+            raise ValueError(f"{name}: expected {new_tokens} new tokens, got {lengths}")
 
     cases = [
         Case(
@@ -232,7 +231,7 @@ def measure_way(name: str, run: Any, size: Size, rounds: int) -> dict[str, Any]:
 def measure_batch(
     runs: Runs, ways: Sequence[str], copied: float, rounds: int, profiled: bool
 ) -> list[dict[str, Any]]:
-    """Return a row for each way to continue a batch; refusals with reasons."""
+    """Return a row for each way to continue a batch; failures with reasons."""
     size = runs.size
     num_bytes = count_step_bytes(runs.param_shapes)
     num_bytes += runs.batch * runs.context * runs.config.bytes_per_token
@@ -256,7 +255,7 @@ def measure_batch(
         return row
 
     def replay() -> dict[str, Any]:
-        runs.params = None  # torch has its own
+        runs.params = None  # torch has its own weights
         gc.collect()
         step = make_torch_step(size.model, runs.batch, runs.context)
         case = Case(name=TORCH, prepare=lambda: None, run=lambda _: step(), calls=10)
@@ -274,7 +273,7 @@ def measure_batch(
         }
         try:
             row |= measures[name]()
-        except Exception as error:  # no room, no torch: the others are measured still
+        except Exception as error:  # out of memory or no torch: measure the others
             rows.append(row | {"refused": f"{type(error).__name__}: {error}"[:200]})
             continue
         finally:
@@ -287,7 +286,7 @@ def measure_batch(
 
 
 def compile_side_by_side(every: Sequence[Runs]) -> None:
-    """Compile `generate` of all batches in threads."""
+    """Compile `generate` for all batches in threads."""
     with concurrent.futures.ThreadPoolExecutor(max(1, len(every))) as pool:
         list(pool.map(Runs.compile, every))
 
@@ -302,7 +301,7 @@ def show_profile(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Measure the ways and batches that the arguments name; save after each batch."""
+    """Measure the selected ways and batches; save after each batch."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
     parser.add_argument("--weights", nargs="+", default=["bfloat16", "int8"])

@@ -1,9 +1,9 @@
-"""Everything that a card should tell, in parts of at most eight minutes.
+"""All GPU benchmarks, in parts of at most eight minutes.
 
-`python benchmarks/gpu.py --all` runs the parts one after the other, each in a process
-of its own that saves its results as it goes. What ended well is noted in a file, so the
-same command goes on where it was stopped; a part that failed or took too long is run
-again then, and does not keep the others from running.
+`python benchmarks/gpu.py --all` runs the parts in order, each in a process of its own
+that saves its results as it runs. Finished parts are recorded in a file, so that the
+same command resumes; a part that failed or timed out is then repeated, and does not
+block the others.
 """
 
 import json
@@ -27,14 +27,14 @@ KERNEL_TESTS = (
 
 
 class Part(NamedTuple):
-    """A command that tells something of the card."""
+    """A benchmark command."""
 
     name: str
     arguments: tuple[str, ...]  # of the interpreter
 
 
 def list_parts() -> list[Part]:
-    """Return the parts: first what must be right, then what users feel."""
+    """Return the parts: correctness first, then user-visible performance."""
     tests = HERE.parent / "tests" / "attention" / "kernel"
     report, light = (HERE / "out" / f"{name}.json" for name in ("doctor", "light"))
     timed = HERE / "out" / "tiles_float32.json"
@@ -52,7 +52,7 @@ def list_parts() -> list[Part]:
         Part("attention", (str(HERE / "gpu.py"), "--minutes", "6")),
         Part("derivative", (str(HERE / "gpu.py"), "--gradients")),
         Part("prompts", (str(HERE / "gpu.py"), "--prompts")),
-        # Float32 as RDNA multiplies it among them.
+        # Includes float32 products as on RDNA.
         Part("tiles of float32", (*tiles, "--only", "float32", "prefill float32")),
     ]
     for weights in ("bfloat16", "int8"):
@@ -66,12 +66,12 @@ def list_parts() -> list[Part]:
 def run_parts(
     parts: list[Part], notes: pathlib.Path = NOTES, limit: float = LIMIT
 ) -> int:
-    """Run the parts that have not ended well; return how many did not now.
+    """Run the unfinished parts; return the number of failures.
 
     Args:
-      parts: in their order.
-      notes: the file that says how each ended.
-      limit: seconds of a part.
+      parts: in order.
+      notes: file with the status of each part.
+      limit: seconds per part.
     """
     notes.parent.mkdir(parents=True, exist_ok=True)
     ended = json.loads(notes.read_text()) if notes.exists() else {}
@@ -87,7 +87,7 @@ def run_parts(
             command = [sys.executable, *part.arguments]
             status = subprocess.run(command, timeout=limit).returncode
         except subprocess.TimeoutExpired:
-            status = -1  # what it has saved by then is kept
+            status = -1  # results saved so far are kept
         failed += status != 0
         seconds = round(time.monotonic() - began, 1)
         ended[part.name] = {"status": status, "seconds": seconds}

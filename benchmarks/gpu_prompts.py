@@ -1,9 +1,9 @@
-"""What `gpu.py` times of prompts: with cuDNN for those without a past, and without.
+"""Prefill for `gpu.py`, with and without cuDNN for prompts without a past.
 
-A prompt alone; one beside sequences that decode; a chunk with a past, which cuDNN does
-not take, so that its time is what asking costs. Shapes of Llama 3 8B in bfloat16. Calls
-are chained as in `gpu_calls.py`, and the lists of the kernel are made in each of them.
-Before they are timed the two are compared.
+A single prompt; one with sequences that decode in the same step; a chunk with a past,
+which cuDNN does not support, so that the difference is the cost of the check. Shapes of
+Llama 3 8B in bfloat16. Calls are chained as in `gpu_calls.py`, and each computes the
+kernel's work lists. The two results are compared before timing.
 """
 
 import functools
@@ -22,22 +22,22 @@ import jkv
 from jkv.formats.format import STORED_AS
 
 KERNEL, CUDNN = "jkv", "jkv, prompts by cuDNN"
-CALLS = 4  # in a program
-SAMPLE_OPERATIONS = 1e13  # that the programs of a sample do, about
-CLOSE = 3e-2  # of numbers around 1, in bfloat16
+CALLS = 4  # per program
+SAMPLE_OPERATIONS = 1e13  # approximate operations of a sample
+CLOSE = 3e-2  # tolerance for numbers around 1, in bfloat16
 
 
 class Step(NamedTuple):
-    """Rows of a prompt, or of its chunk, and sequences that decode beside it."""
+    """Rows of a prompt, or of its chunk, and sequences that decode in the same step."""
 
     rows: int
     past: int = 0
     decoding: int = 0
-    context: int = 0  # tokens of each sequence that decodes
+    context: int = 0  # tokens of each decoding sequence
 
     @property
     def label(self) -> str:
-        """What there is, in words."""
+        """Rows, past and decoding sequences in words."""
         words = [f"1 x {self.rows:,}"]
         words += [f"behind {self.past:,}"] if self.past else []
         words += [f"beside {self.decoding} x {self.context:,}"] if self.decoding else []
@@ -58,7 +58,7 @@ class Step(NamedTuple):
 
 
 def find_steps(quick: bool) -> list[Step]:
-    """Return what is timed."""
+    """Return the workloads."""
     if quick:
         return [Step(64), Step(60, decoding=4, context=32)]
     return [
@@ -73,7 +73,7 @@ def find_steps(quick: bool) -> list[Step]:
 
 
 def measure_prompts(quick: bool, rounds: int) -> list[dict[str, Any]]:
-    """Return a row per peer and step, refused ones with their reason."""
+    """Return a row per peer and step, unsupported ones with their reason."""
     rows: list[dict[str, Any]] = []
     operands = {step: make_operands(step) for step in find_steps(quick)}
     programs: dict[Any, Any] = {}
@@ -99,7 +99,7 @@ def measure_prompts(quick: bool, rounds: int) -> list[dict[str, Any]]:
                     run = functools.partial(_take(compiled[step, who]), *given)
                 jax.block_until_ready(run())
                 cases.append(_make_case(who, step, run))
-            except Exception as error:  # a peer's refusal is a result
+            except Exception as error:  # a refusal is a result
                 reason = f"{type(error).__name__}: {error}"[:200]
                 rows.append({**labels, "refused": reason})
         if not cases:
@@ -149,7 +149,7 @@ def make_operands(step: Step) -> list[jax.Array]:
 def make_program(
     implementation: str | None, calls: int = CALLS
 ) -> Callable[..., jax.Array]:
-    """Return a program of calls, each of which takes what the one before gave."""
+    """Return a program of calls, each on the previous call's output."""
 
     def program(queries: jax.Array, *rest: jax.Array) -> jax.Array:
         keys, values, tables, *lengths = rest

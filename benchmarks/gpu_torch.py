@@ -1,4 +1,4 @@
-"""PyTorch as a peer on a card: whether it is there, and how it is waited for."""
+"""PyTorch as a peer on a GPU: import and synchronization."""
 
 import importlib.util
 from typing import Any
@@ -22,10 +22,10 @@ def import_torch() -> Any:
 
 
 class Synchronised:
-    """What a call returns that started something, as JAX's arrays are waited for."""
+    """A handle with `block_until_ready`, like JAX arrays."""
 
     def block_until_ready(self) -> None:
-        """Wait for all that was started."""
+        """Wait for all launched work."""
         import torch
 
         torch.cuda.synchronize()

@@ -1,18 +1,18 @@
-"""Grammars: bytes of their tables, seconds of compiling, and of a step's mask.
+"""Grammars: table sizes, compilation time, and the time of a step's mask.
 
     python benchmarks/grammars.py [--quick]
 
-The vocabulary is made, the same in each run: 256 single bytes, the words of the
-standard library's sources with and without a space before them in the order in which
-they first appear, then runs of spaces and digits, until it is full; so it has the shape
-of one of byte-level BPE, but not its frequencies. The last token ends a text.
+The vocabulary is synthetic and reproducible: 256 single bytes, the words of the
+standard library's sources with and without a leading space in order of appearance, then
+spaces and digits. It has the shape of a byte-level BPE vocabulary, but not its
+frequencies. The last token is the end token.
 
-The schema has 20 fields: strings of several kinds, numbers with bounds, lists, choices,
-and an object inside. "Dense" is a bit for each state and token, and the state after
-each of them, four bytes.
+The schema has 20 fields: strings of several kinds, bounded numbers, lists, enums, and a
+nested object. "Dense" is a bit and a four-byte next state for each pair of state and
+token.
 
-Steps are on logits of 64 texts: `steer` with texts in states spread over the automaton,
-beside a copy of the logits, which reads and writes as much.
+Steps mask the logits of 64 sequences in states spread over the automaton, compared to a
+copy of the logits, which reads and writes as many bytes.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def make_schema() -> dict[str, Any]:
 
 
 def make_vocabulary(size: int) -> Vocabulary:
-    """Return so many tokens, the same in each run of one Python."""
+    """Return `size` tokens, reproducible for one version of Python."""
     tokens = {bytes([byte]): None for byte in range(256)}
     for path in sorted(pathlib.Path(re.__file__).parents[1].rglob("*.py")):
         text = path.read_text(errors="ignore")
@@ -78,7 +78,7 @@ def make_vocabulary(size: int) -> Vocabulary:
 
 
 def make_cases(grammar: Grammar, size: int) -> list[Case]:
-    """Make the cases of a step, and of a copy."""
+    """Return the cases of a step and of a copy."""
     rng = np.random.default_rng(0)
     logits = jnp.asarray(rng.standard_normal((ROWS, size), np.float32))
     spread = np.linspace(0, grammar.num_states - 1, ROWS).astype(np.int32)
@@ -106,7 +106,7 @@ def _run(function: Any, arguments: Any) -> Any:
 
 
 def measure_tables(size: int) -> tuple[list[dict[str, Any]], Grammar]:
-    """Compile the grammars; return a row of each, and that of the schema."""
+    """Compile the grammars; return a row of each, and the schema's grammar."""
     vocabulary = make_vocabulary(size)
     began = time.perf_counter()
     trie_of(vocabulary)

@@ -1,9 +1,8 @@
-"""What the benchmarks share: fair timing, the machine in words, tables and JSON.
+"""Shared code of the benchmarks: interleaved timing, machine information, tables, JSON.
 
-Cases that are compared run interleaved: every round takes one sample of each, in an
-order of its own, so that a slow minute of the machine hits all of them. Figures are
-medians with the 10th and 90th percentile; a ratio is the median of the ratios within
-the rounds.
+Compared cases run interleaved: every round takes one sample of each in a random order,
+so that a slow minute of the machine affects all of them. Figures are medians with the
+10th and 90th percentile; a ratio is the median of the ratios within rounds.
 """
 
 import dataclasses
@@ -27,23 +26,23 @@ import numpy as np
 
 import jkv
 
-MIN_ROUNDS = 5  # samples of a case however slow it is
-TURN = "JKV_TURN"  # environment variable: the path of the files that hand out turns
+MIN_ROUNDS = 5  # least samples of a slow case
+TURN = "JKV_TURN"  # environment variable: path prefix of the turn files
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Case:
-    """Something to time.
+    """A timed case.
 
-    `run(prepare())` is one sample; only `run` is timed, and it returns when the work is
-    done (`jax.block_until_ready`). A sample's time is divided by `calls`.
+    `run(prepare())` is one sample; only `run` is timed, and must block until the work
+    is done (`jax.block_until_ready`). A sample's time is divided by `calls`.
     """
 
     name: str  # unique among the cases of a measurement
     prepare: Callable[[], Any]
     run: Callable[[Any], Any]
     calls: int = 1
-    # Raises if what `run` returned shows that the work was not done.
+    # Raises if the result of `run` is wrong.
     check: Callable[[Any], None] | None = None
     labels: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # for the row
 
@@ -60,12 +59,12 @@ class Samples:
         return statistics.median(self.seconds.values())
 
     def percentile(self, percent: int) -> float:
-        """Return seconds per call that `percent` of the samples do not exceed."""
+        """Return the given percentile of the seconds per call."""
         ordered = sorted(self.seconds.values())
         return ordered[round((len(ordered) - 1) * percent / 100)]
 
     def ratio_to(self, other: "Samples") -> float:
-        """Return the median, over common rounds, of this time by the other's."""
+        """Return the median, over common rounds, of this time over the other's."""
         common = self.seconds.keys() & other.seconds.keys()
         return statistics.median(self.seconds[r] / other.seconds[r] for r in common)
 
@@ -87,19 +86,19 @@ def interleave(
     seconds_per_case: float = 20.0,
     seed: int = 0,
 ) -> dict[str, Samples]:
-    """Time all cases in one process, a sample each per round.
+    """Time all cases in one process, one sample of each per round.
 
     Args:
-      cases: what to time; names differ.
+      cases: with unique names.
       rounds: samples of each case.
-      warmup: samples of each case before the first round, not kept. Compilation falls
-        in here.
-      seconds_per_case: a case too slow for this takes part in fewer rounds, spread
-        evenly, but in no fewer than `MIN_ROUNDS`.
+      warmup: discarded samples of each case before the first round, compilation
+        included.
+      seconds_per_case: a case too slow for this runs in fewer rounds, evenly spread,
+        but in at least `MIN_ROUNDS`.
       seed: of the order of the cases in each round.
     """
     if len({case.name for case in cases}) < len(cases):
-        raise ValueError("two cases have one name")
+        raise ValueError("cases must have unique names")
     every = {}
     for case in cases:
         began = time.perf_counter()
@@ -115,7 +114,7 @@ def interleave(
     seconds: dict[str, dict[int, float]] = {case.name: {} for case in cases}
     order = random.Random(seed)
     gc.collect()
-    gc.disable()  # a collection would be charged to the case that triggers it
+    gc.disable()  # garbage collection would be charged to the triggering case
     try:
         for round_ in range(rounds):
             due = [case for case in cases if round_ % every[case.name] == 0]
@@ -134,7 +133,7 @@ def interleave(
 
 
 def machine() -> dict[str, Any]:
-    """Return what a reader must know of where and when: device, versions, load."""
+    """Return date, device, versions and load."""
     device = jax.devices()[0]
     versions = {"python": platform.python_version()}
     for package in (jax, jaxlib, np, jkv):
@@ -153,7 +152,7 @@ def machine() -> dict[str, Any]:
 
 
 def header(title: str, where: Mapping[str, Any]) -> str:
-    """Return the lines that stand above a benchmark's tables."""
+    """Return the header lines of a benchmark's tables."""
     versions = ", ".join(f"{k} {v}" for k, v in where["versions"].items())
     return (
         f"{title}\n"
@@ -167,8 +166,8 @@ def table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
     """Return rows as aligned plain text.
 
     Args:
-      rows: what to show; a value that a row lacks is left blank.
-      columns: key of each column and the heading above it, in order.
+      rows: to show; missing values are left blank.
+      columns: key and heading of each column, in order.
     """
     body = [[_cell(row.get(key)) for key in columns] for row in rows]
     numeric = [
@@ -193,7 +192,7 @@ def table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
 def judge(
     what: str, measured: float, limit: float, *, at_least: bool = False
 ) -> dict[str, Any]:
-    """Return a row of a table of limits: what was measured, and whether it is met."""
+    """Return a row of a table of limits: the measured value, and "met" or "MISSED"."""
     is_met = measured >= limit if at_least else measured <= limit
     return {
         "what": what,
@@ -204,9 +203,9 @@ def judge(
 
 
 def save(path: pathlib.Path, run: Mapping[str, Any]) -> None:
-    """Put a run in a JSON file, a list of runs; it replaces its like.
+    """Add a run to a JSON file, a list of runs, replacing an equivalent one.
 
-    Runs are alike when benchmark, device, processor and versions agree.
+    Runs are equivalent if benchmark, device, processor and versions agree.
     """
 
     def likeness(run: Mapping[str, Any]) -> Any:
@@ -220,16 +219,16 @@ def save(path: pathlib.Path, run: Mapping[str, Any]) -> None:
 
 
 def save_rows(path: pathlib.Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write the rows of one part of a run, replacing those written before."""
+    """Write the rows of one part of a run, replacing earlier ones."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(list(rows), indent=1) + "\n")
 
 
 def wait_for_turn() -> None:
-    """Wait until this process may use the device, if another one hands out turns.
+    """Wait for exclusive use of the device, if another process coordinates turns.
 
-    Everything is compiled before this call, so that processes compile side by side and
-    are timed one after the other (`gpu_brief.py`).
+    Compile before this call, so that processes compile concurrently and are timed one
+    after another (`gpu_brief.py`).
     """
     turn = os.environ.get(TURN)
     if turn is None:
@@ -240,14 +239,14 @@ def wait_for_turn() -> None:
 
 
 def find_port() -> int:
-    """Return a port of this machine that nothing listens on."""
+    """Return a free port of this machine."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
     return port
 
 
 def progress(text: str) -> None:
-    """Say how far it is: rewrite the last line of a terminal, add one to a log."""
+    """Report progress: rewrite the last line of a terminal, or append to a log."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
     elif text:
@@ -268,7 +267,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _cpu_name() -> str:
-    """Return the processor's name, which the platform module does not know on Linux."""
+    """Return the processor's name, which `platform` lacks on Linux."""
     cpuinfo = pathlib.Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():

@@ -1,8 +1,8 @@
-"""Models with states for benchmarks: sizes, random weights, and states without a cache.
+"""Hybrid models for benchmarks: sizes, random weights, and states outside the cache.
 
-Their layers are those of `examples/pretrained`, three with the gated delta rule before
-each with attention, as Qwen3-Next and Qwen3.5 have them. The states of a `bare` model
-are plain arrays beside the cache: the least that a model can do with them.
+Layers are those of `examples/pretrained`, three with the gated delta rule before each
+one with attention, as in Qwen3-Next and Qwen3.5. The states of a `BareModel` are plain
+arrays outside the cache, the lower bound of a model's cost.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ from pretrained.mixers import MIXERS, delta_layer  # noqa: E402
 
 NUM_LAYERS, BLOCK_SIZE = 8, 16
 
-# What a model of any hidden size has; the delta rule as in the released models, with a
-# key head for each 128 of the hidden size and twice as many heads of the state.
+# Independent of the hidden size; the delta rule as in the released models, with a key
+# head per 128 components and twice as many value heads.
 FIELDS: dict[str, Any] = {
     "num_hidden_layers": NUM_LAYERS,
     "full_attention_interval": 4,
@@ -45,7 +45,7 @@ FIELDS: dict[str, Any] = {
         "partial_rotary_factor": 0.25,
     },
 }
-# The released Qwen3-Next, of which only sizes are asked.
+# The released Qwen3-Next; only its sizes are used.
 QWEN3_NEXT_80B: dict[str, Any] = {
     "model_type": "qwen3_next",
     "num_hidden_layers": 48,
@@ -58,7 +58,7 @@ States = dict[str, Any]
 
 
 def dense_fields(hidden: int) -> dict[str, Any]:
-    """Return the config.json of a Qwen3.5 of 8 layers with perceptrons."""
+    """Return the config.json of a Qwen3.5 of 8 layers with MLPs."""
     return FIELDS | {
         "model_type": "qwen3_5_text",
         "hidden_size": hidden,
@@ -70,7 +70,7 @@ def dense_fields(hidden: int) -> dict[str, Any]:
 
 
 def experts_fields(hidden: int) -> dict[str, Any]:
-    """Return the config.json of a Qwen3-Next; of 100 million parameters with 512."""
+    """Return the config.json of a Qwen3-Next; 100 million parameters at 512."""
     return dense_fields(hidden) | {
         "model_type": "qwen3_next",
         "num_experts": 24,
@@ -86,7 +86,7 @@ def describe_model(fields: dict[str, Any]) -> Any:
 
 
 def make_model(fields: dict[str, Any]) -> tuple[Any, Any]:
-    """Return a model, and random weights in float32."""
+    """Return a model and random weights in float32."""
     model, key = describe_model(fields), jax.random.key(0)
     return model, pretrained.random_params(model.config, key, jnp.float32)
 
@@ -94,7 +94,7 @@ def make_model(fields: dict[str, Any]) -> tuple[Any, Any]:
 def make_config(
     model: Any, length: int, num_sequences: int, **options: Any
 ) -> jkv.GroupedConfig:
-    """Return a cache's sizes in float32, with room for all tokens of all sequences."""
+    """Return a float32 cache configuration with room for all sequences' tokens."""
     return model.cache_config(
         length,
         max_sequences=num_sequences,
@@ -105,21 +105,21 @@ def make_config(
 
 
 def find_states(config: jkv.GroupedConfig) -> jkv.StateConfig:
-    """Return the group of the layers with a state."""
+    """Return the group of recurrent-state layers."""
     (group,) = (each for each in config.groups if isinstance(each, jkv.StateConfig))
     return group
 
 
 class BareModel:
-    """A model whose states are arrays beside the cache, of which a step has all rows.
+    """A model with its states in arrays outside the cache, one row per sequence.
 
-    Everything else is the model's own: attention is on the cache. The arrays are
-    [L, S, ...], or a tuple of [S, ...] for each of the L layers: XLA updates either in
-    place, and the second without reading a layer out of the first.
+    Attention uses the cache. The arrays are [L, S, ...], or a tuple of [S, ...] for
+    each of the L layers: XLA updates either in place, and the second without slicing
+    out a layer.
     """
 
     def __init__(self, model: Any, by_layer: bool) -> None:
-        """Give the model a mixer that reads and writes such arrays."""
+        """Register a mixer that reads and writes these arrays."""
         config, self.by_layer = model.config, by_layer
         self.name = f"bare_{config.hidden_size}_{by_layer}"
         MIXERS[self.name] = MIXERS["delta_rule"]._replace(apply=self._apply)
@@ -127,11 +127,11 @@ class BareModel:
         mixers = tuple((named[kind],) for (kind,) in config.layer_mixers)
         self.model = pretrained.Decoder(dataclasses.replace(config, mixers=mixers))
         has_state = [kinds == (self.name,) for kinds in mixers]
-        self.numbers = np.cumsum(has_state) - 1  # which of the L a layer is
+        self.numbers = np.cumsum(has_state) - 1  # index of a layer among the L
         self._arrays: States = {}
 
     def init(self, config: jkv.GroupedConfig) -> tuple[jkv.Cache, States]:
-        """Return a cache without states, and arrays of zeros for them."""
+        """Return a cache without states, and zero arrays for them."""
         group = find_states(config)
         kept = tuple(each for each in config.groups if each is not group)
         groups = (config.groups[number] for number in config.layer_groups)
@@ -154,8 +154,8 @@ class BareModel:
         carry: tuple[jkv.Cache, States],
         batch: jkv.Batch,
     ) -> tuple[jax.Array, tuple[jkv.Cache, States]]:
-        """Return the logits, the cache and the arrays, after a token of each row."""
-        # While the step is traced, layers find the arrays here, and leave them here.
+        """Return the logits, the cache and the arrays, after one token per row."""
+        # During tracing the layers read and replace these arrays.
         cache, self._arrays = carry
         logits, cache = self.model(params, tokens, cache, batch)
         arrays, self._arrays = self._arrays, {}
@@ -164,7 +164,7 @@ class BareModel:
     def _apply(
         self, config: Any, weights: Any, x: jax.Array, fold: functools.partial[Any]
     ) -> tuple[jax.Array, Any]:
-        cache, layer, _ = fold.args  # what is folded in a cache
+        cache, layer, _ = fold.args  # arguments of a fold in a cache
         fold = functools.partial(self._fold, int(self.numbers[layer]))
         mixed, self._arrays = delta_layer.apply(config, weights, x, fold)
         return mixed, cache

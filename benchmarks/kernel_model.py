@@ -1,34 +1,33 @@
-"""What share of an MI300X's speed the kernels reach, by a model of machine code.
+"""Estimate the kernels' share of an MI300X's peak, by a model of machine code.
 
     python benchmarks/kernel_model.py
 
-No card is needed, and none was asked: the kernels are compiled for gfx942, a walk over
-the loop of each (`tests/support/amd_instruction_walk.py`) gives the cycles of a step,
-and the lists of work are those that the kernel would be given. Bounds are taken, and
-the largest is the estimate. Of decoding, which should reach the bandwidth:
+No GPU is used: the kernels are compiled for gfx942, a walk over the loop of each
+(`tests/support/amd_instruction_walk.py`) gives the cycles of a step, and the work lists
+are the kernel's own. The estimate is the largest of several bounds. For decoding, which
+should reach the bandwidth:
 
-* memory: the bytes of the contexts over the card's bandwidth;
-* latency: the steps that one program does after another, each as long as the walk says,
-  times the turns in which all programs find room;
+* memory: the bytes of the contexts over the GPU's bandwidth;
+* latency: the serial steps of one program, each with the walk's latency, times the
+  rounds in which all programs fit on the GPU;
 * issue: the cycles in which instructions are issued, spread evenly over all SIMDs.
 
-Beside them, what it would take to write the partial results and to read them again, if
-they left the card's caches, which they need not.
+Separately, the time to write and read the partial results, if they leave the GPU's
+caches.
 
-Of prefill, which should reach the speed of matrix instructions, all spread evenly over
-the card, as waves of several programs take turns:
+For prefill, which should reach the peak of matrix instructions, spread evenly over the
+GPU, as waves of several programs interleave:
 
 * matrix: the cycles of the matrix units;
-* vector: the cycles in which a SIMD takes vector and matrix instructions;
-* shared: the cycles in which shared memory moves what waves ask for, 128 bytes in each,
-  without what bank conflicts cost;
-* latency: the walk's cycles of a step over the programs for which registers and shared
-  memory leave room.
+* vector: the cycles in which a SIMD issues vector and matrix instructions;
+* shared: the cycles of shared-memory transfers, 128 bytes each, without bank conflicts;
+* latency: the walk's cycles of a step over the programs that fit in registers and
+  shared memory.
 
-Needs what `make machine-code` installs. The model knows nothing of caches (but that
-the head tiles of a kv head read its tokens once), of the join, of a launch's own time,
-of the steps with a mask (they count as those without), or of programs that disturb each
-other: it is for comparing a change with what was there before, until a card is timed.
+Requires `make machine-code`. The model ignores caches (except that the head tiles of a
+kv head read its tokens once), the combination of partial results, launch time, masked
+steps (they count as unmasked) and interference between programs: it compares a change
+with the previous state until a GPU can be timed.
 """
 
 import argparse
@@ -67,25 +66,25 @@ from jkv.attention.shared_prefixes import find_shared_prefixes  # noqa: E402
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "kernel_model.json"
 TARGET = "gfx942"
-# MI300X, from AMD's data sheet and the CDNA 3 ISA guide; a wave of 64 lanes has 512
-# registers on a SIMD for all that share it, in steps of 8.
+# MI300X, from AMD's data sheet and the CDNA 3 ISA guide; each SIMD has 512 registers
+# per lane of a 64-lane wave, allocated in steps of 8 among its waves.
 UNITS, SIMDS, REGISTERS, CLOCK, BANDWIDTH = 304, 4, 512, 2.1e9, 5.3e12
-LATENCIES = (700, 900, 1200)  # nanoseconds to the card's memory under load
+LATENCIES = (700, 900, 1200)  # nanoseconds to memory under load
 BLOCK_SIZE = 16
-# Sequences and tokens of each, as `benchmarks/gpu.py` times them.
+# Batch and context, as in `benchmarks/gpu.py`.
 CALLS = ((1, 2_048), (1, 8_192), (1, 131_072), (8, 1_024), (64, 1_024), (64, 8_192))
 ELEMENTS = ("bfloat16", "int8", "float8_e4m3fn")
 FOUR_BITS = "int8 keys, int4 values"
-# Sequences that share so many tokens and have some of their own beside them.
+# Batch and shared tokens; each sequence also has OWN_TOKENS.
 FORKS, OWN_TOKENS = ((64, 2_048), (64, 8_192)), 512
-# Of prefill: operations a second of 16-bit numbers, and bytes of shared memory.
+# For prefill: 16-bit operations per second, and bytes of shared memory.
 PEAK, SHARED = 1307e12, 65_536
 PROMPTS = ((1, 8_192), (8, 1_024))
 PROMPT_ELEMENTS = ("bfloat16", "int8", "float8_e4m3fnuz", FOUR_BITS)
-# Programs of a prompt read what others have read: from the cache on the package, or
-# under load as from memory.
+# Programs of a prompt read the same data: from the package's cache, or as slowly as
+# from memory under load.
 PROMPT_LATENCIES = (300, 500, 900)
-# What stood in the table before this model was asked.
+# The table's entry before it was tuned with this model.
 BEFORE = Tile(64, 32, 4, 1, ways=Ways.FULL_FIRST)
 
 
@@ -94,40 +93,40 @@ class Model(NamedTuple):
 
     head_dim: int
     kv_heads: int
-    heads_per_kv: int  # query heads of a kv head
+    heads_per_kv: int  # query heads per kv head
 
 
-# Of Llama 3 8B, and of DeepSeek V3 (latent: values of 512 in the keys).
+# Llama 3 8B, and DeepSeek V3 (latent: values are 512 components of the keys).
 LLAMA, DEEPSEEK = Model(128, 8, 4), Model(576, 1, 128)
-# With one, four and eight query heads of a kv head.
+# One, four and eight query heads per kv head.
 FORKED = Model(128, 32, 1), LLAMA, Model(128, 8, 8)
 
 
 class Compiled(NamedTuple):
-    """The decode kernel, compiled."""
+    """The compiled decode kernel."""
 
     model: Model
     tuning: Tuning
-    row_heads: int  # query heads of a tile
+    row_heads: int  # query heads per tile
     loop: list[str]
     registers: int
-    step_bytes: int  # of keys and values that a step reads
+    step_bytes: int  # bytes of keys and values per step
 
     @property
     def tiles(self) -> int:
-        """Tiles of query heads of a kv head."""
+        """Tiles of query heads per kv head."""
         return -(-self.model.heads_per_kv // self.row_heads)
 
     @property
     def head_tiles(self) -> int:
-        """Programs for a piece."""
+        """Programs per piece."""
         return count_head_tiles(
             self.model.kv_heads, self.model.heads_per_kv, self.row_heads
         )
 
 
 def find_shapes(elements: str, model: Model) -> tuple[Any, Any, Tuning]:
-    """Return queries, pools of these elements, and what the table has for them."""
+    """Return queries and pools of these elements, and the table's tuning."""
     key, _, value = elements.removesuffix(" values").partition(" keys, ")
     queries, pools = make_shapes(
         model.head_dim,
@@ -143,7 +142,7 @@ def find_shapes(elements: str, model: Model) -> tuple[Any, Any, Tuning]:
 
 
 def count_waves(registers: int) -> int:
-    """Return the waves that find room on a SIMD."""
+    """Return the number of waves that fit on a SIMD."""
     return REGISTERS // (-(-registers // 8) * 8)
 
 
@@ -152,9 +151,9 @@ def compile_decode(
     model: Model = LLAMA,
     *,
     has_lanes: bool = False,
-    is_carried: bool | None = None,  # None: as the table says
+    is_carried: bool | None = None,  # None for the table's choice
 ) -> Compiled:
-    """Compile the kernel for a pool of these elements, the tile changed perhaps."""
+    """Compile the kernel for a pool of these elements, optionally another tile."""
     queries, pools, found = find_shapes(elements, model)
     decode = found.decode
     if is_carried is not None:
@@ -179,7 +178,7 @@ def compile_decode(
 
 
 def lay_out(batch: int, rows: int, context: int, shared: int = 0) -> Requests:
-    """Return requests of so many rows and tokens each, the first of which all share."""
+    """Return `batch` requests of equal rows and context, with a shared prefix."""
     number = jnp.arange(batch, dtype=jnp.int32)
     tables = np.arange(batch * -(-context // BLOCK_SIZE), dtype=np.int32)
     tables = tables.reshape(batch, -1)
@@ -201,7 +200,7 @@ def lay_out(batch: int, rows: int, context: int, shared: int = 0) -> Requests:
 def list_work(
     compiled: Compiled, batch: int, context: int, shared: int = 0
 ) -> WorkList:
-    """Return the list of a call, in which what requests share is read once."""
+    """Return the work list of a call, with shared-prefix attention if `shared`."""
     model = compiled.model
     wanted = count_decode_pieces(model.kv_heads, model.heads_per_kv, compiled.tuning)
     given = batch, batch, context, wanted
@@ -218,7 +217,7 @@ def list_work(
 
 
 def count_steps(compiled: Compiled, work: Work) -> np.ndarray:
-    """Return the steps of each program of a list that has any, i32[...]."""
+    """Return the step count of each non-empty program, i32[...]."""
     tokens = np.asarray(work.end - work.first)
     return -(-tokens[tokens > 0] // compiled.tuning.decode.tokens)
 
@@ -249,7 +248,7 @@ def estimate(compiled: Compiled, listed: WorkList, latency: int) -> dict[str, fl
 def describe(
     compiled: Compiled, elements: str, batch: int, context: int, shared: int = 0
 ) -> dict[str, Any]:
-    """Return a row of the table: a call at all latencies."""
+    """Return a table row: one call at all latencies."""
     listed = list_work(compiled, batch, context, shared)
     programs = len(count_steps(compiled, listed.work)) * compiled.head_tiles
     row: dict[str, Any] = {
@@ -269,23 +268,23 @@ def describe(
 
 
 class Prefill(NamedTuple):
-    """The prefill kernel, compiled."""
+    """The compiled prefill kernel."""
 
     tile: Tile
-    row_tokens: int  # tokens whose query rows share a tile
+    row_tokens: int  # tokens per tile of query rows
     loop: list[str]
     registers: int
     shared_bytes: int
 
     @property
     def programs(self) -> int:
-        """Programs that find room on a unit."""
+        """Programs that fit on a compute unit."""
         waves = SIMDS * count_waves(self.registers)
         return min(waves // self.tile.num_warps, SHARED // self.shared_bytes)
 
 
 def compile_prefill(elements: str, tile: Tile | None = None) -> Prefill:
-    """Compile the kernel for a pool of these elements, with another tile perhaps."""
+    """Compile the kernel for a pool of these elements, with an optional tile."""
     queries, pools, found = find_shapes(elements, LLAMA)
     tuning = dataclasses.replace(found, prefill=tile or found.prefill)
     lowered = lower_kernels(queries, pools, tuning, "rocm")
@@ -301,7 +300,7 @@ def compile_prefill(elements: str, tile: Tile | None = None) -> Prefill:
 
 
 def count_prefill_steps(compiled: Prefill, batch: int, length: int) -> np.ndarray:
-    """Return the steps of each tile of rows of prompts, i32[...]."""
+    """Return the step count of each tile of prompt rows, i32[...]."""
     requests = lay_out(batch, length, length)
     sizes = size_prefill_work(batch * length, batch, compiled.row_tokens)
     ends = np.asarray(list_prefill_work(requests, sizes).work.end)
@@ -329,7 +328,7 @@ def estimate_prefill(
 def describe_prefill(
     compiled: Prefill, elements: str, batch: int, length: int
 ) -> dict[str, Any]:
-    """Return a row of the table: prompts at all latencies."""
+    """Return a table row: prompts at all latencies."""
     tile = compiled.tile
     pairs = batch * length * (length + 1) // 2  # of rows and tokens
     heads = LLAMA.kv_heads * LLAMA.heads_per_kv
@@ -361,7 +360,7 @@ def describe_prefill(
 
 
 def list_forks(is_quick: bool) -> list[dict[str, Any]]:
-    """Return the rows of sequences that share a prompt: read for each, and once."""
+    """Return the rows of sequences with a shared prompt: without and with sharing."""
     rows = []
     for model in FORKED[1:2] if is_quick else FORKED:
         for has_lanes in (False, True):
@@ -375,7 +374,7 @@ def list_forks(is_quick: bool) -> list[dict[str, Any]]:
 
 
 def list_prefill(is_quick: bool) -> list[dict[str, Any]]:
-    """Return the rows of prefill: the tile before this model was asked, and now."""
+    """Return the rows of prefill: with the previous tile and the current one."""
     rows = []
     for elements in PROMPT_ELEMENTS[:1] if is_quick else PROMPT_ELEMENTS:
         for tile in (BEFORE, None):

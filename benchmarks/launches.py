@@ -1,6 +1,6 @@
-"""What a decode step of a model launches on the card at hand, by the compiled program.
+"""Kernel launches of a model's decode step, counted in the compiled program.
 
-The step is compiled and never run, so that its shapes may be a real model's.
+The step is only compiled, so its shapes may be a real model's.
 
     python benchmarks/launches.py    # on a GPU
 """
@@ -21,7 +21,7 @@ from jkv.verbs.attending import attend
 from jkv.verbs.commitment import commit
 from jkv.verbs.writing import write
 
-# Attention in the shapes of Llama 3 8B, in fewer layers, and 2 GiB of cache.
+# Attention shapes of Llama 3 8B, with fewer layers, and 2 GiB of cache.
 SIZES = CacheConfig(
     num_layers=8,
     num_kv_heads=8,
@@ -33,8 +33,8 @@ SIZES = CacheConfig(
 )
 NUM_HEADS = 32
 
-# The loop's count, the store, pieces and joining, as XLA's module for MI300X has them
-# (`benchmarks/rocm_compile.py`).
+# Loop counter, store, attention pieces and their combination, as in XLA's module for
+# MI300X (`benchmarks/rocm_compile.py`).
 MOST_LAUNCHES = 4
 
 _LAUNCH = re.compile(r" (?:fusion|custom-call|copy)\(")
@@ -42,7 +42,7 @@ _CALLED = re.compile(r" call\(.*to_apply=%?([\w.-]+)")
 
 
 def main() -> int:
-    """Say what the step launches; return 1 where that is more, or not in place."""
+    """Print the step's launches; return 1 if there are too many or copies."""
     compiled = compile_step()
     faults = list(find_faults(compiled))
     for line in find_launches(compiled.as_text() or "") or ():
@@ -52,7 +52,7 @@ def main() -> int:
 
 
 def find_faults(compiled: jax.stages.Compiled) -> Iterator[str]:
-    """Say what a compiled step has that it should not."""
+    """Yield violations of a compiled step."""
     temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
     cache = jax.eval_shape(functools.partial(init, SIZES))
     pool = cache.storage[0].key_pool
@@ -67,7 +67,7 @@ def find_faults(compiled: jax.stages.Compiled) -> Iterator[str]:
 
 
 def compile_step() -> jax.stages.Compiled:
-    """Compile a step of one token for each sequence, with a donated cache."""
+    """Compile a step of one token per sequence, with a donated cache."""
 
     def decode(
         cache: Cache, seq_ids: jax.Array, queries: jax.Array, rows: jax.Array
@@ -96,15 +96,14 @@ def compile_step() -> jax.stages.Compiled:
 
 
 def find_launches(text: str) -> list[str] | None:
-    """Return what a trip of a compiled module's loop over layers launches, a line each.
+    """Return the launches per trip of the loop over layers, one line each.
 
     Args:
-      text: as `jax.stages.Compiled.as_text` gives it for a GPU.
+      text: of `jax.stages.Compiled.as_text` for a GPU.
 
     Returns:
-      A line for each operation that is a launch, those of computations that the loop's
-      body calls among them (XLA puts some into one that becomes a CUDA or HIP graph);
-      None without a loop that has kernels.
+      A line per launch, including those in called computations (XLA outlines some for a
+      CUDA or HIP graph); None without a loop that has kernels.
     """
     computations = _split_computations(text)
 
@@ -128,7 +127,7 @@ def _count_kernels(lines: list[str]) -> int:
 
 
 def _split_computations(text: str) -> dict[str, list[str]]:
-    """Return the lines of each computation, by its name."""
+    """Return the lines of each computation, by name."""
     computations: dict[str, list[str]] = {}
     for part in text.split("\n\n"):
         head, *lines = part.strip().splitlines() or [""]

@@ -1,7 +1,7 @@
-"""A decoder of Llama 3's shape with random weights, as a model for jkv.
+"""A decoder of Llama 3's shape with random weights, as a `jkv.Model`.
 
-Sizes are those of the Llama 3 8B release (arXiv 2407.21783, table 3). Weights are
-bfloat16, or one byte an element with a bfloat16 scale for each column.
+Sizes are of the Llama 3 8B release (arXiv 2407.21783, table 3). Weights are bfloat16,
+or one byte per element with a bfloat16 scale per column.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import jkv
 
 @dataclasses.dataclass(frozen=True)
 class Llama:
-    """The sizes; called, it is the model."""
+    """Sizes of the decoder, and its step."""
 
     num_layers: int = 32
     num_heads: int = 32
@@ -27,7 +27,7 @@ class Llama:
 
     @property
     def width(self) -> int:
-        """Elements of a row between the layers."""
+        """Width of the residual stream."""
         return self.num_heads * self.head_dim
 
     @property
@@ -47,7 +47,7 @@ class Llama:
     def __call__(
         self, params: Any, tokens: jax.Array, cache: jkv.Cache, batch: jkv.Batch
     ) -> tuple[jax.Array, jkv.Cache]:
-        """Be the model of a step: return f32[B, V] and the cache."""
+        """Run one step: return f32[B, V] and the cache."""
         hidden = params["embedding"][tokens]
         angles = self._find_angles(batch.positions)
         for layer, weights in enumerate(params["layers"]):
@@ -73,7 +73,7 @@ class Llama:
         return positions[:, None].astype(jnp.float32) * self.rope_base**-powers
 
     def draw_params(self, dtype: str = "bfloat16") -> dict[str, Any]:
-        """Return random weights, each made by a program of its own.
+        """Return random weights, each drawn by a program of its own.
 
         Args:
           dtype: of the matrices: "bfloat16", "int8" or "float8_e4m3fn".
@@ -97,19 +97,19 @@ class Llama:
 
 
 def multiply(rows: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
-    """Multiply rows by a matrix; elements of one byte are widened on their way."""
+    """Multiply rows by a matrix; one-byte elements are widened on load."""
     found = rows @ weights["elements"].astype(rows.dtype)
     return found * weights["scales"] if "scales" in weights else found
 
 
 def count_step_bytes(params: dict[str, Any]) -> int:
-    """Return the bytes that a step must read of the weights: all but the embedding."""
+    """Return the weight bytes that a step reads: all but the embedding."""
     read = {name: value for name, value in params.items() if name != "embedding"}
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(read))
 
 
 def _draw(key: jax.Array, shape: tuple[int, int], dtype: str) -> dict[str, jax.Array]:
-    """Return a matrix whose products keep the size of a row's elements."""
+    """Return a matrix that preserves the scale of a row."""
     return dict(_draw_matrix(key, shape=shape, dtype=dtype))
 
 
@@ -120,7 +120,7 @@ def _draw_matrix_of(
     size = jnp.bfloat16(shape[0] ** -0.5)
     if dtype == "bfloat16":
         return {"elements": rows * size}
-    # 4 deviations of a normal distribution fit; what is beyond is cut off.
+    # 4 standard deviations fit; values beyond are clipped.
     largest = 127.0 if dtype == "int8" else 448.0
     scaled = jnp.clip(rows.astype(jnp.float32) * (largest / 4), -largest, largest)
     scaled = jnp.round(scaled) if dtype == "int8" else scaled

@@ -1,8 +1,8 @@
 """The decoder of `llama.py` in torch: a decode step over a contiguous cache.
 
-A peer, as torch's own guide has it: static shapes, `scaled_dot_product_attention`, the
-step captured as a CUDA graph, so that the host starts one thing a step. All texts are
-equally long. Weights are bfloat16 whatever the other side has.
+A peer, as in torch's guide: static shapes, `scaled_dot_product_attention`, and the step
+captured as a CUDA graph, so that the host launches once per step. All sequences are
+equally long. Weights are bfloat16 in all runs.
 """
 
 from collections.abc import Callable
@@ -11,11 +11,11 @@ from typing import Any
 from gpu_torch import import_torch
 from llama import Llama
 
-REPLAYS = 10  # in a sample
+REPLAYS = 10  # per sample
 
 
 def make_torch_step(model: Llama, batch: int, context: int) -> Callable[[], None]:
-    """Return what replays the captured step some times and waits for the last.
+    """Return a function that replays the captured step `REPLAYS` times and waits.
 
     Raises:
       NotImplementedError: torch is not installed, or has no GPU here.

@@ -1,14 +1,13 @@
-"""Rollouts of several turns under new weights: nothing is left of them, nothing is old.
+"""Soak test of multi-turn rollouts under weight updates: no leaks, no stale blocks.
 
     python benchmarks/long_runs.py [--rollouts 2000]
 
-Rollouts are parked between their turns, cancelled and given up while the weights change
-in each of the ways of `Engine.update_params`. The model writes the version of its
-weights into each key, and each token tells the oldest version that it attended to and
-a hash of its text: the game checks every token, so an older block that is found or a
-token that is lost ends the run. What may not grow is compared after a tenth of the
-rollouts and at the end: memory of the process, live arrays and their bytes, compiled
-programs.
+Rollouts are parked between turns, cancelled and abandoned while the weights change in
+each way of `Engine.update_params`. The model writes its weights' version into each key,
+and each token encodes the oldest version that it attended to and a hash of its
+sequence: every token is checked, so a stale block or a lost token ends the run. Process
+memory, live arrays and their bytes, and compiled programs are compared after a tenth of
+the rollouts and at the end.
 """
 
 import argparse
@@ -31,25 +30,25 @@ from support.long_runs import Clock, Game  # noqa: E402, the test plays the same
 from support.versioned_model import make_engine  # noqa: E402, likewise
 
 RESULTS = ROOT / "benchmarks" / "results" / "long_runs.json"
-MOST_GROWTH = 16 * 2**20  # bytes; an allocator's whims
+MOST_GROWTH = 16 * 2**20  # bytes; allocator noise
 COMPILED = []
 
 
 def note_compiled(event, _seconds, **_kwargs):
-    """Count what XLA compiles, whoever asks."""
+    """Count compilations by XLA."""
     if event == "/jax/core/compile/backend_compile_duration":
         COMPILED.append(event)
 
 
 def resident_bytes():
-    """Memory of this process, where the system tells it."""
+    """Return the resident memory of this process; 0 if unavailable."""
     status = pathlib.Path("/proc/self/statm")
     return int(status.read_text().split()[1]) * 4096 if status.exists() else 0
 
 
 def look(game, engine):
-    """Return what may not grow, and how far the game is."""
-    # After a window, nothing waits to be read from the last exchange.
+    """Return the progress, and the quantities that must not grow."""
+    # A window first, so that no results of the last exchange are unread.
     engine.generate([[1]], max_new_tokens=1)
     gc.collect()
     arrays = jax.live_arrays()
@@ -66,7 +65,7 @@ def look(game, engine):
 
 
 def main():
-    """Play, and compare."""
+    """Run the rollouts and compare memory."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rollouts", type=int, default=2000)
     count = parser.parse_args().rollouts

@@ -1,9 +1,9 @@
-"""The tables of docs/measured.md, from the results that are kept.
+"""Generate the tables of docs/measured.md from the stored results.
 
     python benchmarks/measured.py
 
-Each table stands between `<!-- name -->` and `<!-- end -->`; what is around them is
-written by hand. `tests/package/test_pages.py` finds a table that is out of date.
+Each table stands between `<!-- name -->` and `<!-- end -->`; the rest is written by
+hand. `tests/package/test_pages.py` detects outdated tables.
 """
 
 import json
@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "measured.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
 POOL = 65_536
-# What the page calls a contender, and the results' name for it in each operation.
+# The page's label of a contender, and its name in the results of each operation.
 OPERATIONS = ("append", "free", "fork")
 BOOKKEEPING = {
     "a bare Python loop": ["bare Python loop"] * 3,
@@ -79,13 +79,13 @@ PLACEMENTS = (
 
 
 def read_rows(name: str, *benchmarks: str, key: str = "rows") -> list[dict[str, Any]]:
-    """Return the rows of all runs of benchmarks in a file of results, newest last."""
+    """Return the rows of all runs of some benchmarks in a results file, newest last."""
     runs = json.loads((RESULTS / f"{name}.json").read_text())["runs"]
     return [row for run in runs if run["benchmark"] in benchmarks for row in run[key]]
 
 
 def list_bookkeeping() -> Iterator[Sequence[str]]:
-    """Yield what a call takes, by contender and operation."""
+    """Yield the time of a call, by contender and operation."""
     rows = read_rows("operations", "operations")
     found = {
         (row["operation"], row["who"]): row["median"]
@@ -98,7 +98,7 @@ def list_bookkeeping() -> Iterator[Sequence[str]]:
 
 
 def list_generation() -> Iterator[Sequence[str]]:
-    """Yield seconds of jkv, others' by them, and jkv's by its floor."""
+    """Yield jkv's seconds, the peers' relative to them, and theirs to the floor."""
     rows = read_rows("real", "smollm2, 2 threads", "smollm2, 2 threads, two rounds")
     found = {(row["case"], row["who"]): row for row in rows}
     for case, label in CASES.items():
@@ -116,7 +116,7 @@ def list_generation() -> Iterator[Sequence[str]]:
 
 
 def list_queue() -> Iterator[Sequence[str]]:
-    """Yield what a step costs beside the same step in a bare loop."""
+    """Yield the time of a step in the queue and in a bare loop."""
     for row in read_rows("scheduling", "scheduling"):
         if label := QUEUES.get(row["workload"]):
             numbers = (f"{row[key]:,.0f}" for key in ("bare loop", "median", "added"))
@@ -126,7 +126,7 @@ def list_queue() -> Iterator[Sequence[str]]:
 
 
 def list_rollouts() -> Iterator[Sequence[str]]:
-    """Yield whole queues' tokens a second."""
+    """Yield tokens per second of whole queues."""
     given = "rollouts", "rollouts: sharegpt"
     rates = {row["who"]: row["tokens/s"] for row in read_rows(*given)}
     aims = {row["target"]: row for row in read_rows(*given, key="targets")}
@@ -139,7 +139,7 @@ def list_rollouts() -> Iterator[Sequence[str]]:
 
 
 def list_guesses() -> Iterator[Sequence[str]]:
-    """Yield generation with guesses beside that without."""
+    """Yield generation with speculative decoding and without."""
     rows = read_rows("strategies", "strategies, speculation")
     found = {(row["workload"], row["prompts"]): row for row in rows}
     for (workload, prompts), label in GUESSES.items():
@@ -151,7 +151,7 @@ def list_guesses() -> Iterator[Sequence[str]]:
 
 
 def list_placements() -> Iterator[Sequence[str]]:
-    """Yield what is sent in a layer's step, and what a device is given."""
+    """Yield a layer's collectives, and the argument bytes per device."""
     rows = read_rows("devices", "devices")
     found = {(row["placement"], row["devices"]): row for row in rows}
     for placement in PLACEMENTS:
@@ -172,14 +172,14 @@ TABLES = {
 
 
 def write_tables(page: str) -> str:
-    """Return the page with its tables' rows as the results have them."""
+    """Return the page with its table rows replaced by the results'."""
     for name, list_rows in TABLES.items():
         rows = "".join(f"| {' | '.join(row)} |\n" for row in list_rows())
         pattern = rf"(<!-- {name} -->\n\|.*\n\|[-| :]*\n)(?:\|.*\n)*(?=<!-- end -->)"
         page, count = re.subn(pattern, lambda m, rows=rows: m[1] + rows, page)
         if count != 1:
             raise ValueError(
-                f"{PAGE.name} has no table <!-- {name} --> ... <!-- end -->"
+                f"{PAGE.name} must have one table <!-- {name} --> ... <!-- end -->"
             )
     return page
 

@@ -2,12 +2,12 @@
 
     python benchmarks/operations.py [--peer CHECKOUT]... [--quick]
 
-The bookkeeping only, as in a decoding step before any layer runs: 1024 sequences grow
-by one token each (blocks of 16 tokens, lengths staggered, so that each step maps a
-block for one sequence in 16), and 64 sequences of 16 blocks are freed or forked. Pools
-of 4,096 and 65,536 blocks, both in use before: the free blocks stand in mixed order.
-Beside the times stand counts that no load on the machine can change: instructions in
-the compiled modules and the bytes that XLA says they touch.
+Bookkeeping only, as in a decode step before any layer runs: 1024 sequences grow by one
+token each (blocks of 16 tokens, staggered lengths, so that a step allocates a block for
+one sequence in 16), and 64 sequences of 16 blocks are freed or forked. Pools have 4,096
+and 65,536 blocks and were used before, so that the free blocks are in mixed order.
+Besides times, the tables have load-independent counts: instructions in the compiled
+modules, and the bytes of XLA's cost analysis.
 """
 
 import argparse
@@ -33,19 +33,19 @@ RESULTS = pathlib.Path(__file__).parent / "results" / "operations.json"
 BARE = "bare Python loop"
 NOTHING = "a jitted identity, donated"
 
-# HLO that moves no data: what is left runs.
+# HLO opcodes that move no data; all others run.
 FREE_OPCODES = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}
 
 
 class Verbs:
-    """jkv's verbs over one pool.
+    """jkv's verbs on one pool.
 
-    The metadata is copied before each sample; the storage, donated on, passes from one
+    The metadata is copied before each sample; the donated storage passes from one
     sample to the next.
     """
 
     def __init__(self, workload: Workload, num_blocks: int, storage: bool) -> None:
-        """Make a used pool and the states that samples start from."""
+        """Create a used pool and the initial states of the samples."""
         self.workload, self.num_blocks = workload, num_blocks
         self.storage = "storage donated" if storage else "metadata only"
         config = jkv.CacheConfig(
@@ -60,7 +60,7 @@ class Verbs:
         )
         self.cache = _used_pool(jkv.init(config, storage=storage), workload)
         empty = self.cache.metadata
-        # The ring's live entries, for the bare loops to take the same blocks.
+        # The live entries of the ring, so that the bare loops allocate the same blocks.
         ring = empty.groups[0].free_blocks
         self.free_order = np.roll(ring.ids, -int(ring.head))[: int(ring.count)].tolist()
         self.copy = jax.jit(lambda metadata: jax.tree.map(jnp.copy, metadata))
@@ -78,7 +78,7 @@ class Verbs:
         self.pass_through = jax.jit(lambda cache, ids: (cache, ids), donate_argnums=0)
 
     def cases(self) -> list[Case]:
-        """Return every operation in every way of calling it."""
+        """Return all operations and ways of calling them."""
         cases = [
             self._case("append", "eager, donated", self.started, self._donated),
             self._case("append", "in a scan", self.started, self._scanned),
@@ -94,7 +94,7 @@ class Verbs:
         return cases
 
     def compiled(self) -> dict[str, Any]:
-        """Return the compiled modules, by what they do."""
+        """Return the compiled modules, by operation."""
         started = self._fresh(self.started)
         branches = self._fresh(self.branches)
         return {
@@ -127,7 +127,7 @@ class Verbs:
         )
 
     def _floor(self) -> Case:
-        """Return the case of a jitted function that does nothing to a cache."""
+        """Return the case of a jitted identity on a cache."""
 
         def run(cache: jkv.Cache) -> None:
             for _ in range(self.workload.num_steps):
@@ -152,7 +152,7 @@ class Verbs:
         metadata = jax.block_until_ready(self.copy(metadata))
         return dataclasses.replace(self.cache, metadata=metadata)
 
-    # All outputs of a call are ready at once: waiting for one waits for the call.
+    # All outputs of a call are ready at once: waiting for one suffices.
 
     def _donated(self, cache: jkv.Cache) -> jkv.Cache:
         for _ in range(self.workload.num_steps):
@@ -176,7 +176,7 @@ class Verbs:
         def step(carry: Any, _: None) -> tuple[Any, None]:
             return jkv.append(carry[0], self.seq_ids), None
 
-        # Each step's batch is carried whole, so that nothing in it is optimised away.
+        # Each step's batch is carried whole, so that XLA removes none of it.
         shapes = jax.eval_shape(jkv.append, cache, self.seq_ids)[1]
         empty = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
         steps = self.workload.num_steps
@@ -199,12 +199,12 @@ class Verbs:
 
 
 def bare_loops(workload: Workload, num_blocks: int, order: list[int]) -> list[Case]:
-    """Return the least that Python can do: lists, a deque, reference counts.
+    """Return the minimal Python implementation: lists, a deque, reference counts.
 
     Args:
       workload: the work.
       num_blocks: size of the pool.
-      order: the free blocks, the next to leave first.
+      order: the free blocks, in allocation order.
     """
     T = workload.block_size
     full, tail = divmod(workload.branch_length, T)
@@ -270,7 +270,7 @@ def bare_loops(workload: Workload, num_blocks: int, order: list[int]) -> list[Ca
 
 
 def counts(verbs: Verbs) -> list[dict[str, Any]]:
-    """Return what XLA compiled each verb to, a row per module."""
+    """Return a row per module of the compiled verbs."""
     rows = []
     for name, compiled in verbs.compiled().items():
         text = compiled.as_text()
@@ -296,7 +296,7 @@ def counts(verbs: Verbs) -> list[dict[str, Any]]:
 
 
 def verdicts(samples: dict[str, Samples], cases: list[Case]) -> list[dict[str, Any]]:
-    """Return the targets with what was measured, as ratios within the rounds."""
+    """Return the targets and measured ratios, paired within rounds."""
     by_label = {
         (c.labels["operation"], c.labels["who"], c.labels["pool"]): samples[c.name]
         for c in cases
@@ -435,7 +435,7 @@ def main() -> None:
 
 
 def _used_pool(cache: jkv.Cache, workload: Workload) -> jkv.Cache:
-    """Hand out every block once and take them back in another order."""
+    """Allocate every block once and free them in another order."""
     size, num_sequences = workload.block_size, workload.num_sequences
     cache, opened = jkv.allocate(cache, np.zeros(num_sequences, np.int32))
     grow = jax.jit(
@@ -452,7 +452,7 @@ def _used_pool(cache: jkv.Cache, workload: Workload) -> jkv.Cache:
 
 
 def _grown(cache: jkv.Cache, lengths: np.ndarray) -> tuple[jkv.Cache, jax.Array]:
-    """Open sequences with these many tokens."""
+    """Open sequences with `lengths` tokens."""
     cache, opened = jkv.allocate(cache, np.zeros_like(lengths))
     cache, batch = jkv.append(
         cache, opened.seq_ids, lengths, capacity=int(lengths.sum())
@@ -466,7 +466,7 @@ def _blocks_in_use(cache: jkv.Cache) -> int:
 
 
 def _instructions(text: str) -> list[tuple[str, bool]]:
-    """Return each HLO instruction's opcode and whether it stands in the entry."""
+    """Return each HLO instruction's opcode, and True if it is in the entry."""
     found, in_entry = [], False
     for line in text.splitlines():
         if line.endswith("{"):

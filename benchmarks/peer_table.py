@@ -1,11 +1,11 @@
-"""One table of what was measured beside other projects, from the newest results.
+"""Summary table of jkv and other projects, from the newest results.
 
     python benchmarks/peer_table.py [--results FOLDER]
 
-`make peers` measures what a machine without a card can in half an hour, and then prints
-this; `make peers PEERS=--kept` prints it of the results that are kept. A ratio above 1:
-jkv does more in the same time. Device and date stand behind each line, since results
-are of different days and machines.
+`make peers` runs the half-hour of measurements that need no GPU, and then prints the
+table; `make peers PEERS=--kept` prints it from stored results. A ratio above 1 means
+that jkv is faster. Each line has its device and date, since results are of different
+days and machines.
 """
 
 import argparse
@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 RESULTS = pathlib.Path(__file__).parent / "results"
-POOL = 65_536  # of the operations: the larger one
+POOL = 65_536  # the larger pool of operations.py
 
 Run = dict[str, Any]
 
 
 class Line(NamedTuple):
-    """The same work done by jkv and by another."""
+    """The same work by jkv and by a peer."""
 
     what: str
     peer: str
@@ -32,13 +32,13 @@ class Line(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """How many times as much jkv does."""
+        """Speedup of jkv over the peer."""
         pair = self.theirs, self.ours
         return pair[0] / pair[1] if self.less_is_better else pair[1] / pair[0]
 
 
 def read_operations(run: Run) -> Iterator[Line]:
-    """Append, free and fork: the bookkeeping of a step, eager or in a scan."""
+    """Yield append, free and fork: a step's bookkeeping, eager or in a scan."""
     medians = {
         (row["operation"], row["who"]): row["median"]
         for row in run["rows"]
@@ -55,7 +55,7 @@ def read_operations(run: Run) -> Iterator[Line]:
 
 
 def read_rollouts(run: Run) -> Iterator[Line]:
-    """Whole queues of requests."""
+    """Yield whole queues of requests."""
     rates = {row["who"]: row["tokens/s"] for row in run["rows"]}
     for peer, rate in rates.items():
         if not peer.startswith("jkv"):
@@ -64,7 +64,7 @@ def read_rollouts(run: Run) -> Iterator[Line]:
 
 
 def read_generate(run: Run) -> Iterator[Line]:
-    """Whole generations from a checkpoint."""
+    """Yield whole generations from a checkpoint."""
     for row in run["rows"]:
         if row["what"] == "jkv":
             ours, work = row["tokens_per_second"], (row["workload"], row["phase"])
@@ -74,7 +74,7 @@ def read_generate(run: Run) -> Iterator[Line]:
 
 
 def read_beams(run: Run) -> Iterator[Line]:
-    """Beam search."""
+    """Yield beam searches."""
     for row in run["rows"] if "beams" in run["benchmark"] else ():
         what = f"beam search, {row['prompts']} prompts, {row['beams']} beams"
         theirs = row["transformers tokens/s"]
@@ -82,7 +82,7 @@ def read_beams(run: Run) -> Iterator[Line]:
 
 
 def read_trainer(run: Run) -> Iterator[Line]:
-    """A rollout in a trainer."""
+    """Yield a rollout in a trainer."""
     medians = {row["engine"]: row["median"] for row in run["rollout"]["rows"]}
     for engine, median in medians.items():
         if engine != "jkv":
@@ -91,7 +91,7 @@ def read_trainer(run: Run) -> Iterator[Line]:
 
 
 def read_gpu(run: Run) -> Iterator[Line]:
-    """Attention on a card."""
+    """Yield attention on a GPU."""
     calls = [call for call in run["calls"] if {"who", "median"} <= call.keys()]
     ours = {call["workload"]: call["median"] for call in calls if call["who"] == "jkv"}
     for call in calls:
@@ -101,7 +101,7 @@ def read_gpu(run: Run) -> Iterator[Line]:
             yield Line(what, call["who"], ours[name], median, "us", True)
 
 
-# What each file of results says of others.
+# Readers of the results files.
 READERS: dict[str, Callable[[Run], Iterator[Line]]] = {
     "operations": read_operations,
     "generate": read_generate,
@@ -113,7 +113,7 @@ READERS: dict[str, Callable[[Run], Iterator[Line]]] = {
 
 
 def read_runs(folder: pathlib.Path, name: str) -> list[Run]:
-    """Return the newest run of each kind in a file, none if there is no such file."""
+    """Return the newest run of each kind in a file; none if the file is missing."""
     path = folder / f"{name}.json"
     newest: dict[tuple[str, str], Run] = {}
     for run in json.loads(path.read_text())["runs"] if path.is_file() else []:
@@ -127,7 +127,7 @@ def read_runs(folder: pathlib.Path, name: str) -> list[Run]:
 
 
 def make_table(folder: pathlib.Path) -> list[list[str]]:
-    """Return the rows of the table, the titles first."""
+    """Return the rows of the table, headings first."""
     rows = [["what", "beside", "jkv", "the other", "unit", "ratio", "where"]]
     for name, read in READERS.items():
         for run in read_runs(folder, name):

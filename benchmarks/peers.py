@@ -1,13 +1,13 @@
-"""Adapters: the same work asked of other projects' allocators and page tables.
+"""Adapters: identical workloads on other projects' allocators and page tables.
 
-Each peer is imported from an installed package or from a checkout and called through
-its own methods; nothing of it is rewritten or copied here. Packages are entered without
-running their top-level `__init__` (which would import whole engines), so that only what
-the allocator itself needs must be installed.
+Each peer is imported from an installed package or a checkout and called by its own
+methods; none of its code is copied. Packages are imported without their top-level
+`__init__` (which would import whole engines), so that only the allocator's dependencies
+must be installed.
 
-Every peer does the growth of `Workload`: sequence i starts with 1 + i % T tokens, its
-first block mapped, and grows by one token a step, so that each step maps a block for
-one sequence in T. What a peer does not do is said in its note.
+Every peer runs the growth of `Workload`: sequence i starts with 1 + i % T tokens and
+its first block allocated, and grows by one token per step, so that a step allocates a
+block for one sequence in T. A peer's note lists its missing features.
 """
 
 import dataclasses
@@ -29,13 +29,13 @@ from harness import Case
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is asked of every allocator."""
+    """The workload of every allocator."""
 
-    num_sequences: int = 1024  # sequences of an append
+    num_sequences: int = 1024  # of an append
     block_size: int = 16  # T
-    num_steps: int = 32  # appends in a sample: every sequence maps two more blocks
+    num_steps: int = 32  # appends per sample: each sequence allocates two more blocks
     num_branches: int = 64  # sequences of a free or a fork
-    branch_blocks: int = 16  # blocks of each of them
+    branch_blocks: int = 16  # blocks of each
     max_context_length: int = 1024
 
     @property
@@ -50,7 +50,7 @@ class Workload:
 
     @property
     def blocks_after(self) -> dict[str, int]:
-        """Blocks in use when each operation has done its work."""
+        """Blocks in use after each operation."""
         ends = self.start_lengths + self.num_steps
         return {
             "append": int(np.sum(-(-ends // self.block_size))),
@@ -75,16 +75,16 @@ def bookkeeping_case(
     blocks_in_use: Callable[[Any], int],
     **labels: str,
 ) -> Case:
-    """Return a case whose first sample must leave as many blocks in use as it should.
+    """Return a case that checks the number of blocks in use after its first sample.
 
     Args:
       operation: append, free or fork.
-      who: whose, and how called.
+      who: contender and way of calling it.
       workload: the work.
       num_blocks: size of the pool.
-      prepare: makes the state before the operation.
-      run: the operation, from one state to the next; `append` does all steps.
-      blocks_in_use: counts blocks handed out, in the state that `run` returned.
+      prepare: creates the state before the operation.
+      run: the operation on a state; `append` runs all steps.
+      blocks_in_use: counts allocated blocks in the state returned by `run`.
       **labels: further entries of the row.
     """
     expected = workload.blocks_after[operation]
@@ -93,7 +93,7 @@ def bookkeeping_case(
         found = blocks_in_use(state)
         if found != expected:
             raise RuntimeError(
-                f"{who}: {found} blocks after {operation}, not {expected}"
+                f"{who}: expected {expected} blocks after {operation}, got {found}"
             )
 
     return Case(
@@ -107,20 +107,20 @@ def bookkeeping_case(
 
 
 class Peer:
-    """One project's allocator. Subclasses say how each operation is called.
+    """One project's allocator; subclasses call its operations.
 
     Args:
       root: a checkout, or None for the installed package.
 
     Raises:
-      ImportError: if it, or something it imports, is not there.
+      ImportError: if the project or one of its imports is missing.
     """
 
     name: ClassVar[str]
     package: ClassVar[str]
     source: ClassVar[str]  # folder of the package within a checkout
     module: ClassVar[str]
-    note: ClassVar[str]  # what the number contains, and what the peer does not do
+    note: ClassVar[str]  # included work and missing features
 
     def __init__(self, root: pathlib.Path | None) -> None:
         """Import the module."""
@@ -133,8 +133,8 @@ class Peer:
         else:
             folder = root / self.source / self.package
         sys.path.append(str(folder.parent))
-        # The package as a mere folder: its modules can be imported, its `__init__`,
-        # which imports the whole project, is not run.
+        # A namespace module in place of the package: its submodules can be imported
+        # without running its `__init__`, which imports the whole project.
         shell = types.ModuleType(self.package)
         shell.__path__ = [str(folder)]
         sys.modules[self.package] = shell
@@ -142,16 +142,16 @@ class Peer:
 
     @classmethod
     def is_in(cls, root: pathlib.Path) -> bool:
-        """Return whether a checkout is one of this project."""
+        """Return True if a checkout is of this project."""
         file = pathlib.Path(cls.source, *cls.module.split(".")).with_suffix(".py")
         return (root / file).is_file()
 
     def cases(self, workload: Workload, num_blocks: int) -> list[Case]:
-        """Return what this peer can be timed at."""
+        """Return the cases that this peer supports."""
         raise NotImplementedError
 
     def blocks_in_use(self, state: Any) -> int:
-        """Return how many blocks the state after a sample has handed out."""
+        """Return the number of allocated blocks in a sample's final state."""
         raise NotImplementedError
 
     def case(
@@ -163,7 +163,7 @@ class Peer:
         prepare: Callable[[], Any],
         run: Callable[[Any], Any],
     ) -> Case:
-        """Return a case named after the peer; `run` returns `blocks_in_use`'s state."""
+        """Return a case named after the peer."""
         return bookkeeping_case(
             operation=operation,
             who=f"{self.name}, {how}",
@@ -189,7 +189,7 @@ class NanoVllm(Peer):
     )
 
     def cases(self, workload: Workload, num_blocks: int) -> list[Case]:
-        """Append and free; there is no fork."""
+        """Return append and free; it has no fork."""
         sequence_type = sys.modules["nanovllm.engine.sequence"].Sequence
         sequence_type.block_size = workload.block_size
         manager = self.library.BlockManager(num_blocks, workload.block_size)
@@ -200,7 +200,7 @@ class NanoVllm(Peer):
                 manager.deallocate(is_open.pop())
             for length in lengths:
                 is_open.append(sequence_type([0] * length))
-                # Without its hash lookup, that takes only prompts of its own making.
+                # Without its hash lookup, which requires prompts created by it.
                 manager.allocate(is_open[-1], 0)
             return list(is_open)
 
@@ -227,7 +227,7 @@ class NanoVllm(Peer):
         ]
 
     def blocks_in_use(self, state: Any) -> int:
-        """Count what its free list lacks."""
+        """Count the blocks missing from its free list."""
         return len(state.blocks) - len(state.free_block_ids)
 
 
@@ -244,7 +244,7 @@ class Vllm(Peer):
     )
 
     def cases(self, workload: Workload, num_blocks: int) -> list[Case]:
-        """Append and free; there is no fork."""
+        """Return append and free; it has no fork."""
         sizes = importlib.import_module("vllm.v1.kv_cache_interface")
         requests = importlib.import_module("vllm.v1.request")
         sampling = importlib.import_module("vllm.sampling_params").SamplingParams()
@@ -301,7 +301,7 @@ class Vllm(Peer):
         ]
 
     def blocks_in_use(self, state: Any) -> int:
-        """Count what its free list lacks, but for block 0, which is never used."""
+        """Count the blocks missing from its free list, except block 0, never used."""
         pool = state.block_pool
         return pool.num_gpu_blocks - pool.get_num_free_blocks() - 1
 
@@ -319,7 +319,7 @@ class SglangJax(Peer):
     )
 
     def cases(self, workload: Workload, num_blocks: int) -> list[Case]:
-        """Append and free; there is no fork."""
+        """Return append and free; it has no fork."""
         page_size = workload.block_size
         allocator = self.library.PagedTokenToKVPoolAllocator(
             size=num_blocks * page_size, page_size=page_size, kvcache=None
@@ -382,7 +382,7 @@ class Levanter(Peer):
     )
 
     def cases(self, workload: Workload, num_blocks: int) -> list[Case]:
-        """Append eagerly and in a scan, free, fork."""
+        """Return append, eagerly and in a scan, free and fork."""
         hax = importlib.import_module("haliax")
         steps = workload.num_steps
 
@@ -440,7 +440,7 @@ class Levanter(Peer):
             return lambda state: jax.block_until_ready(function(state))
 
         def prepare_free() -> tuple[Any, jax.Array]:
-            # A mask of its own each time: the call donates all its arguments.
+            # A new mask each time, since the call donates all its arguments.
             return fresh(branches)(), sequence < workload.num_branches
 
         def free(state: tuple[Any, jax.Array]) -> Any:
@@ -456,7 +456,7 @@ class Levanter(Peer):
         ]
 
     def blocks_in_use(self, state: Any) -> int:
-        """Count the pages with owners."""
+        """Count the pages with references."""
         return int(np.sum(np.asarray(state.page_ref_counts.array) > 0))
 
 
@@ -473,7 +473,7 @@ class MaxText(Peer):
     )
 
     def cases(self, workload: Workload, num_blocks: int) -> list[Case]:
-        """Append eagerly and in a scan, free; there is no fork."""
+        """Return append, eagerly and in a scan, and free; it has no fork."""
         steps = workload.num_steps
         manager = self.library.PageManager(
             types.SimpleNamespace(
@@ -522,7 +522,7 @@ class MaxText(Peer):
         ]
 
     def blocks_in_use(self, state: Any) -> int:
-        """Count the pages marked, but for page 0, which is never used."""
+        """Count the marked pages, except page 0, never used."""
         return int(np.sum(np.asarray(state.page_status))) - 1
 
 
@@ -530,27 +530,27 @@ PEERS: tuple[type[Peer], ...] = (NanoVllm, Vllm, SglangJax, Levanter, MaxText)
 
 
 def load(roots: list[pathlib.Path]) -> tuple[list[Peer], dict[str, str]]:
-    """Import the peers that are there.
+    """Import the available peers.
 
     Args:
-      roots: checkouts; what each one is shows in its files.
+      roots: checkouts, identified by their files.
 
     Returns:
-      The peers, and why each of the others is absent, by name.
+      The peers, and the error of each missing one, by name.
 
     Raises:
-      ValueError: for a root that is no known project, or has none of its files.
+      ValueError: for a root without a known project.
     """
     for root in roots:
         if not any(peer.is_in(root) for peer in PEERS):
             names = ", ".join(f"{peer.name} ({peer.module})" for peer in PEERS)
-            raise ValueError(f"{root} holds none of the known peers: {names}")
+            raise ValueError(f"{root} must be a checkout of one of {names}")
     found, absent = [], {}
     for peer in PEERS:
         root = next((root for root in roots if peer.is_in(root)), None)
         try:
             found.append(peer(root))
-        except Exception as error:  # whatever a foreign import raises
+        except Exception as error:  # third-party imports may raise anything
             sys.modules.pop(peer.package, None)
             absent[peer.name] = f"{type(error).__name__}: {error}"
     return found, absent

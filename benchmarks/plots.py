@@ -1,8 +1,8 @@
-"""Draw the pictures of docs/measured.md from benchmarks/results.
+"""Plot the figures of docs/measured.md from benchmarks/results.
 
     python benchmarks/plots.py [--folder docs/measured]
 
-Each picture notes which results it was drawn from: a test finds those that are older.
+Each figure records a digest of its results, by which a test detects outdated ones.
 """
 
 import argparse
@@ -20,30 +20,30 @@ FOLDER = pathlib.Path(__file__).parents[1] / "docs" / "measured"
 
 OURS, THEIRS = "#3f6fb5", "#b9b9b9"
 
-POOL = 65_536  # of the operations: the larger one
+POOL = 65_536  # the larger pool of operations.py
 
 Run = dict[str, Any]
 
 
 def find_newest_run(name: str) -> Run:
-    """Return the latest run of a benchmark; one of an earlier state says so."""
+    """Return the latest run of a benchmark, without runs of earlier versions."""
     runs = json.loads((RESULTS / f"{name}.json").read_text())["runs"]
     valid = [run for run in runs if "earlier" not in run.get("note", "")]
     return max(valid, key=lambda run: run["machine"]["date"])
 
 
 def digest(name: str) -> str:
-    """Return what tells one set of results from another."""
+    """Return a digest of the results."""
     return hashlib.sha256((RESULTS / f"{name}.json").read_bytes()).hexdigest()[:16]
 
 
 def say_number(value: float) -> str:
-    """Say a number in about three digits."""
+    """Format a number with about three digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def draw_bars(axes: Axes, names: Sequence[str], values: Sequence[float]) -> None:
-    """Draw a bar for each name, with its value, jkv's in a colour of its own."""
+    """Draw a labelled bar for each name, jkv's in its own colour."""
     colours = [OURS if name.startswith("jkv") else THEIRS for name in names]
     bars = axes.barh(names, values, color=colours)
     axes.bar_label(bars, fmt=say_number, padding=3, fontsize=8)
@@ -54,7 +54,7 @@ def draw_bars(axes: Axes, names: Sequence[str], values: Sequence[float]) -> None
 
 
 def draw_operations(run: Run) -> None:
-    """Draw what a call of each contender takes."""
+    """Plot the time of a call of each contender."""
     figure, all_axes = pyplot.subplots(3, 1, figsize=(7.5, 8), layout="constrained")
     for axes, operation in zip(all_axes, ("append", "free", "fork"), strict=True):
         rows = [
@@ -70,7 +70,7 @@ def draw_operations(run: Run) -> None:
 
 
 def draw_attention(run: Run) -> None:
-    """Draw paged attention beside dense attention."""
+    """Plot paged and dense attention."""
     figure, axes = pyplot.subplots(figsize=(7.5, 6), layout="constrained")
     names, values = [], []
     for row in run["rows"]:
@@ -81,7 +81,7 @@ def draw_attention(run: Run) -> None:
 
 
 def draw_reuse(run: Run) -> None:
-    """Draw the time to the first token with and without reuse."""
+    """Plot the time to first token with and without prefix caching."""
     figure, axes = pyplot.subplots(figsize=(7.5, 2.2), layout="constrained")
     rows = run["first token"]
     draw_bars(axes, [r["who"] for r in rows], [r["median"] for r in rows])
@@ -89,7 +89,7 @@ def draw_reuse(run: Run) -> None:
 
 
 def draw_accuracy(run: Run) -> None:
-    """Draw the error that each dtype of the cache makes."""
+    """Plot the error of each cache dtype."""
     figure, axes = pyplot.subplots(figsize=(7.5, 2.2), layout="constrained")
     rows = run["attention"]
     values = [100 * r["error, normal"] for r in rows]
@@ -98,7 +98,7 @@ def draw_accuracy(run: Run) -> None:
 
 
 def draw_generate(run: Run) -> None:
-    """Draw the tokens a second of whole generations."""
+    """Plot tokens per second of whole generations."""
     figure, all_axes = pyplot.subplots(2, 1, figsize=(7.5, 5), layout="constrained")
     for axes, phase in zip(all_axes, ("prefill", "decode"), strict=True):
         rows = [row for row in run["rows"] if row["phase"] == phase]
@@ -108,7 +108,7 @@ def draw_generate(run: Run) -> None:
 
 
 def draw_compile(run: Run) -> None:
-    """Draw what a decode step takes to compile."""
+    """Plot the compilation time of a decode step."""
     figure, axes = pyplot.subplots(figsize=(7.5, 2.4), layout="constrained")
     rows = run["rows"]
     names = [f"{row['cache']}, {row['layers']} layers" for row in rows]
@@ -117,7 +117,7 @@ def draw_compile(run: Run) -> None:
 
 
 def draw_gpu(run: Run) -> None:
-    """Draw what decoding reaches of a copy's bandwidth on a GPU, a point a batch."""
+    """Plot decode bandwidth relative to a copy on a GPU, one point per batch."""
     figure, axes = pyplot.subplots(figsize=(7.5, 3.6), layout="constrained")
     peers = {
         "jkv": ("jkv: bfloat16, paged", OURS),
@@ -143,7 +143,7 @@ def draw_gpu(run: Run) -> None:
 
 
 def draw_trainer(run: Run) -> None:
-    """Draw the rewards of training with each engine, a line a seed, and a rollout."""
+    """Plot training rewards of each engine, one line per seed, and a rollout."""
     figure, (above, below) = pyplot.subplots(
         2, 1, figsize=(7.5, 4.6), layout="constrained", height_ratios=(3, 1)
     )
@@ -174,7 +174,7 @@ PICTURES: dict[str, Callable[[Run], None]] = {
 
 
 def draw_all(folder: pathlib.Path) -> None:
-    """Draw every picture into a folder."""
+    """Plot all figures into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     pyplot.switch_backend("agg")
     settings = {"svg.hashsalt": "jkv", "svg.fonttype": "none"}

@@ -1,13 +1,13 @@
-"""What several processes cost the host of an engine: two of one, and two that share it.
+"""Host overhead of multi-process engines: two independent ones and a shared one.
 
     python benchmarks/processes.py [--windows 300] [--running 64]
 
-Windows of a model without layers are started and read, so that what is left is the
-host's work. Its time is that of the thread that does the steps, without what it waits
-(`time.thread_time`). Two processes on one machine slow each other's host work, shared
-engine or not, so the other side is two processes with an engine each, at the same time;
-one that has the machine for itself stands beside them. Counted are orders and their
-bytes. The aim is at most 5% more for processes that share.
+Windows of a model without layers are started and read, so that only host work remains.
+Its time is the stepping thread's CPU time, without waiting (`time.thread_time`). Two
+processes on one machine slow each other down in any case, so the baseline is two
+processes with an engine each, running at the same time; a single process is shown too.
+Broadcasts and their bytes are counted. The target is at most 5% overhead for a shared
+engine.
 """
 
 import argparse
@@ -34,13 +34,13 @@ FOUND = re.compile(r"found (\S+) (\S+) (\S+)")
 
 
 def count_on(_params, tokens, cache, batch):
-    """Return the next token; there are no layers."""
+    """Return logits of the next number; there are no layers."""
     rows = tokens.at[batch.last_rows].get(mode="clip")
     return 8 * jax.nn.one_hot((rows + 1) % VOCABULARY, VOCABULARY), cache
 
 
 def make_engine(mesh, num_running):
-    """An engine for so many texts, on a mesh or on this process alone."""
+    """Return an engine for `num_running` sequences, on a mesh or in this process."""
     config = jkv.CacheConfig(
         num_layers=1,
         num_kv_heads=2,
@@ -66,7 +66,7 @@ def make_engine(mesh, num_running):
 
 
 def measure(engine, num_windows, num_running):
-    """Return host microseconds of each window while all run."""
+    """Return host microseconds per window while all sequences run."""
     for number in range(num_running):
         engine.submit([number % VOCABULARY])
     samples = []
@@ -85,9 +85,9 @@ def run_beside(process, options):
     jax.config.update("jax_platforms", "cpu")
     engine = make_engine(None, options.running)
     engine.warm_up()
-    while process:  # until it is killed
+    while process:  # until killed
         measure(engine, options.windows, options.running)
-    time.sleep(3)  # the other one is ready then
+    time.sleep(3)  # until the other process is ready
     samples = measure(engine, options.windows, options.running)
     print("found", statistics.median(samples), 0, 0, flush=True)
 
@@ -121,7 +121,7 @@ def run_shared(process, port, options):
 
 
 def run_pair(options, port):
-    """Start both processes; return the microseconds, orders and bytes of a window.
+    """Run both processes; return microseconds, broadcasts and bytes per window.
 
     Without a port each has its own engine.
     """
@@ -148,7 +148,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--windows", type=int, default=300, help="that are timed; %(default)s")
-    add("--running", type=int, default=64, help="texts at one time; %(default)s")
+    add("--running", type=int, default=64, help="running sequences; %(default)s")
     add("--rounds", type=int, default=5, help="of both, in turn; %(default)s")
     add("--save", action="store_true", help=f"the rows, in {RESULTS.name}")
     add("--port", type=int, help=argparse.SUPPRESS)
@@ -160,7 +160,7 @@ def main():
         else:
             run_shared(options.process, options.port, options)
         sys.stdout.flush()
-        os._exit(0)  # both have what they wanted; no barrier is needed
+        os._exit(0)  # skips the final barrier; both are finished
     rows = []
     for number in range(options.rounds):
         engine = make_engine(None, options.running)

@@ -1,20 +1,19 @@
-"""Two published models on a processor: jkv, `transformers` and llama.cpp.
+"""Two published models on a CPU: jkv, `transformers` and llama.cpp.
 
     python benchmarks/real.py [--models smollm2 gemma3] [--threads N] [--rounds N]
 
-The models of `tools/models.py`, greedy, with the same tokens as prompts: 1, 4, 16 and
-64 texts behind prompts of 32 tokens, a prompt of 1,000 tokens, a queue of 64 questions,
-and the first token, warm and of a new process. jkv and `transformers` compute in
-float32 with the file's weights made whole, llama.cpp (`pip install xllamacpp`) with 4
-bits.
+The models of `tools/models.py`, greedy, with the same prompt tokens: 1, 4, 16 and 64
+sequences with prompts of 32 tokens, a prompt of 1,000 tokens, a queue of 64 questions,
+and the time to first token, warm and of a new process. jkv and `transformers` compute
+in float32 with the file's weights dequantized, llama.cpp (`pip install xllamacpp`) with
+4 bits.
 
-Each contender is a process of its own (`contenders/on_laptop.py`) that waits while
-others compute; each round has every case of every contender, in an order of its own.
-All have as many cores as threads. Beside the wall clock stands the processor's time,
-which other work on the machine lengthens less. `floor` is the time in which
-the weights can be read once a step or the products be computed, whichever is longer, at
-the rates that `Floor` reaches in the same rounds; `by floor` is how many times that a
-call took.
+Each contender is a process of its own (`contenders/on_laptop.py`) that idles while
+others compute; each round runs all cases of all contenders in random order, with as
+many cores as threads. CPU time is reported besides wall time, as load affects it less.
+`floor` is the time to read the weights once per step or to compute the products,
+whichever is longer, at the rates of `Floor` in the same rounds; `by floor` is the
+measured time over it.
 """
 
 import argparse
@@ -43,18 +42,18 @@ import pretrained  # noqa: E402
 from contenders.on_laptop import QUESTIONS  # noqa: E402
 
 PEERS = ("jkv", "transformers", "llama.cpp")
-# Of processors' libraries, none of which may use more threads than asked for.
+# Thread counts of CPU libraries, to limit all of them.
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 class Case(NamedTuple):
-    """Calls that are compared."""
+    """A compared call."""
 
     name: str
-    call: str  # of the contender
+    call: str  # method of the contender
     num_texts: int
-    prompt: int  # tokens of each
-    num_new: int  # likewise
+    prompt: int  # tokens per prompt
+    num_new: int  # new tokens per sequence
 
 
 CASES = (
@@ -69,14 +68,14 @@ CASES = (
 
 
 class Sizes(NamedTuple):
-    """What a step reads and computes."""
+    """Bytes read and operations of a step."""
 
     body: int  # weights of the layers
     head: int  # of the product with the vocabulary
     bytes_in_file: int
 
     def floor(self, case: Case, peer: str, rates: dict[str, float]) -> float:
-        """Return the least seconds of a call."""
+        """Return the minimal seconds of a call."""
         size = 4 * (self.body + self.head)
         read = (self.bytes_in_file if peer == "llama.cpp" else size) / rates["bytes"]
 
@@ -92,7 +91,7 @@ class Child:
     """A contender in a process of its own."""
 
     def __init__(self, name: str, path: pathlib.Path, threads: int) -> None:
-        """Start it; it has loaded its model when this returns."""
+        """Start the process; return after it has loaded its model."""
         command = [sys.executable, str(CHILD), name, str(path), str(threads)]
         self._process = subprocess.Popen(
             command,
@@ -106,24 +105,24 @@ class Child:
         self._read()
 
     def ask(self, *call: Any) -> Any:
-        """Make a call."""
+        """Run a call and return its result."""
         assert self._process.stdin is not None
         print(json.dumps(call), file=self._process.stdin)
         return self._read()
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self._process.communicate()
 
     def _read(self) -> Any:
         assert self._process.stdout is not None
         if not (line := self._process.stdout.readline()):
-            raise RuntimeError(f"a contender ended: {self._process.args}")
+            raise RuntimeError(f"contender exited: {self._process.args}")
         return json.loads(line)
 
 
 def make_environment(threads: int) -> dict[str, str]:
-    """Return variables that let libraries use so many threads."""
+    """Return environment variables that set the number of threads."""
     found = os.environ | dict.fromkeys(THREADS, str(threads))
     if threads == 1:
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
@@ -132,7 +131,7 @@ def make_environment(threads: int) -> dict[str, str]:
 
 
 def make_prompts(case: Case, path: pathlib.Path, vocabulary: int) -> list[list[int]]:
-    """Return token ids, drawn or of the questions."""
+    """Return token ids, random or of the questions."""
     if case.call == "generate":
         drawn = np.random.default_rng(0)
         shape = (case.num_texts, case.prompt)
@@ -151,7 +150,7 @@ def make_prompts(case: Case, path: pathlib.Path, vocabulary: int) -> list[list[i
 
 
 def start_anew(peer: str, path: pathlib.Path, threads: int) -> Iterator[dict[str, Any]]:
-    """Yield what a new process takes to its first token, cold, then warm."""
+    """Yield a new process's time to first token, cold, then warm."""
     with tempfile.TemporaryDirectory() as kept:
         environment = make_environment(threads) | {"XDG_CACHE_HOME": kept}
         command = [sys.executable, str(CHILD), "first", str(path), str(threads), peer]
@@ -182,7 +181,7 @@ def measure(
     children = {each: Child(each, path, threads) for each in ("floor", *peers)}
     samples: dict[tuple[str, str], list[dict[str, Any]]] = {}
     rates, order = [], random.Random(0)
-    for round_ in range(rounds + 1):  # the first compiles, and is not kept
+    for round_ in range(rounds + 1):  # the first one compiles, and is dropped
         rates.append(children["floor"].ask("measure"))
         for case in cases:
             for peer in order.sample(peers, len(peers)):
@@ -248,7 +247,7 @@ def _list_shapes(config: pretrained.DecoderConfig) -> Iterator[tuple[int, ...]]:
 
 
 def add_ratios(rows: list[dict[str, Any]]) -> None:
-    """Put beside each peer's times how many times jkv's they are."""
+    """Add each peer's times relative to jkv's."""
     own = {row["case"]: row for row in rows if row["who"] == "jkv"}
     for row in rows:
         mine = own.get(row["case"])
@@ -268,7 +267,7 @@ def main() -> None:
     parser.add_argument("--json", type=pathlib.Path, default=RESULTS)
     options = parser.parse_args()
     if hasattr(os, "sched_setaffinity"):
-        # Libraries have threads beside those that they are told of.
+        # Some libraries create more threads than configured.
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, cores[: options.threads])
     where = harness.machine()

@@ -1,21 +1,20 @@
-"""What pools keep: traces of prompts on caches of several sizes, and with stores.
+"""Prefix cache hit rates by eviction policy and offloading store, on request traces.
 
     python benchmarks/retention.py [TRACE.jsonl ...] [--requests N]
 
-A trace is a file of lines {"timestamp": ms, "hash_ids": [...]}, as Mooncake published
-them (https://github.com/kvcache-ai/Mooncake, FAST25-release/traces): a number for each
-512 tokens of a prompt that tells it from all others with other beginnings. Beside the
-files there is always a day of coding agents, made here: sessions that share a system
-prompt, grow by a turn every half a minute, rest, and now and then begin anew from a
-summary.
+A trace is a file of lines {"timestamp": ms, "hash_ids": [...]}, as published by
+Mooncake (https://github.com/kvcache-ai/Mooncake, FAST25-release/traces): each 512
+tokens of a prompt have an id that is unique for the prefix up to them. A synthetic day
+of coding agents is always included: sessions that share a system prompt, grow by a turn
+every half minute, pause, and sometimes restart from a summary.
 
-A column is one token of a cache whose blocks hold one, so that pools of all sizes are
-small. Each prompt is opened on what is found, the rest appended, committed and freed.
-Beside the cache's own order, the longest unused first, stand the same with a store of
-twice and of ten times the pool; two classes by rules that have no number to choose; and
-the best that is possible with the pool alone: Belady's, which gives up what comes back
-last. The rules: columns that ever came before are of class 1; and that one or none,
-whichever would have found more so far, as `Shadow`s of the pool without blocks tell.
+A column stands for one token of a cache with blocks of one token, so that pools of all
+sizes are small. Each prompt is opened with its prefix hits; the rest is appended,
+committed and freed. Compared are LRU eviction; LRU with a store of two and ten times
+the pool; two retention priorities by rules without parameters; and the optimum for the
+pool alone, Belady's, which evicts the columns that recur last. The rules: columns seen
+before have priority 1; and the same or none, whichever would have had more hits so far,
+by two simulated pools (`Shadow`).
 """
 
 import argparse
@@ -35,17 +34,17 @@ import numpy as np
 import jkv
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "retention.json"
-SHARES = (0.01, 0.03, 0.1, 0.3)  # pools, of all columns that a trace has
-STORES = (0, 2, 10)  # of the pool
+SHARES = (0.01, 0.03, 0.1, 0.3)  # pool sizes, of all distinct columns of a trace
+STORES = (0, 2, 10)  # times the pool
 LRU = "longest unused first"
 RULES = {"came before": False, "the better of both": True}
-SPILLED = 32  # blocks at a time
+SPILLED = 32  # blocks per transfer
 
 Trace = list[list[int]]  # the columns of each prompt
 
 
 def read_trace(path: pathlib.Path, most: int) -> Trace:
-    """Return the first prompts of a file."""
+    """Return the first `most` prompts of a file."""
     with open(path, encoding="utf-8") as file:
         lines = [json.loads(line) for line in file]
     lines.sort(key=lambda line: line["timestamp"])
@@ -53,7 +52,7 @@ def read_trace(path: pathlib.Path, most: int) -> Trace:
 
 
 def make_agents(most: int, seed: int = 0) -> Trace:
-    """Return a day of agents: 24 at work at one time, in order of their turns."""
+    """Return a synthetic day of agents: 24 at a time, in order of their turns."""
     rng = np.random.default_rng(seed)
     numbers = iter(range(10**9))
     system = [next(numbers) for _ in range(24)]  # 12,000 tokens of rules and tools
@@ -74,8 +73,8 @@ def make_agents(most: int, seed: int = 0) -> Trace:
         pause = float(rng.exponential(30.0))
         if turns == 0:
             text, turns = begin()
-            pause += float(rng.exponential(900.0))  # somebody reads what it did
-        elif len(text) > 220:  # a summary takes the place of the text
+            pause += float(rng.exponential(900.0))  # a user reads the result
+        elif len(text) > 220:  # a summary replaces the sequence
             text = system + [next(numbers) for _ in range(8)]
         texts[agent] = text, turns - 1
         heapq.heappush(due, (now + pause, agent))
@@ -83,7 +82,7 @@ def make_agents(most: int, seed: int = 0) -> Trace:
 
 
 def count_found(prompt: Sequence[int], known: Any) -> int:
-    """Return how many leading columns of a prompt are known, but for its last."""
+    """Return the number of known leading columns, without the prompt's last."""
     for number, column in enumerate(prompt[:-1]):
         if column not in known:
             return number
@@ -91,7 +90,7 @@ def count_found(prompt: Sequence[int], known: Any) -> int:
 
 
 def play_belady(trace: Trace, pool: int) -> int:
-    """Return the columns found by a pool that knows the future."""
+    """Return the hits of a pool with Belady's optimal eviction."""
     last = dict[int, list[int]]()
     for time in range(len(trace) - 1, -1, -1):
         for column in trace[time]:
@@ -113,15 +112,15 @@ def play_belady(trace: Trace, pool: int) -> int:
 
 
 class Shadow:
-    """What a pool would know, as numbers alone; what leads up to a column goes last."""
+    """Simulation of a pool's contents; prefixes are evicted after their extensions."""
 
     def __init__(self, pool: int) -> None:
         self.pool, self.classes = pool, dict[int, int]()
         self.orders = [OrderedDict[int, None](), OrderedDict[int, None]()]
-        self.recent = 0.0  # columns found, the newest weighing most
+        self.recent = 0.0  # exponentially weighted hits
 
     def play(self, prompt: Sequence[int], num_kept: int) -> None:
-        """Play a prompt whose first columns are kept."""
+        """Simulate a prompt with `num_kept` retained columns."""
         found = count_found(prompt, self.classes)
         self.recent = 0.995 * self.recent + found
         for column in prompt:
@@ -137,7 +136,7 @@ class Shadow:
 
 
 class Rule:
-    """How many of a prompt's columns are of class 1."""
+    """A retention rule: the number of a prompt's columns with priority 1."""
 
     def __init__(self, pool: int, *, may_rest: bool) -> None:
         self.shadows = [Shadow(pool), Shadow(pool)] if may_rest else []
@@ -145,7 +144,7 @@ class Rule:
         self.is_resting = False
 
     def choose(self, prompt: Sequence[int]) -> int:
-        """Return the number, 0 while the rule rests."""
+        """Return the number of retained columns; 0 while the rule is inactive."""
         num_known = next(
             (n for n, column in enumerate(prompt) if column not in self.before),
             len(prompt),
@@ -159,7 +158,7 @@ class Rule:
 
 
 class Player:
-    """A cache whose blocks hold one token, and the step that plays a prompt on it."""
+    """A cache with blocks of one token, and the step that runs a prompt on it."""
 
     def __init__(
         self, pool: int, longest: int, store: int = 0, rule: Rule | None = None
@@ -178,12 +177,12 @@ class Player:
             keep_classes=1 if rule is None else 2,
         )
         self.cache = jkv.init(config)
-        spilled_bytes = 2 * (8 + 2)  # of a block: keys and values, and their scales
+        spilled_bytes = 2 * (8 + 2)  # per block: keys, values and scales
         self.store = jkv.BlockStore(store * spilled_bytes) if store else None
         self.blank, self.rule, self.was_resting = pool, rule, False
 
     def play(self, prompt: Sequence[int]) -> int:
-        """Return the columns found of a prompt."""
+        """Run a prompt and return its number of hits."""
         row = np.full(self.width, -1, np.int32)
         row[: len(prompt)] = prompt
         if self.store is not None:
@@ -214,9 +213,9 @@ class Player:
 def step(
     cache: jkv.Cache, row: jax.Array, length: jax.Array, num_kept: jax.Array
 ) -> tuple[jkv.Cache, jax.Array]:
-    """Open a prompt on what is found, append the rest, commit it, and free it.
+    """Open a prompt with its hits, append the rest, commit it and free it.
 
-    Its first columns are freed in class 1, as those of a fork.
+    Its first columns are freed with priority 1, through a fork.
     """
     cache, opened = jkv.allocate(cache, jnp.zeros(1, jnp.int32), tokens=row[None])
     found = opened.num_cached[0]
@@ -233,12 +232,12 @@ def step(
 
 @jax.jit
 def match(cache: jkv.Cache, row: jax.Array) -> jax.Array:
-    """Return how much of a prompt is found."""
+    """Return the number of hits of a prompt."""
     return jkv.match(cache, row[None])
 
 
 def make_players(pool: int, longest: int) -> Iterator[tuple[str, Player]]:
-    """Yield caches that keep in different ways, each when the one before is done."""
+    """Yield caches with each policy, one at a time."""
     for factor in STORES:
         key = f"store of {factor} pools" if factor else LRU
         yield key, Player(pool, longest, factor * pool)
@@ -247,7 +246,7 @@ def make_players(pool: int, longest: int) -> Iterator[tuple[str, Player]]:
 
 
 def play(name: str, trace: Trace) -> list[dict[str, Any]]:
-    """Return a row for each size of the pool: shares of all columns that were found."""
+    """Return a row per pool size: shares of all columns that hit."""
     total = sum(map(len, trace))
     unique = len({column for prompt in trace for column in prompt})
     longest = max(map(len, trace))
@@ -279,7 +278,7 @@ def main() -> None:
     parser.add_argument("--json", type=pathlib.Path, default=RESULTS)
     options = parser.parse_args()
     where = harness.machine()
-    print(harness.header("What a pool keeps", where))
+    print(harness.header("Prefix cache hit rates", where))
     rows = play("agents, made here", make_agents(options.requests))
     for path in options.traces:
         rows += play(path.stem, read_trace(path, options.requests))

@@ -1,18 +1,18 @@
-"""What the prefix cache saves and what it costs.
+"""Benefit and overhead of prefix caching.
 
     python benchmarks/reuse.py [--rounds N]
 
-Three questions, each answered beside its peers in one run:
+Three measurements, each with its peers in one run:
 
-* the index: looking up 64 prompts of 2,048 tokens, opening sequences on what is found,
-  and committing 8 prompts, over pools of 65,536 and 4,096 blocks of 16. The peer is a
-  block manager as servers have it on the host, in its barest form: a Python dict from
-  (parent, tokens) to block, no hashing of its own, no locks, no statistics.
-* the first token: a prompt of 1,024 tokens of which 1,000 were seen before, on the
-  bundled model, against the same without reuse, and against transformers without reuse
-  and with a copy of the prefix's past keys and values.
+* the index: looking up 64 prompts of 2,048 tokens, opening sequences on their hits, and
+  committing 8 prompts, on pools of 65,536 and 4,096 blocks of 16. The peer is a minimal
+  host-side block manager: a Python dict from (parent, tokens) to block, without hashing
+  of its own, locks or statistics.
+* time to first token: a prompt of 1,024 tokens with 1,000 cached ones, on the bundled
+  model, compared to no prefix caching, and to transformers without and with a copy of
+  the prefix's past keys and values.
 * no hits: a decode step of a random model of 65 million parameters at batch 16, with a
-  prefix index that never finds anything and without, and what XLA counts in both.
+  prefix index that never hits and without, and XLA's counts for both.
 """
 
 import argparse
@@ -62,7 +62,7 @@ BATCH_SIZE, CONTEXT, NUM_STEPS = 16, 256, 4
 
 
 class Index:
-    """A pool full of cached prompts, and 64 prompts of which each hits a part."""
+    """A pool full of cached prompts, and 64 prompts with partial hits."""
 
     def __init__(self, num_blocks: int) -> None:
         """Fill the pool: prompts are appended, committed and freed."""
@@ -95,7 +95,7 @@ class Index:
         self.cache, self.rows = cache, rows
 
     def cases(self) -> list[Case]:
-        """Match, open and close, commit."""
+        """Return match, open and close, and commit."""
         found = self.bare_found()
 
         def check(counts: jax.Array) -> None:
@@ -107,7 +107,7 @@ class Index:
             jax.block_until_ready(self.cache.metadata)
 
         def step() -> tuple[jkv.Cache, jkv.Batch]:
-            # Every block must be new to the index: it forgets all it has.
+            # Blocks must be new to the index, so it is cleared first.
             cache, batch = self.append(jkv.clear_prefixes(self.cache), self.rows)
             return jax.block_until_ready((cache, batch))
 
@@ -130,19 +130,19 @@ class Index:
         run: Callable[[Any], Any],
         check: Callable[[Any], None] | None = None,
     ) -> Case:
-        """Name a case."""
+        """Return a named case."""
         labels = {"what": what, "who": who, "pool": self.num_blocks}
         name = f"{what}, {who}, {self.num_blocks}"
         return Case(name=name, prepare=prepare, run=run, check=check, labels=labels)
 
     def bare_found(self) -> np.ndarray:
-        """Return the whole blocks that each prompt finds, by comparing tokens."""
+        """Return the hits of each prompt in whole blocks, by comparing tokens."""
         known = np.resize(self.known, self.prompts.shape)
         length = np.argmax(known != self.prompts, axis=1)
         return np.minimum(length, PROMPT_LENGTH - 1) // BLOCK_SIZE
 
     def refill(self) -> None:
-        """Let the index know all prompts again, if a commit has cleared it."""
+        """Restore the cached prompts after a commit has cleared them."""
         found = np.asarray(self.match(self.cache, self.prompts))
         if found.sum() == 0:
             for rows in self.known.reshape(-1, COMMITTED, PROMPT_LENGTH):
@@ -168,17 +168,17 @@ class Index:
 
 
 class BareManager:
-    """The least a host-side block manager does: a dict of blocks by their tokens."""
+    """A minimal host-side block manager: a dict of blocks by their tokens."""
 
     def __init__(self, known: np.ndarray) -> None:
-        """Enter the known prompts."""
+        """Commit the known prompts."""
         self.index: dict[tuple[int, tuple[int, ...]], int] = {}
         self.counts: dict[int, int] = {}
         for row in known.tolist():
             self.commit(row)
 
     def match(self, prompt: list[int]) -> list[int]:
-        """Return the blocks that a prompt finds."""
+        """Return the cached blocks of a prompt."""
         parent, blocks = -1, []
         for start in range(0, len(prompt) - BLOCK_SIZE, BLOCK_SIZE):
             key = (parent, tuple(prompt[start : start + BLOCK_SIZE]))
@@ -189,14 +189,14 @@ class BareManager:
         return blocks
 
     def commit(self, prompt: list[int]) -> None:
-        """Make the blocks of a prompt known."""
+        """Add the blocks of a prompt to the index."""
         parent = -1
         for start in range(0, len(prompt), BLOCK_SIZE):
             key = (parent, tuple(prompt[start : start + BLOCK_SIZE]))
             parent = self.index.setdefault(key, len(self.index))
 
     def open_and_close(self, prompt: list[int]) -> None:
-        """Count an owner more, and one less."""
+        """Increment and decrement reference counts."""
         blocks = self.match(prompt)
         for block in blocks:
             self.counts[block] = self.counts.get(block, 0) + 1
@@ -204,7 +204,7 @@ class BareManager:
             self.counts[block] -= 1
 
     def cases(self, index: Index) -> list[Case]:
-        """The same work as the index's."""
+        """Return the same cases as `Index.cases`."""
         prompts, rows = index.prompts.tolist(), index.rows.tolist()
         case = functools.partial(index.case, "bare Python dict")
 
@@ -224,12 +224,12 @@ class BareManager:
 
 
 def first_token_cases(rounds: int) -> tuple[list[Case], dict[str, str]]:
-    """One new token after a prompt of which 1,000 tokens were seen before."""
+    """Return cases of one new token after a prompt with 1,000 cached tokens."""
     model, params = pretrained.load(BUNDLED, jnp.float32)
     random = np.random.default_rng(0)
     vocabulary = model.config.vocab_size
     shared = random.integers(1, vocabulary, SHARED).tolist()
-    # A new end each time, or the end would be cached, too.
+    # A new suffix each time, so that it is not cached.
     ends = iter(random.integers(1, vocabulary, (8 * rounds + 64, OWN)).tolist())
     generate = jax.jit(
         jkv.generate,
@@ -265,7 +265,7 @@ def first_token_cases(rounds: int) -> tuple[list[Case], dict[str, str]]:
         )
 
     cases = [
-        # A step computes all rows of its chunk: short ones where little is left to do.
+        # A step computes all rows of its chunk: short chunks suit short suffixes.
         jkv_case("jkv, 1000 tokens cached, chunks of 32", True, 32),
         jkv_case("jkv, 1000 tokens cached, chunks of 512", True, 512),
         jkv_case("jkv, no reuse, chunks of 512", False, 512),
@@ -285,7 +285,7 @@ def first_token_cases(rounds: int) -> tuple[list[Case], dict[str, str]]:
     ).eval()
     peer.generation_config.eos_token_id = None
     peer.generation_config.pad_token_id = 0
-    # The argument and the answer of this name; it changed in transformers 5.24.
+    # The argument and output name changed in transformers 5.24.
     arguments = inspect.signature(peer.forward).parameters
     kept = "cache" if "cache" in arguments else "past_key_values"
     with torch.no_grad():
@@ -312,7 +312,7 @@ def first_token_cases(rounds: int) -> tuple[list[Case], dict[str, str]]:
 
 
 def no_hit_cases() -> tuple[list[Case], list[dict[str, Any]]]:
-    """A decode step with an index that finds nothing, and without one."""
+    """Return a decode step with an index that never hits, and without one."""
     model = pretrained.Decoder(parse_config(MODEL))
     params = random_params(model.config, jax.random.key(0), jnp.float32)
     num_params = sum(a.size for a in jax.tree.leaves(params))
@@ -406,7 +406,7 @@ def main() -> None:
     for num_blocks in (4_096, 65_536):
         index = Index(num_blocks)
         index_cases += index.cases() + BareManager(index.known).cases(index)
-    # The pools are refilled between a commit and the next look-up, outside the timing.
+    # The pools are refilled between a commit and the next lookup, untimed.
     index_samples = harness.interleave(index_cases, rounds=options.rounds)
     index_rows = rows_of(index_cases, index_samples)
     print(

@@ -1,13 +1,12 @@
-"""A model's step through XLA's own ROCm compiler for MI300X, without an AMD card.
+"""Compile a model's step for MI300X with XLA's ROCm compiler, without an AMD GPU.
 
-For one card, and for a mesh of eight: decode steps, and steps that check guesses or
-compute chunks of prompts. A step of a model's worth of layers (append, then write and
-attend in each, the cache donated) is compiled ahead of time, and the compiled module
-asked: how much temporary memory does it take, which of its operations are as
-large as a pool, are the kernels in it, is every array of the cache updated in place? On
-a mesh also: what is each card's share, and what crosses between cards? Nothing runs, so
-nothing is timed. The compiler comes from JAX's ROCm plugin with stand-ins for ROCm
-(`rocm_stand_in.py`).
+For one GPU, and for a mesh of eight: decode steps, and steps that verify draft tokens
+or compute prompt chunks. A step with a model's number of layers (append, then write and
+attend in each, with a donated cache) is compiled ahead of time. Checks on the compiled
+module: temporary memory, operations as large as a pool, presence of the kernels,
+in-place update of every cache array; on a mesh also each GPU's share and the
+collectives. Nothing runs or is timed. The compiler is JAX's ROCm plugin with stubs for
+ROCm (`rocm_stand_in.py`).
 
     python benchmarks/rocm_compile.py            # downloads 160 MB the first time
 """
@@ -35,12 +34,12 @@ from launches import find_launches
 import jkv
 
 HERE = pathlib.Path(__file__).parent
-# What a step may do with something as large as a layer of the pool.
+# Allowed operations on arrays as large as a layer of the pool.
 IN_PLACE = {
     "bitcast",
     "call",
     "custom-call",
-    "fusion",  # its parts are listed too
+    "fusion",  # its operations are listed too
     "get-tuple-element",
     "parameter",
     "scatter",
@@ -51,7 +50,7 @@ IN_PLACE = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step: a token for each sequence, or several."""
+    """A step: one token per sequence, or several."""
 
     name: str
     num_layers: int
@@ -62,20 +61,21 @@ class Step:
     max_context_length: int
     num_blocks: int
     dtype: str
-    is_scanned: bool  # the layers in a loop, or one after the other
+    is_scanned: bool  # layers in a loop, or unrolled
     value_dtype: str | None = None
-    block_size: int = 16  # tokens of a block that each card has
-    heads: int = 1  # cards over which the heads are spread
-    context: int = 1  # cards over which the tokens of each block are
-    sliding_window: int | None = None  # that the cache has
-    window: int | None = None  # of each layer, as a number that a scan brings
-    num_rows: int | None = None  # of a step with chunks of prompts
+    block_size: int = 16  # tokens of a block on each GPU
+    heads: int = 1  # GPUs over which the heads are sharded
+    context: int = 1  # GPUs over which each block's tokens are sharded
+    sliding_window: int | None = None  # of the cache
+    window: int | None = None  # of each layer, as a traced number
+    num_rows: int | None = None  # of a step with prompt chunks
     latent_value_dim: int | None = None  # of a latent cache
-    # Percent of the card's memory that XLA plans with, None for its own 95. It counts a
-    # pool again for each operation that changes it in place, and what does not fit by
-    # that count it computes anew in each layer.
+    # Percent of the GPU's memory that XLA plans with, None for its default 95. It
+    # counts a pool again for each in-place operation, and recomputes in each layer what
+    # exceeds that count.
     memory_percent: int | None = None
-    # Whether a launch makes queries of what the layer before gave, as projections do.
+    # Whether a kernel launch computes queries from the previous output, like
+    # projections.
     is_projected: bool = False
 
     @property
@@ -83,7 +83,7 @@ class Step:
         return self.heads * self.context
 
     def spread(self, devices: list[jax.Device]) -> tuple[Any, Any, Any]:
-        """Return how the cache, what all cards have, and rows by heads lie on cards."""
+        """Return shardings of the cache, of replicated arrays and of rows by heads."""
         shape = self.heads, self.context
         mesh = jax.sharding.Mesh(
             np.array(devices[: self.num_cards]).reshape(shape),
@@ -125,7 +125,7 @@ class Step:
         keys: jax.Array,
         values: jax.Array,
     ) -> tuple[jkv.Cache, jax.Array]:
-        """Decode; each layer's output is the next one's input, like a model's."""
+        """Run a decode step; each layer's output is the next one's input."""
         if self.num_rows is None:
             cache, batch = jkv.append(cache, seq_ids)
         else:
@@ -138,18 +138,18 @@ class Step:
             stored = None if self.latent_value_dim else values
             cache = jkv.write(cache, layer, batch, keys, stored)
             window = self.sliding_window
-            if self.window is not None:  # a number for each layer
+            if self.window is not None:  # a number per layer
                 window = self.window + layer
             if self.is_projected:
                 rows = rows + rows
             output = jkv.attend(cache, layer, batch, rows, window=window)
-            missing = self.head_dim - output.shape[-1]  # none but of latent caches
+            missing = self.head_dim - output.shape[-1]  # nonzero only for latent caches
             return cache, jnp.pad(output, ((0, 0), (0, 0), (0, missing)))
 
         carry = cache, rows
         if self.is_scanned:
-            # The loop's own count is the layer: slicing it out of numbers that a scan
-            # brings is one launch more.
+            # The loop counter is the layer: slicing a scanned array would launch
+            # another kernel.
             carry = jax.lax.fori_loop(0, self.num_layers, layer_step, carry)
         else:
             for number in range(self.num_layers):
@@ -158,7 +158,7 @@ class Step:
         return jkv.commit(cache, batch), rows
 
     def lower(self, devices: list[jax.Device]) -> tuple[jax.stages.Lowered, jkv.Cache]:
-        """Return the step for these devices, donated, and the shapes of its cache."""
+        """Return the lowered step with donation, and the shapes of its cache."""
         of_cache, everywhere, by_heads = self.spread(devices)
         cache = jax.eval_shape(lambda: jkv.init(self.config()))
         (storage,), (of_storage,) = cache.storage, of_cache.storage
@@ -178,7 +178,7 @@ class Step:
         return jax.jit(self.run, donate_argnums=0).trace(*operands).lower(), cache
 
 
-# The shapes of Llama 3 8B: 64 sequences of up to 8,192 tokens, 64 GiB of cache.
+# Shapes of Llama 3 8B: 64 sequences of up to 8,192 tokens, 64 GiB of cache.
 LLAMA = Step(
     name="llama-8b, scan",
     num_layers=32,
@@ -210,15 +210,15 @@ STEPS = [
         LLAMA, name="llama-8b, int4 values", dtype="int8", value_dtype="int4"
     ),
     dataclasses.replace(LLAMA, name="fp8", num_layers=4, dtype="float8_e4m3fn"),
-    # Layers that see different numbers of tokens, all of which are kept; a cache that
-    # gives back; guesses to check; chunks of prompts beside single tokens.
+    # Layers with different windows on full caches; a cache that releases blocks; draft
+    # tokens to verify; prompt chunks in a decode step.
     dataclasses.replace(LLAMA, name="llama-8b, windows", window=1024),
     dataclasses.replace(LLAMA, name="llama-8b, sliding window", sliding_window=1024),
     dataclasses.replace(LLAMA, name="llama-8b, 5 rows each", num_rows=5 * 64),
     dataclasses.replace(
         LLAMA, name="llama-8b, chunks, windows", num_rows=2048, window=1024
     ),
-    # The shapes of DeepSeek V3's attention.
+    # Shapes of DeepSeek V3's attention.
     dataclasses.replace(
         LLAMA,
         name="latent, 128 heads",
@@ -247,7 +247,7 @@ STEPS = [
         dtype="int8",
     ),
 ]
-# What crosses between cards.
+# Collectives between GPUs.
 COLLECTIVE = re.compile(
     r"= (.+?) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|"
     r"collective-broadcast)(?:-start)?\("
@@ -255,7 +255,7 @@ COLLECTIVE = re.compile(
 
 
 def compile_step(step: Step, devices: list[jax.Device]) -> dict[str, object]:
-    """Compile a step and check that it works in place."""
+    """Compile a step and check that it updates the cache in place."""
     start = time.perf_counter()
     lowered, cache = step.lower(devices)
     (storage,) = cache.storage
@@ -265,8 +265,8 @@ def compile_step(step: Step, devices: list[jax.Device]) -> dict[str, object]:
 
     text, memory = compiled.as_text(), compiled.memory_analysis()
     num_kernels = len(re.findall(r"custom-call\(.*triton", text))
-    # Pieces and their joining; two kernels for requests of several rows, and one that
-    # stores rows in more arrays than one.
+    # Attention pieces and their combination; with several rows per request two kernels,
+    # and one that stores rows if there are several arrays.
     expected = 2 if step.num_rows is None else 4
     expected += len(storage.arrays) > 1
     expected *= 1 if step.is_scanned else step.num_layers
@@ -287,11 +287,11 @@ def compile_step(step: Step, devices: list[jax.Device]) -> dict[str, object]:
     pool_bytes = sum(x.size * x.dtype.itemsize for x in storage.arrays.values())
     cache_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
     storage_bytes = pool_bytes // step.num_cards
-    cache_bytes -= pool_bytes - storage_bytes  # the metadata is on every card
+    cache_bytes -= pool_bytes - storage_bytes  # metadata is replicated
     crossing = sorted(
         f"{name} {re.sub('{.*?}', '', kind)}" for kind, name in COLLECTIVE.findall(text)
     )
-    # The maxima, and totals and weighted values as one.
+    # One for the maxima, one for totals and weighted values.
     assert len(crossing) == (2 if step.context > 1 else 0), crossing
     assert memory.temp_size_in_bytes < storage_bytes / step.num_layers / 4
     assert memory.alias_size_in_bytes >= cache_bytes, "not updated in place"
@@ -313,17 +313,16 @@ def compile_step(step: Step, devices: list[jax.Device]) -> dict[str, object]:
 
 
 def count_entry(text: str) -> int:
-    """Count what the step launches once, or for all layers where no loop has them."""
+    """Count the launches outside the loop, or of all layers without a loop."""
     entry = text[text.index("\nENTRY ") :]
     return len(re.findall(r" (?:fusion|custom-call)\(", entry))
 
 
 def count_launches(text: str) -> dict[str, int] | None:
-    """Count what a trip of the loop over layers launches; None without a loop.
+    """Count the launches per trip of the loop over layers; None without a loop.
 
-    By what it is for: kernels of the attention, writes into the pool, bookkeeping of
-    the attention, joining what cards found, and the rest (the loop's own counting).
-    Collectives are counted elsewhere.
+    By purpose: attention kernels, pool writes, attention bookkeeping, combination
+    across GPUs, and the rest (the loop counter). Collectives are counted separately.
     """
     lines = find_launches(text)
     if lines is None:
@@ -347,7 +346,7 @@ def count_launches(text: str) -> dict[str, int] | None:
 
 @contextlib.contextmanager
 def pretend_mi300x() -> Iterator[None]:
-    """Let the kernel be cut for the card that is compiled for."""
+    """Tune the kernel for the target GPU."""
     found = {"rocm": "gfx942"}
     with unittest.mock.patch("jkv.attention.backend.find_target", found.get):
         yield
@@ -360,7 +359,7 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = arguments.folder.resolve()
     if not arguments.inside:
-        # The loader reads its path once, when a process starts.
+        # The dynamic loader reads its path at process start.
         variables = os.environ | rocm_stand_in.prepare(folder)
         again = [sys.executable, __file__, "--inside", "--folder", str(folder)]
         os.execve(sys.executable, again, variables)

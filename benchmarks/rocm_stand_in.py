@@ -1,10 +1,9 @@
-"""The ROCm compiler of JAX on a machine without ROCm and without an AMD card.
+"""JAX's ROCm compiler on a machine without ROCm or an AMD GPU.
 
-JAX's ROCm plugin is a compiler and a runtime in one library, which asks for some
-twenty libraries of ROCm when it is loaded. To compile ahead of time none of them is
-called for real, so libraries of the same names whose functions do nothing stand in
-for them: which functions, and in which symbol versions, is read off the plugin itself.
-Needs gcc, readelf and nm.
+JAX's ROCm plugin is a compiler and a runtime in one library, which loads some twenty
+ROCm libraries. Ahead-of-time compilation calls none of them, so stub libraries of the
+same names replace them; their functions and symbol versions are read from the plugin.
+Requires gcc, readelf and nm.
 """
 
 import pathlib
@@ -16,13 +15,13 @@ from collections import defaultdict
 import jax
 
 PACKAGES = ("jax-rocm7-plugin", "jax-rocm7-pjrt")
-# Libraries that every Linux machine has, and symbols that they or Python provide.
+# Libraries of every Linux machine, and symbols provided by them or Python.
 _PRESENT = re.compile(
     r"(libm|librt|libpthread|libdl|libstdc\+\+|libc|libgcc_s|ld-linux)\.?"
 )
 _PRESENT_VERSION = re.compile(r"GLIBC|CXXABI|GCC_|GLIBCXX")
 _PRESENT_SYMBOL = re.compile(r"_ZTIS|_ZTIN10__cxx|_ZTVN10__cxx|_Py|Py")
-# The few answers that loading the plugin waits for; everything else returns an error.
+# Return values needed to load the plugin; all other functions return an error.
 _ANSWERS = {
     "hipInit": "return 0;",
     "hipGetDeviceCount": "*(int *)a = 0; return 100;",  # no device
@@ -34,7 +33,7 @@ _ANSWERS = {
     "hipDeviceGetAttribute": "*(int *)a = 64; return 0;",
 }
 
-# MI300X, as XLA describes a device to itself.
+# XLA's description of an MI300X.
 _MI300X = """
 gpu_device_info {
   threads_per_block_limit: 1024
@@ -64,13 +63,13 @@ device_description_str: "AMD Instinct MI300X"
 
 
 def prepare(folder: pathlib.Path) -> dict[str, str]:
-    """Install the plugin and build its stand-ins, once.
+    """Install the plugin and build its stubs, once.
 
     Args:
-      folder: where to; the plugin alone has 160 MB to download.
+      folder: destination; the plugin is a download of 160 MB.
 
     Returns:
-      The environment variables that a process needs when it starts to use `mi300x`.
+      Environment variables for processes that use `mi300x`.
     """
     site, stand_ins = _site(folder), folder / "lib"
     if not site.exists():
@@ -86,7 +85,7 @@ def prepare(folder: pathlib.Path) -> dict[str, str]:
 
 
 def build(site: pathlib.Path, folder: pathlib.Path) -> None:
-    """Build a library for each that the plugin's libraries need and that is missing."""
+    """Build a stub for each missing library of the plugin."""
     libraries = [
         *site.glob("jax_plugins/xla_rocm7/*.so"),
         *site.glob("jax_rocm7_plugin/*.so"),
@@ -105,7 +104,7 @@ def build(site: pathlib.Path, folder: pathlib.Path) -> None:
                 name, _, version = symbol.partition("@")
                 undefined.append((name, version, versions))
     missing = sorted(name for name in needed if not _PRESENT.match(name))
-    # Symbols without a version say nothing of their library; any will do.
+    # Unversioned symbols do not name a library; any will do.
     anywhere = next(name for name in missing if "rocprofiler" in name)
     symbols: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for name, version, versions in undefined:
@@ -119,8 +118,8 @@ def build(site: pathlib.Path, folder: pathlib.Path) -> None:
 
 
 def mi300x(folder: pathlib.Path, count: int = 1) -> list[jax.Device]:
-    """Return devices to compile for, in a process that has `prepare`'s variables."""
-    # JAX looks for plugins once, and would complain that this one finds no card.
+    """Return devices to compile for, in a process with `prepare`'s variables."""
+    # JAX discovers plugins once, and would warn that this one has no GPU.
     jax.devices("cpu")
     sys.path.append(str(_site(folder)))
     import jax_plugins.xla_rocm7 as plugin
@@ -152,7 +151,7 @@ def _run(*command: str | pathlib.Path) -> str:
 
 
 def _versions(text: str) -> dict[str, str]:
-    """Return the library that each symbol version belongs to."""
+    """Return the library of each symbol version."""
     found, library = {}, ""
     for line in text.splitlines():
         if match := re.search(r"File: (\S+)", line):
@@ -163,7 +162,7 @@ def _versions(text: str) -> dict[str, str]:
 
 
 def _compile(folder: pathlib.Path, library: str, symbols: dict[str, set[str]]) -> None:
-    """Compile one stand-in with its symbols by version."""
+    """Compile one stub with its versioned symbols."""
     code, versions = ["static long nothing[64];"], []
     for version, names in sorted(symbols.items()):
         for name in sorted(names):

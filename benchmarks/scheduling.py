@@ -1,15 +1,15 @@
-"""What a step of `generate`'s loop costs beyond the same step without a queue.
+"""Overhead of continuous batching: a step of `generate`'s loop and a bare step.
 
     python benchmarks/scheduling.py [--quick]
 
-The bare loop is what one writes by hand for a batch that never changes: `append`, the
-model, `commit`, `sample`, the token put in an array; a `lax.scan` inside one jit. The
-other is a window of `jkv.decoding.decode` over as many running sequences, while others
-wait or none does. Where sequences end, 1 in 256 does in a step, and one that waited
-replaces it: freeing, admission and the first row of the new one are in the time.
+The bare loop is hand-written for a fixed batch: `append`, the model, `commit`,
+`sample`, and storing the token, in a `lax.scan` inside one jit. The other is a window
+of `jkv.decoding.decode` over as many running sequences, with waiting ones or without.
+If sequences end, 1 in 256 does per step, and a waiting one replaces it: freeing,
+admission and the new one's first row are included.
 
-One model has 8 layers and computes; the other returns the logits of the next number,
-so that nothing but bookkeeping is left. Both loops start from the same lengths.
+One model has 8 layers; the other returns the logits of the next number, so that only
+bookkeeping remains. Both loops start from the same lengths.
 """
 
 import argparse
@@ -33,29 +33,29 @@ RESULTS = pathlib.Path(__file__).parent / "results" / "scheduling.json"
 BARE = "bare loop"
 BLOCK_SIZE = 16
 VOCABULARY = 128
-MEAN_LENGTH = 256  # tokens of a sequence that ends, on average
+MEAN_LENGTH = 256  # mean tokens of ended sequences
 STATIC = ("model", "max_new_tokens", "max_running")
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Sequences that run, and that wait."""
+    """Running and waiting sequences."""
 
     name: str
     num_running: int
     num_waiting: int = 0
-    ends: bool = False  # whether sequences end, or have room for all steps
-    num_layers: int = 0  # of the model; without layers it only counts on
-    num_steps: int = 32  # of a sample
+    ends: bool = False  # True if sequences end within the run
+    num_layers: int = 0  # of the model; 0 for the counting model
+    num_steps: int = 32  # per sample
 
     @property
     def num_sequences(self) -> int:
-        """Sequences in all."""
+        """Number of all sequences."""
         return self.num_running + self.num_waiting
 
     @property
     def warmup(self) -> int:
-        """Steps before the first sample: all run, and some may have ended."""
+        """Steps before the first sample, until all run and some may have ended."""
         return MEAN_LENGTH + 64 if self.ends else 100
 
     @property
@@ -64,7 +64,7 @@ class Workload:
         return 2 * MEAN_LENGTH
 
     def limits(self) -> np.ndarray:
-        """Return the most tokens of each sequence."""
+        """Return the maximum tokens of each sequence."""
         most = self.max_context_length - 1
         if not self.ends:
             return np.full((self.num_sequences,), most, np.int32)
@@ -84,7 +84,7 @@ WORKLOADS = (
 
 
 class Model:
-    """A model of layers on the cache, or one that counts on."""
+    """A model of layers on the cache, or the counting model."""
 
     def __init__(self, num_layers: int) -> None:
         """Draw weights."""
@@ -122,10 +122,10 @@ class Model:
 
 
 class Loops:
-    """Both loops over one workload, from the same state."""
+    """Both loops on one workload, from the same state."""
 
     def __init__(self, workload: Workload, model: Model) -> None:
-        """Let everything begin, and do the first steps."""
+        """Admit the sequences and run the first steps."""
         self.workload, self.model = workload, model
         shapes, blocks = model.shapes, workload.max_context_length // BLOCK_SIZE
         config = jkv.CacheConfig(
@@ -160,7 +160,7 @@ class Loops:
         self.copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 
     def cases(self) -> list[Case]:
-        """Return both."""
+        """Return both cases."""
         return [self._bare_case(), self._queue_case()]
 
     def _bare_case(self) -> Case:
@@ -240,7 +240,7 @@ class Loops:
 
 
 def compare(workload: Workload, samples: dict[str, Samples]) -> dict[str, Any]:
-    """Return what a step takes in both, the difference, and what it may be."""
+    """Return both times of a step, their difference and its limit."""
     ours, bare = (samples[f"{who}: {workload.name}"] for who in ("jkv", BARE))
     common = ours.seconds.keys() & bare.seconds.keys()
     added = Samples({r: ours.seconds[r] - bare.seconds[r] for r in common})
@@ -270,7 +270,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     where = harness.machine()
-    print(harness.header("jkv: what a queue costs a step", where))
+    print(harness.header("jkv: overhead of continuous batching per step", where))
     chosen = [w for w in WORKLOADS if (arguments.only or "") in w.name]
     if arguments.quick:
         chosen = [dataclasses.replace(w, num_steps=2) for w in chosen[:1]]

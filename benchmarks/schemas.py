@@ -1,13 +1,13 @@
-"""JSON schemas of public repositories: how many are served, beside llguidance.
+"""Coverage of JSON schemas from public repositories, compared to llguidance.
 
     python benchmarks/schemas.py FOLDER [--count 400] [--seed 50]
 
 FOLDER has MaskBench's files (maskbench/data of
-https://github.com/guidance-ai/jsonschemabench), a schema each, with instances that are
-valid or not; a sample of their names is taken, the same for one seed. The vocabulary is
-single bytes, so that the reading of schemas alone is compared. Instances are written as
-Python's `json` writes them: a valid one may be lost to the order of its properties, or
-to some of which its schema does not speak.
+https://github.com/guidance-ai/jsonschemabench), one schema each, with valid and invalid
+instances; a sample of them is drawn by seed. The vocabulary is single bytes, so that
+only schema compilation is compared. Instances are serialized by Python's `json`: a
+valid one may be rejected for the order of its properties, or for unmentioned
+properties.
 """
 
 import argparse
@@ -36,13 +36,13 @@ Matches = Callable[[bytes], bool]
 
 
 class SingleBytes:
-    """A vocabulary as llguidance asks for one."""
+    """A byte vocabulary with llguidance's interface."""
 
     bos_token_id, eos_token_id, special_token_ids = None, 256, (256,)
     tokens = (*(bytes([byte]) for byte in range(256)), b"\xff<end>")
 
     def __call__(self, text: str) -> list[int]:
-        """Return the tokens of a text."""
+        """Return the tokens of a string."""
         return list(text.encode())
 
 
@@ -50,13 +50,13 @@ TOKENIZER = llguidance.LLTokenizer(llguidance.TokenizerWrapper(SingleBytes()))
 
 
 def ours(schema: Any) -> Matches:
-    """Compile a schema; return what tells whether a text is its own."""
+    """Compile a schema by jkv; return its membership test."""
     bounds = Bounds(MAX_BYTES, timeout=60)
     return determinize(compile_schema(schema, READING, bounds), bounds).matches
 
 
 def theirs(schema: Any) -> Matches:
-    """Compile a schema with llguidance."""
+    """Compile a schema by llguidance; return its membership test."""
     grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
 
     def begin() -> Any:
@@ -73,7 +73,7 @@ def theirs(schema: Any) -> Matches:
 
 
 def measure(paths: Iterable[pathlib.Path], make: Callable[[Any], Matches]) -> Any:
-    """Compile all schemas; return what became of them and of their instances."""
+    """Compile all schemas; return counts of schemas and instances, and errors."""
     counts, reasons = collections.Counter[str](), collections.Counter[str]()
     seconds = []
     for path in paths:

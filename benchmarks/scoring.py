@@ -1,20 +1,20 @@
-"""Log-probabilities of continuations that share a prompt, and their gradient.
+"""Log-probabilities of completions with a shared prompt, and their gradient.
 
     python benchmarks/scoring.py [--quick]
 
-One prompt and several continuations of a small decoder, float32, random weights: what
-training by policy gradients computes in each step. `jkv.score` with the prompt shared;
-`jkv.score` with a prompt for each continuation, which is as many full forward passes on
-the same attention; and the same full passes on dense attention, one after the other.
+One prompt and several completions of a small decoder, float32, random weights: a step
+of policy-gradient training. Compared are `jkv.score` with the prompt shared;
+`jkv.score` with one prompt per completion, which is as many full forward passes on the
+same attention; and the same passes on dense attention, one after another.
 
-Dense attention goes through tiles of query rows, whose scores stay in the processor's
-cache and are computed again in the backward pass; it computes what the causal mask
-hides, which paged attention does not. Whole arrays of scores, [H, L, L], are 570 MB a
-layer at 4,224 tokens and took several times as long as tiles.
+Dense attention loops over tiles of query rows, whose scores fit in the CPU's cache and
+are recomputed in the backward pass; it computes masked scores, which paged attention
+skips. Whole score arrays, [H, L, L], are 570 MB per layer at 4,224 tokens and were
+several times slower than tiles.
 
-The floor of what sharing can bring is the ratio of the rows: P + G * (C - 1) against
-G * (P + C - 1), 6.5 at the default sizes; attention's share is G * C * P of
-P * P / 2 + G * C * P against G times P * P / 2 + C * P, 5.1.
+The upper bound of the speedup by sharing is the ratio of rows: P + G * (C - 1) against
+G * (P + C - 1), 6.5 at the default sizes; for attention G * C * P of P * P / 2 + G * C
+* P against G times P * P / 2 + C * P, 5.1.
 """
 
 import argparse
@@ -34,9 +34,9 @@ import jkv
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "scoring.json"
 SHARED, APART, DENSE = "prompt shared", "a prompt each", "dense passes"
-# How many times faster the shared one shall be than either other.
+# Target speedups of sharing over either alternative.
 AIMS = {"forward": 4.0, "gradient": 2.0}
-# Query rows of a tile of dense attention; 32 to 128 were alike.
+# Query rows of a tile of dense attention; 32 to 128 performed alike.
 TILE = 64
 
 Score = Callable[[Any, jax.Array, jax.Array], jax.Array]
@@ -72,7 +72,7 @@ def paged_score(shapes: Shapes, *, is_shared: bool) -> Score:
 
 
 def dense_score(shapes: Shapes) -> Score:
-    """Return the same on one full forward pass for each continuation."""
+    """Return the same with one full forward pass per completion."""
 
     def attend(layer: int, queries: Any, keys: Any, values: Any) -> jax.Array:
         del layer
@@ -97,7 +97,7 @@ def attend_densely(
     keys: jax.Array,  # f32[L, K, D]
     values: jax.Array,  # f32[L, K, D]
 ) -> jax.Array:
-    """Return causal attention of a text over itself, f32[L, H, D], tile by tile."""
+    """Return causal self-attention of one sequence, f32[L, H, D], tile by tile."""
     length, num_kv_heads, head_dim = keys.shape
     heads_per_kv = queries.shape[1] // num_kv_heads
     shape = (-1, TILE, num_kv_heads, heads_per_kv, head_dim)
@@ -122,7 +122,7 @@ def attend_densely(
 def make_cases(
     shapes: Shapes, num_prompt: int, num_continuations: int, length: int
 ) -> list[Case]:
-    """Make a case for each contender, forward and with the gradient."""
+    """Return a case for each contender, forward and with the gradient."""
     rng = np.random.default_rng(0)
 
     def draw(leaf: Any) -> jax.Array:
@@ -165,7 +165,7 @@ def _run(function: Callable[..., Any], arguments: Any) -> Any:
 
 
 def _compare(expected: dict[str, Any], kind: str, found: Any) -> None:
-    """Raise unless all contenders find the same numbers."""
+    """Raise unless all contenders return equal numbers."""
     found = [np.asarray(leaf) for leaf in jax.tree.leaves(found)]
     for one, other in zip(found, expected.setdefault(kind, found), strict=True):
         scale = np.abs(other).max()

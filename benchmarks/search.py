@@ -1,20 +1,20 @@
-"""Tree search over texts: blocks, bytes and time beside dense caches that are cloned.
+"""Monte Carlo tree search: blocks, bytes and time, compared to copied dense caches.
 
     python benchmarks/search.py [--rounds 5]
 
 The search of `examples/tree_search.py` with the bundled model in float32: 32 lines, 64
-simulations of each, eight choices. Contenders find the same trees:
+simulations of each, eight choices. Both contenders find the same trees:
 
 * paged: a node is a sequence, a branch is `jkv.fork`.
 * cloned: a node has a row of a dense array, which a branch copies, in plain JAX
   (`tests/support/cloned_texts.py`).
 
-Counts, which no other work on the machine changes: the most blocks in use at one time,
-the same if each live node had blocks of its own, and the bytes of the blocks beside the
-bytes of the dense array, which gives no row back. What was found: the lines that fit,
-by greedy text, by the search, and by 64 samples of each line under the same rules (a
-random choice among those eight, by their probabilities). Likely is the geometric mean
-of a line's probabilities, averaged over the best lines where search and samples fit.
+Load-independent counts: the peak number of blocks, the same without sharing between
+live nodes, and the bytes of the blocks and of the dense array, which releases no row.
+Results: the lines that fit, by greedy decoding, by the search, and by 64 samples of
+each line under the same rules (sampled among the eight choices). Likelihood is the
+geometric mean of a line's probabilities, averaged over the best lines where search and
+samples fit.
 """
 
 import argparse
@@ -51,7 +51,7 @@ SETTINGS = Settings(num_simulations=64, num_choices=8, max_tokens=27)
 
 @jax.jit
 def solve_cloned(weights, prompt, puzzle):
-    """Search with a dense row for each node."""
+    """Search with a dense row per node."""
     texts, rows, logits = ClonedTexts.open(
         dense_step,
         weights,
@@ -66,7 +66,7 @@ def solve_cloned(weights, prompt, puzzle):
 
 @functools.partial(jax.jit, static_argnames="model")
 def sample(model, params, cache, prompt, puzzle):
-    """Return the likelihoods of samples under the rules of the search, f32[n, B]."""
+    """Return the likelihoods of samples under the search's rules, f32[n, B]."""
     texts, roots, logits = PagedTexts.open(model, params, cache, prompt, LINES)
 
     def write(carry):
@@ -97,7 +97,7 @@ def sample(model, params, cache, prompt, puzzle):
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    """Search with both, in turns, and draw the samples."""
+    """Run both searches, interleaved, and draw the samples."""
     model, params = pretrained.load(tree_search.BUNDLED, dtype=jnp.float32)
     tokenizer = pretrained.load_tokenizer(tree_search.BUNDLED)
     prompt = np.array(tokenizer.encode(tree_search.PROMPT).ids, np.int32)
@@ -153,12 +153,12 @@ def measure(rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print, and keep."""
+    """Measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     where = harness.machine()
-    print(harness.header("Tree search over texts", where), flush=True)
+    print(harness.header("Monte Carlo tree search", where), flush=True)
     row = measure(options.rounds)
     shown = [{"": name, "value": row[name]} for name in row if name != "seconds"]
     print("\n" + harness.table(shown, {"": "", "value": "value"}))

@@ -1,13 +1,13 @@
-"""Many short requests through one engine: nothing is left of them.
+"""Soak test of an engine with many short requests: no leaks.
 
     python benchmarks/soak.py [--requests 100000]
 
-The model is a function of the newest token alone, so the time is that of the engine
-itself: its books, its three programs and JAX's dispatch. One request in seven is
-cancelled, some end by a stop token, the rest by their limit. Printed are requests and
-tokens a second, and what memory, live arrays and free blocks were after a tenth of the
-requests and at the end. The run fails if blocks or arrays are missing, or if the
-process has grown by more than an allocator's whims.
+The model is a function of the newest token only, so the time is the engine's own:
+scheduling, its three programs and JAX's dispatch. One request in seven is cancelled,
+some end by a stop token, the rest by their limit. Requests and tokens per second are
+printed, and memory, live arrays and free blocks after a tenth of the requests and at
+the end. The run fails if blocks or arrays leak, or if the process grows by more than
+allocator noise.
 """
 
 import argparse
@@ -23,17 +23,17 @@ import jkv
 from jkv.serving import Engine, QueueFull
 
 VOCABULARY, RUNNING, CONTEXT = 64, 64, 64
-MOST_GROWTH = 16 * 2**20  # bytes, less than 200 for each request
+MOST_GROWTH = 16 * 2**20  # bytes, less than 200 per request
 
 
 def count_on(params, tokens, cache, batch):
-    """The next token is the one after."""
+    """Return logits of the next number."""
     del params
     return jax.nn.one_hot((tokens + 1) % VOCABULARY, VOCABULARY)[batch.last_rows], cache
 
 
 def resident_bytes():
-    """Memory of this process, where the system tells it."""
+    """Return the resident memory of this process; 0 if unavailable."""
     status = Path("/proc/self/statm")
     if not status.exists():
         return 0
@@ -41,13 +41,13 @@ def resident_bytes():
 
 
 def snapshot(engine):
-    """Return what may not grow."""
+    """Return the quantities that must not grow."""
     gc.collect()
     return resident_bytes(), len(jax.live_arrays()), engine.stats().free_blocks
 
 
 def serve(engine, rng, count):
-    """Submit requests as fast as they are taken, and cancel some."""
+    """Submit requests as fast as they are accepted, and cancel some."""
     lengths, limits = rng.integers(1, 24, count), rng.integers(1, 9, count)
     starts = rng.integers(0, VOCABULARY - 30, count)
     for i in range(count):
@@ -66,7 +66,7 @@ def serve(engine, rng, count):
 
 
 def main():
-    """Serve, and compare."""
+    """Serve and compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=100_000)
     count = parser.parse_args().requests

@@ -1,31 +1,28 @@
-"""Clients of all kinds on a server for an hour: nothing is lost, nothing is left.
+"""Soak test of the HTTP server with mixed clients for an hour: no losses, no leaks.
 
     python benchmarks/soak_http.py [--minutes 60] [--clients 200]
     python benchmarks/soak_http.py --processes 2
     python benchmarks/soak_http.py --ray [--replicas 3]
 
-A server runs as users start it (`examples/serve_http.py`, with `--processes` shared
-among several; with `--ray` replicas on `examples/serve_ray.py`), and as many clients as
-are asked for talk to it, each one request after the other: whole answers, streams,
-streams that are left after some tokens, answers that are not waited for, deadlines,
-bodies that are wrong. Half of them have a higher priority. Every text is greedy and
-known, so each answer is checked. Meanwhile
+A server runs as users start it (`examples/serve_http.py`, with `--processes` sharded
+over several; with `--ray` replicas by `examples/serve_ray.py`). Each client sends one
+request after another: completions, streams, streams closed after some tokens, abandoned
+requests, deadlines, invalid bodies. Half of them have a higher priority. Every
+completion is greedy and known, so each response is checked. Meanwhile
 
-* the weights are read anew twice, from the folder that they were read from;
-* with `--processes` a follower is killed between, and the launcher starts all processes
-  again: what was open is asked again by its client, and must be answered then;
-* with `--ray` two replicas are killed, one after the other, and between them the
-  weights are read anew in all; a stream may then end with an error that says so, and no
-  other answer may.
+* the weights are reloaded twice from their folder;
+* with `--processes` a follower is killed in between, and the launcher restarts all
+  processes: clients repeat open requests, which must then succeed;
+* with `--ray` two replicas are killed one after the other, with a weight update of all
+  in between; only a stream may then end, with an explicit error.
 
-Clients have no retries of their own, so that what OpenAI's client would hide is seen. A
-machine that is so busy that they stand still for seconds loses connections: the server
-closes one whose head does not come within ten.
+Clients do not retry by themselves, so that failures hidden by OpenAI's client are seen.
+On a machine so busy that clients stall for seconds, connections are lost: the server
+closes one without a request head after ten seconds.
 
-Without `--ray` the engine looks at the cache's invariants after every window, and fails
-if one is broken. The run fails if an answer is wrong, missing or comes twice, if at the
-end blocks are not free or requests not ended, or if a process has grown. Figures go to
-results/soak_http.json.
+Without `--ray` the engine checks the cache's invariants after every window. The run
+fails for wrong, missing or duplicate responses, for blocks or requests left at the end,
+or if a process has grown. Figures are in results/soak_http.json.
 """
 
 import argparse
@@ -54,9 +51,9 @@ from support.replicas import find_replicas  # noqa: E402 (the path is set above)
 EXAMPLES = ROOT / "examples"
 RESULTS = ROOT / "benchmarks" / "results" / "soak_http.json"
 SIZES = "--context 256 --max-running 16 --max-new-tokens 48 --max-waiting 96"
-SIZES += " --rows 32 --scan-layers"  # less to compile at each start
-MOST_GROWTH = 64 * 2**20  # bytes of a process, after a tenth of the time and at the end
-MOST_SECONDS = 900  # for the weights to change, and to start again
+SIZES += " --rows 32 --scan-layers"  # reduces compilation at each start
+MOST_GROWTH = 64 * 2**20  # bytes per process, from a tenth of the run to its end
+MOST_SECONDS = 900  # for a weight update, and for a restart
 PROMPTS = [
     f"{name} objects have methods that return {kind}."
     for name in ("List", "Dict", "File", "Path")
@@ -73,10 +70,10 @@ KINDS = {
 
 
 class Server:
-    """A server in a process of its own, or in several.
+    """A server in one or several processes.
 
     Attributes:
-      grown: bytes by which the largest process has grown, of each time that it ran.
+      grown: growth of the largest process in bytes, for each of its runs.
     """
 
     def __init__(self, options, folder):
@@ -100,7 +97,7 @@ class Server:
         self.grown = []
 
     def wait_until_ready(self):
-        """Return when it answers."""
+        """Wait until the server responds."""
         while True:
             try:
                 return self.read("/health")
@@ -110,26 +107,26 @@ class Server:
                 time.sleep(1)
 
     def read(self, path):
-        """Return what an address tells."""
+        """Return the response of a path."""
         address = f"http://127.0.0.1:{self.port}{path}"
         with urllib.request.urlopen(address, timeout=30) as reply:
             return reply.read().decode()
 
     def read_number(self, name):
-        """Return the sum of a number over all engines."""
+        """Return the sum of a metric over all engines."""
         found = re.findall(
             rf"^{name}(?:{{[^}}]*}})? (\S+)$", self.read("/metrics"), re.M
         )
         return sum(map(float, found))
 
     def find_processes(self):
-        """Return the process ids of the engines; of one engine, in their order."""
+        """Return the process ids of the engines; for one engine, in order."""
         if self.is_ray:
             return find_replicas()
         if self.num_processes == 1:
             return [self._process.pid]
         found = re.findall(r"process (\d+) has pid (\d+)", self._said.read_text())
-        newest = dict(found)  # each number's last one
+        newest = dict(found)  # the last one of each number
         return [int(newest[str(number)]) for number in range(self.num_processes)]
 
     def measure(self):
@@ -141,11 +138,11 @@ class Server:
         return max(pages) * os.sysconf("SC_PAGE_SIZE")
 
     def begin_to_grow(self):
-        """Note the memory that later one is compared with."""
+        """Record the reference memory."""
         self._early = self.measure()
 
     def note_growth(self):
-        """Note how much larger a process is."""
+        """Record the growth since the reference."""
         self.grown.append(self.measure() - self._early)
 
     def kill_replica(self):
@@ -153,7 +150,7 @@ class Server:
         os.kill(self.find_processes()[0], signal.SIGKILL)
 
     def kill_follower(self):
-        """Kill a process of several; return when all are there again."""
+        """Kill a follower; return the seconds until all processes are back."""
         self.note_growth()
         before, began = self.find_processes(), time.monotonic()
         os.kill(before[-1], signal.SIGKILL)
@@ -163,7 +160,7 @@ class Server:
         return time.monotonic() - began
 
     def change_weights(self):
-        """Let the weights be read anew; those of replicas from another folder."""
+        """Reload the weights; for replicas from another folder."""
         before, began = self.read_number("jkv_weights_version"), time.monotonic()
         if not self.is_ray:
             os.kill(self.find_processes()[0], signal.SIGUSR1)
@@ -182,46 +179,46 @@ class Server:
                 self._wait(began, "change its weights")
 
     def stop(self):
-        """End it, and return how."""
+        """Terminate the server and return its exit status."""
         self._process.send_signal(signal.SIGTERM)
         return self._process.wait(timeout=60)
 
     def _wait(self, began, what):
         if time.monotonic() - began > MOST_SECONDS:
-            raise TimeoutError(f"the server did not {what} in {MOST_SECONDS} s")
+            raise TimeoutError(f"server did not {what} within {MOST_SECONDS} s")
         time.sleep(1)
 
 
 class Crowd:
-    """Clients, and what they saw."""
+    """Clients and their observations."""
 
     def __init__(self, options):
         base = f"http://127.0.0.1:{options.port}/v1"
         self._client = openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0)
         self._num_clients, self._is_ray = options.clients, options.ray
         self._expected = {}
-        self.is_cut = False  # whether processes have been killed, and start again
-        self.longest_pause = 0.0  # s in which the clients themselves did not run
+        self.is_cut = False  # True after processes were killed, during the restart
+        self.longest_pause = 0.0  # seconds in which the clients themselves did not run
         self.seen = collections.Counter()
         self.ids = collections.Counter()
-        self.waits = {-1: [], 0: []}  # seconds to the first token, by priority
+        self.waits = {-1: [], 0: []}  # seconds to first token, by priority
         self.mistakes = []
 
     async def learn(self):
-        """Ask for each text alone, once: what every later answer must be."""
+        """Request each completion once without load, as the reference."""
         for prompt in PROMPTS:
             for length in (8, 48):
                 reply = await self._ask(prompt, length, 0)
                 self._expected[prompt, length] = reply.choices[0].text
 
     async def run(self, until, bar):
-        """Let all clients talk until a time."""
+        """Run all clients until a deadline."""
         await asyncio.gather(
             *(self._talk(number, until, bar) for number in range(self._num_clients))
         )
 
     async def watch_itself(self):
-        """Note how late the clients are: a busy machine, not the server, is why."""
+        """Record the clients' own stalls, which are due to a busy machine."""
         while True:
             began = time.monotonic()
             await asyncio.sleep(0.1)
@@ -241,7 +238,7 @@ class Crowd:
             bar(self.num_asked)
 
     async def _try(self, kind, ask, *asked):
-        """Ask; return whether this need not be asked again."""
+        """Send a request; return False if it has to be repeated."""
         was_cut = self.is_cut
         try:
             await ask(*asked)
@@ -252,7 +249,7 @@ class Crowd:
         except Exception as error:
             if was_cut or self.is_cut:
                 return False
-            # The rest of a stream whose replica was killed.
+            # A stream on a replica that was killed.
             is_rest = isinstance(error, openai.APIError) and "died" in str(error)
             is_begun = not isinstance(error, openai.APIStatusError)
             if self._is_ray and is_rest and is_begun:
@@ -263,7 +260,7 @@ class Crowd:
 
     @property
     def num_asked(self):
-        """Requests so far; one that was asked again counts once."""
+        """Number of requests; a repeated one counts once."""
         kinds = *KINDS, "told to come later", "cut by a death"
         return sum(self.seen[each] for each in kinds)
 
@@ -341,7 +338,7 @@ class Crowd:
 
 
 def describe(error):
-    """Return an error and what it came from, down to the first cause."""
+    """Return an error and its chain of causes."""
     chain = []
     while error is not None:
         chain.append(repr(error))
@@ -350,13 +347,13 @@ def describe(error):
 
 
 async def disturb(server, crowd, minutes):
-    """Change the weights, and kill; return the seconds of what was started again."""
+    """Update weights and kill processes; return the seconds of each restart."""
     seconds = []
 
     async def kill_follower():
         crowd.is_cut = True
         seconds.append(await asyncio.to_thread(server.kill_follower))
-        await asyncio.sleep(10)  # what was on its way has come
+        await asyncio.sleep(10)  # until responses in flight have arrived
         crowd.is_cut = False
         await asyncio.sleep(6 * minutes)
         server.begin_to_grow()
@@ -383,7 +380,7 @@ async def disturb(server, crowd, minutes):
 
 
 async def soak(server, options):
-    """Run the crowd, and return what came of it."""
+    """Run all clients; return them, the restarts and the seconds."""
     crowd = Crowd(options)
     watching = asyncio.ensure_future(crowd.watch_itself())
     await crowd.learn()
@@ -409,7 +406,7 @@ async def soak(server, options):
 
 
 def judge(server, crowd):
-    """Return what is wrong at the end."""
+    """Return the violations at the end."""
     wrong = crowd.mistakes[:10]
     wrong += [f"{n} came {k} times" for n, k in crowd.ids.items() if k > 1][:10]
     end = time.monotonic() + 60
@@ -422,7 +419,7 @@ def judge(server, crowd):
         wrong.append("blocks are not free")
     if '"ok"' not in server.read("/health"):
         wrong.append("it is not well")
-    # Replicas that were killed have others in their place, which are smaller.
+    # Replacements of killed replicas are smaller.
     server.note_growth()
     for grown in server.grown:
         if grown > MOST_GROWTH:
@@ -448,7 +445,7 @@ def main():
 
 
 def run(options, folder):
-    """Soak a server, tell what came of it, and exit with whether that is wrong."""
+    """Run the soak test, print the results, and exit with 1 if it failed."""
     server = Server(options, folder)
     try:
         server.wait_until_ready()

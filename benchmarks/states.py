@@ -1,22 +1,21 @@
-"""Layers with a state: what the cache costs them, and what it saves.
+"""Recurrent-state layers: overhead of the cache, and savings by prefix caching.
 
     python benchmarks/states.py [--only PART ...] [--quick]
 
-All on random models in float32, with the gated delta rule in six of eight layers.
+All with random models in float32, with the gated delta rule in six of eight layers.
 
-* step-512, step-2048, by the hidden size: a decode step of 64 sequences of 256 tokens,
-  beside the same model whose states are bare arrays: one [L, S, ...] for all layers, or
-  one for each layer. A step has all sequences in the order of their rows, so that the
-  bare model reads no ids. Beside them stands what it takes to read and write the bytes
-  of the states once.
-* bytes: of a running sequence that can take 4 guesses back, and of one that cannot.
-* hits: the time until 8 prompts have their first tokens, in steps that 8 running texts
-  share; the prompts begin with 4,000 tokens seen before and end in 96 of their own.
-* speculation: greedy texts that repeat themselves, with look-up and without.
-* generate: 16 texts of a Qwen3-Next of 100 million parameters, beside `transformers`
-  with the same weights.
+* step-512, step-2048, by hidden size: a decode step of 64 sequences of 256 tokens,
+  compared to the same model with its states in bare arrays: one [L, S, ...] for all
+  layers, or one per layer. A step has all sequences in row order, so that the bare
+  model gathers nothing. The reference is a copy of the states' bytes.
+* bytes: per running sequence, with room for 4 draft tokens, and without.
+* hits: the time to first tokens of 8 prompts, in steps shared with 8 running sequences;
+  the prompts begin with 4,000 cached tokens and end with 96 of their own.
+* speculation: greedy, repetitive sequences with prompt lookup and without.
+* generate: 16 sequences of a Qwen3-Next of 100 million parameters, compared to
+  `transformers` with the same weights.
 
-A part is a run of its own in `results/states.json`.
+A part is a separate run in `results/states.json`.
 """
 
 import argparse
@@ -49,7 +48,7 @@ generate = jax.jit(jkv.generate, static_argnames=STATIC, donate_argnames="cache"
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Rounds of each part, and whether tiny sizes only show that everything runs."""
+    """Rounds of each part, and True for a smoke test with tiny sizes."""
 
     rounds: int
     quick: bool
@@ -59,16 +58,16 @@ class Options:
         return quick if self.quick else size
 
 
-# A part returns its rows, rows of limits, and versions of what it compared with.
+# A part returns its rows, rows of limits, and versions of its peers.
 Part = tuple[list[Any], list[Any], dict[str, str]]
 CONTEXT, NUM_STEPS = 256, 2
-# Whether each layer has arrays of its own.
+# True for an array per layer.
 BARE = {"bare, one array [L, S, ...]": False, "bare, an array for each layer": True}
 COPY = "the bytes of the states, read and written"
 
 
 def measure_steps(hidden: int, options: Options) -> Part:
-    """Return a row for each place of a model's states."""
+    """Return a row for each location of a model's states."""
     rows, steps = [], Steps(options.pick(hidden, 128), options.pick(64, 4))
     samples = harness.interleave(steps.cases(), rounds=options.rounds, warmup=2)
     for name, taken in samples.items():
@@ -81,10 +80,10 @@ def measure_steps(hidden: int, options: Options) -> Part:
 
 
 class Steps:
-    """Decode steps of one model, whose states lie in a cache or in bare arrays."""
+    """Decode steps of one model, with states in a cache or in bare arrays."""
 
     def __init__(self, hidden: int, num_sequences: int) -> None:
-        """Make the model; all cases share its weights."""
+        """Create the model; all cases share its weights."""
         self.model, self.params = make_model(dense_fields(hidden))
         self.seq_ids = np.arange(num_sequences, dtype=np.int32)
         self.config = make_config(self.model, 8 * CONTEXT, num_sequences)
@@ -93,7 +92,7 @@ class Steps:
         self.chosen: dict[int, np.ndarray] = {}  # by the first step of a sample
 
     def cases(self) -> list[Case]:
-        """Return a case for each place of the states, and the copy of their bytes."""
+        """Return a case for each location of the states, and a copy of their bytes."""
 
         def step(params: Any, cache: jkv.Cache, tokens: jax.Array) -> Any:
             cache, batch = jkv.append(cache, self.seq_ids)
@@ -115,7 +114,7 @@ class Steps:
         return (jkv.commit(cache, batch), arrays), _choose(logits)
 
     def _open(self, cache: jkv.Cache) -> jkv.Cache:
-        """Open sequences; what their tokens left does not matter to the time."""
+        """Open sequences; the contents of their states do not matter here."""
         count = len(self.seq_ids)
 
         def run(cache: jkv.Cache) -> jkv.Cache:
@@ -137,7 +136,7 @@ class Steps:
             held[2] += NUM_STEPS
 
         def check(_: None) -> None:
-            # All choose the same tokens.
+            # All must choose the same tokens.
             tokens = np.asarray(held[1])
             np.testing.assert_array_equal(
                 tokens, self.chosen.setdefault(held[2], tokens)
@@ -162,7 +161,7 @@ def _choose(logits: jax.Array) -> jax.Array:
 
 
 def measure_bytes(_: Options) -> Part:
-    """Return the bytes of a sequence of both models of a step, and of Qwen3-Next."""
+    """Return the bytes per sequence of both step models and of Qwen3-Next."""
     rows, limits = [], []
     named = {f"hidden {n}": dense_fields(n) for n in (512, 2048)}
     for name, fields in (named | {"Qwen3-Next 80B": hybrids.QWEN3_NEXT_80B}).items():
@@ -179,7 +178,7 @@ def measure_bytes(_: Options) -> Part:
 
 
 def measure_hits(options: Options) -> Part:
-    """Return a row with reuse and one without."""
+    """Return a row with prefix caching and one without."""
     arrivals = [Arrivals(options, reuses) for reuses in (True, False)]
     cases = [each.case() for each in arrivals]
     samples = harness.interleave(cases, rounds=options.rounds, warmup=1)
@@ -193,10 +192,10 @@ def measure_hits(options: Options) -> Part:
 
 
 class Arrivals:
-    """Prompts that arrive beside running texts."""
+    """Prompts that arrive while other sequences run."""
 
     def __init__(self, options: Options, reuses: bool) -> None:
-        """Let the texts run, after one prompt with the shared beginning was there."""
+        """Start the running sequences, after caching the shared prefix."""
         self.reuses, self.num = reuses, 8
         shared, own = options.pick((4_000, 96), (500, 12))
         self.model, self.params = make_model(dense_fields(options.pick(512, 128)))
@@ -214,11 +213,11 @@ class Arrivals:
         self.copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
         self.counts: dict[str, int] = {}
         how = "hits" if reuses else "no reuse"
-        harness.progress(f"compiling the steps of {how}, and letting texts run")
+        harness.progress(f"compiling the steps of {how}, and starting the sequences")
         self.begun = self._begin(jkv.init(config))
 
     def case(self) -> Case:
-        """Return the case: one more token of each new prompt, step by step."""
+        """Return the case: step until each new prompt has one more token."""
 
         def prepare() -> Any:
             return jax.block_until_ready((*self.copy(self.begun), self._make_prompts()))
@@ -237,7 +236,7 @@ class Arrivals:
             }
 
         def check(_: None) -> None:
-            # From the last snapshot: one is kept at a multiple of 16 blocks.
+            # Snapshots are taken at multiples of 16 blocks.
             every = 16 * hybrids.BLOCK_SIZE
             hit = len(self.shared) // every * every
             assert self.counts["cached"] == self.reuses * self.num * hit, self.counts
@@ -271,17 +270,17 @@ class Arrivals:
         return self.decode(self.params, cache, state, num_steps=np.int32(1))
 
     def _make_prompts(self) -> np.ndarray:
-        """Return prompts whose ends nothing has seen."""
+        """Return prompts with uncached suffixes."""
         beginnings = np.tile(self.shared, (self.num, 1))
         return np.concatenate([beginnings, self.tokens((self.num, self.own))], axis=1)
 
 
 def repeat_itself(params: Any) -> Any:
-    """Return weights of a model whose greedy texts repeat themselves.
+    """Return weights of a model that generates repetitive sequences.
 
-    The newest token outweighs all layers, so that mostly it decides on the next one,
-    and 256 tokens are likelier than all others: texts run into cycles of some of these.
-    What a step computes and reads is as before.
+    The newest token outweighs all layers and mostly determines the next one, and 256
+    tokens are likelier than all others: sequences run into cycles of these. The amount
+    of computation is unchanged.
     """
     is_frequent = jnp.arange(params["head"].shape[0]) < 256
     return params | {
@@ -291,7 +290,7 @@ def repeat_itself(params: Any) -> Any:
 
 
 def measure_speculation(options: Options) -> Part:
-    """Return a row for one text and for eight, those that repeat the most."""
+    """Return a row for one sequence and for eight, the most repetitive ones."""
     fields = dense_fields(options.pick(512, 128)) | {"tie_word_embeddings": False}
     model, params = make_model(fields)
     params = repeat_itself(params)
@@ -318,10 +317,10 @@ def measure_speculation(options: Options) -> Part:
 
         return Case(name=name, prepare=lambda: None, run=run), held
 
-    # Eight at a time, with the program of eight plain texts.
+    # Eight at a time, with the program of eight plain sequences.
     sizes = []
     for first in range(0, len(prompts), 8):
-        harness.progress(f"ranking texts from {first} of {len(prompts)} on")
+        harness.progress(f"ranking sequences from {first} of {len(prompts)} on")
         case, held = make_case("ranking", prompts[first : first + 8])
         case.run(None)
         made = np.asarray(held[1].tokens)
@@ -354,7 +353,7 @@ def measure_speculation(options: Options) -> Part:
 
 
 def measure_generate(options: Options) -> Part:
-    """Return a row for jkv and one for transformers, tokens a second of 16 texts."""
+    """Return tokens per second of 16 sequences for jkv and transformers."""
     import torch
     import transformers
 
@@ -437,7 +436,7 @@ def main() -> None:
         rows, limits, versions = PARTS[name](options)
         where["versions"] |= versions
         where["load after"] = harness.machine()["load"]
-        print(harness.header(f"\nLayers with a state: {name}", where))
+        print(harness.header(f"\nRecurrent-state layers: {name}", where))
         columns = {key: key for row in rows for key in row if key != "seconds"}
         print("\n" + harness.table(rows, columns))
         print("\n" + harness.table(limits, {key: key for key in limits[0]}), flush=True)

@@ -1,17 +1,17 @@
-"""Steering: what a grammar costs a step, and what its forced tokens save.
+"""Logits processors: overhead of a grammar per step, and savings by forced tokens.
 
     python benchmarks/steering.py [--only PART ...] [--quick]
 
-* step-512, step-2048, by the hidden size: a decode step of 64 sequences, 8 layers, a
-  vocabulary of 131,072 tokens, random weights in float32; with a grammar of a JSON
-  schema of 20 fields and without, greedy and drawn at temperature 1.
-* guesses: texts of a JSON schema by the bundled model, steps with guesses that cannot
-  fail and without; with all spellings of what is certain, and with one.
+* step-512, step-2048, by hidden size: a decode step of 64 sequences, 8 layers, a
+  vocabulary of 131,072 tokens, random weights in float32; with the grammar of a JSON
+  schema of 20 fields and without, greedy and sampled at temperature 1.
+* guesses: sequences of a JSON schema by the bundled model, with forced tokens as draft
+  tokens and without; with all tokenizations of forced text, and with one.
 
-The vocabulary is made up: bytes, digits, and syllables with and without a space before
-them, in an order that depends on nothing.
+The vocabulary is synthetic: bytes, digits, and syllables with and without a leading
+space, in a fixed order.
 
-A part is a run of its own in `results/steering.json`.
+A part is a separate run in `results/steering.json`.
 """
 
 import argparse
@@ -53,7 +53,7 @@ STATIC = ("model", "max_new_tokens", "max_running", "row_counts")
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Rounds of each part, and whether tiny sizes only show that everything runs."""
+    """Rounds of each part, and True for a smoke test with tiny sizes."""
 
     rounds: int
     quick: bool
@@ -64,7 +64,7 @@ Part = tuple[list[Any], list[Any]]
 
 
 def make_vocabulary(num_tokens: int) -> Vocabulary:
-    """Return tokens that could be a model's; the last one ends a text."""
+    """Return a plausible vocabulary; the last token is the end token."""
     letters = [chr(97 + i) for i in range(26)]
     pieces = [bytes([i]) for i in range(256)]
     pieces += [str(i).encode() for i in range(10, 1000)]
@@ -80,7 +80,7 @@ def make_vocabulary(num_tokens: int) -> Vocabulary:
 
 
 def make_schema(num_fields: int) -> dict[str, Any]:
-    """Return a JSON schema of an object with so many fields of five kinds."""
+    """Return a JSON schema of an object with fields of five kinds."""
     kinds: list[dict[str, Any]] = [
         {"type": "string"},
         {"type": "integer"},
@@ -107,7 +107,7 @@ def make_grammar(num_tokens: int) -> Grammar:
 
 
 def measure_steps(hidden: int, options: Options) -> Part:
-    """Return a row for each way of choosing tokens, with a grammar and without."""
+    """Return a row for each sampling method, with a grammar and without."""
     num_tokens = 2**12 if options.quick else NUM_TOKENS
     steps = Steps(128 if options.quick else hidden, num_tokens)
     samples = harness.interleave(steps.cases(), rounds=options.rounds, warmup=2)
@@ -125,10 +125,10 @@ def measure_steps(hidden: int, options: Options) -> Part:
 
 
 class Steps:
-    """Decode steps of one model, whose texts are steered or not."""
+    """Decode steps of one model, with constrained sequences or not."""
 
     def __init__(self, hidden: int, num_tokens: int) -> None:
-        """Make the model; all cases share its weights."""
+        """Create the model; all cases share its weights."""
         self.shapes = Shapes(
             num_layers=8,
             num_heads=hidden // 64,
@@ -162,7 +162,7 @@ class Steps:
     def __call__(
         self, params: Any, tokens: jax.Array, cache: jkv.Cache, batch: jkv.Batch
     ) -> tuple[jax.Array, jkv.Cache]:
-        """Be the model."""
+        """Run one step, as a `jkv.Model`."""
 
         def attend(layer: int, *given: jax.Array) -> jax.Array:
             nonlocal cache
@@ -176,7 +176,7 @@ class Steps:
         return logits, cache
 
     def cases(self) -> list[Case]:
-        """Return a case for each way of choosing tokens, with a grammar and without."""
+        """Return a case for each sampling method, with a grammar and without."""
         temperatures = {"greedy": 0.0, "drawn": 1.0}
         return [
             self._case(name + suffix, temperature, steering)
@@ -218,7 +218,7 @@ class Steps:
             return state
 
         def check(state: Any) -> None:
-            # All 64 run on, and had a token of each step.
+            # All 64 sequences are running, with one token per step.
             assert bool(state.is_running.all())
             assert (np.asarray(state.result.lengths) == 1 + NUM_STEPS).all()
 
@@ -232,8 +232,8 @@ class Steps:
 
 
 def measure_guesses(options: Options) -> Part:
-    """Return the steps that texts of a known shape take, with guesses and without."""
-    del options  # counts, not times
+    """Return the steps of constrained sequences, with draft tokens and without."""
+    del options  # counts, no times
     model, params = pretrained.load(BUNDLED, jnp.float32)
     vocabulary = vocabulary_of(
         pretrained.load_tokenizer(BUNDLED), tuple(model.config.stop_tokens)
@@ -259,7 +259,7 @@ def measure_guesses(options: Options) -> Part:
     )
     generate = jax.jit(jkv.generate, static_argnames=STATIC)
     rows: list[dict[str, Any]] = []
-    # A step with guesses is planned to be worth it; forced tokens always are.
+    # Prompt lookup runs only if it should pay off; forced tokens always do.
     lookup = decoding.PromptLookup(num_tokens=7)
     for name, grammar, speculate in (
         ("without guesses", many, None),
@@ -322,7 +322,7 @@ def main() -> None:
         where = harness.machine()
         rows, limits = PARTS[name](options)
         where["load after"] = harness.machine()["load"]
-        print(harness.header(f"\nSteering: {name}", where))
+        print(harness.header(f"\nLogits processors: {name}", where))
         columns = {key: key for row in rows for key in row}
         print("\n" + harness.table(rows, columns))
         print("\n" + harness.table(limits, {key: key for key in limits[0]}), flush=True)

@@ -1,32 +1,33 @@
-"""Decoding strategies beside plain decoding: speculation, beam search, best of n.
+"""Decoding strategies compared to plain decoding: speculation, beam search, best-of-n.
 
     python benchmarks/strategies.py [--rounds 5] [--only PART]
 
 Parts: speculation, beams, samples, prefixes.
 
-All of it with the bundled model in float32, on the beginnings of the 46 documents that
-it was not trained on, 192 tokens each, each continued greedily by 128 tokens.
+All with the bundled model in float32, on the beginnings of the 46 held-out documents,
+192 tokens each, continued greedily by 128 tokens.
 
-Speculation: tokens a second of `jkv.generate` with guesses and without, the same call
-otherwise, in turns. The texts are ranked by how much of them repeats, which is measured
-on what plain decoding wrote: how well `zlib` compresses the tokens.
+Speculative decoding: tokens per second of `jkv.generate` with draft tokens and without,
+otherwise the same call, interleaved. Sequences are ranked by repetition, measured on
+the plain completions by `zlib` compression.
 
-* repetitive: the eight prompts, and the one, whose texts repeat the most.
+* repetitive: the eight prompts, and the one, with the most repetitive completions.
 * ordinary: the eight in the middle; the draft model is that of the examples.
-* all: every document in the queue, eight running at a time, as they come.
-* nothing accepted, look-up: the eight of the first row at temperature 2, guesses for
-  every token that occurred before; hardly one is right.
+* all: every document in the queue, eight running at a time, in order.
+* nothing accepted, look-up: the eight of the first row at temperature 2, with draft
+  tokens for every token seen before; hardly any is accepted.
 * nothing accepted, draft model: one random layer drafts.
 
-Beside times stand counts, which no other work on the machine changes: steps without and
-with guesses, guesses computed, and guesses that were right.
+Load-independent counts: steps without and with draft tokens, draft tokens computed, and
+accepted ones.
 
-Beam search: `jkv.beam_search` beside `transformers`, the same prompts and beams: tokens
-a second, and the blocks at the peak beside those of beams that share nothing. Best of
-n: the blocks at the peak of samples beside the ideal, each prompt's full blocks once.
+Beam search: `jkv.beam_search` and `transformers`, with the same prompts and beams:
+tokens per second, and the peak number of blocks with and without sharing between beams.
+Best-of-n: the peak number of blocks of samples, and the ideal, each prompt's full
+blocks once.
 
-Prefixes: decode steps of eight samples behind one long prompt, with what they share
-read once and without: by the bundled model, and by SmolLM2, which is fetched once.
+Prefixes: decode steps of eight samples with one long prompt, with shared-prefix
+attention and without: by the bundled model, and by SmolLM2, downloaded once.
 """
 
 import argparse
@@ -86,7 +87,7 @@ beam_search = jax.jit(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Subject:
-    """A model, its weights, and what it continues."""
+    """A model, its weights, and its prompts."""
 
     model: Any
     params: Any
@@ -94,7 +95,7 @@ class Subject:
 
     @classmethod
     def load(cls) -> "Subject":
-        """Load the bundled model, and cut the documents."""
+        """Load the bundled model and the documents' beginnings."""
         model, params = pretrained.load(FOLDER, dtype=jnp.float32)
         tokenizer = pretrained.load_tokenizer(FOLDER)
         _, held_out = corpus.split()
@@ -105,12 +106,12 @@ class Subject:
         return cls(model, params, prompts)
 
     def cache(self, rows: int, length: int = PROMPT_TOKENS + NEW_TOKENS) -> jkv.Cache:
-        """Return a cache for texts of a length."""
+        """Return a cache for sequences of `length` tokens."""
         return make_cache(self.model, rows, length)
 
     @functools.cached_property
     def ranked(self) -> np.ndarray:
-        """The prompts, those whose greedy texts repeat the most first."""
+        """The prompts, most repetitive greedy completions first."""
         plain = Run(self, self.prompts)
         plain(None)
         tokens = np.asarray(plain.result.tokens, np.int32)
@@ -119,7 +120,7 @@ class Subject:
 
     @property
     def ordinary(self) -> np.ndarray:
-        """As many prompts as run, whose texts repeat neither much nor little."""
+        """As many prompts as run, with completions of median repetition."""
         start = (len(self.ranked) - RUNNING) // 2
         return self.ranked[start : start + RUNNING]
 
@@ -128,7 +129,7 @@ class Subject:
         return as_draft(*pretrained.load(DRAFT_FOLDER, dtype=jnp.float32), rows)
 
     def random_draft(self, rows: int) -> DraftModel:
-        """Return a draft model that knows nothing: one layer, tokens mixed up."""
+        """Return an uninformed draft model: one layer, tokens permuted."""
         old = self.model.config
         config = dataclasses.replace(
             old, num_layers=1, windows=old.windows[:1], ropes=old.ropes[:1]
@@ -141,7 +142,7 @@ class Subject:
 
 
 def make_cache(model: Any, rows: int, length: int) -> jkv.Cache:
-    """Return a cache for texts of a length."""
+    """Return a cache for sequences of `length` tokens."""
     config = jkv.CacheConfig.for_context_length(
         length, max_sequences=rows, dtype=jnp.float32, **model.cache_fields
     )
@@ -149,13 +150,13 @@ def make_cache(model: Any, rows: int, length: int) -> jkv.Cache:
 
 
 def as_draft(model: Any, params: Any, rows: int) -> DraftModel:
-    """Return a model as a draft, with room for so many texts."""
+    """Return a model as a draft model for `rows` sequences."""
     cache = make_cache(model, rows, PROMPT_TOKENS + NEW_TOKENS)
     return DraftModel(model=model, params=params, cache=cache)
 
 
 class Run:
-    """One way to generate, whose cache goes from call to call."""
+    """One way to generate, reusing its cache."""
 
     def __init__(self, subject: Subject, prompts: np.ndarray, **options: Any):
         self._subject, self._prompts = subject, prompts
@@ -224,7 +225,7 @@ def measure_speculation(subject: Subject, rounds: int) -> list[dict[str, Any]]:
                 "with guesses": int(counts.checking_steps),
                 "guessed": int(counts.draft_tokens),
                 "accepted": int(counts.accepted_tokens),
-                # Looked up or drafted for greedy texts, they are the same.
+                # Greedy completions must not depend on draft tokens.
                 "same texts": np.array_equal(
                     plain.result.tokens, guessing.result.tokens
                 ),
@@ -236,12 +237,12 @@ def measure_speculation(subject: Subject, rounds: int) -> list[dict[str, Any]]:
 
 
 def columns(rows: list[dict[str, Any]]) -> dict[str, str]:
-    """Return the columns of a table: all but the details of the times."""
+    """Return the columns of a table, without the details of the times."""
     return {key: key for key in rows[0] if key != "seconds"}
 
 
 def measure_beams(subject: Subject, rounds: int) -> list[dict[str, Any]]:
-    """Return a row for `jkv` beside `transformers`, in one process, in turns."""
+    """Return a row for jkv and transformers, in one process, interleaved."""
     import torch
     import transformers
 
@@ -304,8 +305,8 @@ def measure_beams(subject: Subject, rounds: int) -> list[dict[str, Any]]:
 
 
 def measure_samples(subject: Subject, rounds: int) -> list[dict[str, Any]]:
-    """Return the blocks that samples of some prompts take, beside the ideal."""
-    del rounds  # nothing is timed
+    """Return the blocks of samples of some prompts, and the ideal."""
+    del rounds  # untimed
     prompts = subject.prompts[:SAMPLED_PROMPTS]
     count = SAMPLED_PROMPTS * SAMPLES
     cache, result = generate(
@@ -318,7 +319,7 @@ def measure_samples(subject: Subject, rounds: int) -> list[dict[str, Any]]:
         sampling=Sampling(temperature=0.9, seeds=1),
     )
     lengths, size = (prompts >= 0).sum(axis=1), cache.block_size
-    # The last token of a text is never put in the cache.
+    # The last token of a sequence is not cached.
     whole = -(-(lengths + NEW_TOKENS - 1) // size)
     shared = lengths // size
     ideal = int(np.sum(shared + SAMPLES * (whole - shared)))
@@ -336,7 +337,7 @@ def measure_samples(subject: Subject, rounds: int) -> list[dict[str, Any]]:
 
 
 def measure_prefixes(subject: Subject, rounds: int) -> list[dict[str, Any]]:
-    """Return a row for each model: a decode step of samples behind a long prompt."""
+    """Return a row per model: a decode step of samples with a long prompt."""
     smollm2 = models.fetch("smollm2")
     loaded = pretrained.load(smollm2, dtype=jnp.float32, loop_layers=True)
     subjects = [
@@ -379,13 +380,13 @@ def measure_prefixes(subject: Subject, rounds: int) -> list[dict[str, Any]]:
 
 
 class Steps:
-    """Decode steps of samples behind a prompt that is there."""
+    """Decode steps of samples with a cached prompt."""
 
     def __init__(self, model: Any, params: Any, prompt: list[int], *, shares: bool):
         plan = Xla.plan if shares else Backend.plan
         options = {"sampling": Sampling(temperature=1.0, seeds=1)}
         num_new = PREFIX_STEPS + 8
-        # The prompt once, and what each sample writes: a call copies the pool.
+        # The prompt once, and each sample's tokens: a call copies the pool.
         config = jkv.CacheConfig(
             num_blocks=-(-len(prompt) // 16) + SAMPLES * (num_new // 16 + 2),
             max_sequences=SAMPLES + 1,
@@ -408,19 +409,19 @@ class Steps:
             self._params = params
             prompts = jnp.asarray([prompt], jnp.int32)
             self._begun = begin(params, jkv.init(config), prompts)
-            # Without what was traced for the other.
+            # Discard traces of the other variant.
             jax.clear_caches()
             self._go_on = go_on.lower(params, self._begun).compile()
         self.tokens: Any = None
 
     def __call__(self, _: object) -> None:
-        """Take the steps."""
+        """Run the steps."""
         state = self._go_on(self._params, self._begun)
         self.tokens = jax.block_until_ready(state).result.tokens
 
 
 def main() -> None:
-    """Measure, print, and keep."""
+    """Measure, print, save."""
     parts = {
         "speculation": measure_speculation,
         "beams": measure_beams,

@@ -1,14 +1,14 @@
-"""What blocks on the host save, and what a step pays for those that leave.
+"""KV cache offloading: savings by restored blocks, and the overhead of spilling.
 
     python benchmarks/tiers.py [--model FOLDER] [--rounds N]
 
 * the first token of a prompt of 4,096 tokens: computed, and with its blocks restored
-  from the memory of a store, and from its folder (the system's own cache may have the
-  files), by the same engine;
-* a window of steps of 8 texts in an engine whose cached blocks leave for a store all
-  the while, beside one without a store.
+  from a store's memory, and from its folder (possibly in the system's page cache), by
+  the same engine;
+* a window of steps of 8 sequences in an engine that keeps spilling cached blocks to a
+  store, and in one without a store.
 
-Interleaved rounds; the model is SmolLM2 135M unless another is named.
+Rounds are interleaved; the default model is SmolLM2 135M.
 """
 
 import argparse
@@ -35,20 +35,20 @@ PROMPT, NEW, TEXTS, SHORT = 4096, 64, 8, 100
 
 
 class Bench:
-    """Engines of one model, and prompts at random."""
+    """Engines of one model, and random prompts."""
 
     def __init__(self, model: str | pathlib.Path) -> None:
         self.model, self.params = pretrained.load(model, jnp.float32, loop_layers=True)
         self.rng = np.random.default_rng(0)
 
     def prompt(self, length: int) -> list[int]:
-        """Return tokens that were never there before."""
+        """Return new random tokens."""
         return self.rng.integers(9, 10_000, length).tolist()
 
     def engine(
         self, context: int, num_blocks: int, running: int, store: jkv.BlockStore | None
     ) -> Engine:
-        """Return an engine, ready."""
+        """Return a compiled engine."""
         config = self.model.cache_config(
             context,
             max_sequences=running,
@@ -69,7 +69,7 @@ class Bench:
         return engine
 
     def first_tokens(self, folder: str) -> list[Case]:
-        """The prompt's first token: computed, restored from memory, from the folder."""
+        """Return cases of the first token: computed, restored from memory or disk."""
         blocks = -(-(PROMPT + NEW) // 16) + 8
         near = self.engine(PROMPT + NEW, blocks, 1, jkv.BlockStore(2**30))
         far_store = jkv.BlockStore(0, folder=folder, max_folder_bytes=2**33)
@@ -78,7 +78,7 @@ class Bench:
         known = self.prompt(PROMPT)
 
         def ready(engine: Engine) -> tuple[Engine, list[int]]:
-            # Let what is cached leave, as other texts would make it.
+            # Spill the cached blocks, as other sequences would.
             engine.generate([known], max_new_tokens=1)
             engine.close()
             if engine is far:
@@ -103,7 +103,7 @@ class Bench:
         ]
 
     def windows(self) -> list[Case]:
-        """Steps of texts that grow, while cached blocks leave, and without a store."""
+        """Return steps of growing sequences, with a spilling store and without one."""
         blocks = TEXTS * -(-(SHORT + NEW) // 16) * 2
         stores = {
             "without a store": None,
@@ -114,7 +114,7 @@ class Bench:
             engine = self.engine(SHORT + NEW, blocks, TEXTS, store)
 
             def prepare(engine: Engine = engine) -> Engine:
-                # The pool is full of cached blocks, and eight texts begin to grow.
+                # Fill the pool with cached blocks, then start eight sequences.
                 for _ in range(2):
                     prompts = [self.prompt(SHORT) for _ in range(TEXTS)]
                     engine.generate(prompts, max_new_tokens=NEW)
@@ -147,7 +147,7 @@ def main() -> None:
     parser.add_argument("--json", type=pathlib.Path, default=RESULTS)
     options = parser.parse_args()
     where = harness.machine()
-    print(harness.header("Blocks that leave for the host and come back", where))
+    print(harness.header("KV cache offloading", where))
     bench = Bench(options.model or models.fetch("smollm2"))
     rows, judged = [], []
     with tempfile.TemporaryDirectory() as folder:

@@ -1,12 +1,12 @@
-"""Tiles of the attention kernel, timed on the card at hand: what its table could hold.
+"""Tune the attention kernel's tiles on the available GPU.
 
     python benchmarks/tiles.py [--only int8] [--minutes 5]
 
-For each kind of call that the table tells apart it compiles the tile of the table and
-others, times all of them in turn, and prints them, the fastest first. A tile whose
-results differ from those of the plain path is refused. Send what it writes,
-`benchmarks/results/tiles.json`, with a report: the rows for a family of cards were
-chosen by reading machine code wherever no card was at hand.
+For each kind of call in the tuning table it compiles the table's tile and others, times
+all of them interleaved, and prints them, fastest first. A tile is rejected if its
+results differ from the XLA backend's. Attach its output,
+`benchmarks/results/tiles.json`, to a report: table rows for a GPU family were chosen
+from machine code if no such GPU was available.
 """
 
 import argparse
@@ -45,8 +45,8 @@ from jkv.attention.kernel.tiles.table import Tile, Tuning, Ways  # noqa: E402
 from jkv.attention.kernel.work.planning import find_card_tuning  # noqa: E402
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "tiles.json"
-# A program of one call suffices where that takes long. Of short ones only the number of
-# programs is tried.
+# One call per program suffices if it is long. For short ones only the number of
+# programs varies.
 LONG = functools.partial(Workload, calls=1)
 DECODE = (8_192,) * 64
 WORKLOADS = {
@@ -73,7 +73,7 @@ QUICK = {"bfloat16": LONG((64,)), "prefill": LONG((64,), is_prefill=True)}
 
 
 def find_tiles(table: Tile | None, workload: Workload) -> list[Tile]:
-    """Return the tile of the table, if there is one, and others."""
+    """Return the table's tile, if there is one, and alternatives."""
     is_wide = workload.dim > 128 or workload.dtype == "float32"
     tokens = (16, 32, 64) if is_wide or not workload.is_prefill else (32, 64)
     if workload.is_prefill:
@@ -86,7 +86,7 @@ def find_tiles(table: Tile | None, workload: Workload) -> list[Tile]:
             rows = (32, 64)
         shapes = itertools.product(rows, tokens, (1, 2, 4, 8), (1, 3, 5))
         found = [Tile(*shape) for shape in shapes]
-        # A warp of its own has no more than a few registers for each token.
+        # Limits the registers per token of a warp.
         found = [t for t in found if t.tokens <= 32 * t.num_warps]
         found = [t for t in found if t.num_warps >= 4 or not workload.is_latent]
         carried = [t for t in found if t.num_stages == 1]
@@ -105,7 +105,7 @@ def attend_with(
     operands: Operands,
     layer: int,
 ) -> jax.Array:
-    """Attend by the kernel as it is cut by a tuning."""
+    """Attend by the kernel with a given tuning."""
     pools, lengths = pools_of(workload, operands.storage), operands.lengths
     limit = None if workload.is_prefill else 1
     requests = make_requests(
@@ -134,7 +134,7 @@ def attend_with(
 
 
 def pools_of(workload: Workload, storage: dict[str, jax.Array]) -> Pools:
-    """Return the arrays of a cache as the kernel takes them."""
+    """Return a cache's arrays as the kernel's pools."""
     return make_pools(
         (storage["key_pool"], storage.get("key_scales")),
         (storage.get("value_pool"), storage.get("value_scales")),
@@ -145,7 +145,7 @@ def pools_of(workload: Workload, storage: dict[str, jax.Array]) -> Pools:
 
 
 def find_table_tuning(workload: Workload) -> Tuning | None:
-    """Return how the table cuts a workload on this card, None if it has no row."""
+    """Return the table's tuning of a workload on this GPU, None without a row."""
     storage = shape_operands(workload).storage
     pools = jax.eval_shape(functools.partial(pools_of, workload), storage)
     return find_card_tuning(pools)
@@ -154,7 +154,7 @@ def find_table_tuning(workload: Workload) -> Tuning | None:
 def find_tunings(
     workload: Workload, table: Tuning | None, units: int
 ) -> dict[str, Tuning]:
-    """Return what is tried for a workload, in words; the table's, if any, is first."""
+    """Return the candidate tunings of a workload by label; the table's comes first."""
     kernel = "prefill" if workload.is_prefill else "decode"
     tile = None if table is None else getattr(table, kernel)
     tiles = find_tiles(tile, workload) if workload.calls == 1 else [tile]
@@ -170,7 +170,7 @@ def find_tunings(
 
 
 def describe(tile: Tile) -> str:
-    """Say a tile in words."""
+    """Return a tile's label."""
     more = ", carried" if Ways.CARRIED in tile.ways else ""
     if Ways.SPLIT in tile.ways:
         more += ", in tf32"
@@ -185,7 +185,7 @@ def describe(tile: Tile) -> str:
 def measure(
     name: str, workload: Workload, units: int, rounds: int
 ) -> list[dict[str, Any]]:
-    """Return a row per tile, the fastest first, refused ones last."""
+    """Return a row per tile, fastest first, rejected ones last."""
     table = find_table_tuning(workload)
     tunings = find_tunings(workload, table, units)
     shapes = shape_operands(workload)
@@ -253,7 +253,7 @@ def main() -> None:
     began = time.monotonic()
     where = harness.machine()
     if where["platform"] == "cpu":
-        raise SystemExit("there is no card here that the kernel is for")
+        raise SystemExit("no supported GPU found; run this on a GPU")
     print(harness.header("Tiles of the attention kernel", where), flush=True)
     units = getattr(jax.devices()[0], "core_count", None) or 1
     workloads = QUICK if options.quick else {k: WORKLOADS[k] for k in options.only}

@@ -1,9 +1,8 @@
-"""A model's step through XLA's own TPU compiler, without a TPU.
+"""Compile a model's step with XLA's TPU compiler, without a TPU.
 
-libtpu compiles for a topology that is only described, so the compiled module can be
-asked as that for AMD's cards is (`rocm_compile.py`): how much temporary memory does a
-step take, is every array of the cache updated in place, what crosses between chips?
-Nothing runs, so nothing is timed.
+libtpu compiles for a described topology, so the compiled module can be checked as for
+AMD GPUs (`rocm_compile.py`): temporary memory, in-place update of every cache array,
+and collectives. Nothing runs or is timed.
 
     pip install "jax[tpu]"
     python benchmarks/tpu_compile.py
@@ -18,7 +17,7 @@ import re
 import time
 from typing import Any
 
-# Of a machine that is not one of Google's; libtpu asks for it when it is loaded.
+# libtpu queries these at load time; they have no source outside Google Cloud.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
@@ -29,7 +28,7 @@ from rocm_compile import COLLECTIVE, LLAMA, Step  # noqa: E402
 RESULTS = pathlib.Path(__file__).parent / "results" / "tpu_compile.json"
 TOPOLOGY = "v5e:2x4"
 
-# The shapes of Llama 3 8B, with 8 GiB of cache: a chip has 16.
+# Shapes of Llama 3 8B, with 8 GiB of cache: a chip has 16.
 BASE = dataclasses.replace(LLAMA, name="llama-8b", num_blocks=4096)
 LONG_BLOCKS = dataclasses.replace(BASE, num_blocks=1024, block_size=128, dtype="int8")
 STEPS = [
@@ -66,7 +65,7 @@ STEPS = [
 
 
 def compile_step(step: Step, devices: list[jax.Device]) -> dict[str, Any]:
-    """Compile a step, and return what its module says."""
+    """Compile a step, and return figures of its module."""
     lowered, cache = step.lower(devices)
     start = time.perf_counter()
     compiled = lowered.compile()
@@ -94,7 +93,7 @@ def compile_step(step: Step, devices: list[jax.Device]) -> dict[str, Any]:
 
 
 def count_copies(text: str, step: Step, arrays: Any) -> int:
-    """Count the copies of an array's layer or more, in the loop and around it."""
+    """Count the copies of at least a layer of an array, in the loop and around it."""
     layer_elements = min(array.size for array in arrays) // step.num_layers
     sizes = re.findall(r"= \w+\[([\d,]+)\]\S* copy\(", text)
     elements = [math.prod(map(int, size.split(","))) for size in sizes]

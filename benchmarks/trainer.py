@@ -1,11 +1,11 @@
-"""Training with rollouts from jkv and from tunix's own engine, side by side.
+"""Training with rollouts from jkv and from tunix's own engine.
 
     python benchmarks/trainer.py [--seeds 6] [--steps 60]
 
-Needs the extra `tunix`: run it with the python of `.venv-tunix` (`make tunix` sets that
-up). First the runs of `examples/train_with_tunix.py`, an engine after the other, a seed
-at a time: the rewards of each step, which must rise alike. Then one rollout of longer
-texts, interleaved.
+Requires the extra `tunix`: run it with the python of `.venv-tunix` (installed by `make
+tunix`). First the runs of `examples/train_with_tunix.py`, engine by engine for each
+seed: the rewards of each step, which must rise alike. Then one rollout of longer
+sequences, interleaved.
 """
 
 import argparse
@@ -28,13 +28,13 @@ from jkv.integrations.tunix import JkvRollout  # noqa: E402
 
 RESULTS = FOLDER / "results" / "trainer.json"
 
-# The rollout that is timed.
+# The timed rollout.
 PROMPT, ANSWER = 256, 64  # most tokens
 PROMPTS, SAMPLES = 8, 8
 
 
 def train_all(num_seeds: int, num_steps: int) -> list[dict]:
-    """Return the rewards of each run, an engine and a seed."""
+    """Return the rewards of each run, by engine and seed."""
     runs = []
     for seed in range(num_seeds):
         for name, engine in example.ENGINES.items():
@@ -46,7 +46,7 @@ def train_all(num_seeds: int, num_steps: int) -> list[dict]:
 
 
 def make_prompts() -> list[str]:
-    """Return prompts of 128 to 256 letters, each as often as there are samples."""
+    """Return prompts of 128 to 256 letters, each repeated for its samples."""
     draw = np.random.default_rng(0)
     lengths = draw.integers(PROMPT // 2, PROMPT, PROMPTS, endpoint=True)
     texts = ["".join(draw.choice(list(example.LETTERS), size)) for size in lengths]
@@ -54,9 +54,9 @@ def make_prompts() -> list[str]:
 
 
 def time_rollouts(rounds: int) -> dict:
-    """Return what a rollout takes with each engine, all answers as long as they may."""
+    """Return a rollout's time with each engine, all completions of full length."""
     model = example.make_model(0)
-    # An end that is never chosen: answers of one length, and as much work for both.
+    # An end token outside the vocabulary: completions of one length, and equal work.
     never = len(example.ALPHABET)
     config = base_rollout.RolloutConfig(
         max_tokens_to_generate=ANSWER,
@@ -78,7 +78,7 @@ def time_rollouts(rounds: int) -> dict:
     prompts = make_prompts()
 
     def forget() -> None:
-        """Other weights before each sample, as a trainer has them."""
+        """Change the weights before each sample, as a trainer does."""
         state = nnx.state(model)
         nnx.update(model, jax.tree.map(lambda leaf: leaf + 0, state))
 
@@ -118,14 +118,14 @@ def time_rollouts(rounds: int) -> dict:
 
 
 def check_lengths(output: base_rollout.RolloutOutput) -> None:
-    """Raise if a text is shorter than it may be."""
+    """Raise if a completion is shorter than its limit."""
     lengths = {len(row) for row in output.tokens}
     if lengths != {ANSWER}:
-        raise ValueError(f"answers have {lengths} tokens, not {ANSWER}")
+        raise ValueError(f"completions must have {ANSWER} tokens, got {lengths}")
 
 
 def last_rewards(curves: list[dict]) -> dict[str, list[float]]:
-    """Return each engine's rewards of the last ten steps, a mean for each seed."""
+    """Return each engine's mean rewards of the last ten steps, by seed."""
     return {
         engine: [
             float(np.mean(curve["rewards"][-10:]))
@@ -137,7 +137,7 @@ def last_rewards(curves: list[dict]) -> dict[str, list[float]]:
 
 
 def check_curves(curves: list[dict]) -> None:
-    """Raise unless rewards rise, and each engine's are within the other's."""
+    """Raise unless rewards rise, and each engine's are within the other's range."""
     for curve in curves:
         first, last = curve["rewards"][:10], curve["rewards"][-10:]
         if sum(last) <= 3 * sum(first):
@@ -145,7 +145,9 @@ def check_curves(curves: list[dict]) -> None:
     rewards = last_rewards(curves)
     for one, other in (("jkv", "vanilla"), ("vanilla", "jkv")):
         if not min(rewards[other]) < np.mean(rewards[one]) < max(rewards[other]):
-            raise ValueError(f"training goes otherwise with {one}: {rewards}")
+            raise ValueError(
+                f"rewards of {one} are outside the other's range: {rewards}"
+            )
 
 
 def main() -> None:
@@ -161,10 +163,10 @@ def main() -> None:
     curves = train_all(options.seeds, options.steps)
     run = {"benchmark": "trainer", "machine": where, "rollout": rollout}
     harness.save(RESULTS, run | {"curves": curves})
-    if options.seeds >= 3 and options.steps >= 60:  # fewer say little
+    if options.seeds >= 3 and options.steps >= 60:  # fewer are not significant
         check_curves(curves)
 
-    print(harness.header("a rollout of 64 texts", where))
+    print(harness.header("a rollout of 64 sequences", where))
     columns = {"engine": "engine", "median": "ms", "p10": "p10", "p90": "p90"}
     columns["against vanilla"] = "x vanilla"
     columns["prompt tokens computed"] = "prompt tokens"

@@ -1,20 +1,21 @@
-"""Log-probabilities of a tree of texts, and their gradient: what an agent's rollout is.
+"""Log-probabilities of a trajectory tree and their gradient, as in agent training.
 
     python benchmarks/trees.py [--quick]
 
-A prompt of 512 tokens and 8 turns; in each turn 8 samples of 64 tokens, of which one is
-what the next turn continues. 4,608 distinct tokens in 65 segments. What is scored are
-the samples' tokens, 4,096; what is differentiated is a weighted sum of them, as in a
-policy gradient. A small decoder, float32, random weights. Contenders:
+A prompt of 512 tokens and 8 turns; each turn has 8 samples of 64 tokens, one of them
+continued by the next turn. 4,608 distinct tokens in 65 segments. The samples' tokens,
+4,096, are scored; a weighted sum of them is differentiated, as in a policy gradient. A
+small decoder, float32, random weights. Contenders:
 
 * tree: `jkv.score` of the whole `TextTree`, 4,608 rows in one call of the model;
-* tree in parts: the same cut by `jkv.trees.split` into parts of at most 1,536 rows,
-  one after the other;
-* one level: the prompt once, each of the 64 texts behind it, 18,944 rows in one call;
-* separate passes: each of the 64 texts alone, one after the other, 51,200 rows.
+* tree in parts: the same, partitioned by `jkv.trees.split` into parts of at most 1,536
+  rows, one after another;
+* one level: the prompt once, followed by each of the 64 trajectories, 18,944 rows in
+  one call;
+* separate passes: each of the 64 trajectories alone, one after another, 51,200 rows.
 
-All on the same attention. Memory is what XLA reserves for a program's temporaries: it
-grows with the rows of one call, so that separate passes, a text at a time, need least.
+All use the same attention. Memory is XLA's temporary allocation: it grows with the rows
+of one call, so separate passes need least.
 """
 
 import argparse
@@ -34,26 +35,26 @@ import jkv
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "trees.json"
 TREE, PARTS, LEVEL, APART = "tree", "tree in parts", "one level", "separate passes"
-# How many times faster the tree shall be, forward and with the gradient.
+# Target speedups of the tree, forward and with the gradient.
 AIMS = {LEVEL: 2.5, APART: 6.0}
 
 Loss = Callable[[Any, jax.Array], jax.Array]
 
 
 class Workload(NamedTuple):
-    """What is scored."""
+    """The trajectories to score."""
 
     prompt: np.ndarray[Any, Any]  # i32[P]
-    samples: np.ndarray[Any, Any]  # i32[turns, branches, C]; the first one goes on
+    samples: np.ndarray[Any, Any]  # i32[turns, branches, C]; the first one continues
     weights: np.ndarray[Any, Any]  # f32[turns, branches, C], of each token in the loss
 
     @property
     def num_texts(self) -> int:
-        """Texts from the prompt to the end of a sample."""
+        """Number of trajectories."""
         return self.samples.shape[0] * self.samples.shape[1]
 
     def past(self, turn: int) -> np.ndarray[Any, Any]:
-        """Return what the samples of a turn have in common."""
+        """Return the common prefix of a turn's samples."""
         return np.concatenate([self.prompt, self.samples[:turn, 0].reshape(-1)])
 
 
@@ -80,7 +81,7 @@ def plant_tree(work: Workload) -> tuple[jkv.TextTree, jax.Array]:
 
 
 def plant_one_level(work: Workload) -> tuple[jkv.TextTree, jax.Array]:
-    """Return the prompt with each text behind it, and the weight of each row."""
+    """Return the prompt with each trajectory after it, and the weight of each row."""
     texts, weights, first = (
         [work.prompt],
         [np.zeros(len(work.prompt))],
@@ -128,14 +129,14 @@ def make_score(shapes: Shapes) -> Callable[..., jax.Array]:
 
 
 class Pass(NamedTuple):
-    """A call: trees of one size, one after the other."""
+    """A call: trees of one size, one after another."""
 
-    trees: jkv.TextTree  # arrays with an axis of trees in front
+    trees: jkv.TextTree  # arrays with a leading axis of trees
     weights: jax.Array  # f32[trees, rows]
 
 
 def list_passes(work: Workload, max_rows: int) -> dict[str, list[Pass]]:
-    """Return what each contender computes."""
+    """Return the passes of each contender."""
     tree, weights = plant_tree(work)
     parts = jkv.trees.split(tree, max_rows)
     of_parts = weights.at[parts.rows].get(mode="fill", fill_value=0.0)
@@ -161,14 +162,14 @@ def _stack(trees: list[jkv.TextTree]) -> jkv.TextTree:
 
 
 def add_up(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the sum of a function of trees over all that passes have."""
+    """Return the sum of a function of trees over all passes."""
 
     def run(params: Any, passes: list[Pass]) -> Any:
         def add(total: Any, one: Pass) -> Any:
             found = function(params, one.trees, one.weights)
             return jax.tree.map(jnp.add, total, found), None
 
-        # One call needs no sum, nor the memory of one.
+        # A single call needs no accumulator.
         if len(passes) == 1 and len(passes[0].weights) == 1:
             only = jax.tree.map(lambda each: each[0], passes[0])
             return function(params, only.trees, only.weights)
@@ -184,7 +185,7 @@ def add_up(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def make_cases(shapes: Shapes, passes: dict[str, list[Pass]]) -> list[Case]:
-    """Make a case for each contender, forward and with the gradient."""
+    """Return a case for each contender, forward and with the gradient."""
     rng = np.random.default_rng(1)
 
     def draw(leaf: Any) -> jax.Array:
@@ -220,7 +221,7 @@ def _run(function: Callable[..., Any], arguments: Any) -> Any:
 
 
 def _compare(expected: dict[str, Any], kind: str, found: Any) -> None:
-    """Raise unless all contenders find the same numbers."""
+    """Raise unless all contenders return equal numbers."""
     found = [np.asarray(leaf) for leaf in jax.tree.leaves(found)]
     for one, other in zip(found, expected.setdefault(kind, found), strict=True):
         scale = np.abs(other).max()
@@ -248,7 +249,7 @@ def main() -> None:
         num_layers=options.layers, num_heads=8, num_kv_heads=4, hidden_dim=1024
     )
     where = harness.machine()
-    print(harness.header("jkv: scoring a tree of texts", where))
+    print(harness.header("jkv: scoring a trajectory tree", where))
     work = draw_workload(
         options.prompt, options.turns, options.branches, options.length
     )

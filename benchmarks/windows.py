@@ -1,16 +1,17 @@
-"""What giving back costs `append` and a decode step, and what groups of layers cost.
+"""Overhead of sliding windows and of layer groups, for `append` and a decode step.
 
     python benchmarks/windows.py [--quick]
 
-Every case is a `lax.scan` of decode steps in one jit, a token for each sequence, from
-the same lengths on. "all tokens" keeps everything and is the peer; "window" is the same
-cache with a sliding window, which gives back a block of each sequence every 16 steps;
-"groups" has a pool for the layers with a window and one for the others. A step is
-`append`, and `write` and `attend` in each layer, without a model between; attention has
-the same windows in all cases. `append` alone runs on the metadata.
+Every case is a `lax.scan` of decode steps in one jit, one token per sequence, from the
+same lengths on. The baseline "all tokens" keeps everything; "window" is the same cache
+with a sliding window, which releases a block of each sequence every 16 steps; "groups"
+has a pool for the layers with a window and one for the others. A step is `append`, and
+`write` and `attend` in each layer, without a model; attention has the same windows in
+all cases. `append` alone runs on the metadata.
 
-Where lengths are staggered, some sequence gives a block back and some takes one in
-every step; what a window and each further group add is compared with the targets.
+With staggered lengths, every step releases a block of some sequence and allocates one
+for another; the overhead of a window and of each further group is compared with the
+targets.
 """
 
 import argparse
@@ -31,9 +32,9 @@ RESULTS = pathlib.Path(__file__).parent / "results" / "windows.json"
 PEER = "all tokens"
 BLOCK_SIZE, NUM_KV_HEADS, NUM_HEADS, HEAD_DIM = 16, 2, 4, 64
 START = 1000  # tokens of each sequence before the first step
-CHUNK = 250  # most tokens of each step until then
+CHUNK = 250  # most tokens per step until then
 
-# The caches that one workload compares, by the windows of their layers.
+# The caches of a workload, by the windows of their layers.
 Caches = tuple[tuple[str, tuple[int | None, ...]], ...]
 WINDOW, TWO, THREE = "window", "full + window", "three groups"
 STAGGERED: Caches = (
@@ -42,14 +43,14 @@ STAGGERED: Caches = (
     (TWO, (None, 256)),
     (THREE, (None, 256, 128)),
 )
-# What a window may cost by a cache that keeps everything; what each further group may
-# add, in parts of the same.
+# Targets: the time of a window over that of full attention, and the addition of each
+# further group, in the same unit.
 MOST_OF_WINDOW, MOST_OF_GROUP = 1.5, 0.7
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Sequences that decode, and the windows of the layers that they go through."""
+    """Decoding sequences, and the windows of the layers."""
 
     name: str
     num_sequences: int
@@ -57,11 +58,11 @@ class Workload:
     with_storage: bool
     num_steps: int = 64
     start: int = START
-    staggered: Caches = ()  # then lengths differ by up to a block
+    staggered: Caches = ()  # if set, lengths differ by up to a block
 
     @property
     def caches(self) -> dict[str, tuple[int | None, ...]]:
-        """The windows of the layers of the caches that this workload compares."""
+        """The layer windows of this workload's caches."""
         if self.staggered:
             return dict(self.staggered)
         windows = self.layer_windows
@@ -94,7 +95,7 @@ WORKLOADS = (
 
 
 def make_cache(kind: str, workload: Workload) -> jkv.Cache:
-    """Return a fresh cache of a kind, with blocks for all sequences."""
+    """Return a new cache of a kind, with blocks for all sequences."""
     sizes: dict[str, Any] = dict(
         num_kv_heads=NUM_KV_HEADS if workload.with_storage else 1,
         head_dim=HEAD_DIM if workload.with_storage else 1,
@@ -111,7 +112,7 @@ def make_cache(kind: str, workload: Workload) -> jkv.Cache:
             step_tokens=CHUNK,
             **sizes,
         )
-        # Before there was one kind of cache, one of groups had an `init` of its own.
+        # Compatible with versions that had a separate `init_groups`.
         init = getattr(jkv, "init_groups", jkv.init)
         return init(grouped, storage=workload.with_storage)
     config = jkv.CacheConfig(
@@ -128,9 +129,10 @@ def make_cache(kind: str, workload: Workload) -> jkv.Cache:
 
 
 def fill(cache: jkv.Cache, workload: Workload) -> jkv.Cache:
-    """Open the sequences and let them grow to the length where steps begin.
+    """Open the sequences and grow them to the initial length.
 
-    The last token comes alone, so that what their chunks left is given back before.
+    The last token is appended separately, so that blocks of the chunks are released
+    first.
     """
     count = workload.num_sequences
     grow = jax.jit(functools.partial(jkv.append, capacity=count * CHUNK))
@@ -150,7 +152,7 @@ def fill(cache: jkv.Cache, workload: Workload) -> jkv.Cache:
 
 
 def decode(cache: jkv.Cache, workload: Workload) -> tuple[jkv.Cache, jax.Array]:
-    """Do all steps; returns the cache, and how many sequences were served."""
+    """Run all steps; return the cache and the number of served requests."""
     count = workload.num_sequences
     seq_ids = jnp.arange(count, dtype=jnp.int32)
 
@@ -171,7 +173,7 @@ def decode(cache: jkv.Cache, workload: Workload) -> tuple[jkv.Cache, jax.Array]:
 
 
 def make_case(kind: str, workload: Workload) -> tuple[Case, int]:
-    """Return what to time, and the bytes of its keys and values."""
+    """Return the case, and the bytes of its keys and values."""
     filled = fill(make_cache(kind, workload), workload)
     run = jax.jit(lambda cache: decode(cache, workload), donate_argnums=0)
     copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
@@ -187,13 +189,13 @@ def make_case(kind: str, workload: Workload) -> tuple[Case, int]:
         calls=workload.num_steps,
         check=check,
     )
-    # Of all arrays only those of the storage have so many axes.
+    # Only storage arrays have this many axes.
     stored = [leaf for leaf in jax.tree.leaves(filled) if leaf.ndim >= 4]
     return case, sum(leaf.nbytes for leaf in stored)
 
 
 def compare(found: dict[str, harness.Samples]) -> list[dict[str, Any]]:
-    """Return what a window and further groups add, beside the targets.
+    """Return the overhead of a window and of further groups, and the targets.
 
     Args:
       found: samples by the caches of `STAGGERED`.
@@ -225,7 +227,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     where = harness.machine()
-    print(harness.header("jkv: what windows that give back cost a step", where))
+    print(harness.header("jkv: overhead of sliding windows and layer groups", where))
     chosen = [w for w in WORKLOADS if (arguments.only or "") in w.name]
     cases = {(w.name, k): make_case(k, w) for w in chosen for k in w.caches}
     samples = harness.interleave(

@@ -1,4 +1,4 @@
-"""How the site reads the sources: examples are code, a field's comment describes it."""
+"""Griffe extension: format example sections and attribute comments for the site."""
 
 import re
 import textwrap
@@ -10,17 +10,17 @@ RETURNS = re.compile(r"^Returns:\n((?: +.*\n?|\n)+)", re.MULTILINE)
 
 
 class Sources(griffe.Extension):
-    """Put what the sources say into the words that Griffe looks for."""
+    """Adapt jkv's docstring conventions to Griffe."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Rename the section of examples; a paragraph before code ends in one colon."""
+        """Rename example sections; reduce double colons before code to single ones."""
         if obj.docstring is not None:
             text = obj.docstring.value
             text = text.replace("\nExample:\n", "\nExamples:\n").replace("::\n", ":\n")
             obj.docstring.value = RETURNS.sub(write_returns, text)
 
     def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
-        """Describe a field of a class by the comment beside it, or those above."""
+        """Document a class attribute by its trailing comment, or the comments above."""
         if attr.docstring is not None or not attr.parent or not attr.parent.is_class:
             return
         lines = attr.lines_collection[attr.filepath]
@@ -35,7 +35,7 @@ class Sources(griffe.Extension):
 
 
 def write_returns(found: re.Match[str]) -> str:
-    """Write what is returned as prose; Griffe would take its colons for types."""
+    """Format a returns section as prose; Griffe would parse its colons as types."""
     text = textwrap.dedent(found[1]).strip()
     listed = re.sub(r"^(\w+): ", r"* `\1`: ", text, flags=re.MULTILINE)
     return f"**Returns:**\n\n{listed}\n\n"

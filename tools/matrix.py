@@ -1,12 +1,12 @@
-"""The support matrix: what was shown of each feature, backend and dtype.
+"""Support matrix: evidence for each feature, backend and dtype.
 
-    python3 tools/matrix.py                     # write docs/support.md anew
-    python3 tools/matrix.py --reports FOLDER    # did the tests that rows name pass?
+    python3 tools/matrix.py                     # write docs/support.md
+    python3 tools/matrix.py --reports FOLDER    # check that the rows' tests passed
 
-`JKV_REPORTS=FOLDER tools/run.py test` leaves the reports that the second form reads,
-one for each suite: `.ci/run` does both. Tests hold that the page is the one of the
-table, that each test exists, and that results have what rows say of them. Only Python's
-standard library is needed.
+`JKV_REPORTS=FOLDER tools/run.py test` writes the reports for the second form, one per
+suite: `.ci/run` does both. Tests check that the page is up to date, that each test
+exists, and that results contain the rows' entries. Only Python's standard library is
+required.
 """
 
 import argparse
@@ -33,42 +33,42 @@ WORDS = {
 
 
 class Result(NamedTuple):
-    """An entry that a file of benchmarks/results must have."""
+    """A required entry of a file in benchmarks/results."""
 
-    file: str  # without folder and ending
-    fields: Mapping[str, Any]  # names and values of the entry, or some of them
+    file: str  # without folder and suffix
+    fields: Mapping[str, Any]  # all or some fields of the entry
 
 
 class Row(NamedTuple):
-    """A feature with dtypes, and what was shown of it on each of `BACKENDS`."""
+    """A feature with dtypes, and its evidence on each of `BACKENDS`."""
 
     feature: str
     dtypes: str
-    words: tuple[str, str, str, str]  # one of `WORDS` for each backend
-    tests: tuple[str, ...]  # as file::test, files by their names
+    words: tuple[str, str, str, str]  # one of `WORDS` per backend
+    tests: tuple[str, ...]  # as file::test, without folder
     results: tuple[Result, ...] = ()
 
 
 def timed(workload: str) -> Result:
-    """A call that was timed on a card."""
+    """Return the entry of a call timed on a GPU."""
     return Result("gpu", {"workload": workload})
 
 
 def code(elements: str, queries: str = "bfloat16", target: str = "gfx942") -> Result:
-    """A kernel whose machine code was looked at."""
+    """Return the entry of a kernel's inspected machine code."""
     fields = {"elements": elements, "queries": queries, "target": target}
     return Result("kernel_code", fields)
 
 
 def gradient(dtype: str, target: str) -> Result:
-    """A kernel of the derivative whose machine code was looked at."""
+    """Return the entry of a gradient kernel's inspected machine code."""
     kernel = "jkv_query_gradients"
     fields = {"elements": dtype, "queries": dtype, "target": target, "kernel": kernel}
     return Result("kernel_code", fields)
 
 
 def step(name: str) -> Result:
-    """A whole step that was compiled for an MI300X."""
+    """Return the entry of a whole step compiled for an MI300X."""
     return Result("rocm_compile", {"step": name})
 
 
@@ -346,13 +346,13 @@ show it; `.ci/run` fails if one of these tests did not pass.
 
 
 def all_rows() -> Iterator[Row]:
-    """Every row of every table."""
+    """Yield the rows of all tables."""
     for rows in TABLES.values():
         yield from rows
 
 
 def write_page() -> str:
-    """Return the page."""
+    """Return the page as Markdown."""
     words = "".join(f"| {word} | {meaning} |\n" for word, meaning in WORDS.items())
     parts = [HEAD + words]
     for title, rows in TABLES.items():
@@ -368,7 +368,7 @@ def write_page() -> str:
 
 
 def find_missing_tests() -> list[str]:
-    """Return the tests that rows name and no file has."""
+    """Return the tests of rows that do not exist."""
     files: dict[str, str] = {}
     for path in (ROOT / "tests").rglob("test_*.py"):
         files[path.name] = path.read_text(encoding="utf-8")
@@ -381,7 +381,7 @@ def find_missing_tests() -> list[str]:
 
 
 def has_entry(value: Any, fields: Mapping[str, Any]) -> bool:
-    """Whether an object somewhere in a JSON value has all of these fields."""
+    """Return True if an object within a JSON value has all of `fields`."""
     if isinstance(value, list):
         return any(has_entry(each, fields) for each in value)
     if not isinstance(value, dict):
@@ -392,7 +392,7 @@ def has_entry(value: Any, fields: Mapping[str, Any]) -> bool:
 
 
 def find_missing_results() -> list[Result]:
-    """Return the results that rows name and no file has."""
+    """Return the results of rows that do not exist."""
     folder = ROOT / "benchmarks" / "results"
     return [
         result
@@ -405,7 +405,7 @@ def find_missing_results() -> list[Result]:
 
 
 def read_outcomes(folder: pathlib.Path) -> tuple[set[str], set[str]]:
-    """Return the tests that passed, and those that did not, of JUnit's reports."""
+    """Return the passed and the failed tests of JUnit reports."""
     passed, failed = set(), set()
     for path in folder.glob("*.xml"):
         for case in ElementTree.parse(path).iter("testcase"):
@@ -424,7 +424,7 @@ def read_outcomes(folder: pathlib.Path) -> tuple[set[str], set[str]]:
 
 
 def say_faults(folder: pathlib.Path) -> list[str]:
-    """Return a line for each row's test that did not pass in any suite."""
+    """Return a line for each row's test that passed in no suite."""
     passed, failed = read_outcomes(folder)
     faults = []
     for row in all_rows():
@@ -437,7 +437,7 @@ def say_faults(folder: pathlib.Path) -> list[str]:
 
 
 def main() -> int:
-    """Write the page, or look whether the tests of its rows passed."""
+    """Write the page, or check that the tests of its rows passed."""
     parser = argparse.ArgumentParser(prog="tools/matrix.py", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--reports", type=pathlib.Path, help="a folder of JUnit's XML")

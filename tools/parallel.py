@@ -1,4 +1,4 @@
-"""Processes side by side; what one has printed is shown when it has ended."""
+"""Run processes in parallel; print the output of each when it has ended."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import IO, NamedTuple
 
-# pytest's last line has a frame, and colours where they are forced.
+# pytest frames its last line, and may colour it.
 FRAME = re.compile(r"^=+ | =+$|\x1b\[[\d;]*m")
 
 
@@ -20,22 +20,22 @@ class Job(NamedTuple):
 
     name: str
     command: Sequence[str | pathlib.Path]
-    variables: Mapping[str, str] = {}  # of its environment, beside those inherited
-    after: str | None = None  # the job that must have succeeded before
+    variables: Mapping[str, str] = {}  # added to the inherited environment
+    after: str | None = None  # job that must succeed first
 
 
 class Outcome(NamedTuple):
-    """How a process went."""
+    """Result of a process."""
 
     name: str
-    status: int | None  # None: not run, since the job before it failed
-    last_line: str  # of what it printed
+    status: int | None  # None if not run, since a preceding job failed
+    last_line: str  # of the output
     seconds: float
-    processor_seconds: float  # its own and those of its children
+    processor_seconds: float  # CPU time, with child processes
 
 
 class Running(NamedTuple):
-    """A process that has started and not ended."""
+    """A running process."""
 
     job: Job
     process: subprocess.Popen[bytes]
@@ -44,17 +44,17 @@ class Running(NamedTuple):
 
 
 def run_jobs(jobs: Sequence[Job], width: int, folder: pathlib.Path) -> list[Outcome]:
-    """Run all jobs, the first that can run first.
+    """Run all jobs, in order as far as possible.
 
-    A job that fails does not keep others from running, but those that are after it.
+    A failed job blocks only the jobs after it.
 
     Args:
       jobs: in the order of their start.
-      width: how many run side by side.
-      folder: where they run.
+      width: number of concurrent processes.
+      folder: working directory.
 
     Raises:
-      KeyboardInterrupt: all processes were ended before.
+      KeyboardInterrupt: after all processes were killed.
     """
     waiting, running, outcomes = list(jobs), dict[int, Running](), list[Outcome]()
     try:
@@ -80,14 +80,14 @@ def run_jobs(jobs: Sequence[Job], width: int, folder: pathlib.Path) -> list[Outc
 
 
 def can_run(job: Job, waiting: list[Job], running: dict[int, Running]) -> bool:
-    """Whether the job before this one has ended."""
+    """Return True if the job's predecessor has ended."""
     unfinished = [*waiting, *(one.job for one in running.values())]
     return job.after not in [other.name for other in unfinished]
 
 
 @contextlib.contextmanager
 def deferring_interrupts() -> Iterator[None]:
-    """Let an interrupt wait, so that no process is started and not known."""
+    """Defer interrupts, so that no started process goes unrecorded."""
     came: list[int] = []
     handlers = {
         number: handler
@@ -106,7 +106,7 @@ def deferring_interrupts() -> Iterator[None]:
 
 
 def start(job: Job, folder: pathlib.Path) -> Running:
-    """Start a process in a session of its own, which can be ended as a whole."""
+    """Start a process in a session of its own, which can be killed as a whole."""
     print(f"[{time.strftime('%H:%M:%S')}] {job.name}: started", flush=True)
     output = tempfile.TemporaryFile()
     process = subprocess.Popen(
@@ -122,7 +122,7 @@ def start(job: Job, folder: pathlib.Path) -> Running:
 
 
 def await_one(running: dict[int, Running]) -> Outcome:
-    """Wait until a process ends, take it out of those that run, and show its output."""
+    """Wait until a process ends, remove it from `running`, and print its output."""
     pid, status, usage = os.wait4(-1, 0)
     while pid not in running:
         pid, status, usage = os.wait4(-1, 0)
@@ -145,7 +145,7 @@ def await_one(running: dict[int, Running]) -> Outcome:
 
 
 def show_table(outcomes: Sequence[Outcome], fine: Collection[int] = (0,)) -> bool:
-    """Print a line for each process, and return whether all statuses are fine."""
+    """Print a line per process; return True if all statuses are in `fine`."""
     names = max(len(outcome.name) for outcome in outcomes)
     print(f"\n{'':{names}}  seconds  processor")
     for outcome in outcomes:

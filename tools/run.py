@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Everything that `make` does: environments, tests, checks, benchmarks.
+"""Implementation of `make`: environments, tests, checks, benchmarks.
 
     python3 tools/run.py test                       # lint, types, pages and all tests
     python3 tools/run.py test --jax newest tests/verbs/test_prefixes.py -k fork
     python3 tools/run.py test --suites oldest-verbs # one process of `make test`
 
-What a command needs is installed first, once. `environments.py` lists what that is,
-`tasks.py` the tests and their flags.
+The environment of a command is installed first, once. `environments.py` lists the
+packages, `tasks.py` the tests and their flags.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from models import MODELS, fetch
 from parallel import Job, run_jobs, show_table
 from tasks import CHECKS, EXTRAS, SUITES, Task, choose_everything, choose_tests
 
-# All benchmarks but `rollouts`, which takes most of an hour.
+# All benchmarks except `rollouts`, which takes most of an hour.
 BENCHMARKS = (
     *("operations", "attention", "generate", "reuse", "accuracy", "compile"),
     *("exact", "experts", "scheduling", "scoring", "search", "states", "strategies"),
@@ -46,11 +46,11 @@ NO_NEWEST = (
 )
 TAKE_ARGUMENTS = ("generate", "test", "machine-code", "tunix", "rollouts", "peers")
 QUESTION = "Why is the sky blue?"
-NO_TESTS = 5  # pytest's status where none was found
+NO_TESTS = 5  # pytest's exit status without tests
 
 
 def main() -> int:
-    """Run a command, and return its exit status."""
+    """Run a command and return its exit status."""
     options, arguments = parse()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -61,46 +61,46 @@ def main() -> int:
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
-    """The options, and what is handed on to pytest or to a benchmark."""
+    """Return the options, and further arguments for pytest or a benchmark."""
     parser = argparse.ArgumentParser(prog="tools/run.py", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     test = commands.add_parser(
         "test",
-        help="all tests and checks, or the tests that arguments of pytest name",
+        help="all tests and checks, or the tests selected by pytest arguments",
         allow_abbrev=False,
     )
-    test.add_argument("--jax", choices=("oldest", "newest"), help="with this one alone")
-    test.add_argument("--suites", default="", help="these alone, such as oldest-verbs")
-    test.add_argument("--extras", default="", help=f"with them: {' '.join(EXTRAS)}")
-    test.add_argument("--jobs", type=int, default=2, help="processes side by side")
+    test.add_argument("--jax", choices=("oldest", "newest"), help="only this one")
+    test.add_argument("--suites", default="", help="only these, such as oldest-verbs")
+    test.add_argument("--extras", default="", help=f"also: {' '.join(EXTRAS)}")
+    test.add_argument("--jobs", type=int, default=2, help="concurrent processes")
     for name, what in {
-        "generate": "continue a prompt with the bundled model, or ask a published one",
+        "generate": "continue a prompt with the bundled model or a published one",
         "lint": "ruff: rules and format",
         "types": "mypy",
         "docs": "the documentation, in site/",
-        "machine-code": "the kernels' machine code, for cards that are not there",
-        "code-objects": "what launches machine code by XLA's typed FFI, with g++",
+        "machine-code": "the kernels' machine code, without the GPUs",
+        "code-objects": "the launcher of machine code by XLA's typed FFI, with g++",
         "tunix": "rollouts in google-tunix's trainer",
         "bench": "all benchmarks but rollouts",
-        "rollouts": "queues of requests beside peers: most of an hour",
-        "peers": "work beside other projects, in one table; --kept: what is kept",
-        "clean": "remove what all of these have written",
+        "rollouts": "queues of requests, compared to peers: most of an hour",
+        "peers": "comparison with other projects in a table; --kept: stored results",
+        "clean": "remove the output of all commands",
     }.items():
         commands.add_parser(name, help=what, allow_abbrev=False)
     options, arguments = parser.parse_known_args()
     if arguments and options.command not in TAKE_ARGUMENTS:
-        parser.error(f"{options.command} takes no arguments, was given {arguments}")
+        parser.error(f"{options.command} takes no arguments, got {arguments}")
     if options.command == "test":
         for name in [*options.suites.split(), *options.extras.split()]:
             if name not in SUITES | CHECKS:
                 known = ", ".join([*SUITES, *CHECKS])
-                parser.error(f"no suite is called {name}; there are {known}")
+                parser.error(f"suite must be one of {known}, got {name}")
     return options, [argument for argument in arguments if argument != "--"]
 
 
 def run_command(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Do what was asked for."""
+    """Run the selected command and return its exit status."""
     match options.command:
         case "test":
             return run_tests(options, arguments)
@@ -121,14 +121,14 @@ def run_command(options: argparse.Namespace, arguments: list[str]) -> int:
             scripts = [[f"benchmarks/{name}.py"] for name in BENCHMARKS]
             return run_scripts(("oldest", "parity"), scripts)
         case "rollouts":
-            # Beside transformers and google-tunix, each in a process of its own.
+            # Peers are transformers and google-tunix, each in a process of its own.
             layers = ("oldest", "parity", "rollouts", "tunix")
             return run_scripts(layers, [["benchmarks/rollouts.py", *arguments]])
         case "peers":
             table = ["benchmarks/peer_table.py"]
             if arguments == ["--kept"]:
                 return run_scripts(("oldest",), [table])
-            # Checkouts of others, as `--peer FOLDER`, are asked for their bookkeeping.
+            # Other projects' checkouts are passed as `--peer FOLDER`.
             scripts = [["benchmarks/operations.py", *arguments]]
             scripts += [
                 [f"benchmarks/{name}.py"] for name in ("generate", "strategies")
@@ -141,7 +141,7 @@ def run_command(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def run_tests(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Run everything, the named suites, or the tests that arguments of pytest name."""
+    """Run everything, the named suites, or the tests selected by pytest arguments."""
     if options.suites:
         tasks = {name: (SUITES | CHECKS)[name] for name in options.suites.split()}
     elif arguments:
@@ -161,7 +161,7 @@ def run_tests(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def run_tasks(tasks: Mapping[str, Task], width: int = 1) -> int:
-    """Set up what tasks need, run them, and return the exit status of it all."""
+    """Set up the tasks' environments, run them, and return the exit status."""
     before = make_set_up(layers_of(tasks))
     jobs = [*before.values()]
     for name, task in tasks.items():
@@ -171,40 +171,38 @@ def run_tasks(tasks: Mapping[str, Task], width: int = 1) -> int:
     if len(tasks) == 1:
         return run_one_by_one(jobs)
     outcomes = run_jobs(jobs, width, ROOT)
-    # Tests that were named may all be for the other JAX.
+    # All selected tests may belong to the other JAX.
     some = any(outcome.status == 0 and outcome.name in tasks for outcome in outcomes)
     were_chosen = all(name.endswith("chosen") for name in tasks)
     return int(not show_table(outcomes, {0, NO_TESTS} if some and were_chosen else {0}))
 
 
 def report_of(name: str, task: Task) -> list[str]:
-    """The argument by which a suite leaves a report for `matrix.py`, if asked to."""
+    """Return pytest's argument for a report, read by `matrix.py`, if configured."""
     folder = os.environ.get("JKV_REPORTS")
     is_suite = task.tool == "pytest"
     return [f"--junitxml={folder}/{name}.xml"] if folder and is_suite else []
 
 
 def make_generate(arguments: Sequence[str]) -> list[str]:
-    """The script that generates: with the bundled model, or a published one by name."""
+    """Return the generating script: the bundled model, or a published one by name."""
     script = ["examples/generate.py"]
     for name in arguments[:1]:
         if name not in MODELS:
-            raise SystemExit(
-                f"no model is called {name}; there are {', '.join(MODELS)}"
-            )
+            raise SystemExit(f"model must be one of {', '.join(MODELS)}, got {name}")
         script += ["--model", str(fetch(name)), "--chat", QUESTION]
     return script
 
 
 def run_scripts(layers: Sequence[str], scripts: Sequence[Sequence[str]]) -> int:
-    """Set up and run scripts with the oldest JAX, up to the first that fails."""
+    """Set up and run scripts with the oldest JAX, until one fails."""
     python = python_of(LAYERS[layers[0]].folder)
     jobs = [Job(script[0], [python, *script]) for script in scripts]
     return run_one_by_one([*make_set_up(layers).values(), *jobs])
 
 
 def run_one_by_one(jobs: Sequence[Job]) -> int:
-    """Run jobs in view, and return the status of the first that fails, or 0."""
+    """Run jobs with visible output; return the first nonzero exit status, or 0."""
     for job in jobs:
         variables = os.environ | job.variables
         done = subprocess.run(job.command, cwd=ROOT, env=variables)
@@ -214,12 +212,12 @@ def run_one_by_one(jobs: Sequence[Job]) -> int:
 
 
 def layers_of(tasks: Mapping[str, Task]) -> list[str]:
-    """What must be installed for tasks."""
+    """Return the layers that the tasks require."""
     return [layer for task in tasks.values() for layer in task.layers]
 
 
 def make_set_up(layers: Sequence[str]) -> dict[str, Job]:
-    """For each environment that lacks some of the layers, what installs them."""
+    """Return an installing job for each environment with missing layers."""
     missing = [name for name in LAYERS if name in layers and not is_there(name)]
     program = ROOT / "tools" / "environments.py"
     return {

@@ -1,6 +1,6 @@
-"""What `make test` runs: suites of tests, checks beside them, and their flags.
+"""Tests and checks of `make test`, and their flags.
 
-A suite is one process, whose tests share compiled programs.
+A suite is one process, so that its tests share compiled programs.
 """
 
 import os
@@ -11,40 +11,39 @@ from typing import NamedTuple
 from environments import LAYERS, ROOT, python_of
 
 VARIABLES = {
-    # What was compiled once is not compiled again: not by another suite, and not by the
-    # next run in this checkout.
+    # Compiled programs are shared between suites, and with the next run in this
+    # checkout.
     "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax-cache"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    # So with bytecode, also where the shell forbids to write it: dozens of processes
-    # import the same modules.
+    # Also for bytecode, even if the shell disables it: dozens of processes import the
+    # same modules.
     "PYTHONDONTWRITEBYTECODE": "",
 }
-# Each suite says where its time went.
+# Each suite reports its slowest tests.
 DEAREST = ("--durations=5", "--durations-min=2")
-# In CI, no test of the suites that have transformers may be left out for want of it.
+# In CI, suites with transformers must not skip tests that need it.
 REQUIRE_PARITY = {"JKV_REQUIRE_PARITY": "1"}
-# Half of the time of the tests is compiling, and was more with LLVM's optimisations and
-# with modules cut in pieces for other cores. What decides about copies and fusion is
-# done before LLVM, and stays as it is.
+# Compilation is half of the tests' time, and more with LLVM's optimizations and modules
+# split over cores. Copies and fusion are decided before LLVM, and do not change.
 ALL_PASSES = (
     "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 )
-# These passes only make programs faster, and take a tenth to a fifth of what is left. A
-# test that looks at a program of XLA asks for all (`support.compiled_hlo.ALL_PASSES`).
+# These passes only speed up programs, and take 10 to 20% of the remaining time. Tests
+# of XLA programs enable all passes (`support.compiled_hlo.ALL_PASSES`).
 LEFT_OUT = (
     "while-loop-invariant-code-motion,simplify-while-loops,"
     "while-loop-trip-count-annotator,while-loop-constant-sinking,constant_folding,"
     "reshape-mover,simplify-sorts,simplify-conditional,tree_reduction_rewriter"
 )
 QUICK = f"{ALL_PASSES} --xla_disable_hlo_passes={LEFT_OUT}"
-# Half of the rest is MLIR. The oldest JAX can still do without, the newest cannot.
+# Half of the remaining time is MLIR. The oldest JAX can disable it, the newest cannot.
 WITHOUT_MLIR = f"{QUICK} --xla_cpu_use_fusion_emitters=false"
 
 OLDEST, NEWEST = ("oldest", "parity"), ("newest",)
-# A claim at more values than every run needs (`tests/support/jax_versions.py`).
+# More values per test than every run needs (`tests/support/jax_versions.py`).
 ALONE = {"JKV_FURTHER": "1"}
-# These look at the programs that XLA makes, or at the bits of small floats: with MLIR.
+# Tests of XLA's programs, or of the bits of small floats: with MLIR.
 OF_PROGRAMS = (
     "tests/attention/kernel/test_kernel_rounding.py",
     "tests/metadata/test_stages.py",
@@ -52,42 +51,42 @@ OF_PROGRAMS = (
     "tests/verbs/test_in_place.py",
     "tests/verbs/test_states_in_place.py",
 )
-# These import torch, which takes seconds: in the suite that does so anyway.
+# These import torch, which takes seconds, so they join a suite that imports it anyway.
 OF_TRANSFORMERS = (
     "tests/config/test_layer_heads.py",
     "tests/config/test_text_part.py",
     "tests/decoding/test_filters_parity.py",
 )
-# Minutes of compiling kernels, for cards that are not there: a suite of its own.
+# Minutes of kernel compilation without the GPUs: a suite of its own.
 MACHINE_CODE = "tests/attention/kernel/test_kernel_machine_code.py"
-# Likewise of lowering them, twice each.
+# Likewise for lowering them, twice each.
 EVERY_MODULE = "tests/attention/kernel/test_kernel_every_module.py"
-# This needs g++.
+# Requires g++.
 CODE_OBJECTS = "tests/attention/kernel/test_kernel_code_objects.py"
 OF_KERNELS = MACHINE_CODE, EVERY_MODULE, CODE_OBJECTS
-# The standard's own tests of JSON schemas, random ones, and those of pydantic.
+# The JSON Schema test suite, random schemas, and pydantic's.
 SCHEMAS = "tests/schemas"
-# Folders with a suite of their own; what is in none of them is `oldest-rest`.
+# Folders with a suite of their own; all others are in `oldest-rest`.
 FOLDERS = ("verbs", "examples", "decoding", "attention", "serving", "storage")
 
 
 class Task(NamedTuple):
     """A process: a tool of an environment, or a suite of tests."""
 
-    layers: tuple[str, ...]  # of `environments.LAYERS`: what it needs
+    layers: tuple[str, ...]  # required `environments.LAYERS`
     tool: str
     arguments: tuple[str, ...]
-    flags: str = ""  # of XLA
-    variables: Mapping[str, str] = {}  # of its process environment, beside `VARIABLES`
+    flags: str = ""  # for XLA
+    variables: Mapping[str, str] = {}  # environment variables, added to `VARIABLES`
 
     @property
     def folder(self) -> str:
-        """Its environment."""
+        """Environment folder."""
         return LAYERS[self.layers[0]].folder
 
     @property
     def command(self) -> list[str | pathlib.Path]:
-        """What is run, in the root of the checkout."""
+        """Command line, run in the root of the checkout."""
         python = python_of(self.folder)
         if self.tool == "pytest":
             return [python, "-m", "pytest", *DEAREST, *self.arguments]
@@ -95,7 +94,7 @@ class Task(NamedTuple):
 
     @property
     def all_variables(self) -> dict[str, str]:
-        """What it finds in its process environment, beside what is there."""
+        """Environment variables, added to the inherited ones."""
         flags = f"{self.flags} {os.environ.get('XLA_FLAGS', '')}".strip()
         must = "parity" in self.layers and os.environ.get("CI")
         parity = REQUIRE_PARITY if must else {}
@@ -103,25 +102,25 @@ class Task(NamedTuple):
 
 
 def tests(layers: tuple[str, ...], *arguments: str, flags: str = ALL_PASSES) -> Task:
-    """A suite of tests; its arguments are pytest's."""
+    """Return a suite of tests, given by pytest's arguments."""
     return Task(layers, "pytest", arguments, flags)
 
 
 def but(*paths: str) -> tuple[str, ...]:
-    """Arguments of pytest that leave out files or folders."""
+    """Return pytest arguments that exclude files or folders."""
     return tuple(f"--ignore={path}" for path in paths)
 
 
 def of_folder(name: str, *files: str) -> Task:
-    """The suite of a folder of tests, and of files of others."""
+    """Return the suite of a test folder, with some files of other folders."""
     elsewhere = {*OF_PROGRAMS, *OF_TRANSFORMERS, *OF_KERNELS} - {*files}
     paths = (f"tests/{name}", *files, *but(*sorted(elsewhere)))
     return tests(OLDEST, *paths, flags=WITHOUT_MLIR)
 
 
-# The dearest first, so that no core waits long at the end.
+# Longest first, so that no core idles at the end.
 SUITES = {
-    # Its environment is there first.
+    # First, since its environment is available first.
     "newest-tests": tests(
         NEWEST, "tests", "README.md", *but(*OF_KERNELS, SCHEMAS), flags=QUICK
     ),
@@ -137,7 +136,7 @@ SUITES = {
     ),
     "oldest-decoding": of_folder("decoding"),
     "oldest-verbs": of_folder("verbs"),
-    # `devices` has eight simulated ones, which a process has from its start or never.
+    # `devices` simulates eight, which has to be configured at process start.
     "oldest-devices": tests(OLDEST, "tests/devices", flags=WITHOUT_MLIR),
     "oldest-serving": of_folder("serving"),
     "oldest-attention": of_folder("attention"),
@@ -150,7 +149,7 @@ SUITES = {
         "jkv/integrations/tunix",
         flags=WITHOUT_MLIR,
     ),
-    # A cluster of Ray, in which pydantic warns of what Ray does.
+    # A Ray cluster; pydantic warns about Ray's code.
     "ray": tests(
         ("ray",),
         "tests/replicated",
@@ -158,7 +157,7 @@ SUITES = {
         *("-W", "ignore::DeprecationWarning"),
         flags=WITHOUT_MLIR,
     ),
-    # lm-eval asks the server.
+    # lm-eval as a client of the server.
     "harness": tests(("harness",), "tests/harness", flags=WITHOUT_MLIR),
     # Two published models, 350 MB, as GGUF files.
     "real-models": tests(OLDEST, "tests/models"),
@@ -173,7 +172,7 @@ SUITES = {
         variables=ALONE
     ),
 }
-# Too heavy to be a part of every run.
+# Too slow for every run.
 FURTHER = ("further", "further-programs", "further-devices")
 EXTRAS = (
     "machine-code",
@@ -188,7 +187,7 @@ EXTRAS = (
 )
 
 CHECKS = {
-    # Strict: a link that leads nowhere, or a name without documentation, is an error.
+    # Strict: broken links and undocumented names are errors.
     "docs": Task(("docs",), "zensical", ("build", "--strict", "--clean")),
     "types": Task(("oldest",), "mypy", ()),
     "lint": Task(("oldest",), "ruff", ("check", ".")),
@@ -197,16 +196,16 @@ CHECKS = {
 
 
 def choose_tests(end: str, arguments: list[str], all_cases: bool) -> Task:
-    """The tests that pytest's arguments name, with the oldest or the newest JAX.
+    """Return the tests of pytest's arguments, with the oldest or newest JAX.
 
-    All cases of them, or those that `make test` runs with that JAX.
+    Run all their cases, or the ones that `make test` runs with that JAX.
     """
     task = tests(NEWEST if end == "newest" else OLDEST, *arguments)
     return task._replace(variables={"JKV_ALL_CASES": "1"} if all_cases else {})
 
 
 def choose_everything(end: str | None, extras: list[str]) -> dict[str, Task]:
-    """All suites and checks, or the suites of one end of the range of JAX."""
+    """Return all suites and checks, or the suites of one JAX version."""
     left_out = {*EXTRAS} - {*extras}
     chosen = {**SUITES, **({} if end else CHECKS)}
     return {

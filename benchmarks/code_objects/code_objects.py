@@ -1,8 +1,8 @@
-"""Kernels as machine code in programs of XLA for AMD cards, without Triton in JAX.
+"""Launch precompiled kernels in XLA programs for AMD GPUs, without Triton in JAX.
 
-What would be left if XLA compiled Triton no more: kernels are compiled ahead, and XLA's
-typed FFI launches them by `launch.cc`. No card ran it: `hip_stand_in.cc` stands in for
-HIP, and `tests/attention/kernel/test_kernel_code_objects.py` shows what comes there.
+A fallback if XLA stops compiling Triton: kernels are compiled ahead of time, and XLA's
+typed FFI launches them by `launch.cc`. It has not run on a GPU: `hip_stand_in.cc`
+replaces HIP, and `tests/attention/kernel/test_kernel_code_objects.py` checks its calls.
 
     python benchmarks/code_objects/code_objects.py        # builds both libraries
 """
@@ -18,16 +18,16 @@ import numpy as np
 
 HERE = pathlib.Path(__file__).parent
 TARGET = "jkv_code_object"
-# Arguments at the end of a kernel for memory that Triton may want: two in Triton 3.9.
+# Trailing kernel arguments for Triton's scratch memory: two in Triton 3.9.
 NUM_UNUSED = 2
 
 
 class CodeObject(NamedTuple):
-    """A kernel that was compiled for a card."""
+    """A kernel compiled for a GPU."""
 
     name: str
     code: bytes  # an ELF file, as Triton's `hsaco`
-    threads: int  # of a program: warps times lanes, of which CDNA has 64 and RDNA 32
+    threads: int  # per program: warps times lanes, 64 on CDNA and 32 on RDNA
     shared_bytes: int
 
 
@@ -48,7 +48,7 @@ def build(folder: pathlib.Path) -> None:
 
 
 def register(folder: pathlib.Path, platform: str) -> None:
-    """Let programs for a platform launch kernels: ROCM, or cpu with a stand-in."""
+    """Register the kernel launcher for a platform: ROCM, or cpu with the stand-in."""
     library = ctypes.CDLL(str(folder / "launch.so"))
     launch = library.JkvLaunchHere if platform == "cpu" else library.JkvLaunch
     jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(launch), platform)
@@ -61,7 +61,7 @@ def call(
     grid: tuple[int, int],
     aliases: dict[int, int],
 ) -> Any:
-    """Return what a kernel stores; `aliases` are its operands that are results too."""
+    """Return a kernel's results; `aliases` maps operands to results."""
     bound = jax.ffi.ffi_call(TARGET, results, input_output_aliases=aliases)
     return bound(
         *operands,

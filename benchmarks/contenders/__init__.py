@@ -1,7 +1,7 @@
-"""The contenders of `rollouts.py`, each in a process of its own (`run_one.py`).
+"""Contenders of `rollouts.py`, each in a process of its own (`run_one.py`).
 
-`workloads.py` says what is asked; `of_jkv.py`, `of_transformers.py` and `of_tunix.py`
-hold the contenders, and each imports its library alone. A contender is made with a
-workload, `prepare`s (compiling falls in there), and `run` does the work and returns its
-counts, among them the new tokens.
+`workloads.py` defines the workloads; `of_jkv.py`, `of_transformers.py` and
+`of_tunix.py` have the contenders, each the only importer of its library. A contender is
+constructed with a workload; `prepare` compiles, and `run` does the work and returns its
+counts, including new tokens.
 """

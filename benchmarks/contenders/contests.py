@@ -1,4 +1,4 @@
-"""The workloads of `rollouts.py` by size, the contenders of each, and the aims."""
+"""Workloads of `rollouts.py` by size, with their contenders and targets."""
 
 import dataclasses
 import pathlib
@@ -9,7 +9,7 @@ from contenders.workloads import BUNDLED, Workload
 
 SAMPLES = 8  # of each prompt of ShareGPT
 
-# The contenders: module and class.
+# Module and class of each contender.
 CONTENDERS = {
     "jkv": ("of_jkv", "Queue"),
     "jkv, refilled by the host": ("of_jkv", "Refilled"),
@@ -27,25 +27,25 @@ CONTENDERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """How much of everything."""
+    """Sizes of a run."""
 
-    minutes: int  # of all workloads; no round begins that would need more
-    rounds: int  # at most, and at least one
+    minutes: int  # of all workloads; no round starts that would exceed it
+    rounds: int  # upper limit; at least one
     running: int  # sequences at one time
     prompts: int  # of ShareGPT
-    shorten: int  # their lengths
-    requests: int  # of nano-vllm's lengths
+    shorten: int  # divisor of their lengths
+    requests: int  # with nano-vllm's lengths
     shorten_requests: int
-    alone: int  # tokens in and out of one request
+    alone: int  # prompt and new tokens of a single request
     long_prompts: int = 32
-    long_tokens: int = 1000  # of each of these
+    long_tokens: int = 1000  # tokens per long prompt
     large: dict[str, int] = dataclasses.field(default_factory=dict)  # of the model
 
 
 SIZES = {
     "whole": Size(58, 3, 64, 256, 8, 256, 16, 256),
     "quick": Size(12, 1, 64, 64, 8, 64, 16, 128, 16),
-    # To see that everything runs; its figures mean nothing and are not written.
+    # A smoke test; its figures are not written.
     "tiny": Size(
         *(12, 1, 16, 4, 16, 12, 32, 16),
         long_prompts=2,
@@ -57,13 +57,13 @@ SIZES = {
 
 @dataclasses.dataclass(frozen=True)
 class Contest:
-    """A workload, and what jkv shall reach: times as fast as each contender."""
+    """A workload, and the targets of jkv: speedups over each contender."""
 
     title: str
     share: float  # of the minutes
     draw: Callable[[Size, pathlib.Path], Workload]
-    reach: dict[str, float | None]  # None: no aim
-    # Counts of any contender, and the bound of each.
+    reach: dict[str, float | None]  # None for no target
+    # Bounds on counts of any contender.
     counts: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
 
 

@@ -1,4 +1,4 @@
-"""jkv: a queue in one call, the same refilled by the host, and the engine."""
+"""jkv contenders: one call for the queue, host-side refill, and the engine."""
 
 import sys
 import time
@@ -21,17 +21,17 @@ sys.path.insert(0, str(ROOT / "examples"))  # the examples are no package
 import pretrained  # noqa: E402  (found through the line above)
 
 BLOCK_SIZE = 16
-WINDOW = 128  # steps between two looks of the host, for `Refilled`
+WINDOW = 128  # steps between two checks of the host, for `Refilled`
 STATIC = ("model", "max_new_tokens", "num_samples", "max_running", "row_counts")
 COUNTED = ("num_steps", "sequence_steps", "prompt_tokens")
 SAMPLING = jkv.Sampling(temperature=1.0)
 
 
 class Jkv:
-    """The model on a pool with room for what runs at one time."""
+    """The model with a pool for the running sequences."""
 
     def __init__(self, workload: Workload) -> None:
-        """Load the model and make the pool."""
+        """Load the model and allocate the pool."""
         self.workload = workload
         self.model, self.params = pretrained.load(workload.folder, jnp.float32)
         config = jkv.CacheConfig(
@@ -46,7 +46,7 @@ class Jkv:
 
     @property
     def row_counts(self) -> tuple[int, ...] | None:
-        """Row counts of a queue; those of a single request are the default ones."""
+        """Row counts of a queue; None (the default) for a single request."""
         running = self.workload.num_running
         return decoding.spread_row_counts(running) if running > 1 else None
 
@@ -55,13 +55,13 @@ class Jkv:
         self.run(is_warming_up=True)
 
     def limits(self, is_warming_up: bool) -> np.ndarray:
-        """Return the new tokens of each prompt; one, to compile."""
+        """Return the new tokens of each prompt; one during warm-up."""
         limits = np.asarray(self.workload.limits, np.int32)
         return np.minimum(limits, 1) if is_warming_up else limits
 
 
 class Queue(Jkv):
-    """The whole queue in one call."""
+    """The whole queue in one call (continuous batching in jit)."""
 
     def prepare(self) -> None:
         """Compile."""
@@ -90,20 +90,20 @@ class Queue(Jkv):
 
 
 class Apart(Queue):
-    """The same, with what samples share read for each of them."""
+    """The queue without shared-prefix attention."""
 
     def prepare(self) -> None:
-        """Compile with no plan of what is shared."""
+        """Compile without a plan of shared prefixes."""
         with unittest.mock.patch.object(Xla, "plan", Backend.plan):
             super().prepare()
 
 
 class Refilled(Jkv):
-    """As many prompts as run; the host looks every so many steps."""
+    """As many prompts as run at one time, refilled by the host every `window` steps."""
 
     @property
     def window(self) -> int:
-        """Steps between two looks."""
+        """Steps between two checks."""
         return WINDOW
 
     def prepare(self) -> None:
@@ -166,31 +166,30 @@ class Refilled(Jkv):
 
 
 class RefilledOften(Refilled):
-    """The same with windows as short as the lengths were made."""
+    """The same with a window scaled like the lengths."""
 
     @property
     def window(self) -> int:
-        """Steps between two looks."""
+        """Steps between two checks."""
         return max(WINDOW // self.workload.shorten, 1)
 
 
 class Timed:
-    """The device's side of an engine, and the seconds that the host spent in its calls.
+    """The device loop of an engine, timing the host's calls to it.
 
-    A window is waited for after the next one was started, where the engine would read
-    it next anyway.
+    A window is awaited after the next one started, which is when the engine reads it.
     """
 
     def __init__(self, loop: Any) -> None:
-        """Stand in for the loop of an engine."""
+        """Wrap the loop of an engine."""
         self._loop, self._unread, self.seconds = loop, None, 0.0
 
     def __getattr__(self, name: str) -> Any:
-        """Return everything else as it is."""
+        """Delegate all other attributes."""
         return getattr(self._loop, name)
 
     def start_window(self, changes: Any, num_steps: int) -> Any:
-        """Do what the loop does, and wait for the last window."""
+        """Start a window and wait for the previous one."""
         began = time.perf_counter()
         unread = self._unread
         self._unread = self._loop.start_window(changes, num_steps)
@@ -200,7 +199,7 @@ class Timed:
 
 
 class Served(Jkv):
-    """The engine, to which all requests come at once; texts are made of the tokens."""
+    """The engine with all requests submitted at once; it detokenizes completions."""
 
     def prepare(self) -> None:
         """Compile."""
@@ -222,7 +221,7 @@ class Served(Jkv):
         self.engine.generate(workload.prompts[:1], max_new_tokens=1, sampling=SAMPLING)
 
     def run(self) -> dict[str, Any]:
-        """Continue all prompts; note each turn while requests wait."""
+        """Continue all prompts; record each step while requests wait."""
         workload, scheduler = self.workload, self.engine._scheduler
         scheduler.loop = timed = Timed(scheduler.loop)
         before, turns = self.engine.stats(), []

@@ -1,4 +1,4 @@
-"""transformers: batches with padding, continuous batching, and a static cache."""
+"""transformers contenders: padded batches, continuous batching, a static cache."""
 
 from typing import Any
 
@@ -26,10 +26,10 @@ class Transformers:
 
 
 class Padded(Transformers):
-    """Batches of as many sequences as run, until the longest of each has ended."""
+    """Static batches, each running until its longest sequence has ended."""
 
     def prepare(self) -> None:
-        """Do a step."""
+        """Run one step."""
         self._continue(0, 1)
 
     def run(self) -> dict[str, Any]:
@@ -59,10 +59,10 @@ class Padded(Transformers):
 
 
 class Continuous(Transformers):
-    """Continuous batching, on as many tokens of cache."""
+    """Continuous batching with an equally large cache."""
 
     def prepare(self) -> None:
-        """Do a step."""
+        """Run one step."""
         self._continue([(self.workload.prompts[0], 1)])
 
     def run(self) -> dict[str, Any]:
@@ -94,12 +94,12 @@ class Continuous(Transformers):
 
 
 class Static(Padded):
-    """One text on a static cache, eagerly, as it is by default on a CPU."""
+    """One sequence with a static cache, eagerly, the default on a CPU."""
 
     options: dict[str, Any] = {}
 
     def prepare(self) -> None:
-        """Do all of it, as its programs are those of the whole length."""
+        """Run it completely, since programs depend on the full length."""
         self.run()
 
     def run(self) -> dict[str, Any]:
@@ -110,18 +110,18 @@ class Static(Padded):
 
 
 class OneThread(Static):
-    """The same with one thread, which waits for no other."""
+    """`Static` with one thread, which avoids busy-waiting."""
 
     def prepare(self) -> None:
-        """Have one thread."""
+        """Set one thread."""
         torch.set_num_threads(1)
         super().prepare()
 
 
 class Compiled(Static):
-    """The same with `torch.compile`, which `generate` leaves out on a CPU unless told.
+    """`Static` with `torch.compile`, which `generate` skips on a CPU by default.
 
-    The second run compiles as well.
+    The second run compiles again.
     """
 
     def prepare(self) -> None:

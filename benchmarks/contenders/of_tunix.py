@@ -1,4 +1,4 @@
-"""google-tunix's own sampler, in the environment that `make tunix` sets up."""
+"""google-tunix's own sampler, in the environment of `make tunix`."""
 
 import dataclasses
 import functools
@@ -16,10 +16,10 @@ from contenders.workloads import Workload
 
 
 class Numbers:
-    """A tokenizer whose texts are lists of token ids."""
+    """A tokenizer of lists of token ids."""
 
     def __init__(self, vocabulary: int) -> None:
-        """Take an end that no model chooses, and a padding that is no token."""
+        """Set an end token outside the vocabulary."""
         self._end = vocabulary
 
     def encode(self, text: list[int]) -> list[int]:
@@ -27,50 +27,50 @@ class Numbers:
         return text
 
     def decode(self, tokens: list[int]) -> str:
-        """Return nothing: it is not read."""
+        """Return an empty string; it is not used."""
         del tokens
         return ""
 
     def bos_id(self) -> int:
-        """Return that there is none."""
+        """Return 0, for none."""
         return 0
 
     def eos_id(self) -> int:
-        """Return what ends a text."""
+        """Return the end token."""
         return self._end
 
     def pad_id(self) -> int:
-        """Return what stands before a prompt."""
+        """Return the padding of prompts."""
         return -1
 
 
 class Shortened(sampler.Sampler):
-    """The sampler on buffers of one length, for any number of new tokens.
+    """The sampler with buffers of one length, for any number of new tokens.
 
-    Its programs are compiled for the length of the buffers. Here the loop ends earlier,
-    as it does where all texts of a batch have ended.
+    Its programs are compiled for the buffers' length. Here the loop ends after
+    `num_new` tokens, as if all sequences had ended.
     """
 
     num_new = 1
 
     def init_sample_state(self, tokens: Any, **options: Any) -> Any:
-        """Begin, as the sampler does, and end after so many tokens."""
+        """Initialize the state with an earlier last step."""
         state = super().init_sample_state(tokens, **options)
-        # The first new token comes with the prompt.
+        # The prompt's step generates the first token.
         last = tokens.shape[1] + self.num_new - 1
         return dataclasses.replace(state, total_sampling_steps=last)
 
 
 class Vanilla:
-    """Batches until the longest of each has ended.
+    """Static batches, each running until its longest sequence has ended.
 
-    A row of its cache holds the longest prompt and the longest answer, and so many rows
-    run as find room in the bytes that all have.
+    A cache row holds the longest prompt and the longest completion; the batch size is
+    the number of rows that fit into the common cache size.
     """
 
     def __init__(self, workload: Workload) -> None:
         """Load the checkpoint."""
-        warnings.simplefilter("ignore", DeprecationWarning)  # of its own, in a call
+        warnings.simplefilter("ignore", DeprecationWarning)  # raised inside tunix
         self.workload = workload
         self.width = max(map(len, workload.prompts))
         length = self.width + max(workload.limits)
@@ -90,7 +90,7 @@ class Vanilla:
         )
 
     def prepare(self) -> None:
-        """Compile: for the last batch too, which may be smaller."""
+        """Compile, also for the last batch, which may be smaller."""
         last = len(self.workload.prompts) - 1
         for first in (0, last - last % self.prompts_at_a_time):
             self._continue(first, 1)
@@ -122,7 +122,7 @@ class Vanilla:
 
 
 def load(folder: pathlib.Path) -> llama3.Llama3:
-    """Return a Llama of Hugging Face as tunix's, in float32."""
+    """Load a Hugging Face Llama as tunix's, in float32."""
     given = json.loads((folder / "config.json").read_text())
     config = llama3.ModelConfig(
         num_layers=given["num_hidden_layers"],
@@ -136,7 +136,7 @@ def load(folder: pathlib.Path) -> llama3.Llama3:
         norm_eps=given["rms_norm_eps"],
         weight_tying=given["tie_word_embeddings"],
     )
-    # The model does not hand its `rope_theta` on.
+    # tunix's model does not pass `rope_theta`.
     llama3.apply_rope = functools.partial(
         llama3.apply_rope, rope_theta=given["rope_theta"]
     )

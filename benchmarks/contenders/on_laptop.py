@@ -1,10 +1,10 @@
-"""A published model, by who runs it: the same calls to jkv, `transformers`, llama.cpp.
+"""A published model on jkv, `transformers` and llama.cpp, with identical calls.
 
     python benchmarks/contenders/on_laptop.py NAME FILE.gguf THREADS
 
-answers lines of JSON on its standard input, one a call, with what each took. It is a
-process of its own, so that memory and threads are its own. As NAME `first` it makes one
-token with the contender that is named last, and ends.
+reads calls from standard input, one JSON line each, and prints their times. It is a
+separate process, so that memory and threads are its own. With NAME `first` it generates
+one token with the last-named contender, and exits.
 """
 
 import json
@@ -20,13 +20,13 @@ import numpy as np
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))  # the examples are no package
 QUESTIONS = pathlib.Path(__file__).with_name("questions.txt")
-CONTEXT = 1088  # tokens of a text, the longest prompt's and what follows it
-MOST_RUNNING = 16  # questions at one time
+CONTEXT = 1088  # tokens of the longest prompt and completion
+MOST_RUNNING = 16  # sequences at one time
 Prompts = Sequence[Sequence[int]]
 
 
 class Jkv:
-    """`generate` in one program for each number of texts, and the engine."""
+    """`generate` with one program per number of sequences, and the engine."""
 
     def __init__(self, path: pathlib.Path) -> None:
         """Load the model as the commands do on a CPU."""
@@ -42,14 +42,14 @@ class Jkv:
         self._jkv, self._engine = jkv, None
 
     def make_cache(self, num: int, length: int) -> Any:
-        """Return a cache for so many texts of a length."""
+        """Return a cache for `num` sequences of `length` tokens."""
         config = self.model.cache_config(
             length, max_sequences=num, dtype=np.float32, step_tokens=256
         )
         return self._jkv.init(config)
 
     def generate(self, prompts: Prompts, num_new: int) -> int:
-        """Continue all prompts; return how many tokens are new."""
+        """Continue all prompts; return the number of new tokens."""
         cache = self.make_cache(len(prompts), len(prompts[0]) + num_new + 1)
         _, result = self._jkv.jitted.generate(
             self.model,
@@ -61,7 +61,7 @@ class Jkv:
         return int(np.asarray(result.lengths).sum())
 
     def answer(self, prompts: Prompts, num_new: int) -> int:
-        """Answer a queue, so many at one time; a text may end by itself."""
+        """Serve a queue, `MOST_RUNNING` sequences at a time, until their end tokens."""
         from jkv.serving import Engine
 
         if self._engine is None:
@@ -83,7 +83,7 @@ class Jkv:
 
 
 class Transformers:
-    """Its `generate`, on weights dequantized to float32."""
+    """transformers' `generate`, with weights dequantized to float32."""
 
     def __init__(self, path: pathlib.Path, num_threads: int) -> None:
         """Load the model."""
@@ -103,13 +103,13 @@ class Transformers:
         self._ends = self.model.generation_config.eos_token_id
 
     def generate(self, prompts: Prompts, num_new: int) -> int:
-        """Continue all prompts; return how many tokens are new."""
+        """Continue all prompts; return the number of new tokens."""
         ids = self._torch.tensor([list(each) for each in prompts])
         found = self._call(ids, self._torch.ones_like(ids), num_new, num_new)
         return found.shape[0] * (found.shape[1] - ids.shape[1])
 
     def answer(self, prompts: Prompts, num_new: int) -> int:
-        """Answer a queue in batches, each until its last text has ended."""
+        """Serve a queue in batches, each until its last sequence has ended."""
         count = 0
         for start in range(0, len(prompts), MOST_RUNNING):
             batch = prompts[start : start + MOST_RUNNING]
@@ -128,7 +128,7 @@ class Transformers:
 
 
 class LlamaCpp:
-    """llama.cpp in its package xllamacpp, on the weights as they are in the file."""
+    """llama.cpp from the package xllamacpp, with the file's quantized weights."""
 
     def __init__(self, path: pathlib.Path, num_threads: int) -> None:
         """Load the model."""
@@ -144,11 +144,11 @@ class LlamaCpp:
         self._server = xllamacpp.Server(options)
 
     def generate(self, prompts: Prompts, num_new: int) -> int:
-        """Continue all prompts; return how many tokens are new."""
+        """Continue all prompts; return the number of new tokens."""
         return self._call(prompts, num_new, ignores_end=True)
 
     def answer(self, prompts: Prompts, num_new: int) -> int:
-        """Answer a queue; each of its 64 places takes a text."""
+        """Serve a queue in 64 llama.cpp slots."""
         return self._call(prompts, num_new, ignores_end=False)
 
     def _call(self, prompts: Prompts, num_new: int, ignores_end: bool) -> int:
@@ -165,10 +165,10 @@ class LlamaCpp:
 
 
 class Floor:
-    """What the machine gives: bytes a second of a sum, operations of a product."""
+    """Machine limits: bytes per second of a sum, operations per second of a product."""
 
     def __init__(self) -> None:
-        """Make arrays that fit no processor's own memory."""
+        """Allocate arrays that exceed the processor's caches."""
         import jax
         import jax.numpy as jnp
         import torch
@@ -176,7 +176,7 @@ class Floor:
         numbers, matrix = torch.ones(2**27), jnp.ones((1536, 1536))
         multiply = jax.jit(jnp.matmul)
         multiply(matrix, matrix).block_until_ready()
-        # Of torch, numpy and JAX these are the fastest.
+        # The fastest of torch, numpy and JAX.
         self._works = (
             ("bytes", 4.0 * numbers.numel(), numbers.sum),
             (
@@ -187,7 +187,7 @@ class Floor:
         )
 
     def measure(self) -> dict[str, float]:
-        """Return both, by the processor's time of one thread and by the clock."""
+        """Return both, by CPU time of one thread and by wall time."""
         found = {}
         for name, amount, work in self._works:
             taken = take(lambda work=work: [work() for _ in range(4)])
@@ -197,8 +197,8 @@ class Floor:
 
 
 def take(work: Any) -> dict[str, Any]:
-    """Run something; return what it gave, seconds, and the peak of memory meanwhile."""
-    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    """Run `work`; return its result, seconds and peak memory."""
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     wall, processor = time.perf_counter(), time.process_time()
     found = work()
     wall, processor = time.perf_counter() - wall, time.process_time() - processor
@@ -221,13 +221,13 @@ def load(name: str, path: pathlib.Path, num_threads: int) -> Any:
 
 
 def main() -> None:
-    """Answer calls until there are none."""
+    """Process calls until standard input ends."""
     name, file, num_threads, *first = sys.argv[1:]
     if name == "first":
         load(first[0], pathlib.Path(file), int(num_threads)).generate([range(1, 5)], 1)
         return
     told = os.dup(1)
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output of libraries goes to standard error
     answers = os.fdopen(told, "w", buffering=1)
     peer = (
         Floor() if name == "floor" else load(name, pathlib.Path(file), int(num_threads))

@@ -1,6 +1,6 @@
-"""One contender of `rollouts.py`, once: its seconds and counts as a line of JSON.
+"""Run one contender of `rollouts.py` once; print seconds and counts as JSON.
 
-python -m contenders.run_one MODULE CLASS WORKLOAD, from the folder of the benchmarks.
+Usage, in benchmarks/: python -m contenders.run_one MODULE CLASS WORKLOAD
 """
 
 import importlib

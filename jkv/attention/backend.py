@@ -120,8 +120,8 @@ class Backend:
     unasked: ClassVar[tuple[str, ...]] = ()
     # Whether what a row gets depends on its position alone, if a call asks for it.
     is_by_position: ClassVar[bool] = False
-    # Whether there is a log-sum-exp, in float32. Without one it is never chosen unasked
-    # nor differentiated: others take its place there.
+    # Whether there is a log-sum-exp, in float32. Without one it is never differentiated
+    # nor asked for one: others take its place there.
     has_lse: ClassVar[bool] = True
     # Whether JAX differentiates it as it stands.
     is_differentiable: ClassVar[bool] = False

@@ -38,7 +38,8 @@ _PAGED: tuple[Backend, ...] = (Pallas(), Triton(), SideBySide(), Xla())
 
 # All that there are. Of those that are chosen unasked on a platform the first one is
 # taken that has no reason against it.
-BACKENDS: tuple[Backend, ...] = (*_PAGED, Cudnn(_PAGED), Reference())
+_CUDNN = Cudnn(_PAGED)
+BACKENDS: tuple[Backend, ...] = (_CUDNN, *_PAGED, Reference())
 
 _SCATTERS = {DEFAULT: scatter, "tpu": scatter_by_head}
 
@@ -75,11 +76,11 @@ class Choice:
 
     def attend_with_lse(self, call: Call) -> tuple[jax.Array, jax.Array]:
         """Attend likewise, by others where it has no log-sum-exp."""
-        return self._attend(self._named_with_lse, call)
+        return Choice(self._with_lse, self._named_with_lse).attend(call)
 
     def differentiate(self, call: Call, cotangents: Cotangents) -> Gradients:
         """Differentiate likewise, whatever computed the result."""
-        named, backends = self._named_with_lse, self.backends
+        named, backends = self._named_with_lse, self._with_lse
         found = _find(
             named, backends, lambda one, card: one.why_not_derived(call, card)
         )
@@ -91,6 +92,10 @@ class Choice:
             backends = tuple(one for one in backends if one.is_by_position)
         found = _find(named, backends, lambda one, card: one.why_not(call, card))
         return choose_platform(call, **_on_cards(found, "attend"))
+
+    @property
+    def _with_lse(self) -> tuple[Backend, ...]:
+        return tuple(one for one in self.backends if one.has_lse)
 
     @property
     def _named_with_lse(self) -> Backend | None:
@@ -181,8 +186,12 @@ def choose(
       ValueError: for an unknown name, or one whose bits depend on more than positions.
       NotImplementedError: for one that has no log-sum-exp to return.
     """
+    known = float(scale) if isinstance(scale, int | float) else None
     if implementation is None:
-        return Choice(BACKENDS, None)
+        if return_lse:
+            return Choice(BACKENDS[1:], None)
+        cudnn = _CUDNN.with_scale(known, is_named=False)
+        return Choice((cudnn, *BACKENDS[1:]), None)
     named = {backend.name: backend for backend in BACKENDS}
     if implementation not in named:
         names = ", ".join(map(repr, named))
@@ -201,7 +210,6 @@ def choose(
             f"implementation={implementation!r} adds a context up in an order that "
             f"depends on the step; leave it out where bits shall not"
         )
-    known = float(scale) if isinstance(scale, int | float) else None
     return Choice(BACKENDS, backend.with_scale(known))
 
 
@@ -299,7 +307,7 @@ def find_first(backends: tuple[Backend, ...], why_not: WhyNot) -> dict[str, Back
         card = find_card(platform)
         for one in backends:
             is_for_it = {platform, DEFAULT} & {*one.unasked}
-            if is_for_it and one.has_lse and why_not(one, card) is None:
+            if is_for_it and why_not(one, card) is None:
                 found[platform] = one
                 break
     default = found.get(DEFAULT)

@@ -61,7 +61,7 @@ def minimize(automaton: Automaton, bounds: Bounds) -> Automaton:
     states that accept the same continuations.
     """
     table, accepting = automaton.transitions, automaton.accepting
-    # A row of transitions takes most of what is held: no more than two are at one time.
+    # Free each table early: `max_bytes` allows two at one time.
     del automaton
     alive = find_reached(table) & find_finishing(table, accepting)
     alive[0] = True
@@ -87,13 +87,13 @@ def keep_states(
     number = np.full(len(alive) + 1, -1, np.int32)
     number[:-1][alive] = np.arange(alive.sum())
     kept = table[alive]
-    # Of -1 the last entry, which is -1; in place of what was kept.
+    # In place, to save a table; index -1 wraps to the last entry, which is -1.
     np.take(number, kept, out=kept, mode="wrap")
     return kept, accepting[alive]
 
 
 def _hash_columns(table: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64]:
-    """Return a hash of each column, u64[C], some rows at a time."""
+    """Return a hash of each column, u64[C], computed in chunks of rows."""
     weights = _odd(np.random.default_rng(1), len(table))
     hashes = np.zeros(table.shape[1], np.uint64)
     for first in range(0, len(table), _ROWS_AT_ONCE):

@@ -36,7 +36,7 @@ def determinize(expression: Expression, bounds: Bounds) -> Automaton:
 
 
 def _follow(expression: Expression, bounds: Bounds) -> Automaton:
-    """Return an automaton of an expression; what it was laid out with is gone."""
+    """Return an automaton of an expression, and free its layout."""
     layout = _Layout(bounds)
     begin, end = layout.lay_out(expression)
     return layout.follow(begin, end)

@@ -64,7 +64,7 @@ def keep(
     try:
         grammar = _read(path)
         found = sum(leaf.nbytes for leaf in jax.tree.leaves(grammar))
-        what = f"the grammar that is kept in {path}"
+        what = f"the cached grammar {path}"
         Bounds(max_bytes).hold(found, what)
         return grammar
     except TooLarge:

@@ -20,6 +20,7 @@ from jkv.grammar.parts import (
     Schema,
     join_parts,
     list_asked,
+    read_list,
 )
 from jkv.grammar.tables import make_grammar
 from jkv.grammar.token_table import make_table
@@ -71,6 +72,8 @@ def concatenate(
       'o'
     """
 
+    parts = read_list("parts", parts, Part | str)
+
     def make() -> Grammar:
         bounds = Bounds(max_bytes, timeout)
         try:
@@ -79,8 +82,7 @@ def concatenate(
             raise TooLarge("the language is nested too deeply") from error
         except UnicodeEncodeError as error:
             raise Malformed(
-                f"{error.object!r:.60} has half of a surrogate pair, which is no "
-                f"character"
+                f"{error.object!r:.60} has a lone surrogate; pass valid Unicode"
             ) from error
         table = make_table(automaton, vocabulary, bounds)
         return make_grammar(table, vocabulary, bounds)

@@ -150,14 +150,14 @@ class Either(Part):
 
 
 def read_list(name: str, given: Any, kind: Any) -> tuple[Any, ...]:
-    """Return what a list holds; one text would be a list of characters."""
+    """Return a list's items; raise for a single string, a list of characters."""
     if isinstance(given, str | bytes) or not isinstance(given, Iterable):
         shown = f"{given!r:.60}"
-        raise UsageError(f"{name} must be a list, got {shown}; give [{shown}]")
+        raise UsageError(f"{name} must be a list, got {shown}; pass [{shown}]")
     found = tuple(given)
     for each in found:
         if not isinstance(each, kind) or isinstance(each, bytes):
-            raise UsageError(f"{name} must be a list of texts, got {each!r:.60} in it")
+            raise UsageError(f"{name} must be a list of strings, got item {each!r:.60}")
     return found
 
 

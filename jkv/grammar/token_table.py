@@ -28,7 +28,7 @@ from jkv.grammar.vocabulary import Vocabulary
 
 # (state, node) pairs walked at once, some 100 MB.
 _PAIRS_AT_ONCE = 2**21
-_BYTES_OF_PAIR = 128  # for each, of which a quarter is used
+_BYTES_OF_PAIR = 128  # counted against max_bytes; a walk uses about a quarter
 
 Ints = npt.NDArray[np.int32]
 

@@ -1,4 +1,4 @@
-"""States folded over packed rows; plain arrays in, plain arrays out."""
+"""Recurrent states folded over packed token rows; pure functions of arrays."""
 
 from jkv.recurrence.folding import fold_rows
 from jkv.recurrence.rules import Arrays, ChunkRule, Rows, Rule, trace_output

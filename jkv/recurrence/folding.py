@@ -1,13 +1,12 @@
-"""fold_rows: the states of many sequences after the rows of one step.
+"""fold_rows: update the recurrent states of many sequences with a step's rows.
 
-A step mixes sequences that read one token with prompts that read many, packed in rows.
-Single tokens are read side by side, in one pass. What prompts add is done in trips that
-are counted at run time, so that a step without prompts pays nothing for them.
+A step mixes decoding sequences of one token with prompts of many, packed in rows.
+Single tokens are computed in one batched pass. The rest of the prompts is computed in
+loops with a dynamic trip count, so that a step without prompts skips it.
 
-A program that gave every request as many rows as the longest has would compute mostly
-nothing: one prompt comes in beside many sequences of one row. So a trip takes the few
-requests with the most rows left and one piece of each. As many trips are made as there
-is work, in a wide and a narrow form: the last prompt alone is computed alone.
+Padding every request to the longest prompt would waste most of the work. Each trip
+therefore takes the few requests with the most rows left, and one chunk of each. The
+loop runs in a wide and a narrow form: the last prompt is computed alone.
 """
 
 from typing import Any
@@ -28,11 +27,11 @@ from jkv.recurrence.rules import (
 from jkv.recurrence.tokens import fold_one, fold_tokens
 from jkv.sharding.loops import when, while_loop
 
-# Without a form for pieces, requests of up to so many rows are read side by side.
+# Without a chunk rule, requests of up to this many rows are folded in lockstep.
 FEW = 8
 
-# Requests that a trip takes side by side where there are several: enough to fill a GPU
-# with their heads, few enough for two prompts not to pay for many.
+# Requests per trip of the wide form: enough to fill a GPU with their heads, few
+# enough that two prompts waste little.
 LANES = 4
 
 
@@ -42,27 +41,25 @@ def fold_rows(
     inputs: Arrays,  # {name: [R, ...]}
     rows: Rows,
     *,
-    chunk_rule: ChunkRule | None = None,  # None: `rule` reads all
-    chunk_size: int = 64,  # C, the most tokens that `chunk_rule` reads at once
-    # False: the states of requests without rows may become anything, as nobody reads
-    # them
+    chunk_rule: ChunkRule | None = None,  # None to use `rule` only
+    chunk_size: int = 64,  # C, most tokens per call of `chunk_rule`
+    # If False, the states of requests without rows are undefined.
     keeps_idle: bool = True,
 ) -> tuple[Any, Arrays]:
-    """Fold a rule over the rows of each request, in their order.
+    """Fold a rule over the rows of each request, in order.
 
-    Which of the two forms reads a request, and where its pieces end, depends on its own
-    rows alone: a single row is read by `rule`, several are by `chunk_rule`, in pieces
-    that end at positions which are multiples of `chunk_size`. The two forms, and other
-    cuts, differ by rounding. Rows and states of other requests are never let through,
-    whatever they hold.
+    The form used for a request and its chunk boundaries depend on its own rows only:
+    `rule` computes a single row, `chunk_rule` several, in chunks that end at positions
+    which are multiples of `chunk_size`. The two forms, and other boundaries, differ by
+    rounding. Rows and states of other requests have no influence, even if they are NaN.
 
     Returns:
       The outputs, a pytree of [R, ...], zeros in rows of no request; and the states
-      after each request's last row, in the dtypes they came in.
+      after each request's last row, in their input dtypes.
 
     Raises:
-      ValueError: for a chunk size below 1, or a rule that returns another state than it
-        was given.
+      ValueError: for a chunk size below 1, or a rule that changes the state's
+        structure.
 
     Example:
       A sum that halves with every token, of one request with two rows and one with one:
@@ -79,7 +76,7 @@ def fold_rows(
       ([5.0, 4.5, 5.0], [4.5, 5.0])
     """
     if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+        raise ValueError(f"chunk_size must be >= 1, got {chunk_size}")
     state, inputs, rows = jax.tree.map(jnp.asarray, (state, inputs, rows))
     num_rows, num_requests = next(iter(inputs.values())).shape[0], rows.counts.shape[0]
     outputs = empty_outputs(rule, state, inputs)
@@ -119,7 +116,7 @@ def fold_rows(
 
 
 def _read_by_tokens(rule: Rule) -> ChunkRule:
-    """Return a form for pieces that reads one token after the other."""
+    """Return a chunk rule that applies `rule` token by token."""
 
     def chunk_rule(
         state: Arrays, inputs: Arrays, count: jax.Array
@@ -134,18 +131,18 @@ def _read_by_tokens(rule: Rule) -> ChunkRule:
 
 
 def _fold_pieces(
-    chunk_rule: ChunkRule,  # of some tokens of one sequence
+    chunk_rule: ChunkRule,  # over some tokens of one sequence
     state: Arrays,  # {name: [B, ...]}
     outputs: Any,  # a pytree of [R, ...]
     inputs: Arrays,  # {name: [R, ...]}
-    long: Rows,  # of requests that are folded in pieces; others have none
-    chunk_size: int,  # C, tokens of a piece
-    most: int,  # requests that can be long, known from the call's shapes
+    long: Rows,  # rows of long requests; counts of others are 0
+    chunk_size: int,  # C, tokens per chunk
+    most: int,  # most requests that can be long, by the shapes
 ) -> tuple[Arrays, Any]:
-    """Fold the rows of long requests, a piece of a few of them in each trip."""
+    """Fold the rows of long requests, one chunk of a few requests per trip."""
     done = jnp.zeros_like(long.counts)
     for lanes in (min(LANES, most), 1) if most > 1 else (1,):
-        # A single request is left to the narrow form.
+        # The narrow form computes a single remaining request.
         fewest = 2 if lanes > 1 else 1
 
         def goes_on(
@@ -177,7 +174,7 @@ def _fold_pieces(
 
 
 def _cut(rows: Rows, done: jax.Array, chunk_size: int) -> tuple[jax.Array, jax.Array]:
-    """Return the rows of the next pieces, i32[lanes, C], and their sizes."""
+    """Return the rows of the next chunks, i32[lanes, C], and their sizes."""
     position = done if rows.first_positions is None else rows.first_positions + done
     room = chunk_size - position % chunk_size
     sizes = jnp.minimum(rows.counts - done, room)

@@ -1,8 +1,8 @@
-"""What a layer with a state says about itself: how one token changes the state.
+"""Update rules of recurrent-state layers, for one token or one chunk.
 
-A rule is written for one sequence, and those who call it map it over many. Symbols:
-`B` requests, `R` token rows, `C` tokens of a piece; `...` is the shape of the state of
-one sequence, or of one token's input or output.
+A rule is written for one sequence and vmapped over many. Symbols: `B` requests, `R`
+token rows, `C` tokens of a chunk; `...` is the shape of one sequence's state, or of one
+token's input or output.
 """
 
 from collections.abc import Callable
@@ -13,29 +13,29 @@ import jax.numpy as jnp
 
 Arrays = dict[str, jax.Array]
 
-# rule(state {name: [...]}, input {name: [...]}) -> (state, output), of one token.
+# rule(state {name: [...]}, input {name: [...]}) -> (state, output), for one token.
 Rule = Callable[[Arrays, Arrays], tuple[Arrays, Any]]
 
 # chunk_rule(state {name: [...]}, inputs {name: [C, ...]}, count i32[]) -> (state,
-# outputs [C, ...]), of the first `count` tokens; inputs past them are zeros.
+# outputs [C, ...]), for the first `count` tokens; later inputs are zeros.
 ChunkRule = Callable[[Arrays, Arrays, jax.Array], tuple[Arrays, Any]]
 
 
 class Rows(NamedTuple):
-    """The rows of each of B requests: `counts[b]` of them, from `starts[b]` on."""
+    """The rows of B requests: `counts[b]` rows from `starts[b]` on."""
 
     starts: jax.Array  # i32[B]
-    counts: jax.Array  # i32[B]; where it is 0 the state stays as it is
-    # i32[B], of each first row, where ends of pieces are counted from; None: 0
+    counts: jax.Array  # i32[B]; 0 leaves the state unchanged
+    # i32[B], position of each first row, for chunk boundaries; None for 0
     first_positions: jax.Array | None = None
 
 
 def trace_output(
-    rule: Rule,  # of one token of one sequence
+    rule: Rule,  # over one token of one sequence
     state: Arrays,  # {name: [B, ...]}
     inputs: Arrays,  # {name: [R, ...]}
 ) -> Any:
-    """Return the shapes and dtypes that a rule puts out for one token."""
+    """Return the shapes and dtypes of a rule's output for one token."""
 
     def first(array: jax.Array) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
@@ -44,15 +44,15 @@ def trace_output(
     new, output = jax.eval_shape(rule, old, given)
     if not isinstance(new, dict) or _shapes(new) != _shapes(old):
         raise ValueError(
-            f"a rule must return the state that it was given, arrays of shapes "
-            f"{_shapes(old)}, and an output; got "
+            f"rule must return a state of the same shapes, {_shapes(old)}, and an "
+            f"output; got "
             f"{_shapes(new) if isinstance(new, dict) else type(new).__name__}"
         )
     return output
 
 
 def empty_outputs(rule: Rule, state: Arrays, inputs: Arrays) -> Any:
-    """Return zeros for what a rule puts out, a pytree of [R, ...]."""
+    """Return zeros for a rule's outputs, a pytree of [R, ...]."""
     num_rows = next(iter(inputs.values())).shape[0]
     output = trace_output(rule, state, inputs)
     return jax.tree.map(
@@ -61,7 +61,7 @@ def empty_outputs(rule: Rule, state: Arrays, inputs: Arrays) -> Any:
 
 
 def take_rows(inputs: Arrays, rows: jax.Array, valid: jax.Array) -> Arrays:
-    """Return the inputs, [R, ...], of rows, [*shape], zeros where none is valid."""
+    """Gather inputs, [R, ...], at rows, [*shape]; zeros for invalid rows."""
 
     def take(array: jax.Array) -> jax.Array:
         index = jnp.where(valid, rows, array.shape[0])
@@ -71,9 +71,9 @@ def take_rows(inputs: Arrays, rows: jax.Array, valid: jax.Array) -> Arrays:
 
 
 def put_rows(outputs: Any, rows: jax.Array, valid: jax.Array, new: Any) -> Any:
-    """Return the outputs [R, ...] with new ones of valid rows, which differ, set."""
-    # Indices past the end are different too: the scatter is then free of duplicates,
-    # which accelerators need to run it in parallel.
+    """Scatter new outputs to the valid rows, which are distinct, of [R, ...]."""
+    # Distinct out-of-range indices keep the scatter free of duplicates, so that
+    # accelerators can run it in parallel.
     numbers = jnp.arange(rows.size, dtype=jnp.int32).reshape(rows.shape)
 
     def put(array: jax.Array, given: jax.Array) -> jax.Array:
@@ -85,7 +85,7 @@ def put_rows(outputs: Any, rows: jax.Array, valid: jax.Array, new: Any) -> Any:
 
 
 def keep_where(changes: jax.Array, new: Arrays, old: Arrays) -> Arrays:
-    """Return arrays [B, ...], new where bool[B] `changes`, in the old ones' dtypes."""
+    """Select arrays [B, ...], new where `changes`, bool[B], in the old dtypes."""
 
     def keep(array: jax.Array, given: jax.Array) -> jax.Array:
         mask = jnp.expand_dims(changes, range(1, array.ndim))

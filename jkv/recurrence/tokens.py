@@ -1,7 +1,7 @@
-"""States folded token by token, all requests side by side.
+"""Fold recurrent states token by token, all requests in lockstep.
 
-The number of passes is counted at run time: it is that of the request with the most
-tokens, and without any token nothing is computed.
+The number of passes is dynamic: the largest token count of a request, so that a step
+without tokens computes nothing.
 """
 
 from collections.abc import Callable
@@ -23,31 +23,31 @@ from jkv.sharding.loops import fori_loop
 
 Carry = TypeVar("Carry")
 
-# Requests of a pass of `fold_alike`: its states are gathered and put back.
+# Requests per pass of `fold_alike`, which gathers and scatters their states.
 LANES = 8
 
 
 class Pending(NamedTuple):
-    """Tokens of before a step whose inputs the cache kept, and those that are read."""
+    """Inputs of pending tokens, cached from earlier steps."""
 
     inputs: Arrays  # {name: [B, Q, ...]}, oldest first
-    first: jax.Array  # i32[B], the first of the Q that is read
+    first: jax.Array  # i32[B], index of the first used of the Q tokens
     counts: jax.Array  # i32[B]
 
 
 def replay(
-    rule: Rule,  # of one token of one sequence
-    state: Arrays,  # {name: [B, ...]}, before those tokens
+    rule: Rule,  # over one token of one sequence
+    state: Arrays,  # {name: [B, ...]}, before the pending tokens
     pending: Pending,
-    # {name: [R, ...]}, inputs that are not kept, since the state does not depend on
-    # them: queries, say. The rule gets zeros of their shapes
+    # {name: [R, ...]}, inputs that are not cached, since the state does not depend on
+    # them (queries, for example); the rule receives zeros of their shapes
     lacking: Arrays,
 ) -> Arrays:
-    """Return the states after tokens whose inputs the cache kept."""
+    """Return the states after the pending tokens."""
 
     def step(t: jax.Array, state: Arrays) -> Arrays:
         is_read = t < pending.counts
-        # No row is valid: what is taken are the zeros.
+        # No row is valid, so this takes zeros.
         no_rows = jnp.zeros_like(pending.first), jnp.zeros_like(is_read)
         given = take_rows(lacking, *no_rows)
         given |= _take_pending(pending, t, is_read)
@@ -57,15 +57,15 @@ def replay(
 
 
 def read_ahead(
-    rule: Rule,  # of one token of one sequence
-    # {name: [B, ...]}, before the pending tokens; what follows is dropped
+    rule: Rule,  # over one token of one sequence
+    # {name: [B, ...]}, before the pending tokens; the states after them are discarded
     state: Arrays,
     outputs: Any,  # a pytree of [R, ...], as `fold_rows` returned it
-    pending: Pending,  # tokens of before the step that are read first
+    pending: Pending,  # tokens before the step, computed first
     inputs: Arrays,  # {name: [R, ...]}
     rows: Rows,
 ) -> Any:
-    """Return the outputs with those of rows that may be taken back."""
+    """Return the outputs, with the rows that may still be rolled back computed."""
 
     def step(t: jax.Array, carry: tuple[Arrays, Any]) -> tuple[Arrays, Any]:
         state, outputs = carry
@@ -81,14 +81,14 @@ def read_ahead(
 
 
 def fold_tokens(
-    rule: Rule,  # of one token of one sequence
+    rule: Rule,  # over one token of one sequence
     state: Arrays,  # {name: [B, ...]}
     outputs: Any,  # a pytree of [R, ...]
     inputs: Arrays,  # {name: [R, ...]}
     rows: Rows,
-    first: int = 0,  # row of each request that is folded
+    first: int = 0,  # index of each request's first row to fold
 ) -> tuple[Arrays, Any]:
-    """Fold each request's rows from its `first` on, one of each request a pass."""
+    """Fold each request's rows from `first` on, one row per request and pass."""
 
     def step(t: jax.Array, carry: tuple[Arrays, Any]) -> tuple[Arrays, Any]:
         return fold_one(rule, *carry, inputs, rows.starts + t, t < rows.counts)
@@ -99,12 +99,11 @@ def fold_tokens(
 def fold_alike(
     rule: Rule, state: Arrays, inputs: Arrays, rows: Rows
 ) -> tuple[Any, Arrays]:
-    """Fold rows as `fold_rows` does, in passes of one shape, whatever a step has.
+    """Fold rows as `fold_rows` does, in passes of one fixed shape.
 
-    Every row is read by the rule, beside as many others as in any other pass, so its
-    bits depend on its state and its input alone (`jkv.generate(exact=)`). Requests with
-    the most rows come first: a prompt beside single tokens is read in passes of its own
-    group.
+    The rule computes every row in a batch of the same size, so its bits depend on its
+    state and input only (`jkv.generate(exact=)`). Requests with the most rows come
+    first, so that prompts are not grouped with single tokens.
     """
     outputs = empty_outputs(rule, state, inputs)
     num_requests = rows.counts.shape[0]
@@ -138,7 +137,7 @@ def fold_times(
     carry: Carry,
     first: int = 0,
 ) -> Carry:
-    """Make the passes `step(t, carry)` that the request with the most tokens needs."""
+    """Run the passes `step(t, carry)`, as many as the largest count."""
     return fori_loop(jnp.asarray(first, jnp.int32), counts.max(), step, carry)
 
 
@@ -152,10 +151,10 @@ def fold_one(
     *,
     keeps_others: bool = True,
 ) -> tuple[Arrays, Any]:
-    """Fold one row of each request, i32[B], where it is valid, bool[B].
+    """Fold one row of each request, i32[B], where `valid`, bool[B].
 
-    The states of others are kept, or they may become anything: a pass less over the
-    states where a rule's output is read from the new one.
+    The states of other requests are kept, or undefined without `keeps_others`: that
+    saves a pass over the states in rules that read the output from the new state.
     """
     new, output = jax.vmap(rule)(state, take_rows(inputs, rows, valid))
     if keeps_others:
@@ -166,7 +165,7 @@ def fold_one(
 
 
 def _take_pending(pending: Pending, t: jax.Array, valid: jax.Array) -> Arrays:
-    """Return the inputs {name: [B, ...]} of the tokens that pass `t` reads."""
+    """Return the inputs {name: [B, ...]} of pending token `t`."""
     width = next(iter(pending.inputs.values())).shape[1]
     requests = jnp.arange(valid.shape[0], dtype=jnp.int32)
     rows = requests * width + pending.first + t

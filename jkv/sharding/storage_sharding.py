@@ -1,4 +1,9 @@
-"""Layout of a cache on a mesh: kv heads over one axis, tokens or pools over another."""
+"""Layout of a cache on a mesh: kv heads over one axis, tokens or pools over another.
+
+Functions that read or write the pool run on each device, for the heads that it holds,
+and nothing crosses between devices. XLA's partitioner does not see that in all cases,
+and cannot cut a kernel, so they run inside a `jax.shard_map` over the axes.
+"""
 
 import dataclasses
 import functools
@@ -7,6 +12,8 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
+
+from jkv.sharding.loops import vary_over
 
 Arrays = TypeVar("Arrays")
 
@@ -20,7 +27,11 @@ class DividedAxes(NamedTuple):
 
 # Axes of a pool [L, N, K, T, D], of scales [L, N, K, T] and of rows [R, K, D].
 POOL_HEADS, POOL_TOKENS, ROW_HEADS = 2, 3, 1
+
+
 POOL, ROWS = DividedAxes(POOL_HEADS, POOL_TOKENS), DividedAxes(ROW_HEADS)
+
+
 # Of arrays [H], and of replicated arrays.
 PER_HEAD, WHOLE = DividedAxes(0), DividedAxes()
 
@@ -309,3 +320,99 @@ def _change(part: Any, axis: str, *, is_divided: bool) -> Any:
     if len(names) > 1:
         return tuple(names)
     return names[0] if names else None
+
+
+def divided(axes: DividedAxes) -> dict[str, DividedAxes]:
+    """Return field metadata that declares the sharded axes of a dataclass's field."""
+    return {"divided": axes}
+
+
+def over_devices(
+    sharding: StorageSharding | None,
+    function: Callable[..., Any],
+    kind: Any,
+    result: DividedAxes,
+    **static: Any,
+) -> Callable[[Any], Any]:
+    """Return `function` mapped over devices, each with its shard of the operands.
+
+    Without a sharding, or inside a `shard_map` over its axes, return the function
+    itself. It takes an operand dataclass, with the `divided` axes in the metadata of
+    each field, and static keyword arguments. It must be a module-level function, since
+    the result is cached.
+    """
+    axes = frozenset() if sharding is None else sharding.open_axes
+    if sharding is None or not axes:
+        return functools.partial(function, **static)
+    context = jax.sharding.get_abstract_mesh()
+    mesh = sharding.mesh if context.empty else context
+    for axis in sharding.axes:
+        if axis not in mesh.axis_names:
+            raise ValueError(
+                f"cache is sharded over axis {axis!r}, but the current mesh has "
+                f"{mesh.axis_names}; use the mesh that was passed to init"
+            )
+    return _map_over_devices(
+        sharding, axes, mesh, function, kind, result, tuple(sorted(static.items()))
+    )
+
+
+@functools.cache
+def _map_over_devices(
+    sharding: StorageSharding,
+    axes: frozenset[str],
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    function: Callable[..., Any],
+    kind: Any,
+    result: DividedAxes,
+    static: tuple[tuple[str, Any], ...],
+) -> Callable[..., Any]:
+    """Build the mapped function; cached, so that calls outside jit reuse it."""
+    fields = {
+        field.name: field.metadata.get("divided", WHOLE)
+        for field in dataclasses.fields(kind)
+    }
+
+    def compute(*arrays: Any) -> Any:
+        operands = kind(**dict(zip(fields, arrays, strict=True)))
+        return function(operands, **dict(static))
+
+    mapped = jax.shard_map(
+        compute,
+        mesh=mesh,
+        in_specs=tuple(sharding.spec(each, axes) for each in fields.values()),
+        out_specs=sharding.spec(result, axes),
+        axis_names=axes,
+    )
+
+    def move(arrays: Any, array_axes: DividedAxes) -> Any:
+        by_mesh_axis = zip((sharding.heads, sharding.context), array_axes, strict=True)
+        for axis, array_axis in by_mesh_axis:
+            if axis in axes:
+                arrays = spread(arrays, sharding.mesh, axis, array_axis)
+        return arrays
+
+    def call(operands: Any) -> Any:
+        return mapped(*(move(getattr(operands, name), fields[name]) for name in fields))
+
+    call.__name__ = function.__name__
+    return jax.jit(call)
+
+
+def with_whole_blocks(
+    sharding: StorageSharding | None, blocks: jax.Array, array_axis: int
+) -> jax.Array:
+    """Return blocks with the tokens of all devices along an axis, replicated."""
+    if sharding is None or sharding.context is None:
+        return blocks
+    axis = sharding.context
+    if axis in sharding.open_axes:
+        return spread(blocks, sharding.mesh, axis, None)
+    # A sum rather than all_gather: its result has an unvarying type.
+    size = blocks.shape[array_axis]
+    shape = list(blocks.shape)
+    shape[array_axis] = size * sharding.num_parts
+    parts = vary_over(jnp.zeros(shape, blocks.dtype), frozenset({axis}))
+    start = jax.lax.axis_index(axis) * size
+    parts = jax.lax.dynamic_update_slice_in_dim(parts, blocks, start, array_axis)
+    return jax.lax.psum(parts, axis)

@@ -1,7 +1,6 @@
-"""Trees of texts: made by hand or by a rollout, padded, and cut into parts.
+"""Trajectory trees: built by hand or recorded from a rollout, padded and partitioned.
 
-`jkv.score` takes a `TextTree` and computes each of its tokens once, forward and with
-the gradient.
+`jkv.score` computes each token of a `TextTree` once, forward and backward.
 """
 
 from jkv.decoding.texts.text_tree import TextTree, grow, read_text

@@ -1,9 +1,9 @@
-"""What a rollout did, as the tree that it made.
+"""Record the trajectory tree of a rollout.
 
-`generate`, `extend` and `fork` say which text continues which: noted when it happens,
-nobody has to search token lists for what they share. All of it works inside jit, where
-the arrays grow by all that could have come of a call; outside jit they grow by what
-came.
+`generate`, `extend` and `fork` determine which sequence continues which; recording them
+as they happen avoids a search for shared prefixes in token lists. All functions work
+inside jit, where the arrays grow by the static maximum of a call; outside jit they grow
+by the actual tokens.
 
 Symbols: R rows and S segments of the tree, B sequences of a call, M of the cache.
 """
@@ -37,7 +37,7 @@ from jkv.verbs.forking import Fork
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TreeRecord:
-    """The tree of a rollout, and where in it the sequences of a cache are.
+    """The trajectory tree of a rollout, and each cached sequence's position in it.
 
     Example:
       >>> import jkv
@@ -46,20 +46,20 @@ class TreeRecord:
       (0, [-1, -1, -1, -1])
     """
 
-    tree: TextTree  # what came of the rollout until now, of R rows and S segments
-    # f32[R], what the rollout reported of each token that it generated, 0 of others
+    tree: TextTree  # the recorded tree, R rows and S segments
+    # f32[R], log-probabilities reported by the rollout; 0 for prompt tokens
     logprobs: jax.Array
-    is_generated: jax.Array  # bool[S], whether the model chose the segment's tokens
-    tips: jax.Array  # i32[M], the segment that each sequence's text ends with, or -1
-    # i32[M], how many of its last tokens are not in the cache yet
+    is_generated: jax.Array  # bool[S], True for segments that the model generated
+    tips: jax.Array  # i32[M], the last segment of each sequence, or -1
+    # i32[M], number of last tokens that are not in the cache yet
     num_unfed: jax.Array
 
     @classmethod
     def empty(cls, max_sequences: int) -> "TreeRecord":
-        """Return a record of nothing.
+        """Return an empty record.
 
         Args:
-          max_sequences: of the cache, M; 0 where only `generate` is called.
+          max_sequences: of the cache, M; 0 if only `generate` is called.
         """
         return cls(
             tree=empty_tree(),
@@ -77,15 +77,15 @@ def note_generate(
     result: Generation,
     parents: Integers = NO_PARENT,
 ) -> tuple[TreeRecord, jax.Array]:
-    """Note what `generate` made of prompts: a segment of each, and its samples.
+    """Record `generate`: one segment per prompt, and its samples.
 
     Args:
-      record: of what came before.
-      prompts: i32[Q, P], as `generate` got them; or, where they continue segments, what
-        each has behind its parent.
+      record: of earlier calls.
+      prompts: i32[Q, P], as passed to `generate`; for prompts that continue segments,
+        only the tokens after the parent.
       result: of N sequences, N / Q samples of each prompt.
-      parents: i32[Q], the segment that each prompt continues, -1 for none. An int holds
-        for all.
+      parents: i32[Q], the segment that each prompt continues, -1 for none. An int
+        applies to all.
 
     Returns:
       The record, and i32[N], the segments of the samples.
@@ -110,8 +110,8 @@ def note_generate(
     num_prompts, num_texts = texts.shape[0], result.tokens.shape[0]
     if not num_prompts or num_texts % num_prompts:
         raise UsageError(
-            f"the result has {num_texts} sequences, no multiple of {num_prompts} "
-            f"prompts"
+            f"result must have a multiple of {num_prompts} prompts as sequences, got "
+            f"{num_texts}; pass the prompts of this call"
         )
     record, segments = _add(record, texts, parents)
     each = num_texts // num_prompts
@@ -120,17 +120,17 @@ def note_generate(
 
 @explains_arguments
 def note_allocate(record: TreeRecord, opened: Allocation) -> TreeRecord:
-    """Note that sequences were opened: they have no text yet.
+    """Record newly opened sequences, without tokens.
 
     Args:
-      record: of what came before.
-      opened: what `allocate` answered.
+      record: of earlier calls.
+      opened: result of `allocate`.
 
     Returns:
       The record.
 
     Raises:
-      ValueError: for what is no answer of `allocate`.
+      ValueError: if `opened` is not an `Allocation`.
 
     Example:
       >>> import jkv
@@ -142,7 +142,9 @@ def note_allocate(record: TreeRecord, opened: Allocation) -> TreeRecord:
       [-1, -1]
     """
     if not isinstance(opened, Allocation):
-        raise UsageError(f"expected a jkv.Allocation, got {type(opened).__name__}")
+        raise UsageError(
+            f"opened must be a jkv.Allocation, got {type(opened).__name__}"
+        )
     return _move(record, opened.seq_ids, jnp.int32(NO_PARENT), jnp.int32(0))
 
 
@@ -150,14 +152,14 @@ def note_allocate(record: TreeRecord, opened: Allocation) -> TreeRecord:
 def note_given(
     record: TreeRecord, seq_ids: Integers, tokens: Texts
 ) -> tuple[TreeRecord, jax.Array]:
-    """Note tokens that texts get without having generated them, before they are fed.
+    """Record tokens that a sequence receives, before they are computed.
 
-    A tool's answer that several branches shall share: note it of the trunk, fork that,
-    and give it to `extend` for each of the branches, behind the token that waits. Or
-    give the trunk all but the last token of it first, see `note_fed`.
+    For a tool result shared by several branches, record it on the trunk, fork the
+    trunk, and pass the tokens to `extend` for each branch, after the pending token. Or
+    compute all but the last of them on the trunk first, see `note_fed`.
 
     Args:
-      record: of what came before.
+      record: of earlier calls.
       seq_ids: i32[B], open sequences; -1 is padding.
       tokens: i32[B, P], -1 after the end, or a list of token ids for each.
 
@@ -184,16 +186,16 @@ def note_given(
 
 @explains_arguments
 def note_fed(record: TreeRecord, seq_ids: Integers, num_tokens: Integers) -> TreeRecord:
-    """Note that tokens which the record knows are in the cache now.
+    """Record that tokens of the tree are now in the cache.
 
-    What branches shall share is computed once if the trunk is given all of it but the
-    last token before it is forked, by an `extend` whose answer nobody wants. That is
-    no `note_extend`, but this.
+    Branches share the computation of their common tokens if an `extend`, with its
+    result discarded, adds all but the last of them to the trunk before the fork. Record
+    that call here, not by `note_extend`.
 
     Args:
-      record: of what came before.
+      record: of earlier calls.
       seq_ids: i32[B], open sequences; -1 is padding.
-      num_tokens: i32[B] or int, how many of the tokens that waited were fed.
+      num_tokens: i32[B] or int, number of tokens added to the cache.
 
     Returns:
       The record.
@@ -217,24 +219,24 @@ def note_fed(record: TreeRecord, seq_ids: Integers, num_tokens: Integers) -> Tre
 def note_extend(
     record: TreeRecord, seq_ids: Integers, tokens: Texts, result: Generation
 ) -> tuple[TreeRecord, jax.Array]:
-    """Note what `extend` did: the tokens that it was given, and those it generated.
+    """Record `extend`: the tokens passed to it, and the generated ones.
 
-    The tokens given begin with what the record knows and the cache does not: the last
-    one that was generated, and what `note_given` was told. These are not noted twice. A
-    sequence that was refused stays where it was.
+    The passed tokens begin with those that the record has and the cache lacks: the last
+    generated token, and tokens of `note_given`. These are not recorded twice. A refused
+    sequence is unchanged.
 
     Args:
-      record: of what came before.
-      seq_ids: i32[B], as `extend` got them.
-      tokens: i32[B, P], as `extend` got them.
-      result: what `extend` returned.
+      record: of earlier calls.
+      seq_ids: i32[B], as passed to `extend`.
+      tokens: i32[B, P], as passed to `extend`.
+      result: returned by `extend`.
 
     Returns:
       The record, and i32[B], the segments of the generated tokens.
 
     Raises:
       ValueError: for arguments of a wrong shape or type; outside jit for tokens that do
-        not begin with those the cache does not have.
+        not begin with the ones that the cache lacks.
 
     Example:
       >>> import jax, jkv
@@ -273,12 +275,12 @@ def note_extend(
 
 @explains_arguments
 def note_fork(record: TreeRecord, parents: Integers, forked: Fork) -> TreeRecord:
-    """Note that sequences were forked whole: children begin where their parents are.
+    """Record forks of whole sequences: children start at their parents' positions.
 
     Args:
-      record: of what came before.
-      parents: i32[B], as `fork` got them, without lengths.
-      forked: what `fork` answered.
+      record: of earlier calls.
+      parents: i32[B], as passed to `fork`, without lengths.
+      forked: result of `fork`.
 
     Returns:
       The record.
@@ -299,7 +301,7 @@ def note_fork(record: TreeRecord, parents: Integers, forked: Fork) -> TreeRecord
     """
     (ids,) = broadcast(seq_ids=parents)
     if not isinstance(forked, Fork) or forked.seq_ids.shape != ids.shape:
-        raise UsageError(f"expected the jkv.Fork of {ids.shape[0]} parents")
+        raise UsageError(f"forked must be the jkv.Fork of {ids.shape[0]} parents")
     return _move(record, forked.seq_ids, *_find(record, ids))
 
 
@@ -309,7 +311,7 @@ def _add(
     parents: Integers,
     logprobs: jax.Array | None = None,
 ) -> tuple[TreeRecord, jax.Array]:
-    """Add segments, i32[N, C]; with log-probabilities, f32[N, C], where generated."""
+    """Append segments, i32[N, C]; generated ones have log-probabilities, f32[N, C]."""
     rows = list_rows(texts)
     tree, segments = grow(record.tree, texts, parents)
     is_generated = np.full(segments.shape, logprobs is not None)
@@ -329,7 +331,7 @@ def _add(
 
 
 def _find(record: TreeRecord, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return where sequences, i32[B], are, and what of their texts is not fed."""
+    """Return the last segment and the uncached token count of sequences, i32[B]."""
     ids = jnp.where(ids < 0, record.tips.shape[0], ids)
     tips = record.tips.at[ids].get(mode="fill", fill_value=NO_PARENT)
     return tips, record.num_unfed.at[ids].get(mode="fill", fill_value=0)
@@ -338,7 +340,7 @@ def _find(record: TreeRecord, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _move(
     record: TreeRecord, ids: jax.Array, tips: jax.Array, num_unfed: jax.Array
 ) -> TreeRecord:
-    """Note where sequences, i32[B], are now; -1 is padding."""
+    """Set the positions of sequences, i32[B]; -1 is padding."""
     ids = jnp.where(ids < 0, record.tips.shape[0], ids)
     return dataclasses.replace(
         record,
@@ -348,10 +350,10 @@ def _move(
 
 
 def _check_texts(ids: jax.Array, texts: jax.Array) -> None:
-    """Refuse texts that are not one for each sequence."""
+    """Raise unless there is one row of tokens per sequence."""
     if ids.shape != texts.shape[:1]:
         raise UsageError(
-            f"expected tokens for each of {ids.shape[0]} sequences, got "
+            f"tokens must have a row for each of {ids.shape[0]} sequences, got "
             f"{texts.shape[0]}"
         )
 
@@ -359,7 +361,7 @@ def _check_texts(ids: jax.Array, texts: jax.Array) -> None:
 def _check_unfed(
     record: TreeRecord, texts: jax.Array, tips: jax.Array, num_unfed: jax.Array
 ) -> None:
-    """Refuse texts that lack what the cache does not have, outside jit."""
+    """Raise for tokens without the ones that the cache lacks, outside jit."""
     arrays = texts, tips, num_unfed
     if not is_known((arrays, record.tree)):
         return
@@ -368,6 +370,6 @@ def _check_unfed(
             known = read_text(record.tree, int(tip))[-count:]
             if text[:count].tolist() != known:
                 raise UsageError(
-                    f"extend was given {text[text >= 0].tolist()}, and the cache lacks "
-                    f"{known} of this text: tokens given begin with these"
+                    f"tokens must begin with {known}, which the cache lacks, got "
+                    f"{text[text >= 0].tolist()}"
                 )

@@ -1,13 +1,13 @@
-"""Trees of other sizes: padded, to share a compiled program, or cut into parts.
+"""Resize trajectory trees: pad them to share a compiled program, or partition them.
 
-A part, for memory that does not hold a tree whole, is a tree of its own with a bounded
-number of rows: some segments, and those that they continue, which are computed again.
-Segments are dealt depth first, small branches before large ones, so that a part's
-segments share much and the longest branch is repeated least. The parts' losses and
-gradients add up to the tree's, as each token counts in one part.
+A part is a tree with a bounded number of rows, for limited memory: some segments and
+their ancestors, which are computed again. Segments are assigned depth first, small
+branches before large ones, so that a part's segments share many ancestors and the
+longest branch is repeated least. The losses and gradients of the parts add up to the
+tree's, since each token counts in one part.
 
-Parts of trees under a bound of memory: "Tree Training" (arXiv 2511.00413,
-https://arxiv.org/abs/2511.00413), which calls it tree partitioning.
+"Tree Training" (https://arxiv.org/abs/2511.00413) partitions trees under a memory bound
+in this way.
 """
 
 from collections.abc import Iterable
@@ -37,16 +37,16 @@ def pad(
     num_segments: int | None = None,
     max_length: int | None = None,
 ) -> TextTree:
-    """Return a tree with rows without tokens and empty roots behind its own.
+    """Pad a tree with empty rows and empty roots.
 
     Args:
-      tree: of any smaller sizes.
+      tree: of sizes up to the new ones.
       num_rows: R of the result; static, None for the tree's own.
       num_segments: S of the result; static, None for the tree's own.
-      max_length: most tokens of a text; static, None for the tree's own.
+      max_length: most tokens of a trajectory; static, None for the tree's own.
 
     Returns:
-      The tree, with the same texts and the same numbers of segments and rows.
+      The tree, with the same trajectories and numbers of segments and rows.
 
     Raises:
       ValueError: for a size below the tree's own.
@@ -65,7 +65,7 @@ def pad(
     }
     for name, (wanted, own) in sizes.items():
         if wanted is not None and wanted < own:
-            raise UsageError(f"{name} must be at least {own}, the tree's own; {wanted}")
+            raise UsageError(f"{name} must be >= {own}, the tree's own, got {wanted}")
     rows, segments, length = (
         own if wanted is None else wanted for wanted, own in sizes.values()
     )
@@ -84,31 +84,31 @@ def pad(
 
 
 class TreeParts(NamedTuple):
-    """P parts of a tree, all of the same sizes: to be scanned, or taken one by one."""
+    """P parts of a tree, of equal sizes: for `lax.scan`, or one by one."""
 
-    tree: TextTree  # its arrays with P in front: i32[P, R'], i32[P, R'], i32[P, S']
-    rows: jax.Array  # i32[P, R'], the row in the whole tree of each row, R for none
-    is_first: jax.Array  # bool[P, R'], whether no earlier part has the row's token
+    tree: TextTree  # arrays with a leading axis P: i32[P, R'], i32[P, R'], i32[P, S']
+    rows: jax.Array  # i32[P, R'], row of the whole tree, R for padding
+    is_first: jax.Array  # bool[P, R'], True if no earlier part has the row's token
 
 
 @explains_arguments
 def split(
     tree: TextTree, max_rows: int, *, num_segments: int | None = None
 ) -> TreeParts:
-    """Cut a tree into parts of at most so many rows each (host).
+    """Partition a tree into parts of at most `max_rows` rows (host).
 
     Args:
-      tree: whose numbers are known; R rows, S segments.
-      max_rows: rows of each part, R', at least the tokens of the longest text.
-      num_segments: segments of each part, S'; None for as many as one needs.
+      tree: concrete; R rows, S segments.
+      max_rows: rows of each part, R', at least the tokens of the longest trajectory.
+      num_segments: segments of each part, S'; None for the largest part's number.
 
     Returns:
-      The parts. A token counts in the first part that has it: a loss takes the rows
-      where `is_first`. What the parts repeat is what the bound costs.
+      The parts. A token counts in the first part that has it: a loss uses the rows
+      where `is_first`. Repeated rows are the cost of the bound.
 
     Raises:
-      ValueError: for a tree that is not known or breaks an invariant, a text longer
-        than `max_rows`, or fewer segments than a part needs.
+      ValueError: for a traced or invalid tree, a trajectory longer than `max_rows`, or
+        too few segments.
 
     Example:
       >>> import jkv
@@ -121,21 +121,21 @@ def split(
       [5, 3]
     """
     if not is_known(tree):
-        raise UsageError("split looks at a tree's numbers: call it outside jit")
+        raise UsageError(
+            "tree must be concrete, got a traced one; call split outside jit"
+        )
     check_counts(max_rows=max_rows)
     check_tree(tree)
     measures = measure(tree)
     for segment in np.flatnonzero(measures.ends > max_rows):
         raise UsageError(
-            f"the text of segment {segment} has {measures.ends[segment]} tokens, and a "
-            f"part {max_rows} rows; give max_rows of at least {measures.ends.max()}"
+            f"max_rows must be >= {measures.ends.max()}, the longest trajectory, got "
+            f"{max_rows}; segment {segment} ends at {measures.ends[segment]} tokens"
         )
     dealt = _deal(np.asarray(tree.parents), measures.lengths, max_rows)
     needed = max((len(part.segments) for part in dealt), default=0)
     if num_segments is not None and num_segments < needed:
-        raise UsageError(
-            f"a part needs {needed} segments, got num_segments={num_segments}"
-        )
+        raise UsageError(f"num_segments must be >= {needed}, got {num_segments}")
     built = [_build(tree, part, max_rows, num_segments or needed) for part in dealt]
     return jax.tree.map(lambda *each: jnp.stack(each), *built)
 
@@ -144,13 +144,13 @@ class _Part(NamedTuple):
     """The segments of a part, in ascending order."""
 
     segments: list[int]
-    new: set[int]  # those that no earlier part has
+    new: set[int]  # segments in no earlier part
 
 
 def _deal(
     parents: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any], max_rows: int
 ) -> list[_Part]:
-    """Deal segments to parts, each with what it continues."""
+    """Assign segments to parts, each with its ancestors."""
     parts: list[_Part] = [_Part([], set())]
     held: set[int] = set()
     size = 0
@@ -170,7 +170,7 @@ def _deal(
 def _find_missing(
     parents: np.ndarray[Any, Any], segment: int, held: Iterable[int]
 ) -> list[int]:
-    """Return a segment and its ancestors, without those that a part holds already."""
+    """Return a segment and its ancestors, without segments in `held`."""
     missing = []
     while segment >= 0 and segment not in held:
         missing.append(segment)
@@ -181,7 +181,7 @@ def _find_missing(
 def _walk(
     parents: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any]
 ) -> Iterable[int]:
-    """Yield segments before their children, those with fewest tokens below first."""
+    """Yield segments in depth-first order, smallest subtree first."""
     below = lengths.astype(np.int64)
     children: dict[int, list[int]] = {}
     for segment in reversed(range(len(parents))):
@@ -198,7 +198,7 @@ def _walk(
 
 
 def _build(tree: TextTree, part: _Part, max_rows: int, num_segments: int) -> TreeParts:
-    """Return one part, without the axis of parts."""
+    """Return one part, without the leading axis."""
     tokens, segments, parents = (
         np.asarray(each) for each in (tree.tokens, tree.segments, tree.parents)
     )

@@ -10,8 +10,7 @@ from jkv.attention import paged_attention
 from jkv.attention.call import Requests
 from jkv.attention.softmax import join_parts
 from jkv.metadata.requests import Integer
-from jkv.sharding.mapping import divided, over_devices
-from jkv.sharding.storage_sharding import PER_HEAD, POOL, ROWS
+from jkv.sharding.storage_sharding import PER_HEAD, POOL, ROWS, divided, over_devices
 from jkv.state import Batch, Cache
 from jkv.state.cache import Role
 from jkv.state.entry import takes_cache

@@ -11,8 +11,7 @@ from jkv.formats.format import parts_of
 from jkv.indexing import gather
 from jkv.metadata import requests
 from jkv.metadata.requests import Integer
-from jkv.sharding.mapping import with_whole_blocks
-from jkv.sharding.storage_sharding import without_copies_of_heads
+from jkv.sharding.storage_sharding import with_whole_blocks, without_copies_of_heads
 from jkv.state import BlockStorage, Cache, GroupLayer, Metadata
 from jkv.state.entry import takes_cache
 from jkv.verbs.arguments import locate_layer

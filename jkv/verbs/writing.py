@@ -10,8 +10,14 @@ from jkv.attention.choice import find_stores, store
 from jkv.attention.slots import SlotWrite
 from jkv.formats.format import Formats
 from jkv.metadata.requests import Integer
-from jkv.sharding.mapping import divided, over_devices
-from jkv.sharding.storage_sharding import POOL, ROW_HEADS, ROWS, with_copies_of_heads
+from jkv.sharding.storage_sharding import (
+    POOL,
+    ROW_HEADS,
+    ROWS,
+    divided,
+    over_devices,
+    with_copies_of_heads,
+)
 from jkv.state import Batch, Cache, GroupLayer, Slots
 from jkv.state.cache import Role
 from jkv.state.entry import takes_cache

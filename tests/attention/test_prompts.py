@@ -436,3 +436,23 @@ def test_cudnn_says_where_it_is_not_there():
 def test_cudnn_says_what_it_is_for():
     with pytest.raises(NotImplementedError, match="for CUDA alone"):
         lower_cudnn(platform="rocm")
+
+
+@pytest.mark.usefixtures("has_cudnn")
+def test_cudnn_is_the_default_for_long_prompts():
+    long = {"implementation": None}
+    assert len(find_cudnn(lower_cudnn(options=long))) == 1
+    # Neither for small steps, nor where bits or a log-sum-exp are asked for.
+    assert not find_cudnn(lower_cudnn(rows=ROWS - 1, options=long))
+    assert not find_cudnn(lower_cudnn(options=long | {"by_position": True}))
+    assert not find_cudnn(lower_cudnn(options=long | {"return_lse": True}))
+    assert not find_cudnn(lower_cudnn(options=long | {"soft_cap": 5.0}))
+
+
+@pytest.mark.usefixtures("has_cudnn")
+def test_the_default_has_a_derivative_without_cudnn():
+    def differentiate(call):
+        return lambda *arrays: jax.grad(lambda q: call(q, *arrays[1:]).sum())(arrays[0])
+
+    options = {"implementation": None}
+    assert not find_cudnn(lower_cudnn(wrap=differentiate, options=options))

@@ -134,14 +134,14 @@ def test_the_card_at_hand_is_asked_for_first(capsys, monkeypatch):
     "arguments, words",
     [
         (["--model", "nowhere"], "config.json is missing"),
-        (["--model", "head_dim=64"], "has no num_kv_heads"),
-        (["--model", "heads=4"], "'heads' is no size of a model"),
+        (["--model", "head_dim=64"], "must include num_kv_heads"),
+        (["--model", "heads=4"], "dtype, got 'heads'"),
         (["--model", "num_kv_heads=a,head_dim=64"], "invalid literal"),
-        (["--model", "num_kv_heads=1,head_dim=64", "--card", "H100"], "is no card"),
-        (["--card", "sm_90"], "go with --model"),
-        (["--model", "a", "--quick"], "leave --report and --quick out"),
-        (["--first-light", "--quick"], "stands alone"),
-        (["--first-light", "--model", "a"], "stands alone"),
+        (["--model", "num_kv_heads=1,head_dim=64", "--card", "H100"], "must be a GPU"),
+        (["--card", "sm_90"], "require --model"),
+        (["--model", "a", "--quick"], "omit --report and --quick"),
+        (["--first-light", "--quick"], "excludes --quick and --model"),
+        (["--first-light", "--model", "a"], "excludes --quick and --model"),
     ],
 )
 def test_mistakes_are_told_in_one_line(capsys, arguments, words):

@@ -6,7 +6,11 @@ here, no field is left out. Agents' command lines: codex 0.147, qwen-code, Claud
 ragas, crewAI; and guidellm, which measures.
 """
 
+import collections
+import copy
+import functools
 import json
+import random
 
 import pytest
 
@@ -419,3 +423,39 @@ def test_a_client_gets_an_answer(send, client):
     *_, last = said.strip().split("\n\n")
     assert last.startswith(LAST[path]), last
     assert "error" not in last.split("\n")[0] and "failed" not in last.split("\n")[0]
+
+
+WRONG = [None, 3, -1, 1.5, "x", "", [], {}, [{}], [3], {"a": 1}, True, 10**40, [None]]
+WRONG += [{"type": "function"}, {"type": 3}, [{"type": "text"}], [{"type": [1]}]]
+
+
+def list_places(value, path=()):
+    """The paths of all values in a body."""
+    if path:
+        yield path
+    keys = value if isinstance(value, dict) else ()
+    keys = range(len(value)) if isinstance(value, list) else keys
+    for key in keys:
+        yield from list_places(value[key], (*path, key))
+
+
+def test_changed_bodies_are_answered_or_refused_in_words(send):
+    """A value of another kind, or none, at any place; never a crash."""
+    chance = random.Random(5)
+    found = collections.Counter()
+    for _ in range(100):
+        path, body = BODIES[chance.choice([*BODIES])]
+        body = copy.deepcopy({**body, "stream": False})
+        *place, last = chance.choice([*list_places(body)])
+        holder = functools.reduce(lambda inner, key: inner[key], place, body)
+        if chance.random() < 0.2:
+            del holder[last]
+        else:
+            holder[last] = chance.choice(WRONG)
+        if path != CHATS and chance.random() < 0.3:
+            path += "/count_tokens" if path == MESSAGES else "/input_tokens"
+        status, said = send(path, body)
+        found[status] += 1
+        assert status in (200, 400, 404), (said, path, body)
+        assert status == 200 or json.loads(said)["error"]["message"]
+    assert found[200] > 20 and found[400] > 20

@@ -177,9 +177,9 @@ def test_one_text_is_no_list_of_texts():
         ):
             with pytest.raises(ValueError, match=r"(texts|parts) must be a list, got"):
                 make(given)
-    with pytest.raises(ValueError, match=r"got 'ab'; give \['ab'"):
+    with pytest.raises(ValueError, match=r"got 'ab'; pass \['ab'"):
         grammar.from_choices("ab", VOCABULARY)
     for given in ([1], ["a", None], [b"a"]):
-        with pytest.raises(ValueError, match="must be a list of texts, got"):
+        with pytest.raises(ValueError, match="must be a list of strings, got"):
             Choices(given)
     assert Choices(text for text in ("1", "ab")).texts == ("1", "ab")

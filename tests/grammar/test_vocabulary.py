@@ -134,7 +134,7 @@ def test_tokens_that_a_model_cannot_produce_are_left_out():
     assert vocabulary_of(made, [0, 4], size=4).tokens == [b"a", b" ", b"_b", b"x"]
     assert vocabulary_of(made, [0, 4], size=4).end_tokens == (0,)
     assert vocabulary_of(made, [0], size=9).tokens[3:] == [b"x", b"<image>"]
-    with pytest.raises(ValueError, match="needs an end token"):
+    with pytest.raises(ValueError, match="end_tokens is empty"):
         vocabulary_of(made, [4], size=4)
 
 

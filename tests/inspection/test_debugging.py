@@ -195,7 +195,7 @@ def test_a_batch_whose_sequence_is_another_one_by_now():
     assert opened.seq_ids.tolist() == [2, 3, 0]
     write(cache, batch, [0])
     (finding,) = found_by(jkv.free(cache, 3)[0])
-    assert "write with a batch whose sequence was freed" in finding
+    assert "write with a batch of a sequence that was freed" in finding
 
 
 @pytest.mark.one_end

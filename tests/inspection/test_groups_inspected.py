@@ -142,7 +142,7 @@ class TestBeside:
         (beside,) = cache.metadata.index.followers
         wrong = changed(getattr(beside, name), 3, value)
         cache = self.with_beside(cache, **{name: wrong})
-        assert_found(cache, "^prefix_index: group 1: .* no block")
+        assert_found(cache, "^prefix_index: group 1: .* not a block")
 
     def test_is_not_another_column(self):
         cache = lived()

@@ -197,7 +197,7 @@ def test_wrong_use_is_named():
     inputs = dict(x=jnp.ones((1, DIM)), scale=jnp.ones(1), query=jnp.ones((1, DIM)))
     with pytest.raises(ValueError, match=r"\['scale'\] are missing"):
         jkv.fold_state(cache, 0, batch, rule, {"x": inputs["x"]})
-    with pytest.raises(ValueError, match="must return the state that it was given"):
+    with pytest.raises(ValueError, match="must return a state of the same shapes"):
         jkv.fold_state(cache, 0, batch, lambda s, _: (s["total"], s["total"]), inputs)
     plain = jkv.CacheConfig(
         num_layers=1,

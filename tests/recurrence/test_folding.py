@@ -281,7 +281,7 @@ def test_no_rows_and_wrong_sizes():
     outputs, same = fold_rows(rule, state, empty, Rows(starts, counts * 0))
     assert outputs["read"].shape == (0, 3)
     jax.tree.map(np.testing.assert_array_equal, same, state)
-    with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="chunk_size must be >= 1, got 0"):
         fold_rows(rule, state, inputs, Rows(starts, counts), chunk_size=0)
 
 

@@ -384,7 +384,7 @@ class TestRefusals:
     )
     def test_a_cache_of_another_kind(self, changes):
         _, swapped = jkv.swap_out(opened(9), 0)
-        with pytest.raises(ValueError, match="same layers"):
+        with pytest.raises(ValueError, match="must have the layers"):
             jkv.swap_in(small_cache(**changes), swapped)
 
 

@@ -113,7 +113,7 @@ def _read_most_tokens(
         for name in ("max_completion_tokens", "max_tokens")
         if body.get(name) is not None
     ]
-    if len({body[name] for name in names}) > 1:
+    if len(names) > 1 and body[names[0]] != body[names[1]]:
         raise Refused("give max_tokens or max_completion_tokens", names[0])
     # The last token needs no room.
     room = served.context - longest + 1

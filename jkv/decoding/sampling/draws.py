@@ -14,6 +14,8 @@ sequence's text does not depend on its neighbours or on the batch's size.
 Symbols: B sequences of a call, V tokens in the vocabulary.
 """
 
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -76,36 +78,53 @@ def filter_logits(
 
 
 class PerRow(NamedTuple):
-    """`Sampling` with one value a row; fields as there."""
+    """`Sampling` with one value a row; fields as there.
 
-    temperature: jax.Array  # f32[B]
-    top_k: jax.Array  # i32[B]
-    top_p: jax.Array  # f32[B]
-    min_p: jax.Array  # f32[B]
-    repetition_penalty: jax.Array  # f32[B]
+    None stands for a Python number that switches the option off: nothing is compiled
+    for it.
+    """
+
+    temperature: jax.Array | None  # f32[B]; None is greedy
+    top_k: jax.Array | None  # i32[B]
+    top_p: jax.Array | None  # f32[B]
+    min_p: jax.Array | None  # f32[B]
+    repetition_penalty: jax.Array | None  # f32[B]
     seeds: jax.Array  # i32[B]
+
+
+# Values that switch an option off.
+_OFF: dict[str, Callable[[float], bool]] = {
+    "temperature": lambda value: value <= 0,
+    "top_k": lambda value: value <= 0,
+    "top_p": lambda value: value >= 1,
+    "min_p": lambda value: value <= 0,
+    "repetition_penalty": lambda value: value == 1,
+}
 
 
 def by_row(sampling: Sampling, num_rows: int) -> PerRow:
     """Return the fields of `Sampling` with one value a row."""
     check_sampling(sampling)
 
-    def spread(name: str, dtype: Any) -> jax.Array:
-        value = jnp.asarray(getattr(sampling, name))
+    def spread(name: str, dtype: Any) -> jax.Array | None:
+        value = getattr(sampling, name)
+        if isinstance(value, int | float) and name in _OFF and _OFF[name](value):
+            return None
+        value = jnp.asarray(value)
         why = "one number, or one for each sequence"
         expect(f"Sampling.{name}", value, "N |", {"N": num_rows}, why=why)
         return jnp.broadcast_to(value.astype(dtype), (num_rows,))
 
-    rows = PerRow(**{name: spread(name, as_) for name, as_ in SAMPLING_DTYPES.items()})
+    rows = {name: spread(name, as_) for name, as_ in SAMPLING_DTYPES.items()}
     if jnp.ndim(sampling.seeds) > 0:
-        return rows
+        return PerRow(**rows)  # type: ignore[arg-type]  # seeds are never off
     seeds = spread_seeds(jnp.asarray(sampling.seeds, jnp.int32), num_rows)
-    return rows._replace(seeds=seeds)
+    return PerRow(**rows | {"seeds": seeds})
 
 
 def penalise(logits: jax.Array, rows: PerRow, seen: jax.Array | None) -> jax.Array:
     """Make the tokens of `seen` less likely (Keskar et al., CTRL, 2019)."""
-    if seen is None:
+    if seen is None or rows.repetition_penalty is None:
         return logits
     penalty = rows.repetition_penalty[:, None]
     penalised = jnp.where(logits < 0, logits * penalty, logits / penalty)
@@ -116,12 +135,21 @@ def penalise(logits: jax.Array, rows: PerRow, seen: jax.Array | None) -> jax.Arr
 def filter_rows(logits: jax.Array, rows: PerRow, seen: jax.Array | None) -> jax.Array:
     """Penalise, divide by the temperature, remove what the filters remove."""
     scaled = _scale(logits, rows, seen)
-    is_on = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
+    are_on = []
+    if rows.top_k is not None:
+        are_on.append(jnp.any(rows.top_k > 0))
+    if rows.top_p is not None:
+        are_on.append(jnp.any(rows.top_p < 1))
+    if rows.min_p is not None:
+        are_on.append(jnp.any(rows.min_p > 0))
+    if not are_on:
+        return scaled
     if scaled.shape[0] == 1 or scaled.size <= _MOST_AT_ONCE:
         remove = _remove
     else:
         remove = _remove_by_platform
-    return lax.cond(jnp.any(is_on), lambda: remove(scaled, rows), lambda: scaled)
+    is_on = functools.reduce(operator.or_, are_on)
+    return lax.cond(is_on, lambda: remove(scaled, rows), lambda: scaled)
 
 
 def _scale(logits: jax.Array, rows: PerRow, seen: jax.Array | None) -> jax.Array:
@@ -129,9 +157,11 @@ def _scale(logits: jax.Array, rows: PerRow, seen: jax.Array | None) -> jax.Array
     # Less the maximum first: then nothing overflows, however low the temperature.
     logits = penalise(logits, rows, seen)
     shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
+    cold = jnp.where(shifted == 0, jnp.float32(0), jnp.float32(-jnp.inf))
+    if rows.temperature is None:
+        return cold
     is_greedy = rows.temperature <= 0
     divisor = jnp.where(is_greedy, jnp.float32(1), rows.temperature)[:, None]
-    cold = jnp.where(shifted == 0, jnp.float32(0), jnp.float32(-jnp.inf))
     return jnp.where(is_greedy[:, None], cold, shifted / divisor)
 
 
@@ -154,25 +184,29 @@ def _remove_by_platform(scaled: jax.Array, rows: PerRow) -> jax.Array:
 def _remove(scaled: jax.Array, rows: PerRow) -> jax.Array:
     # A search that starts at its row's maximum is over before it begins.
     ranks = _ordered_bits(scaled)
-    keep_all, keep_best = jnp.min(ranks, axis=-1), jnp.max(ranks, axis=-1)
+    cut, keep_best = jnp.min(ranks, axis=-1), jnp.max(ranks, axis=-1)
 
     # Top-k: the tokens with fewer than k above them.
-    is_on = rows.top_k > 0
-    start = jnp.where(is_on, keep_all, keep_best)
-    kept = _smallest_kept(ranks, jnp.ones_like(ranks), rows.top_k, start=start)
-    cut = jnp.where(is_on, kept, keep_all)
+    if rows.top_k is not None:
+        is_on = rows.top_k > 0
+        start = jnp.where(is_on, cut, keep_best)
+        kept = _smallest_kept(ranks, jnp.ones_like(ranks), rows.top_k, start=start)
+        cut = jnp.where(is_on, kept, cut)
 
     # Top-p: those with less than p of the probability that top-k left above them.
-    weights = jnp.where(ranks >= cut[:, None], jnp.exp(scaled), jnp.float32(0))
-    mass = jnp.maximum(rows.top_p * jnp.sum(weights, axis=-1), _LEAST_MASS)
-    is_on = rows.top_p < 1
-    start = jnp.where(is_on, cut, keep_best)
-    kept = _smallest_kept(ranks, weights, mass, start=start)
-    cut = jnp.where(is_on, kept, cut)
+    if rows.top_p is not None:
+        weights = jnp.where(ranks >= cut[:, None], jnp.exp(scaled), jnp.float32(0))
+        mass = jnp.maximum(rows.top_p * jnp.sum(weights, axis=-1), _LEAST_MASS)
+        is_on = rows.top_p < 1
+        start = jnp.where(is_on, cut, keep_best)
+        kept = _smallest_kept(ranks, weights, mass, start=start)
+        cut = jnp.where(is_on, kept, cut)
 
     # Min-p: the most likely token weighs exp(0) = 1.
-    min_p = jnp.minimum(rows.min_p, jnp.float32(1))[:, None]
-    is_kept = (ranks >= cut[:, None]) & (jnp.exp(scaled) >= min_p)
+    is_kept = ranks >= cut[:, None]
+    if rows.min_p is not None:
+        min_p = jnp.minimum(rows.min_p, jnp.float32(1))[:, None]
+        is_kept &= jnp.exp(scaled) >= min_p
     return jnp.where(is_kept, scaled, jnp.float32(-jnp.inf))
 
 
@@ -254,10 +288,13 @@ def sample(
 def _sample(
     logits: jax.Array, rows: PerRow, counts: jax.Array, seen: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    is_greedy = rows.temperature <= 0
-
     def choose_best() -> jax.Array:
         return find_best(penalise(logits, rows, seen))
+
+    if rows.temperature is None:
+        tokens = choose_best()
+        return tokens, pick_logprobs(logits, tokens)
+    is_greedy = rows.temperature <= 0
 
     def draw_some() -> jax.Array:
         drawn = draw(filter_rows(logits, rows, seen), rows.seeds, counts)
@@ -354,8 +391,8 @@ class Choice(NamedTuple):
         def choose(
             chunk: tuple[jax.Array, PerRow, jax.Array, jax.Array | None],
         ) -> tuple[jax.Array, jax.Array]:
-            logits, rows, counts, seen = chunk
-            return sample(logits, Sampling(**rows._asdict()), counts, seen=seen)
+            logits, *rest = chunk
+            return _sample(logits.astype(jnp.float32), *rest)
 
         return _map_chunks(choose, (logits, rows, counts, seen), self.num_rows)
 

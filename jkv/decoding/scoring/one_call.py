@@ -18,8 +18,7 @@ from jkv.decoding.scoring.layout import Layout, lay_out
 from jkv.decoding.scoring.scored import Scored, resize_for_tree
 from jkv.decoding.texts.text_tree import TextTree
 from jkv.metadata.requests import Integer
-from jkv.sharding.mapping import divided, over_devices
-from jkv.sharding.storage_sharding import POOL, ROWS
+from jkv.sharding.storage_sharding import POOL, ROWS, divided, over_devices
 from jkv.state import Batch, Cache, GroupLayer
 from jkv.state.cache import Role
 from jkv.status import Status, UsageError

@@ -137,6 +137,8 @@ class _Check(NamedTuple):
             return plain()
         guesses, draft_logits = self.guesses, self.draft_logits
         by = by_row(sampling, logits.shape[0])
+        if by.temperature is None:
+            return plain()
         is_greedy = by.temperature <= 0
         # The draft after each row, if there is one.
         draft = rows.places, jnp.minimum(rows.before, guesses.tokens.shape[1] - 1)

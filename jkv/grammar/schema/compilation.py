@@ -55,7 +55,7 @@ def compile_schema(root: Any, reading: Reading, bounds: Bounds) -> Expression:
     for name in ("depth", "recursion"):
         number = getattr(reading, name)
         if not isinstance(number, int) or number < 0:
-            raise ValueError(f"{name} must be an int of 0 or more, got {number!r:.60}")
+            raise ValueError(f"{name} must be an int >= 0, got {number!r:.60}")
     found, sizes = list[Expression](), list[int]()
     for recursion in range(reading.recursion + 1):
         less = reading._replace(recursion=recursion)
