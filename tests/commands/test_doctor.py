@@ -122,7 +122,9 @@ def test_what_the_store_gets_wrong_is_reported():
     for store, verdict in ((kernel, "ok"), (wrong, "FAILED")):
         found, detail = judge(functools.partial(stores.compare, case, store))
         assert found == verdict
-    assert "value_scales differ" in detail and "JKV_WRITE_KERNEL=0" in detail
+    assert (
+        "value_scales must have the bits" in detail and "JKV_WRITE_KERNEL=0" in detail
+    )
 
 
 @pytest.mark.one_end
@@ -143,7 +145,11 @@ def test_a_few_rounded_elements_may_be_one_unit_apart(
     monkeypatch.setattr(stores, "scatter", None)
     found, detail = judge(functools.partial(stores.compare, case, store_rows))
     assert found == verdict
-    words = "2 elements one unit apart" if verdict == "ok" else "key_pool differ"
+    words = (
+        "2 elements one unit apart"
+        if verdict == "ok"
+        else "key_pool must have the bits"
+    )
     assert words in detail
 
 
