@@ -38,21 +38,21 @@ def main(arguments: list[str] | None = None) -> int:
     """Run all checks; return the exit status."""
     parser = Parser(prog="python -m jkv.doctor", description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--report", type=pathlib.Path, metavar="FILE", help="write a file as well"
+        "--report", type=pathlib.Path, metavar="FILE", help="also write a file"
     )
     parser.add_argument("--quick", action="store_true", help="a few features")
     parser.add_argument(
         "--first-light",
         action="store_true",
-        help="a new card, in processes that may crash: what to set, in five minutes",
+        help="check a new GPU in child processes; print settings, in five minutes",
     )
     parser.add_argument(
         "--model",
         metavar="FOLDER",
-        help="only say which path its attention takes; or num_kv_heads=8,head_dim=128",
+        help="only print its attention path; or num_kv_heads=8,head_dim=128",
     )
     parser.add_argument(
-        "--card", metavar="NAME", help="with --model: such as gfx942, instead of this"
+        "--card", metavar="NAME", help="with --model: a GPU such as gfx942"
     )
     parser.add_argument(
         "--block-size", type=int, metavar="TOKENS", help="with --model; default 16"

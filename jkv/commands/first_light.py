@@ -31,15 +31,15 @@ CURES = (
     (
         "",
         "No FFI handler registered",
-        "a plugin that jaxlib finds: before 0.11.1 that of ROCm 7 alone (extra rocm7)",
+        "a plugin known to jaxlib; before 0.11.1 only ROCm 7's (extra rocm7)",
     ),
-    (MACHINE, "", "driver, plugin, pjrt and jaxlib that go together (docs/rocm.md)"),
-    (LOOPS, "", "no flag known here helps: the report in an issue of jkv's"),
-    ("scatters", "", "a newer plugin: large fused scatters failed in JAX 0.9"),
+    (MACHINE, "", "matching driver, plugin, pjrt and jaxlib (docs/rocm.md)"),
+    (LOOPS, "", "no known flag helps; attach the report to an issue of jkv"),
+    ("scatters", "", "a newer plugin; large fused scatters failed in JAX 0.9"),
     ("a tall product", "", "at most 2^19 rows of float32 at once, or bfloat16"),
     ("kernel: rows stored", "", "JKV_WRITE_KERNEL=0: scatters store keys and values"),
     ("kernel:", "", "implementation='xla' for such calls: no kernel serves them"),
-    ("", "", "the report in an issue of jkv's"),
+    ("", "", "attach the report to an issue of jkv"),
 )
 
 
@@ -117,7 +117,7 @@ def lay_out(report: Report) -> Iterator[str]:
     """Yield the lines of the table, and add advice to each failure."""
     verdicts = {each["what"]: each["verdict"] for each in report.findings}
     width = max(map(len, verdicts), default=0)
-    yield f"{'what was tried':<{width}}  answer       what to set, and why"
+    yield f"{'check':<{width}}  result       setting, and reason"
     for finding in report.findings:
         if finding["verdict"] == "warning":
             continue

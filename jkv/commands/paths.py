@@ -48,7 +48,7 @@ def print_paths(model: str, card: str | None, *, block_size: int) -> None:
     configs = [CacheConfig(**tables, **each) for each in fields]
     cards = find_cards(card)
     if card is None and len(cards) > 1:
-        print("no GPU is at hand: XLA serves all here; of cards the kernels know")
+        print("no GPU found: this machine uses XLA; on GPUs with kernels")
     for one in cards:
         print(f"{one.target}:")
         for config in configs:
@@ -56,7 +56,7 @@ def print_paths(model: str, card: str | None, *, block_size: int) -> None:
             for line in tell_ways(config, one):
                 print(f"    {line}")
         if num_states:
-            print(f"  {num_states} layers with a state: no kernel, XLA folds them")
+            print(f"  {num_states} recurrent-state layers: XLA, without a kernel")
 
 
 def read_model(model: str) -> tuple[list[dict[str, Any]], int, list[str]]:

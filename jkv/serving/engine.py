@@ -129,8 +129,7 @@ class Engine:
         kept_programs: KeptPrograms | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Create an engine; programs compile at `warm_up` or first use, unless they are
-        kept.
+        """Create an engine; nothing is compiled before `warm_up` or the first request.
 
         Args:
           model: as for `jkv.generate`.
@@ -320,7 +319,7 @@ class Engine:
         self._turns.tell()
         return went_on
 
-    # Texts that wait for a tool.
+    # Parked sequences.
 
     def park(self, request_id: int) -> None:
         """Keep a finished request's KV cache for `resume`, such as during a tool call.
@@ -487,9 +486,7 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """True if no request is unfinished and no event unread, so that a step does
-        nothing.
-        """
+        """True if a step would do nothing: no unfinished request or unread event."""
         with self._turns.lock:
             return self._scheduler.is_idle
 

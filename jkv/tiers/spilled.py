@@ -94,7 +94,7 @@ class Held:
         return "snapshot.num_pending" in self.arrays
 
     def with_more(self, other: "Held") -> "Held":
-        """Return this with the arrays that only `other` has, and the later expiry."""
+        """Return the union of both contents, with the higher class and later expiry."""
         arrays = other.arrays | self.arrays
         keep = self.keep or other.keep
         if self.keep and other.keep:  # the higher class, the later time

@@ -110,7 +110,7 @@ def test_models_whose_layers_differ_or_share_or_keep_states(capsys):
     text = said(capsys, "--model", str(CHECKPOINTS / "deepseek_v3"), "--card", "sm_90")
     assert "for keys and" in text
     text = said(capsys, "--model", str(CHECKPOINTS / "bamba"), "--card", "sm_90")
-    assert "layers with a state: no kernel, XLA folds them" in text
+    assert "recurrent-state layers: XLA, without a kernel" in text
     text = said(
         capsys,
         *("--model", "num_kv_heads=8,head_dim=20", "--block-size", "24"),
@@ -123,7 +123,7 @@ def test_the_card_at_hand_is_asked_for_first(capsys, monkeypatch):
     text = said(capsys, "--model", "num_kv_heads=1,head_dim=64")
     cards = [line for line in text.splitlines() if line.endswith(":")]
     assert {"gfx942:", "gfx1201:", "sm_90:", "sm_100:"} <= {*cards}
-    assert text.startswith("no GPU is at hand")
+    assert text.startswith("no GPU found")
     known = {"rocm": "gfx950"}
     monkeypatch.setattr("jkv.attention.backend.find_target", known.get)
     text = said(capsys, "--model", "num_kv_heads=1,head_dim=64")

@@ -89,7 +89,7 @@ def test_an_ask_is_its_fields():
         for n in numbers
     )
     assert repr(named) == repr(asked) and named[0].tokens
-    with pytest.raises(UsageError, match="n, salt beside an Ask"):
+    with pytest.raises(UsageError, match="an Ask and the keywords n, salt"):
         engine.submit(Ask([1]), n=2, salt=3)
     with pytest.raises(TypeError, match="max_tokens"):
         engine.submit([1], max_tokens=3)

@@ -105,7 +105,7 @@ def test_a_later_engine_finds_what_an_earlier_one_left_in_a_folder(tmp_path):
     assert play(second, rounds=1) == expected
     assert second.stats().restored_tokens > 0
     assert second.stats().store_folder_bytes > 0
-    with pytest.raises(ValueError, match="of version 'a', and this store has 'b'"):
+    with pytest.raises(ValueError, match="must have version 'b', got 'a'"):
         jkv.BlockStore(0, folder=tmp_path, max_folder_bytes=9, version="b")
 
 
@@ -179,7 +179,7 @@ def test_weights_are_named_by_whom_it_is_said(tmp_path):
     store.save()
     store = folder_of(tmp_path, version="trained")  # the next start
     assert store.find(TEXT).num_blocks == 3
-    with pytest.raises(ValueError, match="of version 'trained', and this store has ''"):
+    with pytest.raises(ValueError, match="must have version '', got 'trained'"):
         folder_of(tmp_path)
 
 

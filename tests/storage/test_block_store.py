@@ -301,7 +301,7 @@ def test_a_disk_without_any_room_is_no_error(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         for name in ("write_file", "replacing"):
             patch.setattr(folders, name, fail)
-        with pytest.warns(RuntimeWarning, match=r"layout\.json is not written yet"):
+        with pytest.warns(RuntimeWarning, match=r"could not write .*layout\.json"):
             store.put(spilled)
         store.flush()
     assert not [*tmp_path.iterdir()]
@@ -357,7 +357,7 @@ def test_a_store_reads_what_others_put_into_its_folder(tmp_path):
     )
     late = jkv.BlockStore(0, folder=tmp_path / "b", max_folder_bytes=2**20)
     other.put(spilled_of(((1,) * 5,)))
-    with pytest.raises(ValueError, match="of version 'b', and this store has ''"):
+    with pytest.raises(ValueError, match="must have version '', got 'b'"):
         late.find([1] * 5)
 
 

@@ -146,9 +146,7 @@ class Loop:
         return report
 
     def replace_steering(self, steering: Steering) -> None:
-        """Replace the arrays of the logits processor by others of the same shapes and
-        dtypes.
-        """
+        """Replace the logits processor's arrays; shapes and dtypes must match."""
 
         def describe(each: Steering | None) -> Any:
             leaves, structure = jax.tree.flatten(each)

@@ -53,8 +53,8 @@ class Ask:
         far.
       keep: retention class of its cached blocks after it has finished, below the
         cache's `keep_classes` (`jkv.free`).
-      keep_seconds: retention time of that class since the last use; None is until
-        eviction.
+      keep_seconds: time from finishing until the class expires for unreferenced blocks;
+        None is until eviction.
 
     Example:
       >>> from jkv.serving import Ask

@@ -89,9 +89,9 @@ class Limits(NamedTuple):
             )
         if not NOT_STEERED <= request.variant < self.num_variants:
             raise RequestRefused(
-                f"variant must be from -1 (none) to {self.num_variants - 1}, the last "
-                f"variant of this engine's logits processor (Engine(steering=...)), "
-                f"got {request.variant}"
+                f"variant must be -1 (none) or below {self.num_variants}, the number "
+                f"of variants of this engine's logits processor "
+                f"(Engine(steering=...)), got {request.variant}"
             )
         self._check_stops(request)
 

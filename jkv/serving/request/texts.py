@@ -116,7 +116,7 @@ class TextStream:
         self._ids, self._whole = self._ids[start:], ()
 
     def _find_start(self, prompt: Sequence[int]) -> int:
-        """Return the start of the last prompt tokens that begins a whole character."""
+        """Return the start of the prompt's last tokens, at a character boundary."""
         start = max(0, len(prompt) - OVERLAP)
         least = max(0, len(prompt) - MOST_OF_PROMPT)
         while start > least and BROKEN in self._detokenize([prompt[start]]):
@@ -124,9 +124,7 @@ class TextStream:
         return start
 
     def _count_prompt(self) -> int:
-        """Return the number of characters of the prompt's tokens without an incomplete
-        one.
-        """
+        """Return the number of complete characters of the prompt's tokens."""
         ends = range(max(1, len(self._ids) - MOST_LEFT_OVER), len(self._ids) + 1)
         texts = [self._detokenize(self._ids[:end]) for end in ends]
         if texts and all(text.endswith(BROKEN * 2) for text in texts):

@@ -207,9 +207,7 @@ class Measures:
         setattr(self, state.value, getattr(self, state.value) + 1)
 
     def read(self, num_blocks: int, now: float, **present: Any) -> EngineStats:
-        """Return the statistics, with current values such as the number of running
-        requests.
-        """
+        """Return the statistics, with current values in `present`."""
         counts: dict[str, Any] = self._counts | vars(self)
         told = {name: n for name, n in counts.items() if name in EngineStats._fields}
         return EngineStats(

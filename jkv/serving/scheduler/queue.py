@@ -57,8 +57,7 @@ class Queue:
             self._waiting.add(request.priority, request.client, prompt)
 
     def dispatch(self, most: int) -> list[tuple[Request, int]]:
-        """Assign free prompts of the generation, at most `most`, to the next waiting
-        requests.
+        """Assign at most `most` free prompts of the generation to waiting requests.
 
         Returns requests, each with the index of the first sample that shares the
         prompt, and sets the sequence index of each sample.

@@ -155,10 +155,9 @@ class Storing:
             pass
 
     def begin_version(self, version: str | None, *, keep_cached: bool) -> None:
-        """Name new weights; drop the old ones' blocks in host memory, or rename them if
-        kept.
+        """Name new weights, and drop or rename the old ones' blocks in host memory.
 
-        Kept blocks get a version derived from both versions.
+        With `keep_cached`, blocks get a version derived from both versions.
         """
         old = self._names.version
         new = version or self._store.version + self._loop.digest_weights()
