@@ -1,6 +1,6 @@
 """Tests that run compiled on a card: the table has a tile for each of their shapes.
 
-Their suites ask `support.served_shapes`; by `tests/attention/conftest.py` a test calls
+Their suites ask `support.served_shapes`; by `support.compiled_shapes` a test calls
 the kernel in no other shape.
 """
 
@@ -41,6 +41,7 @@ TARGETS = "sm_90", "gfx942", "gfx1100", "gfx1201"
 def load_shapes(path, monkeypatch):
     """The shapes that a suite asks for."""
     monkeypatch.setattr(served_shapes, "FITTED", asked := set())
+    monkeypatch.syspath_prepend(path.parent)  # suites share what is in their folder
     spec = importlib.util.spec_from_file_location(f"{path.stem}_again", path)
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
     return asked

@@ -1,9 +1,12 @@
-"""Kernels compiled on any card: what is for the interpreter alone, and which shapes."""
+"""A pytest plugin: tests for the interpreter alone, and shapes of compiled kernels."""
 
 import pytest
+from support.paths import ROOT
 from support.served_shapes import IS_INTERPRETED, Shape, is_known
 
 from jkv.attention.kernel.tiles import tuning
+
+ATTENTION = ROOT / "tests" / "attention"
 
 
 def pytest_runtest_setup(item):
@@ -17,7 +20,8 @@ def pytest_runtest_setup(item):
 def only_known_shapes(request, monkeypatch):
     """Let tests interpret kernels only in shapes that they have asked the table for."""
     is_marked = request.node.get_closest_marker("interpreted") is not None
-    if is_marked or not IS_INTERPRETED:
+    is_of_attention = ATTENTION in request.node.path.parents
+    if is_marked or not is_of_attention or not IS_INTERPRETED:
         return
 
     def watch(name, is_derived):
