@@ -1,10 +1,10 @@
 """A pytest plugin: tests for the interpreter alone, and shapes of compiled kernels."""
 
 import pytest
-from support.paths import ROOT
-from support.served_shapes import IS_INTERPRETED, Shape, is_known
 
 from jkv.attention.kernel.tiles import tuning
+from support.paths import ROOT
+from support.served_shapes import IS_INTERPRETED, Shape, is_known
 
 ATTENTION = ROOT / "tests" / "attention"
 
