@@ -164,7 +164,10 @@ class Backend:
         return f"{self.name} stores no rows"
 
     def store(self, write: SlotWrite, card: Card) -> dict[str, jax.Array]:
-        """Return the arrays with the rows in their slots, to the bits of `scatter`."""
+        """Return the arrays with the rows in their slots, to the bits of `scatter`.
+
+        Rounded elements may be one unit apart on GPUs (`jkv.formats.scaled`).
+        """
         raise NotImplementedError
 
     def plan(

@@ -1,5 +1,6 @@
-"""Rows to one-byte elements and scales inside a kernel, with the bits that XLA has.
+"""Rows to one-byte elements and scales inside a kernel, as XLA rounds them.
 
+On CPUs with the bits that XLA has; `jkv.formats.scaled` says what may differ on GPUs.
 What rounds in another way on another compiler is done by bits: Triton's division of
 float32 may be off by two units in the last place, and it has fp8 on some cards only.
 """
