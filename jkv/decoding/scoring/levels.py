@@ -101,8 +101,8 @@ def check_counts(prompts: jax.Array, continuations: jax.Array) -> None:
     num_prompts, num_continuations = prompts.shape[0], continuations.shape[0]
     if not num_prompts or not num_continuations or num_continuations % num_prompts:
         raise ValueError(
-            f"continuations must be a multiple of the prompts, "
-            f"{num_prompts}, got {num_continuations}"
+            f"continuations must have a multiple of {num_prompts} rows, as many for "
+            f"each prompt, got {num_continuations}"
         )
     if not prompts.shape[1] or not continuations.shape[1]:
         raise ValueError("prompts and continuations must have at least one column")
