@@ -2,13 +2,12 @@
 
     python examples/serve_batch.py prompts.jsonl results.jsonl --model FOLDER
 
-A line of the first file is an object in the words of OpenAI's API: "prompt" or
-"messages", and what else docs/how-to/http.md says of a text; and an "id", which its
-result has, too. Lines of OpenAI's batches ("custom_id", "method", "url", "body") are
-answered in that form. A line that cannot be answered has an "error" as its result; then
-the exit status is 1. What is in the second file is not computed again: run it again
-after an interrupt. `--processes 2 --restarts 1` shares the model, and goes on by itself
-after a process has died. What happens is in `batching/command.py`.
+Each line of the first file is a JSON object in the form of OpenAI's API: "prompt" or
+"messages", the fields of docs/how-to/http.md and an "id", which the result repeats.
+Lines of OpenAI's batches ("custom_id", "method", "url", "body") are answered in that
+form. A line that cannot be answered gets an "error", and the exit status is 1. Results
+in the second file are not computed again: rerun the command after an interrupt.
+`--processes 2 --restarts 1` shares the model and resumes after a process has died.
 """
 
 from generating.arguments import Parser

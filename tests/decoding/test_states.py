@@ -143,5 +143,5 @@ def test_debug_mode_watches_states():
         assert int(batch.status[0]) == 0
     with pytest.raises(jkv.DebugError) as found:
         jkv.check(cache)
-    assert "not written to all layers" in str(found.value)
+    assert "written to all layers" in str(found.value)
     assert "write_state to layer 0 for the second time" in str(found.value)
