@@ -201,7 +201,7 @@ def test_a_forced_kernel_is_refused_where_it_cannot_be():
     """When the program is lowered, or traced if the card is named by then."""
     forced = functools.partial(paged_attention, implementation="pallas")
     assert len(find_kernels(lower(forced, call_shapes("float16"), "cuda"))) == 4
-    for platform, reason in (("cuda", "no tile for"), ("tpu", "CUDA alone")):
+    for platform, reason in (("cuda", "no tile for"), ("tpu", "CUDA only")):
         with pytest.raises(NotImplementedError, match=reason):
             lower(forced, call_shapes("float32"), platform)
 
