@@ -65,7 +65,6 @@ class StateConfig:
     Raises:
       ValueError: an invalid field or combination of fields.
 
-
     Example:
       >>> import jkv
       >>> config = jkv.StateConfig(
