@@ -2,9 +2,9 @@
 
 fp8 is decoded by bit operations: Triton's support depends on the GPU (no e4m3fn before
 sm_89), and JAX rejects e4m3fnuz. The bits of e5m2 are the upper half of float16's. The
-bits of e4m3, shifted, are float32's up to a power of two: three integer instructions and one
-factor on every GPU. At the bandwidth of an MI300X or H200 there is time for about five
-instructions per element.
+bits of e4m3, shifted, are float32's up to a power of two: three integer instructions
+and one factor on every GPU. At the bandwidth of an MI300X or H200 there is time for
+about five instructions per element.
 
 In interpret mode XLA converts: CPUs may flush the intermediate numbers, subnormal in
 float32 until they are multiplied, to zero.
@@ -210,8 +210,8 @@ class Nibbles(KernelFormat):
     """Four-bit steps, packed in units (`formats/packed.py`).
 
     As the last mantissa bits of a power of two, a step becomes the power plus itself,
-    by two or three instructions for two 16-bit elements on every GPU. The common offset is
-    subtracted from sums.
+    by two or three instructions for two 16-bit elements on every GPU. The common
+    offset is subtracted from sums.
     """
 
     unit: np.dtype[Any] = np.dtype(np.uint8)
