@@ -376,6 +376,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="tiny shapes")
     parser.add_argument("--brief", action="store_true", help="8 minutes, all topics")
+    parser.add_argument("--only", nargs="+", default=[], help="parts of --brief")
     parser.add_argument("--all", action="store_true", help="all GPU benchmarks")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--minutes", type=float, default=8)

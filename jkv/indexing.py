@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 # One index array, or one for each leading axis.
 Index: TypeAlias = jax.Array | tuple[jax.Array, ...]
@@ -39,7 +40,9 @@ def gather(
         inside = fits if inside is None else inside & fits
     assert inside is not None
     inside = inside.reshape(inside.shape + (1,) * (found.ndim - inside.ndim))
-    return jnp.where(inside, found, jnp.asarray(fill, array.dtype))
+    # A number of the host: as an operation a NaN would stop `jax_debug_nans`.
+    other = fill if isinstance(fill, jax.Array) else np.asarray(fill, array.dtype)
+    return jnp.where(inside, found, other)
 
 
 def scatter(

@@ -13,6 +13,8 @@ from support.jax_versions import runs_here
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+pytest_plugins = ["support.compiled_shapes"]
+
 # No tests; looking for doctests would import what optional extras bring.
 collect_ignore = ["support"]
 

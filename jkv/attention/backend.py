@@ -163,7 +163,10 @@ class Backend:
         return f"{self.name} stores no rows"
 
     def store(self, write: SlotWrite, card: Card) -> dict[str, jax.Array]:
-        """Return the arrays with the rows stored, bit-identical to `scatter`."""
+        """Return the arrays with the rows stored, bit-identical to `scatter`.
+
+        On GPUs, quantized elements may be off by one unit (`jkv.formats.scaled`).
+        """
         raise NotImplementedError
 
     def plan(

@@ -236,9 +236,11 @@ def explain_choice(
 ) -> PlainReasons:
     """Return the reasons for plain XLA in a call and in its derivative."""
     call = call_of(queries, pools)
-    asked = [one for one in BACKENDS if card.platform in one.unasked]
+    # A backend for prompts alone leaves all other rows to these.
+    kernels = [one for one in BACKENDS if one.has_lse]
+    asked = [one for one in kernels if card.platform in one.unasked]
     if not asked:
-        known = [name for one in BACKENDS for name in one.unasked if name != DEFAULT]
+        known = [name for one in kernels for name in one.unasked if name != DEFAULT]
         names = " and ".join(dict.fromkeys(known))
         reason = f"there are kernels for {names}, not for {card.platform}"
         return PlainReasons(reason, reason)

@@ -1,1 +1,1 @@
-"""What the commands do; their faces for `python -m` stand in the root."""
+"""Implementation of the commands; their `python -m` modules are in the root package."""

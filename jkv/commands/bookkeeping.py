@@ -1,4 +1,4 @@
-"""Whether the verbs keep account of blocks on this device, and update them in place."""
+"""Checks of block accounting and of in-place updates on the device."""
 
 import jax
 import jax.numpy as jnp
@@ -30,20 +30,20 @@ SIZES = CacheConfig(
 
 
 def check_cycles() -> None:
-    """Play the verbs in one donated jit, then recount everything."""
+    """Run cycles of verbs in one donated jit, then check all invariants."""
 
     def play(cache: Cache) -> Cache:
-        # A body of its own is traced anew, with the verbs as they are now.
+        # A new function is traced again, which tests of patched verbs rely on.
         return jax.lax.fori_loop(0, NUM_CYCLES, lambda i, c: play_cycle(i, c), cache)
 
     cache = jax.jit(play, donate_argnums=0)(init(SIZES))
     check(cache)
     if num_lost := SIZES.num_blocks - int(num_free_blocks(cache)):
-        raise ValueError(f"{num_lost} blocks were lost")
+        raise ValueError(f"all blocks must be free, got {num_lost} lost ones")
 
 
 def play_cycle(number: jax.Array, cache: Cache) -> Cache:
-    """Open two sequences of changing lengths, fork them, and free all four."""
+    """Open two sequences of varying lengths, fork them, and free all four."""
     cache, opened = allocate(cache, jnp.stack([number % 9, number % 5]))
     cache, batch = append(cache, opened.seq_ids, number % 8, capacity=16)
     rows = jnp.full((16, SIZES.num_kv_heads, SIZES.head_dim), number, jnp.bfloat16)
@@ -56,7 +56,7 @@ def play_cycle(number: jax.Array, cache: Cache) -> Cache:
 
 
 def check_in_place() -> str:
-    """Ask the compiler whether a donated write makes another pool."""
+    """Check in the compiler's memory analysis that a donated write copies no pool."""
     cache, opened = allocate(init(SIZES), [0, 0])
     cache, batch = append(cache, opened.seq_ids)
     rows = jnp.ones((2, SIZES.num_kv_heads, SIZES.head_dim), jnp.bfloat16)
@@ -64,7 +64,7 @@ def check_in_place() -> str:
     compiled = step.lower(cache, 1, batch, rows, rows).compile()
     temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", None)
     if temporary is None:
-        raise NotImplementedError("no memory analysis here")
+        raise NotImplementedError("the compiler has no memory analysis")
     pool_bytes = cache.storage[0].key_pool.nbytes
     found = f"{temporary:,} bytes beside a pool of {pool_bytes:,}"
     if temporary >= pool_bytes // 4:

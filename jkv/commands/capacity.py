@@ -1,7 +1,7 @@
-"""What fits: `python -m jkv.plan --model FOLDER --memory 192GiB`.
+"""Capacity planning: `python -m jkv.plan --model FOLDER --memory 192GiB`.
 
-Reads the sizes of a model from its config.json or GGUF file, takes its weights and a
-reserve off the memory of each device, and says what the rest holds as a cache. Nothing
+It reads a model's sizes from its config.json or GGUF file, subtracts weights and a
+reserve from each device's memory, and reports the cache that fits in the rest. Nothing
 is allocated.
 """
 
@@ -27,24 +27,24 @@ from jkv.config.layout import describe
 from jkv.config.sizing import find_most, fit_memory
 from jkv.formats.table import COSTS, tell_cost
 
-# Context lengths to plan for, as far as the model goes; its own longest one is added.
+# Context lengths up to the model's longest, which is added.
 CONTEXT_LENGTHS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
-BYTES_OF_WHOLE = 2  # of a weight of a GGUF file in bfloat16, which computes with it
+BYTES_OF_WHOLE = 2  # bytes of a GGUF weight dequantized to bfloat16 for computing
 
-# Fields that a plan chooses for each length.
+# Fields chosen by a plan for each length.
 TABLES = {"max_context_length", "max_sequences"}
 
-# What is asked beside the model and the memory: fields of `Asked` and of `CacheConfig`.
+# Options beside model and memory: fields of `Asked` and of `CacheConfig`.
 OPTIONS: dict[str, tuple[type, str]] = {
     "tensor-parallel": (int, "devices that share the kv heads (heads=)"),
     "context-parallel": (int, "devices that share the tokens of each block (context=)"),
     "data-parallel": (int, "replicas, each with a pool of its own (pools=)"),
     "weights": (str, "their bytes; default: the weight files in the folder"),
     "reserve": (float, "share of the memory kept free; default 0.1"),
-    "step-tokens": (int, "of a sequence in one step, beside a window; default 512"),
+    "step-tokens": (int, "most of a sequence in one step, with windows; default 512"),
     "block-size": (int, "tokens of a block; default 16"),
     "max-sequences": (int, f"default {DEFAULT_SEQUENCES}"),
     "max-context-length": (int, "default: the model's"),
@@ -55,25 +55,25 @@ OPTIONS: dict[str, tuple[type, str]] = {
         f"{tell_cost('int8', 'int4').replace('%', '%%')}); default: as --dtype",
     ),
     "num-layers": (int, "with keys; default: the model's"),
-    "max-pending": (int, "tokens of a state to take back, as many as are guessed"),
-    "snapshot-every": (int, "tokens between copies of states, with --prefix-caching"),
-    "num-snapshots": (int, "copies of states, with it"),
+    "max-pending": (int, "tokens to roll back in states, as many as draft tokens"),
+    "snapshot-every": (int, "tokens between state snapshots, with --prefix-caching"),
+    "num-snapshots": (int, "state snapshots, with --prefix-caching"),
 }
 
-# Less than this, written without a unit, was most likely meant in gigabytes.
+# A smaller number without a unit was probably meant in gigabytes.
 LEAST_MEMORY = 2**20
 
 
 class StateBytes(NamedTuple):
-    """What the states of a sequence take in all layers."""
+    """Size of a sequence's recurrent states, summed over layers."""
 
-    num_layers: int  # that have one
-    summed: int  # bytes of what every token is added to
-    past: int  # bytes of the tokens that convolutions look back to
+    num_layers: int  # recurrent-state layers
+    summed: int  # bytes of accumulated states
+    past: int  # bytes of convolution inputs
 
 
 def count_state_bytes(kept: tuple[Kept, ...] | None, dtype: Any) -> StateBytes | None:
-    """Return the bytes of a sequence's states, None if no layer has one."""
+    """Return the size of a sequence's states; None without recurrent-state layers."""
     states = [layer.state for layer in kept or () if layer.state is not None]
     if not states:
         return None
@@ -86,15 +86,15 @@ def count_state_bytes(kept: tuple[Kept, ...] | None, dtype: Any) -> StateBytes |
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """What is the same for sequences of all lengths."""
+    """Properties of the model and the plan that do not depend on the context length."""
 
     model: ModelLayers
-    step_tokens: int  # the most of a sequence in one step
-    num_parts: int  # devices that share the tokens of each block
-    sizes: dict[str, Any]  # the other fields of `CacheConfig`
+    step_tokens: int  # most tokens of a sequence per step
+    num_parts: int  # devices that share each block
+    sizes: dict[str, Any]  # other fields of `CacheConfig`
 
     def divide(self, num_devices: int, sizes: dict[str, Any]) -> "Layers":
-        """Return what each device keeps, of these sizes, and its heads of states."""
+        """Return the layers of each device, with its fields and heads of states."""
         kept = self.model.kept and tuple(
             layer._replace(state=layer.state and layer.state.divide(num_devices))
             for layer in self.model.kept
@@ -103,13 +103,13 @@ class Layers:
         return dataclasses.replace(self, model=model, sizes=self.sizes | sizes)
 
     def weigh(self, config: CacheConfig | GroupedConfig) -> int:
-        """Return the bytes on each device: its part of blocks, and the rest whole."""
+        """Return the bytes per device: its part of the blocks, and all the rest."""
         stored = [g.sizes.lay_out_storage() for g in as_grouped(config).block_groups]
         blocks = sum(count_bytes(each.values()) for each in stored)
         return config.bytes - blocks + blocks // self.num_parts
 
     def fit_memory(self, fields: dict[str, Any], budget: int) -> CacheConfig:
-        """Return what has the most blocks, of all layers that have some."""
+        """Return the configuration with the most blocks in one pool."""
         return fit_memory(CacheConfig, budget, weigh=self.weigh, **fields)
 
     def fit(self, length: int, max_sequences: int) -> CacheConfig | GroupedConfig:
@@ -131,42 +131,42 @@ class Layers:
         )
 
     def fit_most(self, length: int, budget: int) -> CacheConfig | GroupedConfig | None:
-        """Return what holds the most sequences of a length; None if none fits."""
+        """Return the configuration of the most sequences; None if none fits."""
         most = find_most(lambda count: self.weigh(self.fit(length, count)), budget)
         return self.fit(length, most) if most else None
 
     def count_bytes(self, length: int) -> int:
-        """Return the bytes of what is kept of one sequence of a length."""
+        """Return the storage bytes of one sequence of a length."""
         return self.fit(length, 1).storage_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What one of several equal devices has room for; bytes and tokens as ints."""
+    """Capacity of one of several equal devices; bytes and tokens as ints."""
 
-    memory: int  # of each device
-    num_devices: int  # of a replica of the model
-    num_parts: int  # as many of them share the tokens of each block
+    memory: int  # per device
+    num_devices: int  # per replica of the model
+    num_parts: int  # devices of a replica that share the tokens of each block
     num_replicas: int
     weights: int  # of the whole model
-    weights_on_each: int  # device
-    reserve: int  # kept back on each device
-    budget: int  # for the cache on each device
-    bytes_per_token: int  # on all devices of a replica together
+    weights_on_each: int  # per device
+    reserve: int  # per device
+    budget: int  # for the cache, per device
+    bytes_per_token: int  # summed over the devices of a replica
     # With the kv heads of one device, and whole blocks: all layers with keys and values
-    # in one pool, if there are.
+    # in one pool; None without such layers.
     config: CacheConfig | None
-    sequences: dict[int, int]  # by context length: most sequences of it at once
-    # With windows or states, likewise: the most of the longest sequences.
+    sequences: dict[int, int]  # largest number at once, by context length
+    # With windows or states, likewise for the longest context.
     groups: GroupedConfig | None
-    cache_bytes: int  # of the configuration that is shown, on each device
-    bytes_needed: dict[int, int]  # of a sequence, by its length, on all devices
+    cache_bytes: int  # of the reported configuration, per device
+    bytes_needed: dict[int, int]  # of a sequence, by length, summed over devices
     windows: Windows | None  # of the model's layers
-    states: StateBytes | None  # of a sequence, on all devices
+    states: StateBytes | None  # of a sequence, summed over devices
     notes: list[str]
 
     def report(self) -> str:
-        """Say it in human units."""
+        """Return the plan as text, in human units."""
         devices = self.num_devices
         many = f"each of {devices} devices" if devices > 1 else "one device"
         if self.num_replicas > 1:
@@ -186,7 +186,7 @@ class Plan:
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
     def _weighed(self) -> Iterator[str]:
-        """Yield what a token takes, and the states of a sequence."""
+        """Yield the lines of the bytes per token, and of a sequence's states."""
         if self.num_parts > 1:
             yield (
                 f"on each     {human_bytes(self.cache_bytes)}: of each block 1/"
@@ -208,7 +208,7 @@ class Plan:
             yield f"a sequence  {number} layers with a state: {'; '.join(parts)}"
 
     def _formats(self) -> Iterator[str]:
-        """Yield what other formats give, and cost."""
+        """Yield a line for each quantized format, with its capacity and cost."""
         config = self.config
         if config is None or config.values_in_keys or config.head_dim % 2:
             return
@@ -225,7 +225,7 @@ class Plan:
                 head = ""
 
     def _introduction(self) -> str:
-        """Say how the table of lengths goes with the tables of the configuration."""
+        """Return the introduction to the table of context lengths."""
         shown = self.groups or self.config
         assert shown is not None  # a plan has one of the two
         return (
@@ -235,7 +235,7 @@ class Plan:
         )
 
     def _table(self) -> Iterator[str]:
-        """Yield a line for each context length; with windows, what they spare."""
+        """Yield a line for each context length; with windows, also without eviction."""
         head = "context length   sequences at once"
         if self.windows or self.states:
             head += "   bytes of each"
@@ -271,20 +271,20 @@ class Plan:
 
 
 class Asked(NamedTuple):
-    """What a plan is asked for, beside fields of the cache's configuration.
+    """Options of a plan beside fields of the cache's configuration.
 
-    Devices share the kv heads of each layer (more devices than heads: each is kept by
-    several), the tokens of each block, as `init(context=)` spreads them, or are
-    replicas with pools of their own, as `init(pools=)`; numbers are of one replica.
+    Devices share the kv heads of each layer (heads are replicated beyond their number),
+    share the tokens of each block, as `init(context=)` shards them, or are replicas
+    with pools of their own, as `init(pools=)`; the plan's numbers are of one replica.
     """
 
     tensor_parallel: int = 1
     context_parallel: int = 1
     data_parallel: int = 1
     weights: int | str | None = None  # of the whole model; None: the files'
-    reserve: float = 0.1  # the share of the memory that is kept back
-    step_tokens: int = 512  # of a sequence, which a window keeps beside it
-    # Of layers with a state: what may be taken back, and copies, where they are made.
+    reserve: float = 0.1  # share of the memory kept free
+    step_tokens: int = 512  # of a sequence, kept beyond a window
+    # Of recurrent-state layers: tokens to roll back, and snapshots.
     max_pending: int = 0
     num_snapshots: int = 0
     snapshot_every: int | None = None
@@ -295,25 +295,26 @@ class Asked(NamedTuple):
         return {name: getattr(self, name) for name in self._fields[-3:]}
 
     def check(self) -> None:
-        """Refuse numbers that cannot be."""
+        """Raise for invalid values."""
         if self.step_tokens < 1:
             raise ValueError(f"step_tokens must be at least 1, got {self.step_tokens}")
         if not 0 <= self.reserve < 1:
-            raise ValueError(
-                f"the reserve must be a share from 0 to below 1, got {self.reserve}"
-            )
+            raise ValueError(f"reserve must be >= 0 and < 1, got {self.reserve}")
         for number in self[:3]:
             if number < 1:
-                raise ValueError(f"there must be at least 1 device, got {number}")
+                raise ValueError(
+                    f"tensor_parallel, context_parallel and data_parallel must be at "
+                    f"least 1 device, got {number}"
+                )
 
 
 def make_plan(folder: str | Path, memory: int | str, **options: Any) -> Plan:
-    """Find out what fits beside a model, of a folder, a config.json or a GGUF file.
+    """Plan a cache beside a model, from a folder, a config.json or a GGUF file.
 
-    Each device has so much memory, bytes or text such as "192GiB". Options are those of
-    `Asked` and fields of `CacheConfig`; with `num_layers` the plan is for so many
-    layers with keys and values, and for no states. ValueError if nothing fits, or a
-    number cannot be.
+    `memory` is the size of each device, bytes or a string such as "192GiB". Options are
+    the fields of `Asked` and of `CacheConfig`; `num_layers` plans for as many layers
+    with keys and values, without recurrent states. Raises ValueError if nothing fits or
+    a value is invalid.
     """
     asked = Asked(**{n: options.pop(n) for n in Asked._fields if n in options})
     asked.check()
@@ -324,7 +325,7 @@ def make_plan(folder: str | Path, memory: int | str, **options: Any) -> Plan:
     refuse_different(found.layer_heads, folder)
     notes, windows = found.notes, count_windows(found.layer_windows)
     if "sliding_window" in options:
-        windows = None  # the one that is given, of all layers
+        windows = None  # the option applies to all layers
     fields = {"max_sequences": DEFAULT_SEQUENCES} | found.fields | options
     whole = CacheConfig(num_blocks=1, **fields) if fields["num_layers"] else None
     own = _share_heads(whole, tensor_parallel, notes) if whole else {}
@@ -384,7 +385,7 @@ def make_plan(folder: str | Path, memory: int | str, **options: Any) -> Plan:
 def main(arguments: list[str] | None = None) -> None:
     """Parse the command line and print a plan."""
     parser = Parser(
-        prog="python -m jkv.plan", description="Say what cache fits beside a model."
+        prog="python -m jkv.plan", description="Plan the cache that fits a model."
     )
     parser.add_argument(
         "--model", required=True, help="a checkpoint's folder, or a GGUF file"
@@ -405,18 +406,18 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _read_memory(memory: int | str) -> int:
-    """Return the bytes of a device; ask what was meant by a number without a unit."""
+    """Return the bytes of a device; raise for a small number without a unit."""
     count = parse_bytes(memory)
     if count < LEAST_MEMORY and str(memory).strip().isdigit():
         raise ValueError(
-            f"a memory of {memory} is {memory} bytes; were {memory}GB meant, or "
-            f"{memory}GiB? Write the unit"
+            f"memory must have a unit or be at least {LEAST_MEMORY} bytes, got "
+            f"{memory}; write {memory}GB or {memory}GiB"
         )
     return count
 
 
 def _find_budget(total: int, kept_back: int, weights: int, num_devices: int) -> int:
-    """Return the bytes of each device that are left for a cache."""
+    """Return the bytes per device that are left for a cache."""
     budget = total - kept_back - -(-weights // num_devices)
     if budget < 1:
         raise ValueError(
@@ -429,12 +430,12 @@ def _find_budget(total: int, kept_back: int, weights: int, num_devices: int) -> 
 def _share_heads(
     whole: CacheConfig, num_devices: int, notes: list[str]
 ) -> dict[str, int]:
-    """Return the field that says the kv heads of each device."""
+    """Return the field with the kv heads of each device."""
     num_kv_heads = whole.num_kv_heads
     if num_kv_heads % num_devices and num_devices % num_kv_heads:
         raise ValueError(
-            f"{num_kv_heads} kv heads cannot be shared evenly by {num_devices} "
-            f"devices; use a divisor or a multiple of {num_kv_heads}"
+            f"tensor_parallel must be a divisor or a multiple of the model's "
+            f"{num_kv_heads} kv heads, got {num_devices}"
         )
     if num_devices > num_kv_heads:
         notes.append(f"each kv head is kept by {num_devices // num_kv_heads} devices")
@@ -442,17 +443,16 @@ def _share_heads(
 
 
 def _check_parts(whole: CacheConfig | None, num_parts: int) -> None:
-    """Refuse blocks that devices cannot share, and devices that have none to share."""
+    """Raise for blocks that devices cannot share evenly, or models without blocks."""
     if num_parts > 1 and whole is None:
         raise ValueError(
-            f"no layer of this model has keys and values, and its states lie whole on "
-            f"each device of a context axis; leave out context_parallel={num_parts}"
+            f"context_parallel must be 1 for a model without keys and values, got "
+            f"{num_parts}; its states are replicated over a context axis"
         )
     if whole is not None and whole.block_size % num_parts:
         raise ValueError(
-            f"blocks of {whole.block_size} tokens cannot be shared evenly by "
-            f"{num_parts} devices; make the block_size a multiple of {num_parts}, such "
-            f"as {16 * num_parts}"
+            f"block_size must be a multiple of context_parallel={num_parts}, got "
+            f"{whole.block_size}; use {16 * num_parts}, for example"
         )
 
 
@@ -463,8 +463,8 @@ def _weights(folder: str | Path, given: int | str | None, notes: list[str]) -> i
     if file := find_file(folder):
         count = BYTES_OF_WHOLE * read_file(file).num_weights
         notes.append(
-            f"weights of {file.name} made whole, as bfloat16: {human_bytes(count)}; "
-            f"give --weights for another dtype"
+            f"weights of {file.name} dequantized to bfloat16: {human_bytes(count)}; "
+            f"pass --weights for another dtype"
         )
         return count
     path = Path(folder)
@@ -473,5 +473,5 @@ def _weights(folder: str | Path, given: int | str | None, notes: list[str]) -> i
         sizes = [each.stat().st_size for each in path.glob(pattern)]
         if sizes:
             return sum(sizes)
-    notes.append("no weight files found, none taken off; give --weights")
+    notes.append("no weight files found, none subtracted; pass --weights")
     return 0

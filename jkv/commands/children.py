@@ -1,8 +1,8 @@
-"""What may crash or hang is tried in child processes, each with a limit to its time.
+"""Child processes with a time limit, for checks that may crash or hang.
 
-A child (`answer`) tries what its command line names, in turn, and prints an answer to
-each. After a crash or a hang a new child tries the rest. Children are killed with all
-that they started, and end by themselves where this process is killed.
+A child (`answer`) runs the checks named on its command line in turn, and prints a
+result for each. After a crash or a hang, a new child runs the rest. Children are killed
+with all their descendants, and exit when this process is killed.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from jkv.commands.report import Try, judge, say
 
 
 class Answer(NamedTuple):
-    """What came of one name; verdicts are those of `Report.add`."""
+    """Result of one check; verdicts are as for `Report.add`."""
 
     name: str
     verdict: str
@@ -35,7 +35,7 @@ def ask(
     find_limit: Callable[[], float],
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Answer]:
-    """Yield an answer of children to each name, each within `find_limit()` seconds."""
+    """Yield the children's result for each name, each within `find_limit()` seconds."""
     left = list(names)
     preallocate = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     while left and find_limit() > 0:
@@ -60,7 +60,7 @@ def ask(
 
 
 def answer(tries: Mapping[str, Try], names: Sequence[str]) -> None:
-    """Try names in turn, as a child: print whether each raised, and what it gave."""
+    """Run the named checks in a child, and print the result of each."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     for name in names:
         verdict, found = judge(tries[name])
@@ -75,7 +75,7 @@ def _listen(
     find_limit: Callable[[], float],
     said: IO[str],
 ) -> Iterator[Answer]:
-    """Yield a child's answers, the last of them for a name at which it ended."""
+    """Yield a child's results; the last is a failure if the child ended."""
     lines: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_read, args=(child.stdout, lines), daemon=True).start()
     for name in list(names):
@@ -94,7 +94,7 @@ def _listen(
 
 
 def _say_end(child: "subprocess.Popen[str]", said: IO[str]) -> str:
-    """Say how a child ended that did not answer."""
+    """Describe the end of a child that printed no result."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(timeout=1.0)
     said.seek(0)
@@ -106,7 +106,7 @@ def _say_end(child: "subprocess.Popen[str]", said: IO[str]) -> str:
 
 
 def _read(stream: IO[str], lines: "queue.Queue[str]") -> None:
-    """Pass on each line as it comes, and an empty one at the end."""
+    """Queue each line as it arrives, and an empty one at the end."""
     with contextlib.suppress(ValueError), stream:
         for line in stream:
             lines.put(line)
@@ -114,7 +114,7 @@ def _read(stream: IO[str], lines: "queue.Queue[str]") -> None:
 
 
 def _kill(child: "subprocess.Popen[str]") -> None:
-    """End a child and all that it started; one that hangs in a driver may stay."""
+    """Kill a child and its descendants; one blocked in a driver may stay."""
     with contextlib.suppress(OSError):
         if hasattr(os, "killpg"):
             os.killpg(child.pid, signal.SIGKILL)
@@ -127,7 +127,7 @@ def _kill(child: "subprocess.Popen[str]") -> None:
 
 
 def _end_with_parent() -> None:
-    """Wait until the process that asks is gone."""
+    """Exit when the parent process closes the pipe."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdin.read()
     os._exit(1)

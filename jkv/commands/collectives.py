@@ -1,7 +1,6 @@
-"""Whether the devices can talk to each other: each collective, in a child process.
+"""Checks of each collective between the devices, in child processes.
 
-Some pairs of cards never answer each other, and a collective that hangs cannot be
-ended from within.
+On some pairs of GPUs a collective hangs, and cannot be interrupted from within.
 """
 
 import functools
@@ -15,14 +14,14 @@ import numpy as np
 from jkv.commands.children import answer, ask
 from jkv.commands.report import Report
 
-# More than compiling one takes; a collective itself takes milliseconds.
+# Compilation takes most of it; a collective takes milliseconds.
 SECONDS = 60.0
 
 AXIS = "all"
 
 COMMAND = (sys.executable, "-m", "jkv.commands.collectives")
 
-# What each brings on every rank, of a row [n] per rank, n ranks.
+# Collectives on each rank's row, [n], for n ranks.
 COLLECTIVES: dict[str, Callable[[jax.Array], jax.Array]] = {
     "all-reduce": lambda row: jax.lax.psum(row, AXIS),
     "all-gather": lambda row: jax.lax.all_gather(row, AXIS).reshape(-1),
@@ -35,7 +34,7 @@ COLLECTIVES: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def check_collectives(report: Report) -> None:
-    """Try each collective between all devices; say which works."""
+    """Run each collective between all devices, and report the result."""
     if jax.device_count() == 1:
         report.add("not checked", "collectives", "there is one device")
         return
@@ -45,7 +44,7 @@ def check_collectives(report: Report) -> None:
 
 
 def try_collective(name: str) -> None:
-    """Run one on all devices; raise if it brings something else than numpy."""
+    """Run one collective on all devices; raise if the result differs from numpy's."""
     count = jax.device_count()
     mesh = jax.make_mesh((count,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
     rows = np.arange(count * count, dtype=np.float32).reshape(count, count)
@@ -68,7 +67,7 @@ def try_collective(name: str) -> None:
         "collective-permute": np.roll(rows, 1, axis=0),
     }
     if not np.array_equal(np.asarray(found), wanted[name]):
-        raise ValueError(f"{name} brought wrong numbers")
+        raise ValueError(f"{name} returned wrong numbers")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""Programs that were compiled once are kept in the user's cache folder.
+"""Persistent compilation cache in the user's cache folder.
 
-Most of the time to a first answer is XLA's compiler, and its programs are the same in
-the next run. JAX keeps them where it is told to; libraries leave that to the user, but
-a command may choose.
+Compilation by XLA dominates a command's startup, and its programs are the same in the
+next run. Libraries leave the setting to the user, but a command may enable it.
 """
 
 import os
@@ -21,21 +20,21 @@ MOST_BYTES = 2**29
 def keep_compiled_programs(
     folder: str | pathlib.Path | None = None,
 ) -> pathlib.Path | None:
-    """Keep compiled programs in a folder, and find those of earlier runs there.
+    """Enable JAX's persistent compilation cache and return its folder.
 
-    This sets JAX's persistent compilation cache for the whole process, for programs of
-    any size: the verbs outside `jit` are many small ones. Call it before the first of
-    them. Files beyond 512 MiB are removed, the oldest first.
+    The setting holds for the process and for programs of any size, since verbs outside
+    `jit` are many small ones. Call it before the first verb. Files beyond 512 MiB are
+    removed, oldest first.
 
     Args:
-      folder: where to; None is `jkv/programs` in the user's cache folder.
+      folder: a path; None selects `jkv/programs` in the user's cache folder.
 
     Returns:
-      The folder; None if JAX has one already (`JAX_COMPILATION_CACHE_DIR`), or if it
-      cannot be written.
+      The folder. None, without a change, if JAX is configured otherwise
+      (`JAX_COMPILATION_CACHE_DIR`) or the folder is not writable.
 
     Raises:
-      UsageError: for what is no path.
+      UsageError: if `folder` is not a path.
 
     Example:
       >>> import jkv
@@ -62,7 +61,7 @@ def keep_compiled_programs(
 
 
 def remove_oldest(folder: pathlib.Path, most_bytes: int = MOST_BYTES) -> None:
-    """Remove the oldest files until the rest is half of the limit, if it is passed."""
+    """If the limit is exceeded, remove the oldest files down to half of it."""
     files = [(path, path.stat()) for path in folder.iterdir() if path.is_file()]
     total = sum(stat.st_size for _, stat in files)
     if total <= most_bytes:

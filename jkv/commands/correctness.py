@@ -1,4 +1,4 @@
-"""Whether attention on this device is what the reference says, feature by feature."""
+"""Comparison of attention on this device with the reference, feature by feature."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from jkv.formats.table import FORMATS
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call of the attention: shapes and options."""
+    """Shapes and options of one attention call."""
 
     name: str
     query_lengths: tuple[int, ...]
@@ -27,8 +27,8 @@ class Case:
     block_size: int = 16
     options: tuple[tuple[str, float], ...] = ()
     has_sinks: bool = False
-    kv_dtype: str | None = None  # with scales, instead of the queries' dtype
-    value_dtype: str | None = None  # of values, where they are stored otherwise
+    kv_dtype: str | None = None  # quantized dtype of keys; None: the queries' dtype
+    value_dtype: str | None = None  # of values, if different
 
 
 DECODE: dict[str, Any] = {"query_lengths": (1, 1, 1), "context_lengths": (70, 1, 33)}
@@ -59,24 +59,23 @@ CASES = (
 
 IMPLEMENTATIONS = ("xla", "pallas")
 
-# Largest error against the reference, by dtype: a few units of the last digit of
-# values around 1.
+# Largest error against the reference by dtype: a few units in the last place around 1.
 TOLERANCES = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
 
-# What a quick look compares: requests of all kinds, and quantized storage.
+# Cases of a quick check: requests of all kinds, and quantized storage.
 QUICK_DTYPE = "float32"
 
 QUICK_CASES = ("mixed, with padding", "int8")
 
-# Of what the derivative is compared, too.
+# Cases with a comparison of gradients.
 DERIVED_CASES = ("mixed, with padding", "sinks")
 
-# Interpreted, the kernel takes as long for one case as the others for several.
+# In interpret mode, one case of the kernel takes as long as several of the others.
 QUICK_INTERPRETED = ("mixed, with padding",)
 
 
 def select_cases(implementation: str, *, is_quick: bool) -> tuple[Case, ...]:
-    """Return the cases to compare: all, or a few that show the most."""
+    """Return the cases to compare: all, or a few with the widest coverage."""
     if not is_quick:
         return CASES
     is_interpreted = implementation == "pallas" and on_cpu()
@@ -87,7 +86,7 @@ def select_cases(implementation: str, *, is_quick: bool) -> tuple[Case, ...]:
 def list_tries(
     implementation: str, dtype: str, cases: tuple[Case, ...]
 ) -> dict[str, Try]:
-    """Return calls of one implementation in one dtype to compare, by their names."""
+    """Return the comparisons of one implementation in one dtype, by case name."""
     return {
         case.name: functools.partial(
             compare, find_error, case, dtype, implementation=implementation
@@ -97,7 +96,7 @@ def list_tries(
 
 
 def list_derived(implementation: str) -> dict[str, Try]:
-    """Return gradients of pools that are floats to compare, by dtype and case."""
+    """Return the gradient comparisons with unquantized pools, by dtype and case."""
     return {
         f"{dtype}, {case.name}": functools.partial(
             compare, find_gradient_error, case, dtype, implementation=implementation
@@ -112,7 +111,7 @@ def list_derived(implementation: str) -> dict[str, Try]:
 def compare(
     find: Callable[..., float], case: Case, dtype: str, implementation: str
 ) -> float:
-    """Return the error against the reference, which must be within the tolerance."""
+    """Return the error against the reference; raise if it exceeds the tolerance."""
     error = find(case, dtype, implementation)
     if not error <= TOLERANCES[dtype]:  # NaN too
         raise ValueError(f"error {error:.2g}")
@@ -120,22 +119,22 @@ def compare(
 
 
 def find_error(case: Case, dtype: str, implementation: str) -> float:
-    """Return the largest difference from the reference; NaN slots are never read."""
+    """Return the largest difference from the reference; unused slots are NaN."""
     operands, options = make_operands(case, dtype)
     call = functools.partial(paged_attention, *operands, **options)
     found = jax.jit(functools.partial(call, implementation=implementation))()
     wanted = find_wanted(case, dtype)
     difference = found.astype(jnp.float32) - wanted.astype(jnp.float32)
-    # numpy, since XLA on CPU may leave a NaN out of a maximum.
+    # numpy, since XLA on CPU may drop NaN in a maximum.
     return float(np.max(np.abs(np.asarray(difference))))
 
 
 def find_gradient_error(case: Case, dtype: str, implementation: str) -> float:
-    """Return the largest difference of a gradient, over the largest number in it."""
+    """Return the largest difference of a gradient, relative to its largest value."""
     (*arrays, layer, tables, ids, starts, lengths, contexts), options = make_operands(
         case, dtype
     )
-    # A gradient of what is not there is 0, and 0 * NaN is NaN.
+    # The gradient of an unused slot is 0, and 0 * NaN is NaN.
     arrays = [jnp.nan_to_num(array) for array in arrays]
     rest = layer, tables, ids, starts, lengths, contexts
 
@@ -162,14 +161,14 @@ def find_gradient_error(case: Case, dtype: str, implementation: str) -> float:
 
 @functools.cache
 def find_wanted(case: Case, dtype: str) -> jax.Array:
-    """Return what the reference makes of a case, the same for all implementations."""
+    """Return the reference result of a case, cached for all implementations."""
     operands, options = make_operands(case, dtype)
     call = functools.partial(paged_attention, *operands, **options)
     return jax.jit(functools.partial(call, implementation="reference"))()
 
 
 def make_operands(case: Case, dtype: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of `paged_attention`, in order and by name."""
+    """Return the positional and keyword arguments of `paged_attention`."""
     random = np.random.default_rng(0)
     tables, contents = _store_contexts(case, random)
     num_rows = sum(case.query_lengths)
@@ -198,7 +197,7 @@ def _store_contexts(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return block tables, i32[B, M], and keys and values, f32[2, 1, N, K, T, D].
 
-    The blocks are in random order, and what no token has is NaN.
+    Blocks are in random order, and unused slots are NaN.
     """
     size = case.block_size
     needed = [-(-length // size) for length in case.context_lengths]
@@ -217,5 +216,5 @@ def _store_contexts(
 
 
 def on_cpu() -> bool:
-    """Return whether JAX runs on the processor itself."""
+    """Return True if JAX's first device is a CPU."""
     return jax.devices()[0].platform == "cpu"

@@ -1,22 +1,22 @@
-"""python -m jkv.doctor: what works on this machine.
+"""python -m jkv.doctor: checks of jkv on this machine.
 
-For users of cards that jkv's developers do not have: it prints what is installed,
-names combinations known to be bad, runs the bookkeeping and the attention on the
-device against their specifications, and tries each collective between several
-devices. With `--report FILE` all of it is written to a file, too, to attach to a
-report. On a CPU it checks what can be checked there and says what could not be.
+For users of GPUs that jkv's developers do not have: it prints the installed versions,
+warns of combinations with known faults, checks block accounting and attention on the
+device against their specifications, and runs each collective between several devices.
+`--report FILE` also writes the results to a file, to attach to an issue. On a CPU it
+runs the checks that apply and lists the others.
 
-`--first-light` comes first on a new card: nothing that it tries can take it down, and
-it ends with what to set (`jkv.commands.first_light`).
+`--first-light` is for a new GPU: every check runs in a child process that may crash,
+and the result is a table of settings (`jkv.commands.first_light`).
 
-`--quick` compares a few features in one dtype: it takes less than half a minute on two
-cores. Ctrl-C ends the examination with a report of what was found.
+`--quick` compares a few features in one dtype, in less than half a minute on two cores.
+Ctrl-C ends the run with a report of the results so far.
 
-`--model FOLDER` checks nothing: it says which calls of the model's attention a kernel
-serves on the card, which the plain path, and why (`jkv.commands.paths`).
+`--model FOLDER` runs no check: it reports the calls of the model's attention served by
+a kernel on the GPU, and the reasons for the others (`jkv.commands.paths`).
 
-The exit status is 0 if nothing is wrong, 1 if a check failed, 130 after Ctrl-C, and 2
-if the command line is wrong.
+The exit status is 0 without failures, 1 if a check failed, 130 after Ctrl-C, and 2 for
+an invalid command line.
 """
 
 import itertools
@@ -38,32 +38,32 @@ def main(arguments: list[str] | None = None) -> int:
     """Run all checks; return the exit status."""
     parser = Parser(prog="python -m jkv.doctor", description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--report", type=pathlib.Path, metavar="FILE", help="write a file as well"
+        "--report", type=pathlib.Path, metavar="FILE", help="also write a file"
     )
     parser.add_argument("--quick", action="store_true", help="a few features")
     parser.add_argument(
         "--first-light",
         action="store_true",
-        help="a new card, in processes that may crash: what to set, in five minutes",
+        help="check a new GPU in child processes; print settings, in five minutes",
     )
     parser.add_argument(
         "--model",
         metavar="FOLDER",
-        help="only say which path its attention takes; or num_kv_heads=8,head_dim=128",
+        help="only print its attention path; or num_kv_heads=8,head_dim=128",
     )
     parser.add_argument(
-        "--card", metavar="NAME", help="with --model: such as gfx942, instead of this"
+        "--card", metavar="NAME", help="with --model: a GPU such as gfx942"
     )
     parser.add_argument(
         "--block-size", type=int, metavar="TOKENS", help="with --model; default 16"
     )
     options = parser.parse_args(arguments)
     if options.model is None and (options.card or options.block_size):
-        parser.error("--card and --block-size go with --model")
+        parser.error("--card and --block-size require --model")
     if options.model is not None and (options.report or options.quick):
-        parser.error("--model checks nothing; leave --report and --quick out")
+        parser.error("--model runs no checks; omit --report and --quick")
     if options.first_light and (options.quick or options.model is not None):
-        parser.error("--first-light stands alone; leave --quick and --model out")
+        parser.error("--first-light excludes --quick and --model; omit them")
     if options.model is not None:
         try:
             block_size = 16 if options.block_size is None else options.block_size
@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def plan_steps(*, is_quick: bool) -> list[Step]:
-    """Return what is to be done; costs are seconds on two cores, roughly."""
+    """Return the steps of the run; costs are rough seconds on two cores."""
     steps = [
         Step("machine", 1, describe_machine),
         Step("known combinations", 0, check_combinations),
@@ -129,7 +129,7 @@ def describe_machine(report: Report) -> None:
 
 
 def check_combinations(report: Report) -> None:
-    """Warn of what is known against the versions and settings of this machine."""
+    """Add a warning for each known fault of the versions and settings."""
     warnings = list(list_known_faults(report.facts))
     for warning in warnings:
         report.add("warning", warning)

@@ -1,10 +1,10 @@
-"""How a command ends: on a mistake in one line, after Ctrl-C without cleaning up.
+"""Exit of a command: one-line errors, and an exit after Ctrl-C without cleanup.
 
-JAX compiles on threads of its own: Ctrl-C interrupts the main thread, the compiler goes
-on for up to half a minute. What Python and C++ do at exit destroys the client and the
-tables that it works with, and the process dies of a SIGSEGV. A client that is kept
-alive does not help: half of the processes then died in LLVM, whose own tables go when
-`exit` runs. So an interrupted process ends by `os._exit`.
+JAX compiles on its own threads: Ctrl-C interrupts the main thread, while the compiler
+continues for up to half a minute. Destructors at exit then free the client and tables
+that the compiler uses, and the process crashes with SIGSEGV. Keeping the client alive
+does not help: half of the processes then crashed in LLVM, whose tables are freed by
+`exit`. So an interrupted process exits by `os._exit`.
 """
 
 import argparse
@@ -13,21 +13,20 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-# A value that cannot be; what failed for another reason; and what a shell reports of a
-# process that SIGINT has ended.
+# Exit statuses: invalid value, other failure, and the shell's status after SIGINT.
 BAD_VALUE, FAILED, INTERRUPTED = 2, 1, 130
 
 
 class Parser(argparse.ArgumentParser):
-    """Parse a command line; say what is wrong with it in one line."""
+    """Argument parser with one-line errors."""
 
     def error(self, message: str) -> NoReturn:
-        """End with the message and exit status 2."""
+        """Exit with the message and status 2."""
         self.exit(BAD_VALUE, f"error: {message}\n")
 
 
 def run_process(main: Callable[[], int]) -> NoReturn:
-    """End the process with what a command returns; after Ctrl-C with all threads."""
+    """Exit with the status of a command; after Ctrl-C without waiting for threads."""
     try:
         status = main()
     except KeyboardInterrupt:

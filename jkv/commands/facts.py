@@ -1,4 +1,4 @@
-"""What is installed on this machine, and what is known to go wrong with it."""
+"""Installed versions and devices of this machine, and their known faults."""
 
 import datetime
 import importlib.metadata
@@ -21,7 +21,7 @@ PLUGIN_PREFIXES = ("jax-rocm", "jax-cuda", "jax_rocm", "jax_cuda", "libtpu")
 
 ENVIRONMENT = ("JKV_", "JAX_", "XLA_", "HIP_", "ROCR_", "HSA_", "CUDA_VISIBLE")
 
-# What to ask of drivers, where the program is there.
+# Commands for driver versions, run if installed.
 DRIVER_COMMANDS = (
     ("rocm-smi", "--showdriverversion", "--showproductname"),
     ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"),
@@ -65,7 +65,7 @@ def collect_facts() -> dict[str, Any]:
 
 
 def read_driver_versions() -> dict[str, str]:
-    """Return what the system says of GPU drivers."""
+    """Return the versions of GPU drivers."""
     found = {}
     for name in DRIVER_FILES:
         if pathlib.Path(name).exists():
@@ -80,10 +80,10 @@ def read_driver_versions() -> dict[str, str]:
 
 
 def list_known_faults(facts: dict[str, Any]) -> Iterator[str]:
-    """Name what is known to go wrong with these versions and settings."""
+    """Yield a message for each known fault of these versions and settings."""
     versions, environment = facts["versions"], facts["environment"]
     if _read_release(jax.__version__) < (0, 10, 2):
-        yield f"JAX {jax.__version__} is older than 0.10.2, the oldest that is tested"
+        yield f"JAX {jax.__version__} is older than 0.10.2, the oldest tested version"
     for name, version in versions.items():
         if name.startswith(PLUGIN_PREFIXES[:4]) and (
             version.split(".")[:2] != versions["jaxlib"].split(".")[:2]
@@ -102,14 +102,14 @@ def list_known_faults(facts: dict[str, Any]) -> Iterator[str]:
             f"install the extra rocm7, or jaxlib 0.11.1 or newer"
         )
     if len(majors) > 1:
-        yield "plugins of two ROCm are installed; keep that of the one on the machine"
+        yield "plugins of two ROCm versions are installed; keep the installed ROCm's"
     if "HSA_OVERRIDE_GFX_VERSION" in environment:
         yield (
-            "HSA_OVERRIDE_GFX_VERSION makes the card pass for another: kernels are "
-            "compiled for that one's registers and matrix instructions"
+            "HSA_OVERRIDE_GFX_VERSION overrides the GPU's architecture: kernels are "
+            "compiled for another one's registers and matrix instructions"
         )
     if environment.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform":
-        yield "XLA_PYTHON_CLIENT_ALLOCATOR=platform allocates anew for every call"
+        yield "XLA_PYTHON_CLIENT_ALLOCATOR=platform allocates memory in every call"
     on_gpu = facts["platform"] in ("gpu", "cuda", "rocm")
     if facts["drivers"] and not on_gpu:
         yield (

@@ -1,7 +1,7 @@
-"""`python -m jkv.doctor --first-light`: a new card's first minutes.
+"""`python -m jkv.doctor --first-light`: first checks of a new GPU.
 
-Nothing that is tried runs in this process, which does not start JAX: a crash, a hang
-and a wrong number are answers. They end in a table with what to set and why.
+Every check runs in a child process, and this process does not start JAX, so that
+crashes, hangs and wrong numbers are results. They end in a table of settings.
 """
 
 import dataclasses
@@ -19,40 +19,40 @@ from jkv.xla_flags import NO_COMMAND_BUFFERS, keep_flags
 
 COMMAND = (sys.executable, "-m", "jkv.commands.probes")
 
-# Seconds for all, and for one answer.
+# Seconds for all checks, and for one result.
 TOTAL, EACH = 285.0, 75.0
 
 REPORT = pathlib.Path("jkv-first-light.json")
 
 WITHOUT_BUFFERS = f"{LOOPS}, without command buffers"
 
-# What to set where an answer is wrong: by how its name begins, and what it says.
+# Advice by prefix of the failed check's name and a part of its message.
 CURES = (
     (
         "",
         "No FFI handler registered",
-        "a plugin that jaxlib finds: before 0.11.1 that of ROCm 7 alone (extra rocm7)",
+        "a plugin known to jaxlib; before 0.11.1 only ROCm 7's (extra rocm7)",
     ),
-    (MACHINE, "", "driver, plugin, pjrt and jaxlib that go together (docs/rocm.md)"),
-    (LOOPS, "", "no flag known here helps: the report in an issue of jkv's"),
-    ("scatters", "", "a newer plugin: large fused scatters failed in JAX 0.9"),
+    (MACHINE, "", "matching driver, plugin, pjrt and jaxlib (docs/rocm.md)"),
+    (LOOPS, "", "no known flag helps; attach the report to an issue of jkv"),
+    ("scatters", "", "a newer plugin; large fused scatters failed in JAX 0.9"),
     ("a tall product", "", "at most 2^19 rows of float32 at once, or bfloat16"),
     ("kernel: rows stored", "", "JKV_WRITE_KERNEL=0: scatters store keys and values"),
     ("kernel:", "", "implementation='xla' for such calls: no kernel serves them"),
-    ("", "", "the report in an issue of jkv's"),
+    ("", "", "attach the report to an issue of jkv"),
 )
 
 
 @dataclasses.dataclass
 class FirstLight:
-    """What is asked, and until when."""
+    """A run of the checks: report, deadline and flags."""
 
     report: Report
     ends: float  # by time.monotonic
-    flags: str  # XLA's, for children
+    flags: str  # XLA_FLAGS of children
 
     def try_all(self, names: Sequence[str], shown: str | None = None) -> list[Answer]:
-        """Ask children, and note each answer, under another name if one is given."""
+        """Run checks in children and report each result, as `shown` if given."""
         answers = []
         for found in ask(COMMAND, names, self.find_limit, {"XLA_FLAGS": self.flags}):
             self.report.add(found.verdict, shown or found.name, found.detail)
@@ -60,12 +60,12 @@ class FirstLight:
         return answers
 
     def find_limit(self) -> float:
-        """Return the seconds that the next answer may take."""
+        """Return the time limit of the next result, in seconds."""
         return min(EACH, self.ends - time.monotonic())
 
 
 def shed_light(path: pathlib.Path | None) -> int:
-    """Try all, print the table, write the report; return the exit status."""
+    """Run all checks, print the table, write the report; return the exit status."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     flags = [each for each in flags if not each.startswith(NO_COMMAND_BUFFERS)]
     report = Report()
@@ -83,7 +83,7 @@ def shed_light(path: pathlib.Path | None) -> int:
 
 
 def try_in_order(light: FirstLight) -> list[str] | None:
-    """Try all; return the flags that are needed, None where nothing can be tried."""
+    """Run all checks; return the required flags, or None if no check can run."""
     (machine,) = light.try_all([MACHINE])
     if machine.verdict != "ok":
         return None
@@ -106,18 +106,18 @@ def try_in_order(light: FirstLight) -> list[str] | None:
 
 
 def keep(flags: Sequence[str]) -> None:
-    """Keep what is needed for other processes, if a file can be written."""
+    """Save the required flags for other processes, if the file is writable."""
     try:
         keep_flags(flags)
-    except (OSError, RuntimeError) as error:  # no home, either
-        print(f"not kept: {error}", file=sys.stderr)
+    except (OSError, RuntimeError) as error:  # also without a home folder
+        print(f"could not save the flags: {error}", file=sys.stderr)
 
 
 def lay_out(report: Report) -> Iterator[str]:
-    """Yield the lines of the table, and note each cure with its finding."""
+    """Yield the lines of the table, and add advice to each failure."""
     verdicts = {each["what"]: each["verdict"] for each in report.findings}
     width = max(map(len, verdicts), default=0)
-    yield f"{'what was tried':<{width}}  answer       what to set, and why"
+    yield f"{'check':<{width}}  result       setting, and reason"
     for finding in report.findings:
         if finding["verdict"] == "warning":
             continue
@@ -128,7 +128,7 @@ def lay_out(report: Report) -> Iterator[str]:
 
 
 def say_answer(finding: Mapping[str, str]) -> str:
-    """Name the kind of an answer."""
+    """Return the kind of a result."""
     if finding["verdict"] != "FAILED":
         return finding["verdict"]
     kinds = {"crash": "crashed: ", "hang": "it hangs", "no handler": "No FFI handler"}
@@ -137,7 +137,7 @@ def say_answer(finding: Mapping[str, str]) -> str:
 
 
 def find_cure(finding: Mapping[str, str], verdicts: Mapping[str, str]) -> str:
-    """Return what to set where an answer is wrong, and why."""
+    """Return the advice for a failure."""
     if finding["what"] == LOOPS and verdicts.get(WITHOUT_BUFFERS) == "ok":
         return (
             f"XLA_FLAGS={NO_COMMAND_BUFFERS} : kernels launched one by one are right, "

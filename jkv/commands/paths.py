@@ -1,7 +1,7 @@
-"""Which path the attention of a model takes on a card, and why: `doctor --model`.
+"""Attention path of a model on a GPU, with reasons: `doctor --model`.
 
-Nothing is allocated and nothing runs: the library's own choice is asked, with the
-shapes that a cache of the model has.
+Nothing is allocated or run: the library's dispatch is evaluated with the shapes of the
+model's cache.
 """
 
 import dataclasses
@@ -23,22 +23,22 @@ from jkv.formats.table import FORMATS
 from jkv.making.initialization import init
 from jkv.verbs.attention_plan import pools_of
 
-# Fields of `CacheConfig` that the choice depends on.
+# Fields of `CacheConfig` that determine the path.
 OF_HEADS = ("num_kv_heads", "head_dim", "value_head_dim", "values_in_keys")
 
-# Sizes that a model may be given by, instead of a folder.
+# Sizes accepted in place of a folder.
 FIELDS = ("num_layers", *OF_HEADS[:3], "dtype")
 
-# Of a prompt or the engine, and of what keeps float32 for the sake of its gradient.
+# Calls that generate, and calls that keep float32 for the gradient.
 GENERATING, SCORING = "generate, Engine", "score"
 
 
 def print_paths(model: str, card: str | None, *, block_size: int) -> None:
-    """Say for each kind of call whether a kernel serves it, and else why not.
+    """Print the attention path of each kind of call, with the reasons.
 
     The model is a folder, its config.json, or sizes such as
-    "num_kv_heads=8,head_dim=128,dtype=bfloat16"; the card such as "gfx942" or "sm_90",
-    None for that at hand or else all that kernels were compiled for.
+    "num_kv_heads=8,head_dim=128,dtype=bfloat16"; the GPU such as "gfx942" or "sm_90";
+    None is this machine's, or else all with compiled kernels.
     """
     fields, num_states, notes = read_model(model)
     for note in notes:
@@ -48,7 +48,7 @@ def print_paths(model: str, card: str | None, *, block_size: int) -> None:
     configs = [CacheConfig(**tables, **each) for each in fields]
     cards = find_cards(card)
     if card is None and len(cards) > 1:
-        print("no GPU is at hand: XLA serves all here; of cards the kernels know")
+        print("no GPU found: this machine uses XLA; on GPUs with kernels")
     for one in cards:
         print(f"{one.target}:")
         for config in configs:
@@ -56,14 +56,14 @@ def print_paths(model: str, card: str | None, *, block_size: int) -> None:
             for line in tell_ways(config, one):
                 print(f"    {line}")
         if num_states:
-            print(f"  {num_states} layers with a state: no kernel, XLA folds them")
+            print(f"  {num_states} recurrent-state layers: XLA, without a kernel")
 
 
 def read_model(model: str) -> tuple[list[dict[str, Any]], int, list[str]]:
-    """Read from a config.json, or from sizes in a text, how layers keep keys.
+    """Read the layers' fields of `CacheConfig` from a config.json or a string.
 
-    These are fields of `CacheConfig` for each way. Returned with them are the number of
-    layers that keep a state instead, and notes.
+    Returns the fields for each kind of layer, the number of recurrent-state layers, and
+    notes.
     """
     is_text = re.fullmatch(r"\w+=[^,/]+(,\w+=[^,/]+)*", model)
     if is_text and not Path(model).exists():
@@ -83,12 +83,12 @@ def read_model(model: str) -> tuple[list[dict[str, Any]], int, list[str]]:
 
 
 def find_cards(card: str | None) -> list[Card]:
-    """Return each card to ask for; refuse a name that is none."""
+    """Return the GPUs to evaluate; raise for an invalid name."""
     known = sorted({name for family in TABLE.values() for name in family.targets})
     if card is not None:
         if not re.fullmatch(r"gfx[0-9a-f]+|sm_\d+", card):
             raise ValueError(
-                f"{card!r} is no card; give one such as {', '.join(known)}"
+                f"card must be a GPU such as {', '.join(known)}, got {card!r}"
             )
         known = [card]
     elif (here := find_gpu()) is not None:
@@ -97,7 +97,7 @@ def find_cards(card: str | None) -> list[Card]:
 
 
 def tell_ways(config: CacheConfig, card: Card) -> Iterator[str]:
-    """Yield how calls of each kind go, by what rows are stored as, and why."""
+    """Yield the path of each kind of call, by storage dtype, with the reasons."""
     widths = config.head_dim, config.value_head_dim or 0
     quantized = [
         dtype
@@ -107,7 +107,7 @@ def tell_ways(config: CacheConfig, card: Card) -> Iterator[str]:
     alike: dict[PlainReasons, list[str]] = {}
     for stored in dict.fromkeys([config.dtype, *quantized]):
         reasons = ask(config, stored, card)
-        # Nothing differentiates what is generated.
+        # Generation needs no gradient.
         alike.setdefault(reasons._replace(derivative=None), []).append(stored.name)
     ways = [(GENERATING, names, reasons) for reasons, names in alike.items()]
     float32 = jnp.dtype(jnp.float32)
@@ -125,7 +125,7 @@ def tell_ways(config: CacheConfig, card: Card) -> Iterator[str]:
 
 
 def ask(config: CacheConfig, stored: Any, card: Card) -> PlainReasons:
-    """Ask the library how attention to a cache goes that is kept in a dtype."""
+    """Evaluate the dispatch for a cache stored in a dtype."""
     shape = 1, config.num_kv_heads, config.head_dim
     queries: Any = jax.ShapeDtypeStruct(shape, config.dtype)
     kept = dataclasses.replace(config, dtype=stored)
@@ -147,9 +147,11 @@ def _read_text(text: str) -> dict[str, Any]:
     fields: dict[str, Any] = {"num_layers": 1, "dtype": "bfloat16"}
     for name, value in (part.split("=", 1) for part in text.split(",")):
         if name not in FIELDS:
-            raise ValueError(f"{name!r} is no size of a model: {', '.join(FIELDS)}")
+            raise ValueError(f"model sizes must be {', '.join(FIELDS)}, got {name!r}")
         fields[name] = value if name == "dtype" else int(value)
     missing = {"num_kv_heads", "head_dim"} - fields.keys()
     if missing:
-        raise ValueError(f"{text!r} has no {' and no '.join(sorted(missing))}")
+        raise ValueError(
+            f"model sizes must include {' and '.join(sorted(missing))}, got {text!r}"
+        )
     return fields

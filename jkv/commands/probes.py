@@ -1,7 +1,7 @@
-"""What `jkv.doctor --first-light` tries on a card, by names, in child processes.
+"""Checks of `jkv.doctor --first-light`, by name, run in child processes.
 
-A try returns what it found, raises `NotImplementedError` where it does not apply, and
-another error for an answer that is wrong.
+A check returns its result, raises `NotImplementedError` if it does not apply, and
+another error for a failure.
 """
 
 import dataclasses
@@ -29,12 +29,12 @@ from jkv.verbs.allocation import allocate
 from jkv.verbs.appending import append
 from jkv.verbs.writing import write
 
-# Names that the command knows.
+# Names used by the command.
 MACHINE, DRAWS, LOOPS = "machine", "drawn numbers", "loops of small kernels"
 
 NUM_REPLAYS, NUM_TRIPS = 200, 4
 
-# A step of many sequences over a pool with many blocks, and little in each.
+# A step of many short sequences over a large pool.
 MANY = dataclasses.replace(
     bookkeeping.SIZES,
     num_layers=1,
@@ -44,10 +44,10 @@ MANY = dataclasses.replace(
 )
 NUM_APPENDED = 8  # tokens of each sequence
 
-# More rows than 2^19, from which on some products are wrong.
+# Some products are wrong beyond 2^19 rows.
 TALL = 600_000, 64, 16
 
-# Calls in other dtypes beside all calls in bfloat16.
+# Cases in other dtypes; bfloat16 has all.
 OTHER_CASES = "decode", "prefill", "mixed, with padding"
 
 PROMPT = (
@@ -61,7 +61,7 @@ PROMPT = (
 
 
 def list_tries(*, is_on_cpu: bool) -> dict[str, Try]:
-    """Return what to try, in order; on a CPU the kernel is interpreted, and slow."""
+    """Return the checks in order; on a CPU the kernel is interpreted, and slow."""
     tries: dict[str, Try] = {
         MACHINE: collect_facts,
         DRAWS: draw_numbers,
@@ -80,7 +80,7 @@ def list_tries(*, is_on_cpu: bool) -> dict[str, Try]:
 
 
 def _list_kernels(is_on_cpu: bool) -> Iterator[tuple[str, Try]]:
-    """Yield calls of the kernels to compare with references."""
+    """Yield comparisons of the kernels with references."""
     for dtype in ("float32",) if is_on_cpu else correctness.TOLERANCES:
         wanted = correctness.QUICK_INTERPRETED if is_on_cpu else OTHER_CASES
         cases = correctness.CASES
@@ -96,12 +96,12 @@ def _list_kernels(is_on_cpu: bool) -> Iterator[tuple[str, Try]]:
 
 
 def draw_numbers() -> None:
-    """Draw as sampling does: what a plugin registers, and its bits."""
+    """Draw random bits as in sampling, through the plugin's FFI handlers."""
     compare_bits(lambda key: jax.random.bits(key, (4096,)), jax.random.key(0))
 
 
 def replay_loops() -> str:
-    """Run loops of the verbs again and again, from where the host says each time."""
+    """Replay jitted loops of verbs many times, with a host argument each time."""
 
     @jax.jit
     def play(start: jax.Array, cache: Cache) -> Cache:
@@ -121,7 +121,7 @@ def replay_loops() -> str:
 
 
 def scatter_many() -> None:
-    """Append to and write for a thousand sequences at once."""
+    """Append and write a thousand sequences at once."""
 
     def step(seq_rows: jax.Array) -> Cache:
         num = MANY.max_sequences
@@ -137,7 +137,7 @@ def scatter_many() -> None:
 
 
 def multiply_tall() -> None:
-    """Multiply more rows than some libraries reach, in numbers without rounding."""
+    """Multiply more rows than some libraries support, with exact integers."""
     rows, inner, columns = TALL
     random = np.random.default_rng(0)
     left, right = (
@@ -151,10 +151,10 @@ def multiply_tall() -> None:
 
 
 def compare_texts() -> str:
-    """Continue a prompt with the bundled model, here and on the CPU."""
+    """Generate from a prompt with the bundled model, on the device and on the CPU."""
     program = pathlib.Path(jkv.__file__).parents[1] / "examples" / "generate.py"
     if not program.exists():
-        raise NotImplementedError("the bundled model is in a checkout alone")
+        raise NotImplementedError("the bundled model requires a checkout")
     precise = os.environ | {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
     texts = []
     for environment in (precise, precise | {"JAX_PLATFORMS": "cpu"}):
@@ -174,7 +174,7 @@ def compare_texts() -> str:
 
 
 def compare_bits(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what a function gives on the device at hand, and on the CPU alike."""
+    """Return a function's result on the device; raise if the CPU's bits differ."""
     here, cpu = (
         jax.jit(function)(*jax.device_put(arguments, device))
         for device in find_devices()
@@ -184,7 +184,7 @@ def compare_bits(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def require_equal(found: Any, wanted: Any, when: str = "") -> None:
-    """Compare all bits; name the array that differs."""
+    """Compare all bits; raise with the name of the first array that differs."""
     for (path, leaf), other in zip(
         jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True
     ):
@@ -194,7 +194,7 @@ def require_equal(found: Any, wanted: Any, when: str = "") -> None:
 
 
 def find_devices() -> tuple[Any, Any]:
-    """Return the device at hand and the CPU, unless JAX_PLATFORMS leaves it out."""
+    """Return the device and the CPU; raise if JAX_PLATFORMS excludes the CPU."""
     try:
         return jax.devices()[0], jax.devices("cpu")[0]
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""What the doctor found, printed as it comes, and how much is still to be done."""
+"""Report of the doctor's results and progress, printed as they arrive."""
 
 import contextlib
 import dataclasses
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from jkv.commands.ending import FAILED, INTERRUPTED
 
-# Of a text in a written report, what is longer is cut.
+# Longer strings are truncated in a written report.
 MOST_LETTERS = 2000
 
 _PATH = re.compile(
@@ -23,13 +23,13 @@ _PATH = re.compile(
 )
 
 
-# It returns what it found, raises `NotImplementedError` where it does not apply, and
-# another error for an answer that is wrong.
+# Returns a result, raises `NotImplementedError` if the check does not apply, and
+# another error for a failure.
 Try: TypeAlias = Callable[[], Any]
 
 
 def judge(attempt: Try) -> tuple[str, Any]:
-    """Return what came of a try: "ok" and what it found, or another verdict and why."""
+    """Run a check; return "ok" and its result, or another verdict and the reason."""
     try:
         return "ok", attempt()
     except NotImplementedError as reason:
@@ -39,7 +39,7 @@ def judge(attempt: Try) -> tuple[str, Any]:
 
 
 def say(found: Any) -> str:
-    """Say what a try found; facts are kept elsewhere."""
+    """Return a result as a string, empty for facts, which are reported separately."""
     if isinstance(found, float):
         return f"{found:.1e}"
     return found if isinstance(found, str) else ""
@@ -54,49 +54,49 @@ class Report:
     was_interrupted: bool = False
 
     def add(self, verdict: str, what: str, detail: str = "") -> None:
-        """Note a finding: "ok", "FAILED", "warning" or "not checked"."""
+        """Add and print a finding: "ok", "FAILED", "warning" or "not checked"."""
         self.findings.append({"verdict": verdict, "what": what, "detail": detail})
         print(f"  {verdict:<12}{what}{': ' if detail else ''}{detail}", flush=True)
 
     @property
     def has_failed(self) -> bool:
-        """Whether any check failed."""
+        """True if any check failed."""
         return any(each["verdict"] == "FAILED" for each in self.findings)
 
     @property
     def exit_status(self) -> int:
-        """What the command ends with."""
+        """Exit status of the command."""
         if self.was_interrupted:
             return INTERRUPTED
         return FAILED if self.has_failed else 0
 
     @property
     def summary(self) -> str:
-        """The last line: whether something failed, of what was checked."""
+        """Last line of the output: the overall result."""
         if self.was_interrupted:
             so_far = "something FAILED" if self.has_failed else "nothing had failed"
             return f"INTERRUPTED: not all was checked; {so_far} until then"
         return "SOMETHING FAILED" if self.has_failed else "nothing failed"
 
     def write(self, path: pathlib.Path) -> None:
-        """Write all of it to a file, or say why that is not possible."""
+        """Write the report to a file, or print the reason for a failure."""
         try:
             path.write_text(
                 json.dumps(clean(dataclasses.asdict(self)), indent=1) + "\n"
             )
             print(f"written to {path}")
         except OSError as error:
-            print(f"not written: {error}", file=sys.stderr)
+            print(f"could not write the report: {error}", file=sys.stderr)
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A part of the examination."""
+    """A group of checks."""
 
     title: str
-    cost: int  # in seconds, roughly
+    cost: int  # rough seconds
     checks: Callable[[Report], None] | Mapping[str, Try]
-    of: str = ""  # what tries are cases of, where those that agree are noted together
+    of: str = ""  # common name, for reporting successful checks in one line
 
     def run(self, report: Report) -> None:
         if callable(self.checks):
@@ -109,7 +109,7 @@ class Step:
                 report.add(verdict, name, say(found))
 
     def _run_together(self, report: Report, tries: Mapping[str, Try]) -> None:
-        """Note each case that fails, and all others together."""
+        """Report each failure, and all successes in one line."""
         refused: dict[str, list[str]] = {}
         agreed = []
         for name, attempt in tries.items():
@@ -127,9 +127,9 @@ class Step:
 
 
 def run_checks(report: Report, steps: list[Step]) -> None:
-    """Run all steps, each under its title with the time that is left, roughly.
+    """Run all steps, printing each title with the estimated time left.
 
-    Ctrl-C ends them early: what was not reached is noted as not checked.
+    Ctrl-C ends the run early; the remaining steps are reported as not checked.
     """
     began, done = time.monotonic(), 0
     total = sum(step.cost for step in steps)
@@ -154,7 +154,7 @@ def run_checks(report: Report, steps: list[Step]) -> None:
 
 
 def clean(value: Any) -> Any:
-    """Return what is reported without paths, the user's name and the machine's."""
+    """Return a value without paths, user name and machine name."""
     if isinstance(value, dict):
         return {name: clean(each) for name, each in value.items()}
     if isinstance(value, list):
@@ -169,14 +169,14 @@ def clean(value: Any) -> Any:
 
 @functools.cache
 def _find_names() -> tuple[str, ...]:
-    """Return names of the machine and of its user, if they say anything."""
-    with contextlib.suppress(OSError, KeyError):  # where no user is known
+    """Return the names of the user and the machine, unless too short to matter."""
+    with contextlib.suppress(OSError, KeyError):  # without a known user
         return tuple(n for n in (getpass.getuser(), platform.node()) if len(n) > 1)
     return ()
 
 
 def say_duration(seconds: float) -> str:
-    """Say how long something takes, no more exactly than one can know."""
+    """Return a duration rounded for reading."""
     if seconds < 90:
         return f"{max(5 * round(seconds / 5), 5)} s"
     return f"{round(seconds / 60)} min"

@@ -1,6 +1,9 @@
-"""Whether the kernel that stores rows does on this card what scatters do, to the bit.
+"""Comparison of the storing kernel with scatters on this GPU.
 
-What it stored wrongly would spoil every answer, so a finding says how to do without it.
+The bits agree, except for quantized elements: a few may be one unit apart.
+
+Rows stored wrongly would corrupt every result, so a failure names the setting that
+disables the kernel.
 """
 
 import dataclasses
@@ -18,10 +21,14 @@ from jkv.attention.slots import SlotWrite, scatter
 from jkv.commands.correctness import on_cpu
 from jkv.commands.report import Try
 from jkv.formats.format import Formats, name_parts
+from jkv.formats.scaled import Scaled, count_units_apart
 from jkv.formats.table import FORMATS
 from jkv.verbs.writing import WRITE_SWITCH, may_use_kernel
 
 NUM_LAYERS, NUM_BLOCKS, NUM_KV_HEADS, NUM_ROWS, NUM_STEPS = 3, 16, 2, 24, 4
+
+# Of rounded elements, how many may be one unit apart (`jkv.formats.scaled`).
+MOST_APART = 1e-3
 
 ALL = "rows stored by the kernel"
 
@@ -30,14 +37,14 @@ Store = Callable[[SlotWrite], dict[str, jax.Array]]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is stored: bits of these head dims, of keys and of values."""
+    """Dtypes and head dims of the rows to store."""
 
     name: str
     head_dims: tuple[int, int]
     block_size: int = 16
-    dtype: str = "bfloat16"  # of the cache
-    value_dtype: str | None = None  # of values, where they are stored otherwise
-    has_parts: bool = False  # the second half of each block is here
+    dtype: str = "bfloat16"  # of keys and values
+    value_dtype: str | None = None  # of values, if different
+    has_parts: bool = False  # only the second half of each block is local
 
 
 CASES = (
@@ -55,34 +62,46 @@ CASES = (
 
 
 def list_tries() -> dict[str, Try]:
-    """Return what to compare, by the names of cases."""
+    """Return the comparisons by case name."""
     return {case.name: functools.partial(compare, case) for case in CASES}
 
 
 def compare(case: Case, store: Store | None = None) -> str:
-    """Store rows by the kernel and by scatters: they must have the same bits."""
+    """Store rows by the kernel and by scatters; raise if the arrays differ."""
     write = draw_write(case)
     stores = [*find_stores(write).values()] if store is None else [store]
     if not stores:
         where = "there is no GPU here" if on_cpu() else "scatters store them here"
         raise NotImplementedError(where)
     wanted, found = play(write, scatter), play(write, stores[0])
-    wrong = [
-        name
-        for name, array in wanted.items()
-        if np.asarray(found[name]).tobytes() != np.asarray(array).tobytes()
-    ]
+    rounded = {
+        f"{row}_pool": kept.dtype
+        for row, kept in zip(("key", "value"), write.formats, strict=True)
+        if isinstance(kept, Scaled)
+    }
+    wrong, num_apart = [], 0
+    for name, array in wanted.items():
+        one, other = np.asarray(found[name]), np.asarray(array)
+        if one.tobytes() == other.tobytes():
+            continue
+        if name in rounded:
+            apart = count_units_apart(one, other, rounded[name])
+            if apart.max() <= 1 and np.mean(apart > 0) <= MOST_APART:
+                num_apart += int(np.sum(apart))
+                continue
+        wrong.append(name)
     if wrong:
         raise ValueError(
-            f"{' and '.join(wrong)} differ from what scatters store; set "
-            f"{WRITE_SWITCH}=0 in the environment to have those instead"
+            f"{' and '.join(wrong)} must have the bits of scatters, got others; set "
+            f"{WRITE_SWITCH}=0 in the environment to use scatters"
         )
     used = "" if may_use_kernel() else f", which {WRITE_SWITCH}=0 keeps out"
-    return f"the bits of scatters{used}"
+    rounding = f", {num_apart} elements one unit apart" if num_apart else ""
+    return f"the bits of scatters{rounding}{used}"
 
 
 def play(write: SlotWrite, store: Store) -> dict[str, jax.Array]:
-    """Return the arrays after some steps over all layers, changed in place."""
+    """Return the arrays after some steps over all layers, updated in place."""
 
     def step(arrays: dict[str, jax.Array], write: SlotWrite) -> dict[str, jax.Array]:
         def store_layer(
@@ -110,7 +129,7 @@ def play(write: SlotWrite, store: Store) -> dict[str, jax.Array]:
 
 
 def draw_write(case: Case) -> SlotWrite:
-    """Return rows of random bits, some of them without a slot, and arrays of others."""
+    """Return rows of random bits, some without a slot, and arrays of others."""
     random = np.random.default_rng(0)
     common = NUM_LAYERS, NUM_BLOCKS, NUM_KV_HEADS, case.block_size
     dtypes = map(jnp.dtype, (case.dtype, case.value_dtype or case.dtype))
@@ -131,7 +150,7 @@ def draw_write(case: Case) -> SlotWrite:
         arrays |= {n: draw((*common, *e.shape), e.dtype) for n, e in elements.items()}
         rows[name] = draw((NUM_ROWS, NUM_KV_HEADS, head_dim), given)
         if kept.is_quantized:
-            # Half of the rows have no NaN, and small numbers beside large ones.
+            # Half of the rows have no NaN, with values of different magnitudes.
             numbers = random.standard_normal(rows[name].shape) ** 5
             rows[name] = rows[name].at[::2].set(jnp.asarray(numbers[::2], given))
     num_tokens = case.block_size * (2 if case.has_parts else 1)

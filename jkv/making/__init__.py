@@ -1,1 +1,1 @@
-"""What names the kinds of which a cache is made: init, partition_specs, save, load."""
+"""Creation of caches from their concrete classes: init, partition_specs, save, load."""

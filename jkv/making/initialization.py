@@ -1,4 +1,4 @@
-"""init: a fresh cache. partition_specs: how one is to be cut for a mesh."""
+"""init: a fresh cache. partition_specs: the sharding of its arrays over a mesh."""
 
 import dataclasses
 import warnings
@@ -38,29 +38,29 @@ def init(
     """Return a fresh cache: every block free, no sequence open.
 
     Args:
-      config: the sizes; for a model whose layers differ in what they keep those of each
-        group of layers.
-      storage: False leaves the K/V arrays empty (zero layers): the same verbs run on
-        the metadata alone, to simulate a schedule or to test one.
-      device: where the arrays go, a device or a sharding; default JAX's own choice.
-      mesh: devices that the cache lies on, instead of `device`. The cache remembers it,
-        so the verbs work with and without `jax.set_mesh`.
-      heads: the mesh axis over which the kv heads of keys and values are spread. The
-        metadata, and everything if it is None, is on every device. Where the axis has
-        more devices than a group has kv heads, each head is held several times.
-      context: the mesh axis over which the tokens of each block are spread, so that a
-        sequence lies on all of its devices: each attends to its part. The block size
-        must be a multiple of their number.
-      pools: the mesh axis of which each rank has pools of these sizes, with metadata
-        of its own: `generate` deals prompts to them, `over_pools` calls verbs on them.
+      config: the sizes; a `GroupedConfig` for models with several kinds of layers.
+      storage: if False, the arrays of keys and values are empty (zero layers): the same
+        verbs run on the metadata alone, to simulate or test a schedule.
+      device: a device or a sharding for the arrays; default JAX's choice.
+      mesh: devices of the cache, instead of `device`. The cache stores it, so the verbs
+        work with and without `jax.set_mesh`.
+      heads: mesh axis that shards the kv heads of keys and values; everything else, and
+        everything if None, is replicated. With more devices on the axis than kv heads,
+        each head is replicated.
+      context: mesh axis that shards the tokens of each block, so that a sequence is on
+        all of its devices, and each attends to its part. The block size must be a
+        multiple of its size.
+      pools: mesh axis with a pool of these sizes and its metadata on each rank:
+        `generate` distributes prompts over the ranks, `over_pools` maps verbs over
+        them.
 
     Returns:
-      A `Cache`. Free blocks and sequence ids stand in the order 0, 1, 2, ... It warns
-      of keys in int4, which cost accuracy.
+      A `Cache`. Free blocks and sequence ids are in the order 0, 1, 2, ... Warns if
+      keys are in int4, which costs accuracy.
 
     Raises:
-      ValueError: if the devices of an axis cannot share the kv heads, or the tokens of
-        a block, evenly, or for arguments that exclude each other.
+      ValueError: if an axis cannot shard the kv heads, or the tokens of a block,
+        evenly, or for conflicting arguments.
 
     Example:
       >>> import jkv
@@ -70,7 +70,7 @@ def init(
       >>> int(jkv.num_free_blocks(cache)), cache.storage[0].key_pool.size
       (4, 0)
 
-      A model of which three layers see 64 tokens, and one sees everything:
+      A model with three sliding-window layers and one with full attention:
 
       >>> config = jkv.GroupedConfig.for_context_length(
       ...     4096, max_sequences=2, layer_windows=[64, 64, None, 64], num_kv_heads=1,
@@ -81,8 +81,8 @@ def init(
     """
     if not isinstance(config, CacheConfig | StateConfig | GroupedConfig):
         raise UsageError(
-            f"init takes a jkv.CacheConfig or a jkv.GroupedConfig, got "
-            f"{type(config).__name__}; jkv.CacheConfig(num_layers=..., ...) makes one"
+            f"config must be a jkv.CacheConfig or a jkv.GroupedConfig, got "
+            f"{type(config).__name__}; create one with jkv.CacheConfig(num_layers=...)"
         )
     groups = as_grouped(config)
     axes = {"heads": heads, "context": context, "pools": pools}
@@ -112,14 +112,14 @@ def init(
 
 
 def _warn_of_short_keys(cache: Cache) -> None:
-    """Say what keys of four bits cost, where a cache is made to be used."""
+    """Warn about the accuracy of int4 keys, unless the cache is traced."""
     for each in cache.block_storage:
         is_traced = isinstance(each.key_pool, jax.core.Tracer)
         if each.dtype == jnp.int4 and each.num_layers and not is_traced:
             warnings.warn(
                 f"keys in int4 cost perplexity ({tell_cost('int4', 'int4')}), "
                 f"CacheConfig(dtype='int8', value_dtype='int4') less "
-                f"({tell_cost('int8', 'int4')}): measure your model with "
+                f"({tell_cost('int8', 'int4')}); measure your model with "
                 "jkv.measure_formats",
                 stacklevel=4,
             )
@@ -128,8 +128,8 @@ def _warn_of_short_keys(cache: Cache) -> None:
 def _make_arrays(
     sizes: tuple[AnySizes, ...], prefix_caching: bool, where: Placements
 ) -> dict[str, jax.Array]:
-    """Make all arrays of a cache where they belong, by path."""
-    # A pool holds each head as often as the devices of its mesh want it.
+    """Create all arrays of a cache with their placements, by path."""
+    # A pool has several copies of each head if the mesh axis exceeds the heads.
     stored = tuple(
         each.with_copies(copies_of(sharding))
         for each, sharding in zip(sizes, where.shardings, strict=True)
@@ -147,7 +147,7 @@ def _make_arrays(
         )
         for path, device in places.items()
     }
-    # Under jit, what numpy makes would become constants of the program.
+    # Under jit, numpy arrays would become constants of the program.
     traced = any(isinstance(pool, jax.core.Tracer) for pool in storage.values())
     numpy = jnp if traced else np
     metadata: Any = {
@@ -160,7 +160,7 @@ def _make_arrays(
 
 
 def _fill(array: ArrayLayout, numpy: ModuleType) -> Any:
-    """Make an array as a fresh cache has it, in numpy or in `jax.numpy`."""
+    """Return the initial value of an array, in numpy or `jax.numpy`."""
     if isinstance(array.fill, range):
         return numpy.arange(len(array.fill), dtype=array.dtype)
     return numpy.broadcast_to(numpy.asarray(array.fill, array.dtype), array.shape)
@@ -175,25 +175,25 @@ def partition_specs(
     context: str | None = None,
     pools: str | None = None,
 ) -> Cache:
-    """Return a `PartitionSpec` for each array of a cache, in the cache's own structure.
+    """Return a `Cache` with a `PartitionSpec` for each array.
 
-    It is what `jax.shard_map` takes as `in_specs` and `out_specs`, and what a
-    `NamedSharding` for `jax.jit` or `jax.device_put` is made of.
+    The result is accepted by `jax.shard_map` as `in_specs` and `out_specs`, and gives
+    the `NamedSharding`s for `jax.jit` or `jax.device_put`.
 
     Args:
-      cache: the cache; or the configuration of one, with the `mesh` given to `init`.
+      cache: a cache; or a configuration, with the `mesh` passed to `init`.
       mesh: only with a configuration.
-      heads: the mesh axis over which the kv heads of keys and values are spread;
-        default that of the cache, None of a cache that remembers none.
-      context: the mesh axis over which the tokens of each block are spread, likewise.
-      pools: only with a configuration: the mesh axis of which each rank has a pool.
+      heads: mesh axis that shards the kv heads of keys and values; default the cache's
+        own, or None.
+      context: mesh axis that shards the tokens of each block, likewise.
+      pools: only with a configuration: mesh axis with a pool on each rank.
 
     Returns:
       A `Cache` with a `PartitionSpec` instead of each array.
 
     Raises:
-      ValueError: if the devices of an axis cannot share the kv heads, or the tokens of
-        a block, evenly.
+      ValueError: if an axis cannot shard the kv heads, or the tokens of a block,
+        evenly.
 
     Example:
       >>> import jkv
@@ -214,11 +214,11 @@ def partition_specs(
             for each, sharding in zip(shapes.storage, where.shardings, strict=True)
         )
         shapes = dataclasses.replace(shapes, storage=storage, pools=where.pools)
-        axes = (None, None)  # those that divide something, the storage remembers
+        axes = (None, None)  # the storage has the effective axes
     ranks = () if shapes.pools is None else (shapes.pools.axis,)
     whole = jax.sharding.PartitionSpec(*ranks)
     specs: Any = jax.tree.map(lambda _: whole, shapes)
-    # All groups that remember some axes remember the same.
+    # All groups with axes have the same ones.
     known = next((each.sharding for each in shapes.storage if each.sharding), None)
     if known is not None:
         axes = axes[0] or known.heads, axes[1] or known.context
@@ -229,7 +229,7 @@ def partition_specs(
 def _divide(
     storage: Any, axes: tuple[str | None, str | None], ranks: tuple[str, ...]
 ) -> Any:
-    """Return a group's storage with the partition of each array, by axes, instead."""
+    """Return a group's storage with `PartitionSpec`s instead of arrays."""
     divided = {path: DividedAxes() for path in storage.arrays} | storage.divided
     specs = {
         path: jax.sharding.PartitionSpec(*ranks, *find_spec(of, *axes))

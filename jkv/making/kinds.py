@@ -1,4 +1,4 @@
-"""The kinds of things that a cache is made of, wherever the rest knows a face."""
+"""Concrete classes of a cache's parts, known elsewhere by their interfaces only."""
 
 import dataclasses
 from typing import Any
@@ -10,7 +10,7 @@ from jkv.state import BlockGroup, BlockStorage, Cache, NoIndex, States, StateSto
 from jkv.states.part import OfStates
 from jkv.states.swapped import SwappedStates
 
-# What may stand where a field has a face, by path (`jkv.storage.fields`).
+# Candidate classes of fields with an abstract type, by path (`jkv.storage.fields`).
 KINDS: dict[str, tuple[type, ...]] = {
     "metadata.index": (NoIndex, PrefixIndex),
     "metadata.groups": (BlockGroup, States),
@@ -21,7 +21,7 @@ PARTS: dict[type, Any] = {BlockGroup: Blocks, States: OfStates}
 
 
 def with_parts(cache: Cache) -> Cache:
-    """Return a cache whose verbs know the parts that its groups are."""
+    """Return a cache with the parts of its groups, which implement the verbs."""
     numbers: dict[type, tuple[int, ...]] = {}
     for number, group in enumerate(cache.metadata.groups):
         numbers[type(group)] = (*numbers.get(type(group), ()), number)

@@ -1,7 +1,7 @@
 """save and load: a whole cache, or some of its sequences, as one file.
 
 A whole cache is written and read layer by layer: the host never holds a second copy of
-the pool. Sequences are gathered on the host first, as `swap_out` does.
+the pool. Sequences are gathered on the host first, as by `swap_out`.
 """
 
 import dataclasses
@@ -33,25 +33,24 @@ from jkv.verbs.swapping import SwapIn, swap_in
 
 @takes_cache(argument=1, on_host=True, any_pools=True)
 def save(path: Path, cache: Cache, seq_ids: Integers | None = None) -> None:
-    """Write a cache, or some of its sequences, to one file. For the host, outside jit.
+    """Write a cache, or some of its sequences, to one file. Call it outside jit.
 
-    The file has the safetensors format and is written whole or not at all: under
-    another name first, then renamed in place of whatever is at `path`. Progress is
-    logged under the name "jkv".
+    The file has the safetensors format and is written atomically: under a temporary
+    name, then renamed to `path`. Progress is logged under the name "jkv".
 
-    A cache on devices of several processes is saved by all of them: each calls this,
-    one writes, and all return when the file is complete. A cache with several groups of
-    layers, or several pools, is one file; one in debug mode is saved as a plain one.
+    For a cache sharded over several processes, all of them call this; one writes, and
+    all return when the file is complete. A cache with several groups of layers, or
+    several pools, is one file; the debug mode is not saved.
 
     Args:
       path: the file.
-      cache: the cache, which stays as it is.
+      cache: the cache, unchanged.
       seq_ids: i32[B] or int, sequences to save, as for `swap_out`; -1 is padding.
-        Default: the whole cache to the last bit, its prefix index and its clock too.
+        Default: the whole cache, bit-identical, with its prefix index and clock.
 
     Raises:
-      InvalidSequence: for an id that is not open or is named twice; nothing is written.
-      OSError: if the file cannot be written; what was at `path` stays.
+      InvalidSequence: for an id that is not open or is repeated; nothing is written.
+      OSError: if writing fails; an existing file at `path` is unchanged.
 
     Example:
       >>> import jkv, pathlib, tempfile
@@ -67,8 +66,8 @@ def save(path: Path, cache: Cache, seq_ids: Integers | None = None) -> None:
     """
     if seq_ids is not None and cache.pools is not None:
         raise UsageError(
-            "seq_ids name sequences of one pool, and this cache has several: save one "
-            "of jkv.split_pools(cache), or leave seq_ids out to save all"
+            "seq_ids is not supported for a cache with several pools; save one of "
+            "jkv.split_pools(cache), or omit seq_ids to save all"
         )
     value = cache if seq_ids is None else copy_out(cache, seq_ids)
     saved.write_value(path, value)
@@ -103,35 +102,35 @@ def load(
     pools: str | None = None,
     donate: bool = False,
 ) -> Cache | tuple[Cache, SwapIn]:
-    """Read what `save` wrote. For the host, outside jit.
+    """Read a file of `save`. Call it on the host, outside jit.
 
-    With a path alone, return the whole cache as it was saved, to the last bit. With a
-    cache, open the file's sequences in it as `swap_in` does, all or none: those that
-    were named, in that order, or all that were open in a whole cache, by ascending id.
+    With a path only, return the whole cache, bit-identical. With a cache, open the
+    file's sequences in it as `swap_in` does, all or none: the saved ones in their
+    order, or of a whole cache all open ones by ascending id.
 
-    The file is verified before anything is made of it.
+    The file is verified first.
 
     Args:
       path: the file.
-      cache: where its sequences go; without it the file must hold a whole cache.
-      device: where a whole cache's arrays go, a device or a sharding as for `init`.
-      mesh: the devices instead, as for `init`, whatever devices the file was written
-        from. If they belong to several processes, all of them call this, and each can
-        read the file.
-      heads: the mesh's axis for the kv heads, as for `init`.
-      context: the mesh's axis for the tokens of a block, as for `init`.
-      pools: the mesh's axis of ranks, for a file with a pool for each, as for `init`.
+      cache: destination of the sequences; without it the file must have a whole cache.
+      device: device or sharding of a whole cache, as for `init`.
+      mesh: devices instead, as for `init`, independent of the devices at saving. If
+        they belong to several processes, all of them call this, and each reads the
+        file.
+      heads: mesh axis of the kv heads, as for `init`.
+      context: mesh axis of the tokens of a block, as for `init`.
+      pools: mesh axis of ranks, for a file with a pool for each, as for `init`.
       donate: as for `swap_in`.
 
     Returns:
-      The cache; or, given one, the new cache and a `SwapIn`.
+      The cache; or, with `cache`, the new cache and a `SwapIn`.
 
     Raises:
       FileError: if the file is foreign, truncated, damaged or of another version.
-      OSError: if it cannot be read.
-      ValueError: if it holds sequences and no cache is given, the cache given has other
-        groups of layers, another shape or dtype, or the file has another number of
-        pools than the axis.
+      OSError: if the file cannot be read.
+      ValueError: if the file has sequences and `cache` is missing, if `cache` has other
+        groups of layers, shapes or dtypes, or if the number of pools differs from the
+        axis.
 
     Example:
       >>> import jkv, pathlib, tempfile
@@ -152,12 +151,12 @@ def load(
     if cache is not None:
         if isinstance(value, Cache):
             value = copy_out(value, np.flatnonzero(value.metadata.is_open))
-        # All is read from the file before this returns.
+        # The file is memory-mapped until the copies have finished.
         return jax.block_until_ready(swap_in(cache, value, donate=donate))
     if isinstance(value, Swapped):
         raise ValueError(
-            f"{os.fspath(path)} holds {value.num_sequences} sequences, not a whole "
-            f"cache; load(path, cache) opens them in a cache"
+            f"path must have a whole cache, got {value.num_sequences} sequences in "
+            f"{os.fspath(path)}; use load(path, cache) to open them in a cache"
         )
     axes = {"heads": heads, "context": context, "pools": pools}
     where = choose_placements(_first_pool(value), device, mesh, **axes)
@@ -174,7 +173,7 @@ def load(
 
 
 def _put_storage(storage: Any, where: Placements, number: int) -> Any:
-    """Put the storage of a group, of numpy arrays, on its devices."""
+    """Copy a group's storage of numpy arrays to its devices."""
     arrays = {
         path: put_by_layers(np.asarray(array), where, number, path)
         for path, array in storage.arrays.items()
@@ -191,15 +190,15 @@ def _first_pool(cache: Cache) -> Cache:
 def _check_saved(
     path: Path, cache: Cache, mesh: jax.sharding.Mesh | None, pools: str | None
 ) -> None:
-    """Refuse a file whose caches break an invariant, or are not as many as asked."""
+    """Raise if a cache breaks an invariant, or the number of pools is unexpected."""
     has_ranks = cache.metadata.sequences.rows.ndim == 3
     found = len(cache.metadata.sequences.rows) if has_ranks else None
     wanted = mesh.shape.get(pools) if mesh is not None and pools else None
     if found != wanted:
         holds = f"{found} pools" if has_ranks else "one pool, without ranks"
         raise ValueError(
-            f"{os.fspath(path)} holds {holds}; load it with pools= of a mesh axis of "
-            f"as many ranks, or with none if it has none"
+            f"pools must be a mesh axis of as many ranks as the file has pools, or "
+            f"None for one without ranks; {os.fspath(path)} has {holds}"
         )
     try:
         for rank in range(found or 0):

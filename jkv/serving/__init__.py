@@ -1,4 +1,4 @@
-"""An engine for requests that come and go: `Engine`, and what it takes and gives."""
+"""Serving engine with continuous batching: `Engine`, its requests and its results."""
 
 from jkv.serving.device.kept_programs import KeptPrograms
 from jkv.serving.engine import Engine

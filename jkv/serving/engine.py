@@ -1,11 +1,12 @@
-"""Engine: a host around the jitted step, for requests that come and go.
+"""Serving engine: a host loop around the jitted decode step.
 
-A step of the engine starts the next window of the model's steps and then reads the last
-one, so that the device computes while the host reads. Requests enter and leave between
-two windows; inside one nothing asks the host.
+A step of the engine starts the next window of decode steps, then reads the report of
+the previous window, so that the device computes while the host works. Requests are
+admitted and finished between windows; there is no host communication within one.
 
-This file is the face. Which thread does the steps is in `threads`, what a step does in
-`scheduler`, what runs on the device in `device`, and a request's own data in `request`.
+This file has the public interface. `threads` decides which thread runs the steps,
+`scheduler` has the logic of a step, `device` the jitted programs, and `request` the
+data of a request.
 """
 
 import itertools
@@ -54,16 +55,17 @@ from jkv.tiers.store import BlockStore
 
 @explains_class
 class Engine:
-    """Continues requests on a cache: a queue without end around `jkv.generate`'s step.
+    """Serving engine with continuous batching on one cache.
 
-    Tokens, logprobs and reasons are those that `jkv.generate` gives. The cache belongs
-    to the engine from now on (it is donated); sequences that are open in it stay open.
+    Tokens, log-probabilities and finish reasons equal those of `jkv.generate`. The
+    engine takes ownership of the cache and donates it to each step; sequences already
+    open in it stay open.
 
-    Without a thread of its own the engine goes on while a call waits for a request:
-    `generate`, `stream`, `events` and `results` do the steps. `start`, or the engine
-    as a context manager, gives it a thread. All methods may be called by any thread. A
-    `request_id` is what `submit` returned; one that is unknown, or whose results are
-    forgotten, is a KeyError at once.
+    Without a background thread, the engine runs its steps while a caller waits in
+    `generate`, `stream`, `events` or `results`. `start`, or using the engine as a
+    context manager, adds a background thread. All methods are thread-safe. A
+    `request_id` is the return value of `submit`; an unknown one, or one of expired
+    results, raises KeyError.
 
     Example:
       >>> import asyncio, jax, jkv
@@ -127,61 +129,60 @@ class Engine:
         kept_programs: KeptPrograms | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Make an engine; nothing is compiled yet (`warm_up`) unless programs are kept.
+        """Create an engine; nothing is compiled before `warm_up` or the first request.
 
         Args:
           model: as for `jkv.generate`.
-          cache: given to the engine.
-          max_running: most sequences that run at one time, W.
-          max_new_tokens: most new tokens of any sequence.
-          max_prompt_tokens: most tokens of a prompt; None is what the cache takes.
-          max_samples: sequences of a request that share what was computed of its prompt
-            without the help of a prefix cache; a request with more is cut into several.
-          num_ahead: prompts that wait on the device, to run before the host hears that
-            others have ended; None is as many as run.
-          num_steps: steps of a window. Fewer show tokens sooner.
+          cache: owned by the engine from now on.
+          max_running: largest number of sequences that run at one time, W.
+          max_new_tokens: largest number of new tokens of any sequence.
+          max_prompt_tokens: longest prompt; None is the cache's `max_context_length`.
+          max_samples: number of sequences of a request that share one prefill without a
+            prefix cache; a larger request is split.
+          num_ahead: number of prompts enqueued on the device, to be admitted without a
+            round trip to the host; None is `max_running`.
+          num_steps: decode steps per window. Fewer steps deliver tokens sooner.
           chunk_size: as for `jkv.generate`.
-          row_counts: as for `jkv.generate`; None is `spread_row_counts` of these, as
-            prompts come one after the other.
-          exact: as for `jkv.generate`; the bits are those of `jkv.generate` with it.
-          speculate: as for `jkv.generate`; a step may bring a sequence several tokens.
-            The cache of a draft, with a row for each that runs, is given to the engine.
-          steering: as for `jkv.generate`; each request names a variant of it.
-          stop_tokens: of requests that do not bring their own, such as a model's end.
-          stop_sizes: most stop tokens and stop sequences of a request.
-          detokenize: from a list of token ids to text, such as a tokenizer's `decode`;
-            needed for stop strings, and for results to have a text.
-          max_waiting: most requests that wait on the host, one with more than
-            `max_samples` sequences counting for several, at least 1; None is any
-            number.
-          shares: how much of the engine a client gets beside the others while all of
-            them wait, a number above 0 by `client` of `submit`; 1 for those that are
-            not here.
-          max_results: most requests that ended and can still be asked for.
-          result_seconds: how long they can.
-          park_seconds: how long the blocks of a parked text stay on the device; it is
-            looked at between two windows.
-          max_parked_bytes: most bytes of them on the host; beyond, those of the texts
-            that were parked first are forgotten. None is any number.
-          store: where cached blocks go before the pool hands them out, and come back
-            from for prompts that wait, if copying them takes less time than computing;
-            for a cache with `prefix_caching`.
-          store_share: how much of the pool holds nothing; what is cached beyond goes to
-            the store.
-          store_version: the name of the weights and of the model's settings: only
-            engines whose name is the same find each other's blocks in a store or its
-            folder. None is the store's own `version`, and where it has none a digest
-            of all weights, of the model's `repr`, or the function's constants and
-            closure, and of `exact`.
-          checks: whether to look at the cache's invariants after each window (slow).
-          kept_programs: where executables are kept between runs, which then begin
-            without tracing the model; what is not there yet is compiled at once.
-          clock: seconds, for deadlines and times.
+          row_counts: as for `jkv.generate`; None is `spread_row_counts` of these sizes,
+            since prompts arrive one after another.
+          exact: as for `jkv.generate`, with bit-identical results.
+          speculate: as for `jkv.generate`; a step may yield several tokens of a
+            sequence. A draft model's cache needs `max_running` rows and is owned by the
+            engine.
+          steering: as for `jkv.generate`; each request selects one of its variants.
+          stop_tokens: default for requests without their own, such as the model's
+            end-of-sequence token.
+          stop_sizes: largest number of stop tokens and stop sequences of a request.
+          detokenize: from a list of token ids to a string, such as a tokenizer's
+            `decode`; required for stop strings and for the text of results.
+          max_waiting: largest number of requests queued on the host, at least 1; a
+            request split by `max_samples` counts once per part. None is unlimited.
+          shares: weight of each `client` (see `submit`) in fair scheduling, above 0; 1
+            for clients not listed.
+          max_results: largest number of finished requests with retained results.
+          result_seconds: retention time of results.
+          park_seconds: time that the blocks of a parked sequence stay on the device;
+            checked between windows.
+          max_parked_bytes: largest size of parked sequences on the host; beyond it, the
+            blocks of the oldest are dropped. None is unlimited.
+          store: for KV cache offloading: cached blocks are spilled to it before
+            eviction, and restored for queued prompts if copying is faster than
+            computing. The cache needs `prefix_caching`.
+          store_share: fraction of the pool kept free of cached blocks by spilling.
+          store_version: name of the weights and the model's settings: engines share
+            blocks of a store or its folder only under the same name. None is the
+            store's own `version`, or else a digest of all weights, of `exact`, and of
+            the model's `repr` or its function's constants and closure.
+          checks: if True, check the cache's invariants after each window (slow).
+          kept_programs: folder of executables, loaded without tracing the model;
+            missing ones are compiled and added.
+          clock: returns seconds, for deadlines and timings.
 
         Raises:
-          ValueError: for sizes that cannot be, a model whose logits are not [B, V], or
-            engines that differ on the processes of a mesh.
-          RuntimeError: if these do not make their engines within 30 seconds.
+          ValueError: for invalid sizes, a model whose logits are not [B, V], or engines
+            that differ between the processes of a mesh.
+          RuntimeError: if other processes do not create their engines within 30
+            seconds.
         """
         _check_cache(cache)
         if not isinstance(kept_programs, KeptPrograms | None):
@@ -210,15 +211,15 @@ class Engine:
             loop = SharedLoop(model, params, cache, sizes, how, checks=checks)
         else:
             raise UsageError(
-                "kept_programs are those of one process: on a mesh of several, give "
-                "None and let JAX keep compiled programs (warm_up(programs_folder=))"
+                "kept_programs is not supported on a mesh of several processes; pass "
+                "None and use JAX's compilation cache (warm_up(programs_folder=))"
             )
         self._shared = loop if isinstance(loop, SharedLoop) else None
         ends = as_token_ids("stop_tokens", stop_tokens)
         if len(ends) > stop_sizes.tokens:
             raise UsageError(
-                f"{len(ends)} stop tokens are more than this engine looks for: give it "
-                f"stop_sizes=StopSizes(tokens={len(ends)})"
+                f"stop_tokens must have at most {stop_sizes.tokens} token ids, got "
+                f"{len(ends)}; pass stop_sizes=StopSizes(tokens={len(ends)})"
             )
         self._limits = loop.find_limits(ends, detokenize is not None)
         options = HostOptions(
@@ -242,20 +243,20 @@ class Engine:
 
     @lists_arguments
     def submit(self, tokens: Integers | Ask, **fields: Unpack[OfAsk]) -> int:
-        """Take a request in, and return at once.
+        """Enqueue a request and return its number without waiting.
 
         Args:
-          tokens: i32[P] or a list, the prompt; or an `Ask`, which says all.
-          fields: those of `Ask`, each by its name, as in `max_new_tokens=20`.
+          tokens: i32[P] or a list, the prompt; or a complete `Ask`.
+          fields: the other fields of `Ask` by name, such as `max_new_tokens=20`.
 
         Returns:
           The request's number.
 
         Raises:
-          RequestRefused: for what can never be served (a ValueError).
-          QueueFull: if `max_waiting` requests wait; it has the seconds after which
-            one more may.
-          EngineError: if the engine has failed for good.
+          RequestRefused: if the engine can never serve the request (a ValueError).
+          QueueFull: if `max_waiting` requests are queued; its `seconds` estimate when
+            to retry.
+          EngineError: if the engine has failed permanently.
         """
         return self._take_in(None, Ask.of(tokens, fields))
 
@@ -268,22 +269,22 @@ class Engine:
         salts: Integers = 0,
         **fields: Unpack[OfAsk],
     ) -> list[Completion]:
-        """Continue prompts until each has ended.
+        """Generate completions of a batch of prompts and wait for all of them.
 
         Args:
-          prompts: i32[B, P], -1 after each one's end, or a list of token ids for each.
-          limits: i32[B], most new tokens of each.
-          salts: i32[B] or int, domains of the prefix cache.
-          fields: those of `Ask`, the same for all: `n` is `num_samples` of
-            `jkv.generate`, and each field of `sampling` one number or B * n; of one
-            seed each sequence has its own.
+          prompts: i32[B, P], padded with -1, or a list of token ids for each.
+          limits: i32[B], largest number of new tokens of each.
+          salts: i32[B] or int, cache salts.
+          fields: fields of `Ask`, shared by all prompts: `n` is `num_samples` of
+            `jkv.generate`; each field of `sampling` has one value or B * n, and one
+            seed is spread over the sequences.
 
         Returns:
-          What `jkv.generate` returns: sample j of prompt i is number `i * n + j`. One
-          that it would not begin has its reason and no tokens.
+          The completions of `jkv.generate`: sample j of prompt i has index `i * n + j`.
+          A prompt that cannot be admitted has its finish reason and no tokens.
 
         Raises:
-          RequestRefused: for what this engine has no room for.
+          RequestRefused: if a request exceeds the engine's sizes.
           EngineError: if a request failed.
         """
         if fields.get("max_new_tokens") is None:
@@ -305,10 +306,10 @@ class Engine:
         return list(itertools.chain.from_iterable(completed))
 
     def cancel(self, request_id: int) -> bool:
-        """End a request where it is; what it has is kept.
+        """Cancel a request; its tokens so far are kept.
 
         Returns:
-          Whether it went on until now; False if it had ended, or is unknown.
+          True if the request was unfinished; False if it had finished or is unknown.
         """
         try:
             request = self._scheduler.find(request_id)
@@ -318,18 +319,18 @@ class Engine:
         self._turns.tell()
         return went_on
 
-    # Texts that wait for a tool.
+    # Parked sequences.
 
     def park(self, request_id: int) -> None:
-        """Keep what was computed of a request when it has ended, for `resume`.
+        """Keep a finished request's KV cache for `resume`, such as during a tool call.
 
-        Its blocks stay on the device for `park_seconds`, or until others could need
-        them, and then go to the host. They are forgotten when weights change, unless
-        `update_params` keeps what is cached; the text is kept in any case.
+        Its blocks stay on the device for `park_seconds`, or until other requests could
+        need them, and are then swapped out to the host. New weights drop the blocks
+        unless `update_params` has `keep_cached`; the tokens are kept in any case.
 
         Args:
-          request_id: from `submit`. Of one that goes on, nothing is lost between its
-            end and this call; what has failed is not kept.
+          request_id: from `submit`. An unfinished request is parked as soon as it
+            finishes; failed ones are not.
 
         Raises:
           ValueError: for a cache without `prefix_caching`, or on a mesh of several
@@ -348,29 +349,29 @@ class Engine:
         sample: int = 0,
         **fields: Unpack[OfAsk],
     ) -> int:
-        """Go on from a parked text and further tokens, as `submit` does with all.
+        """Submit the continuation of a parked sequence by further tokens.
 
-        The text is parked no more: park the new request for its next turn.
+        This removes the parked sequence: park the new request for its next turn.
 
         Args:
-          request_id: of `park`.
-          tokens: i32[P] or a list, what follows the text, such as a tool's answer.
-          sample: which of the request's sequences.
-          fields: those of `Ask`, but for `salt`, which is the text's.
+          request_id: as for `park`.
+          tokens: i32[P] or a list, appended to the sequence, such as a tool's answer.
+          sample: index of the sequence in its request.
+          fields: as for `submit`, except `salt`, which is inherited.
 
         Returns:
           The new request's number.
 
         Raises:
-          KeyError: if it is not parked, or has not ended.
-          RequestRefused, QueueFull, EngineError: as `submit`; it stays parked then.
+          KeyError: if the sequence is not parked or not finished.
+          RequestRefused, QueueFull, EngineError: as for `submit`; it stays parked.
         """
         parked = self._scheduler.parking.take(request_id, sample)
         try:
             more = as_token_ids("tokens", tokens)
             text = np.concatenate([parked.text, more])
             if "salt" in fields:
-                raise UsageError("the salt of a parked text is its own: leave it out")
+                raise UsageError("salt is inherited from the parked sequence; omit it")
             fields["salt"] = parked.salt
             return self._take_in(parked, Ask.of(text, fields))
         except BaseException:
@@ -378,34 +379,35 @@ class Engine:
             raise
 
     def unpark(self, request_id: int) -> bool:
-        """Give up the parked texts of a request; return whether there were any."""
+        """Drop the parked sequences of a request; return True if there were any."""
         were_there = self._scheduler.unpark(request_id)
         self._turns.tell()
         return were_there
 
-    # What comes of them.
+    # Results.
 
     def step(self) -> list[Event]:
-        """Start the next window, and return what the last one brought.
+        """Start the next window and return the events of the previous one.
 
-        Only for hosts that do the steps themselves. An exception of the model or of
-        JAX ends the requests that were on the device with FAILED; the others go on, in
-        a fresh cache.
+        Only for callers that drive the engine themselves. If the model or JAX raises,
+        the requests on the device finish as FAILED; the others continue in a fresh
+        cache.
 
         Returns:
-          An event for each sequence that has new tokens or has ended.
+          An event for each sequence that has new tokens or has finished.
         """
         self._check_leads()
         return self._turns.take()
 
     def results(self, request_id: int, *, wait: bool = True) -> list[Completion]:
-        """Return what came of a request, one for each of its n sequences.
+        """Return the completions of a request, one for each of its n sequences.
 
         Args:
-          wait: until it has ended; else what there is, with the reason RUNNING.
+          wait: if True, wait until the request has finished; otherwise return its
+            progress, with the reason RUNNING.
 
         Raises:
-          EngineError: if it failed, and `wait`.
+          EngineError: if the request failed, and `wait`.
         """
         request = self._scheduler.find(request_id)
         if wait:
@@ -414,39 +416,39 @@ class Engine:
             return read_completions(request)
 
     def state(self, request_id: int) -> RequestState:
-        """Return where a request is."""
+        """Return the state of a request."""
         request = self._scheduler.find(request_id)
         with self._turns.lock:
             return request.state
 
     def events(self, request_id: int) -> Iterator[Event]:
-        """Yield what is new of a request, until all of its sequences have ended.
+        """Yield the events of a request until all of its sequences have finished.
 
-        To close the iterator before that cancels the request. A slow reader misses
-        nothing, and holds nothing up.
+        Closing the iterator early cancels the request. A slow consumer misses no event
+        and blocks nothing.
 
         Raises:
-          EngineError: at the end, if it failed.
+          EngineError: at the end, if the request failed.
         """
         request = self._scheduler.find(request_id)
         return read_events(self._turns, request, self._scheduler.cancel)
 
     def stream(self, request_id: int) -> Iterator[int]:
-        """Yield the tokens of a request with one sequence; otherwise as `events`.
+        """Yield the tokens of a request with n=1; otherwise as `events`.
 
         Raises:
-          ValueError: at once, for a request with several sequences.
+          ValueError: immediately, for a request with several sequences.
         """
         if self._scheduler.find(request_id).n > 1:
             raise ValueError(
-                f"request {request_id} has several sequences: take events(), whose "
-                f"events say which one they are of"
+                f"request_id {request_id} must have one sequence, got several; use "
+                f"events(), where Event.sample is the index of the sequence"
             )
         events = self.events(request_id)
         return (token for event in events for token in event.tokens)
 
     def aevents(self, request_id: int) -> AsyncGenerator[Event, None]:
-        """Do what `events` does, in an event loop; starts the engine's thread."""
+        """Return the async form of `events`; starts the engine's thread."""
         request = self._scheduler.find(request_id)
         return await_events(self._turns, request, self._scheduler.cancel)
 
@@ -454,13 +456,13 @@ class Engine:
     async def astream(
         self, tokens: Integers | Ask, **fields: Unpack[OfAsk]
     ) -> AsyncGenerator[int, None]:
-        """Submit a request and yield its tokens, in an event loop.
+        """Submit a request and yield its tokens asynchronously.
 
-        Leaving the loop over it, or cancelling its task, cancels the request.
+        Closing the iterator, or cancelling its task, cancels the request.
 
         Args:
           tokens: the prompt.
-          fields: as for `submit`, but for n.
+          fields: as for `submit`, except `n`.
         """
         events = self.aevents(self.submit(tokens, **fields))
         try:
@@ -470,26 +472,26 @@ class Engine:
         finally:
             await events.aclose()
 
-    # The engine itself.
+    # Engine state.
 
     @property
     def cache(self) -> Cache:
-        """The newest value of the cache, for looking; the next step donates it."""
+        """The newest value of the cache, for inspection; the next step donates it."""
         return self._scheduler.loop.cache
 
     @property
     def has_failed(self) -> bool:
-        """Whether it cannot go on: `submit` raises EngineError from now on."""
+        """True if the engine has failed permanently: `submit` raises EngineError."""
         return self._scheduler.has_failed
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing goes on, and everything was told: a step would do nothing."""
+        """True if a step would do nothing: no unfinished request or unread event."""
         with self._turns.lock:
             return self._scheduler.is_idle
 
     def stats(self) -> EngineStats:
-        """Return a snapshot: requests by state, tokens, times, blocks."""
+        """Return a snapshot: requests by state, token counts, times and blocks."""
         return self._scheduler.read_stats()
 
     def warm_up(
@@ -498,18 +500,18 @@ class Engine:
         *,
         programs_folder: str | Path | None = None,
     ) -> int:
-        """Compile all that requests will ever run, before the first one.
+        """Compile all programs before the first request.
 
-        A small program more is compiled by the first `update_params(recompute=True)`.
+        The first `update_params(recompute=True)` compiles one more small program.
 
         Args:
-          progress: called with the name of each program, how many are done, and of how
-            many; at the end once more.
-          programs_folder: where JAX keeps compiled programs from now on, and finds
-            those of earlier runs. Nothing changes where JAX was told already.
+          progress: called with the name of each program, the number compiled so far and
+            the total; once more at the end.
+          programs_folder: folder of JAX's persistent compilation cache; ignored if JAX
+            is already configured with one.
 
         Returns:
-          How many programs there are.
+          The number of programs.
         """
         self._check_leads()
         if programs_folder is not None:
@@ -526,35 +528,34 @@ class Engine:
         version: int | None = None,
         store_version: str | None = None,
     ) -> int:
-        """Compute with other weights from the next window on; nothing is compiled.
+        """Replace the weights from the next window on, without recompilation.
 
-        What is cached is of the old weights, and is not found any more. Requests that
-        run go on from their keys and values, in the order and places they have, and
-        their blocks are found by no other; or they are computed again. A request that
-        waits has nothing of the old weights. `Completion.versions` has the
-        version of each token.
+        Blocks cached under the old weights are removed from the prefix index. Running
+        requests continue from their keys and values, with their batch indices, and
+        their blocks are not shared; or they are recomputed. Queued requests use the new
+        weights only. `Completion.versions` has the version of each token.
 
         Args:
-          params: of the same shapes and dtypes; arrays that are elsewhere are copied to
-            where the old ones are, others are used as they are: who donates them gives
-            a copy.
-          draft_params: of the draft model, likewise; None leaves those there are. What
-            the draft has of a text stays until that is computed again.
-          recompute: whether running requests give their blocks back, and are computed
-            again from their prompts and tokens so far.
-          keep_cached: whether what is cached is found as before, so that a text may
-            attend to keys and values of several versions.
+          params: of the same shapes and dtypes. Arrays on other devices are copied to
+            the placement of the old ones; others are used as they are, so pass a copy
+            if you donate them.
+          draft_params: of the draft model, likewise; None keeps the current ones. The
+            draft's cached keys and values stay until recomputed.
+          recompute: if True, preempt running requests and recompute them from their
+            prompts and tokens so far.
+          keep_cached: if True, keep the prefix index, so that a sequence may attend to
+            keys and values of several versions.
           version: of these weights, above the last one, such as a trainer's step; None
-            counts on from 0, that of the first weights.
-          store_version: the name of these weights in the store, as for the engine; a
-            store's folder is of this version from now on. None is a digest of them.
+            increments the last one, which starts at 0.
+          store_version: name of these weights in the store, as for the engine; new
+            blocks of the store's folder use it. None is a digest.
 
         Returns:
           The version.
 
         Raises:
-          ValueError: for other shapes, dtypes or names, which are told, and for
-            `recompute` with `keep_cached`; nothing has changed then.
+          ValueError: for other shapes, dtypes or names, which it lists, and for
+            `recompute` with `keep_cached`; the engine is unchanged.
         """
         self._check_leads()
         update = Update(
@@ -563,10 +564,10 @@ class Engine:
         return self._turns.with_turn(lambda: self._scheduler.update_params(update))
 
     def replace_steering(self, steering: Steering) -> None:
-        """Steer by other arrays from the next window on, with the programs there are.
+        """Replace the arrays of the logits processor, without recompilation.
 
-        What a variant means may change only while no request has it: the state of a
-        request goes on as it is.
+        Change the meaning of a variant only while no request uses it: the state of a
+        running request is kept.
 
         Args:
           steering: of the same type, with arrays of the same shapes and dtypes.
@@ -578,45 +579,46 @@ class Engine:
         self._turns.with_turn(lambda: self._scheduler.loop.replace_steering(steering))
 
     def start(self) -> None:
-        """Give the engine a thread, which does the steps while there is work."""
+        """Start a background thread that runs the steps while there is work."""
         self._check_leads()
         if self._shared is not None:
             self._shared.is_followed = True
         self._turns.start()
 
     def follow(self, *, find_params: FindParams | None = None) -> None:
-        """Do what the first process of a mesh does, until it closes its engine.
+        """Execute the commands of a mesh's first process, until it closes its engine.
 
-        Where the cache lies on a mesh of several processes (`jax.distributed`), each of
-        them makes the same engine. The first, the one with the lowest number, takes
-        requests, decides, and has the results. The others call this and nothing else.
-        Orders come as one small array a window; no text, and no request, comes here.
-        After `close` on the first this may be called again, for what it does next.
+        Where the cache is sharded over several processes (`jax.distributed`), each
+        creates the same engine. The first, of lowest index, takes requests, schedules
+        them and has the results. The others call only this method. Each window sends
+        one small array; requests and strings stay on the first process. After `close`
+        on the first, this may be called again.
 
         Args:
-          find_params: returns the new weights on this process, and those of the draft
-            model or None, when the first is given some that lie on the mesh
-            (`update_params`). Those that the first has whole are sent.
+          find_params: returns this process's new weights, and the draft model's or
+            None, if `update_params` on the first is given arrays sharded over the mesh.
+            Arrays held in full by the first are sent.
 
         Raises:
-          UsageError: on the first process, and for a cache that is not shared.
-          EngineError: if the first process fails, or does not answer any more. End the
-            process then: JAX ends it too, after `heartbeat_timeout_seconds`.
+          UsageError: on the first process, and for a cache that is not sharded over
+            processes.
+          EngineError: if the first process fails or stops responding. End this process
+            then: JAX also ends it, after `heartbeat_timeout_seconds`.
         """
         if self._leads:
             raise UsageError(
-                "follow() is for the other processes of a mesh of several, whose first "
-                "one leads; here the engine takes requests"
+                "follow() must be called on the other processes of a mesh, and this is "
+                "the first or only one; submit requests here"
             )
         assert self._shared is not None
         self._shared.follow(find_params)
 
     def close(self) -> None:
-        """End the thread, cancel what has not ended, give up what is parked.
+        """Stop the thread, cancel unfinished requests and drop parked sequences.
 
-        What is cached goes to the store, for the next engine.
-        All blocks are free then. What ended can still be asked for, and the engine be
-        used without a thread. On several processes `follow` returns on the others.
+        Cached blocks are spilled to the store, for the next engine, and all blocks are
+        free. Results stay available, and the engine can be used without a thread. On
+        several processes, `follow` returns on the others.
         """
         if not self._leads:
             return
@@ -638,19 +640,18 @@ class Engine:
 
     @property
     def _leads(self) -> bool:
-        """Whether this process decides."""
+        """True if this process schedules requests."""
         return self._shared is None or self._shared.leads
 
     def _check_leads(self) -> None:
-        """Refuse what only the first of several processes may do."""
         if not self._leads:
             raise UsageError(
-                "the first process of the mesh takes requests and decides; on the "
-                "others call follow() alone"
+                "this method is only for the first process of the mesh; call follow() "
+                "on the others"
             )
 
     def _take_in(self, parked: Parked | None, ask: Ask) -> int:
-        """Submit a prompt that goes on from a parked text, or from none."""
+        """Submit a prompt, as the continuation of a parked sequence if given."""
         self._check_leads()
         try:
             request = read_request(self._limits, ask, self._scheduler.domains)
@@ -662,12 +663,12 @@ class Engine:
         return request.request_id
 
     def _wait(self, request: Request) -> None:
-        """Wait until a request has ended; raise what made it fail."""
+        """Wait until a request has finished; raise EngineError if it failed."""
         self._turns.wait_for(lambda: request.has_ended)
         request.raise_error()
 
     def _begin(self, ask: Ask) -> Request | list[Completion]:
-        """Submit a prompt as soon as it may wait; return what it is if it never may."""
+        """Submit a prompt once the queue has room; return completions if refused."""
         while True:
             self._turns.wait_for(lambda: self._scheduler.has_room)
             try:
@@ -677,21 +678,21 @@ class Engine:
                     raise
                 reason = refused.reason
                 return [Completion(-1, i, [], [], reason, None) for i in range(ask.n)]
-            except QueueFull:  # another thread was faster
+            except QueueFull:  # another thread filled the queue
                 continue
 
 
 def _check_cache(cache: Cache) -> None:
-    """Refuse what is no cache, or one of which each rank has a pool."""
+    """Raise if `cache` is not a cache, or has a pool for each rank."""
     if not isinstance(cache, Cache):
         raise UsageError(
-            f"an Engine takes a cache, as jkv.init(config) makes one, got "
-            f"{type(cache).__name__}"
+            f"cache must be a jkv.Cache, got {type(cache).__name__}; create one with "
+            f"jkv.init(config)"
         )
     if cache.pools is not None:
         raise UsageError(
-            f"an Engine serves requests from one pool, and this cache has one for each "
-            f"rank of mesh axis {cache.pools.axis!r}: make an engine for each rank, "
-            f"whose cache lies on that rank's devices (jkv.init with mesh= of these), "
-            f"and deal requests to them; jkv.generate deals prompts to ranks"
+            f"cache must have one pool, got one for each rank of mesh axis "
+            f"{cache.pools.axis!r}; create an engine for each rank, with its cache on "
+            f"that rank's devices (jkv.init with mesh= of these), and distribute "
+            f"requests over them, or use jkv.generate, which does so for prompts"
         )

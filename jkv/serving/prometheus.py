@@ -1,6 +1,6 @@
-"""What an engine has done, for Prometheus: its own client library makes the text.
+"""Prometheus metrics of an engine, exported through `prometheus_client`.
 
-The numbers are read when a registry collects them; nothing is counted twice.
+Values are read from `Engine.stats` when a registry collects them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,52 +18,52 @@ try:
     )
 except ImportError as error:  # pragma: no cover (the extra is not installed)
     raise ImportError(
-        "jkv.serving.prometheus needs prometheus_client: pip install '.[metrics]' "
+        "jkv.serving.prometheus needs prometheus_client; run pip install '.[metrics]' "
         "in the folder of jkv"
     ) from error
 
 
 class HasStats(Protocol):
-    """An engine, as far as its numbers go."""
+    """An engine, or any object with its `stats`."""
 
     def stats(self) -> EngineStats:
         """Return a snapshot."""
 
 
 _GAUGES = {
-    "requests_waiting": ("waiting", "Requests that have not begun"),
-    "requests_running": ("running", "Requests that run"),
-    "requests_preempted": ("preempted", "Requests that gave their blocks back"),
+    "requests_waiting": ("waiting", "Queued requests"),
+    "requests_running": ("running", "Running requests"),
+    "requests_preempted": ("preempted", "Preempted requests"),
     "blocks": ("num_blocks", "Blocks of the pool"),
-    "blocks_free": ("free_blocks", "Blocks that are free, cached ones too"),
+    "blocks_free": ("free_blocks", "Free blocks, including cached ones"),
     "tokens_per_second": ("tokens_per_second", "New tokens, over ten seconds"),
-    "prefix_hit_rate": ("hit_rate", "Share of tokens that the prefix cache had"),
-    "weights_version": ("version", "Of the weights, counted by updates"),
-    "texts_parked": ("parked", "Texts that wait to be resumed"),
-    "parked_blocks": ("parked_blocks", "Blocks that parked texts hold, at most"),
-    "parked_bytes": ("parked_bytes", "Bytes of parked texts on the host"),
-    "store_bytes": ("store_bytes", "Bytes of blocks in a store's memory"),
-    "store_folder_bytes": ("store_folder_bytes", "Bytes of blocks in its folder"),
-    "acceptance_rate": ("acceptance_rate", "Share of guessed tokens that were right"),
+    "prefix_hit_rate": ("hit_rate", "Share of tokens hit in the prefix cache"),
+    "weights_version": ("version", "Version of the weights"),
+    "texts_parked": ("parked", "Parked sequences"),
+    "parked_blocks": ("parked_blocks", "Blocks of parked sequences, upper bound"),
+    "parked_bytes": ("parked_bytes", "Bytes of parked sequences on the host"),
+    "store_bytes": ("store_bytes", "Bytes of spilled blocks in host memory"),
+    "store_folder_bytes": ("store_folder_bytes", "Bytes of spilled blocks on disk"),
+    "acceptance_rate": ("acceptance_rate", "Share of accepted draft tokens"),
 }
 _COUNTERS = {
-    "requests_refused": ("refused", "Requests that were never taken in"),
+    "requests_refused": ("refused", "Refused requests"),
     "prompt_tokens": ("prompt_tokens", "Prompt positions computed"),
-    "generated_tokens": ("generated_tokens", "New tokens given to requests"),
-    "recomputed_tokens": ("recomputed_tokens", "New tokens computed a second time"),
-    "cached_tokens": ("cached_tokens", "Tokens found in the prefix cache"),
-    "spilled_blocks": ("spilled_blocks", "Cached blocks that left for a store"),
-    "restored_blocks": ("restored_blocks", "Blocks that came back from a store"),
-    "restored_tokens": ("restored_tokens", "Tokens of prompts that a store had"),
-    "preemptions": ("preemptions", "Sequences that gave their blocks back"),
-    "draft_tokens": ("draft_tokens", "Tokens that were guessed and computed"),
-    "accepted_tokens": ("accepted_tokens", "Guessed tokens that were right"),
-    "windows": ("num_windows", "Windows of steps"),
+    "generated_tokens": ("generated_tokens", "New tokens of requests"),
+    "recomputed_tokens": ("recomputed_tokens", "New tokens recomputed"),
+    "cached_tokens": ("cached_tokens", "Tokens hit in the prefix cache"),
+    "spilled_blocks": ("spilled_blocks", "Blocks spilled to a store"),
+    "restored_blocks": ("restored_blocks", "Blocks restored from a store"),
+    "restored_tokens": ("restored_tokens", "Prompt tokens restored from a store"),
+    "preemptions": ("preemptions", "Preempted sequences"),
+    "draft_tokens": ("draft_tokens", "Draft tokens verified"),
+    "accepted_tokens": ("accepted_tokens", "Draft tokens accepted"),
+    "windows": ("num_windows", "Windows of decode steps"),
     "steps": ("num_steps", "Calls of the model"),
 }
 _HISTOGRAMS = {
-    "time_to_first_token_seconds": ("time_to_first_token", "From submit on"),
-    "time_between_tokens_seconds": ("time_between_tokens", "Of a sequence"),
+    "time_to_first_token_seconds": ("time_to_first_token", "From submission"),
+    "time_between_tokens_seconds": ("time_between_tokens", "Per sequence"),
 }
 
 
@@ -71,7 +71,7 @@ _KINDS = {GaugeMetricFamily: _GAUGES, CounterMetricFamily: _COUNTERS}
 
 
 class EngineCollector:
-    """Gives an engine's numbers to a registry of `prometheus_client`.
+    """Collector of an engine's metrics for a registry of `prometheus_client`.
 
     Example:
       >>> import prometheus_client
@@ -89,9 +89,9 @@ class EngineCollector:
     def __init__(
         self,
         engine: HasStats | Mapping[str, HasStats],  # an engine, or several by name
-        prefix: str = "jkv",  # what all names of numbers begin with
+        prefix: str = "jkv",  # prefix of all metric names
         *,
-        label: str = "engine",  # of several engines: what their names are called
+        label: str = "engine",  # label name for the engine names, with several engines
     ):
         self._engines: dict[tuple[str, ...], HasStats]
         if isinstance(engine, Mapping):
@@ -102,7 +102,7 @@ class EngineCollector:
         self._prefix = prefix
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all numbers as they are now."""
+        """Yield all metrics with their current values."""
         found = {names: engine.stats() for names, engine in self._engines.items()}
         for kind, table in _KINDS.items():
             for name, (field, text) in table.items():
@@ -112,7 +112,7 @@ class EngineCollector:
                 yield family
         ended = CounterMetricFamily(
             self._name("requests_ended"),
-            "Requests by how they ended",
+            "Finished requests by state",
             labels=[*self._labels, "state"],
         )
         for names, stats in found.items():
@@ -131,12 +131,12 @@ class EngineCollector:
 
 
 def render(
-    # an engine, or several by name, whose numbers have a label then
+    # an engine, or several by name
     engine: HasStats | Mapping[str, HasStats],
     *,
-    label: str = "engine",  # of several: what their names are called
+    label: str = "engine",  # label name for the engine names, with several engines
 ) -> bytes:
-    """Return the numbers of engines as the text that Prometheus reads."""
+    """Return the metrics of one or several engines in Prometheus' text format."""
     registry = prometheus_client.CollectorRegistry()
     registry.register(EngineCollector(engine, label=label))
     return prometheus_client.generate_latest(registry)

@@ -1,8 +1,8 @@
-"""Threads: which one does the engine's steps, and how others wait for a request.
+"""Threads that run the engine's steps, and threads that wait for a request.
 
-Without a thread of its own an engine goes on while a thread waits for a result: the
-threads that wait take turns at the steps. With one it goes on as long as there is work.
-A consumer of events that leaves before the end cancels its request.
+Without a background thread, waiting threads take turns at running steps. With one, it
+runs as long as there is work. A consumer that closes its iterator early cancels its
+request.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ Brought = TypeVar("Brought")
 
 
 class Turns(Generic[Brought]):
-    """Steps, one at a time, and the threads that wait for what they bring."""
+    """Lock of the steps, and condition variable of threads waiting for results."""
 
     def __init__(
         self,
@@ -43,14 +43,14 @@ class Turns(Generic[Brought]):
         return thread is not None and thread.is_alive()
 
     def take(self) -> Brought:
-        """Do a step as soon as no other thread does one; return what it brings."""
+        """Run a step once no other thread runs one; return its result."""
         return self.with_turn(self._step)
 
     def with_turn(self, function: Callable[[], Found]) -> Found:
-        """Do something else instead of a step.
+        """Run a function in place of a step.
 
-        A step moves tokens between host and device: a transfer guard of the caller is
-        for the caller's code.
+        The caller's transfer guard does not apply: a step copies tokens between host
+        and device.
         """
         try:
             with self._turn, jax.transfer_guard("allow"):
@@ -59,25 +59,26 @@ class Turns(Generic[Brought]):
             self.tell()
 
     def tell(self) -> None:
-        """Wake the threads that wait: something has changed."""
+        """Wake all waiting threads after a change."""
         with self._news:
             self._news.notify_all()
 
     def wait_for(self, look: Callable[[], Found]) -> Found:
-        """Return what `look()` finds, once it is true; take turns meanwhile."""
+        """Run steps, or wait for them, until `look()` is true; return its value."""
         while True:
             with self._news:
                 found = look()
                 if found:
                     return found
                 if self.has_thread and self._thread is not threading.current_thread():
-                    # A thread that was ended in between is noticed in a while.
+                    # The timeout covers a thread that ends between the check and the
+                    # wait.
                     self._news.wait(timeout=1.0)
                     continue
             self.take()
 
     def start(self) -> None:
-        """Let a thread do the steps from now on."""
+        """Start the background thread unless it runs already."""
         with self.lock:
             if self.has_thread:
                 return
@@ -88,7 +89,7 @@ class Turns(Generic[Brought]):
             self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after its step."""
+        """Stop the thread after its current step."""
         with self._news:
             thread, self._is_closing = self._thread, True
             self._news.notify_all()
@@ -105,16 +106,16 @@ class Turns(Generic[Brought]):
             try:
                 self.take()
             except BaseException:
-                # The requests have failed with the cause; others are served on.
-                logger.exception("a step ended with what is no Exception")
+                # The requests have failed with this error; the engine serves others.
+                logger.exception("an engine step raised a BaseException")
 
 
 def read_events(
-    turns: Turns[list[Event]],  # waited for where nothing is new
+    turns: Turns[list[Event]],  # run while there is no new event
     request: Request,
-    cancel: Callable[[Request], object],  # called if the consumer leaves before the end
+    cancel: Callable[[Request], object],  # called when the consumer closes the iterator
 ) -> Iterator[Event]:
-    """Yield what is new of a request until it has ended; raise if it failed."""
+    """Yield the events of a request until it has finished; raise if it failed."""
     cursor = Cursor(request)
     try:
         while not cursor.is_over:
@@ -127,7 +128,7 @@ def read_events(
 async def await_events(
     turns: Turns[list[Event]], request: Request, cancel: Callable[[Request], object]
 ) -> AsyncGenerator[Event, None]:
-    """Do the same in an event loop; the engine's thread does the steps."""
+    """Yield the same events asynchronously, with steps run by the engine's thread."""
     cursor, has_news = Cursor(request), asyncio.Event()
     running = asyncio.get_running_loop()
 

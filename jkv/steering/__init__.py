@@ -1,7 +1,7 @@
-"""Steering: which tokens a text may have next, decided inside the jit.
+"""Logits processors (`Steering`): masks and biases on logits, applied inside the jit.
 
-`Steering` is the protocol; the others are small things that follow it. `chain` joins
-them, and `renumber` gives their variants other numbers.
+`Steering` is the protocol, and the other classes implement it. `chain` composes them,
+and `renumber` maps variant numbers.
 """
 
 from jkv.steering.chains import chain, renumber

@@ -1,9 +1,9 @@
-"""Several things that steer one text, and the variants of one under other numbers.
+"""Composition of logits processors, and mapping of their variant numbers.
 
-So things with different variants can be chained, and a row of a table can say for each
-of them which variant a text takes, or none.
+Processors with different variants can be chained: a table maps each variant of the
+chain to a variant of each processor, or to none.
 
-Symbols: N texts, K rows, M variants.
+Symbols: N sequences, K rows, M variants.
 """
 
 import dataclasses
@@ -21,28 +21,28 @@ from jkv.steering.tables import check_integers
 
 @explains_arguments
 def chain(*steerings: Steering) -> Steering:
-    """Return what steers a text by several things at once.
+    """Return a logits processor that applies several in order.
 
-    Each steers the logits that the one before it left. A text has ended where one of
-    them says so. A forced token is that of the first that forces one, or -1 where
-    another forces a different one: nothing is allowed then.
+    Each processes the logits of the previous one. A sequence ends if any of them ends
+    it. Its forced token is the one of the first that forces a token, or -1 if two force
+    different ones: then all tokens are masked.
 
-    What one link forces another may forbid. `forced` tells such a token all the same:
-    nothing is allowed then, so a guess of it fails, and the text ends as it does
-    without guesses (NOTHING_ALLOWED).
+    A token forced by one link may be masked by another. `forced` returns it anyway: all
+    tokens are masked then, so a draft of it is rejected, and the sequence ends as
+    without speculation (NOTHING_ALLOWED).
 
-    Those with one variant steer all texts alike; the others must have M variants each,
-    and a text takes the same of all. `renumber` lets it take another of each.
+    Links with one variant apply it to all sequences; the others must have M variants
+    each, and a sequence uses the same number for all. `renumber` changes the numbers.
 
     Args:
-      steerings: one or more, in order. Their states are kept side by side.
+      steerings: one or more, in order. Their states are stored side by side.
 
     Returns:
       A `Steering` with M variants, or one.
 
     Raises:
-      ValueError: for none, for something that does not steer, and for numbers of
-        variants that differ.
+      ValueError: without arguments, for an argument that is not a `Steering`, and for
+        different numbers of variants.
 
     Example:
       >>> import jax.numpy as jnp
@@ -56,14 +56,14 @@ def chain(*steerings: Steering) -> Steering:
       [[1.0, -inf, 1.0, 1.0], [1.0, -inf, -inf, 1.0]]
     """
     if not steerings:
-        raise UsageError("chain needs one jkv.Steering at least")
+        raise UsageError("chain requires at least one jkv.Steering, got none")
     for each in steerings:
         check_steering(each, "each of a chain")
     counts = [each.num_variants for each in steerings]
     if len({count for count in counts if count != 1}) > 1:
         raise UsageError(
-            f"steerings of a chain must have equally many variants, or one; got "
-            f"{counts}"
+            f"steerings must have the same number of variants, or one, got {counts}; "
+            f"use jkv.steering.renumber"
         )
     return Chain(steerings)
 
@@ -71,13 +71,13 @@ def chain(*steerings: Steering) -> Steering:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Chain(Steering):
-    """What `chain` returns."""
+    """Result of `chain`."""
 
     links: tuple[Steering, ...]
 
     @property
     def num_variants(self) -> int:
-        """Those of the links that have several, or one."""
+        """Number of variants of the links that have several, or 1."""
         counts = [link.num_variants for link in self.links]
         return next((count for count in counts if count != 1), 1)
 
@@ -86,7 +86,7 @@ class Chain(Steering):
         return sum(link.num_end_tokens for link in self.links)
 
     def begin(self, variants: jax.Array, prompts: jax.Array) -> tuple[Any, ...]:
-        """Return the states of the links; of one with one variant each text has it."""
+        """Return the states of the links; links with one variant use variant 0."""
         only = jnp.minimum(variants, 0)
         return tuple(
             link.begin(variants if link.num_variants != 1 else only, prompts)
@@ -103,7 +103,7 @@ class Chain(Steering):
         return tuple(link.advance(rows, tokens) for link, rows in pairs)
 
     def ended(self, state: tuple[Any, ...]) -> jax.Array | None:
-        """Return which texts have ended by one of the links, bool[K]."""
+        """Return True for sequences ended by one of the links, bool[K]."""
         ended = None
         for link, rows in zip(self.links, state, strict=True):
             more = link.ended(rows)
@@ -112,7 +112,7 @@ class Chain(Steering):
         return ended
 
     def forced(self, state: tuple[Any, ...]) -> jax.Array | None:
-        """Return what the first forces, i32[K], -1 for none or where two differ."""
+        """Return the first forced token, i32[K], -1 for none or if two differ."""
         pairs = zip(self.links, state, strict=True)
         told = [link.forced(rows) for link, rows in pairs]
         each = [tokens for tokens in told if tokens is not None]
@@ -128,19 +128,18 @@ class Chain(Steering):
 
 @explains_arguments
 def renumber(steering: Steering, numbers: jax.Array) -> Steering:
-    """Return what steers as another does, with variants of its own.
+    """Return a logits processor with its variants renumbered.
 
     Args:
-      steering: what steers.
-      numbers: i32[M], which variant of it each variant takes, -1 for none: then a text
-        is not steered by it. They are an array like others, which may be exchanged
-        without compiling.
+      steering: the logits processor.
+      numbers: i32[M], the variant of `steering` for each new variant, -1 for none,
+        which leaves the logits unchanged. Its values may change without recompilation.
 
     Returns:
       A `Steering` with M variants.
 
     Raises:
-      ValueError: for numbers that are no i32[M], or, outside of jit, no variants.
+      ValueError: for numbers other than i32[M] or, outside jit, invalid variants.
 
     Example:
       >>> import jax.numpy as jnp
@@ -161,14 +160,14 @@ def renumber(steering: Steering, numbers: jax.Array) -> Steering:
         wrong = found[(found < -1) | (found >= most)]
         if wrong.size:
             raise UsageError(
-                f"renumber: variants of {type(steering).__name__} are from 0 to "
-                f"{most - 1}, or -1 for none; got {int(wrong[0])}"
+                f"renumber: numbers must be variants of {type(steering).__name__} "
+                f"from 0 to {most - 1}, or -1 for none, got {int(wrong[0])}"
             )
     return Renumbered(steering, numbers)
 
 
 class _RenumberedRows(NamedTuple):
-    """What is known of N texts."""
+    """State of N sequences."""
 
     inner: Any  # a pytree of arrays [N, ...]
     is_steered: jax.Array  # bool[N]
@@ -177,14 +176,14 @@ class _RenumberedRows(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Renumbered(Steering):
-    """What `renumber` returns."""
+    """Result of `renumber`."""
 
     steering: Steering
     numbers: jax.Array  # i32[M]
 
     @property
     def num_variants(self) -> int:
-        """M."""
+        """Number of variants, M."""
         return self.numbers.shape[-1]
 
     @property
@@ -192,7 +191,7 @@ class Renumbered(Steering):
         return self.steering.num_end_tokens
 
     def begin(self, variants: jax.Array, prompts: jax.Array) -> _RenumberedRows:
-        """Return the rows of the variants that are meant."""
+        """Return the state with variants mapped by `numbers`."""
         numbers = jnp.asarray(self.numbers, jnp.int32)
         meant = jnp.where(variants < 0, -1, numbers[jnp.maximum(variants, 0)])
         return _RenumberedRows(self.steering.begin(meant, prompts), meant >= 0)
@@ -206,11 +205,11 @@ class Renumbered(Steering):
         return state._replace(inner=self.steering.advance(state.inner, tokens))
 
     def ended(self, state: _RenumberedRows) -> jax.Array | None:
-        """Return which of them have ended, bool[K]."""
+        """Return True for ended sequences, bool[K]."""
         ended = self.steering.ended(state.inner)
         return None if ended is None else ended & state.is_steered
 
     def forced(self, state: _RenumberedRows) -> jax.Array | None:
-        """Return what is forced on them, i32[K], -1 for none."""
+        """Return the forced tokens, i32[K], -1 for none."""
         forced = self.steering.forced(state.inner)
         return None if forced is None else jnp.where(state.is_steered, forced, -1)

@@ -1,12 +1,11 @@
-"""What steers a text: any JAX code between a model's logits and the choice of a token.
+"""Protocol of logits processors: JAX code between a model's logits and token selection.
 
-It carries a state, of which each sequence has a row. The loops of decoding keep the
-rows beside what they generate: a row is begun with its prompt, goes on with each token
-that is chosen, and follows its sequence through samples, beams, preemption and guesses
-that are taken back. Nothing asks the host.
+A processor has a state with a row for each sequence. Decoding loops store the rows: a
+row starts from the prompt, is advanced by each chosen token, and follows its sequence
+through samples, beams, preemption and rejected draft tokens, without communication with
+the host.
 
-Symbols: N sequences, P most prompt tokens, K rows of a call, V tokens in the
-vocabulary.
+Symbols: N sequences, P longest prompt, K rows of a call, V vocabulary size.
 """
 
 from typing import Any, Protocol
@@ -17,15 +16,15 @@ from jkv.status import UsageError
 
 
 class Steering(Protocol):
-    """What steers texts, a pytree: its arrays are arguments of the program.
+    """Base class of logits processors, a pytree with its arrays as program arguments.
 
-    Make it a frozen dataclass that is registered as a pytree
-    (`jax.tree_util.register_dataclass`), derive it from this class, and write `begin`,
-    `steer` and `advance`. Loops call the methods inside jit, with rows in any order and
-    any number of them, so that nothing in them may depend on other rows.
+    Subclass it as a frozen dataclass registered as a pytree
+    (`jax.tree_util.register_dataclass`), and implement `begin`, `steer` and `advance`.
+    Loops call the methods inside jit, with any number of rows in any order, so rows
+    must not depend on each other.
 
-    Sequences that are not steered (variant -1) are given to the methods, too; what
-    comes of it is not used.
+    The methods also receive sequences without a variant (-1); their results are
+    ignored.
 
     Example:
       >>> import dataclasses, jax, jax.numpy as jnp, jkv
@@ -45,66 +44,66 @@ class Steering(Protocol):
 
     @property
     def num_variants(self) -> int:
-        """Ways of steering that a sequence can choose from; one unless it says more."""
+        """Number of variants that a sequence can select, one by default."""
         return 1
 
     @property
     def num_end_tokens(self) -> int:
-        """Tokens after each of which one state may have `ended`, at most.
+        """Largest number of tokens after which `ended` may be true for one state.
 
-        Beam search looks for so many more candidates.
+        Beam search adds this number of candidates.
         """
         return 1
 
     def begin(self, variants: jax.Array, prompts: jax.Array) -> Any:
-        """Return the state of texts that begin, a pytree of arrays [N, ...].
+        """Return the initial state of sequences, a pytree of arrays [N, ...].
 
         Args:
-          variants: i32[N], which way each is steered; -1 for none, any state will do.
-          prompts: i32[N, P], -1 after each one's end.
+          variants: i32[N], variant of each; -1 for none, with an arbitrary state.
+          prompts: i32[N, P], padded with -1.
         """
 
     def steer(self, state: Any, logits: jax.Array) -> jax.Array:
-        """Return other logits, f32[K, V]; a token at -inf is never chosen.
+        """Return the processed logits, f32[K, V]; -inf masks a token.
 
-        They are what penalties, temperature and filters are applied to, and what a
-        log-probability is of. A text for which none is left ends (NOTHING_ALLOWED).
+        Penalties, temperature, filters and log-probabilities use the result. A sequence
+        with all tokens masked ends (NOTHING_ALLOWED).
 
         Args:
-          state: K rows of it.
-          logits: f32[K, V], the model's.
+          state: K rows.
+          logits: f32[K, V], from the model.
         """
 
     def advance(self, state: Any, tokens: jax.Array) -> Any:
-        """Return the state after one more token of each text.
+        """Return the state after one more token of each sequence.
 
         Args:
-          state: K rows of it.
-          tokens: i32[K], what was chosen; -1 where nothing was: the row stays.
+          state: K rows.
+          tokens: i32[K], the chosen tokens; -1 for none, which keeps the row.
         """
 
     def ended(self, state: Any) -> jax.Array | None:
-        """Return which texts have ended (STOP) with their newest token, bool[K].
+        """Return True for sequences that end (STOP) with their newest token, bool[K].
 
         Args:
-          state: K rows of it, after that token.
+          state: K rows, after that token.
 
         Returns:
-          None if this never ends a text, and then nothing is computed for it.
+          None if it never ends a sequence, which saves the computation.
         """
         del state
         return None
 
     def forced(self, state: Any) -> jax.Array | None:
-        """Return the only token that each text may have next, i32[K], -1 for several.
+        """Return the only allowed next token of each sequence, i32[K], -1 for several.
 
-        Where `speculate` is given such tokens are guesses that cannot fail.
+        With `speculate`, forced tokens are drafts that are always accepted.
 
         Args:
-          state: K rows of it.
+          state: K rows.
 
         Returns:
-          None if this does not tell, and then nothing is computed for it.
+          None if it forces no tokens, which saves the computation.
         """
         del state
         return None
@@ -114,7 +113,7 @@ METHODS = ("begin", "steer", "advance", "ended", "forced")
 
 
 def check_steering(steering: object, taker: str) -> None:
-    """Refuse what does not steer, in the name of what takes it."""
+    """Raise unless `steering` implements the protocol; `taker` names the argument."""
     lacks = [name for name in METHODS if not callable(getattr(steering, name, None))]
     if lacks or isinstance(steering, type):
         raise UsageError(
@@ -124,18 +123,18 @@ def check_steering(steering: object, taker: str) -> None:
 
 
 class EndsNothing(Steering):
-    """What steers texts and ends none."""
+    """Base class of logits processors that end no sequence."""
 
     @property
     def num_end_tokens(self) -> int:
-        """None: this ends no text."""
+        """0: it ends no sequence."""
         return 0
 
 
 class Unchanging(EndsNothing):
-    """What steers texts alike, whatever their tokens are."""
+    """Base class of logits processors that ignore the chosen tokens."""
 
     def advance(self, state: Any, tokens: jax.Array) -> Any:
-        """Return the same: nothing depends on the text."""
+        """Return the state unchanged."""
         del tokens
         return state

@@ -1,11 +1,11 @@
-"""Logits processors that are small rules: which tokens a text may have, and when.
+"""Logits processors for small rules: allowed, banned, biased and end tokens, n-grams.
 
-Symbols: N texts, K rows, M variants, V tokens in the vocabulary; A tokens that are
-allowed, F lists of tokens that are banned, C tokens of the longest, E tokens that are
-named or end a text; P most prompt tokens, T tokens of a text that are kept.
+Symbols: N sequences, K rows, M variants, V vocabulary size; A allowed tokens, F banned
+token lists of up to C tokens, E biased or end tokens; P longest prompt, T tokens of a
+sequence that are stored.
 
-`NoRepeatedNgrams` is the rule of fairseq's and transformers' `no_repeat_ngram_size`;
-Paulus, Xiong and Socher used it for trigrams (section 2.5 of arXiv 1705.04304).
+`NoRepeatedNgrams` is `no_repeat_ngram_size` of fairseq and transformers; Paulus, Xiong
+and Socher used it for trigrams (section 2.5 of arXiv 1705.04304).
 """
 
 import dataclasses
@@ -32,19 +32,17 @@ from jkv.steering.tables import (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class AllowedTokens(Unchanging):
-    """The only tokens that a text may have.
+    """Mask of all tokens except the given ones.
 
-    It is the `allowed_token_ids` of vLLM's interface
-    (https://docs.vllm.ai/en/latest/api/vllm/sampling_params/). End tokens are no
-    exception: name them, too, if a text may end. Ids that the model does not have allow
-    nothing.
+    It is `allowed_token_ids` of vLLM
+    (https://docs.vllm.ai/en/latest/api/vllm/sampling_params/). Include end tokens, if a
+    sequence may end. Ids outside the vocabulary are ignored.
 
     Args:
-      tokens: i32[A], -1 for none; i32[M, A] for tokens of its own for each of M
-        variants.
+      tokens: i32[A], -1 for none; i32[M, A] for M variants.
 
     Raises:
-      ValueError: when a text begins, if they are no integers or have other axes.
+      ValueError: in `begin`, for other dtypes or axes.
 
     Example:
       >>> import jax.numpy as jnp
@@ -55,21 +53,21 @@ class AllowedTokens(Unchanging):
       [[-inf, 1.0, -inf, 1.0]]
     """
 
-    tokens: jax.Array  # i32[A], or i32[M, A] of M variants
+    tokens: jax.Array  # i32[A], or i32[M, A] with M variants
 
     @property
     def num_variants(self) -> int:
-        """M, or one."""
+        """Number of variants, M, or 1."""
         return count_variants(self.tokens, 1)
 
     def begin(self, variants: jax.Array, prompts: jax.Array) -> jax.Array:
-        """Return the variant of each text, i32[N]."""
+        """Return the variant of each sequence, i32[N]."""
         del prompts
         check_integers("AllowedTokens.tokens", self.tokens, "A | M A")
         return variants
 
     def steer(self, state: jax.Array, logits: jax.Array) -> jax.Array:
-        """Forbid all others."""
+        """Mask all other tokens."""
         tokens = find_rows(jnp.asarray(self.tokens, jnp.int32), 1, state)
         mask = jnp.zeros(logits.shape, bool)
         mask = mask.at[find_columns(tokens, logits)].set(True, mode="drop")
@@ -77,7 +75,7 @@ class AllowedTokens(Unchanging):
 
 
 class _BanRows(NamedTuple):
-    """What is known of N texts."""
+    """State of N sequences."""
 
     newest: jax.Array  # i32[N, C - 1]
     variants: jax.Array  # i32[N]
@@ -86,20 +84,18 @@ class _BanRows(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class BannedTexts(EndsNothing):
-    """Lists of tokens that a text never has.
+    """Ban on lists of tokens.
 
-    The last token of a list is forbidden where those before it are the newest of the
-    text, the end of the prompt counted; a list of one token is always forbidden. That
-    is what transformers' `NoBadWordsLogitsProcessor` does where the text has at least
-    as many tokens as the list. A tokenizer may spell the same words with other tokens,
-    which are not banned: give each spelling.
+    The last token of a list is masked if the previous ones are the newest of the
+    sequence, including the prompt; a list of one token is always masked. This equals
+    transformers' `NoBadWordsLogitsProcessor` for sequences at least as long as the
+    list. A tokenizer may encode the same words by other tokens: pass each encoding.
 
     Args:
-      texts: i32[F, C], -1 after each one's end; i32[M, F, C] for lists of its own for
-        each of M variants.
+      texts: i32[F, C], padded with -1; i32[M, F, C] for M variants.
 
     Raises:
-      ValueError: when a text begins, if they are no integers or have other axes.
+      ValueError: in `begin`, for other dtypes or axes.
 
     Example:
       >>> import jax.numpy as jnp
@@ -110,20 +106,20 @@ class BannedTexts(EndsNothing):
       [[1.0, 1.0, -inf, -inf, 1.0]]
     """
 
-    texts: jax.Array  # i32[F, C], or i32[M, F, C] of M variants
+    texts: jax.Array  # i32[F, C], or i32[M, F, C] with M variants
 
     @property
     def num_variants(self) -> int:
-        """M, or one."""
+        """Number of variants, M, or 1."""
         return count_variants(self.texts, 2)
 
     def begin(self, variants: jax.Array, prompts: jax.Array) -> _BanRows:
-        """Return the newest tokens of each text, and its variant."""
+        """Return the newest tokens and the variant of each sequence."""
         texts = check_integers("BannedTexts.texts", self.texts, "F C | M F C")
         return _BanRows(find_newest(prompts, texts.shape[-1] - 1), variants)
 
     def steer(self, state: _BanRows, logits: jax.Array) -> jax.Array:
-        """Forbid what would complete one of them."""
+        """Mask tokens that would complete a banned list."""
         texts = align_right(jnp.asarray(self.texts, jnp.int32))
         texts = find_rows(texts, 2, state.variants)
         before, last = texts[:, :, :-1], texts[:, :, -1]
@@ -131,29 +127,27 @@ class BannedTexts(EndsNothing):
         return forbid(logits, jnp.where(jnp.all(is_there, axis=2), last, -1))
 
     def advance(self, state: _BanRows, tokens: jax.Array) -> _BanRows:
-        """Note the token."""
+        """Append the token."""
         return state._replace(newest=push(state.newest, tokens))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenBias(Unchanging):
-    """Numbers that are added to the logits of some tokens, in every step.
+    """Bias added to the logits of some tokens in every step.
 
-    It is the `logit_bias` of OpenAI's interface
-    (https://platform.openai.com/docs/api-reference/completions). There -100 should mean
-    a ban; here it is a number like any other, and a token at -100 is still chosen where
-    nothing else is allowed. Give -inf to forbid a token, and never inf. Numbers of a
-    token that is named twice add up.
+    It is `logit_bias` of OpenAI
+    (https://platform.openai.com/docs/api-reference/completions), where -100 bans a
+    token; here it is an ordinary number, and the token can still be chosen if all
+    others are masked. Use -inf to mask a token, and never inf. Biases of a repeated
+    token add up.
 
     Args:
-      tokens: i32[E], -1 for none; i32[M, E] for tokens of its own for each of M
-        variants.
-      values: f32, shaped as `tokens`.
+      tokens: i32[E], -1 for none; i32[M, E] for M variants.
+      values: f32, with the shape of `tokens`.
 
     Raises:
-      ValueError: when a text begins, if they have other types or axes, or different
-        shapes.
+      ValueError: in `begin`, for other dtypes or axes, or different shapes.
 
     Example:
       >>> import jax.numpy as jnp
@@ -163,16 +157,16 @@ class TokenBias(Unchanging):
       Array([[ 1. ,  1.5,  1. , -inf]], dtype=float32)
     """
 
-    tokens: jax.Array  # i32[E], or i32[M, E] of M variants
+    tokens: jax.Array  # i32[E], or i32[M, E] with M variants
     values: jax.Array  # f32[E], or f32[M, E]
 
     @property
     def num_variants(self) -> int:
-        """M, or one."""
+        """Number of variants, M, or 1."""
         return count_variants(self.tokens, 1)
 
     def begin(self, variants: jax.Array, prompts: jax.Array) -> jax.Array:
-        """Return the variant of each text, i32[N]."""
+        """Return the variant of each sequence, i32[N]."""
         del prompts
         tokens = check_integers("TokenBias.tokens", self.tokens, "E | M E")
         axes = " ".join(map(str, tokens.shape))
@@ -183,11 +177,11 @@ class TokenBias(Unchanging):
         return variants
 
     def steer(self, state: jax.Array, logits: jax.Array) -> jax.Array:
-        """Add the numbers."""
+        """Add the biases."""
         tokens = jnp.asarray(self.tokens, jnp.int32)
         values = jnp.asarray(self.values, jnp.float32)
         if tokens.ndim == 1:
-            # One row for all texts: XLA puts it where the logits are read.
+            # XLA fuses a single row into the reader of the logits.
             tokens, values = tokens[None], values[None]
         else:
             tokens, values = tokens[state], values[state]
@@ -197,29 +191,27 @@ class TokenBias(Unchanging):
 
 
 class _LengthRows(NamedTuple):
-    """What is known of N texts."""
+    """State of N sequences."""
 
-    lacks: jax.Array  # i32[N], tokens before each may end
+    lacks: jax.Array  # i32[N], missing tokens before an end token
     variants: jax.Array  # i32[N]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class MinimumLength(EndsNothing):
-    """No end token before a text has so many new tokens.
+    """Mask of end tokens until a sequence has `min_new_tokens`.
 
-    End tokens that are given to the loop (`stop_tokens`) are not known here: name them
-    again. Stop sequences are not forbidden.
+    Pass the loop's `stop_tokens` here, too. Stop sequences are not masked.
 
     Args:
-      end_tokens: i32[E], those that end a text, -1 for none; i32[M, E] for tokens of
-        its own for each of M variants.
-      min_new_tokens: i32[] or int, new tokens before an end token may come; i32[M] for
-        a number of its own for each of M variants.
+      end_tokens: i32[E], -1 for none; i32[M, E] for M variants.
+      min_new_tokens: i32[] or int, new tokens before an end token is allowed; i32[M]
+        for M variants.
 
     Raises:
-      ValueError: when a text begins, if they are no integers or have other axes, or
-        different numbers of variants.
+      ValueError: in `begin`, for other dtypes or axes, or different numbers of
+        variants.
 
     Example:
       >>> import jax.numpy as jnp
@@ -232,12 +224,12 @@ class MinimumLength(EndsNothing):
       [[1.0, 1.0, 1.0, 1.0]]
     """
 
-    end_tokens: jax.Array  # i32[E], or i32[M, E] of M variants
-    min_new_tokens: jax.Array | int  # i32[], or i32[M] of M variants
+    end_tokens: jax.Array  # i32[E], or i32[M, E] with M variants
+    min_new_tokens: jax.Array | int  # i32[], or i32[M] with M variants
 
     @property
     def num_variants(self) -> int:
-        """M, or one."""
+        """Number of variants, M, or 1."""
         counts = (
             count_variants(self.end_tokens, 1),
             count_variants(self.min_new_tokens, 0),
@@ -245,7 +237,7 @@ class MinimumLength(EndsNothing):
         return max(counts)
 
     def begin(self, variants: jax.Array, prompts: jax.Array) -> _LengthRows:
-        """Return how many tokens each text lacks before it may end."""
+        """Return the number of missing tokens of each sequence."""
         del prompts
         ends = check_integers("MinimumLength.end_tokens", self.end_tokens, "E | M E")
         least = check_integers(
@@ -253,15 +245,15 @@ class MinimumLength(EndsNothing):
         )
         if ends.ndim == 2 and least.ndim == 1 and len(ends) != len(least):
             raise UsageError(
-                f"MinimumLength: end_tokens have {len(ends)} variants and "
-                f"min_new_tokens {len(least)}"
+                f"end_tokens and min_new_tokens must have the same number of "
+                f"variants, got {len(ends)} and {len(least)}"
             )
         return _LengthRows(find_rows(least, 0, variants), variants)
 
     def steer(self, state: _LengthRows, logits: jax.Array) -> jax.Array:
-        """Forbid the end tokens while tokens lack."""
+        """Mask the end tokens while tokens are missing."""
         ends = jnp.asarray(self.end_tokens, jnp.int32)
-        # One row for all texts: XLA puts it where the logits are read.
+        # XLA fuses a single row into the reader of the logits.
         ends = ends[None] if ends.ndim == 1 else ends[state.variants]
         without = forbid(jnp.zeros((len(ends), logits.shape[1]), jnp.float32), ends)
         return jnp.where(state.lacks[:, None] > 0, logits + without, logits)
@@ -274,20 +266,19 @@ class MinimumLength(EndsNothing):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class NoRepeatedNgrams(EndsNothing):
-    """No n-gram twice in a text, its prompt counted.
+    """Mask of tokens that would repeat an n-gram of the sequence or its prompt.
 
-    A token is forbidden if the text has, anywhere, the tokens before it and it, in a
-    row. The rows of the state are whole texts: P + `max_new_tokens` tokens. Of a text
-    that has more than that the oldest are forgotten.
-
-    A step compares every token of the text with the newest `size` - 1.
+    A state row stores a whole sequence, P + `max_new_tokens` tokens; of a longer one,
+    the oldest tokens are dropped. A step compares every token of the sequence with the
+    newest `size` - 1.
 
     Args:
-      size: tokens of an n-gram; 1 forbids any token that the text has.
-      max_new_tokens: as many as a text may get, in all calls that go on with it.
+      size: tokens of an n-gram; 1 masks every token of the sequence.
+      max_new_tokens: largest number of new tokens of a sequence, over all calls that
+        continue it.
 
     Raises:
-      ValueError: when a text begins, if one of them is less than 1 or no int.
+      ValueError: in `begin`, if one of them is less than 1 or not an int.
 
     Example:
       >>> import jax.numpy as jnp
@@ -298,28 +289,27 @@ class NoRepeatedNgrams(EndsNothing):
       [[1.0, 1.0, -inf, -inf, 1.0]]
     """
 
-    # Tokens of an n-gram; static, as programs differ.
+    # Static, since it determines the program.
     size: int = dataclasses.field(metadata={"static": True})
-    # Static, as the state's shape follows from it.
+    # Static, since it determines the shape of the state.
     max_new_tokens: int = dataclasses.field(metadata={"static": True})
 
     def begin(self, variants: jax.Array, prompts: jax.Array) -> jax.Array:
-        """Return the newest tokens of each text, i32[N, T]."""
+        """Return the newest tokens of each sequence, i32[N, T]."""
         del variants
         for name in ("size", "max_new_tokens"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise UsageError(
-                    f"NoRepeatedNgrams: {name} must be an int of 1 or more, got "
-                    f"{value!r}"
+                    f"NoRepeatedNgrams.{name} must be an int >= 1, got {value!r}"
                 )
         most = prompts.shape[1] + self.max_new_tokens
         return find_newest(prompts, max(most, self.size))
 
     def steer(self, state: jax.Array, logits: jax.Array) -> jax.Array:
-        """Forbid what would end an n-gram that the text has."""
+        """Mask tokens that would complete an n-gram of the sequence."""
         num_windows = state.shape[1] - self.size + 1
-        # A window is an n-gram of the text if it lies behind the text's begin.
+        # Windows in the padding before the sequence are no n-grams.
         is_again = state[:, :num_windows] >= 0
         for place in range(self.size - 1):
             of_window = state[:, place : place + num_windows]
@@ -329,5 +319,5 @@ class NoRepeatedNgrams(EndsNothing):
         return forbid(logits, jnp.where(is_again, lasts, -1))
 
     def advance(self, state: jax.Array, tokens: jax.Array) -> jax.Array:
-        """Add the token to the text."""
+        """Append the token."""
         return push(state, tokens)

@@ -1,6 +1,6 @@
-"""Arrays and tokens that logits processors share: rows of variants, newest tokens.
+"""Shared helpers of logits processors: tables by variant, newest tokens, masks.
 
-Symbols: N texts, M variants, K rows or sequences, C tokens, V tokens in the vocabulary.
+Symbols: N sequences, M variants, K rows or sequences, C tokens, V vocabulary size.
 """
 
 from typing import Any
@@ -13,19 +13,19 @@ from jkv.arguments import expect
 
 def count_variants(
     table: Any,  # an array or a number
-    num_axes: int,  # those that it has when it holds for all
+    num_axes: int,  # number of axes without variants
 ) -> int:
-    """Return how many variants an array tells apart; one if it holds for all."""
+    """Return the number of variants of an array; 1 without an axis of variants."""
     shape = jnp.shape(table)
     return shape[0] if len(shape) > num_axes else 1
 
 
 def find_rows(
     table: Any,  # an array or a number
-    num_axes: int,  # those that it has when it holds for all
+    num_axes: int,  # number of axes without variants
     variants: jax.Array,  # i32[K]
 ) -> jax.Array:
-    """Return what holds for each sequence, [K, ...]."""
+    """Return the row of each sequence's variant, [K, ...]."""
     table = jnp.asarray(table)
     if table.ndim > num_axes:
         return table[variants]
@@ -47,9 +47,9 @@ def check_numbers(where: str, array: Any, axes: str) -> jax.Array:
 
 
 def align_right(
-    tokens: jax.Array,  # i32[..., C], -1 after each one's end
+    tokens: jax.Array,  # i32[..., C], padded with -1
 ) -> jax.Array:
-    """Return lists of tokens, -1 before each one's begin instead of after its end."""
+    """Return token lists with the padding of -1 moved to the front."""
     num_missing = jnp.sum(tokens < 0, axis=-1, keepdims=True, dtype=jnp.int32)
     column = jnp.arange(tokens.shape[-1], dtype=jnp.int32)
     column = jnp.expand_dims(column, tuple(range(tokens.ndim - 1))) - num_missing
@@ -58,10 +58,10 @@ def align_right(
 
 
 def find_newest(
-    prompts: jax.Array,  # i32[N, P], -1 after each one's end
+    prompts: jax.Array,  # i32[N, P], padded with -1
     count: int,  # T
 ) -> jax.Array:
-    """Return the newest tokens of prompts, i32[N, T], -1 where one has fewer."""
+    """Return the last tokens of prompts, i32[N, T], left-padded with -1."""
     missing = max(count - prompts.shape[1], 0)
     aligned = jnp.pad(align_right(prompts), ((0, 0), (missing, 0)), constant_values=-1)
     return aligned[:, aligned.shape[1] - count :]
@@ -69,9 +69,9 @@ def find_newest(
 
 def push(
     newest: jax.Array,  # i32[N, T]
-    tokens: jax.Array,  # i32[N], -1 where there is none: the row stays
+    tokens: jax.Array,  # i32[N], -1 for none, which keeps the row
 ) -> jax.Array:
-    """Return the newest tokens after one more, i32[N, T]."""
+    """Return the newest tokens after appending one, i32[N, T]."""
     pushed = jnp.concatenate([newest, tokens[:, None]], axis=1)[:, 1:]
     return jnp.where(tokens[:, None] < 0, newest, pushed)
 
@@ -80,7 +80,7 @@ def ends_with(
     newest: jax.Array,  # i32[N, T]
     tokens: jax.Array,  # i32[C], C at most T
 ) -> jax.Array:
-    """Return which texts end with a list of tokens, bool[N]."""
+    """Return True for sequences that end with the token list, bool[N]."""
     last = newest[:, newest.shape[1] - tokens.shape[0] :]
     return jnp.all(last == tokens[None], axis=1)
 
@@ -89,7 +89,7 @@ def find_columns(
     tokens: jax.Array,  # i32[K, E], -1 for none
     logits: jax.Array,  # f32[K, V]
 ) -> tuple[jax.Array, jax.Array]:  # i32[K, 1], i32[K, E]
-    """Return where the logits of tokens stand; those of -1 are out of range."""
+    """Return the indices of tokens in the logits, out of range for -1."""
     row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
     return row, jnp.where(tokens < 0, logits.shape[1], tokens)
 
@@ -100,8 +100,8 @@ def forbid(
 ) -> jax.Array:
     """Return logits, f32[K, V], with -inf at some tokens of each row.
 
-    A mask is written, not the logits: those of the model are needed once more, and a
-    copy of them has four times its bytes.
+    Scattering into a mask instead of the logits avoids a copy of the logits, which are
+    read again and have four times the bytes.
     """
     mask = jnp.zeros(logits.shape, bool)
     mask = mask.at[find_columns(tokens, logits)].set(True, mode="drop")

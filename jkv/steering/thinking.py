@@ -1,8 +1,8 @@
-"""A bound on how long a model thinks: then its closing tag is forced.
+"""Bound on the length of reasoning, enforced by forcing the closing tag.
 
-Budget forcing is of Muennighoff et al., arXiv 2501.19393 (section 3.1).
+Budget forcing is from Muennighoff et al., arXiv 2501.19393 (section 3.1).
 
-Symbols: N texts, P most prompt tokens, A and C tokens of the tags, M variants, K rows.
+Symbols: N sequences, P longest prompt, A and C tokens of the tags, M variants, K rows.
 """
 
 import dataclasses
@@ -24,38 +24,36 @@ from jkv.steering.tables import (
 
 
 class _ThoughtRows(NamedTuple):
-    """What is known of N texts."""
+    """State of N sequences."""
 
     newest: jax.Array  # i32[N, max(A, C)]
     is_thinking: jax.Array  # bool[N]
-    num_thoughts: jax.Array  # i32[N], tokens since the open tag, 0 outside of thought
+    num_thoughts: jax.Array  # i32[N], tokens since the open tag, or 0
     budgets: jax.Array  # i32[N]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class ThinkingBudget(EndsNothing):
-    """At most so many tokens of thought, then the closing tag.
+    """Limit on reasoning tokens, enforced by forcing the closing tag.
 
-    Thought begins behind an open tag, be it in the prompt or written by the model, and
-    ends with a closing tag. Every token between counts, those of the prompt and of a
-    closing tag that is begun, too; an open tag inside of thought is thought. When the
-    budget is spent, the tokens of the closing tag are the only ones allowed; if the
-    model has begun the tag, those that lack. So a thought has at most `budget` tokens
-    and the tag's. Each thought has the whole budget.
+    Reasoning starts after an open tag, in the prompt or generated, and ends with a
+    closing tag. Every token in between counts, including tokens of the prompt, of an
+    incomplete closing tag, and of nested open tags. Once the budget is spent, the
+    closing tag is forced token by token, completing one that the model has started. So
+    reasoning has at most `budget` tokens and the closing tag. Each reasoning section
+    has the full budget.
 
-    The tags are tokens: a tokenizer that joins a tag with what stands beside it makes
-    others, which are not found. Tags that are tokens of their own are safe.
+    Tags are matched as tokens: they are not found if the tokenizer merges them with
+    adjacent text. Tags that are single special tokens are safe.
 
     Args:
       open_tag: i32[A].
       close_tag: i32[C].
-      budget: i32[] or int, tokens of a thought; i32[M] for a number of its own for each
-        of M variants.
+      budget: i32[] or int, tokens of a reasoning section; i32[M] for M variants.
 
     Raises:
-      ValueError: when a text begins, if they are no integers or have other axes, or a
-        tag is empty.
+      ValueError: in `begin`, for other dtypes or axes, or an empty tag.
 
     Example:
       >>> import jax.numpy as jnp
@@ -68,15 +66,15 @@ class ThinkingBudget(EndsNothing):
 
     open_tag: jax.Array  # i32[A]
     close_tag: jax.Array  # i32[C]
-    budget: jax.Array | int  # i32[], or i32[M] of M variants
+    budget: jax.Array | int  # i32[], or i32[M] with M variants
 
     @property
     def num_variants(self) -> int:
-        """M, or one."""
+        """Number of variants, M, or 1."""
         return count_variants(self.budget, 0)
 
     def begin(self, variants: jax.Array, prompts: jax.Array) -> _ThoughtRows:
-        """Find which prompts end in thought, and how many tokens of it they have."""
+        """Return the state after the prompts, which may end inside reasoning."""
         budget = check_integers("ThinkingBudget.budget", self.budget, "| M")
         opening, closing = self._tags()
         position = jnp.arange(prompts.shape[1], dtype=jnp.int32)[None]
@@ -94,13 +92,13 @@ class ThinkingBudget(EndsNothing):
         )
 
     def steer(self, state: _ThoughtRows, logits: jax.Array) -> jax.Array:
-        """Allow nothing but the closing tag where the budget is spent."""
+        """Mask all tokens but the closing tag's if the budget is spent."""
         forced = self.forced(state)[:, None]
         token = jnp.arange(logits.shape[1], dtype=jnp.int32)[None]
         return jnp.where((forced >= 0) & (token != forced), -jnp.inf, logits)
 
     def advance(self, state: _ThoughtRows, tokens: jax.Array) -> _ThoughtRows:
-        """See whether the token completes a tag, and count it."""
+        """Append the token, match the tags, and count it."""
         opening, closing = self._tags()
         newest, is_new = push(state.newest, tokens), tokens >= 0
         was_thinking = state.is_thinking
@@ -115,9 +113,9 @@ class ThinkingBudget(EndsNothing):
         )
 
     def forced(self, state: _ThoughtRows) -> jax.Array:
-        """Return the next token of the closing tag where it must come, else -1."""
+        """Return the next token of the closing tag if it is forced, else -1."""
         _, closing = self._tags()
-        # The longest end of the text that begins the tag.
+        # Length of the longest prefix of the tag that ends the sequence.
         num_begun = jnp.zeros(state.budgets.shape, jnp.int32)
         for count in range(1, closing.shape[0]):
             is_begun = ends_with(state.newest, closing[:count])
@@ -133,12 +131,15 @@ class ThinkingBudget(EndsNothing):
             for name, n in zip(names, "AC", strict=True)
         )
         if not (opening.size and closing.size):
-            raise UsageError("ThinkingBudget: a tag must have a token at least")
+            raise UsageError(
+                f"open_tag and close_tag must have at least one token, got "
+                f"{opening.size} and {closing.size}"
+            )
         return opening, closing
 
 
 def _find_tags(prompts: jax.Array, tag: jax.Array) -> jax.Array:
-    """Return with which tokens of prompts a tag ends, bool[N, P]."""
+    """Return True where a tag ends in a prompt, bool[N, P]."""
     num_before, most = tag.shape[0] - 1, prompts.shape[1]
     padded = jnp.pad(prompts, ((0, 0), (num_before, 0)), constant_values=-1)
     is_end = jnp.ones(prompts.shape, bool)

@@ -1,1 +1,1 @@
-"""What blocks hold: stored rows, copies, pieces on the host, files."""
+"""Storage of blocks and states: copies between pools, host and files."""

@@ -1,9 +1,8 @@
-"""A value as named leaves, and back: what files and a fresh cache are made of.
+"""Conversion between a value and its named leaves, for files and fresh caches.
 
-A leaf is an array, an int, a dtype or a tuple of such, named by the fields and the
-numbers in tuples that lead to it: `storage.0.key_pool`,
-`metadata.groups.0.free_blocks.ids`. The names are walked, not listed, so that a field
-added to the state needs no change here.
+A leaf is an array, an int, a dtype or a tuple of these, named by the fields and tuple
+indices on its path: `storage.0.key_pool`, `metadata.groups.0.free_blocks.ids`. Names
+come from the dataclass fields, so that a new field of the state needs no change here.
 """
 
 import dataclasses
@@ -22,7 +21,7 @@ _type_hints: Callable[[type], dict[str, Any]] = functools.cache(typing.get_type_
 
 
 def list_leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Walk the fields of a value, members of tuples and dicts, down to leaves."""
+    """Yield the leaves of a value with their names, through tuples and dicts."""
     parts: dict[str, Any] = {}
     if dataclasses.is_dataclass(value):
         parts = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
@@ -39,12 +38,11 @@ def list_leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 def build(
     kind: type[Value], leaves: dict[str, Any], kinds: Kinds, name: str = ""
 ) -> Value:
-    """Make a value of its leaves. They are taken out: what remains is not its own.
+    """Build a value from its leaves, removing them from `leaves`.
 
-    They have the names that `list_leaves` gives them, dtypes and tuples as JSON has
-    them too. `kinds` are the classes of which one stands where a field's type is a
-    face, or that of the members of a tuple. ValueError if a leaf is missing that cannot
-    be None.
+    Names are as in `list_leaves`; dtypes and tuples may be JSON's strings and lists.
+    `kinds` has the candidate classes of fields with an abstract type, or of the members
+    of a tuple. Raises ValueError if a required leaf is missing.
     """
     parts = {
         field: _build_field(hint, leaves, kinds, _join(name, field))
@@ -54,7 +52,7 @@ def build(
 
 
 def _build_field(hint: Any, leaves: dict[str, Any], kinds: Kinds, path: str) -> Any:
-    """Make what a field of that type holds; of several, what the leaves belong to."""
+    """Build a field's value, choosing among several types by the leaves present."""
     if path in leaves:
         return _of_json(leaves.pop(path))
     inner, prefix = typing.get_args(hint), f"{path}."
@@ -71,10 +69,10 @@ def _build_field(hint: Any, leaves: dict[str, Any], kinds: Kinds, path: str) -> 
 def _build_one(
     options: tuple[Any, ...], leaves: dict[str, Any], kinds: Kinds, path: str
 ) -> Any:
-    """Make one of several things: that whose first field is among the leaves."""
+    """Build the candidate whose first field is among the leaves."""
     prefix = f"{path}."
     within = [leaf for leaf in leaves if leaf.startswith(prefix)]
-    # One without fields is what stands there where there are no leaves.
+    # Without leaves, only a class without fields fits.
     fitting = [
         option
         for option in filter(_is_dataclass, options)
@@ -88,7 +86,7 @@ def _build_one(
         return {leaf.removeprefix(prefix): leaves.pop(leaf) for leaf in within}
     if type(None) in options:
         return None
-    raise ValueError(f"it lacks {path!r}, which this jkv needs")
+    raise ValueError(f"it lacks {path!r}, required by this version of jkv")
 
 
 def _is_dataclass(hint: Any) -> typing.TypeGuard[type[Any]]:
@@ -96,7 +94,7 @@ def _is_dataclass(hint: Any) -> typing.TypeGuard[type[Any]]:
 
 
 def _of_json(leaf: Any) -> Any:
-    """Return a leaf whose dtype may be a name, and its tuples lists."""
+    """Return a leaf with dtypes from strings and tuples from lists."""
     if isinstance(leaf, str):
         return jnp.dtype(leaf)
     return tuple(map(_of_json, leaf)) if isinstance(leaf, list) else leaf

@@ -1,16 +1,15 @@
-"""One file of named arrays in the safetensors format, whole and unharmed or an error.
+"""Files of named arrays in the safetensors format, written atomically and verified.
 
-A file is eight bytes that say how long the header is, the header, which names the
-arrays in JSON, and the arrays' bytes
-(https://huggingface.co/docs/safetensors/index#format). Any program that reads the
-format can read ours. Files are written here rather than by the `safetensors` package so
-that arrays can go to disk in parts, without a copy of all of them on the host, and so
-that the core of jkv needs no further package.
+A file has the header's length in eight bytes, the header, which describes the arrays in
+JSON, and the arrays' bytes (https://huggingface.co/docs/safetensors/index#format). Any
+program for the format can read it. Files are written here and not by the `safetensors`
+package, so that arrays can be written in parts, without a copy of all on the host, and
+without another dependency.
 
-The header's `__metadata__` carries `format`, `version` and `checksum`: SHA-256 over the
-whole file from the header on, with zeros in place of the checksum itself. A file is
-written under another name in the same folder and renamed when it is safely on disk, so
-that a reader finds the old file or the new one, never a part of it.
+The header's `__metadata__` has `format`, `version` and `checksum`: SHA-256 over the
+file from the header on, with zeros in place of the checksum. A file is written under a
+temporary name in the same folder and renamed once it is on disk, so that a reader finds
+either the old or the new file, complete.
 """
 
 import contextlib
@@ -33,11 +32,11 @@ Path: TypeAlias = str | os.PathLike[str]
 
 FORMAT, VERSION = "jkv", 3
 
-MAX_HEADER_BYTES = 10**8  # more is not allowed by the format
+MAX_HEADER_BYTES = 10**8  # limit of the format
 
 CHUNK_BYTES = 2**24  # read, hashed and written at a time
 
-PROGRESS_SECONDS = 2.0  # between two lines in the log
+PROGRESS_SECONDS = 2.0  # between log messages
 
 DTYPES = {
     "F64": np.dtype(np.float64),
@@ -62,17 +61,17 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _NO_CHECKSUM = "0" * hashlib.sha256().digest_size * 2
 
-# Our files begin so; it tells a harmed one from one that was never ours.
+# Start of every header written here; tells damaged files from foreign ones.
 _BEGINNING = f'{{"__metadata__":{{"format":"{FORMAT}",'.encode()
 
 logger = logging.getLogger("jkv")
 
 
 class FileError(CacheError):
-    """A file does not hold what `save` wrote; the message says what is wrong with it.
+    """A file is not a valid one of `save`; the message has the reason.
 
-    It is foreign (not one of ours), truncated, damaged, or of another version. A file
-    that is not there, or cannot be read, raises an `OSError` as always.
+    It is foreign (not written by jkv), truncated, damaged, or of another version. A
+    missing or unreadable file raises an `OSError` as usual.
 
     Example:
       >>> import jkv
@@ -85,11 +84,11 @@ class FileError(CacheError):
 
 
 class Tensor(NamedTuple):
-    """An array to be written, whose bytes come in parts."""
+    """An array to write, given in parts."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
-    parts: Iterable[np.ndarray]  # its elements in order, cut anywhere
+    parts: Iterable[np.ndarray]  # elements in order, split anywhere
 
     @property
     def nbytes(self) -> int:
@@ -99,10 +98,9 @@ class Tensor(NamedTuple):
 def write_file(
     path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]
 ) -> None:
-    """Write a file, whole or not at all; it replaces one that is there.
+    """Write a file atomically, replacing an existing one.
 
-    Arrays of large elements come first: then each begins at a multiple of its element
-    size.
+    Pass arrays with large elements first, so that each is aligned to its element size.
     """
     entries, start = _place_all(tensors)
     header = _header(metadata, entries, _NO_CHECKSUM)
@@ -114,19 +112,19 @@ def write_file(
             digest.update(part)
             file.write(part)
         if file.tell() != 8 + len(header) + start:
-            raise ValueError("the parts of a tensor do not make up its shape")
+            raise ValueError("tensors must have parts of the size of their shape")
         file.seek(8)
         file.write(_header(metadata, entries, digest.hexdigest()))
 
 
 def measure_file(tensors: dict[str, Tensor], metadata: dict[str, str]) -> int:
-    """Return how many bytes `write_file` writes."""
+    """Return the size of the file written by `write_file`, in bytes."""
     entries, nbytes = _place_all(tensors)
     return 8 + len(_header(metadata, entries, _NO_CHECKSUM)) + nbytes
 
 
 def _place_all(tensors: dict[str, Tensor]) -> tuple[dict[str, Any], int]:
-    """Return the header's entries of tensors, one after the other, and their bytes."""
+    """Return the header entries of consecutive tensors, and their total bytes."""
     start, entries = 0, {}
     for name, tensor in tensors.items():
         entries[name] = {
@@ -139,7 +137,7 @@ def _place_all(tensors: dict[str, Tensor]) -> tuple[dict[str, Any], int]:
 
 
 def read_file(path: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
-    """Verify a file of ours; return its metadata, and its arrays by name, mapped."""
+    """Verify a file; return its metadata, and its arrays by name, memory-mapped."""
     with open(os.fspath(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         raw, header = _read_header(path, file, size)
@@ -149,7 +147,7 @@ def read_file(path: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
             length = max((where.stop for *_, where in entries.values()), default=0)
             checksum = metadata["checksum"].encode()
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise FileError(path, "is damaged: its header makes no sense") from error
+            raise FileError(path, "is damaged: its header is invalid") from error
         expected = 8 + len(raw) + length
         if size < expected:
             raise FileError(path, f"is truncated: {size} bytes of {expected}")
@@ -168,17 +166,17 @@ def read_file(path: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
 
 
 def _read_entry(entry: dict[str, Any]) -> tuple[Any, tuple[int, ...], slice]:
-    """Return dtype, shape and bytes of an array; raise whatever a wrong one does."""
+    """Return dtype, shape and byte range of an array; raise if they are invalid."""
     dtype, shape = DTYPES[entry["dtype"]], tuple(map(int, entry["shape"]))
     start, stop = map(int, entry["data_offsets"])
     nbytes = Tensor(dtype, shape, ()).nbytes
     if min(shape, default=0) < 0 or start < 0 or stop - start != nbytes:
-        raise ValueError("an array's shape and its bytes do not agree")
+        raise ValueError("data_offsets do not match the shape and dtype")
     return dtype, shape, slice(start, stop)
 
 
 def _header(metadata: dict[str, str], entries: dict[str, Any], checksum: str) -> bytes:
-    """Return the header, padded so that the arrays begin at a multiple of 64 bytes."""
+    """Return the header, padded so that the arrays start at a multiple of 64 bytes."""
     own = {"format": FORMAT, "version": str(VERSION), "checksum": checksum}
     header = {"__metadata__": own | metadata, **entries}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=True).encode()
@@ -188,12 +186,12 @@ def _header(metadata: dict[str, str], entries: dict[str, Any], checksum: str) ->
 def _read_header(
     path: Path, file: IO[bytes], size: int
 ) -> tuple[bytes, dict[str, Any]]:
-    """Return the header as bytes and as JSON, known to be of our format and version."""
+    """Return the header as bytes and JSON, after checking its format and version."""
     length = int.from_bytes(file.read(8), "little")
     raw = file.read(min(length, size, MAX_HEADER_BYTES))
     ours = raw.startswith(_BEGINNING)
     if length > size - 8:
-        # A file cut within its header still begins as ours do.
+        # A file truncated within its header still starts like ours.
         if size <= 8 or ours or _BEGINNING.startswith(raw):
             raise FileError(path, f"is truncated: {size} bytes end within the header")
         raise FileError(path, "is foreign: not a safetensors file")
@@ -232,16 +230,16 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
-    if os.name == "posix":  # elsewhere a folder cannot be opened
+    if os.name == "posix":  # other systems cannot open a folder
         entry = os.open(folder, os.O_RDONLY)
         try:
-            os.fsync(entry)  # else a loss of power could undo the renaming
+            os.fsync(entry)  # otherwise a power loss could undo the rename
         finally:
             os.close(entry)
 
 
 def _chunks(parts: Iterable[np.ndarray]) -> Iterator[memoryview]:
-    """Return the bytes of arrays, a chunk at a time; contiguous ones are not copied."""
+    """Yield the bytes of arrays in chunks; contiguous arrays are not copied."""
     for part in parts:
         flat = np.ascontiguousarray(part).reshape(-1).view(np.uint8).data
         for start in range(0, len(flat), CHUNK_BYTES):
@@ -249,7 +247,7 @@ def _chunks(parts: Iterable[np.ndarray]) -> Iterator[memoryview]:
 
 
 def _rest(file: IO[bytes]) -> Iterator[memoryview]:
-    """Return the rest of a file, a chunk at a time; each is overwritten by the next."""
+    """Yield the rest of a file in chunks; each overwrites the previous one."""
     buffer = memoryview(bytearray(CHUNK_BYTES))
     while count := file.readinto(buffer):  # type: ignore[attr-defined]  # opened "rb"
         yield buffer[:count]
@@ -258,7 +256,7 @@ def _rest(file: IO[bytes]) -> Iterator[memoryview]:
 def _reported(
     chunks: Iterable[memoryview], total: int, done: str
 ) -> Iterator[memoryview]:
-    """Pass chunks on and log how far they are, every few seconds and at the end."""
+    """Pass chunks on, and log the progress every few seconds and at the end."""
     count, begin = 0, time.monotonic()
     last = begin
     for chunk in chunks:

@@ -1,9 +1,9 @@
-"""Arrays from the host on a device, in memory that a donated step can reuse.
+"""Copies of host arrays to devices, into memory that donated steps can reuse.
 
-JAX on a CPU borrows a numpy array that begins at a multiple of 64 bytes, whatever
-`may_alias` says, and what is borrowed cannot be updated in place: the first donated
-step would copy it. An array that begins elsewhere is copied at once, by `device_put`,
-without a program to be compiled for its shape.
+On CPU, JAX aliases numpy arrays aligned to 64 bytes, regardless of `may_alias`, and an
+aliased buffer cannot be updated in place: the first donated step would copy it.
+`device_put` copies an unaligned array immediately, without compiling a program for its
+shape.
 """
 
 import functools
@@ -36,15 +36,15 @@ _ALIGNMENT = 64
 
 
 class Placements(NamedTuple):
-    """Where the arrays of a cache go."""
+    """Placements of a cache's arrays."""
 
-    shardings: tuple[StorageSharding | None, ...]  # what each group's storage remembers
-    pools: PoolSharding | None  # what the cache remembers
-    metadata: Placement  # and of all other arrays
-    storage: tuple[dict[str, Placement], ...]  # of arrays of each group, by path
+    shardings: tuple[StorageSharding | None, ...]  # stored in each group
+    pools: PoolSharding | None  # sharding stored in the cache
+    metadata: Placement  # also of all other arrays
+    storage: tuple[dict[str, Placement], ...]  # of each group's arrays, by path
 
     def of(self, group: int, path: str) -> Placement:
-        """Return where an array of a group's storage goes."""
+        """Return the placement of an array of a group's storage."""
         return self.storage[group].get(path, self.metadata)
 
 
@@ -57,7 +57,7 @@ def choose_placements(
     context: str | None = None,
     pools: str | None = None,
 ) -> Placements:
-    """Return where a cache goes, on a device or on a mesh, by the names of axes."""
+    """Return the placements of a cache on a device, or on the named axes of a mesh."""
     named = {"heads": heads, "context": context, "pools": pools}
     axes = {name: axis for name, axis in named.items() if axis is not None}
     groups: Sequence[Any] = (
@@ -65,22 +65,24 @@ def choose_placements(
     )
     if mesh is None:
         for name, axis in axes.items():
-            raise ValueError(f"{name}={axis!r} is an axis of a mesh; give the mesh")
+            raise ValueError(f"mesh is required with {name}={axis!r}; pass mesh=")
         nothing = (None,) * len(groups)
         return Placements(nothing, None, device, ({},) * len(groups))
     if device is not None:
-        raise ValueError("give a device or a mesh, not both; a mesh is its devices")
+        raise ValueError("got both device and mesh; pass only one of them")
     if len(set(axes.values())) < len(axes):
         given = ", ".join(f"{name}={axis!r}" for name, axis in axes.items())
-        raise ValueError(f"{given}: {' and '.join(axes)} need an axis each")
-    # Groups may differ in kv heads, and so in the copies of each.
+        raise ValueError(
+            f"{' and '.join(axes)} must be different mesh axes, got {given}"
+        )
+    # Groups may differ in kv heads, and so in the number of replicas of each head.
     found = [each.divide(mesh, heads, context) for each in groups]
     is_typed = any(is_explicit(mesh, axis) for axis in (heads, context) if axis)
     if pools and is_typed and jax.__version_info__ < (0, 12):
         raise ValueError(
-            f"a shard_map of JAX {jax.__version__} over the axis of pools would gather "
-            f"what Explicit axes divide on every device; make the mesh with "
-            f"axis_types of AxisType.Auto, or take JAX 0.12"
+            f"mesh must have axis_types AxisType.Auto with pools=, got Explicit axes, "
+            f"which shard_map of JAX {jax.__version__} would gather on every device; "
+            f"change the mesh or use JAX 0.12"
         )
     ranks = None if pools is None else PoolSharding(mesh, pools)
 
@@ -98,15 +100,15 @@ def choose_placements(
 
 
 def put(arrays: Arrays, device: Placement) -> Arrays:
-    """Put a pytree of numpy arrays on a device, all in one call.
+    """Copy a pytree of numpy arrays to a device in one call.
 
-    No two of its arrays then share a buffer with another or with one of numpy's.
+    The results share no buffers with each other or with numpy.
     """
     if not (isinstance(device, jax.sharding.Sharding) and is_shared(device)):
         return jax.device_put(jax.tree.map(_unaligned, arrays), device)
 
     def put_parts(array: np.ndarray) -> jax.Array:
-        # `device_put` would compare what the processes have, array by array.
+        # `device_put` would compare the processes' values, array by array.
         return jax.make_array_from_callback(
             array.shape, device, lambda part: _unaligned(array[part])
         )
@@ -117,13 +119,13 @@ def put(arrays: Arrays, device: Placement) -> Arrays:
 def put_by_layers(
     array: np.ndarray, where: Placements, group: int, path: str
 ) -> jax.Array:
-    """Put an array of storage, [L, N, K, ...], on its devices a layer at a time.
+    """Copy a storage array, [L, N, K, ...], to its devices one layer at a time.
 
-    It has the model's heads, each once. One mapped from a file is then never in the
-    host's memory as a whole. Of an array with an axis of ranks first, that is a layer
-    of each rank.
+    It has each of the model's heads once. One layer at a time, a memory-mapped array
+    never occupies host memory as a whole. With a leading axis of ranks, a step copies
+    that layer of every rank.
     """
-    axis = 0 if where.pools is None else 1  # of the layers
+    axis = 0 if where.pools is None else 1  # axis of layers
     sharding, device = where.shardings[group], where.of(group, path)
     copies = copies_of(sharding)
     shape = list(array.shape)
@@ -135,7 +137,7 @@ def put_by_layers(
         layer: Any = array[(slice(None),) * axis + (number,)]
         if where_layer is not None:
             layer = put(layer, where_layer)
-        # Waiting keeps copies of layers from piling up on their way.
+        # Waiting bounds the number of layers in flight.
         pool = jax.block_until_ready(
             _set_layer(pool, np.int32(number), layer, axis, sharding)
         )
@@ -145,7 +147,7 @@ def put_by_layers(
 def _find_layer_placement(
     device: Placement, axis: int, ndim: int, copies: int
 ) -> jax.sharding.NamedSharding | None:
-    """Return where one layer of an array goes; None where JAX may choose."""
+    """Return the placement of one layer of an array, or None for JAX's choice."""
     if not isinstance(device, jax.sharding.NamedSharding):
         return None
     axes = [*device.spec, *[None] * ndim][:ndim]
@@ -156,7 +158,7 @@ def _find_layer_placement(
 
 
 def _unaligned(array: np.ndarray) -> np.ndarray:
-    """Copy an array to memory that begins between two multiples of `_ALIGNMENT`."""
+    """Copy an array to memory not aligned to `_ALIGNMENT`."""
     room = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
     start = (_ALIGNMENT // 4 - room.ctypes.data) % _ALIGNMENT
     copy = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)

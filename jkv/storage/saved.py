@@ -1,8 +1,8 @@
-"""A cache, or sequences on the host, as one file of named arrays.
+"""Serialization of a cache, or of sequences on the host, to one file.
 
-The arrays of the value are named by the fields that lead to them (`jkv.storage.fields`)
-and its static fields stand beside them in the header, in JSON. K/V stored as the bits
-of another dtype carry that dtype's name in the file.
+Arrays are named by the path of their fields (`jkv.storage.fields`); static fields are
+in the header, in JSON. Keys and values stored as the bits of another dtype have that
+dtype in the file.
 """
 
 import collections
@@ -31,8 +31,7 @@ from jkv.storage import fields, files
 from jkv.storage.files import FileError, Path, Tensor
 from jkv.storage.swapped import Swapped
 
-# What a file holds, by the name in its header. Pools are a cache whose arrays have an
-# axis of ranks first.
+# Content of a file, by the name in its header; "pools" has a leading axis of ranks.
 _KINDS: dict[str, type[Cache] | type[Swapped]] = {
     "cache": Cache,
     "pools": Cache,
@@ -41,10 +40,10 @@ _KINDS: dict[str, type[Cache] | type[Swapped]] = {
 
 
 def write_value(path: Path, value: Cache | Swapped) -> None:
-    """Write a value to a file, whole or not at all, K/V a layer at a time.
+    """Write a value to a file atomically, keys and values a layer at a time.
 
-    Of a cache that lies on devices of several processes, all of them call this and get
-    each layer, and one writes. OSError on every process if it cannot be written.
+    For a cache sharded over several processes, all of them call this and receive each
+    layer, and one writes. Raises OSError on every process if writing fails.
     """
     tensors: dict[str, Tensor] = {}
     constants: dict[str, Any] = {}
@@ -63,7 +62,7 @@ def write_value(path: Path, value: Cache | Swapped) -> None:
         kind = "cache" if value.pools is None else "pools"
     metadata = {"holds": kind, "fields": json.dumps(constants)}
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
-    # All groups lie on the same devices.
+    # All groups are on the same devices.
     where: Any = None
     if isinstance(value, Cache):
         where = next(iter(value.storage[0].arrays.values())).sharding
@@ -74,7 +73,7 @@ def write_value(path: Path, value: Cache | Swapped) -> None:
 
 
 def read_value(path: Path, kinds: fields.Kinds) -> Cache | Swapped:
-    """Return what a file of `write_value` holds, mapped; kinds as for `build`."""
+    """Return the memory-mapped value in a file; `kinds` as for `build`."""
     metadata, arrays = files.read_file(path)
     leaves: dict[str, Any] = {
         name: array.view(STORED_AS.get(array.dtype, array.dtype))
@@ -87,14 +86,14 @@ def read_value(path: Path, kinds: fields.Kinds) -> Cache | Swapped:
             leaves[name] = contents.cut_array(leaves[name])
         value = fields.build(kind, leaves, kinds)
         if leaves:
-            raise ValueError(f"it holds {sorted(leaves)}, which this jkv does not know")
+            raise ValueError(f"it has unknown fields {sorted(leaves)}")
     except (LookupError, TypeError, ValueError) as error:
         raise FileError(path, f"is damaged: {error}") from error
     return value
 
 
 def _kept(value: Cache | Swapped) -> Cache | Swapped:
-    """Return what a file keeps: the model's heads, on no mesh, and no debug mode."""
+    """Return the value to save: without copies of heads, sharding or debug mode."""
     if isinstance(value, Swapped):
         return value
     storage = tuple(each.with_sharding(None) for each in value.storage)
@@ -105,14 +104,14 @@ def _kept(value: Cache | Swapped) -> Cache | Swapped:
 
 
 def _as_json(leaf: Any) -> Any:
-    """Return a constant whose dtypes are their names."""
+    """Return a constant with dtypes as strings and tuples as lists."""
     if isinstance(leaf, tuple):
         return [_as_json(each) for each in leaf]
     return leaf.name if isinstance(leaf, np.dtype) else leaf
 
 
 def _find_meaning(value: Cache | Swapped, name: str) -> np.dtype[Any] | None:
-    """Return what the bits of a leaf mean that is K/V or scales; None of any other."""
+    """Return the dtype encoded by a leaf of keys, values or scales; None for others."""
     within, *numbers = name.split(".", 2)
     if within not in ("storage", "groups") or len(numbers) < 2:
         return None
@@ -124,23 +123,23 @@ def _find_meaning(value: Cache | Swapped, name: str) -> np.dtype[Any] | None:
 def _by_layers(
     leaf: jax.Array, dtype: np.dtype[Any], cache: Cache, number: int
 ) -> Tensor:
-    """Describe K/V or scales of a group as layers on the host, one at a time.
+    """Return keys, values or scales of a group as a tensor of host layers.
 
-    The array is [L, N, K, ...], with ranks and copies of heads if the cache has them.
+    `leaf` is [L, N, K, ...], with ranks and copies of heads if the cache has them.
     """
     sharding = cache.storage[number].sharding
     head_axis = POOL_HEADS if cache.pools is None else POOL_HEADS + 1
     shape = list(leaf.shape)
     shape[head_axis] //= copies_of(sharding)
     numbers = itertools.product(*map(range, shape[: head_axis - 1]))  # ranks, layers
-    leaf = as_auto(leaf)  # whose ranks may be an Explicit axis
+    leaf = as_auto(leaf)  # ranks may be an Explicit axis
     layers = (bring_whole(leaf[layer]) for layer in numbers)
     heads = (without_copies_of_heads(sharding, layer, 1) for layer in layers)
     return Tensor(dtype, tuple(shape), heads)
 
 
 def _by_pieces(pieces: Sequence[HostArray], dtype: np.dtype[Any]) -> Tensor:
-    """Describe K/V or scales, cut into pieces [L, p, ...] on the host, by layers."""
+    """Return keys, values or scales in pieces, [L, p, ...], as a tensor of layers."""
     arrays = tuple(map(np.asarray, pieces))
     if not arrays:
         return Tensor(dtype, (0, 0), ())
@@ -156,14 +155,14 @@ def _write_together(
     metadata: dict[str, str],
     mesh: jax.sharding.Mesh,
 ) -> None:
-    """Let one of several processes write what all of them bring."""
+    """Write the file from one process, with the shards of all; raise in all of them."""
     failure: Exception | None = None
     if is_writer(mesh):
         try:
             files.write_file(path, tensors, metadata)
         except Exception as error:
             failure = error
-    # The other processes bring all parts; one that failed, those it had not brought.
+    # Gathering is collective: the other processes, and a failed writer, take part too.
     for tensor in tensors.values():
         if isinstance(tensor.parts, Iterator):
             collections.deque(tensor.parts, maxlen=0)
@@ -171,4 +170,4 @@ def _write_together(
     if failure is not None:
         raise failure
     if not is_written:
-        raise OSError(f"{os.fspath(path)} was not written: another process failed")
+        raise OSError(f"could not write {os.fspath(path)}: another process failed")

@@ -1,4 +1,4 @@
-"""Sequences on the host, apart from any cache."""
+"""Swapped-out sequences in host memory, independent of a cache."""
 
 import dataclasses
 import itertools
@@ -19,9 +19,9 @@ from jkv.status import Status, UsageError, raise_for_status
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Swapped:
-    """Sequences on the host, apart from any cache, with all that they have.
+    """Swapped-out sequences in host memory, with their complete state.
 
-    A `Swapped` is a pytree, can be pickled, and swapped in as often as you like.
+    A `Swapped` is a pytree, can be pickled, and can be swapped in any number of times.
 
     Example:
       >>> import jkv
@@ -33,29 +33,29 @@ class Swapped:
       Swapped(1 sequences, 5 tokens, 2 of 4 blocks with contents, 288 bytes)
     """
 
-    seq_ids: np.ndarray  # i32[B], the ids that the sequences had
+    seq_ids: np.ndarray  # i32[B], former ids
     context_lengths: np.ndarray  # i32[B], tokens of each sequence
     num_uses: np.ndarray  # u32[B], as in `Sequences`
     committed: np.ndarray | None  # i32[B], as in `PrefixIndex`
     salts: np.ndarray | None  # i32[B], likewise
-    groups: tuple[Luggage, ...]  # what they have in each group
-    # Tokens per block, T; static, as no shape tells it.
+    groups: tuple[Luggage, ...]  # contents in each group
+    # Tokens per block, T; static, since no shape has it.
     block_size: int = dataclasses.field(metadata={"static": True})
     num_pending: np.ndarray | None = None  # i32[B], as in `Sequences`
 
     @property
     def num_sequences(self) -> int:
-        """Sequences held, B."""
+        """Number of sequences, B."""
         return len(self.context_lengths)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that the sequences have, in all groups together."""
+        """Number of the sequences' blocks, summed over groups."""
         return sum(group.num_blocks for group in self.groups)
 
     @property
     def num_filled_blocks(self) -> int:
-        """Those of them whose contents are held."""
+        """Number of these blocks with contents."""
         return sum(group.num_filled_blocks for group in self.groups)
 
     @property
@@ -64,7 +64,7 @@ class Swapped:
         return sum(a.nbytes for a in jax.tree.leaves(self.__dict__) if np.ndim(a))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle plain numpy arrays, wherever the pieces are."""
+        """Convert the pieces to numpy arrays for pickling."""
         return {**self.__dict__, "groups": jax.tree.map(np.asarray, self.groups)}
 
     def __repr__(self) -> str:
@@ -81,10 +81,10 @@ class Swapped:
 
 
 def copy_out(cache: Cache, seq_ids: Integers) -> Swapped:
-    """Return sequences as a host value; the cache stays as it is.
+    """Return sequences as a host value; the cache is unchanged.
 
-    It is on a device, or of numpy arrays, as a file gives it. Padding is left out;
-    InvalidSequence for an id that is not open or is named twice.
+    The cache is on a device, or consists of numpy arrays read from a file. Padding is
+    omitted. Raises InvalidSequence for an id that is not open or is repeated.
     """
     (seq_ids,) = requests.broadcast(seq_ids=seq_ids)
     found = jax.device_get(_look_up(cache.metadata, seq_ids))
@@ -100,7 +100,7 @@ def copy_out(cache: Cache, seq_ids: Integers) -> Swapped:
 
 @jax.jit
 def _look_up(metadata: Metadata, seq_ids: jax.Array) -> dict[str, Any]:
-    """Return what the metadata says of sequences: fields of `Swapped`, and the rest."""
+    """Return the sequences' metadata: fields of `Swapped`, and the parts' results."""
     closable = requests.is_live_once(metadata, seq_ids)
     padding = requests.is_padding(seq_ids)
     sequences = metadata.sequences
@@ -118,12 +118,12 @@ def _look_up(metadata: Metadata, seq_ids: jax.Array) -> dict[str, Any]:
 
 
 def match_groups(cache: Cache, swapped: Swapped) -> tuple[Luggage, ...]:
-    """Return what sequences have for each group of a cache; refuse others."""
+    """Return the contents for each group of the cache; raise if the groups differ."""
     there, here = (_list_kinds(groups) for groups in (swapped.groups, cache.storage))
     if there != here:
         raise UsageError(
-            f"these sequences left a cache of {there}, and this cache has {here}: make "
-            f"it with the configuration of that cache"
+            f"cache must have {there}, like the cache of the sequences, got {here}; "
+            f"create it with the same configuration"
         )
     kinds: dict[str, tuple[Any, Any]] = {
         "block_size": (swapped.block_size, cache.block_size)
@@ -139,14 +139,14 @@ def match_groups(cache: Cache, swapped: Swapped) -> tuple[Luggage, ...]:
     ]
     if different:
         raise ValueError(
-            f"sequences can be swapped into a cache of the same layers, heads, sizes "
-            f"and dtype only: {'; '.join(different)}"
+            f"cache must have the layers, heads, sizes and dtype of the swapped "
+            f"sequences: {'; '.join(different)}"
         )
     return swapped.groups
 
 
 def _list_kinds(groups: Sequence[Any]) -> str:
-    """Return how many groups of layers there are in a row of each kind."""
+    """Return a description of consecutive groups by kind."""
     runs = [
         (kind, len([*run])) for kind, run in itertools.groupby(g.kind for g in groups)
     ]

@@ -1,1 +1,1 @@
-"""Cached blocks outside the pool: on the host, on disk, and back."""
+"""KV cache offloading: spill cached blocks to host memory and disk; restore them."""

@@ -1,8 +1,8 @@
-"""Which cached blocks go next, and what is known of them; and forgetting these.
+"""Selection of cached blocks to spill, and their removal from the prefix index.
 
-A cached block is free and can be found. The pool hands out the one that has been free
-longest, so that is the order here, too. A block goes before the blocks that lead up to
-it, and with a block of the leading group go those that other groups have beside it.
+Cached blocks are free blocks in the index. The pool evicts the least recently used one
+first, and so does spilling. A block is spilled before its parents, and a block of the
+leading group together with the blocks of other groups at the same position.
 """
 
 import functools
@@ -18,26 +18,26 @@ from jkv.prefixes.arrays import Snapshots
 from jkv.prefixes.snapshots import forget_snapshots, snapshots_of
 from jkv.state import Metadata
 
-# Entries that were counted so far, and what was found: i32[], and i32[...].
+# Carry of a scan: i32[] entries visited, and its result, i32[...].
 _Counted = tuple[jax.Array, jax.Array]
 
 
 class Chosen(NamedTuple):
-    """What is known of blocks that go, and of everything that they follow."""
+    """Blocks to spill, and the index entries of their prefixes."""
 
-    # Of each group with blocks i32[W], with partners i32[2 W]; N for none.
+    # Per group with blocks i32[W], with partners i32[2 W]; N for none.
     blocks: tuple[jax.Array, ...]
-    # Of each group the leading group's block beside each one, N_0 for none.
+    # Per group, the leading group's block at each position, N_0 for none.
     above: tuple[jax.Array, ...]
-    parents: jax.Array  # i32[N_0], the block before each of the leading group
-    salts: jax.Array  # i32[N_0], the domain of each
-    hashes: jax.Array  # u32[N_0], of the text up to the end of each
-    kept: tuple[jax.Array, ...]  # i32[N_0], u32[N_0]: classes and times; () for one
+    parents: jax.Array  # i32[N_0], parent of each block of the leading group
+    salts: jax.Array  # i32[N_0], cache salt of each
+    hashes: jax.Array  # u32[N_0], prefix hash of each
+    kept: tuple[jax.Array, ...]  # i32[N_0], u32[N_0]: classes, expiry times; or ()
 
 
 @functools.partial(jax.jit, static_argnames="width")
 def choose(metadata: Metadata, count: jax.Array, *, width: int) -> Chosen:
-    """Choose so many cached blocks, i32[], of each group; W at most."""
+    """Choose `count` cached blocks, i32[], of each group, at most W."""
     nothing = metadata.leading.num_blocks
     blocks, above = [], []
     first = find_free(metadata, metadata.leader, count, width=width, known=True)
@@ -71,7 +71,7 @@ def choose(metadata: Metadata, count: jax.Array, *, width: int) -> Chosen:
 def find_free(
     metadata: Metadata, number: int, count: jax.Array, *, width: int, known: bool
 ) -> jax.Array:
-    """Return so many free blocks, i32[W], that leave next, known or not; N behind."""
+    """Return the next `count` free blocks, i32[W], cached or not; N pads."""
     group, count = metadata.groups[number], jnp.minimum(count, width)
 
     def visit(carry: _Counted, block: jax.Array, is_entry: jax.Array) -> _Counted:
@@ -89,10 +89,10 @@ def find_free(
 
 @jax.jit
 def count_next(metadata: Metadata, wanted: jax.Array) -> jax.Array:
-    """Return how many of the blocks that leave next are cached, i32[G].
+    """Count the cached blocks among the next to be evicted, i32[G].
 
-    Of each group with blocks so many leave, i32[G]; with states one more, of places for
-    snapshots.
+    `wanted`, i32[G], is the number of evictions per group with blocks; with recurrent
+    states, a last entry counts snapshot places.
     """
     found = [
         _count_cached(metadata, number, wanted[at])
@@ -106,7 +106,7 @@ def count_next(metadata: Metadata, wanted: jax.Array) -> jax.Array:
 
 
 def _count_cached(metadata: Metadata, number: int, wanted: jax.Array) -> jax.Array:
-    """Count cached blocks among those of a group that leave next, i32[]."""
+    """Count the cached blocks among the next `wanted` of a group, i32[]."""
 
     def visit(carry: _Counted, block: jax.Array, is_entry: jax.Array) -> _Counted:
         num, cached = carry
@@ -121,7 +121,7 @@ def _count_cached(metadata: Metadata, number: int, wanted: jax.Array) -> jax.Arr
 
 @jax.jit
 def count_blank(metadata: Metadata) -> jax.Array:
-    """Return the fewest free blocks of a group that hold nothing, i32[]."""
+    """Return the smallest number of free, uncached blocks of any group, i32[]."""
     found = []
     for number in metadata.block_numbers:
         group = metadata.groups[number]
@@ -137,8 +137,8 @@ def count_blank(metadata: Metadata) -> jax.Array:
 def forget(
     metadata: Metadata, blocks: tuple[jax.Array, ...], places: jax.Array
 ) -> Metadata:
-    """Forget blocks of groups, i32[W] each, and snapshots; N and P are dropped."""
-    # The leading group comes last: the others' are known by its blocks.
+    """Remove blocks of groups, i32[W], and snapshots from the index; N and P pad."""
+    # The other groups' entries are found through the leading group's, removed last.
     numbers = metadata.block_numbers
     for number in (*metadata.followers, metadata.leader) if numbers else ():
         block, group = blocks[numbers.index(number)], metadata.groups[number]

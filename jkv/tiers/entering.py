@@ -1,8 +1,8 @@
-"""Making blocks cached again that come from the host.
+"""Insertion of restored blocks into the prefix index.
 
-Each block is entered where its parent is, in order of the chains: the parent is proved
-as `commit` proves it, and the block goes into a free block that holds nothing. Then all
-blocks of the chains that are free are made the last to be handed out, children first.
+Columns are inserted in order of their chains, parents first: the parent is verified as
+in `commit`, and a free, uncached block is allocated. Then all free blocks of the chains
+become the most recently used, children before parents.
 """
 
 import functools
@@ -21,35 +21,35 @@ from jkv.tiers.choosing import find_free
 
 
 class Lanes(NamedTuple):
-    """W columns of texts that are to stand in the cache, parents before children."""
+    """W columns of sequences to insert, parents before children."""
 
     tokens: Any  # i32[W, T]
-    salts: Any  # i32[W], domains
-    columns: Any  # i32[W], of each in its text
-    parents: Any  # i32[W], lanes of the columns before; -1: `above` names the block
-    above: Any  # i32[W], the leading group's block before; N_0: there is none
-    is_first: Any  # bool[W], whether no column is before it
-    valid: Any  # bool[W], False behind the last
-    # Of each group with blocks bool[W], whether the host has what its block shall hold.
+    salts: Any  # i32[W], cache salts
+    columns: Any  # i32[W], position of each in its sequence
+    parents: Any  # i32[W], lanes of the parents; -1: see `above`
+    above: Any  # i32[W], the parent's block in the leading group; N_0: none
+    is_first: Any  # bool[W], True without a parent
+    valid: Any  # bool[W], False for padding
+    # Per group with blocks, bool[W], True if the host has the block's contents.
     held: tuple[Any, ...]
 
 
 class Entered(NamedTuple):
-    """Where the columns stand now."""
+    """Blocks of the columns after insertion."""
 
-    stands: jax.Array  # i32[W], in the leading group; N_0 for those that do not
-    # Of each group i32[W], the block that is to be written; N for none.
+    stands: jax.Array  # i32[W], in the leading group; N_0 if missing
+    # Per group, i32[W], the block to write; N for none.
     written: tuple[jax.Array, ...]
 
 
 class _Carry(NamedTuple):
     metadata: Metadata
     entered: Entered
-    num_used: tuple[jax.Array, ...]  # i32[1] of each group, blocks taken so far
+    num_used: tuple[jax.Array, ...]  # per group, i32[1], number of blanks allocated
 
 
 def _enter(metadata: Metadata, lanes: Lanes) -> tuple[Metadata, Entered]:
-    """Enter columns in the index, as far as blocks that hold nothing are free."""
+    """Insert columns into the index, as far as free, uncached blocks suffice."""
     width = lanes.tokens.shape[0]
     numbers, groups = metadata.block_numbers, metadata.block_groups
     blanks = tuple(
@@ -78,7 +78,7 @@ def _enter(metadata: Metadata, lanes: Lanes) -> tuple[Metadata, Entered]:
 def _enter_one(
     carry: _Carry, lanes: Lanes, blanks: tuple[jax.Array, ...], lane: jax.Array
 ) -> _Carry:
-    """Enter one column, i32[1], and what other groups have beside it."""
+    """Insert one column, i32[1], with its blocks in the other groups."""
     metadata, entered, num_used = carry
     numbers, nothing = metadata.block_numbers, metadata.leading.num_blocks
     leader = numbers.index(metadata.leader)
@@ -97,7 +97,7 @@ def _enter_one(
 
     own = blanks[leader].at[num_used[leader]].get(mode="fill", fill_value=nothing)
     may_enter = has_parent & jnp.asarray(lanes.held[leader])[lane] & (own < nothing)
-    # One that may not enter is only looked for, whatever its number is.
+    # Block 0 is a placeholder for a column that is only looked up.
     block = jnp.where(has_parent, jnp.where(may_enter, own, 0), nothing)
     resolved = hash_tables.resolve(metadata, block, prefixes, may_enter)
     index = hash_tables.enter(index, resolved, prefixes, before, hash_above)
@@ -126,7 +126,7 @@ def _pair(
     own: jax.Array,
     is_held: jax.Array,
 ) -> tuple[Metadata, jax.Array]:
-    """Give a group a block beside a column's, if it is held; return it, N for none."""
+    """Pair a held block of a group with a column's; return it, or N."""
     nothing, no_leader = metadata.groups[number].num_blocks, metadata.leading.num_blocks
     metadata = prefix_index.forget_partners(metadata, number, resolved.enters)
     known = prefix_index.find_partners(metadata, number, resolved.stands)
@@ -138,10 +138,10 @@ def _pair(
 
 
 def _renew(metadata: Metadata, blocks: jax.Array, keep: Keep | None) -> Metadata:
-    """Make blocks of the leading group and those beside them the last to be handed out.
+    """Make blocks of the leading group and their partners the most recently used.
 
-    They are i32[W], all different, in the order in which they shall go, N_0 for none,
-    and kept at least by class and time, [W]. What is not free stays where it is.
+    `blocks`, i32[W], are distinct and in eviction order, N_0 for none; `keep`, [W],
+    raises their class and expiry. Referenced blocks are not moved.
     """
     for number in metadata.block_numbers:
         own = prefix_index.find_partners(metadata, number, blocks)

@@ -1,4 +1,4 @@
-"""Columns in a folder: a file each, named by its text, written whole or not at all."""
+"""Disk tier: one file per column, named by its prefix's digest, written atomically."""
 
 import concurrent.futures
 import contextlib
@@ -30,56 +30,56 @@ from jkv.tiers.spilled import Held, Layout
 logger = logging.getLogger("jkv")
 
 ENDING, UNFINISHED, LAYOUT_NAME = ".safetensors", ".tmp", "layout.json"
-# Causes of a write that found no room.
+# Errors of a full disk.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Of what waits to be written: a disk that is slower than the cache loses the rest.
+# Queued bytes; columns beyond are dropped if the disk is slower than the cache.
 MOST_WAITING_BYTES = 2**28
-# A process that was killed leaves files of another name, which nobody writes any more.
+# Temporary files older than this belong to a killed process.
 ABANDONED_SECONDS = 3600.0
-# After so long a process looks again at what others have written.
+# Interval between scans for files of other processes.
 SCAN_SECONDS = 1.0
 
 
 def first_digest(domain: int | str, version: str, layout: Layout) -> bytes:
-    """Return what the digests of texts of one domain, model and layout begin from."""
+    """Return the initial digest of sequences with one salt, version and layout."""
     said = json.dumps([domain, version, layout])
     return hashlib.blake2b(said.encode(), digest_size=24).digest()
 
 
 def next_digest(digest: bytes, tokens: np.ndarray) -> bytes:
-    """Return the digest of a text that is longer by a column, i32[T]."""
+    """Return the digest of a sequence extended by a column, i32[T]."""
     return hashlib.blake2b(digest + tokens.tobytes(), digest_size=24).digest()
 
 
 class Folder:
-    """The files of a store; other processes may read, write and remove them, too."""
+    """Files of a store; other processes may read, write and remove them, too."""
 
     def __init__(self, path: str, max_bytes: int) -> None:
         if max_bytes <= 0:
             raise UsageError(
-                "a store with a folder needs max_folder_bytes=, the most that its "
-                "files may take together"
+                f"max_folder_bytes must be > 0 with a folder, got {max_bytes}; pass "
+                f"the largest total size of its files"
             )
         os.makedirs(path, exist_ok=True)
         self.path, self.max_bytes = path, max_bytes
-        # Most bytes that had room when the disk was full last; None: it was not.
+        # Total size when the disk was last full; None: not full.
         self._room: int | None = None
         self._lock = threading.Lock()
-        self._waiting: dict[str, Held] = {}  # being written
+        self._waiting: dict[str, Held] = {}  # queued for writing
         self._waiting_bytes = 0
-        self._damaged: dict[str, _Identity] = {}  # files that were read and are wrong
+        self._damaged: dict[str, _Identity] = {}  # files found damaged
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "jkv-store")
-        self._note: bytes | None = None  # of version and layout
+        self._note: bytes | None = None  # JSON of version and layout
         self._is_noted = False
         self._sizes = self._scan()
 
     @property
     def is_full(self) -> bool:
-        """Whether so much waits to be written that more could be lost."""
+        """True if the write queue is half full, so that more could be dropped."""
         return self._waiting_bytes > MOST_WAITING_BYTES // 2
 
     def agree(self, version: str, layout: Layout | None) -> Layout | None:
-        """Return the layout of what lies here, or note one; refuse any other."""
+        """Return the folder's layout, or write `layout`; raise if either differs."""
         path = self._layout_path
         try:
             with open(path, "rb") as file:
@@ -91,37 +91,37 @@ class Folder:
                 self.note(version, layout)
             return layout
         except OSError as error:
-            self._warn(f"{path} cannot be read ({error})")
+            self._warn(f"could not read {path} ({error})")
             return layout
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(
-                f"{path} is damaged: remove the folder, or name another"
+                f"folder has a damaged {path}; remove the folder or pass another"
             ) from error
         if there != version:
             raise UsageError(
-                f"{self.path} holds blocks of version {there!r}, and this store has "
-                f"{version!r}: name another folder, or remove that one"
+                f"folder must have version {version!r}, got {there!r} in {self.path}; "
+                f"remove it or pass another folder"
             )
         if layout is not None and layout != theirs:
             different = "; ".join(theirs.differences(layout))
             raise UsageError(
-                f"{self.path} holds blocks of another layout: name another folder, or "
-                f"remove that one ({different})"
+                f"folder must have the layout of the cache, got another in {self.path} "
+                f"({different}); remove it or pass another folder"
             )
         self._note, self._is_noted = note, True
         return theirs
 
     def note(self, version: str, layout: Layout) -> None:
-        """Note of what version and layout the folder is, as soon as there is room."""
+        """Write the folder's version and layout now, or later if the disk is full."""
         said = {"version": version, "layout": layout}
         self._note, self._is_noted = json.dumps(said).encode(), False
         try:
             self._write_note()
         except OSError as error:
-            self._warn(f"{self._layout_path} is not written yet ({error})")
+            self._warn(f"could not write {self._layout_path} yet ({error})")
 
     def _write_note(self) -> None:
-        """Write the note unless it is there: the folder may have been emptied."""
+        """Write the note unless it exists: the folder may have been emptied."""
         note = self._note
         if note is None or (self._is_noted and os.path.exists(self._layout_path)):
             return
@@ -134,18 +134,17 @@ class Folder:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all columns' files, as far as this process has seen them."""
+        """Bytes of all columns' files as of this process's last scan."""
         with self._lock:
             return sum(
                 size for name, size in self._sizes.items() if name.endswith(ENDING)
             )
 
     def write(self, digest: bytes, text: np.ndarray, held: Held, said: Any) -> None:
-        """Write a column soon; until then it is found as if it were written.
+        """Queue a column for writing; until then, `find` returns it from memory.
 
-        Its text, i32[n T], ends with the column, and the header says domain, version
-        and layout. Where too much waits it is lost, as the disk is slower than what
-        comes.
+        Its sequence, i32[n T], ends with the column; the header has salt, version and
+        layout. The column is dropped if the queue is full.
         """
         name = digest.hex()
         with self._lock:
@@ -180,18 +179,18 @@ class Folder:
                 sizes = self._scan()
                 with self._lock:
                     self._sizes, self._room = sizes, sum(sizes.values())
-                self._warn(f"{self.path} takes no more ({error})")
+                self._warn(f"the disk of {self.path} is full ({error})")
             else:
-                self._warn(f"{path} is not written ({error})")
-        except Exception:  # the writer goes on with the next
-            logger.exception("a column was not written to %s", path)
+                self._warn(f"could not write {path} ({error})")
+        except Exception:  # the writer thread continues
+            logger.exception("could not write a column to %s", path)
         finally:
             with self._lock:
                 self._waiting.pop(name, None)
                 self._waiting_bytes -= nbytes
 
     def _enter(self, name: str, size: int) -> None:
-        """Count a file that was written; a disk that took one may take another."""
+        """Record a written file; after a success the disk may have more space."""
         with self._lock:
             self._sizes[name + ENDING] = size
         self._damaged.pop(name, None)
@@ -201,10 +200,10 @@ class Folder:
                 self._room = None
 
     def _warn(self, text: str) -> None:
-        warnings.warn(f"{text}; the store goes on", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"{text}; the store continues", RuntimeWarning, stacklevel=3)
 
     def has(self, digest: bytes) -> bool:
-        """Whether there is a file of a text, which nobody found damaged."""
+        """True if the sequence has a file that is not known to be damaged."""
         name = digest.hex()
         with self._lock:
             if name in self._waiting:
@@ -216,7 +215,7 @@ class Folder:
         return found is not None and found != self._damaged.get(name)
 
     def find(self, digest: bytes, text: np.ndarray, said: Any) -> Held | None:
-        """Return what a column holds; None if it is not there, or damaged."""
+        """Return a column's contents; None if missing or damaged."""
         name = digest.hex()
         with self._lock:
             waiting = self._waiting.get(name)
@@ -225,15 +224,15 @@ class Folder:
         try:
             held = self._read(name, text, said)
         except OSError as error:
-            self._warn(f"{self._file(name)} cannot be read now ({error})")
+            self._warn(f"could not read {self._file(name)} ({error})")
             return None
         if held is not None:
             with contextlib.suppress(OSError):
-                os.utime(self._file(name))  # the longest unused goes first
+                os.utime(self._file(name))  # mark as most recently used
         return held
 
     def _read(self, name: str, text: np.ndarray, said: Any) -> Held | None:
-        """Return what a file holds; None if it is not there, or is wrong."""
+        """Return a file's contents; None if missing or damaged."""
         path = self._file(name)
         found = _Identity.of(path)
         if found is None or found == self._damaged.get(name):
@@ -243,11 +242,11 @@ class Folder:
             header = json.loads(metadata["column"])
             keep = header.pop("keep")
             arrays = {key: np.array(array) for key, array in mapped.items()}
-            # A digest only proposes: the file has all tokens.
+            # Digests may collide, so all tokens are compared.
             if header != json.loads(json.dumps(said)) or not np.array_equal(
                 arrays.pop("tokens"), text
             ):
-                raise FileError(path, "holds another text than its name says")
+                raise FileError(path, "has the tokens of another sequence")
         except FileNotFoundError:
             return None
         except (FileError, KeyError, ValueError) as error:
@@ -257,9 +256,9 @@ class Folder:
         return Held(arrays=arrays, keep=keep and (keep[0], keep[1]), is_saved=True)
 
     def _make_room(self, name: str, nbytes: int) -> bool:
-        """Remove files that were unused for longest, so that one more fits, if it can.
+        """Remove least recently used files until one more fits; return True on success.
 
-        The bound is judged now: the folder's own, and the room that the disk has.
+        The limit is the folder's `max_bytes` and the free space on disk, read now.
         """
         free = shutil.disk_usage(self.path).free
         is_near = time.monotonic() - self._scanned < SCAN_SECONDS
@@ -277,7 +276,7 @@ class Folder:
             for other, size in columns.items():
                 if total + nbytes <= bound and nbytes <= free:
                     break
-                with contextlib.suppress(OSError):  # it stays, and others may go
+                with contextlib.suppress(OSError):  # undeletable files are skipped
                     os.unlink(os.path.join(self.path, other))
                     total, free = total - size, free + size
                     del sizes[other]
@@ -285,16 +284,16 @@ class Folder:
             self._sizes = sizes
         if total + nbytes <= self.max_bytes and nbytes <= free:
             return True
-        self._warn(f"{self.path} has no room for the {nbytes:,} bytes of {name}")
+        self._warn(f"{self.path} has no space for the {nbytes:,} bytes of {name}")
         return False
 
     def _scan(self) -> dict[str, int]:
-        """Return the sizes of all files by name, the longest unused first."""
+        """Return the sizes of all files by name, least recently used first."""
         self._scanned = time.monotonic()
         found = []
         try:
             entries = [*os.scandir(self.path)]
-        except OSError:  # it is made again by what is written next
+        except OSError:  # the next write recreates the folder
             entries = []
         for entry in entries:
             with contextlib.suppress(OSError):
@@ -318,7 +317,7 @@ class Folder:
             self._sizes = {}
 
     def flush(self) -> None:
-        """Wait until all that waits is written."""
+        """Wait for the write queue."""
         self._writer.submit(lambda: None).result()
 
     @property
@@ -330,15 +329,15 @@ class Folder:
 
 
 class _Identity(NamedTuple):
-    """What tells a file from one that is written anew."""
+    """Inode, time and size of a file, to detect a replacement."""
 
     inode: int
-    changed: int  # in nanoseconds
+    changed: int  # nanoseconds
     size: int
 
     @classmethod
     def of(cls, path: str) -> "_Identity | None":
-        """Return that of a file; None where there is none."""
+        """Return the identity of a file; None if it does not exist."""
         try:
             found = os.stat(path)
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Making blocks that were taken out of a cache cached again."""
+"""Restoring of spilled blocks and snapshots into a cache."""
 
 import itertools
 import operator
@@ -17,34 +17,35 @@ from jkv.tiers.snapshots import note_snapshots, put_snapshots
 from jkv.tiers.spilled import Layout, Spilled, TextBuilder
 from jkv.tiers.spilling import check_has_texts
 
-LANES_PER_CALL = 64  # columns entered by one program
+LANES_PER_CALL = 64  # columns inserted per program call
 
 
 @takes_cache(on_host=True)
 def restore(
     cache: Cache, spilled: Spilled, *, donate: bool = False
 ) -> tuple[Cache, int]:
-    """Make blocks cached again that `spill` took out of a cache, this or another.
+    """Restore blocks spilled by `spill` from this or another cache.
 
-    For the host, outside jit. In order of their chains each goes into a free block that
-    holds nothing, as far as there are any. What is there already is skipped, and so is
-    what has lost its parent or ends past `max_context_length`. All of them, and the
-    blocks that lead up to them, count as used just now. A snapshot of a state whose
-    blocks are there takes an empty place, or that of the snapshot unused for longest,
-    but of none named here. No sequence is touched.
+    Call it on the host, outside jit. In order of their chains, blocks go into free,
+    uncached blocks, as far as there are any. Blocks already cached, blocks without
+    their parent, and blocks beyond `max_context_length` are skipped. All of them, and
+    their parents, become the most recently used. A snapshot of a recurrent state with
+    its blocks cached takes an empty place, or replaces the least recently used snapshot
+    not in `spilled`. Sequences are unchanged.
 
     Args:
-      cache: a cache with `prefix_caching` of the same layers, heads, sizes and dtype.
-      spilled: what `spill` returned, or a `BlockStore` found; it stays valid.
-      donate: write in place of the old cache's storage, which is then gone, instead of
-        in a copy.
+      cache: a cache with `prefix_caching`, and the layers, heads, sizes and dtype of
+        the original.
+      spilled: from `spill` or `BlockStore.find`; it stays valid.
+      donate: if True, write into the storage of `cache`, which becomes invalid, instead
+        of a copy.
 
     Returns:
-      The cache, and how many blocks, of all groups, and snapshots are found again.
+      The cache, and the number of blocks of all groups and snapshots restored.
 
     Raises:
-      ValueError: for a cache of other groups, or another shape or dtype, without an
-        index, or whose layers all have windows.
+      ValueError: for a cache with other groups, shapes or dtypes, without an index, or
+        with a sliding window in every layer.
 
     Example:
       >>> import jax.numpy as jnp, jkv
@@ -61,8 +62,8 @@ def restore(
     check_has_texts(cache)
     if different := spilled.layout.differences(Layout.of(cache)):
         raise ValueError(
-            f"blocks can be restored into a cache of the same layers, heads, sizes and "
-            f"dtype only: {'; '.join(different)}"
+            f"cache must have the layers, heads, sizes and dtype of the spilled "
+            f"blocks: {'; '.join(different)}"
         )
     spilled = spilled.within(cache.max_context_length)
     stands: np.ndarray | None = None
@@ -89,10 +90,10 @@ def restore(
 def _enter_all(
     cache: Cache, spilled: Spilled, *, donate: bool
 ) -> tuple[Cache, np.ndarray, list[np.ndarray]]:
-    """Enter all columns in the index, and make them the last to be handed out.
+    """Insert all columns into the index as the most recently used.
 
-    Returned with the cache are the leading group's block of each node, i32[Q], N_0 for
-    none, and of each group the blocks that are to be written, i32[Q], N for none.
+    Returns the cache, the leading group's block of each node, i32[Q], N_0 for none, and
+    per group the blocks to write, i32[Q], N for none.
     """
     metadata, nothing = cache.metadata, cache.metadata.leading.num_blocks
     num_nodes = len(spilled.parents)
@@ -134,7 +135,7 @@ def _enter_all(
             blocks[at] = new
     is_there = stands[:num_nodes] < nothing
     keep = _raise_parents(spilled, is_there, metadata.num_classes)
-    # The pool hands out from the front: children before their parents.
+    # Eviction starts at the front: children before parents.
     for start in reversed(starts):
         at = slice(start, start + LANES_PER_CALL)
         of_class = keep and Keep(*(padded(each)[at][::-1] for each in keep))
@@ -145,7 +146,7 @@ def _enter_all(
 def _raise_parents(
     spilled: Spilled, is_there: np.ndarray, num_classes: int
 ) -> Keep | None:
-    """Return how nodes are kept, if at all: none less than what follows it here."""
+    """Return the class and expiry of each node, at least its descendants'; or None."""
     if num_classes == 1:
         return None
     classes = np.zeros(len(is_there), np.int32)
@@ -164,7 +165,7 @@ def _raise_parents(
 def _restore_snapshots(
     cache: Cache, spilled: Spilled, stands: np.ndarray | None, *, donate: bool
 ) -> tuple[Cache, int]:
-    """Restore the snapshots whose blocks are there; tell how many."""
+    """Restore the snapshots with cached blocks; return their number."""
     nothing = cache.metadata.leading.num_blocks if stands is not None else 0
     nodes = [
         node
@@ -187,7 +188,7 @@ def _restore_snapshots(
 
 
 def warm_up(cache: Cache, most: int) -> Cache:
-    """Compile what restores so many blocks, by copying some; the cache is donated."""
+    """Compile `restore` for up to `most` blocks by copying some; donate the cache."""
     texts = TextBuilder(cache.block_size)
     texts.add(-1, 0, np.zeros(cache.block_size, np.int32))
     bare = Spilled(layout=Layout.of(cache), **texts.arrays())

@@ -1,4 +1,4 @@
-"""Snapshots of states between their places and the host."""
+"""Copies of recurrent-state snapshots between device and host."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from jkv.tiers.spilled import list_snapshots
 
 
 def fetch_snapshots(cache: Cache, places: list[int]) -> dict[str, np.ndarray]:
-    """Copy what places have to the host, [..., P, ...], by path in `Held`."""
+    """Copy the snapshots at `places` to the host, [..., P, ...], by path in `Held`."""
     at = np.array(places, np.int32)
     known: Any = snapshots_of(cache.metadata)
     pending = np.asarray(known.num_pending)[None, at]
@@ -26,12 +26,12 @@ def fetch_snapshots(cache: Cache, places: list[int]) -> dict[str, np.ndarray]:
 
 def put_snapshots(
     cache: Cache,
-    held: list[dict[str, np.ndarray]],  # arrays of snapshots, by path
-    places: np.ndarray,  # i32[P], all different
+    held: list[dict[str, np.ndarray]],  # arrays of each snapshot, by path
+    places: np.ndarray,  # i32[P], distinct
     *,
     donate: bool,
 ) -> Cache:
-    """Write snapshots of all groups with a state to places."""
+    """Write snapshots to their places, in all groups with a recurrent state."""
     if not held:
         return cache
     old = list_snapshots(cache)
@@ -72,18 +72,18 @@ _put, _put_donated = jax.jit(_scatter), jax.jit(_scatter, donate_argnums=0)
 def note_snapshots(
     metadata: Metadata, texts: list[np.ndarray], salts: list[int], pending: np.ndarray
 ) -> tuple[Metadata, np.ndarray]:
-    """Give places to the snapshots of texts: empty ones, and those unused for longest.
+    """Assign empty or least recently used places to the snapshots of sequences.
 
-    Of texts, i32[n T] each, so many last tokens are pending, i32[P]. One that is there
-    keeps its place, and all count as used just now. Returned with the metadata are the
-    places, i32[P], that are to be written; that of no snapshot for any other text.
+    `pending`, i32[P], is the number of pending tokens of each sequence, i32[n T]. A
+    snapshot already stored keeps its place; all become the most recently used. Returns
+    the metadata and the places to write, i32[P], out of range for no write.
     """
     known: Any = snapshots_of(metadata)
     lengths, last_used, theirs = map(
         np.array, (known.lengths, known.last_used, known.salts)
     )
     none = len(lengths)
-    own = np.full(len(texts), none, np.int32)  # places of those that are there
+    own = np.full(len(texts), none, np.int32)  # places of snapshots already stored
     for number, (text, salt) in enumerate(zip(texts, salts, strict=True)):
         alike = np.flatnonzero((lengths == len(text)) & (theirs == salt))
         for place in alike.tolist():

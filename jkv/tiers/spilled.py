@@ -1,4 +1,4 @@
-"""Cached blocks on the host, apart from any cache, with the texts that they end."""
+"""Spilled blocks in host memory, independent of a cache, with their token prefixes."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -9,17 +9,17 @@ import numpy as np
 
 from jkv.state import Cache
 
-STATIC = {"static": True}  # of fields that only the host looks at
+STATIC = {"static": True}  # for fields used on the host only
 
 
 class Layout(NamedTuple):
-    """How rows lie in the blocks and states of a cache."""
+    """Shapes and dtypes of a cache's blocks and states."""
 
     block_size: int
-    num_groups: int  # with blocks
-    num_states: int  # groups with a state
-    # Of each array its path, as `Held` names it, its dtype, layers, and the shape of
-    # one block or one state; of blocks also what the bits mean.
+    num_groups: int  # groups with blocks
+    num_states: int  # groups with a recurrent state
+    # Per array: path as in `Held`, dtype, number of layers, and shape of a block or
+    # state; for blocks also the dtypes of keys and values.
     arrays: tuple[tuple[Any, ...], ...]
 
     @classmethod
@@ -46,7 +46,7 @@ class Layout(NamedTuple):
         return cls(block_size, num_groups, num_states, tuple(map(tuple, arrays)))
 
     def differences(self, other: Self) -> list[str]:
-        """Say in what this layout differs from another, that of a cache."""
+        """Describe the differences from another layout, the one of a cache."""
         mine, theirs = (
             {
                 "block_size": each.block_size,
@@ -66,16 +66,17 @@ class Layout(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Held:
-    """What a column of a text holds: its blocks, and a snapshot at its end."""
+    """Contents of a column: blocks of its groups, and a snapshot at its end."""
 
-    # [L, ...] by path, in files too: "block.0.key_pool" of the first group with blocks,
-    # "snapshot.rows.0.sum" of the first with a state, "snapshot.num_pending", i32[1].
+    # [L, ...] by path, also in files: "block.0.key_pool" of the first group with
+    # blocks, "snapshot.rows.0.sum" of the first with a state, "snapshot.num_pending",
+    # i32[1].
     arrays: dict[str, np.ndarray]
-    # Class, and up to when; None: one class.
+    # Retention class and expiry time; None: one class.
     keep: tuple[int, int] | None = dataclasses.field(default=None, metadata=STATIC)
     is_saved: bool = dataclasses.field(
         default=False, metadata=STATIC
-    )  # whether a file holds all of it
+    )  # True if a file has all of it
 
     @property
     def nbytes(self) -> int:
@@ -84,7 +85,7 @@ class Held:
 
     @property
     def groups(self) -> set[int]:
-        """The groups of which there is a block, among those with blocks."""
+        """Indices of the groups with a block here, among the groups with blocks."""
         paths = (path.split(".") for path in self.arrays)
         return {int(path[1]) for path in paths if path[0] == "block"}
 
@@ -93,16 +94,16 @@ class Held:
         return "snapshot.num_pending" in self.arrays
 
     def with_more(self, other: "Held") -> "Held":
-        """Return this with what the other holds and this does not."""
+        """Return the union of both contents, with the higher class and later expiry."""
         arrays = other.arrays | self.arrays
         keep = self.keep or other.keep
-        if self.keep and other.keep:  # the higher class, and the later time
+        if self.keep and other.keep:  # the higher class, the later time
             keep = max(self.keep[0], other.keep[0]), max(self.keep[1], other.keep[1])
         is_same = len(arrays) == len(self.arrays) and keep == self.keep
         return Held(arrays=arrays, keep=keep, is_saved=self.is_saved and is_same)
 
     def lowered(self, now: int) -> "Held":
-        """Return this in class 0 if the time of its class is over."""
+        """Return this in class 0 if its class has expired."""
         if self.keep is None or self.keep[1] > now:
             return self
         return dataclasses.replace(self, keep=(0, 0))
@@ -111,18 +112,18 @@ class Held:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Spilled:
-    """Cached blocks on the host, as `spill` takes them out and `restore` takes them.
+    """Spilled blocks in host memory, the result of `spill` and input of `restore`.
 
-    Texts are a tree of Q *nodes*, columns of T tokens each, parents before children: a
-    text is known by all of its tokens, and what texts have in common stands once. Nodes
-    that hold nothing only lead up to others. It is a pytree, and can be pickled.
+    The sequences form a tree of Q *nodes*, columns of T tokens each, parents before
+    children; shared prefixes are stored once. Nodes without contents only lead to
+    others. A pytree, which can be pickled.
     """
 
-    tokens: np.ndarray  # i32[Q, T], of each node
-    parents: np.ndarray  # i32[Q], the node before each, -1 for a text's first
-    salts: np.ndarray  # i32[Q], the domain of each
-    held: dict[int, Held]  # what there is of nodes, in their order
-    layout: Layout = dataclasses.field(metadata=STATIC)  # of the cache that it left
+    tokens: np.ndarray  # i32[Q, T]
+    parents: np.ndarray  # i32[Q], parent of each node, -1 for none
+    salts: np.ndarray  # i32[Q], cache salt of each
+    held: dict[int, Held]  # contents by node, ascending
+    layout: Layout = dataclasses.field(metadata=STATIC)  # of the source cache
 
     @property
     def block_size(self) -> int:
@@ -131,17 +132,17 @@ class Spilled:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks held, in all groups together."""
+        """Number of blocks, summed over groups."""
         return sum(len(each.groups) for each in self.held.values())
 
     @property
     def num_snapshots(self) -> int:
-        """Snapshots held."""
+        """Number of snapshots."""
         return sum(each.has_snapshot for each in self.held.values())
 
     @property
     def columns(self) -> np.ndarray:
-        """The number of each node in its text, i32[Q]."""
+        """Position of each node in its sequence, i32[Q]."""
         columns = np.zeros(len(self.parents), np.int32)
         for node, parent in enumerate(self.parents.tolist()):
             if parent >= 0:
@@ -155,7 +156,7 @@ class Spilled:
         return own + sum(each.nbytes for each in self.held.values())
 
     def within(self, max_tokens: int) -> "Spilled":
-        """Return the columns that end within so many tokens of their texts."""
+        """Return the columns that end within the first `max_tokens` tokens."""
         is_kept = (self.columns + 1) * self.block_size <= max_tokens
         if is_kept.all():
             return self
@@ -173,7 +174,7 @@ class Spilled:
         )
 
     def text_of(self, node: int) -> np.ndarray:
-        """Return the tokens of a text up to the end of a node, i32[n T]."""
+        """Return the tokens of a sequence up to the end of a node, i32[n T]."""
         chain = []
         while node >= 0:
             chain.append(node)
@@ -188,7 +189,7 @@ class Spilled:
 
 
 def list_snapshots(cache: Cache) -> dict[str, Any]:
-    """Return the snapshots of all groups with a state, [L, P, ...], by path."""
+    """Return the snapshots of all recurrent-state groups, [L, P, ...], by path."""
     with_state = [each for each in cache.storage if each.kind == "states"]
     return {
         f"snapshot.{part}.{number}.{name}": array
@@ -199,7 +200,7 @@ def list_snapshots(cache: Cache) -> dict[str, Any]:
 
 
 class TextBuilder:
-    """Texts while they are gathered: each column once, and what is held of it."""
+    """Builder of a `Spilled`, with each column stored once."""
 
     def __init__(self, block_size: int) -> None:
         self._size = block_size
@@ -207,11 +208,11 @@ class TextBuilder:
         self.tokens: list[np.ndarray] = []
         self.parents: list[int] = []
         self.salts: list[int] = []
-        self.keep: dict[int, tuple[int, int]] = {}  # classes and times, by node
+        self.keep: dict[int, tuple[int, int]] = {}  # class and expiry, by node
         self._held: dict[int, dict[str, np.ndarray]] = {}
 
     def add(self, parent: int, salt: int, tokens: np.ndarray) -> int:
-        """Return the node of a column, i32[T], behind another; -1 for none."""
+        """Return the node of a column, i32[T], below `parent`, adding it if needed."""
         key = parent, salt, tokens.tobytes()
         node = self._known.setdefault(key, len(self.parents))
         if node == len(self.parents):
@@ -221,14 +222,14 @@ class TextBuilder:
         return node
 
     def add_text(self, salt: int, tokens: np.ndarray) -> int:
-        """Return the last node of a text, i32[n T]; -1 if it is empty."""
+        """Add a sequence, i32[n T]; return its last node, or -1 if it is empty."""
         node = -1
         for column in tokens.reshape(-1, self._size):
             node = self.add(node, salt, column)
         return node
 
     def find_text(self, salt: int, tokens: np.ndarray) -> int:
-        """Return the last node of a text, i32[n T]; -1 if it is not there."""
+        """Return the last node of a sequence, i32[n T]; -1 if it is missing."""
         node = -1
         for column in tokens.reshape(-1, self._size):
             key = node, salt, column.tobytes()
@@ -238,13 +239,13 @@ class TextBuilder:
         return node
 
     def hold(self, nodes: Iterator[int], arrays: dict[str, np.ndarray]) -> None:
-        """Give each column of arrays, [L, P, ...], to the next node: a copy."""
+        """Copy each column of arrays, [L, P, ...], to the next node."""
         for i in range(next(iter(arrays.values())).shape[1]):
             own = {path: array[:, i].copy() for path, array in arrays.items()}
             self._held.setdefault(next(nodes), {}).update(own)
 
     def arrays(self) -> dict[str, Any]:
-        """Return the fields of `Spilled` that say which texts there are, and hold."""
+        """Return the fields of `Spilled` except `layout`."""
         return {
             "tokens": np.array(self.tokens, np.int32).reshape(-1, self._size),
             "parents": np.array(self.parents, np.int32),

@@ -1,4 +1,4 @@
-"""Taking cached blocks out of a cache."""
+"""Spilling of cached blocks from a cache to host memory."""
 
 from collections.abc import Iterator
 
@@ -18,29 +18,30 @@ from jkv.tiers.choosing import Chosen, choose, forget
 from jkv.tiers.snapshots import fetch_snapshots
 from jkv.tiers.spilled import Layout, Spilled, TextBuilder
 
-ROWS_PER_CALL = 64  # of tokens, which are copied to the host
+ROWS_PER_CALL = 64  # token rows per copy to the host
 
 
 @takes_cache(on_host=True)
 def spill(cache: Cache, num_blocks: Integer) -> tuple[Cache, Spilled]:
-    """Take the cached blocks out of the cache that would be handed out first.
+    """Spill the least recently used cached blocks to the host.
 
-    For the host, outside jit. They were free and stay free; what they hold is copied,
-    and found no more. With a block of the leading group go the blocks that other groups
-    have beside it, and the snapshot at its end. Where fewer places of snapshots are
-    empty than blocks are asked for, the snapshots unused for longest go, too, but never
-    more than half of all. Where no group has blocks so many snapshots go instead.
+    Call it on the host, outside jit. The blocks were free and stay free; their contents
+    are copied, and removed from the prefix index. A block of the leading group is
+    spilled with the blocks of other groups at its position, and the snapshot at its
+    end. If fewer snapshot places than `num_blocks` are empty, the least recently used
+    snapshots are spilled too, at most until half of the places are empty. Without
+    groups with blocks, `num_blocks` counts snapshots.
 
     Args:
-      cache: a cache with `prefix_caching`, whose leading group sees everything: of a
-        window's blocks the index knows hashes of what came before, and no tokens.
-      num_blocks: int, of each group; fewer where fewer are cached.
+      cache: a cache with `prefix_caching` and a leading group with full attention: for
+        sliding windows, the index has only hashes of the prefix, without tokens.
+      num_blocks: int, number per group; fewer if fewer are cached.
 
     Returns:
-      The cache, and what was taken out of it.
+      The cache, and the spilled blocks.
 
     Raises:
-      ValueError: for a cache without an index, or whose layers all have windows.
+      ValueError: for a cache without an index, or with a sliding window in every layer.
 
     Example:
       >>> import jax.numpy as jnp, jkv
@@ -65,10 +66,10 @@ def spill(cache: Cache, num_blocks: Integer) -> tuple[Cache, Spilled]:
 
 
 def take(cache: Cache, count: int, width: int) -> tuple[Cache, Spilled]:
-    """Do what `spill` does, with programs for so many blocks of a group at most."""
+    """Implement `spill` with programs for at most `width` blocks per group."""
     metadata, texts = cache.metadata, TextBuilder(cache.block_size)
     blocks: tuple[np.ndarray, ...] = ()
-    spilled: dict[int, int] = {}  # what goes of the leading group: hashes by node
+    spilled: dict[int, int] = {}  # prefix hashes by node, of the leading group
     numbers = metadata.block_numbers
     if numbers:
         chosen = jax.device_get(choose(metadata, jnp.int32(count), width=width))
@@ -95,17 +96,17 @@ def take(cache: Cache, count: int, width: int) -> tuple[Cache, Spilled]:
 
 
 def check_has_texts(cache: Cache) -> None:
-    """Reject a cache of which no text could be told from a cached block."""
+    """Raise if the index of a cache has no tokens of its blocks."""
     if index_of(cache.metadata).wide_hashes is not None:
         raise UsageError(
-            "all layers of this cache that attend have a window, so that its index "
-            "knows blocks by hashes of what came before, not by texts: spill and "
-            "restore need a group of layers that sees everything"
+            "cache must have a group of layers with full attention, got a sliding "
+            "window in every attention layer, for which the index has hashes instead "
+            "of tokens; use spill and restore with other caches only"
         )
 
 
 def _add_chains(cache: Cache, chosen: Chosen, texts: TextBuilder) -> dict[int, int]:
-    """Add the texts of chosen blocks; return the nodes of the leader's blocks."""
+    """Add the prefixes of chosen blocks; return nodes by block of the leading group."""
     nothing = cache.metadata.leading.num_blocks
     order: dict[int, None] = {}
     for block in np.unique(np.concatenate(chosen.above)).tolist():
@@ -128,7 +129,7 @@ def _add_chains(cache: Cache, chosen: Chosen, texts: TextBuilder) -> dict[int, i
 
 
 def _read_rows(array: jax.Array, rows: np.ndarray) -> np.ndarray:
-    """Copy rows, i32[P], of an array to the host; one program, whatever P is."""
+    """Copy rows, i32[P], of an array to the host, with one program for any P."""
     starts = range(0, max(len(rows), 1), ROWS_PER_CALL)
     padded = np.resize(rows if len(rows) else 0, starts[-1] + ROWS_PER_CALL)
     parts = [_gather(array, padded[i : i + ROWS_PER_CALL]) for i in starts]
@@ -143,7 +144,7 @@ def _gather(array: jax.Array, rows: jax.Array) -> jax.Array:
 def _fetch_pieces(
     cache: Cache, number: int, blocks: np.ndarray
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Copy blocks of one group, i32[P], to the host, by their paths in `Held`."""
+    """Yield blocks of one group, i32[P], as host arrays by path in `Held`."""
     at = cache.metadata.block_numbers.index(number)
     storage = contents.fetch(cache, number, blocks).storage
     for pieces in zip(*storage.values(), strict=True):
@@ -154,10 +155,10 @@ def _fetch_pieces(
 def _choose_places(
     cache: Cache, count: int, texts: TextBuilder, gone: dict[int, int]
 ) -> dict[int, int]:
-    """Choose snapshots to go, so that places are empty; return their nodes by place.
+    """Choose snapshots to spill; return their nodes by place.
 
-    Those at the end of blocks that go, which have nodes and hashes, and those unused
-    for longest, whose texts are added.
+    Includes snapshots at the end of spilled blocks (`gone`: hashes by node), then the
+    least recently used ones until enough places are empty, adding their sequences.
     """
     known = snapshots_of(cache.metadata)
     if known is None:
@@ -168,7 +169,7 @@ def _choose_places(
     taken = [int(p) for p in np.flatnonzero(lengths)]
 
     def texts_at(places: list[int]) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Yield places, domains and texts."""
+        """Yield places, salts and sequences."""
         rows = _read_rows(known.texts, np.array(places, np.int32))
         for place, row in zip(places, rows, strict=True):
             yield place, int(salts[place]), row[: lengths[place]]

@@ -1,4 +1,4 @@
-"""What was spilled, on the host and on disk, by text."""
+"""Host tier of spilled blocks, with an optional disk tier, keyed by tokens."""
 
 import collections
 import dataclasses
@@ -15,7 +15,7 @@ from jkv.status import UsageError
 from jkv.tiers.folder import Folder, first_digest, next_digest
 from jkv.tiers.spilled import Held, Layout, Spilled
 
-# A domain's name: a number that means the same in all processes, or the hash of a text.
+# Name of a cache salt: an int valid in all processes, or the hash of a string.
 Domain = int | str
 
 
@@ -24,18 +24,18 @@ def _same_number(salt: int) -> Domain | None:
 
 
 class Names(NamedTuple):
-    """Names of weights and domains that hold beyond this process."""
+    """Process-independent names of weights and cache salts."""
 
     version: str  # of the weights
-    # From a domain's number in a cache to its name; None: it is not to be stored.
+    # Returns the name of a salt in a cache; None: its blocks are not stored.
     domain: Callable[[int], Domain | None] = _same_number
 
 
 @dataclasses.dataclass(eq=False)
 class _Node:
-    """A column of a text."""
+    """A column of a sequence, in a tree of token prefixes."""
 
-    parent: "_Node | None"  # None before a text's first
+    parent: "_Node | None"  # None for a root
     version: str
     domain: Domain
     tokens: np.ndarray  # i32[T]
@@ -54,22 +54,20 @@ class _Node:
 
 @explains_class
 class BlockStore:
-    """Cached blocks on the host and in a folder, by their texts.
+    """Host tier for KV cache offloading, with an optional disk tier.
 
-    The column of a text that was unused for longest goes first: from memory to the
-    folder, and from the folder for good. A column is known by all tokens up to its end
-    and its domain, never by a hash alone. A store belongs to one model, version and
-    layout of rows. Threads may share it, processes its folder.
+    Eviction is LRU by column: from host memory to the folder, and from the folder for
+    good. A column is identified by all tokens up to its end and its salt, never by a
+    hash alone. A store belongs to one model, version and cache layout. It is
+    thread-safe, and processes may share its folder.
 
     Args:
-      max_bytes: most bytes of blocks in the memory of the host.
-      folder: where to keep what memory has no room for; it is made if need be. Files
-        are safetensors, each written whole or not at all; one that is damaged is
-        skipped with a warning that names it.
-      max_folder_bytes: most bytes of those files.
-      version: the name of the weights and of the model's settings. Blocks of another
-        version are never found. An engine gives blocks a version of its own unless
-        there is one (`Engine(store_version=)`).
+      max_bytes: capacity in host memory, in bytes.
+      folder: disk tier for columns evicted from memory, created if missing. Files are
+        safetensors, each written atomically; damaged ones are skipped with a warning.
+      max_folder_bytes: capacity of the folder, in bytes.
+      version: name of the weights and of the model's settings. Blocks of other versions
+        never hit. An engine uses a digest if this is empty (`Engine(store_version=)`).
 
     Example:
       >>> import jax.numpy as jnp, jkv
@@ -98,7 +96,7 @@ class BlockStore:
         version: str = "",
     ) -> None:
         if max_bytes < 0:
-            raise UsageError(f"max_bytes must not be negative, got {max_bytes}")
+            raise UsageError(f"max_bytes must be >= 0, got {max_bytes}")
         self.max_bytes, self.version = int(max_bytes), version
         self._lock = threading.RLock()
         self._folder: Folder | None = None
@@ -107,7 +105,7 @@ class BlockStore:
             self._folder = Folder(os.fspath(folder), max_folder_bytes)
             self._layout = self._folder.agree(version, None)
         self._roots: dict[tuple[str, Domain], _Node] = {}
-        # Those that hold something in memory, the longest unused first.
+        # Nodes with contents in memory, least recently used first.
         self._used: collections.OrderedDict[_Node, None] = collections.OrderedDict()
         self._nbytes = 0
 
@@ -118,13 +116,13 @@ class BlockStore:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in memory, of all groups together."""
+        """Number of blocks in memory, summed over groups."""
         with self._lock:
             return sum(len(node.held.groups) for node in self._used if node.held)
 
     @property
     def folder_bytes(self) -> int:
-        """Bytes of the files, as far as this process has seen them."""
+        """Bytes of the files as of this process's last scan."""
         return 0 if self._folder is None else self._folder.nbytes
 
     def __repr__(self) -> str:
@@ -137,13 +135,13 @@ class BlockStore:
         )
 
     def belong(self, layout: Layout) -> None:
-        """Learn the layout of what is to be held, and reject another.
+        """Set the layout of the store, or raise if it has another.
 
         Args:
           layout: of a cache.
 
         Raises:
-          ValueError: for another layout than that of what is held.
+          ValueError: if the store has another layout.
         """
         with self._lock:
             if self._folder is not None and self._layout is None:
@@ -151,20 +149,20 @@ class BlockStore:
             self._layout = self._layout or layout
             if different := self._layout.differences(layout):
                 raise UsageError(
-                    f"this store holds blocks of another layout; make a store for each "
-                    f"model and cache: {'; '.join(different)}"
+                    f"store must have the layout of the cache: {'; '.join(different)}; "
+                    f"create a store for each model and cache"
                 )
 
     def put(self, spilled: Spilled, *, names: Names | None = None) -> None:
-        """Take in what was spilled.
+        """Store spilled blocks.
 
         Args:
-          spilled: of a cache of this store's model, version and layout of rows.
-          names: of the weights and domains; None: this store's version, and domains by
-            number.
+          spilled: from a cache of this store's model, version and layout.
+          names: names of the weights and salts; None: this store's version, and salts
+            by number.
 
         Raises:
-          ValueError: for blocks of another layout.
+          ValueError: for another layout.
         """
         names = names or Names(self.version)
         with self._lock:
@@ -189,11 +187,11 @@ class BlockStore:
                 self._prune(node)
 
     def count(self, tokens: Any, salt: int = 0, *, names: Names | None = None) -> int:
-        """Return how many tokens of a prompt lead up to the last column that is held.
+        """Return the number of prompt tokens up to the last stored column.
 
         Args:
-          tokens: i32[n], the prompt; its last token is never found.
-          salt: the domain to look in.
+          tokens: i32[n], the prompt; its last token is never included.
+          salt: cache salt.
           names: as for `put`.
         """
         with self._lock:
@@ -215,20 +213,20 @@ class BlockStore:
         skip: int = 0,
         names: Names | None = None,
     ) -> Spilled | None:
-        """Look up a prompt: all that is held of its columns.
+        """Return the stored columns of a prompt.
 
         Args:
-          tokens: i32[n], the prompt; its last token is never found.
-          salt: the domain to look in.
-          skip: leading tokens of which nothing is wanted, as the cache has them.
+          tokens: i32[n], the prompt; its last token is never included.
+          salt: cache salt.
+          skip: number of leading tokens to omit, as the cache has them.
           names: as for `put`.
 
         Returns:
-          What `restore` takes, from the text's beginning on, with gaps where nothing is
-          held; None if there is nothing. It stays in the store.
+          The input of `restore`, with all tokens from the start and gaps where no
+          contents are stored; None if there are none. The store keeps them.
 
         Raises:
-          ValueError: for a folder that another process began for another version.
+          ValueError: if another process has created the folder with another version.
         """
         with self._lock:
             path = self._walk(tokens, salt, names)
@@ -245,7 +243,7 @@ class BlockStore:
     def _bring(
         self, path: list[_Node], wanted: list[_Node], salt: int, layout: Layout
     ) -> Spilled | None:
-        """Return what is held of the last columns of a text; None for nothing."""
+        """Return the contents of the columns `wanted`, the end of `path`, or None."""
         for node in wanted:
             if self._folder is not None and node.held is None:
                 said = self._said(node)
@@ -266,7 +264,7 @@ class BlockStore:
         )
 
     def _walk(self, tokens: Any, salt: int, names: Names | None) -> list[_Node]:
-        """Return the columns of a prompt, as far as something may be held behind."""
+        """Return the nodes of a prompt's columns, as far as contents may follow."""
         if self._layout is None and self._folder is not None:
             self._layout = self._folder.agree(self.version, None)  # others may fill it
         if self._layout is None:
@@ -287,11 +285,11 @@ class BlockStore:
 
     @property
     def has_folder(self) -> bool:
-        """Whether there is a folder."""
+        """True if the store has a disk tier."""
         return self._folder is not None
 
     def clear(self) -> None:
-        """Forget everything, in memory and in the folder, whatever its version is."""
+        """Remove everything, in memory and in the folder, of all versions."""
         with self._lock:
             self._roots.clear()
             self._used.clear()
@@ -302,11 +300,11 @@ class BlockStore:
                     self._folder.note(self.version, self._layout)
 
     def begin_version(self, version: str) -> None:
-        """Name the weights from now on, for this store and the next start.
+        """Set the version of the weights for new blocks, and for the folder.
 
         Args:
-          version: of the new weights. Blocks of the old ones stay in the folder, for
-            other processes, until newer ones take their room.
+          version: of the new weights. Files of the old ones stay for other processes,
+            until they are evicted.
         """
         with self._lock:
             self.version = version
@@ -314,13 +312,13 @@ class BlockStore:
                 self._folder.note(version, self._layout)
 
     def forget(self, version: str) -> None:
-        """Forget what memory holds of a version of the weights."""
+        """Remove the blocks of a version from memory."""
         with self._lock:
             for node in [each for each in self._used if each.version == version]:
                 self._drop(node)
 
     def rename(self, old: str, new: str) -> None:
-        """Give what memory holds of a version another name, that of nothing else."""
+        """Rename the blocks of a version in memory to a version without blocks."""
         with self._lock:
             self.forget(new)
             for key in [key for key in self._roots if key[0] == old]:
@@ -330,7 +328,7 @@ class BlockStore:
                 self._roots[new, root.domain] = root
 
     def _rename(self, root: _Node, version: str, digest: bytes) -> None:
-        """Name a node and all behind it anew; no file holds them by that name."""
+        """Rename a node and its descendants, which have no files under the new name."""
         left = [(root, digest)]
         while left:
             node, digest = left.pop()
@@ -343,12 +341,12 @@ class BlockStore:
             ]
 
     def flush(self) -> None:
-        """Wait until what goes to the folder is written."""
+        """Wait for pending writes to the folder."""
         if self._folder is not None:
             self._folder.flush()
 
     def save(self) -> None:
-        """Write all that is in memory to the folder, for a later process."""
+        """Write all blocks in memory to the folder, for another process."""
         with self._lock:
             nodes = [*self._used]
         for node in nodes:
@@ -359,7 +357,7 @@ class BlockStore:
         self.flush()
 
     def _root(self, names: Names, salt: int) -> _Node | None:
-        """Return what texts of a domain begin from; None where it has no name."""
+        """Return the root node of a salt; None if the salt has no name."""
         domain = names.domain(salt)
         if domain is None:
             return None
@@ -371,7 +369,7 @@ class BlockStore:
         return self._roots[key]
 
     def _child(self, node: _Node, tokens: np.ndarray) -> _Node:
-        """Return the node of a column, i32[T], behind another."""
+        """Return the node of a column, i32[T], below another, adding it if needed."""
         key = tokens.tobytes()
         if key not in node.children:
             digest = next_digest(node.digest, tokens)
@@ -381,7 +379,7 @@ class BlockStore:
         return node.children[key]
 
     def _hold(self, node: _Node, held: Held) -> None:
-        """Hold more of a column; what is held already stays as it is."""
+        """Add contents to a column, without replacing existing ones."""
         if node.held is None:
             self._used[node] = None
         else:
@@ -391,20 +389,20 @@ class BlockStore:
         self._nbytes += held.nbytes
 
     def _touch(self, nodes: list[_Node]) -> None:
-        """Note a use: what leads up to a column goes after it."""
+        """Mark nodes as most recently used, parents after children."""
         for node in reversed(nodes):
             if node in self._used:
                 self._used.move_to_end(node)
 
     def _make_room(self) -> None:
-        """Let go what was unused for longest, to the folder if there is one."""
+        """Evict least recently used nodes, to the folder if there is one."""
         while self._nbytes > self.max_bytes:
             node = next(iter(self._used))
             self._write(node)
             self._drop(node)
 
     def _drop(self, node: _Node) -> None:
-        """Let go what memory holds of a column."""
+        """Remove a column's contents from memory."""
         del self._used[node]
         assert node.held is not None
         self._nbytes -= node.held.nbytes
@@ -418,11 +416,11 @@ class BlockStore:
         self._folder.write(node.digest, node.text(), held, self._said(node))
 
     def _said(self, node: _Node) -> dict[str, Any]:
-        """Return what a file says of its column beside the tokens."""
+        """Return the header of a column's file."""
         return {"salt": node.domain, "version": node.version, "layout": self._layout}
 
     def _prune(self, node: _Node) -> None:
-        """Forget columns that hold nothing and lead up to nothing."""
+        """Remove nodes without contents and children, upwards."""
         while node.parent is not None and node.held is None and not node.children:
             node.parent.children.pop(node.tokens.tobytes(), None)
             node = node.parent

@@ -20,6 +20,7 @@ from support.attention_workloads import (
 from support.compiled_hlo import ALL_PASSES
 from support.jax_versions import dealt, few
 from support.plain_attention import attend_loop
+from support.served_shapes import Shape, fit
 from support.tolerances import assert_close, is_close
 
 from jkv.attention import paged_attention
@@ -97,24 +98,39 @@ CASES = {
 }
 
 
-def arguments(operands, num_rows=NUM_ROWS):
+def arguments(operands, num_rows=NUM_ROWS, dtype="float32"):
     """The positional arguments of `paged_attention`, rows padded to `num_rows`."""
     queries = operands.queries[LAYER]
     padded = np.full((num_rows, *queries.shape[1:]), 3.0, np.float32)
     padded[: len(queries)] = queries
-    arrays = [padded, operands.key_pool, operands.value_pool, np.int32(LAYER)]
+    floats = padded, operands.key_pool, operands.value_pool
+    arrays = [*(array.astype(dtype) for array in floats), np.int32(LAYER)]
     arrays += [operands.block_tables, np.arange(len(operands.keys), dtype=np.int32)]
     arrays += operands[4:7]
     return [np.asarray(array) for array in arrays]
 
 
-def small_operands(batch="mixed", seed=0, **fields):
-    return make_operands(
-        case(**fields).workload(batch),
+# Of calls by kernels: of `small_operands`, and of bytes.
+FLOATS = Shape()
+SMALL, BYTES = fit(FLOATS), fit(Shape(keys="int8", values="int8"))
+HALF_BYTES = fit(Shape(queries="float16", keys="int8", values="int8"))
+
+
+def small_operands(batch="mixed", seed=0, shape=FLOATS, **fields):
+    """Operands of a workload in the dims of a shape, which its queries' dtype holds."""
+    dims = {"head_dim": shape.head_dim, "value_dim": shape.value_dim}
+    operands = make_operands(
+        case(**dims | fields).workload(batch),
         seed,
         num_blocks=NUM_BLOCKS,
         max_blocks=MAX_BLOCKS,
     )
+    names = "queries", "key_pool", "value_pool", "keys", "values"
+    rounded = jax.tree.map(
+        lambda array: array.astype(shape.queries).astype(np.float32),
+        {name: getattr(operands, name) for name in names},
+    )
+    return operands._replace(**rounded)
 
 
 @pytest.mark.parametrize("name", dealt(CASES, turn=5, share=8))
@@ -195,7 +211,7 @@ def test_any_order_of_blocks_gives_the_same_bits(implementation):
 def test_nan_outside_the_window_stays_outside(implementation):
     """Also in the slots of the first visible block that the window hides."""
     window = 6
-    operands = small_operands("decode")
+    operands = small_operands("decode", shape=SMALL)
     expected, _ = attend_loop(operands, LAYER, window=window)
     for request, context in enumerate(operands.context_lengths):
         for position in range(max(0, context - window)):
@@ -203,7 +219,9 @@ def test_nan_outside_the_window_stays_outside(implementation):
             operands.key_pool[:, block, :, position % 4] = np.nan
             operands.value_pool[:, block, :, position % 4] = np.nan
     output = paged_attention(
-        *arguments(operands), window=window, implementation=implementation
+        *arguments(operands, dtype=SMALL.queries),
+        window=window,
+        implementation=implementation,
     )
     assert_close(output[: len(expected)], expected)
 
@@ -341,7 +359,9 @@ def test_one_byte_pools(dtype, implementation):
 @pytest.mark.one_end
 def test_scales_of_any_float_dtype(implementation):
     """Powers of two are the same number in all of them."""
-    positional, scales, _ = quantized(arguments(small_operands("decode")), "int8")
+    operands = small_operands("decode", shape=BYTES)
+    positional, scales, _ = quantized(arguments(operands), "int8")
+    positional[0] = positional[0].astype(BYTES.queries)
     shape = scales["key_scales"].shape
     halves = 0.5 ** (np.arange(np.prod(shape)).reshape(shape) % 5 + 4)
     results = []
@@ -365,7 +385,7 @@ def test_scales_of_any_float_dtype(implementation):
 @pytest.mark.one_end
 def test_small_scales_survive_half_precision_queries():
     """A weight times a scale of a millionth is below what float16 holds in full."""
-    positional = arguments(small_operands())
+    positional = arguments(small_operands(shape=HALF_BYTES))
     positional[0] = positional[0].astype(np.float16)
     positional[2] = positional[2] * np.float32(1e-4)
     positional, scales, meaning = quantized(positional, "int8")
@@ -459,7 +479,8 @@ def test_pools_without_layers_and_traced_scalars():
 @pytest.mark.one_end
 def test_decoding_only(implementation):
     """Where several rows cannot be, their part is left out and nothing changes."""
-    positional = arguments(small_operands("decode"))
+    operands = small_operands("decode", shape=SMALL)
+    positional = arguments(operands, dtype=SMALL.queries)
     attend = functools.partial(
         paged_attention, window=WIDE, return_lse=True, implementation=implementation
     )

@@ -7,7 +7,7 @@ from support.attention_workloads import make_operands
 from support.jax_versions import dealt
 from support.plain_attention import attend_loop
 from support.tolerances import assert_close, is_close
-from test_attention import BATCHES, MAX_BLOCKS, NUM_BLOCKS, arguments, case
+from test_attention import BATCHES, SMALL, arguments, case, small_operands
 
 from jkv.attention import paged_attention
 
@@ -51,23 +51,20 @@ def test_parts_join_to_the_whole(way):
 
     sees_nothing = 0
     for seed, batch in enumerate(BATCHES):
-        workload = case(group=2, block_size=BLOCK_SIZE).workload(batch)
-        operands = make_operands(
-            workload, seed, num_blocks=NUM_BLOCKS, max_blocks=MAX_BLOCKS
-        )
+        operands = small_operands(batch, seed, SMALL, group=2, block_size=BLOCK_SIZE)
         expected, logs = attend_loop(operands, LAYER, window=window, soft_cap=3.0)
-        positional, found = arguments(operands), []
+        positional, found = arguments(operands, dtype=SMALL.queries), []
         for part in range(NUM_PARTS):
             size = BLOCK_SIZE // NUM_PARTS
             mine = slice(part * size, (part + 1) * size)
             pools = [pool[:, :, :, mine] for pool in positional[1:3]]
             found.append(attend(np.int32(part), positional[0], *pools, *positional[3:]))
         outputs, lses = (np.stack(arrays) for arrays in zip(*found, strict=True))
-        assert outputs.dtype == np.float32 and np.isfinite(outputs).all()
+        assert outputs.dtype == SMALL.queries and np.isfinite(outputs).all()
         with np.errstate(divide="ignore"):
             output, lse = join(outputs, lses)
         used = len(expected)
-        assert_close(output[:used].astype(np.float32), expected)
+        assert_close(output[:used].astype(SMALL.queries), expected)
         assert_close(lse[:used].astype(np.float32), logs)
         assert not outputs[:, used:].any() and np.isneginf(lses[:, used:]).all()
         sees_nothing += np.isneginf(lses[:, :used]).sum()
@@ -75,7 +72,7 @@ def test_parts_join_to_the_whole(way):
         with np.errstate(divide="ignore"):
             wrong, _ = join(outputs[[0, 0, 2]], lses[[0, 0, 2]])
         assert batch == "idle" or not is_close(
-            wrong[:used].astype(np.float32), expected
+            wrong[:used].astype(SMALL.queries), expected
         )
     assert sees_nothing > 0
 

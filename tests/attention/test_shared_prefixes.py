@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support.jax_versions import further
 from support.plain_prefixes import check_prefixes
+from support.served_shapes import Shape, find_tuning_here, fit
 from support.tolerances import assert_close
 
 import jkv
@@ -17,6 +18,7 @@ from jkv.attention.backend import Card
 from jkv.attention.call import Requests
 from jkv.attention.kernel import face
 from jkv.attention.kernel.tiles.table import INTERPRETED
+from jkv.attention.kernel.tiles.variant import count_decode_pieces, count_lanes
 from jkv.attention.kernel.work import planning
 from jkv.attention.kernel.work.cutting import list_decode_work, size_decode_work
 from jkv.attention.shared_prefixes import find_shared_prefixes
@@ -135,13 +137,17 @@ def test_what_is_shared_is_what_tables_have_in_common():
     assert total > 2000
 
 
+SHAPE = fit(Shape())
+
+
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
 def test_random_trees_give_what_the_reference_gives(implementation):
     """Lanes come and leave anywhere; none sees a block of another's."""
     rng = np.random.default_rng(2)
-    size = NUM_REQUESTS * NUM_COLUMNS + 1, 2, BLOCK_SIZE, 16
-    pools = [jnp.array(rng.standard_normal((1, *size), np.float32)) for _ in "kv"]
-    queries = rng.standard_normal((NUM_REQUESTS, 4, 16), np.float32)
+    dim, dtype, tuning = SHAPE.head_dim, SHAPE.queries, find_tuning_here(SHAPE)
+    size = NUM_REQUESTS * NUM_COLUMNS + 1, 2, BLOCK_SIZE, dim
+    pools = [jnp.array(rng.standard_normal((1, *size)), dtype) for _ in "kv"]
+    queries = rng.standard_normal((NUM_REQUESTS, 4, dim)).astype(dtype)
     rows = np.arange(NUM_REQUESTS, dtype=np.int32)
     num_left = num_spoiled = 0
 
@@ -162,7 +168,10 @@ def test_random_trees_give_what_the_reference_gives(implementation):
         if implementation == "pallas":
             requests = make_requests(tables, counts)
             work = list_lanes(
-                requests, find(tables, counts, has_branches=False), 8, wanted=8
+                requests,
+                find(tables, counts, has_branches=False),
+                count_lanes(2, tuning),
+                wanted=count_decode_pieces(2, 2, tuning),
             )
             assert work.lanes is not None
             lists = {"pallas": (work,)}
@@ -370,6 +379,7 @@ SAVED = {
 
 @pytest.mark.parametrize("name", ["sinks, soft cap, grouped", *further(FURTHER)])
 @pytest.mark.one_end
+@pytest.mark.interpreted(reason="its steps are planned for the interpreter's tiles")
 def test_the_kernel_reads_what_lanes_share_once(name):
     """By the table of the first: those of the others may hold anything there."""
     case = CASES[name]
@@ -397,6 +407,7 @@ def test_the_kernel_reads_what_lanes_share_once(name):
 
 
 @pytest.mark.one_end
+@pytest.mark.interpreted(reason="its steps are planned for the interpreter's tiles")
 def test_windows_are_read_for_each():
     case = CASES["plain"]
     cache, batch, queries = make_branches(case, (170, 30, 90))
@@ -407,6 +418,7 @@ def test_windows_are_read_for_each():
 
 
 @pytest.mark.one_end
+@pytest.mark.interpreted(reason="its steps are planned for the interpreter's tiles")
 def test_kernels_have_the_bits_of_those_without_lanes():
     """Where nothing is shared, in the program that reads what is."""
     case = CASES["sinks, soft cap, grouped"]

@@ -8,6 +8,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jkv
@@ -121,7 +122,31 @@ def test_what_the_store_gets_wrong_is_reported():
     for store, verdict in ((kernel, "ok"), (wrong, "FAILED")):
         found, detail = judge(functools.partial(stores.compare, case, store))
         assert found == verdict
-    assert "value_scales differ" in detail and "JKV_WRITE_KERNEL=0" in detail
+    assert (
+        "value_scales must have the bits" in detail and "JKV_WRITE_KERNEL=0" in detail
+    )
+
+
+@pytest.mark.one_end
+@pytest.mark.parametrize(
+    "count, units, verdict", [(2, 1, "ok"), (2, 2, "FAILED"), (200, 1, "FAILED")]
+)
+def test_a_few_rounded_elements_may_be_one_unit_apart(
+    monkeypatch, count, units, verdict
+):
+    case = stores.Case("bytes", (16, 16), block_size=2, dtype="int8")
+
+    def play(write, store):
+        elements = np.zeros(write.arrays["key_pool"].shape, np.int8)
+        elements.reshape(-1)[:count] = units if store is None else 0
+        return write.arrays | {"key_pool": elements}
+
+    monkeypatch.setattr(stores, "play", play)
+    monkeypatch.setattr(stores, "scatter", None)
+    found, detail = judge(functools.partial(stores.compare, case, store_rows))
+    assert found == verdict
+    words = "2 elements one unit apart" if verdict == "ok" else "key_pool must have"
+    assert words in detail
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_each_fault_is_named_with_its_cure(broken_machine, capsys):
     """And the command ends in its time, with a report, and leaves nothing running."""
     assert main(["--first-light"]) == 1
     said = capsys.readouterr().out
-    table = said[said.index("what was tried") :]
+    table = said[said.index("check  ") :]
     rows = {
         line.split("  ")[0]: line.split(None, 1)[1]
         for line in table.splitlines()
@@ -134,7 +134,7 @@ def test_no_flag_is_said_to_help_where_none_does(monkeypatch, capsys):
     monkeypatch.setattr(first_light, "COMMAND", (sys.executable, "-c", worse))
     main(["--first-light"])
     said = capsys.readouterr().out
-    assert said.count("no flag known here helps") == 2 and "set in the" not in said
+    assert said.count("no known flag helps") == 2 and "set in the" not in said
     assert xla_flags.read_missing_flags() == []
 
 

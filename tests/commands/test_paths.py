@@ -110,7 +110,7 @@ def test_models_whose_layers_differ_or_share_or_keep_states(capsys):
     text = said(capsys, "--model", str(CHECKPOINTS / "deepseek_v3"), "--card", "sm_90")
     assert "for keys and" in text
     text = said(capsys, "--model", str(CHECKPOINTS / "bamba"), "--card", "sm_90")
-    assert "layers with a state: no kernel, XLA folds them" in text
+    assert "recurrent-state layers: XLA, without a kernel" in text
     text = said(
         capsys,
         *("--model", "num_kv_heads=8,head_dim=20", "--block-size", "24"),
@@ -123,7 +123,7 @@ def test_the_card_at_hand_is_asked_for_first(capsys, monkeypatch):
     text = said(capsys, "--model", "num_kv_heads=1,head_dim=64")
     cards = [line for line in text.splitlines() if line.endswith(":")]
     assert {"gfx942:", "gfx1201:", "sm_90:", "sm_100:"} <= {*cards}
-    assert text.startswith("no GPU is at hand")
+    assert text.startswith("no GPU found")
     known = {"rocm": "gfx950"}
     monkeypatch.setattr("jkv.attention.backend.find_target", known.get)
     text = said(capsys, "--model", "num_kv_heads=1,head_dim=64")
@@ -134,14 +134,14 @@ def test_the_card_at_hand_is_asked_for_first(capsys, monkeypatch):
     "arguments, words",
     [
         (["--model", "nowhere"], "config.json is missing"),
-        (["--model", "head_dim=64"], "has no num_kv_heads"),
-        (["--model", "heads=4"], "'heads' is no size of a model"),
+        (["--model", "head_dim=64"], "must include num_kv_heads"),
+        (["--model", "heads=4"], "dtype, got 'heads'"),
         (["--model", "num_kv_heads=a,head_dim=64"], "invalid literal"),
-        (["--model", "num_kv_heads=1,head_dim=64", "--card", "H100"], "is no card"),
-        (["--card", "sm_90"], "go with --model"),
-        (["--model", "a", "--quick"], "leave --report and --quick out"),
-        (["--first-light", "--quick"], "stands alone"),
-        (["--first-light", "--model", "a"], "stands alone"),
+        (["--model", "num_kv_heads=1,head_dim=64", "--card", "H100"], "must be a GPU"),
+        (["--card", "sm_90"], "require --model"),
+        (["--model", "a", "--quick"], "omit --report and --quick"),
+        (["--first-light", "--quick"], "excludes --quick and --model"),
+        (["--first-light", "--model", "a"], "excludes --quick and --model"),
     ],
 )
 def test_mistakes_are_told_in_one_line(capsys, arguments, words):

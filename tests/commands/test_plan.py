@@ -66,15 +66,15 @@ def test_more_devices_than_heads(tmp_path):
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (dict(tensor_parallel=3), "8 kv heads cannot be shared evenly by 3"),
+        (dict(tensor_parallel=3), "multiple of the model's 8 kv heads, got 3"),
         (dict(tensor_parallel=0), "at least 1 device"),
         (dict(step_tokens=0), "step_tokens must be at least 1, got 0"),
         (dict(weights="90GB"), "leave nothing for a cache"),
-        (dict(reserve=1.5), "share"),
+        (dict(reserve=1.5), "reserve must be >= 0 and < 1"),
         (dict(memory="lots"), "no number of bytes"),
         (dict(memory="1MB"), "a single block takes"),
-        (dict(memory="80"), "is 80 bytes; were 80GB meant, or 80GiB"),
-        (dict(memory=192), "were 192GB meant"),
+        (dict(memory="80"), "got 80; write 80GB or 80GiB"),
+        (dict(memory=192), "got 192; write 192GB"),
     ],
 )
 def test_plans_that_fail_say_why(tmp_path, arguments, says):
@@ -205,7 +205,7 @@ def test_the_command_fails_in_one_sentence(tmp_path, capsys):
     [
         (("--tensor-parallel", "x"), "invalid int value: 'x'"),
         (("--tensor-parallel", "0"), "at least 1 device"),
-        (("--reserve", "nan"), "a share from 0 to below 1"),
+        (("--reserve", "nan"), "reserve must be >= 0 and < 1, got nan"),
         (("--dtype", "int3"), "dtype must be one of"),
         (("--memory", "lots"), "no number of bytes"),
         (("--speed", "9"), "unrecognized arguments: --speed 9"),

@@ -186,8 +186,8 @@ def misuse(engine, mesh, process):
     from jkv.serving import KeptPrograms
 
     if process == 0:
-        assert_refused(engine.follow, "is for the other processes")
-        assert_refused(lambda: engine.park(0), "are parked on one process")
+        assert_refused(engine.follow, "must be called on the other processes")
+        assert_refused(lambda: engine.park(0), "is not supported on a mesh")
     else:
         calls = {
             "submit": lambda: engine.submit([1]),
@@ -197,15 +197,16 @@ def misuse(engine, mesh, process):
             "update_params": lambda: engine.update_params(None),
         }
         for call in calls.values():
-            assert_refused(call, "call follow() alone")
+            assert_refused(call, "call follow() on the others")
         engine.close()  # there is nothing to end here
     kept = KeptPrograms("a model", "nowhere")
     assert_refused(
-        lambda: make_engine(mesh, Clock(), kept_programs=kept), "are those of one"
+        lambda: make_engine(mesh, Clock(), kept_programs=kept),
+        "kept_programs is not supported",
     )
     assert_refused(
         lambda: make_engine(mesh, Clock(), max_new_tokens=5 + process),
-        "but one of the sizes differ",
+        "one of the sizes must be the same",
     )
 
 

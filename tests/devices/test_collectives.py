@@ -19,5 +19,5 @@ def test_each_collective_is_tried_between_all_devices():
 def test_wrong_numbers_are_an_error(monkeypatch):
     keep = {"all-to-all": lambda row: row}
     monkeypatch.setattr("jkv.commands.collectives.COLLECTIVES", keep)
-    with pytest.raises(ValueError, match="all-to-all brought wrong numbers"):
+    with pytest.raises(ValueError, match="all-to-all returned wrong numbers"):
         try_collective("all-to-all")

@@ -17,7 +17,7 @@ LEADER, FOLLOWER = 0, 1
 # The heartbeat's ten, what JAX takes to tell, and a busy machine.
 SECONDS_TO_END = 30
 SAID = (
-    "EngineError: the first process of the mesh does not answer",
+    "EngineError: the first process of the mesh stopped responding",
     "EngineError: request",  # which failed, and why
     "EngineError: the engine has failed",
     "Terminating process because",  # JAX's

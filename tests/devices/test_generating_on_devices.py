@@ -190,16 +190,12 @@ def test_a_verb_on_several_pools_says_how_to_call_it():
     alone = jkv.init(CONFIG)
     with pytest.raises(ValueError, match="with a pool for each rank"):
         jkv.over_pools(jkv.append)(alone, [[0]])
-    with pytest.raises(ValueError, match="heads and pools need an axis each"):
+    with pytest.raises(ValueError, match="heads and pools must be different mesh axes"):
         jkv.init(CONFIG, mesh=LAYOUT.mesh, heads="tp", pools="tp")
-<<<<<<< HEAD
     with pytest.raises(ValueError, match="pools='rank' must be an axis"):
-=======
-    with pytest.raises(ValueError, match="'rank' must be an axis"):
->>>>>>> work-w4
         jkv.init(CONFIG, mesh=LAYOUT.mesh, pools="rank")
     explicit = LAYOUT._replace(axis_type=AxisType.Explicit).mesh
-    with pytest.raises(ValueError, match="Auto, or take JAX 0.12"):
+    with pytest.raises(ValueError, match="AxisType.Auto .* JAX 0.12"):
         jkv.init(CONFIG, mesh=explicit, heads="tp", pools="dp")
     axes = dict(heads="tp", context="cp", pools="dp")
     specs = jkv.partition_specs(CONFIG, mesh=LAYOUT.mesh, **axes)

@@ -14,7 +14,7 @@ EQUAL = "equal"
 # What is refused, with words of the error.
 REFUSALS = {
     ("debug", "pools"): "debug works on one pool",
-    ("Engine", "pools"): "make an engine for each rank",
+    ("Engine", "pools"): "create an engine for each rank",
 }
 # Cells of every run; the others are further ones, each with programs of its own.
 NOW = {("score, its derivative", "pools"), *REFUSALS}

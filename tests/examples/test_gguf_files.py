@@ -111,7 +111,7 @@ def test_a_plan_for_a_file_is_that_for_its_checkpoint(name, tmp_path):
         expected, notes=[]
     )
     (note,) = (each for each in found.notes if each not in expected.notes)
-    assert note.startswith("weights of model.gguf made whole, as bfloat16: ")
+    assert note.startswith("weights of model.gguf dequantized to bfloat16: ")
     settings.unlink()
     assert make_plan(tmp_path, "16MB") == found
 

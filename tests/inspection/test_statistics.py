@@ -226,7 +226,7 @@ def test_for_people_and_for_machines():
     assert "efficiency  71%: 17 tokens in 24 cells" in report
     listed = report.split("arrays\n")[1].splitlines()
     assert len(listed) == len(profile.array_bytes)
-    assert ["context_lengths", "16", "B"] in [line.split() for line in listed]
+    assert ["rows", "80", "B"] in [line.split() for line in listed]
     assert json.loads(json.dumps(profile.to_dict())) == profile.to_dict()
     assert profile.to_dict()["efficiency"] == 17 / 24
 

@@ -284,7 +284,7 @@ class TestOptions:
             )
 
     def test_init_of_no_configuration(self):
-        with pytest.raises(ValueError, match="init takes a jkv.CacheConfig"):
+        with pytest.raises(ValueError, match="config must be a jkv.CacheConfig"):
             jkv.init(dict(num_layers=1))
 
     def test_caches_that_were_stacked(self):

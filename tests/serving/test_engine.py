@@ -89,7 +89,7 @@ def test_an_ask_is_its_fields():
         for n in numbers
     )
     assert repr(named) == repr(asked) and named[0].tokens
-    with pytest.raises(UsageError, match="n, salt beside an Ask"):
+    with pytest.raises(UsageError, match="an Ask and the keywords n, salt"):
         engine.submit(Ask([1]), n=2, salt=3)
     with pytest.raises(TypeError, match="max_tokens"):
         engine.submit([1], max_tokens=3)
@@ -122,27 +122,29 @@ def refused(engine, *args, **options):
 def test_what_never_fits_is_refused_with_the_numbers():
     engine = make_engine(free_blocks=2)
     text, reason = refused(engine, range(9))
-    assert "9 tokens and needs 3 blocks of 4; the cache has 2" in text
+    assert "2 blocks of 4 tokens, got 9 tokens, which need 3" in text
     assert reason == FinishReason.OUT_OF_BLOCKS
     text, reason = refused(engine, [1] * (CONTEXT + 1))
-    assert f"{CONTEXT + 1} tokens, and the cache takes {CONTEXT}" in text
+    assert f"at most {CONTEXT} tokens, got {CONTEXT + 1}" in text
     assert reason == FinishReason.CONTEXT_FULL
     for words, arguments in {
-        f"makes room for {WIDTH}": dict(tokens=[1] * 11),
+        f"at most {WIDTH} tokens, got 11": dict(tokens=[1] * 11),
         "the prompt is empty": dict(tokens=[]),
-        "token 29, and the model knows 29": dict(tokens=[29]),
+        "below 29, the model's vocabulary, got 29": dict(tokens=[29]),
         "a list of token ids": dict(tokens=[[1]]),
         "integers of 0 or more, got [-1]": dict(tokens=[-1]),
-        f"room for {NEW_TOKENS}": dict(max_new_tokens=NEW_TOKENS + 1),
+        f"max_new_tokens must be at most {NEW_TOKENS}": dict(
+            max_new_tokens=NEW_TOKENS + 1
+        ),
         "at least 1, got 0": dict(max_new_tokens=0),
         "n must be": dict(n=0),
         "timeout must": dict(timeout=0),
         "priority must": dict(priority=2**31),
-        "3 stop tokens": dict(stop_tokens=[1, 2, 3]),
-        "up to 4 tokens": dict(stop_sequences=[[1, 2, 3, 4]]),
-        "cannot be empty": dict(stop_sequences=[[]]),
+        "got StopSizes(tokens=3": dict(stop_tokens=[1, 2, 3]),
+        "length=4)": dict(stop_sequences=[[1, 2, 3, 4]]),
+        "must not be empty": dict(stop_sequences=[[]]),
         "detokenize=": dict(stop_strings=["x"]),
-        "stop_strings must be texts": dict(stop_strings=[b"x"]),
+        "stop_strings must be str": dict(stop_strings=[b"x"]),
         "stop_strings must be a list": dict(stop_strings=None),
         "stop_sequences must be a list": dict(stop_sequences=3),
         "salt must be an int": dict(salt=1.2),
@@ -150,18 +152,18 @@ def test_what_never_fits_is_refused_with_the_numbers():
         "timeout must be seconds": dict(timeout="1"),
         "sampling must be a jkv.Sampling": dict(sampling={}),
         "temperature must be": dict(sampling=Sampling(temperature=jnp.array(np.nan))),
-        "one for each of 2 sequences": dict(
+        "one value for each sequence": dict(
             n=2, sampling=Sampling(top_k=np.ones(3, int))
         ),
     }.items():
-        room = make_engine() if "room" in words else engine
+        room = make_engine() if "at most" in words else engine
         assert words in refused(room, **(dict(tokens=[1]) | arguments))[0], words
     for name, size in (("max_running", 0), ("num_steps", 0), ("num_ahead", -1)):
         with pytest.raises(ValueError, match=f"{name} must be .* at least"):
             make_engine(**{name: size})
-    with pytest.raises(ValueError, match=r"3 stop tokens .* stop_sizes=StopSizes\("):
+    with pytest.raises(ValueError, match=r"got 3; pass stop_sizes=StopSizes\("):
         make_engine(stop_tokens=[1, 2, 3])
-    with pytest.raises(ValueError, match="takes a cache, .* got str"):
+    with pytest.raises(ValueError, match="cache must be a jkv.Cache, got str"):
         make_engine(cache="cache")
     # But for the two of another engine.
     assert engine.is_idle and engine.stats().refused == 2 + 23 - 2
@@ -185,7 +187,7 @@ def test_a_request_is_in_one_state_at_a_time():
         engine.step()
     assert seen == set(RequestState) - {RequestState.FAILED}
     assert engine.state(numbers[0]) == RequestState.FINISHED
-    with pytest.raises(KeyError, match="never submitted"):
+    with pytest.raises(KeyError, match="is unknown"):
         engine.state(99)
 
 

@@ -72,6 +72,6 @@ def test_a_prompt_needs_the_blocks_that_a_window_keeps():
     windowed = make_engine(jkv.init(config), windowed_model)
     assert windowed.submit([1] * 41) == 0
     mixed = make_engine(grouped_cache([48, 48, 40], prefix_caching=True))
-    with pytest.raises(RequestRefused, match="11 blocks of 4; the cache has 10") as no:
+    with pytest.raises(RequestRefused, match="10 blocks of 4 .* need 11") as no:
         mixed.submit([1] * 41)
     assert no.value.reason == FinishReason.OUT_OF_BLOCKS

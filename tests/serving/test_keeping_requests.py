@@ -124,15 +124,15 @@ def test_a_cancelled_text_is_kept_too():
 def test_a_class_that_is_not_there_is_refused_by_name():
     engine = engine_of_classes()
     for fields, text in (
-        (dict(keep=3), "keep 3 is no class of this engine's cache, which has 3"),
-        (dict(keep=-1), "keep -1"),
+        (dict(keep=3), "keep must be from 0 to 2, got 3"),
+        (dict(keep=-1), "keep must be from 0 to 2, got -1"),
         (dict(keep=1.0), "keep must be an int"),
-        (dict(keep=1, keep_seconds=0), "keep_seconds must be above 0"),
+        (dict(keep=1, keep_seconds=0), "keep_seconds must be > 0"),
         (dict(keep=1, keep_seconds="1"), "keep_seconds must be seconds or None"),
     ):
         with pytest.raises(RequestRefused, match=text):
             engine.submit(TEXT, **fields)
-    with pytest.raises(RequestRefused, match="which has 1"):
+    with pytest.raises(RequestRefused, match="from 0 to 0, got 1"):
         make_engine().submit(TEXT, keep=1)
 
 

@@ -138,7 +138,10 @@ def test_other_weights_are_refused_by_name():
 
     engine = Engine(count_on, params, make_cache(), max_running=2, max_new_tokens=2)
     for other, text in [
-        ({"layers": [{"w": np.zeros((3, 2), np.float32)}]}, r"\['w'\] is float32\[2,3"),
+        (
+            {"layers": [{"w": np.zeros((3, 2), np.float32)}]},
+            r"\['w'\] must be float32\[2,3",
+        ),
         ({"layers": [{"w": np.zeros((2, 3), np.int32)}]}, r"got int32\[2,3"),
         ({"layers": [{"v": params["layers"][0]["w"]}]}, r"params\['layers'\]\[0\]"),
         ({"layers": ({"w": params["layers"][0]["w"]},)}, "structure"),
@@ -147,9 +150,9 @@ def test_other_weights_are_refused_by_name():
             engine.update_params(other)
     with pytest.raises(ValueError, match="speculate=DraftModel"):
         engine.update_params(params, draft_params=params)
-    with pytest.raises(ValueError, match="choose one"):
+    with pytest.raises(ValueError, match="pass one of them"):
         engine.update_params(params, recompute=True, keep_cached=True)
-    with pytest.raises(ValueError, match="version must be above 0"):
+    with pytest.raises(ValueError, match="version must be > 0"):
         engine.update_params(params, version=0)
     assert engine.stats().version == 0
     assert engine.update_params(params, version=3) == 3

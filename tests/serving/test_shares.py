@@ -221,7 +221,7 @@ def test_those_who_left_take_no_room():
 
 @pytest.mark.parametrize("share", [0, -1.0, math.inf, math.nan])
 def test_a_share_is_a_number_above_0(share):
-    with pytest.raises(ValueError, match=f"above 0, got {share!r} of 'a'"):
+    with pytest.raises(ValueError, match=f"> 0, got {share!r} for 'a'"):
         make_engine(shares={"a": share})
 
 

@@ -52,13 +52,13 @@ def test_steered_requests_get_the_texts_they_get_alone():
 def test_what_an_engine_cannot_steer_is_refused():
     engine = make_engine(steering=make_automata(0, 3, VOCABULARY))
     for variant in (3, -2):
-        with pytest.raises(RequestRefused, match="steers in 3 ways"):
+        with pytest.raises(RequestRefused, match=r"-1 \(none\) or below 3"):
             engine.submit([1], variant=variant)
     with pytest.raises(RequestRefused, match="must be an int"):
         engine.submit([1], variant=0.5)
-    with pytest.raises(RequestRefused, match="steers in 0 ways"):
+    with pytest.raises(RequestRefused, match=r"-1 \(none\) or below 0"):
         make_engine().submit([1], variant=0)
-    with pytest.raises(EngineError, match="same shapes"):
+    with pytest.raises(EngineError, match="must have the type, shapes"):
         engine.replace_steering(make_automata(0, 2, VOCABULARY))
     with pytest.raises(ValueError, match="must be a jkv.Steering"):
         make_engine(steering=jax.numpy.zeros(3))

@@ -198,9 +198,9 @@ def test_a_file_that_cannot_be_read_now_is_read_later(cause, tmp_path, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(folders, "read_file", fail)
-        with pytest.warns(RuntimeWarning, match="cannot be read now"):
+        with pytest.warns(RuntimeWarning, match="could not read"):
             assert store.find(text) is None
-        with pytest.warns(RuntimeWarning, match="is not written"):
+        with pytest.warns(RuntimeWarning, match="could not write"):
             store.put(spilled_of((text,)))  # it could lack what the file has
             store.flush()
     assert [*tmp_path.glob("*.safetensors")][0].read_bytes() == before
@@ -213,7 +213,7 @@ def test_a_digest_only_proposes(tmp_path, monkeypatch):
     store = jkv.BlockStore(0, folder=tmp_path, max_folder_bytes=2**20)
     store.put(spilled_of(((1, 1, 1, 1, 1),)))
     store.flush()
-    with pytest.warns(RuntimeWarning, match="holds another text"):
+    with pytest.warns(RuntimeWarning, match="tokens of another sequence"):
         assert store.find([2, 2, 2, 2, 2]) is None
 
 
@@ -228,7 +228,7 @@ def test_a_full_disk_is_a_warning_and_a_smaller_store(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(folders, "write_file", fail)
-        with pytest.warns(RuntimeWarning, match="takes no more"):
+        with pytest.warns(RuntimeWarning, match="the disk of .* is full"):
             store.put(spilled_of(((2,) * 5,)))
             store.flush()
     assert store.find([1] * 5) is not None and store.find([2] * 5) is None
@@ -301,7 +301,7 @@ def test_a_disk_without_any_room_is_no_error(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         for name in ("write_file", "replacing"):
             patch.setattr(folders, name, fail)
-        with pytest.warns(RuntimeWarning, match=r"layout\.json is not written yet"):
+        with pytest.warns(RuntimeWarning, match=r"could not write .*layout\.json"):
             store.put(spilled)
         store.flush()
     assert not [*tmp_path.iterdir()]
@@ -357,7 +357,7 @@ def test_a_store_reads_what_others_put_into_its_folder(tmp_path):
     )
     late = jkv.BlockStore(0, folder=tmp_path / "b", max_folder_bytes=2**20)
     other.put(spilled_of(((1,) * 5,)))
-    with pytest.raises(ValueError, match="of version 'b', and this store has ''"):
+    with pytest.raises(ValueError, match="must have version '', got 'b'"):
         late.find([1] * 5)
 
 
@@ -396,7 +396,7 @@ def test_a_folder_takes_no_more_than_it_may(tmp_path, monkeypatch):
         files = [*(tmp_path / "all").iterdir()]
         assert sum(path.stat().st_size for path in files) <= 3 * size
     assert store.find([7] * 5) is not None and store.find([0] * 5) is None
-    with pytest.raises(ValueError, match="needs max_folder_bytes="):
+    with pytest.raises(ValueError, match="max_folder_bytes must be > 0"):
         jkv.BlockStore(0, folder=tmp_path)
 
 
@@ -469,12 +469,12 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path):
         jkv.restore(states, spilled)
     store = jkv.BlockStore(2**20, folder=tmp_path, max_folder_bytes=2**20)
     store.put(spilled)
-    with pytest.raises(ValueError, match="blocks of another layout"):
+    with pytest.raises(ValueError, match="store must have the layout"):
         store.put(jkv.spill(states, 1)[1])
     (tmp_path / "layout.json").write_text("{")
-    with pytest.raises(ValueError, match=r"layout\.json is damaged"):
+    with pytest.raises(ValueError, match=r"damaged .*layout\.json"):
         jkv.BlockStore(0, folder=tmp_path, max_folder_bytes=9)
-    with pytest.raises(ValueError, match="max_bytes must not be negative"):
+    with pytest.raises(ValueError, match="max_bytes must be >= 0"):
         jkv.BlockStore(-1)
     with pytest.raises(ValueError, match="no prefix index"):
         jkv.spill(small_cache(), 1)

@@ -273,7 +273,7 @@ class TestSwapping:
     def test_what_does_not_fit_together_is_said(self):
         _, swapped = jkv.swap_out(busy(), 0)
         plain = jkv.init(make_config().groups[1])
-        with pytest.raises(UsageError, match="left a cache of 2 groups .* has one"):
+        with pytest.raises(UsageError, match="must have 2 groups .* got one"):
             jkv.swap_in(plain, swapped)
         with pytest.raises(ValueError, match="group 0: dtype is float16, .* bfloat16"):
             jkv.swap_in(jkv.init(make_config(dtype="bfloat16")), swapped)

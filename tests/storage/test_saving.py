@@ -211,7 +211,7 @@ class TestSequences:
 
     def test_need_a_cache_of_their_kind(self, path):
         jkv.save(path, opened(9), 0)
-        with pytest.raises(ValueError, match="holds 1 sequences"):
+        with pytest.raises(ValueError, match="got 1 sequences"):
             jkv.load(path)
         with pytest.raises(ValueError, match="dtype is float32, in this cache float16"):
             jkv.load(path, small_cache(dtype=jnp.float16))
@@ -427,8 +427,8 @@ class TestRefusedFiles:
             (lambda _: None, None),
             (renamed, "lacks 'metadata.sequences.rows'"),
             (added, "'more'"),
-            (misplaced, "makes no sense"),
-            (unknown_dtype, "makes no sense"),
+            (misplaced, "header is invalid"),
+            (unknown_dtype, "header is invalid"),
             (other_kind, "bread"),
             (other_shape, "shapes: .*rows"),
         ]:

@@ -134,7 +134,9 @@ def with_metadata(cache, group=0, **changes):
     metadata = cache.metadata
     for name, value in jax.tree.map(jnp.asarray, changes).items():
         if name in COLUMNS:
-            rows = metadata.sequences.rows.at[..., COLUMNS.index(name)].set(value)
+            column = COLUMNS.index(name)
+            value = value.astype(jnp.int32)
+            rows = metadata.sequences.rows.at[..., column].set(value)
             metadata = metadata.with_sequences(rows=rows)
         elif hasattr(metadata.sequences, name):
             sequences = dataclasses.replace(metadata.sequences, **{name: value})

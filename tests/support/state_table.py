@@ -70,7 +70,7 @@ REASONS = {
     "t": (jkv.InvalidArgument, "INVALID_ARGUMENT"),
     # What is done on the host is done to one pool.
     "p": (UsageError, "works on one pool"),
-    "i": (UsageError, "seq_ids name sequences of one pool"),
+    "i": (UsageError, "seq_ids is not supported for a cache with"),
     # On several devices a loop is its verbs: they are played with each kind, and the
     # loop that has most in it too; the others with the kind that has both.
     "a": (None, "played with keys+state"),

@@ -1,1 +1,1 @@
-"""The device's side: three programs, what goes there, and what comes back."""
+"""Device side of the engine: the compiled programs, their inputs and reports."""

@@ -1,11 +1,11 @@
-"""Executables in a folder: a later run neither traces nor compiles its model.
+"""Executables saved in a folder, so that a restart skips tracing and compilation.
 
-JAX's own cache of compiled programs is asked with a program that was traced and
-lowered, which takes Python longer than the rest of a start. Here the question is what
-the program would be made of: the code, the shapes, the device and the settings. JAX and
-jkv tell theirs; the code of the model has a version, which its author gives.
+JAX's compilation cache is keyed by the lowered program, so that a restart still traces
+and lowers in Python, its longest part. This key consists of the inputs of compilation:
+code, shapes, device and settings. jkv and JAX provide theirs; the author of the model
+provides a version of its code.
 
-`jax.experimental.serialize_executable` makes bytes of an executable.
+Executables are serialized by `jax.experimental.serialize_executable`.
 """
 
 import contextlib
@@ -32,24 +32,24 @@ from jkv.verbs.writing import WRITE_SWITCH
 
 logger = logging.getLogger("jkv.serving")
 
-# The static argument whose code `KeptPrograms.version` stands for.
+# The static argument represented by `KeptPrograms.version` in the key.
 _MODEL = "model"
 
 
 @dataclasses.dataclass(frozen=True)
 class KeptPrograms:
-    """Where an engine keeps executables, and for which model.
+    """Folder of an engine's executables, and the version of its model.
 
-    Bytes in the folder are run as they are: only the user may be able to write there.
+    The files are executed without verification: only the user may have write access.
 
     Attributes:
-      version: says which model it is, and changes whenever its code or anything changes
-        that is neither an array nor the shape of one, such as a configuration. With a
-        draft model it is for both.
-      folder: where; a few megabytes for each engine, the oldest are removed beyond
-        half a gigabyte.
-      sources: modules and packages that models are made of: the content of their
-        files is a part of the version.
+      version: identifies the model; change it with the code or with any setting other
+        than an array or its shape, such as a configuration. It covers the draft model,
+        too.
+      folder: of a few megabytes for each engine; the oldest files beyond half a
+        gigabyte are removed.
+      sources: modules and packages of the models; the content of their files is part of
+        the version.
 
     Example:
       >>> import jkv
@@ -66,9 +66,9 @@ class KeptPrograms:
     def find(
         self, program: Any, static: dict[str, Any], dynamic: dict[str, Any]
     ) -> Callable[..., Any]:
-        """Return the executable for arguments by name, kept from now on.
+        """Return the executable for these arguments, loaded or compiled and saved.
 
-        It takes the dynamic ones, and has the shapes of its results, `out_info`.
+        It takes the dynamic arguments; `out_info` has the shapes of its results.
         """
         path = self._name_file(program, static, dynamic)
         executable = _load(path)
@@ -81,7 +81,7 @@ class KeptPrograms:
 
     @functools.cached_property
     def _code(self) -> list[str]:
-        """What the code is, read once for all programs of an engine."""
+        """Hashes of the source code, computed once per engine."""
         return [_hash_files(source) for source in (jkv, *self.sources)]
 
     def _name_file(
@@ -91,7 +91,7 @@ class KeptPrograms:
         made_of = [
             self.version,
             *self._code,
-            # A model has no text of its own that another run would find again.
+            # The repr of a model may differ between runs.
             *(f"{k}={v}" for k, v in sorted(static.items()) if k != _MODEL),
             str(tree),
             *(_describe(leaf) for leaf in leaves),
@@ -102,14 +102,14 @@ class KeptPrograms:
 
 
 class BoundProgram:
-    """A program with its static arguments: as jit makes it, or from a folder."""
+    """A program with its static arguments bound: jitted, or loaded from a folder."""
 
     def __init__(self, program: Any, kept: KeptPrograms | None, static: dict[str, Any]):
         self._program, self._kept, self._static = program, kept, static
         self._executable: Any = None
 
     def __call__(self, **dynamic: Any) -> Any:
-        """Run it on its other arguments, always of the same shapes."""
+        """Run on the dynamic arguments, whose shapes must not change."""
         if self._kept is None:
             return self._program(**self._static, **dynamic)
         return self._find(self._kept, dynamic)(**dynamic)
@@ -127,21 +127,21 @@ class BoundProgram:
 
 
 def _describe(leaf: Any) -> str:
-    """Say what a program is compiled for of an argument."""
+    """Return the shape, dtype and placement that a program is compiled for."""
     kind = jax.typeof(leaf)
     placement = leaf.sharding if getattr(leaf, "committed", False) else None
     return f"{kind.shape} {kind.dtype} {kind.weak_type} {placement}"
 
 
 def _describe_surroundings() -> list[str]:
-    """Say what a program is compiled for beside its arguments."""
+    """Return the versions, devices and settings that a program is compiled for."""
     client = jax.local_devices()[0].client
     settings = {k: v for k, v in jax.config.values.items() if "cache" not in k}
     return [
         jax.__version__,
         client.platform_version,
         *(device.device_kind for device in jax.devices()),
-        # One processor may lack what another one's instructions need.
+        # Processors of one kind may lack instructions of another.
         platform.node(),
         f"{jax.process_index()} of {jax.process_count()}",
         os.environ.get("XLA_FLAGS", ""),
@@ -151,9 +151,12 @@ def _describe_surroundings() -> list[str]:
 
 
 def _hash_files(source: ModuleType) -> str:
-    """Hash the Python files of a package, or the one of a module."""
+    """Hash the Python files of a package, or the file of a module."""
     if not source.__file__:
-        raise ValueError(f"{source.__name__} has no files to know its code by")
+        raise ValueError(
+            f"sources must be modules with files, got {source.__name__}; omit it and "
+            f"describe its code in version"
+        )
     file = Path(source.__file__)
     is_package = hasattr(source, "__path__")
     files = sorted(file.parent.rglob("*.py")) if is_package else [file]
@@ -166,11 +169,11 @@ def _hash_files(source: ModuleType) -> str:
 
 @contextlib.contextmanager
 def _without_cache() -> Iterator[None]:
-    """Let nothing come from JAX's own cache of compiled programs meanwhile."""
-    # XLA writes an executable that it has read itself without its functions, on a CPU.
+    """Disable JAX's own compilation cache in the context."""
+    # On CPU, XLA serializes an executable loaded from that cache without its functions.
     was_enabled = jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_enable_compilation_cache", False)
-    # Whether there is a cache is asked once, and then remembered.
+    # JAX reads the setting once and remembers it.
     compilation_cache.reset_cache()
     try:
         yield
@@ -180,25 +183,25 @@ def _without_cache() -> Iterator[None]:
 
 
 def _load(path: Path) -> Any:
-    """Return the executable in a file; None where there is none that works."""
+    """Return the executable of a file, or None if it is missing or unusable."""
     try:
         found: Any = pickle.loads(path.read_bytes())
         return serialize_executable.deserialize_and_load(*found)
     except OSError:
         return None
-    except Exception as error:  # half a file, another machine's instructions
-        logger.warning("%s is compiled again: %s", path.name, error)
+    except Exception as error:  # truncated, or built for another machine
+        logger.warning("could not load %s, compiling it again: %s", path.name, error)
         path.unlink(missing_ok=True)
         return None
 
 
 def _save(path: Path, executable: Any) -> None:
-    """Write the executable as a whole or not at all."""
+    """Write the executable atomically."""
     try:
         content = pickle.dumps(serialize_executable.serialize(executable))
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_oldest(path.parent)
         with replacing(path) as file:
             file.write(content)
-    except Exception as error:  # a tree that cannot be pickled, a full disk
-        logger.warning("%s is not kept: %s", path.name, error)
+    except Exception as error:  # an unpicklable tree, a full disk
+        logger.warning("could not save %s: %s", path.name, error)

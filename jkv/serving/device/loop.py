@@ -1,4 +1,4 @@
-"""The loop on the device: the cache and the generation, from call to call."""
+"""Device loop: the cache and generation state, replaced by each call."""
 
 import contextlib
 import ctypes
@@ -32,7 +32,7 @@ Progress = Callable[[str, int, int], object]
 
 
 class Loop:
-    """Cache and generation, of which each call makes the next."""
+    """Owner of the cache and the generation state; each call replaces them."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Loop:
         how: How,
         kept: KeptPrograms | None,
     ):
-        self.sizes, self.cache = sizes, cache  # the newest, which may not be done yet
+        self.sizes, self.cache = sizes, cache  # newest value, perhaps not computed yet
         draft = how.speculate if isinstance(how.speculate, DraftModel) else None
         draft_params = None if draft is None else draft.params
         self._draft_cache = None if draft is None else draft.cache
@@ -56,20 +56,20 @@ class Loop:
         self._preempt_all = BoundProgram(programs.preempt_all, kept, {})
         state, _ = self._begin.find_shapes(**self._beginning)
         self._vocabulary = int(state.seen.shape[1])
-        self.block_size = state.block_size(cache)  # how many blocks a text takes
-        # What one sequence can find in each group, and all sequences together.
+        self.block_size = state.block_size(cache)
+        # Blocks available to one sequence in each group of layers, and in all.
         self.num_blocks = tuple(map(int, count_free_blocks(cache)))
         self.num_rows = int(cache.metadata.sequences.free_rows.count)
-        # What a fresh start needs when the arrays are lost.
+        # Kept to rebuild the arrays after a failed, donating call.
         self._first = _First.of(cache)
         self._first_draft = None if draft is None else _First.of(draft.cache)
         self._generation: Any = None  # state and sampling
-        # i32[], those after an exchange that no window has followed yet.
+        # i32[], after an exchange and before the next window; otherwise None.
         self.num_free_blocks: jax.Array | None = None
 
     @property
     def caches(self) -> list[Cache]:
-        """The newest value of each cache: that of a draft model, too."""
+        """Newest values of the cache and, if present, the draft model's."""
         if self._generation is None:
             return [self.cache]
         speculation = self._generation[0].speculation
@@ -78,14 +78,14 @@ class Loop:
 
     @property
     def num_classes(self) -> int:
-        """Classes that requests may name for what stays cached of them."""
+        """Number of retention classes that requests may use."""
         return self.cache.metadata.num_classes
 
     def pad(self, text: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Return a text up to its last full block and one token, i32[P], -1 behind."""
+        """Cut a sequence one token after its last full block; pad with -1, i32[P]."""
         size, most = self.block_size.tokens, self.cache.max_context_length
         padded = np.full(most, -1, np.int32)
-        # A text that fills the context has one token more, which has no room.
+        # A full context has one more token, without a slot.
         kept = text[: min((len(text) - 1) // size * size + 1, most)]
         padded[: len(kept)] = kept
         return padded
@@ -93,7 +93,7 @@ class Loop:
     def find_limits(
         self, stop_tokens: np.ndarray[Any, Any], has_detokenizer: bool
     ) -> Limits:
-        """Return what a request may ask for; those without stop tokens have i32[E]."""
+        """Return the limits of requests; `stop_tokens`, i32[E], is the default."""
         steering = self._given.steering
         return Limits(
             max_prompt_tokens=self.sizes.max_prompt_tokens,
@@ -111,16 +111,16 @@ class Loop:
 
     def start_window(
         self,
-        changes: Sequence[Change],  # in their order
-        num_steps: int,  # of the window; 0 is none
+        changes: Sequence[Change],  # applied in order
+        num_steps: int,  # 0 starts no window
     ) -> WindowReport | None:
-        """Let requests end and begin, then start the next window."""
+        """Apply the changes, then start the next window."""
         for change in changes:
             self.exchange(change)
         return self.run(num_steps) if num_steps else None
 
     def exchange(self, change: Change) -> None:
-        """End what was cancelled, and let at most K prompts wait."""
+        """Finish cancelled sequences and enqueue at most K prompts."""
         state, sampling = self._begun()
         self.cache, *self._generation, self.num_free_blocks = self._exchange(
             cache=self.cache,
@@ -131,9 +131,9 @@ class Loop:
         )
 
     def run(self, num_steps: int) -> WindowReport:
-        """Start the next window; the report's arrays come when it is done."""
+        """Start the next window; the report's arrays are ready when it has run."""
         state, sampling = self._begun()
-        self.num_free_blocks = None  # the report tells it
+        self.num_free_blocks = None  # the report has the new count
         report: WindowReport
         self.cache, state, report = self._run_window(
             given=self._given,
@@ -146,7 +146,7 @@ class Loop:
         return report
 
     def replace_steering(self, steering: Steering) -> None:
-        """Steer by other arrays, of the same shapes and dtypes, from now on."""
+        """Replace the logits processor's arrays; shapes and dtypes must match."""
 
         def describe(each: Steering | None) -> Any:
             leaves, structure = jax.tree.flatten(each)
@@ -155,17 +155,17 @@ class Loop:
         new = as_steering(steering)
         if describe(new) != describe(self._given.steering):
             raise EngineError(
-                "what steers an engine may be replaced by one of the same type, with "
-                "arrays of the same shapes and dtypes"
+                "steering must have the type, shapes and dtypes of the engine's, got "
+                "others; create a new engine for it"
             )
         self._given = self._given._replace(steering=new)
 
     def replace_params(self, params: Any, draft_params: Any) -> None:
-        """Compute with other weights from the next window on; None leaves a draft's."""
+        """Replace the weights; None keeps the draft model's."""
         old = self._given
         if draft_params is not None and old.draft_params is None:
             raise UsageError(
-                "draft_params are for an engine with speculate=DraftModel(...)"
+                "draft_params must be None without speculate=DraftModel(...); omit it"
             )
         new = old._replace(params=replace_weights("params", old.params, params))
         if draft_params is not None:
@@ -174,27 +174,27 @@ class Loop:
         self._given = new
 
     def digest_weights(self) -> str:
-        """Return what tells the weights and their model from others, in any process."""
+        """Return a digest of weights, model and `exact`, the same in every process."""
         exact = self.sizes.steps.exact
         return digest_weights(self._model, self._given.params, exact)
 
     def forget_cached(self) -> None:
-        """Let nothing be found that was computed until now."""
+        """Clear the prefix index."""
         if self.cache.metadata.index.is_there:
             self.cache = clear_prefixes(self.cache)
 
     def preempt_all(self) -> None:
-        """Let all sequences give their blocks back, to be computed again."""
+        """Preempt all running sequences, to be recomputed."""
         if self._generation is None:
             return
         state, sampling = self._generation
         self.cache, state = self._preempt_all(cache=self.cache, state=state)
         self._generation = state, sampling
-        # Until the next report; an engine that is asked before that reads this one.
+        # Unknown until the next report; a reader of statistics uses the last one.
         self.num_free_blocks = None
 
     def warm_up(self, progress: Progress | None) -> int:
-        """Compile all programs, by running each with nothing to do; count them."""
+        """Compile each program by running it without work; return their number."""
         nothing = Change(
             Arrivals.of(self.sizes, []), np.zeros((self.sizes.num_sequences,), bool)
         )
@@ -213,14 +213,14 @@ class Loop:
         return len(programs)
 
     def start_again(self) -> None:
-        """Make an empty generation and a new cache; fail if others had sequences."""
+        """Rebuild an empty generation and cache; raise if it had foreign sequences."""
         first, first_draft = self._first, self._first_draft
         if first.is_shared or (first_draft is not None and first_draft.is_shared):
             raise EngineError(
-                "a step failed, and with its cache the sequences that others had open "
-                "in it; make a new engine with a new cache"
+                "a step failed, and the donated cache had open sequences of its "
+                "previous owner; create a new engine with a new cache"
             )
-        # The old pools are gone before there are new ones.
+        # Free the old pools before allocating new ones.
         self._generation, self.cache, self._draft_cache = None, first.shapes, None
         self.num_free_blocks = None
         self.cache = first.make_anew()
@@ -245,9 +245,9 @@ class Loop:
 
 
 class _First(NamedTuple):
-    """A cache as it was at first, but for what was in its pools."""
+    """The initial state of a cache, without the contents of its pools."""
 
-    shapes: Cache  # with shapes for pools, placed; the metadata is on the host
+    shapes: Cache  # pools as shapes with shardings; metadata on the host
     metadata: Placement
 
     @classmethod
@@ -264,7 +264,7 @@ class _First(NamedTuple):
 
     @property
     def is_shared(self) -> bool:
-        """Whether it had sequences that are not the engine's."""
+        """True if the cache had open sequences before the engine."""
         return bool(np.asarray(self.shapes.metadata.is_open).any())
 
     def make_anew(self) -> Cache:
@@ -286,8 +286,8 @@ def _check_owned(name: str, cache: Cache | None) -> None:
     leaves = [each for each in jax.tree.leaves(cache) if isinstance(each, jax.Array)]
     if any(leaf.is_deleted() for leaf in leaves):
         raise EngineError(
-            f"the arrays of {name} are gone: it was given to another engine, or was "
-            f"donated to a call; give each engine caches of its own"
+            f"{name} must own its arrays, got deleted ones, donated by another engine "
+            f"or call; create a cache for each engine"
         )
 
 
@@ -298,11 +298,11 @@ def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def _find_placement(array: jax.Array) -> jax.sharding.Sharding | None:
-    """Return where an array was told to be; programs are compiled for that, too."""
+    """Return an array's committed sharding, or None; programs are compiled for it."""
     return array.sharding if array.committed else None
 
 
 def _return_memory() -> None:
-    """Give back what compiling took: glibc would keep half a gigabyte of it."""
-    with contextlib.suppress(OSError, TypeError, AttributeError):  # another library
+    """Trim the heap: glibc keeps half a gigabyte of free memory after compilation."""
+    with contextlib.suppress(OSError, TypeError, AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)

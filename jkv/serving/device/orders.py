@@ -1,8 +1,8 @@
-"""What the first process of several tells the others: one small array a window.
+"""Commands from the first process of a mesh to the others, one small array a window.
 
-An order is words, i32, so that followers take numbers only. A window's order has the
-rows of `Arrivals` that are used, as long as their longest prompt, and the numbers of
-the sequences that end.
+A command consists of i32 words, so that followers receive numbers only. The command of
+a window has the used rows of `Arrivals`, cut to the longest prompt, and the indices of
+cancelled sequences.
 """
 
 import enum
@@ -15,30 +15,30 @@ from jkv.serving.device.sizes import EngineSizes
 from jkv.serving.device.transfers import Arrivals, Change
 from jkv.sharding.processes import Broadcast
 
-# Of a message. XLA's CPU runtime runs a smaller program in the thread that calls it,
-# which would wait there until all processes have come.
+# Words of a message. XLA's CPU runtime executes smaller programs in the calling thread,
+# which would block until all processes have joined.
 NUM_WORDS = 1024
-# Of each further message of an order that does not fit in one.
+# Words of each further message of a longer command.
 NUM_FURTHER_WORDS = 16 * NUM_WORDS
 
 _NUM_HEAD_WORDS = 2
 
 
 class Order(enum.IntEnum):
-    """What followers are told to do."""
+    """Command to the followers."""
 
-    WINDOW = enum.auto()  # to let requests end and begin, and start a window
+    WINDOW = enum.auto()  # apply changes and start a window
     WARM_UP = enum.auto()
     REPLACE_PARAMS = enum.auto()
     REPLACE_STEERING = enum.auto()
     FORGET_CACHED = enum.auto()
     PREEMPT_ALL = enum.auto()
-    CLOSE = enum.auto()  # to return: the engine is closed
-    FAIL = enum.auto()  # to raise: it cannot go on
+    CLOSE = enum.auto()  # return: the engine is closed
+    FAIL = enum.auto()  # raise: the first process failed
 
 
 class Orders:
-    """Orders on their way from the first process of a mesh to all of its others."""
+    """Channel for commands from the first process of a mesh to the others."""
 
     def __init__(self, broadcast: Broadcast):
         self._broadcast = broadcast
@@ -55,7 +55,7 @@ class Orders:
             self._broadcast.start(np.resize(part, NUM_FURTHER_WORDS))
 
     def receive(self) -> tuple[Order, np.ndarray]:
-        """Wait for an order; return it and its words, i32[...]."""
+        """Wait for a command; return it with its words, i32[...]."""
         message = self._take(NUM_WORDS)
         order, count = message[:_NUM_HEAD_WORDS].tolist()
         parts = [message[_NUM_HEAD_WORDS:]]
@@ -64,14 +64,15 @@ class Orders:
         return Order(order), np.concatenate(parts)[:count]
 
     def share(self, array: np.ndarray) -> np.ndarray:
-        """Return an array of the first process; others give one of its kind."""
-        # Bytes: what adds them up to what one process has leaves no number as it is.
+        """Return the first process's array; others pass one of its shape and dtype."""
+        # As bytes: the broadcast is a sum over processes, which is exact for integers
+        # only.
         own = np.frombuffer(array.tobytes(), np.uint8)
         found = np.asarray(self._broadcast.start(own))
         return found.view(array.dtype).reshape(array.shape)
 
     def warm_up(self) -> None:
-        """Compile what sends; all processes call this."""
+        """Compile the broadcasts; all processes call this."""
         for count in (NUM_WORDS, NUM_FURTHER_WORDS):
             self._take(count)
 
@@ -93,7 +94,7 @@ def pack_window(changes: Sequence[Change], num_steps: int) -> np.ndarray:
 
 
 def unpack_window(sizes: EngineSizes, words: np.ndarray) -> tuple[list[Change], int]:
-    """Return the changes and the number of steps that `pack_window` was given."""
+    """Return the changes and the number of steps passed to `pack_window`."""
     rest = words
 
     def take(count: int) -> np.ndarray:
@@ -115,7 +116,7 @@ def unpack_window(sizes: EngineSizes, words: np.ndarray) -> tuple[list[Change], 
 
 
 def _find_used(arrivals: Arrivals, count: int, longest: int) -> list[np.ndarray]:
-    """Return the parts of the arrays that prompts have written to, of 4-byte words."""
+    """Return views of the parts filled by prompts, in arrays of 4-byte words."""
     fields = arrivals._asdict()
     tokens = fields.pop("tokens")[:count, :longest]
     return [tokens, *(each[:count] for each in jax.tree.leaves(fields))]

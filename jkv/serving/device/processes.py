@@ -1,9 +1,8 @@
-"""The loop on several processes: the first decides, and all do the same.
+"""Device loop on several processes: the first schedules, the others repeat its calls.
 
-Each process has its part of the cache and calls the same programs in the same order, as
-JAX asks for. The first tells the others before it calls one. What a program takes from
-the host comes from the first; what comes back is on every process, but only the first
-reads it.
+Each process holds its shards of the cache and calls the same programs in the same
+order, as JAX requires. The first sends a command before each call, with the program's
+host inputs. Reports are replicated, and only the first process reads them.
 """
 
 import dataclasses
@@ -31,14 +30,14 @@ from jkv.status import UsageError
 from jkv.steering import Steering
 from jkv.storage.placement import put
 
-# Returns the weights of a follower, and those of its draft model or None.
+# Returns a follower's weights, and its draft model's or None.
 FindParams = Callable[[], tuple[Any, Any]]
 
 
 class SharedLoop(Loop):
-    """A loop whose cache lies on a mesh of several processes: all do what one says."""
+    """Device loop of a cache sharded over the devices of several processes."""
 
-    num_classes = 1  # followers are not told what to keep
+    num_classes = 1  # retention classes are not sent to followers
 
     def __init__(
         self,
@@ -59,7 +58,7 @@ class SharedLoop(Loop):
             speculate = dataclasses.replace(speculate, params=draft_params)
         how = How(steering=self._spread(how.steering), speculate=speculate)
         super().__init__(model, params, cache, sizes, how, None)
-        # Of what was started last, arrays that are there when all is; None: unknown.
+        # Arrays of the last call, ready when it has run; None: unknown.
         self._newest: Any = None
         broadcast = self._broadcast = Broadcast(mesh)
         _check_alike(
@@ -97,10 +96,10 @@ class SharedLoop(Loop):
         super().preempt_all()
 
     def replace_params(self, params: Any, draft_params: Any) -> None:
-        """Do so on all processes.
+        """Replace the weights on all processes.
 
-        Weights that lie on the mesh are taken from `find_params` of each follower;
-        those that this process has whole are sent, an array at a time.
+        Weights sharded over the mesh come from each follower's `find_params`; arrays
+        held in full by this process are broadcast one at a time.
         """
         new = {"params": params, "draft_params": draft_params}
         old = {"params": self._given.params, "draft_params": self._given.draft_params}
@@ -117,22 +116,22 @@ class SharedLoop(Loop):
         super().replace_params(params, draft_params)
 
     def replace_steering(self, steering: Steering) -> None:
-        """Do so on all processes; its arrays are sent."""
+        """Replace the arrays of the logits processor on all processes, by broadcast."""
         new = self._spread(steering)
-        super().replace_steering(new)  # which raises where it does not fit
+        super().replace_steering(new)  # raises on a mismatch
         self._tell(Order.REPLACE_STEERING)
         self._share(steering)
 
     def start_again(self) -> None:
-        """Refuse: what one process has done, others may not have."""
+        """Raise: other processes may have completed the step that failed here."""
         if self.is_followed:
             try:
                 self._tell(Order.FAIL)
             finally:
                 self.is_followed = False
         raise EngineError(
-            "a step failed on one of several processes, which cannot begin anew alone: "
-            "end all of them, and start them again"
+            "a step failed on one of several processes, which cannot recover alone; "
+            "restart all of them"
         )
 
     def dismiss(self) -> None:
@@ -141,14 +140,15 @@ class SharedLoop(Loop):
             self.is_followed = False
 
     def follow(self, find_params: FindParams | None) -> None:
-        """Do what the first process does, until it is closed; fail if it fails."""
+        """Execute the first process's commands until it closes; raise if it fails."""
         while True:
             try:
                 self._settle()
                 order, words = self._orders.receive()
             except jax.errors.JaxRuntimeError as error:
                 raise EngineError(
-                    "the first process of the mesh does not answer any more"
+                    "the first process of the mesh stopped responding; restart all "
+                    "processes"
                 ) from error
             if order == Order.CLOSE:
                 return
@@ -159,7 +159,7 @@ class SharedLoop(Loop):
     def _do(
         self, order: Order, words: np.ndarray, find_params: FindParams | None
     ) -> None:
-        """Do what the first process does in this moment."""
+        """Execute one command."""
         match order:
             case Order.WINDOW:
                 self._start(*unpack_window(self.sizes, words))
@@ -179,8 +179,8 @@ class SharedLoop(Loop):
                     new = self._share(old)
                 elif find_params is None:
                     raise EngineError(
-                        "the new weights lie on the mesh: give follow() a function "
-                        "that returns them on this process, find_params="
+                        "find_params is required, since the new weights are sharded "
+                        "over the mesh; pass follow() a function that returns them"
                     )
                 else:
                     new = find_params()
@@ -191,17 +191,18 @@ class SharedLoop(Loop):
                 super().replace_steering(self._spread(self._share(steering)))
 
     def _start(self, changes: Sequence[Change], num_steps: int) -> WindowReport | None:
-        """Start a window, whose report each process can read."""
+        """Start a window; replicate its report."""
         report = super().start_window(changes, num_steps)
         if report is None:
             self._newest = self.num_free_blocks
             return None
-        # What a model divides, such as the vocabulary, may divide what follows from it.
+        # Sharding of the model's outputs, such as over the vocabulary, may propagate
+        # here.
         self._newest = report = jax.tree.map(replicate, report)
         return report
 
     def _settle(self) -> None:
-        """Let no order cross what the mesh computes, where they share devices."""
+        """Wait for the mesh's computation, if the broadcast shares its devices."""
         newest, self._newest = self._newest, None
         if self._broadcast.is_apart:
             return
@@ -219,14 +220,15 @@ class SharedLoop(Loop):
         def share(leaf: Any) -> Any:
             kind = jax.typeof(leaf)
             has_all = not is_shared(leaf)
-            # Of the same bytes everywhere, as JAX makes 32 bits of 64.
+            # jnp.asarray narrows 64-bit values, so that all processes send equally many
+            # bytes.
             own = jnp.asarray(leaf) if has_all else np.zeros(kind.shape, kind.dtype)
             return self._orders.share(np.asarray(own))
 
         return jax.tree.map(share, arrays)
 
     def _spread(self, arrays: Any) -> Any:
-        """Return arrays on every device of the mesh, but for those that lie on it."""
+        """Replicate arrays over the mesh, except for arrays sharded over it."""
         everywhere = jax.sharding.NamedSharding(
             self._mesh, jax.sharding.PartitionSpec()
         )
@@ -244,13 +246,13 @@ def _describe(arrays: Any) -> str:
 
 
 def _check_alike(broadcast: Broadcast, described: dict[str, str]) -> None:
-    """Refuse engines that differ from process to process; each waits for the others."""
+    """Raise if the engines of the processes differ; all processes call this."""
     own = [zlib.crc32(each.encode()) >> 1 for each in described.values()]
     given = broadcast.gather(np.array(own, np.int32))
     differs = (given != given[0]).any(axis=0)
     names = [name for name, each in zip(described, differs, strict=True) if each]
     if names:
         raise UsageError(
-            f"every process of a mesh makes the same engine, but {', '.join(names)} "
-            f"differ from process to process"
+            f"{', '.join(names)} must be the same on every process of a mesh, got "
+            f"different ones; create the same engine on each"
         )

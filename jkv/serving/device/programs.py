@@ -1,10 +1,10 @@
-"""What runs on the device: three programs, compiled once for an engine's sizes.
+"""Jitted programs of the engine, compiled once for its sizes.
 
-`begin_empty` makes a generation of empty prompts, `exchange` ends sequences and lets
-new prompts wait, and `run_window` does some steps and reports. Nothing here asks the
-host; cache and state are donated.
+`begin_empty` creates a generation of empty prompts, `exchange` finishes cancelled
+sequences and enqueues new prompts, and `run_window` runs some decode steps and reports.
+They do not communicate with the host; cache and state are donated.
 
-Symbols: N sequences of the generation, S steps of a window at most.
+Symbols: N sequences of the generation, S most steps of a window.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ _STATIC = ("model", "sizes")
 
 
 class Given(NamedTuple):
-    """What each window takes and none changes."""
+    """Inputs of each window that it does not change."""
 
     params: Any
     draft_params: Any  # None without a draft model
@@ -48,13 +48,13 @@ def begin_empty(
     *,
     sizes: EngineSizes,
 ) -> tuple[GenerationState, Sampling]:
-    """Begin a generation of empty prompts: none waits."""
+    """Create the state of a generation with empty prompts only."""
     stops, empty = sizes.stops, (sizes.num_prompts, sizes.max_prompt_tokens)
     how = How(
         steering=given.steering, speculate=_restore_guessing(sizes, given, draft_cache)
     )
-    # Behind the barrier they are no constants, of which XLA would add up a million
-    # while it compiles: half a minute for 128 prompts of up to 8,192 tokens.
+    # The barrier prevents constant folding, which takes half a minute of compilation
+    # for 128 prompts of up to 8,192 tokens.
     texts = jax.lax.optimization_barrier(jnp.full(empty, -1, jnp.int32))
     prompts = Prompts.of(
         texts,
@@ -79,8 +79,8 @@ def exchange(
     sampling: Sampling,
     change: Change,
     steering: Steering | None,
-) -> tuple[Cache, GenerationState, Sampling, jax.Array]:  # i32[], blocks free then
-    """End what was cancelled, then let prompts wait: an index may be free only now."""
+) -> tuple[Cache, GenerationState, Sampling, jax.Array]:  # i32[], free blocks
+    """Cancel sequences, then enqueue prompts: an index may be free only after that."""
     arrivals = change.arrivals
     cache, state = decoding.cancel(cache, state, jnp.asarray(change.cancelled))
     indices, samples = jnp.asarray(arrivals.indices), state.num_samples
@@ -123,9 +123,9 @@ def run_window(
     *,
     sizes: EngineSizes,
 ) -> tuple[Cache, GenerationState, WindowReport]:
-    """Do steps while a sequence goes on, and report what is new."""
+    """Run steps while a sequence is unfinished, and report the new tokens."""
     starts = state.result.lengths
-    # Counted from nothing each time, no number grows past 32 bits.
+    # Restarting the counters each window keeps them within 32 bits.
     result = state.result._replace(statistics=Statistics.zeros())
     state = dataclasses.replace(state, result=result)
     guessing = state.speculation
@@ -158,7 +158,7 @@ def run_window(
 def _restore_guessing(
     sizes: EngineSizes, given: Given, cache: Cache | None
 ) -> PromptLookup | DraftModel | None:
-    """Return how tokens are guessed, put together again with a draft's cache."""
+    """Rebuild the speculation options with the draft model's arrays."""
     guesses = sizes.guesses
     if not isinstance(guesses, DraftSizes):
         return guesses

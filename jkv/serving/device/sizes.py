@@ -1,7 +1,7 @@
-"""What the programs of the device are compiled for, beside model and cache.
+"""Static sizes of the engine's programs, beside the model and the cache.
 
-Symbols: Q prompts, N sequences of the generation, K lanes, S steps of a window at most,
-U new tokens of a sequence in one.
+Symbols: Q prompts, N sequences of the generation, K lanes, S most steps of a window, U
+most new tokens of a sequence in a window.
 """
 
 import dataclasses
@@ -14,33 +14,33 @@ from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.metadata.requests import check_counts, check_static
 from jkv.serving.request.limits import StopSizes
 
-# Prompts that one call of `exchange` takes to the device.
+# Number of prompts per call of `exchange`.
 NUM_LANES = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class DraftSizes:
-    """What programs are compiled for of a `DraftModel`, beside its arrays."""
+    """Static options of a `DraftModel`, without its arrays."""
 
-    model: Model = dataclasses.field(repr=False)  # which has no text of its own
+    model: Model = dataclasses.field(repr=False)  # its repr may differ between runs
     num_tokens: int
     cost: float
 
 
 class EngineSizes(NamedTuple):
-    """Everything that the programs are compiled for, beside model and cache."""
+    """Static options of the programs, beside the model and the cache."""
 
     num_prompts: int  # Q
     max_prompt_tokens: int
     steps: Steps
     num_steps: int  # S
-    num_lanes: int  # K, prompts that one call of `exchange` takes
+    num_lanes: int  # K, prompts per call of `exchange`
     stops: StopSizes
     guesses: PromptLookup | DraftSizes | None
 
     @property
     def num_sequences(self) -> int:
-        """Sequences of the generation, N."""
+        """Number of sequences of the generation, N."""
         return self.num_prompts * self.steps.num_samples
 
     @property
@@ -50,7 +50,7 @@ class EngineSizes(NamedTuple):
 
     @property
     def max_window_tokens(self) -> int:
-        """Most new tokens of a sequence in a window, U."""
+        """Largest number of new tokens of a sequence in a window, U."""
         guesses = 0 if self.guesses is None else self.guesses.num_tokens
         return min(self.num_steps * (1 + guesses), self.steps.max_new_tokens)
 
@@ -64,9 +64,9 @@ def find_sizes(
     stop_sizes: StopSizes,
     speculate: PromptLookup | DraftModel | None,
 ) -> EngineSizes:
-    """Return the sizes of an engine; the arguments are those of `Engine`."""
+    """Return the sizes of an engine from the arguments of `Engine`."""
     running = steps.max_running
-    assert running is not None, "an engine says how many sequences run"
+    assert running is not None, "Engine requires max_running"
     check_counts(
         max_running=running, num_steps=num_steps, max_prompt_tokens=max_prompt_tokens
     )

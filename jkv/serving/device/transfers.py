@@ -1,7 +1,7 @@
-"""What goes to the device between two windows, and what comes back after each.
+"""Inputs of the device between two windows, and the report of each window.
 
-Symbols: Q prompts and N sequences of the generation, K lanes, P most prompt tokens, E
-stop tokens, F stop sequences of C tokens, U most new tokens of a sequence in a window.
+Symbols: Q prompts and N sequences of the generation, K lanes, P longest prompt, E stop
+tokens, F stop sequences of C tokens, U most new tokens of a sequence in a window.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from jkv.serving.request.ask import NOT_STEERED
 from jkv.serving.request.limits import StopSizes
 from jkv.serving.request.request import Request, RequestState, SequenceNews
 
-# What `WindowReport.stages` counts.
+# States encoded in `WindowReport.stages`.
 STAGES = (RequestState.WAITING, RequestState.RUNNING, RequestState.PREEMPTED)
 
 _WAITING = STAGES.index(RequestState.WAITING)
@@ -25,9 +25,9 @@ _REASONS = {int(reason): reason for reason in FinishReason}
 
 
 class Arrivals(NamedTuple):
-    """K prompts that enter the generation, in numpy."""
+    """K prompts to enqueue, as numpy arrays."""
 
-    indices: np.ndarray[Any, Any]  # i32[K], of each prompt in it, -1 for none
+    indices: np.ndarray[Any, Any]  # i32[K], index of each prompt, -1 for none
     tokens: np.ndarray[Any, Any]  # i32[K, P], -1 past the end
     limits: np.ndarray[Any, Any]  # i32[K]
     stop_tokens: np.ndarray[Any, Any]  # i32[K, E], -1 for none
@@ -35,15 +35,15 @@ class Arrivals(NamedTuple):
     num_samples: np.ndarray[Any, Any]  # i32[K]
     salts: np.ndarray[Any, Any]  # i32[K]
     priorities: np.ndarray[Any, Any]  # i32[K]
-    variants: np.ndarray[Any, Any]  # i32[K], how each is steered
+    variants: np.ndarray[Any, Any]  # i32[K], variant of the logits processor
     sampling: dict[str, np.ndarray[Any, Any]]  # [K, samples], fields of `Sampling`
 
     @classmethod
     def of(
         cls,
-        sizes: EngineSizes,  # of the programs
-        # at most K requests, each with the first of the samples that share the prompt;
-        # these know their sequences
+        sizes: EngineSizes,
+        # at most K requests, each with the index of the first sample that shares the
+        # prompt; the samples have their sequence indices
         dispatched: list[tuple[Request, int]],
     ) -> "Arrivals":
         count, samples, stops = sizes.num_lanes, sizes.steps.num_samples, sizes.stops
@@ -88,34 +88,34 @@ class Arrivals(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What one call of `exchange` does: who ends, and who may begin then."""
+    """Input of one call of `exchange`: cancelled sequences and new prompts."""
 
     arrivals: Arrivals
     cancelled: np.ndarray[Any, Any]  # bool[N]
 
 
 def make_empty_sequences(count: int, stops: StopSizes) -> np.ndarray[Any, Any] | None:
-    """Return stop sequences without a token, i32[count, F, C]; None without any."""
+    """Return empty stop sequences, i32[count, F, C]; None if the sizes allow none."""
     if not stops.sequences or not stops.length:
         return None
     return np.full((count, stops.sequences, stops.length), -1, np.int32)
 
 
 class WindowReport(NamedTuple):
-    """What a window brought, for all N sequences of the generation."""
+    """Report of a window, for all N sequences of the generation."""
 
-    tokens: jax.Array  # i32[N, U], new ones
-    logprobs: jax.Array  # f32[N, U], theirs
-    counts: jax.Array  # i32[N], how many
+    tokens: jax.Array  # i32[N, U], new tokens
+    logprobs: jax.Array  # f32[N, U], their log-probabilities
+    counts: jax.Array  # i32[N], number of new tokens
     reasons: jax.Array  # i32[N], `FinishReason`
-    cached_tokens: jax.Array  # i32[N], of prompts
+    cached_tokens: jax.Array  # i32[N], prompt tokens hit in the prefix cache
     stages: jax.Array  # i32[N], index in STAGES
     statistics: Statistics  # of the window
-    num_free_blocks: jax.Array  # i32[], of all groups of layers together
+    num_free_blocks: jax.Array  # i32[], summed over all groups of layers
 
     def read_news(self) -> Iterator[SequenceNews]:
-        """Return what is new, row by row; the arrays are in numpy."""
-        # Most sequences that wait have nothing new, and there may be many.
+        """Return the changed sequences in order; the arrays must be numpy's."""
+        # Most queued sequences are unchanged, and there may be many.
         is_new = (self.counts > 0) | (self.reasons != FinishReason.RUNNING)
         rows = np.flatnonzero(is_new | (self.stages != _WAITING))
         arrays = self.tokens, self.logprobs, self.counts, self.reasons, self.stages

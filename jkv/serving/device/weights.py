@@ -1,4 +1,4 @@
-"""New weights for programs that are compiled: the same shapes, at the same places."""
+"""Replacement of weights for compiled programs: same shapes, same placement."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from jkv.storage.placement import put
 
 
 def replace_weights(name: str, old: Any, new: Any) -> Any:
-    """Return new weights as programs take them that were compiled for the old ones."""
+    """Return the new weights with the placement of the old ones."""
     check_weights(name, old, new)
     paths, _ = jax.tree_util.tree_flatten_with_path(old)
     leaves = [
@@ -22,33 +22,33 @@ def replace_weights(name: str, old: Any, new: Any) -> Any:
 
 
 def check_weights(
-    name: str,  # what to call them in an error
+    name: str,  # argument name for errors
     old: Any,  # a pytree, in use
     new: Any,  # a pytree of the same structure, shapes and dtypes
 ) -> None:
-    """Refuse weights that programs are not compiled for, by the first that differs."""
+    """Raise for the first difference in structure, shape or dtype."""
     olds, news = (
         {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
         for leaves, _ in map(jax.tree_util.tree_flatten_with_path, (old, new))
     )
     for path in sorted(olds.keys() ^ news.keys()):
-        others = "the new ones" if path in olds else "those of the engine"
-        raise UsageError(f"{name}{path} is not among {others}")
+        others = "the new weights" if path in olds else "the engine's weights"
+        raise UsageError(f"{name}{path} is missing in {others}; pass the same tree")
     structure: Any = jax.tree.structure(old)
     new_structure: Any = jax.tree.structure(new)
     if structure != new_structure:
         raise UsageError(
-            f"{name} must have the structure that the engine was made with, "
-            f"{structure}; got {new_structure}"
+            f"{name} must have the structure of the engine's weights, {structure}, got "
+            f"{new_structure}; pass the same tree"
         )
     for path, leaf in olds.items():
         expected, got = jax.typeof(leaf), jax.typeof(news[path])
         if _describe(expected) != _describe(got):
-            raise UsageError(f"{name}{path} is {expected} in this engine, got {got}")
+            raise UsageError(f"{name}{path} must be {expected}, got {got}; cast it")
 
 
 def _put_like(name: str, old: Any, new: Any) -> Any:
-    """Return an array where another is, as a copy if it is elsewhere."""
+    """Return an array with the sharding of another, as a copy if it differs."""
     if isinstance(old, jax.Array) and old.committed:
         has_all = not is_shared(new)
         if is_shared(old.sharding) and has_all:
@@ -56,9 +56,9 @@ def _put_like(name: str, old: Any, new: Any) -> Any:
         return jax.device_put(new, old.sharding)
     if isinstance(new, jax.Array) and new.committed:
         raise UsageError(
-            f"{name} is committed to {new.sharding}, and the weights that the engine "
-            f"was made with are not: programs would be compiled again. Make the engine "
-            f"with weights that jax.device_put has put where later ones will be"
+            f"{name} must be uncommitted like the engine's weights, got one committed "
+            f"to {new.sharding}, which would recompile the programs; create the engine "
+            f"with weights placed there by jax.device_put"
         )
     return new
 

@@ -1,8 +1,8 @@
-"""A digest of weights and of the model that they are for, the same in every process.
+"""Digest of a model and its weights, the same in every process.
 
-Blocks in a folder outlive the process that computed them. Their version is this digest
-where the user names none: it changes with any element of the weights, with the model's
-settings as far as its `repr`, closure and constants show them, and with `exact`.
+It is the default version of blocks in a store, whose folder outlives the process. It
+depends on every element of the weights, on `exact`, and on the model's settings as
+shown by its `repr`, closure and constants.
 """
 
 import functools
@@ -19,14 +19,14 @@ import numpy as np
 
 from jkv.prefixes.hashing import mixed
 
-# The golden ratio's bits.
+# Bits of the golden ratio.
 _GOLDEN = np.uint32(0x9E3779B9)
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 def digest_weights(model: Any, params: Any, exact: Any) -> str:
-    """Return the digest of a model with its weights, in 32 hexadecimal digits."""
+    """Return the digest of a model with its weights, 32 hexadecimal digits."""
     found = hashlib.blake2b(repr(exact).encode(), digest_size=16)
     for part in _describe(model):
         found.update(part.encode() + b"\0")
@@ -36,7 +36,7 @@ def digest_weights(model: Any, params: Any, exact: Any) -> str:
 
 
 def _describe(value: Any) -> Iterator[str]:
-    """Yield what is known of a model, or of a value that its function is made of."""
+    """Yield descriptions of a model, or of a value captured by its function."""
     if isinstance(value, functools.partial):
         for part in (value.func, *value.args, *sorted(value.keywords.items())):
             yield from _describe(part)
@@ -57,7 +57,7 @@ def _describe(value: Any) -> Iterator[str]:
 
 
 def _describe_array(name: str, array: Any) -> str:
-    """Return an array's name, kind and sums over all of its elements."""
+    """Return an array's name, shape, dtype and checksums of all elements."""
     kind = jax.typeof(array)
     if jnp.issubdtype(kind.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
@@ -67,24 +67,24 @@ def _describe_array(name: str, array: Any) -> str:
 
 @jax.jit
 def _sum_words(array: jax.Array) -> jax.Array:
-    """Return two sums over an array's bits, each with its place, u32[2]."""
+    """Return two position-dependent sums over an array's bits, u32[2]."""
     words = _as_words(jnp.asarray(array))
     place = jnp.zeros(words.shape, jnp.uint32)
     for axis, step in enumerate(_find_steps(words.shape)):
         place += step * jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
-    place *= _GOLDEN  # odd: places stay different
+    place *= _GOLDEN  # an odd factor keeps positions distinct
     sums = mixed(words + place), words * (place | np.uint32(1))
     return jnp.stack([jnp.sum(each, dtype=jnp.uint32) for each in sums])
 
 
 def _find_steps(shape: tuple[int, ...]) -> list[np.uint32]:
-    """Return how far apart neighbours of each axis lie in one row of all elements."""
+    """Return the strides of each axis in elements, u32."""
     steps = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     return [np.uint32(step % 2**32) for step in steps]
 
 
 def _as_words(array: jax.Array) -> jax.Array:
-    """Return the bits of elements in words, u32[...]."""
+    """Return the bits of each element as a word, u32[...]."""
     if array.dtype == jnp.bool_:
         return array.astype(jnp.uint32)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):

@@ -1,1 +1,1 @@
-"""A request: what was asked, what came of it, and what its reader gets."""
+"""Requests of the engine: options, limits, progress, detokenization and results."""

@@ -1,4 +1,4 @@
-"""What a request asks of an engine: a value, or its fields by name."""
+"""Options of a request, as a record or as keyword arguments."""
 
 import collections
 import dataclasses
@@ -12,46 +12,49 @@ from jkv.metadata.requests import I32, Integers
 from jkv.signatures import set_defaults
 from jkv.status import UsageError
 
-MOST_TEXTS = 2**16  # salts that are remembered; one that is forgotten is another
+MOST_TEXTS = 2**16  # remembered string salts; a forgotten one gets a new number
 
-# Who asks; None is all who are not named.
+# Client of a request; None is the common client of requests without one.
 Client = str | int | None
 
-# The variant of a request that is not steered.
+# Variant of a request without a logits processor.
 NOT_STEERED = -1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ask:
-    """What a request asks for.
+    """Options of a request.
 
     Attributes:
       tokens: i32[P] or a list, the prompt.
-      n: sequences that continue it.
-      max_new_tokens: most new tokens of each; None is the engine's most.
-      sampling: how tokens are chosen, each field one number or n. Of one seed each
-        sequence has its own (`jkv.decoding.spread_seeds`).
-      stop_tokens: i32[E], that end a sequence, and are kept; None: the engine's.
+      n: number of sequences sampled from it.
+      max_new_tokens: largest number of new tokens of each; None is the engine's.
+      sampling: sampling options, each field one number or n. One seed is spread over
+        the sequences (`jkv.decoding.spread_seeds`).
+      stop_tokens: i32[E], tokens that finish a sequence, and are kept; None is the
+        engine's.
       stop_sequences: i32[C] each, or lists of tokens, likewise.
-      stop_strings: a sequence ends where its text has one, or the only one. It is not
-        in the text; the tokens that it took are in the tokens. Looked for between
-        windows.
-      salt: domain of the prefix cache, an int of 32 bits, or a text, such as a client's
-        secret: the same domain in every process that shares a store's folder. With
-        texts, ints are 0 or more.
-      priority: of those that have not begun, smaller ones go first.
-      client: who asks. Of requests that wait with one priority, one of the client goes
-        next that has had the least service for its share (`shares`); those of one
-        client go in the order in which they came. Service is a request's tokens as they
-        are computed: its prompt, whether or not it is found in the prefix cache, once
-        for `max_samples` sequences, and new ones. A client that has nothing here saves
-        nothing up. None is one client: all who are not named.
-      variant: how its sequences are steered, one of `steering.num_variants` ways; -1 is
-        not at all.
-      timeout: seconds from now after which the request ends with what it has.
-      keep: the class of what stays cached of it when it has ended, below the cache's
-        `keep_classes` (`jkv.free`).
-      keep_seconds: for how long, if nobody uses it; None is until it is handed out.
+      stop_strings: one string or several that finish a sequence when they occur in its
+        text. The text is cut before the string; `tokens` includes its tokens. Checked
+        between windows.
+      salt: cache salt: prefixes are shared only between requests of one salt. An int of
+        32 bits, or a string, such as a client's secret, which is the same salt in every
+        process that shares a store's folder. Beside strings, ints must be 0 or more.
+      priority: smaller values are scheduled first.
+      client: for fair scheduling (`shares`). Among queued requests of one priority, the
+        client with the least service per share is next; requests of one client are
+        served in order of arrival. Service counts tokens as they are computed: the
+        prompt, including prefix cache hits, once per `max_samples` sequences, and new
+        tokens. An idle client accumulates no credit. None is the common client of all
+        requests without one.
+      variant: variant of the engine's logits processor, below `steering.num_variants`;
+        -1 for none.
+      timeout: seconds from submission until the request finishes with its tokens so
+        far.
+      keep: retention class of its cached blocks after it has finished, below the
+        cache's `keep_classes` (`jkv.free`).
+      keep_seconds: time from finishing until the class expires for unreferenced blocks;
+        None is until eviction.
 
     Example:
       >>> from jkv.serving import Ask
@@ -76,16 +79,18 @@ class Ask:
 
     @classmethod
     def of(cls, tokens: "Ask | Integers", fields: "OfAsk") -> "Ask":
-        """Return what is asked for, made of its fields unless it is there."""
+        """Return `tokens` if it is an `Ask`, or create one from the fields."""
         if not isinstance(tokens, Ask):
             return cls(tokens, **fields)
         if fields:
-            raise UsageError(f"{', '.join(fields)} beside an Ask, which says it")
+            raise UsageError(
+                f"got an Ask and the keywords {', '.join(fields)}; set them on the Ask"
+            )
         return tokens
 
 
 class OfAsk(TypedDict, total=False):
-    """The fields of `Ask` behind the prompt, as arguments."""
+    """Fields of `Ask` except the prompt, as keyword arguments."""
 
     n: int
     max_new_tokens: int | None
@@ -106,33 +111,33 @@ set_defaults(OfAsk, Ask)
 
 
 class Domains:
-    """Numbers of the domains that texts name: below 0, in the order of first use.
+    """Numbers for string salts: negative, in the order of first use.
 
-    A cache knows a domain by a number of 32 bits; that of a text is of one process. A
-    store, whose blocks outlive the process, names the domain by the text's hash.
+    A cache identifies a salt by 32 bits. The number of a string is valid in one
+    process; stores, whose blocks outlive the process, use the string's hash.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._next = -1
-        # Hashes by number, and numbers by hash, the longest unused first.
+        # Hashes by number, and numbers by hash, least recently used first.
         self._names: dict[int, str] = {}
         self._numbers: collections.OrderedDict[str, int] = collections.OrderedDict()
         self._has_negative = False
 
     def number(self, salt: int | str) -> int:
-        """Return the number of a domain, i32; that of a number is itself.
+        """Return the number of a salt, i32; an int is returned as it is.
 
         Raises:
-          ValueError: for numbers below 0, as 32 bits, beside texts.
+          ValueError: for negative ints, as 32 bits, beside strings.
         """
         with self._lock:
             has_texts = bool(self._numbers) or isinstance(salt, str)
             has_negative = self._has_negative or (isinstance(salt, int) and salt < 0)
             if has_negative and has_texts:
                 raise ValueError(
-                    "salt must be a text or an int from 0 to 2**31 - 1 where any "
-                    f"request has a text, got {salt!r:.60}"
+                    "salt must be a str or an int from 0 to 2**31 - 1 if any request "
+                    f"has a str, got {salt!r:.60}"
                 )
             if isinstance(salt, int):
                 self._has_negative = has_negative
@@ -142,7 +147,10 @@ class Domains:
             ).hexdigest()
             if name not in self._numbers:
                 if self._next < I32.min:
-                    raise ValueError(f"salt {salt!r:.60} is one text too many")
+                    raise ValueError(
+                        f"salt: at most {-I32.min} different strings are supported, "
+                        f"got {salt!r:.60}; restart the process or reuse salts"
+                    )
                 self._numbers[name], self._names[self._next] = self._next, name
                 self._next -= 1
                 if len(self._numbers) > MOST_TEXTS:
@@ -152,7 +160,7 @@ class Domains:
             return self._numbers[name]
 
     def name(self, number: int) -> int | str | None:
-        """Return what a domain is called in all processes; None if it was forgotten."""
+        """Return the process-independent name of a salt; None if it was forgotten."""
         with self._lock:
             if number >= 0 or self._next == -1:
                 return number

@@ -1,4 +1,4 @@
-"""From what is asked of an engine to requests; what can never be served is refused.
+"""Validation of requests against the limits of an engine.
 
 Symbols: n sequences of a request, B prompts of a batch.
 """
@@ -24,10 +24,11 @@ from jkv.serving.request.request import Request
 
 
 class RequestRefused(ValueError):
-    """A request that can never be served: the text says what to change.
+    """A request that the engine can never serve; the message has the fix.
 
     Attributes:
-      reason: why `jkv.generate` would not begin it either; None if that could.
+      reason: finish reason of the prompt in `jkv.generate`; None if that could admit
+        it.
     """
 
     def __init__(self, text: str, reason: FinishReason | None = None):
@@ -36,7 +37,7 @@ class RequestRefused(ValueError):
 
 
 class StopSizes(NamedTuple):
-    """Most stops that one request can have, of those that are looked for in the jit."""
+    """Largest number of stop conditions per request that are checked on the device."""
 
     tokens: int = 8  # stop tokens
     sequences: int = 4  # stop sequences
@@ -44,19 +45,19 @@ class StopSizes(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What fits into an engine, and what holds where a request does not say."""
+    """Limits of an engine's requests, and default values of their options."""
 
     max_prompt_tokens: int
-    max_new_tokens: int  # also of a request that does not say
+    max_new_tokens: int  # also the default
     max_context_length: int
-    num_blocks: tuple[int, ...]  # that one sequence can find in each group of layers
+    num_blocks: tuple[int, ...]  # available to one sequence in each group of layers
     block_size: BlockSize
-    vocabulary: int  # tokens that the model knows
+    vocabulary: int  # number of tokens
     stops: StopSizes
-    stop_tokens: np.ndarray[Any, Any]  # i32[E], of a request that does not say
+    stop_tokens: np.ndarray[Any, Any]  # i32[E], the default
     has_detokenizer: bool
-    num_variants: int  # ways in which a request can be steered
-    num_classes: int  # of what stays cached
+    num_variants: int  # variants of the logits processor
+    num_classes: int  # retention classes
 
     def check(self, request: Request) -> None:
         self._check_prompt(request.tokens)
@@ -69,18 +70,18 @@ class Limits(NamedTuple):
             )
         if request.max_new_tokens > self.max_new_tokens:
             raise RequestRefused(
-                f"max_new_tokens is {request.max_new_tokens}, and this engine makes "
-                f"room for {self.max_new_tokens} (Engine(max_new_tokens=...))"
+                f"max_new_tokens must be at most {self.max_new_tokens}, got "
+                f"{request.max_new_tokens}; raise Engine(max_new_tokens=...)"
             )
         for name in ("timeout", "keep_seconds"):
             seconds = getattr(request, name)
             if seconds is not None and not seconds > 0:
-                raise RequestRefused(f"{name} must be above 0 seconds, got {seconds}")
+                raise RequestRefused(f"{name} must be > 0 seconds, got {seconds}")
         if not 0 <= request.keep < self.num_classes:
             raise RequestRefused(
-                f"keep {request.keep} is no class of this engine's cache, which has "
-                f"{self.num_classes}, counted from 0 (CacheConfig(keep_classes=...); "
-                f"on a mesh of several processes there is one)"
+                f"keep must be from 0 to {self.num_classes - 1}, got {request.keep}; "
+                f"raise CacheConfig(keep_classes=...) (on a mesh of several processes "
+                f"keep must be 0)"
             )
         if not I32.min < request.priority < I32.max:
             raise RequestRefused(
@@ -88,9 +89,9 @@ class Limits(NamedTuple):
             )
         if not NOT_STEERED <= request.variant < self.num_variants:
             raise RequestRefused(
-                f"variant {request.variant} is not there: this engine steers in "
-                f"{self.num_variants} ways, counted from 0 (Engine(steering=...)); -1 "
-                f"is for a request that is not steered"
+                f"variant must be -1 (none) or below {self.num_variants}, the number "
+                f"of variants of this engine's logits processor "
+                f"(Engine(steering=...)), got {request.variant}"
             )
         self._check_stops(request)
 
@@ -100,13 +101,13 @@ class Limits(NamedTuple):
             raise RequestRefused("the prompt is empty", FinishReason.EMPTY_PROMPT)
         if tokens.max() >= self.vocabulary:
             raise RequestRefused(
-                f"the prompt has token {tokens.max()}, and the model knows "
-                f"{self.vocabulary} of them"
+                f"the prompt must have token ids below {self.vocabulary}, the model's "
+                f"vocabulary, got {tokens.max()}"
             )
         if length > self.max_context_length:
             raise RequestRefused(
-                f"the prompt has {length} tokens, and the cache takes "
-                f"{self.max_context_length} a sequence (max_context_length)",
+                f"the prompt must have at most {self.max_context_length} tokens, got "
+                f"{length}; raise CacheConfig(max_context_length=...)",
                 FinishReason.CONTEXT_FULL,
             )
         size = self.block_size
@@ -115,14 +116,15 @@ class Limits(NamedTuple):
             needed = columns if most is None else min(columns, most)
             if needed > num_blocks:
                 raise RequestRefused(
-                    f"the prompt has {length} tokens and needs {needed} blocks of "
-                    f"{size.tokens}; the cache has {num_blocks}",
+                    f"the prompt must fit in {num_blocks} blocks of {size.tokens} "
+                    f"tokens, got {length} tokens, which need {needed}; raise "
+                    f"CacheConfig(num_blocks=...)",
                     FinishReason.OUT_OF_BLOCKS,
                 )
         if length > self.max_prompt_tokens:
             raise RequestRefused(
-                f"the prompt has {length} tokens, and this engine makes room for "
-                f"{self.max_prompt_tokens} (Engine(max_prompt_tokens=...))"
+                f"the prompt must have at most {self.max_prompt_tokens} tokens, got "
+                f"{length}; raise Engine(max_prompt_tokens=...)"
             )
 
     def _check_stops(self, request: Request) -> None:
@@ -131,21 +133,23 @@ class Limits(NamedTuple):
         found = StopSizes(len(request.stop_tokens), len(sequences), longest)
         if any(count > bound for count, bound in zip(found, self.stops, strict=True)):
             raise RequestRefused(
-                f"{found.tokens} stop tokens and {found.sequences} stop sequences of "
-                f"up to {found.length} tokens are more than this engine looks for: "
-                f"{self.stops} (Engine(stop_sizes=...))"
+                f"stop_tokens and stop_sequences must fit in {self.stops}, got "
+                f"{found}; raise Engine(stop_sizes=...)"
             )
         if not all(sequences) or not all(request.stop_strings):
-            raise RequestRefused("a stop sequence and a stop string cannot be empty")
+            raise RequestRefused(
+                "stop_sequences and stop_strings must not be empty, got an empty one; "
+                "remove it"
+            )
         if request.stop_strings and not self.has_detokenizer:
             raise RequestRefused(
-                "stop_strings need a text: give the engine detokenize=, such as a "
+                "stop_strings require Engine(detokenize=...), got None; pass a "
                 "tokenizer's decode"
             )
 
 
 def read_request(limits: Limits, ask: Ask, domains: Domains) -> Request:
-    """Return the request that was asked for, if it is one that the limits allow."""
+    """Return the validated request of an `Ask`."""
     given = dict(vars(ask))
     for name in ("max_new_tokens", "stop_tokens"):
         given[name] = getattr(limits, name) if given[name] is None else given[name]
@@ -167,7 +171,7 @@ def read_request(limits: Limits, ask: Ask, domains: Domains) -> Request:
             raise RequestRefused(f"{name} must be a list, got {given[name]!r:.60}")
     strings = tuple(given["stop_strings"])
     if not all(isinstance(each, str) for each in strings):
-        raise RequestRefused(f"stop_strings must be texts, got {strings!r:.60}")
+        raise RequestRefused(f"stop_strings must be str, got {strings!r:.60}")
     read = dict(
         tokens=as_token_ids("the prompt", ask.tokens),
         sampling=_spread_sampling(ask.sampling, ask.n),
@@ -186,12 +190,12 @@ def read_request(limits: Limits, ask: Ask, domains: Domains) -> Request:
 
 
 def split_batch(
-    prompts: Texts,  # i32[B, P], -1 after each one's end, or a list of lists
-    limits: Integers | None,  # i32[B], None is no limit
+    prompts: Texts,  # i32[B, P], padded with -1, or a list of lists
+    limits: Integers | None,  # i32[B]; None is no limit
     salts: Integers,  # i32[B] or int
-    asked: OfAsk,  # what holds for all; each field of sampling one number or B * n
+    asked: OfAsk,  # common options; each field of sampling one number or B * n
 ) -> Iterator[Ask]:
-    """Return what is asked for each prompt of a batch."""
+    """Yield the options of each prompt of a batch."""
     if isinstance(prompts, jax.Array):
         prompts = np.asarray(prompts)
     rows = [np.asarray(row, np.int64).reshape(-1) for row in prompts]
@@ -212,7 +216,7 @@ def split_batch(
 
 
 def as_token_ids(name: str, tokens: Integers) -> np.ndarray[Any, Any]:
-    """Return token ids, in a list or an array, as i32[...]; refuse anything else."""
+    """Convert a list or array of token ids to i32[...]; raise for anything else."""
     ids = np.asarray(tokens)
     if ids.size == 0:
         return np.zeros((0,), np.int32)
@@ -226,7 +230,7 @@ def as_token_ids(name: str, tokens: Integers) -> np.ndarray[Any, Any]:
 
 
 def _read_salt(salt: Any, domains: Domains) -> int:
-    """Return the number of a domain; refuse what names none."""
+    """Return the number of a salt; raise for other types."""
     if isinstance(salt, int | np.integer):
         salt = int(np.asarray(as_domains("salt", salt)))
     elif not isinstance(salt, str):
@@ -238,7 +242,7 @@ def _read_salt(salt: Any, domains: Domains) -> int:
 
 
 def _read_client(client: Client) -> Client:
-    """Return who asks, a number of numpy as Python's; refuse what is no name."""
+    """Return a client, with numpy integers as int; raise for other types."""
     if client is None or isinstance(client, str):
         return client
     if isinstance(client, int | np.integer):
@@ -247,12 +251,12 @@ def _read_client(client: Client) -> Client:
 
 
 def _spread_sampling(sampling: Sampling, count: int) -> dict[str, Any]:
-    """Return each field of `Sampling`, one number or so many, for each sequence."""
+    """Return each field of `Sampling`, one number or `count`, broadcast to [count]."""
     try:
         check_sampling(sampling)
         values = {name: getattr(sampling, name) for name in SAMPLING_DTYPES}
         if any(isinstance(value, jax.Array) for value in values.values()):
-            # What JAX's arrays hold was not looked at when they were given.
+            # `Sampling` validates numpy arrays, not JAX arrays, when it is created.
             values = {name: np.asarray(value) for name, value in values.items()}
             Sampling(**values)
     except ValueError as error:
@@ -262,8 +266,8 @@ def _spread_sampling(sampling: Sampling, count: int) -> dict[str, Any]:
         value = np.asarray(values[name])
         if value.shape not in ((), (count,)):
             raise RequestRefused(
-                f"Sampling.{name} is one number or one for each of {count} sequences, "
-                f"got shape {value.shape}"
+                f"Sampling.{name} must have shape () or ({count},), one value for each "
+                f"sequence, got {value.shape}"
             )
         if name == "seeds" and value.ndim == 0:
             value = spread_seeds(value, count)

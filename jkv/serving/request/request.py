@@ -1,4 +1,4 @@
-"""A request: what was asked, and what has come of each of its sequences.
+"""State of a request: its options and the progress of its sequences.
 
 Symbols: P tokens of the prompt, n sequences of the request.
 """
@@ -16,7 +16,7 @@ from jkv.serving.request.texts import TextStream
 
 
 class RequestState(enum.Enum):
-    """Where a request is. It ends in one of the last three.
+    """State of a request; the last three are final.
 
     Example:
       >>> from jkv.serving import RequestState
@@ -24,39 +24,39 @@ class RequestState(enum.Enum):
       'PREEMPTED'
     """
 
-    WAITING = "waiting"  # none of its sequences has begun, or the others have ended
-    RUNNING = "running"  # one of them runs
-    PREEMPTED = "preempted"  # they gave their blocks back, and go on later
-    FINISHED = "finished"  # each one came to its end
-    CANCELLED = "cancelled"  # by the user, a consumer that left, or its deadline
-    FAILED = "failed"  # an exception
+    WAITING = "waiting"  # no unfinished sequence has been admitted
+    RUNNING = "running"  # at least one sequence is running
+    PREEMPTED = "preempted"  # the unfinished sequences have been preempted
+    FINISHED = "finished"  # every sequence has finished
+    CANCELLED = "cancelled"  # by the user, a closed iterator, or the timeout
+    FAILED = "failed"  # by an exception
 
 
 class EngineError(RuntimeError):
-    """A request failed, or the engine cannot go on; the cause is attached."""
+    """A request failed, or the engine cannot continue; the cause is attached."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Sample:
     """One sequence of a request.
 
-    It knows its request by number: a reference would be a circle, and what has ended
-    would stay in memory until the garbage collector finds it.
+    It refers to its request by number: a reference cycle would keep finished requests
+    in memory until garbage collection.
     """
 
     request_id: int
-    index: int  # which of the request's n sequences
+    index: int  # of the request's n sequences
     stream: TextStream | None  # None without a detokenizer
-    sequence: int = -1  # in the device's generation; -1 until it is there
+    sequence: int = -1  # index in the device's generation, -1 before admission there
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
-    versions: list[int] = dataclasses.field(default_factory=list)  # of the weights
+    versions: list[int] = dataclasses.field(default_factory=list)  # of each token
     context_versions: list[int] = dataclasses.field(default_factory=list)
-    oldest_version: int = 0  # that any key or value in its context can be of now
+    oldest_version: int = 0  # lower bound for the keys and values in its context
     reason: FinishReason = FinishReason.RUNNING
-    stage: RequestState = RequestState.WAITING  # one of the first three
-    newest: float | None = None  # when its newest tokens were read
-    cached_tokens: int = 0  # of its prompt, that the prefix index had
+    stage: RequestState = RequestState.WAITING  # one of the first three states
+    newest: float | None = None  # time when its newest tokens were read
+    cached_tokens: int = 0  # prompt tokens hit in the prefix cache
 
     @property
     def has_ended(self) -> bool:
@@ -64,11 +64,11 @@ class Sample:
 
     @property
     def text(self) -> str | None:
-        """What can be shown so far; None without a detokenizer."""
+        """Detokenized text so far; None without a detokenizer."""
         return None if self.stream is None else self.stream.text
 
     def read(self, news: "SequenceNews") -> "Extension":
-        """Return what is taken of a window, up to a stop string; change nothing."""
+        """Return the accepted part of the news, up to a stop string; change nothing."""
         has_ended = news.reason != FinishReason.RUNNING
         if self.stream is None or not (news.tokens or has_ended):
             return news, self.stream
@@ -84,8 +84,8 @@ class Sample:
     def take(
         self,
         news: "SequenceNews",
-        stream: TextStream | None,  # the text with the new tokens
-        version: int,  # of the weights that chose them
+        stream: TextStream | None,  # advanced by the new tokens
+        version: int,  # of the weights that produced them
     ) -> None:
         self.tokens += news.tokens
         self.versions += [version] * len(news.tokens)
@@ -95,28 +95,28 @@ class Sample:
 
 
 class SequenceNews(NamedTuple):
-    """What a window brought for one sequence of the generation."""
+    """Report of a window for one sequence of the generation."""
 
     sequence: int
-    tokens: list[int]  # new ones
-    logprobs: list[float]  # theirs
-    reason: FinishReason  # why it ended, RUNNING if it did not
+    tokens: list[int]  # new tokens
+    logprobs: list[float]  # their log-probabilities
+    reason: FinishReason  # RUNNING while unfinished
     stage: RequestState
     cached_tokens: int  # of its prompt
 
 
-# What a sample takes of a window, and its text then.
+# The part of the news that a sample accepts, and its advanced text stream.
 Extension: TypeAlias = tuple[SequenceNews, TextStream | None]
 
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class Request:
-    """What was asked, which does not change, and what has come of it.
+    """A request: its options, fixed at submission, and its progress.
 
     Times are seconds of the engine's clock.
     """
 
-    # What was asked, read from an `Ask`.
+    # Options, from an `Ask`.
     tokens: np.ndarray[Any, Any]  # i32[P], the prompt
     n: int
     max_new_tokens: int
@@ -126,30 +126,30 @@ class Request:
     stop_strings: tuple[str, ...]
     salt: int
     priority: int
-    client: Client  # who asks, for the order in which requests begin
-    variant: int  # how it is steered, -1 not at all
+    client: Client  # for fair scheduling
+    variant: int  # of the logits processor, -1 for none
     timeout: float | None  # seconds
-    keep: int  # the class of what stays cached of it
-    keep_seconds: float | None  # for how long; None: until it is handed out
+    keep: int  # retention class of its cached blocks
+    keep_seconds: float | None  # retention time; None: until eviction
 
-    # What has come of it, since `begin`.
-    request_id: int = -1  # the number that `submit` returns
+    # Progress, from `begin` on.
+    request_id: int = -1  # return value of `submit`
     samples: list[Sample] = dataclasses.field(default_factory=list)  # n
     submitted: float = 0.0
-    first_token: float | None = None  # when its first token was read
-    error: BaseException | None = None  # what made it fail
-    is_parked: bool = False  # whether its texts are kept when they end
-    # Called when there is something new; each from the thread that does the steps.
+    first_token: float | None = None  # time when its first token was read
+    error: BaseException | None = None  # cause of failure
+    is_parked: bool = False  # True if its sequences are parked when they finish
+    # Called after a change, from the thread that runs the steps.
     listeners: list[Callable[[], None]] = dataclasses.field(default_factory=list)
 
     def begin(self, request_id: int, now: float, stream: TextStream | None) -> None:
-        """Take a number, and a sample for each of the n sequences."""
+        """Assign the number, and create a sample for each of the n sequences."""
         self.request_id, self.submitted = request_id, now
-        # A sample reads on a copy of its stream, so they can share the first.
+        # A sample advances a copy of its stream, so that all can share the first.
         self.samples += [Sample(request_id, index, stream) for index in range(self.n)]
 
     def text_of(self, sample: Sample) -> np.ndarray[Any, Any]:
-        """Return the prompt and what a sample has, i32[...]."""
+        """Return the prompt and the new tokens of a sample, i32[...]."""
         return np.concatenate([self.tokens, np.array(sample.tokens, np.int32)])
 
     @property

@@ -1,4 +1,4 @@
-"""What a reader gets of a request: the whole at the end, or events on the way."""
+"""Results of a request: completions at the end, or events during generation."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -9,32 +9,32 @@ from jkv.serving.request.request import Request
 
 
 class Completion(NamedTuple):
-    """What came of one sequence of a request."""
+    """Completion of one sequence of a request."""
 
     request_id: int  # from `submit`
-    sample: int  # which of the request's n sequences
-    tokens: list[int]  # new ones, those of a stop token or stop string included
+    sample: int  # index among the request's n sequences
+    tokens: list[int]  # new tokens, including a final stop token or string
     logprobs: list[float]  # of each token under the model
-    reason: FinishReason  # RUNNING until it ends
-    text: str | None  # of the tokens, without a stop string; None without detokenize
-    # Of the weights that chose each token, as `Engine.update_params` counts them.
+    reason: FinishReason  # RUNNING while unfinished
+    text: str | None  # without a stop string; None without `detokenize`
+    # Version of the weights that produced each token (`Engine.update_params`).
     versions: Sequence[int] = ()
-    # No key or value that each token attended to is of older weights than these.
+    # Lower bound for the versions of the keys and values attended to by each token.
     context_versions: Sequence[int] = ()
-    # Of the prompt, those that were not computed for it: the prefix index had them.
+    # Number of prompt tokens hit in the prefix cache.
     cached_tokens: int = 0
 
 
 class Event(NamedTuple):
-    """What is new of one sequence since the last event."""
+    """Progress of one sequence since its last event."""
 
     request_id: int  # from `submit`
-    sample: int  # which of the request's n sequences
-    tokens: list[int]  # new ones
-    logprobs: list[float]  # theirs
-    text: str  # what can be shown by now; empty without detokenize
+    sample: int  # index among the request's n sequences
+    tokens: list[int]  # new tokens
+    logprobs: list[float]  # their log-probabilities
+    text: str  # new text that is final; empty without `detokenize`
     reason: FinishReason  # RUNNING unless this is the last event
-    cached_tokens: int = 0  # as of a `Completion`
+    cached_tokens: int = 0  # as in `Completion`
 
 
 def read_completions(request: Request) -> list[Completion]:
@@ -55,7 +55,7 @@ def read_completions(request: Request) -> list[Completion]:
 
 
 class Cursor:
-    """How far one consumer has read a request: what it missed is given at once."""
+    """Read position of one consumer in a request."""
 
     def __init__(self, request: Request):
         self._request = request
@@ -68,7 +68,7 @@ class Cursor:
         return all(self._is_over)
 
     def read(self) -> list[Event]:
-        """Return what is new, an event for each sequence that has something."""
+        """Return an event for each sequence with unread progress."""
         events = []
         for i, sample in enumerate(self._request.samples):
             if self._is_over[i]:
@@ -93,13 +93,12 @@ class Cursor:
 
 
 class Results:
-    """Requests that have ended: so many at most, for so long, the oldest gone first."""
+    """Finished requests, limited in number and age; the oldest are dropped first."""
 
     def __init__(self, most: int, seconds: float, clock: Callable[[], float]):
         if most < 0 or not seconds >= 0:
             raise ValueError(
-                f"a store keeps 0 or more results for 0 or more seconds, got {most} "
-                f"and {seconds}"
+                f"max_results and result_seconds must be >= 0, got {most} and {seconds}"
             )
         self._most, self._seconds, self._clock = most, seconds, clock
         self._entries: OrderedDict[int, tuple[float, Request]] = OrderedDict()
@@ -123,11 +122,11 @@ class Results:
 
 
 class News:
-    """Requests that have changed since the last step told of them."""
+    """Requests that have changed since the last step reported events."""
 
     def __init__(self) -> None:
         self._changed: dict[int, Request] = {}
-        self._cursors: dict[int, Cursor] = {}  # what was told of each that goes on
+        self._cursors: dict[int, Cursor] = {}  # of unfinished requests
 
     def __bool__(self) -> bool:
         return bool(self._changed)
@@ -139,7 +138,7 @@ class News:
         self._changed[request.request_id] = request
 
     def tell(self, left: Callable[[Request], None]) -> list[Event]:
-        """Return what is new, and wake consumers; `left` as for `wake`."""
+        """Return the new events and wake consumers; `left` as for `wake`."""
         events = []
         changed, self._changed = self._changed, {}
         for request in changed.values():
@@ -151,10 +150,10 @@ class News:
 
 
 def wake(request: Request, left: Callable[[Request], None]) -> None:
-    """Wake the consumers of a request; `left` is called if one of them is gone."""
+    """Wake the consumers of a request; call `left` if one's event loop is closed."""
     for listener in list(request.listeners):
         try:
             listener()
-        except RuntimeError:  # its event loop is closed
+        except RuntimeError:  # the event loop is closed
             request.listeners.remove(listener)
             left(request)

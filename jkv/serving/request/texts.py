@@ -1,38 +1,37 @@
-"""Tokens become text while they come; a text ends where a stop string begins.
+"""Incremental detokenization with stop strings.
 
-A tokenizer's `decode` is all that is asked for. A text is decoded in pieces: the last
-few tokens once more together with the new ones, since what a token reads like depends
-on those before it (the idea of Hugging Face's text-generation-inference). A piece
-begins at a whole character: of a run of tokens for single bytes that begins or ends
-inside one, some decoders make broken characters alone. Half a character waits for its
-other half, and what may be the beginning of a stop string waits, too, so that what was
-shown is never taken back.
+It requires only a tokenizer's `decode`. Each new piece is decoded together with the
+last few tokens, since the text of a token depends on the previous ones (the idea of
+Hugging Face's text-generation-inference). A piece starts at a character boundary: from
+a run of byte tokens that starts or ends inside a character, some decoders produce
+broken characters. An incomplete character is held back until it is complete, and so is
+a possible start of a stop string, so that shown text is final.
 """
 
 import copy
 from collections.abc import Callable, Sequence
 
-# Tokens decoded again so that the next ones read as they do in the whole text.
+# Tokens decoded again, so that the next ones read as in the full text.
 OVERLAP = 8
-# Of a prompt, which may end in a long run of tokens for single bytes.
+# Limit for a prompt that ends in a long run of byte tokens.
 MOST_OF_PROMPT = 1024
-# Bytes of a character that lacks its last one.
+# Most bytes of an incomplete character.
 MOST_LEFT_OVER = 3
 
-# Tokens that are decoded together at most: bytes that form no character never end one.
+# Limit of tokens decoded together: invalid bytes may never complete a character.
 MOST_TOGETHER = 64
 
-# What a decoder makes of bytes that are no character, or only a part of one.
+# Decoders return this for invalid bytes and incomplete characters.
 BROKEN = "\ufffd"
 
 Detokenize = Callable[[list[int]], str]
 
 
 class TextStream:
-    """The text of one sequence.
+    """Text of one sequence.
 
     Attributes:
-      text: what can be shown so far, never more than the final text.
+      text: final text so far, a prefix of the complete text.
     """
 
     def __init__(
@@ -40,23 +39,23 @@ class TextStream:
     ):
         self.text = ""
         self._detokenize, self._stops = detokenize, tuple(stops)
-        # Tokens that are decoded together, and the characters of them that are known.
+        # Tokens decoded together, and how many of their characters are known.
         self._ids = list(prompt[self._find_start(prompt) :])
         self._known = self._count_prompt()
-        self._whole: tuple[int, ...] = ()  # how many of the first of them end a text
-        self._hidden = ""  # what follows the text, but may begin a stop string
+        self._whole: tuple[int, ...] = ()  # lengths of `_ids` with a complete text
+        self._hidden = ""  # follows `text`; may start a stop string
         self._num_tokens = 0
 
     def advance(self, tokens: Sequence[int], *, has_ended: bool = False) -> int | None:
-        """Take the next tokens, and what is left if no more will come.
+        """Append tokens; with `has_ended`, also release the held-back text.
 
-        Returns the tokens of the whole text, should it end at a stop string: as few as
-        have it. None if it goes on.
+        Returns the number of tokens of the sequence, as few as contain a stop string;
+        None if there is no stop string.
         """
         before = self.copy()
         self._extend(tokens)
         if self._find_stop() is not None:
-            # One after the other: how many tokens it takes.
+            # Token by token, to count the tokens up to the stop string.
             vars(self).update(vars(before))
             for token in tokens:
                 self._extend([token])
@@ -69,7 +68,7 @@ class TextStream:
         return None
 
     def copy(self) -> "TextStream":
-        """Return a stream that goes on from here, and leaves this one as it is."""
+        """Return an independent copy of the stream."""
         other = copy.copy(self)
         other._ids = list(self._ids)
         return other
@@ -88,7 +87,7 @@ class TextStream:
             self._split(decoded)
 
     def _forget(self) -> None:
-        """Leave out tokens that the next ones can be read without."""
+        """Drop tokens that the next ones do not need for decoding."""
         most = len(self._ids) - OVERLAP
         start = max((count for count in self._whole if count <= most), default=0)
         if start and len(self._ids) > 4 * OVERLAP:
@@ -97,7 +96,7 @@ class TextStream:
             self._known = len(self._detokenize(self._ids))
 
     def _split(self, decoded: str) -> None:
-        """Show what all tokens but the last few read like: no later one changes it."""
+        """Release all but the last few tokens, which alone can still change."""
         most = len(self._ids) - OVERLAP
         starts = range(most, most - MOST_LEFT_OVER - 1, -1)
         heads = {start: self._detokenize(self._ids[:start]) for start in starts}
@@ -117,7 +116,7 @@ class TextStream:
         self._ids, self._whole = self._ids[start:], ()
 
     def _find_start(self, prompt: Sequence[int]) -> int:
-        """Return from where a prompt's last tokens begin with a whole character."""
+        """Return the start of the prompt's last tokens, at a character boundary."""
         start = max(0, len(prompt) - OVERLAP)
         least = max(0, len(prompt) - MOST_OF_PROMPT)
         while start > least and BROKEN in self._detokenize([prompt[start]]):
@@ -125,24 +124,24 @@ class TextStream:
         return start
 
     def _count_prompt(self) -> int:
-        """Return the characters of the prompt's tokens, but for half a one behind."""
+        """Return the number of complete characters of the prompt's tokens."""
         ends = range(max(1, len(self._ids) - MOST_LEFT_OVER), len(self._ids) + 1)
         texts = [self._detokenize(self._ids[:end]) for end in ends]
         if texts and all(text.endswith(BROKEN * 2) for text in texts):
-            # A run of bytes that form no character: the last one may begin one.
+            # After a run of invalid bytes, the last one may start a character.
             return len(texts[-1]) - 1
         return max((len(text.rstrip(BROKEN)) for text in texts), default=0)
 
     def _finish(self) -> None:
-        """Take what is left of a text that ends inside a character, or with U+FFFD."""
+        """Release the rest of a text that ends inside a character, with U+FFFD."""
         decoded = self._detokenize(self._ids)
         if len(decoded.rstrip(BROKEN)) < self._known:
-            # A run of bytes was shown up to its last character: half a one is left.
+            # An invalid run was released up to its last character.
             decoded = decoded[: self._known] + BROKEN
         self._hidden += decoded[self._known :]
 
     def _find_stop(self) -> int | None:
-        """Return where the first stop string begins, in what was not shown."""
+        """Return the position of the first stop string in the hidden text."""
         starts = [self._hidden.find(stop) for stop in self._stops]
         return min((start for start in starts if start >= 0), default=None)
 
@@ -155,7 +154,7 @@ class TextStream:
         self._hidden = self._hidden[shown:]
 
     def _count_held(self) -> int:
-        """Return the characters at the end that may begin a stop string."""
+        """Return the number of last characters that may start a stop string."""
         longest = max(map(len, self._stops), default=1) - 1
         for count in range(min(longest, len(self._hidden)), 0, -1):
             if any(stop.startswith(self._hidden[-count:]) for stop in self._stops):

@@ -1,1 +1,1 @@
-"""The host's side: what waits, what the device computes, and when requests end."""
+"""Host side of the engine: queue, scheduling, parking, offloading and statistics."""

@@ -1,7 +1,7 @@
-"""Classes of what requests leave cached when they have ended, for as long as they say.
+"""Retention classes of finished requests, with their expiry times.
 
-A request's sequences are freed on the device in the lowest class, or are about to be.
-Between two windows what the index has of their texts is given the request's class.
+The device frees finished sequences in the lowest class. Between two windows, this
+module raises the cached blocks of their sequences to the request's class.
 """
 
 import dataclasses
@@ -21,26 +21,27 @@ from jkv.serving.request.request import Request, Sample
 from jkv.state import Cache
 from jkv.tiers.spilled import Spilled
 
-FOREVER = 2**32 - 1  # as a time
+FOREVER = 2**32 - 1  # as an expiry time
 
 
 class Keeping:
-    """Texts that have ended and are to be kept, and when their classes are over."""
+    """Finished sequences to retain, and the expiry times of classes."""
 
     def __init__(self, loop: Loop, clock: Callable[[], float]):
         self._loop, self._clock = loop, clock
-        # Times are seconds since 1970, the same for all who share a store's folder.
+        # Seconds since 1970, for comparison between processes that share a store's
+        # folder.
         self._start = time.time() - clock()
         self._new: list[tuple[np.ndarray, int, int, int]] = []
         self._due: set[int] = set()
 
     @property
     def has_changes(self) -> bool:
-        """Whether a text has ended that the device has not heard of."""
+        """True if a finished sequence's class is not applied yet."""
         return bool(self._new)
 
     def add(self, request: Request, sample: Sample) -> None:
-        """Keep a sequence that has ended."""
+        """Schedule a finished sequence for retention."""
         text, until = request.text_of(sample), FOREVER
         if request.keep_seconds is not None:
             until = math.ceil(min(self._now + request.keep_seconds, FOREVER))
@@ -48,7 +49,7 @@ class Keeping:
         self._new.append((text, request.salt, request.keep, until))
 
     def check_times(self, found: Spilled) -> Spilled:
-        """Return blocks that come back with the classes that they still have."""
+        """Return restored blocks with their classes lowered where expired."""
         now = int(self._now)
         held = {node: each.lowered(now) for node, each in found.held.items()}
         times = {each.keep[1] for each in held.values() if each.keep and each.keep[0]}
@@ -56,7 +57,7 @@ class Keeping:
         return dataclasses.replace(found, held=held)
 
     def take(self) -> Callable[[], None]:
-        """Return what is to be done before the next window, without the lock."""
+        """Return a function to apply before the next window, without the lock."""
         new, self._new = self._new, []
         now = int(self._now)
         due = {time for time in self._due if time <= now}
@@ -71,7 +72,7 @@ class Keeping:
         return settle
 
     def warm_up(self) -> None:
-        """Compile what is done, by keeping nothing."""
+        """Compile the programs by retaining nothing."""
         if self._loop.num_classes > 1:
             self._keep(np.zeros(1, np.int32), 0, 0, 0)
             self._loop.cache = demote(self._loop.cache, 0)
@@ -92,14 +93,14 @@ class Keeping:
 @functools.partial(jax.jit, donate_argnames="cache")
 def keep_text(
     cache: Cache,
-    texts: jax.Array,  # i32[1, P], -1 past its end; the last token is never found
-    salts: jax.Array,  # i32[1], its domain
-    keep: Keep,  # its class and time, [1]
+    texts: jax.Array,  # i32[1, P], padded with -1; the last token never hits
+    salts: jax.Array,  # i32[1], its cache salt
+    keep: Keep,  # its class and expiry, [1]
 ) -> Cache:
-    """Let what is found of a text be of no lower class, as used just now."""
+    """Raise the class of a sequence's cached blocks, and mark them as just used."""
     metadata = cache.metadata
     found = metadata.index.find(metadata, texts, salts)
     for number in metadata.block_numbers:
-        block = found.groups[number].blocks[0, ::-1]  # children leave first
+        block = found.groups[number].blocks[0, ::-1]  # children are evicted first
         metadata = allocator.renew(metadata, number, block, keep)
     return cache.with_metadata(metadata)

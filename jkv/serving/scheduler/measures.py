@@ -1,4 +1,4 @@
-"""What an engine has done: counts, rates and times, each a plain number."""
+"""Statistics of the engine: counts, rates and times as plain numbers."""
 
 import bisect
 import heapq
@@ -9,97 +9,97 @@ from typing import Any, NamedTuple
 from jkv.decoding.texts.results import Statistics
 from jkv.serving.request.request import Request, RequestState, Sample
 
-# Upper ends of the buckets of times, in seconds.
+# Upper bounds of the histogram buckets, in seconds.
 BUCKETS = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
     *(1.0, 2.0, 5.0, 10.0, 20.0, 60.0),
 )
 
-# Seconds over which a rate is taken, and those that are one reading for it.
+# Window of a rate and its resolution, in seconds.
 RATE_SECONDS = 10.0
 _READING_SECONDS = 0.1
 
-# Most that one who is refused is told to wait: clients such as OpenAI's wait no longer.
+# Longest retry delay; clients such as OpenAI's wait no longer.
 MOST_WAIT_SECONDS = 60.0
-# What is told where nothing was measured.
+# Retry delay without a measured rate.
 UNKNOWN_WAIT_SECONDS = 1.0
 
 
 class Times(NamedTuple):
-    """How long something took: a histogram."""
+    """Histogram of durations."""
 
-    # How many took at most each of `BUCKETS`; those that took longer are in `number`.
+    # Cumulative: number of durations up to each bound in `BUCKETS`.
     counts: tuple[int, ...] = (0,) * len(BUCKETS)
-    number: int = 0  # how many there were
-    total: float = 0.0  # seconds of all together
+    number: int = 0  # of all durations
+    total: float = 0.0  # sum in seconds
 
     @property
     def mean(self) -> float:
-        """Seconds of one, 0 if there were none."""
+        """Mean in seconds, 0 without any."""
         return self.total / self.number if self.number else 0.0
 
     def quantile(self, share: float) -> float:
-        """Return the end of the bucket that holds this share of them, from 0 to 1."""
+        """Return the upper bound of the quantile's bucket; `share` is from 0 to 1."""
         bucket = bisect.bisect_left(self.counts, share * self.number)
         return BUCKETS[bucket] if bucket < len(BUCKETS) else float("inf")
 
 
 class EngineStats(NamedTuple):
-    """A snapshot of an engine.
+    """Snapshot of an engine's statistics.
 
-    Requests `waiting`, `running` and `preempted` are those of now. Everything up to
-    `num_steps` counts from the engine's beginning.
+    `waiting`, `running` and `preempted` are current numbers of requests. The other
+    fields up to `num_steps` count since the engine was created.
     """
 
-    waiting: int  # requests that have not begun
-    running: int  # those with a sequence in the cache
-    preempted: int  # those that gave their blocks back and go on later
-    finished: int  # those that came to their end
-    cancelled: int  # by the user, a consumer that left, or a deadline
+    waiting: int  # queued requests
+    running: int  # requests with a sequence in the cache
+    preempted: int  # requests to be recomputed
+    finished: int  # requests that completed
+    cancelled: int  # by the user, a closed iterator, or a timeout
     failed: int  # by an exception
-    refused: int  # never taken in
-    prompt_tokens: int  # computed, again after a preemption too
-    generated_tokens: int  # given to requests
-    recomputed_tokens: int  # generated ones computed a second time
-    cached_tokens: int  # found in the prefix cache
+    refused: int  # by `submit`
+    prompt_tokens: int  # computed, including recomputation
+    generated_tokens: int  # delivered to requests
+    recomputed_tokens: int  # generated tokens computed again
+    cached_tokens: int  # hit in the prefix cache
     preemptions: int  # of sequences
-    draft_tokens: int  # guessed and computed
-    accepted_tokens: int  # those of them that were right
-    num_windows: int  # that were read
+    draft_tokens: int  # verified
+    accepted_tokens: int  # of `draft_tokens`
+    num_windows: int  # completed windows
     num_steps: int  # calls of the model
-    num_blocks: int  # of the pool; with groups of layers, of all pools
-    free_blocks: int  # of these, after the last window; cached ones too
-    peak_blocks: int  # most in use
-    empty_slots: int  # slots without a token in the blocks of sequences, then
+    num_blocks: int  # of the pool, or of all pools with several groups of layers
+    free_blocks: int  # after the last window, including cached ones
+    peak_blocks: int  # most blocks in use
+    empty_slots: int  # unused slots in the blocks of sequences, at that time
     tokens_per_second: float  # over the last ten seconds
-    time_to_first_token: Times  # of a request, from `submit` on
-    time_between_tokens: Times  # of a sequence; those of one window share its time
-    version: int = 0  # of the weights, as `Engine.update_params` counts them
-    parked: int = 0  # texts that wait to be resumed
-    parked_blocks: int = 0  # most that they hold on the device
-    parked_bytes: int = 0  # of their copies on the host
-    spilled_blocks: int = 0  # that left the cache for a store
-    restored_blocks: int = 0  # that came back, snapshots of states too
-    restored_tokens: int = 0  # of prompts, that the cache had not and a store had
-    store_bytes: int = 0  # in the store's memory
-    store_folder_bytes: int = 0  # in its folder
-    copy_seconds_per_token: float = 0.0  # to bring one back; 0 until it was timed
-    compute_seconds_per_token: float = 0.0  # to compute one of a prompt, likewise
+    time_to_first_token: Times  # of a request, from submission
+    time_between_tokens: Times  # of a sequence, averaged over each window
+    version: int = 0  # of the weights, see `Engine.update_params`
+    parked: int = 0  # parked sequences
+    parked_blocks: int = 0  # upper bound of their blocks on the device
+    parked_bytes: int = 0  # their size on the host
+    spilled_blocks: int = 0  # offloaded to a store
+    restored_blocks: int = 0  # from a store, including snapshots of states
+    restored_tokens: int = 0  # prompt tokens restored from a store
+    store_bytes: int = 0  # in the store's host memory
+    store_folder_bytes: int = 0  # in the store's folder
+    copy_seconds_per_token: float = 0.0  # to restore a token; 0 until measured
+    compute_seconds_per_token: float = 0.0  # to prefill a token; 0 until measured
 
     @property
     def hit_rate(self) -> float:
-        """Share of the tokens needed in the cache that the prefix cache had."""
+        """Fraction of the required tokens that were hit in the prefix cache."""
         computed = self.prompt_tokens + self.recomputed_tokens
         return self.cached_tokens / max(1, self.cached_tokens + computed)
 
     @property
     def acceptance_rate(self) -> float:
-        """Share of the guessed tokens that were right."""
+        """Fraction of the draft tokens that were accepted."""
         return self.accepted_tokens / max(1, self.draft_tokens)
 
 
 class Timer:
-    """A histogram of times that grows."""
+    """Mutable histogram of durations."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(BUCKETS) + 1)
@@ -115,7 +115,7 @@ class Timer:
 
 
 class Rate:
-    """How many of something there are in a second, over the last ten."""
+    """Events per second, over the last ten seconds."""
 
     def __init__(self) -> None:
         self._readings: deque[tuple[float, int]] = deque()
@@ -129,11 +129,11 @@ class Rate:
             self._readings.append((now, count))
 
     def read(self, now: float) -> float:
-        """Return the rate, 0 without two readings."""
+        """Return the rate, 0 with fewer than two readings."""
         self._forget_old(now)
         if len(self._readings) < 2:
             return 0.0
-        # The first one's were there before the time began.
+        # The first reading's events happened before the measured interval.
         number = sum(count for _, count in self._readings) - self._readings[0][1]
         return number / max(now - self._readings[0][0], 1e-9)
 
@@ -143,17 +143,17 @@ class Rate:
 
 
 class NextRoom:
-    """When there is room for one more that waits."""
+    """Estimate of the time until the queue has room."""
 
     def __init__(self) -> None:
-        self._promised: list[float] = []  # a heap of the times that others were told
+        self._promised: list[float] = []  # heap of times for refused callers
 
     def find_wait(self, begun: Rate, now: float) -> float:
-        """Return the seconds until a place is free that is promised to no other.
+        """Return the seconds until the queue has room for this caller.
 
-        By the rate of now at which requests leave the queue, also for those that were
-        promised another before; at most `MOST_WAIT_SECONDS`. A second where none has
-        begun lately.
+        Based on the current rate of admissions and earlier promises, at most
+        `MOST_WAIT_SECONDS`; a second without recent admissions. The room is reserved
+        for the caller.
         """
         while self._promised and self._promised[0] <= now:
             heapq.heappop(self._promised)
@@ -165,7 +165,7 @@ class NextRoom:
 
 
 class Measures:
-    """The running counts of an engine."""
+    """Counters of an engine."""
 
     def __init__(self) -> None:
         self.finished = self.cancelled = self.failed = self.refused = 0
@@ -174,10 +174,10 @@ class Measures:
         self.first_token, self.next_token = Timer(), Timer()
         self._counts = dict.fromkeys(Statistics._fields, 0)
         self.generated = Rate()  # tokens given to requests
-        self.begun = Rate()  # prompts that left the queue
+        self.begun = Rate()  # admitted prompts
 
     def add_window(self, counts: Statistics, num_tokens: int, now: float) -> None:
-        """Note a window: what the device counted in it, and the tokens it brought."""
+        """Add a window's device counters and its number of delivered tokens."""
         for name, count in counts._asdict().items():
             self._counts[name] += int(count)
         if counts.peak_blocks > self.peak_blocks:
@@ -190,7 +190,7 @@ class Measures:
     def add_times(
         self, request: Request, sample: Sample, count: int, now: float
     ) -> None:
-        """Note when a sequence got so many tokens."""
+        """Add the times of a sequence that received `count` tokens."""
         if not count:
             return
         if request.first_token is None:
@@ -207,7 +207,7 @@ class Measures:
         setattr(self, state.value, getattr(self, state.value) + 1)
 
     def read(self, num_blocks: int, now: float, **present: Any) -> EngineStats:
-        """Return all of it, with what holds now: requests by state, and the like."""
+        """Return the statistics, with current values in `present`."""
         counts: dict[str, Any] = self._counts | vars(self)
         told = {name: n for name, n in counts.items() if name in EngineStats._fields}
         return EngineStats(

@@ -1,14 +1,14 @@
-"""Parking: texts that wait for a tool keep what was computed of them.
+"""Parking: retention of the KV cache of sequences during tool calls.
 
-For a while a parked text is pinned: a sequence holds what the prefix index has of it,
-and the next prompt that begins with it finds the blocks. Then they go to the host, as a
-`Swapped`, and the text that has been parked longest goes first where blocks could lack.
-So they are only ever in blocks that the requests on the device cannot need before the
-host looks again, and no request is preempted for them. What comes back becomes visible
-in the index again; without it a text is computed, and says the same.
+At first a parked sequence is pinned: an open sequence of the cache references its
+cached blocks, so that the resuming prompt hits them. Later they are swapped out to the
+host, as a `Swapped`, the longest parked first where blocks are short. Pinned blocks are
+limited to the ones that running requests cannot need before the next window, so that
+parking preempts no request. On return, blocks are swapped in and indexed again; without
+them the sequence is recomputed, with the same result.
 
-Threads add, take and give up texts under the engine's lock; what is done on the device
-is done between two windows, by the thread that does the steps.
+Threads add, take and drop parked sequences under the engine's lock; the thread that
+runs the steps does the work on the device between two windows.
 """
 
 import dataclasses
@@ -32,28 +32,28 @@ from jkv.verbs.swapping import swap_in, swap_out
 
 
 class Pinned(NamedTuple):
-    """A sequence of the cache that holds a text's blocks; the host need not look."""
+    """Open sequence that holds the blocks of a parked one; device arrays."""
 
-    seq_ids: jax.Array  # i32[1], -1 where the cache had no row for it
-    num_tokens: jax.Array  # i32[1], tokens that were found
+    seq_ids: jax.Array  # i32[1], -1 if the cache had no free row
+    num_tokens: jax.Array  # i32[1], number of tokens hit
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Parked:
-    """A text that waits, and what there is of it."""
+    """A parked sequence and its blocks."""
 
-    number: tuple[int, int]  # of the request, and which of its samples
+    number: tuple[int, int]  # request number and sample index
     text: np.ndarray  # i32[P]
     salt: int
-    since: float  # when it was parked
-    stay: Pinned | Swapped | None = None  # what there is of it beside its tokens
-    is_new: bool = True  # whether nothing was done for it yet
-    is_over: bool = False  # whether it was given up
-    request: Request | None = None  # which resumes it
+    since: float  # time of parking
+    stay: Pinned | Swapped | None = None  # its blocks; None if lost
+    is_new: bool = True  # True before the first `settle`
+    is_over: bool = False  # True if dropped
+    request: Request | None = None  # request that resumes it
 
     @property
     def has_begun(self) -> bool:
-        """Whether the request that resumes it has found its blocks, or ended."""
+        """True if the resuming request has been admitted or has finished."""
         if self.request is None:
             return False
         waits = (s.stage == RequestState.WAITING for s in self.request.samples)
@@ -61,7 +61,7 @@ class Parked:
 
 
 class Parking:
-    """The texts that are parked, and those on their way back."""
+    """Parked sequences, including the ones being resumed."""
 
     def __init__(
         self,
@@ -73,26 +73,26 @@ class Parking:
     ):
         if not seconds >= 0 or (max_bytes or 0) < 0:
             raise ValueError(
-                f"park_seconds and max_parked_bytes must be 0 or more, got "
+                f"park_seconds and max_parked_bytes must be >= 0, got "
                 f"{seconds} and {max_bytes}"
             )
         self._loop, self._lock = loop, lock
         self._seconds, self._max_bytes, self._clock = seconds, max_bytes, clock
-        # In the order in which they were parked; a dict is a set with an order.
+        # Ordered by time of parking; a dict as an ordered set.
         self._texts: dict[Parked, None] = {}
         self._by_number: dict[tuple[int, int], Parked] = {}
 
     def __bool__(self) -> bool:
-        """Whether there is a text, on its way back or given up lately, too."""
+        """True if there is a sequence to settle, including resumed and dropped ones."""
         return bool(self._texts)
 
     @property
     def has_changes(self) -> bool:
-        """Whether a text was parked or given up that the device has not heard of."""
+        """True if a parked or dropped sequence has not been settled."""
         return any(each.is_over or each.is_new for each in list(self._texts))
 
     def add(self, request: Request, sample: Sample) -> None:
-        """Park a sequence that has ended, instead of what was parked of it before."""
+        """Park a finished sequence, replacing an earlier one of the same number."""
         number = request.request_id, sample.index
         self._give_up(self._by_number.get(number))
         text = request.text_of(sample)
@@ -103,24 +103,25 @@ class Parking:
         self._by_number[number] = parked
 
     def take(self, request_id: int, sample: int) -> Parked:
-        """Return a text that a request is about to resume."""
+        """Remove and return a parked sequence for a resuming request."""
         with self._lock:
             parked = self._by_number.pop((request_id, sample), None)
         if parked is None:
             raise KeyError(
-                f"sample {sample} of request {request_id} is not parked: it was never, "
-                f"it has not ended, or it was resumed or given up"
+                f"sample {sample} of request {request_id} must be parked, but it was "
+                f"never parked, is unfinished, or was resumed or dropped; call park() "
+                f"and wait for its results"
             )
         return parked
 
     def put_back(self, parked: Parked) -> None:
-        """Go on keeping a text whose request was refused."""
+        """Restore a parked sequence after its request was refused."""
         with self._lock:
             other = self._by_number.setdefault(parked.number, parked)
             parked.is_over |= other is not parked
 
     def give_up(self, request_id: int) -> bool:
-        """Let the texts of a request go; return whether there were any."""
+        """Drop the parked sequences of a request; return True if there were any."""
         numbers = [each for each in self._by_number if each[0] == request_id]
         for number in numbers:
             self._give_up(self._by_number[number])
@@ -137,7 +138,7 @@ class Parking:
             del self._by_number[parked.number]
 
     def count(self) -> dict[str, int]:
-        """Return what is parked: texts, blocks on the device, bytes on the host."""
+        """Return the number of parked sequences, their device blocks and host bytes."""
         on_host = [each.stay for each in self._texts if isinstance(each.stay, Swapped)]
         return {
             "parked": len(self._by_number),
@@ -151,10 +152,10 @@ class Parking:
 
     def settle(
         self,
-        lengths: list[int],  # tokens that sequences on the device can have after it
-        dispatched: list[Request],  # that go there
+        lengths: list[int],  # bounds of device sequences after the window
+        dispatched: list[Request],  # requests to be enqueued there
     ) -> None:
-        """Do what is to be done before the next window."""
+        """Pin, swap and drop blocks before the next window."""
         for parked in list(self._texts):
             if parked.is_over or parked.has_begun:
                 self._let_go(parked)
@@ -171,12 +172,12 @@ class Parking:
         self._drop_beyond_most()
 
     def forget_blocks(self) -> None:
-        """Keep the texts alone: their blocks are of older weights."""
+        """Drop all blocks, which belong to older weights; keep the tokens."""
         for parked in self._texts:
             self._let_go(parked)
 
     def lose_blocks(self) -> None:
-        """Note that the pool was made anew; what is on the host is there still."""
+        """Forget blocks on the device after the pool was rebuilt; keep host copies."""
         for parked in self._pinned:
             parked.stay = None
 
@@ -185,27 +186,27 @@ class Parking:
         return [each for each in list(self._texts) if isinstance(each.stay, Pinned)]
 
     def _find_idle(self) -> Iterator[Parked]:
-        """Return what is pinned and not on its way back, the oldest first."""
+        """Return the pinned sequences not being resumed, oldest first."""
         return (parked for parked in self._pinned if parked.request is None)
 
     def _pin(self, parked: Parked) -> Pinned:
-        """Start to hold the full blocks that the prefix index has of a text."""
+        """Open a sequence on the cached full blocks of a parked one."""
         text = self._loop.pad(parked.text)[None]
         salts = np.full((1,), parked.salt, np.int32)
         self._loop.cache, pinned = _pin(self._loop.cache, text, salts)
         return pinned
 
     def _unpin(self, pinned: Pinned) -> None:
-        """Let blocks go; they are found until the pool hands them out."""
+        """Free the sequence; its blocks stay cached until evicted."""
         self._loop.cache, _ = free(self._loop.cache, pinned.seq_ids)
 
     def _bring_back(self, parked: Parked) -> None:
-        """Pin a text whose blocks are on the host, if the cache can have room."""
+        """Pin a resuming sequence from its host copy, if the cache has room."""
         others = self._find_idle()
         while isinstance(swapped := parked.stay, Swapped):
             found = self._pin(parked)
             if int(found.num_tokens[0]) >= int(swapped.context_lengths[0]):
-                parked.stay = found  # nobody has taken them meanwhile
+                parked.stay = found  # still cached
                 return
             self._unpin(found)
             self._loop.cache, back = swap_in(self._loop.cache, swapped, donate=True)
@@ -215,7 +216,7 @@ class Parking:
                 lengths = jnp.asarray(swapped.context_lengths)
                 parked.stay = Pinned(back.seq_ids, lengths)
                 return
-            # Others have longer to wait; without any it is computed again.
+            # Swap out sequences not being resumed; without any, this one is recomputed.
             other = next(others, None)
             if other is None:
                 return
@@ -234,23 +235,23 @@ class Parking:
             self._unpin(parked.stay)
         parked.stay = None
 
-    # Blocks that could lack.
+    # Capacity.
 
     def _make_room(self, lengths: list[int]) -> None:
-        """Move texts to the host until no request can lack a block or a row."""
+        """Swap out pinned sequences until no request can lack a block or a row."""
         for parked in self._find_idle():
             if self._has_room(lengths):
                 return
             self._move_to_host(parked)
-        # What is on its way back is free then, and most likely found all the same.
+        # Blocks of resuming sequences become evictable, but usually stay cached.
         for parked in self._pinned:
             if not self._has_room(lengths):
                 self._let_go(parked)
 
     def _has_room(self, lengths: list[int]) -> bool:
-        """Whether the requests can have what they may need until the next look."""
+        """True if the requests have enough blocks and rows until the next window."""
         pinned = self._pinned
-        # A prompt may be held for samples that wait.
+        # A prompt may keep a row for its waiting samples.
         sizes = self._loop.sizes
         most = sizes.max_running + (sizes.steps.num_samples > 1)
         if pinned and len(pinned) + most > self._loop.num_rows:
@@ -266,13 +267,13 @@ class Parking:
         )
 
     def _count_blocks(self, length: int) -> tuple[int, ...]:
-        """Return the most blocks that a text has in each group of layers."""
+        """Return an upper bound of a sequence's blocks in each group of layers."""
         size = self._loop.block_size
         columns = -(-length // size.tokens)
         return tuple(columns if m is None else min(columns, m) for m in size.most)
 
     def _drop_beyond_most(self) -> None:
-        """Forget the oldest copies on the host where they are too many bytes."""
+        """Drop the oldest host copies beyond `max_bytes`."""
         if self._max_bytes is None:
             return
         stays = [(each, each.stay) for each in self._texts]

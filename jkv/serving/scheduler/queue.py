@@ -1,9 +1,9 @@
-"""The queue of requests: which wait on the host, and which the device computes.
+"""Queue of unfinished requests, on the host and on the device.
 
 The device's generation has Q prompts of `num_samples` sequences each. A request with
-more sequences takes several prompts, each for its own samples. Whatever ends a sequence
-goes through `Queue.end`: there the generation's sequence is cancelled, and its prompt
-is free for another request once all of its sequences have ended.
+more sequences is split over several prompts. Every sequence finishes through
+`Queue.end`, which cancels it on the device if needed; the prompt's index is reused once
+all of its sequences have finished.
 
 Symbols: Q prompts and N sequences of the generation.
 """
@@ -21,17 +21,17 @@ from jkv.serving.scheduler.waiting import Waiting
 
 
 class Queue:
-    """Requests that have not ended, those that wait here and those on the device."""
+    """Unfinished requests, waiting on the host or enqueued on the device."""
 
     def __init__(
         self, num_prompts: int, num_samples: int, shares: Mapping[Client, float]
     ):
         self.requests: dict[int, Request] = {}  # by number
         self._num_samples = num_samples
-        # Each is a request's number and the first of the samples that share it.
+        # Items are a request number and the index of the first sample of a prompt.
         self._waiting = Waiting(shares)
-        self._free = deque(range(num_prompts))  # prompts of the generation
-        # What each sequence of the generation computes, until that has ended.
+        self._free = deque(range(num_prompts))  # free indices in the generation
+        # The unfinished sample of each sequence of the generation.
         self._computed: list[Sample | None] = [None] * (num_prompts * num_samples)
         self._cancelled = np.zeros(num_prompts * num_samples, bool)
 
@@ -41,26 +41,26 @@ class Queue:
 
     @property
     def has_changes(self) -> bool:
-        """Whether the device has to hear of a request that begins or ends."""
+        """True if requests are to be enqueued or cancelled on the device."""
         return bool(self._cancelled.any() or (self.num_waiting and self._free))
 
     @property
     def has_work(self) -> bool:
-        """Whether the device has a sequence to compute."""
+        """True if the device has an unfinished sequence."""
         return len(self._free) * self._num_samples < len(self._computed)
 
     def add(self, request: Request) -> None:
-        """Let a request wait: by priority, then by its client's share."""
+        """Enqueue a request by priority, then by its client's share."""
         self.requests[request.request_id] = request
         for first in range(0, request.n, self._num_samples):
             prompt = request.request_id, first
             self._waiting.add(request.priority, request.client, prompt)
 
     def dispatch(self, most: int) -> list[tuple[Request, int]]:
-        """Give free prompts of the generation, some at most, to the first that wait.
+        """Assign at most `most` free prompts of the generation to waiting requests.
 
-        Returns requests, and the first of the samples that share the prompt; each
-        sample knows its sequence now.
+        Returns requests, each with the index of the first sample that shares the
+        prompt, and sets the sequence index of each sample.
         """
         dispatched: list[tuple[Request, int]] = []
         while self._free and len(dispatched) < most:
@@ -79,16 +79,16 @@ class Queue:
         return dispatched
 
     def charge(self, request: Request, num_tokens: int) -> None:
-        """Note tokens that are computed for a request, as service of its client."""
+        """Add computed tokens to the service of a request's client."""
         self._waiting.charge(request.priority, request.client, num_tokens)
 
     def take_cancelled(self) -> np.ndarray[Any, Any]:
-        """Return which sequences of the generation to end, bool[N], once."""
+        """Return the sequences to cancel on the device, bool[N], and reset them."""
         taken, self._cancelled = self._cancelled, np.zeros_like(self._cancelled)
         return taken
 
     def find_begun(self) -> list[list[Sample]]:
-        """Return the samples on the device, with ended ones that share their prompt."""
+        """Return the samples on the device, in groups that share a prompt."""
         on_device = [each for each in self._computed if each is not None]
         first = {
             (s.request_id, s.index - s.index % self._num_samples) for s in on_device
@@ -99,14 +99,15 @@ class Queue:
         ]
 
     def find_computed(self) -> list[Sample | None]:
-        """Return what each of the N sequences computes now; the list stays as it is."""
+        """Return the sample of each of the N sequences, as a copy."""
         return list(self._computed)
 
     def end(self, sample: Sample, reason: FinishReason, *, is_computed: bool) -> bool:
-        """End a sequence, wherever it is; the one way out of the queue.
+        """Finish a sample, on the host or on the device.
 
-        What is computed, the device may go on with, unless it is told. Returns whether
-        that was the last of the request, which is then forgotten.
+        `is_computed` marks the sequence for cancellation on the device, which otherwise
+        continues it. Returns True for the last sample of the request, which is then
+        removed.
         """
         request = self.requests[sample.request_id]
         sample.reason = reason
@@ -126,7 +127,7 @@ class Queue:
         return request.has_ended
 
     def count_states(self) -> dict[str, int]:
-        """Return how many requests wait, run and are preempted."""
+        """Return the number of waiting, running and preempted requests."""
         counts = dict.fromkeys(("waiting", "running", "preempted"), 0)
         for request in self.requests.values():
             counts[request.state.value] += 1

@@ -1,8 +1,8 @@
-"""The scheduler: takes requests in, starts and reads windows of steps, ends requests.
+"""Scheduler: admits requests, starts and reads windows of steps, finishes requests.
 
-A step of the engine (`step`) tells the device which requests begin and end, starts its
-next window, and reads the last one. Every end of a sequence, whatever its cause, goes
-through `_end`.
+A step of the engine (`step`) sends new and cancelled requests to the device, starts the
+next window, and reads the report of the previous one. Every sequence finishes through
+`_end`.
 """
 
 import asyncio
@@ -43,11 +43,11 @@ logger = logging.getLogger("jkv.serving")
 
 
 class QueueFull(RuntimeError):
-    """As many requests wait as may; submit again later.
+    """The queue is full (`max_waiting`); submit again later.
 
     Attributes:
-      seconds: after which there is room, by how fast requests begin now. Each one that
-        is refused counts on a place of its own.
+      seconds: estimated time until there is room, from the current rate of admissions.
+        Each refused caller reserves room of its own.
     """
 
     def __init__(self, text: str, seconds: float = 1.0):
@@ -56,7 +56,7 @@ class QueueFull(RuntimeError):
 
 
 class HostOptions(NamedTuple):
-    """What the host does with requests; the fields are arguments of `Engine`."""
+    """Host options of `Engine`."""
 
     detokenize: Detokenize | None
     max_waiting: int | None
@@ -73,20 +73,20 @@ class HostOptions(NamedTuple):
 
 
 class _Window(NamedTuple):
-    """Steps that were started and not read yet."""
+    """A started window whose report has not been read."""
 
-    samples: list[Sample | None]  # what each sequence computed when they were started
+    samples: list[Sample | None]  # sample of each sequence at its start
     report: WindowReport
     started: float
-    version: int  # of the weights that they were started with
+    version: int  # of the weights at its start
 
 
 class Scheduler:
-    """The host's side of an engine; one thread at a time does its steps."""
+    """Host side of an engine; one thread at a time runs its steps."""
 
     def __init__(self, loop: Loop, options: HostOptions):
         self.loop, self.measures, sizes = loop, Measures(), loop.sizes
-        # Held while requests are read or changed; not while the device computes.
+        # Held while requests are read or changed, but not while the device computes.
         self.lock = threading.RLock()
         self.queue = Queue(sizes.num_prompts, sizes.steps.num_samples, options.shares)
         self.measures.free_blocks = sum(loop.num_blocks)
@@ -105,7 +105,7 @@ class Scheduler:
             )
         self._versions = Versions()
         self._sizes, self._options = sizes, options
-        self._deadlines: dict[int, float] = {}  # of requests that have one
+        self._deadlines: dict[int, float] = {}  # of requests with a timeout
         self._ended = Results(
             options.max_results, options.result_seconds, options.clock
         )
@@ -116,7 +116,7 @@ class Scheduler:
         self._failure: BaseException | None = None
 
     def warm_up(self, progress: Progress | None) -> int:
-        """Compile all programs; arguments and result as of `Loop.warm_up`."""
+        """Compile all programs; arguments and result as for `Loop.warm_up`."""
         num_programs = self.loop.warm_up(progress)
         self._keeping.warm_up()
         self.storing.warm_up()
@@ -140,18 +140,21 @@ class Scheduler:
         return most is None or self.queue.num_waiting < most
 
     def add(self, request: Request, resumed: Parked | None = None) -> None:
-        """Number a request, and let it wait; it may go on from a parked text."""
-        # The user's detokenizer may be slow: the lock is not held.
+        """Enqueue a request, optionally as the continuation of a parked sequence."""
+        # The user's detokenizer may be slow, so it runs without the lock.
         stream, detokenize = None, self._options.detokenize
         if detokenize is not None:
             prompt = request.tokens.tolist()
             stream = TextStream(detokenize, prompt, request.stop_strings)
         with self.lock:
             if self._failure is not None:
-                raise EngineError("the engine has failed") from self._failure
+                raise EngineError(
+                    "the engine has failed; create a new one"
+                ) from self._failure
             if not self.has_room:
                 raise QueueFull(
-                    f"{self.queue.num_waiting} requests wait already",
+                    f"at most max_waiting requests may be queued, got "
+                    f"{self.queue.num_waiting} already; submit again later",
                     self._room.find_wait(self.measures.begun, self._options.clock()),
                 )
             now = self._options.clock()
@@ -165,19 +168,19 @@ class Scheduler:
                 self._deadlines[request.request_id] = now + request.timeout
 
     def find(self, request_id: int) -> Request:
-        """Return a request that goes on, or one that ended not long ago."""
+        """Return an unfinished request, or a finished one with retained results."""
         with self.lock:
             going_on = self.queue.requests.get(request_id)
             request = going_on or self._ended.find(request_id)
         if request is None:
             raise KeyError(
-                f"request {request_id} was never submitted, or it ended so long ago "
-                f"that its results are forgotten (max_results, result_seconds)"
+                f"request_id {request_id} is unknown, or its results have expired; "
+                f"raise Engine(max_results=, result_seconds=)"
             )
         return request
 
     def cancel(self, request: Request) -> bool:
-        """End what goes on of a request; return whether there was anything."""
+        """Cancel a request's unfinished sequences; return True if there were any."""
         with self.lock:
             goes_on = not request.has_ended
             self._cancel(request)
@@ -189,16 +192,16 @@ class Scheduler:
             self.cancel(request)
 
     def park(self, request_id: int) -> None:
-        """Keep what was computed of a request's texts, when they have ended."""
+        """Park the sequences of a request when they finish, or now if they have."""
         if isinstance(self.loop, SharedLoop):
             raise UsageError(
-                "texts are parked on one process: on several, submit the text again, "
-                "and the prefix index finds what is left of it"
+                "park() is not supported on a mesh of several processes; submit the "
+                "sequence again, which hits its cached blocks"
             )
         if not self.loop.cache.metadata.index.is_there:
             raise UsageError(
-                "a parked text is found by the prefix index: give the engine a cache "
-                "with CacheConfig(prefix_caching=True)"
+                "park() requires a prefix cache; create the cache with "
+                "CacheConfig(prefix_caching=True)"
             )
         request = self.find(request_id)
         with self.lock:
@@ -207,7 +210,7 @@ class Scheduler:
                 self._park(request, sample)
 
     def unpark(self, request_id: int) -> bool:
-        """Give up the texts of a request; return whether there were any."""
+        """Drop the parked sequences of a request; return True if there were any."""
         with self.lock:
             with contextlib.suppress(KeyError):
                 self.find(request_id).is_parked = False
@@ -235,11 +238,12 @@ class Scheduler:
             )
 
     def update_params(self, update: Update) -> int:
-        """Compute with other weights from the next window on; return their version."""
+        """Replace the weights from the next window on; return their version."""
         self._versions.check(update)
         self.loop.replace_params(update.params, update.draft_params)
         try:
-            # The window under way is of the old weights: which texts have begun?
+            # The window in progress uses the old weights; its report has the admitted
+            # sequences.
             unread, self._unread = self._unread, None
             if unread is not None:
                 self._read_window(unread)
@@ -265,16 +269,16 @@ class Scheduler:
             return self._versions.newest
 
     def _note_preempted(self) -> None:
-        """Note that all who ran wait: a window counts only what it did itself."""
+        """Mark running samples as preempted, which the device's counters exclude."""
         for sample in self.queue.find_computed():
             if sample is not None and sample.stage == RequestState.RUNNING:
                 sample.stage = RequestState.PREEMPTED
                 self.measures.add_preemption()
 
-    # A step of the engine.
+    # Steps.
 
     def step(self) -> list[Event]:
-        """Start the next window, read the last one, and return what is new."""
+        """Start the next window, read the previous one, and return the new events."""
         try:
             window = self._start_window()
             unread, self._unread = self._unread, window
@@ -317,8 +321,8 @@ class Scheduler:
         return None if report is None else _Window(samples, report, started, version)
 
     def _find_lengths(self) -> list[int]:
-        """Return what texts on the device can have after the next window, in tokens."""
-        ahead = 2 * self._sizes.max_window_tokens  # the last one is not read yet
+        """Return bounds of the sequence lengths on the device after the next window."""
+        ahead = 2 * self._sizes.max_window_tokens  # the previous window is unread
         asked = self.queue.requests
         return [
             len(asked[each.request_id].tokens)
@@ -329,7 +333,7 @@ class Scheduler:
 
     def _read_window(self, window: _Window) -> None:
         report = jax.device_get(window.report)
-        # The user's detokenizer may be slow: the lock is not held.
+        # The user's detokenizer may be slow, so it runs without the lock.
         news = [
             (sample, part, _read(sample, part))
             for part in report.read_news()
@@ -357,11 +361,11 @@ class Scheduler:
     def _extend(
         self,
         sample: Sample,
-        part: SequenceNews,  # what a window brought for it
-        brought: Extension | BaseException,  # what it takes of that
+        part: SequenceNews,  # report of a window for the sample
+        brought: Extension | BaseException,  # accepted part, or an error
         version: int,
     ) -> int:
-        """Give a sequence what a window brought; return how many tokens."""
+        """Append the accepted tokens of a window; return their number."""
         request = self.queue.requests[sample.request_id]
         self._news.note(request)
         if isinstance(brought, BaseException):
@@ -374,7 +378,7 @@ class Scheduler:
             self._end(request, sample, taken.reason, is_computed=goes_on)
         return len(taken.tokens)
 
-    # How a request ends.
+    # Finishing.
 
     def _end_overdue(self) -> None:
         now = self._options.clock()
@@ -398,7 +402,7 @@ class Scheduler:
         *,
         is_computed: bool,
     ) -> None:
-        """End a sequence, whatever the cause; its blocks are given back."""
+        """Finish a sequence, for any reason; its blocks are freed."""
         self._news.note(request)
         is_last = self.queue.end(sample, reason, is_computed=is_computed)
         if request.is_parked:
@@ -411,21 +415,21 @@ class Scheduler:
             self.measures.add_end(request.state)
 
     def _fail(self, error: BaseException) -> None:
-        """Fail the requests on the device, and begin with an empty generation."""
+        """Fail the requests on the device, and restart with an empty generation."""
         with self.lock:
             self._unread = None
             computed = [each for each in self.queue.find_computed() if each is not None]
             numbers = dict.fromkeys(sample.request_id for sample in computed)
             if isinstance(error, Exception):  # not an interrupt
                 count = len(numbers)
-                logger.error("a step failed with %d requests", count, exc_info=error)
+                logger.error("a step of %d requests failed", count, exc_info=error)
             self._fail_all([self.queue.requests[number] for number in numbers], error)
             self.queue.take_cancelled()
             self.parking.lose_blocks()
             try:
                 self.loop.start_again()
             except Exception as failure:
-                logger.error("the engine cannot go on: %s", failure)
+                logger.error("the engine cannot continue: %s", failure)
                 failure.__cause__ = error
                 self._failure = failure
                 self._fail_all(list(self.queue.requests.values()), failure)
@@ -438,7 +442,7 @@ class Scheduler:
 
 
 def _read(sample: Sample, part: SequenceNews) -> Extension | BaseException:
-    """Return what a sequence takes from a window, or what its detokenizer raised."""
+    """Return the accepted part of a window, or the exception of the detokenizer."""
     try:
         return sample.read(part)
     except (Exception, asyncio.CancelledError) as error:

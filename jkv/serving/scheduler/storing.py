@@ -1,9 +1,9 @@
-"""Cached blocks that leave the pool for a store, and come back for prompts that wait.
+"""KV cache offloading: cached blocks are spilled to a store and restored for prompts.
 
-Both are done between two windows. Blocks leave before the pool would hand them out, so
-that a share of it always holds nothing. A prompt that goes to the device is looked up
-in the store first: what the cache has not, and what takes less time to copy than to
-compute, is restored.
+Both happen between two windows. Blocks are spilled before their eviction, so that a
+fraction of the pool always holds no cached block. For each prompt sent to the device,
+the store is searched first; blocks missing in the cache are restored if copying is
+faster than computing.
 """
 
 import dataclasses
@@ -28,19 +28,19 @@ from jkv.tiers.spilling import check_has_texts, take
 from jkv.tiers.store import BlockStore, Names
 
 BLOCKS_PER_SPILL = 64  # at most, between two windows
-# Fewer tokens of prompts tell little of how fast they are computed.
+# Timings of fewer prompt tokens are too noisy.
 FEWEST_TIMED = 64
 LEAST_GAIN = 0.1  # seconds that computing a prompt must save
-FADING = 0.9  # of copying's pace, for each prompt that was computed instead
+FADING = 0.9  # decay of the copying time for each prompt computed instead
 
 
 @dataclasses.dataclass
 class _Pace:
-    """Seconds that a token takes, the newest weighing most; 0 until one was timed."""
+    """Moving average of the seconds per token; 0 until measured."""
 
     seconds: float = 0.0
     num_timed: int = 0
-    num_compiling: int = 0  # how many at first are too slow to tell
+    num_compiling: int = 0  # first timings to ignore, which include compilation
 
     @property
     def is_known(self) -> bool:
@@ -53,47 +53,47 @@ class _Pace:
 
 
 class NoStoring:
-    """What goes between a cache and no store: nothing."""
+    """Offloading without a store, which does nothing."""
 
     def settle(self, dispatched: list[Request], *, is_running: bool) -> None:
         """Do nothing."""
 
     def note_window(self, prompt_tokens: int, started: float, now: float) -> None:
-        """Note nothing."""
+        """Do nothing."""
 
     def warm_up(self) -> None:
-        """Compile nothing."""
+        """Do nothing."""
 
     def leave(self) -> None:
-        """Let nothing leave."""
+        """Do nothing."""
 
     def begin_version(self, version: str | None, *, keep_cached: bool) -> None:
-        """Name nothing."""
+        """Do nothing."""
 
     def read(self) -> dict[str, float]:
-        """Return that nothing is known."""
+        """Return no statistics."""
         return {}
 
 
 class Storing:
-    """What goes between a cache and its store."""
+    """Offloading between a cache and its store."""
 
     def __init__(
         self,
         loop: Loop,
         store: BlockStore,
         share: float,
-        version: str | None,  # of the weights; None: the store's, or their digest
+        version: str | None,  # of the weights; None: the store's, or a digest
         domains: Domains,
         keeping: Keeping,
     ):
         if isinstance(loop, SharedLoop):
             raise UsageError(
-                "a store is of one process: on a mesh of several, leave store= out"
+                "store is not supported on a mesh of several processes; omit it"
             )
         check_has_texts(loop.cache)
         if not 0 < share <= 1:
-            raise UsageError(f"store_share must be above 0 and at most 1, got {share}")
+            raise UsageError(f"store_share must be > 0 and <= 1, got {share}")
         store.belong(Layout.of(loop.cache))
         self._loop, self._store, self._keeping = loop, store, keeping
         version = version or store.version or loop.digest_weights()
@@ -102,21 +102,21 @@ class Storing:
         if num_places := loop.cache.metadata.index.num_places:
             sizes.append(num_places)
         self._reserve = [max(int(size * share), 1) for size in sizes]
-        # What should leave of the cache before the window under way.
+        # Number of cached blocks to spill, counted before the window in progress.
         self._leaving: jax.Array | None = None
         self._copying, self._computing = _Pace(num_compiling=1), _Pace()
-        # Blocks that were restored for prompts that have not begun.
+        # Number of restored blocks by prompt, until its admission.
         self._awaited: dict[Request, int] = {}
-        self._read = -math.inf  # when the last window was
-        self._untold = 0.0, 0  # seconds and tokens that are not in a pace yet
+        self._read = -math.inf  # time when the last window was read
+        self._untold = 0.0, 0  # seconds and tokens not yet averaged
         names = "spilled_blocks", "restored_blocks", "restored_tokens"
         self._done = dict.fromkeys(names, 0)
 
     def settle(self, dispatched: list[Request], *, is_running: bool) -> None:
-        """Do what is to be done before the next window, to which requests go.
+        """Spill and restore blocks before the next window, which receives `dispatched`.
 
-        While one is running, what is asked of the cache waits for its end; where no
-        prompt begins, what was asked before it does.
+        A count requested while a window runs is ready only at its end; without new
+        prompts, use the count requested before it.
         """
         requests = dict.fromkeys(dispatched)
         if requests or not is_running:
@@ -129,10 +129,10 @@ class Storing:
         self._ask(0)
 
     def note_window(self, prompt_tokens: int, started: float, now: float) -> None:
-        """Note that a window was read, when, and of how many tokens of prompts.
+        """Record when a window was read and its number of prompt tokens.
 
-        It began when it was started, or when the one before it had ended. Windows of
-        few tokens of prompts are timed together.
+        It ran from its start, or from the end of the previous one. Windows with few
+        prompt tokens are timed together.
         """
         if prompt_tokens:
             seconds, tokens = self._untold
@@ -145,19 +145,19 @@ class Storing:
         self._read = now
 
     def warm_up(self) -> None:
-        """Compile what blocks are copied with, by copying some to where they are."""
+        """Compile the copies, by copying blocks onto themselves."""
         self._spill(0)
         self._loop.cache = warm_up(self._loop.cache, 2 * BLOCKS_PER_SPILL)
 
     def leave(self) -> None:
-        """Let all that is cached leave for the store."""
+        """Spill all cached blocks."""
         while self._spill(BLOCKS_PER_SPILL):
             pass
 
     def begin_version(self, version: str | None, *, keep_cached: bool) -> None:
-        """Name new weights, and forget what memory holds of the old ones.
+        """Name new weights, and drop or rename the old ones' blocks in host memory.
 
-        Where that is kept, it gets a name that is of the new weights' after the old.
+        With `keep_cached`, blocks get a version derived from both versions.
         """
         old = self._names.version
         new = version or self._store.version + self._loop.digest_weights()
@@ -171,7 +171,7 @@ class Storing:
             self._store.begin_version(version)
 
     def read(self) -> dict[str, float]:
-        """Return what was done, and what there is."""
+        """Return spill counters, store sizes in bytes and seconds per token."""
         return {
             **self._done,
             "store_bytes": self._store.nbytes,
@@ -181,14 +181,14 @@ class Storing:
         }
 
     def _ask(self, columns: int) -> None:
-        """Ask how many cached blocks are among those that leave for so many columns."""
+        """Start counting the cached blocks among the next to be evicted."""
         wanted = np.array(self._reserve, np.int32) + np.int32(columns)
         self._leaving = count_next(self._loop.cache.metadata, wanted)
 
     def _find_lacking(self) -> int:
-        """Return how many cached blocks should leave.
+        """Return the number of cached blocks to spill.
 
-        What was restored for a prompt that has not begun stays, if it can.
+        Blocks restored for prompts not yet admitted are exempt.
         """
         if self._leaving is None:
             return 0
@@ -201,7 +201,7 @@ class Storing:
         return max(int(np.max(self._leaving)) - awaited, 0)
 
     def _spill(self, num_blocks: int) -> int:
-        """Let cached blocks leave, and snapshots; return how many were there."""
+        """Spill cached blocks and snapshots; return their number."""
         num_left = 0
         for start in range(0, max(num_blocks, 1), BLOCKS_PER_SPILL):
             num = min(num_blocks - start, BLOCKS_PER_SPILL)
@@ -212,7 +212,7 @@ class Storing:
         return num_left
 
     def _restore(self, request: Request) -> None:
-        """Bring back what the store has of a prompt, and the cache has not."""
+        """Restore the blocks of a prompt that the store has and the cache lacks."""
         held = self._store.count(request.tokens, request.salt, names=self._names)
         if not held:
             return
@@ -220,14 +220,14 @@ class Storing:
         if held <= known:
             return
         if self._is_slower(held - known):
-            self._copying.seconds *= FADING  # so that it is tried again
+            self._copying.seconds *= FADING  # decay, so that copying is tried again
             return
         start = time.monotonic()
         metadata = self._loop.cache.metadata
         columns = -(-(held - known) // metadata.block_size)
         if (lacking := columns - int(count_blank(metadata))) > 0:
             self._spill(lacking)
-            known = self._match(request)  # some of it may have left
+            known = self._match(request)  # the spill may have removed some
         found = self._store.find(
             request.tokens, request.salt, skip=known, names=self._names
         )
@@ -243,9 +243,9 @@ class Storing:
             self._copying.add(time.monotonic() - start, brought)
 
     def _is_slower(self, tokens: int) -> bool:
-        """Return whether copying takes longer than computing, as far as both are known.
+        """Return True if copying is known to be slower than computing.
 
-        Paces of short prompts are rough: what is nearly as fast is copied.
+        Timings of short prompts are rough, so a small difference is ignored.
         """
         copying, computing = self._copying, self._computing
         if not (copying.is_known and computing.is_known):
@@ -253,7 +253,7 @@ class Storing:
         return tokens * (copying.seconds - computing.seconds) > LEAST_GAIN
 
     def _match(self, request: Request) -> int:
-        """Return how many tokens of a prompt the cache has."""
+        """Return the number of prompt tokens in the cache."""
         padded = np.full((1, self._loop.cache.max_context_length), -1, np.int32)
         padded[0, : len(request.tokens)] = request.tokens
         return int(match(self._loop.cache, padded, request.salt)[0])

@@ -1,10 +1,10 @@
-"""Versions of the weights: which ones a text's tokens and blocks are of.
+"""Versions of the weights behind a sequence's tokens, keys and values.
 
-Weights may change while texts run. Each token then has the version of the weights that
-chose it, and the oldest version that any key or value in its context can be of.
-Keeping what running texts have is the in-flight update of PipelineRL
-(https://arxiv.org/abs/2509.19128); AReaL (https://arxiv.org/abs/2505.24298) computes it
-again. Both need to know how old the parts of a text are.
+Weights may change while sequences run. Each token records the version that produced it,
+and the oldest possible version of the keys and values in its context. Keeping the cache
+of running sequences is the in-flight update of PipelineRL
+(https://arxiv.org/abs/2509.19128); AReaL (https://arxiv.org/abs/2505.24298) recomputes
+it. Both need the ages of a sequence's parts.
 """
 
 from collections.abc import Iterable
@@ -15,38 +15,38 @@ from jkv.status import UsageError
 
 
 class Update(NamedTuple):
-    """New weights, and what becomes of what the old ones made."""
+    """New weights, and the treatment of blocks computed by the old ones."""
 
     params: Any
-    draft_params: Any  # None leaves those of a draft model
-    recompute: bool  # whether running texts are computed again
-    keep_cached: bool  # whether what is cached is still found
-    version: int | None  # None is the next one
-    store_version: str | None  # of the weights in a store; None: their digest
+    draft_params: Any  # None keeps the draft model's
+    recompute: bool  # preempt and recompute running sequences
+    keep_cached: bool  # keep the prefix index
+    version: int | None  # None increments the last one
+    store_version: str | None  # of the weights in a store; None: a digest
 
 
 class Versions:
-    """The version of the weights, and of what can be found.
+    """Version of the weights, and lower bound for cached blocks.
 
     Attributes:
-      newest: of the weights that windows are started with.
-      oldest_found: no block that can be found is of older ones.
+      newest: version of the weights of new windows.
+      oldest_found: oldest possible version of a cached block.
     """
 
     def __init__(self) -> None:
         self.newest = self.oldest_found = 0
 
     def check(self, update: Update) -> None:
-        """Refuse an update that says two things."""
+        """Raise for an inconsistent update."""
         if update.recompute and update.keep_cached:
             raise UsageError(
-                "recompute=True would find the old blocks again with keep_cached=True; "
-                "choose one of them"
+                "got recompute=True and keep_cached=True, which would hit the old "
+                "blocks again; pass one of them"
             )
         if update.version is not None and update.version <= self.newest:
             raise UsageError(
-                f"version must be above {self.newest}, that of the weights there are, "
-                f"got {update.version}"
+                f"version must be > {self.newest}, the current version, got "
+                f"{update.version}"
             )
 
     def advance(self, update: Update) -> None:
@@ -55,15 +55,15 @@ class Versions:
             self.oldest_found = self.newest
 
     def begin(self, samples: Iterable[Sample]) -> None:
-        """Note what samples can find that compute now from the beginning."""
+        """Set the version bound of samples that start computing now."""
         for sample in samples:
             sample.oldest_version = self.oldest_found
 
 
 def has_begun(sharing: list[Sample]) -> bool:
-    """Return whether samples of one prompt can have a block.
+    """Return True if samples of one prompt can hold a block.
 
-    One that was preempted has none, unless others computed the prompt that it shares.
+    A preempted sample has none, unless another one has computed their shared prompt.
     """
     if len(sharing) == 1:
         return sharing[0].stage == RequestState.RUNNING

@@ -1,12 +1,12 @@
-"""Prompts that wait: by priority, then by what their clients have had, then by age.
+"""Fair queue of waiting prompts: by priority, then by client service, then by age.
 
-Among prompts of one priority the client goes next that has had least service for its
-share. Service is counted in tokens while they are computed, as the virtual token
-counter of Sheng et al. does it ("Fairness in serving large language models", 2024,
-https://arxiv.org/abs/2401.00588), since nobody knows before how long a text will be. A
-client that begins to wait starts from the least service of those that wait already, so
-nothing is saved up while it is idle: this is the virtual time of start-time fair
-queueing (Goyal, Vin and Cheng 1996, https://doi.org/10.1145/248156.248171).
+Within a priority, the client with the least service per share is next. Service is
+counted in tokens as they are computed, since completion lengths are unknown in advance:
+the virtual token counter of Sheng et al. ("Fairness in serving large language models",
+2024, https://arxiv.org/abs/2401.00588). A client that becomes active starts from the
+least service of the waiting ones, so that idle clients accumulate no credit: the
+virtual time of start-time fair queueing (Goyal, Vin and Cheng 1996,
+https://doi.org/10.1145/248156.248171).
 """
 
 import dataclasses
@@ -18,25 +18,24 @@ import numpy as np
 
 from jkv.serving.request.ask import Client
 
-# A number of a request, and the first of the samples that share the prompt.
+# Number of a request, and the index of the first sample that shares the prompt.
 Prompt = tuple[int, int]
 
 
 class Waiting:
-    """Prompts of all priorities, those on the device too, until they end."""
+    """Unfinished prompts of all priorities, waiting or on the device."""
 
     def __init__(self, shares: Mapping[Client, float]):
         for client, share in shares.items():
             is_number = isinstance(share, int | float | np.number)
             if not is_number or isinstance(share, bool) or not 0 < share < math.inf:
                 raise ValueError(
-                    f"shares: a share must be a number above 0, got {share!r} of "
-                    f"{client!r}"
+                    f"shares must be finite numbers > 0, got {share!r} for {client!r}"
                 )
         self.num_waiting = 0
         self._shares = dict(shares)
         self._levels: dict[int, FairQueue] = {}
-        # The levels where a prompt waits or waited, each once, the smallest first.
+        # A heap of the priorities with waiting prompts, removed lazily.
         self._order: list[int] = []
         self._ordered: set[int] = set()
 
@@ -68,7 +67,7 @@ class Waiting:
         level.end(client, prompt)
         self.num_waiting += level.num_waiting - before
         if not level.num_open:
-            # A busy period is over, and the next one begins with equals.
+            # The busy period is over; the next one starts with equal service.
             del self._levels[priority]
 
 
@@ -78,36 +77,36 @@ class _Line:
 
     client: Client
     share: float
-    service: float = 0.0  # tokens computed for it, over its share
-    # Prompts in the order in which they came, and their numbers in it.
+    service: float = 0.0  # computed tokens over its share
+    # Prompts in order of arrival, with their numbers.
     waiting: dict[Prompt, int] = dataclasses.field(default_factory=dict)
-    num_open: int = 0  # prompts that wait or are being computed
-    number: int = 0  # of the first that waits, or of the last one that did
-    is_ordered: bool = False  # whether the order has an entry of it
+    num_open: int = 0  # prompts that have not finished
+    number: int = 0  # of the first waiting prompt, or of the last that waited
+    is_ordered: bool = False  # True if the heap has an entry of this line
 
     def find_place(self) -> tuple[float, int]:
-        """Return where the line belongs among others: service, then age."""
+        """Return the sort key of the line: service, then age."""
         self.number = next(iter(self.waiting.values()), self.number)
         return self.service, self.number
 
 
 class FairQueue:
-    """Prompts of one priority, a line for each client."""
+    """Prompts of one priority, with a line for each client."""
 
     def __init__(self, shares: Mapping[Client, float]):
-        self.num_waiting = self.num_open = 0  # open ones have not ended
+        self.num_waiting = self.num_open = 0  # open ones are unfinished
         self._shares = shares
         self._lines: dict[Client, _Line] = {}
-        # An entry for each line where something waits, and for each idle one that is
-        # still ahead of the others: service, number, client. Service only grows, so an
-        # entry that is out of date stands too early, and is set right when it comes up.
+        # A heap with an entry (service, number, client) for each line with waiting
+        # prompts, and for idle lines ahead of the others. Service only grows, so that a
+        # stale entry comes too early and is corrected when it reaches the front.
         self._order: list[tuple[float, int, Client]] = []
-        self._newest: _Line | None = None  # the last one that a prompt was taken of
+        self._newest: _Line | None = None  # line of the last prompt taken
         self._next_number = 0
 
     def add(self, client: Client, prompt: Prompt) -> None:
-        """Let a prompt wait behind the others of its client."""
-        floor = self._find_floor()  # may forget this client
+        """Enqueue a prompt behind the others of its client."""
+        floor = self._find_floor()  # may remove the line
         line = self._lines.get(client)
         if line is None:
             line = self._lines[client] = _Line(client, self._shares.get(client, 1.0))
@@ -122,7 +121,7 @@ class FairQueue:
             self._put(line)
 
     def pop(self) -> Prompt:
-        """Take the prompt that goes next; at least one waits."""
+        """Remove and return the next prompt; at least one must be waiting."""
         line = self._find_first()
         assert line is not None
         self._take_entry()
@@ -135,12 +134,12 @@ class FairQueue:
         return prompt
 
     def charge(self, client: Client, num_tokens: int) -> None:
-        """Note tokens that were computed for a client; it has a prompt here."""
+        """Add computed tokens to the service of a client with an open prompt."""
         line = self._lines[client]
         line.service += num_tokens / line.share
 
     def end(self, client: Client, prompt: Prompt) -> None:
-        """Forget a prompt that has ended, whether or not it waited."""
+        """Remove a finished prompt, waiting or not."""
         line = self._lines[client]
         if line.waiting.pop(prompt, None) is not None:
             self.num_waiting -= 1
@@ -150,7 +149,7 @@ class FairQueue:
             self._put(line)
 
     def _find_first(self) -> _Line | None:
-        """Return the line that goes next, whose entry is the first then, if any is."""
+        """Return the next line, with its entry at the front of the heap, or None."""
         while self.num_waiting:
             service, number, client = self._order[0]
             line = self._lines[client]
@@ -160,16 +159,16 @@ class FairQueue:
             if line.waiting or (not line.num_open and line.service > service):
                 self._put(line)
             elif not line.num_open:
-                # Clients that wait have all had as much service as this one, so that
-                # a new line would begin at the same place.
+                # All waiting clients have at least this service, so that a new line
+                # would start at the same key.
                 del self._lines[client]
         return None
 
     def _find_floor(self) -> float:
-        """Return the service from which a client starts that begins to wait.
+        """Return the initial service of a client that becomes active.
 
-        It is the virtual time and never decreases: every client that waits has had at
-        least the service of the line from which a prompt was taken last.
+        It is the virtual time and never decreases: every waiting client has at least
+        the service of the line of the last prompt taken.
         """
         line = self._find_first() or self._newest
         return 0.0 if line is None else line.service

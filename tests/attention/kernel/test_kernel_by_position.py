@@ -7,17 +7,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.jax_versions import few
+from support.served_shapes import Shape, find_tuning_here, fit
 from support.tolerances import assert_close, is_close
 
 from jkv.attention import paged_attention
 from jkv.attention.call import Requests
+from jkv.attention.kernel.tiles.variant import cut_rows
 from jkv.attention.kernel.work.cutting import list_position_work, size_position_work
 from jkv.attention.kernel.work.lists import PositionSizes
 from jkv.attention.shared_prefixes import find_shared_prefixes
 
-ROWS, REQUESTS, BLOCK, COLUMNS = 12, 4, 8, 9
-HEADS, KV_HEADS, DIM = 6, 2, 16
+SHAPE = fit(Shape())
+DIM, DTYPE = SHAPE.head_dim, SHAPE.queries
+TUNING = find_tuning_here(SHAPE)
+# Tokens of a piece, 16 where kernels are interpreted; a block is half of one.
+PIECE = TUNING.piece_tokens
+ROWS, REQUESTS, BLOCK, COLUMNS = 12, 4, PIECE // 2, 9
+HEADS, KV_HEADS = 6, 2
+TILE_ROWS = cut_rows(HEADS // KV_HEADS, TUNING.position_tile(None))[1]
 LENGTHS = (66, 39, 17)  # of the sequences: in pieces of 16, whole ones and others
+# Tokens before those, where pieces are larger: as many pieces, which end at the same.
+BEFORE = tuple(length // 16 * (PIECE - 16) for length in LENGTHS)
 OPTIONS = {
     "plain": {},
     "everything": {"window": 21, "soft_cap": 2.0, "scale": 0.3, "has_sinks": True},
@@ -31,16 +41,22 @@ WITHOUT_WINDOW = {
 def draw():
     """Queries of every token, and a pool whose blocks are in random order."""
     rng = np.random.default_rng(3)
-    blocks = sum(-(-n // BLOCK) for n in LENGTHS)
+    counts = [-(-sum(n) // BLOCK) for n in zip(LENGTHS, BEFORE, strict=True)]
     tables = np.full((len(LENGTHS), COLUMNS), 2**31 - 1, np.int32)
-    free = iter(rng.permutation(blocks).tolist())
-    for row, length in enumerate(LENGTHS):
-        for column in range(-(-length // BLOCK)):
-            tables[row, column] = next(free)
-    shape = 1, blocks, KV_HEADS, BLOCK, DIM
-    pools = [rng.standard_normal(shape).astype(np.float32) for _ in "kv"]
-    queries = rng.standard_normal((3, 80, HEADS, DIM)).astype(np.float32)
+    free = iter(rng.permutation(sum(counts)).tolist())
+    for row, count in enumerate(counts):
+        tables[row, :count] = [next(free) for _ in range(count)]
+    shape = 1, sum(counts), KV_HEADS, BLOCK, DIM
+    pools = [rng.standard_normal(shape).astype(DTYPE) for _ in "kv"]
+    queries = rng.standard_normal((3, 80, HEADS, DIM)).astype(DTYPE)
     return queries, pools, tables
+
+
+def assert_same_bits(one, other, message=""):
+    pair = (
+        np.asarray(array).view(f"u{array.dtype.itemsize}") for array in (one, other)
+    )
+    np.testing.assert_array_equal(*pair, err_msg=message)
 
 
 @functools.cache
@@ -66,12 +82,12 @@ def make_attend(options, implementation="pallas", by_position=True):
 def compute(attend, asked):
     """What a call gives the rows of requests (sequence, first position, rows)."""
     queries, pools, tables = draw()
-    rows = np.full((ROWS, HEADS, DIM), 7.0, np.float32)
+    rows = np.full((ROWS, HEADS, DIM), 7.0, DTYPE)
     ids, starts, counts, contexts = np.zeros((4, REQUESTS), np.int32)
     ids[:], row, found = -1, 0, {}
     for number, (sequence, first, count) in enumerate(asked):
         ids[number], starts[number], counts[number] = sequence, row, count
-        contexts[number] = first + count
+        contexts[number] = BEFORE[sequence] + first + count
         rows[row : row + count] = queries[sequence, first : first + count]
         for offset in range(count):
             found[sequence, first + offset] = row + offset
@@ -106,8 +122,7 @@ def test_a_row_has_the_same_bits_however_it_comes(options):
                 if row in known:
                     seen += 1
                     for one, other in zip(found, known[row], strict=True):
-                        bits = one.view(np.int32), other.view(np.int32)
-                        np.testing.assert_array_equal(*bits, err_msg=f"{name}, {row}")
+                        assert_same_bits(one, other, f"{name}, {row}")
     assert seen == 36
     # It is attention, and the other list does not do this.
     expected = compute(make_attend(options, "reference", False), TOGETHER)
@@ -121,16 +136,16 @@ def make_branches():
     """A call of eight requests: six branch off one text, a chunk, and one alone."""
     rng = np.random.default_rng(5)
     shape = 1, 100, KV_HEADS, BLOCK, DIM
-    pools = [rng.standard_normal(shape).astype(np.float32) for _ in "kv"]
+    pools = [rng.standard_normal(shape).astype(DTYPE) for _ in "kv"]
     tables = rng.permutation(8 * COLUMNS).reshape(8, COLUMNS).astype(np.int32)
     # Of the first six in a trie's order, out of nine blocks of half a piece each.
     for row, parent, count in ((1, 0, 6), (2, 1, 3), (3, 0, 6), (4, 0, 7), (5, 4, 7)):
         tables[row, :count] = tables[parent, :count]
     order = np.int32([3, 7, 0, 5, 6, 1, 4, 2])
     counts = np.where(order == 7, 5, 1).astype(np.int32)
-    contexts = np.int32([72, 70, 66, 58, 61, 64, 50, 35])[order]
+    contexts = np.int32([72, 70, 66, 58, 61, 64, 50, 35])[order] * (BLOCK // 8)
     starts = (np.cumsum(counts) - counts).astype(np.int32)
-    queries = rng.standard_normal((ROWS, HEADS, DIM)).astype(np.float32)
+    queries = rng.standard_normal((ROWS, HEADS, DIM)).astype(DTYPE)
     return queries, *pools, 0, tables, order, starts, counts, contexts
 
 
@@ -139,7 +154,8 @@ def list_branches(arguments):
     tables, *others = map(jnp.asarray, arguments[4:])
     requests = Requests(tables, *others)
     owners = jnp.bincount(tables.reshape(-1), length=100).astype(jnp.int32)
-    sizes = size_position_work(ROWS, 8, 72, 4, piece_tokens=16, max_pieces=8)
+    cut = {"piece_tokens": PIECE, "max_pieces": TUNING.max_pieces}
+    sizes = size_position_work(ROWS, 8, COLUMNS * BLOCK, TILE_ROWS, **cut)
     shared = find_shared_prefixes(
         requests, owners, block_size=BLOCK, has_branches=False
     )
@@ -156,7 +172,7 @@ def test_what_is_shared_is_read_in_one_tile_with_the_same_bits(options):
     shared = jax.jit(functools.partial(attend, work_lists=lists))
     assert np.abs(expected[0]).max() > 0.1
     for one, other in zip(shared(*arguments), expected, strict=True):
-        np.testing.assert_array_equal(one.view(np.int32), other.view(np.int32))
+        assert_same_bits(one, other)
     end, first = np.asarray(listed.lanes.end), np.asarray(listed.lanes.first)
     read = np.maximum(end - first[:, None], 0)
     # What rows see, and what programs are taken to: each program once for its tile.
@@ -170,7 +186,7 @@ def test_what_is_shared_is_read_in_one_tile_with_the_same_bits(options):
         tables[row, :count] = 2**20
     broken = shared(*arguments[:4], tables, *arguments[5:])
     for one, other in zip(broken, expected, strict=True):
-        np.testing.assert_array_equal(one.view(np.int32), other.view(np.int32))
+        assert_same_bits(one, other)
 
 
 @pytest.mark.one_end

@@ -197,6 +197,7 @@ def test_the_platform_chooses(platform):
 
 
 @pytest.mark.one_end
+@pytest.mark.interpreted(reason="it lowers for cards that are not here")
 def test_a_forced_kernel_is_refused_where_it_cannot_be():
     """When the program is lowered, or traced if the card is named by then."""
     forced = functools.partial(paged_attention, implementation="pallas")

@@ -99,6 +99,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", dealt(CALLS, share=6))
+@pytest.mark.interpreted(reason="its steps are planned for the interpreter's tiles")
 @pytest.mark.usefixtures("with_card")
 def test_layers_use_the_lists_of_the_step(num_listed, call):
     expected = step(**CALLS[call], implementation="reference")[1]
@@ -114,6 +115,7 @@ def test_layers_use_the_lists_of_the_step(num_listed, call):
 
 
 @pytest.mark.one_end
+@pytest.mark.interpreted(reason="its steps are planned for the interpreter's tiles")
 @pytest.mark.usefixtures("with_card")
 def test_pieces_by_position_are_listed_once(num_listed):
     call = {"num_tokens": [1, 2, 1, 0], "window": 3}
@@ -126,6 +128,7 @@ def test_pieces_by_position_are_listed_once(num_listed):
 
 
 @pytest.mark.one_end
+@pytest.mark.interpreted(reason="its steps are planned for the interpreter's tiles")
 @pytest.mark.usefixtures("with_card")
 def test_other_calls_make_their_own(num_listed):
     batch, answer = step(group=17)
@@ -152,6 +155,7 @@ def score(implementation):
 
 
 @pytest.mark.one_end
+@pytest.mark.interpreted(reason="its steps are planned for the interpreter's tiles")
 @pytest.mark.usefixtures("with_card")
 def test_scoring_uses_the_lists_of_its_step(num_listed):
     assert_close(score("pallas"), score("reference"))

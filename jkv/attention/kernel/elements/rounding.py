@@ -1,7 +1,8 @@
-"""Rounding of rows to one-byte elements and scales, bit-identical to XLA's.
+"""Rounding of rows to one-byte elements and scales, in the kernel that stores rows.
 
-Operations that differ between compilers are done on bits: Triton's float32 division may
-be off by two units in the last place, and only some GPUs convert to fp8.
+Bit-identical to XLA's on CPUs; see `jkv.formats.scaled` for GPUs. Operations that
+differ between compilers are done on bits: Triton's float32 division may be off by two
+units in the last place, and only some GPUs convert to fp8.
 """
 
 from typing import Any, NamedTuple

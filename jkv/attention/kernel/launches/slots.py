@@ -2,7 +2,7 @@
 
 XLA launches a scatter per array: two in each layer, and six with scales, which are
 computed first. Here a program processes one row of one kv head: it rounds the row for
-quantized formats, and stores it in all arrays, bit-identical to the scatters.
+quantized formats, and stores it in all arrays, as the scatters do.
 """
 
 import functools

@@ -1,0 +1,42 @@
+"""A pytest plugin: tests for the interpreter alone, and shapes of compiled kernels."""
+
+import pytest
+
+from jkv.attention.kernel.tiles import tuning
+from support.paths import ROOT
+from support.served_shapes import IS_INTERPRETED, Shape, is_known
+
+ATTENTION = ROOT / "tests" / "attention"
+
+
+def pytest_runtest_setup(item):
+    """Leave out what is for the interpreter where kernels are compiled."""
+    mark = item.get_closest_marker("interpreted")
+    if mark is not None and not IS_INTERPRETED:
+        pytest.skip(f"for the interpreter alone: {mark.kwargs['reason']}")
+
+
+@pytest.fixture(autouse=True)
+def only_known_shapes(request, monkeypatch):
+    """Let tests interpret kernels only in shapes that they have asked the table for."""
+    is_marked = request.node.get_closest_marker("interpreted") is not None
+    is_of_attention = ATTENTION in request.node.path.parents
+    if is_marked or not is_of_attention or not IS_INTERPRETED:
+        return
+
+    def watch(name, is_derived):
+        say_why = getattr(tuning, name)
+
+        def watched(queries, pools, platform, target):
+            reason = say_why(queries, pools, platform, target)
+            if reason is None and platform == "cpu":
+                dims = pools.head_dim, pools.value_dim
+                stored = (each.dtype.name for each in pools.formats)
+                shape = Shape(*dims, queries.dtype.name, *stored, is_derived)
+                assert is_known(shape), f"{shape}: ask support.served_shapes for it"
+            return reason
+
+        monkeypatch.setattr(tuning, name, watched)
+
+    watch("why_not", is_derived=False)
+    watch("why_no_tile", is_derived=True)
