@@ -1,12 +1,12 @@
-"""jkv: a paged key/value cache for JAX that is a value, not a service.
+"""jkv: a functional paged key/value cache for JAX.
 
-A cache is an immutable pytree; every verb is a pure function that returns a new one and
-can be jitted, scanned and donated. In the order of a sequence's life:
+A cache is an immutable pytree; every verb is a pure function that returns a new cache,
+and can be jitted, scanned and donated. In the order of a sequence's life:
 
     init -> allocate -> (append -> write, attend per layer -> commit)* -> free
 
-with fork, truncate and reorder for sequences that branch and roll back, match for
-prompts that begin alike, and evict for the day the pool is full.
+Further verbs fork, truncate and reorder sequences, match cached prefixes, and evict
+sequences when the pool is full.
 """
 
 from typing import TYPE_CHECKING
@@ -63,7 +63,7 @@ from jkv.verbs.reordering import reorder
 from jkv.verbs.truncation import truncate
 from jkv.verbs.writing import write
 
-if TYPE_CHECKING:  # imported when they are first asked for
+if TYPE_CHECKING:  # imported on first access
     from jkv import jitted
     from jkv.commands.compiled_programs import keep_compiled_programs
     from jkv.config.grouped_config import GroupedConfig
@@ -180,7 +180,7 @@ serialization.register()
 
 
 def __dir__() -> list[str]:
-    """Show the public names; rooms and modules are found by their own."""
+    """Return the public names."""
     return sorted([*__all__, "__version__"])
 
 

@@ -1,4 +1,4 @@
-"""python -m jkv: the commands there are."""
+"""python -m jkv: list the commands."""
 
 import argparse
 
@@ -9,7 +9,7 @@ COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Print each command with a line on what it does."""
+    """Print each command with a one-line description."""
     parser = argparse.ArgumentParser(
         prog="python -m jkv", description="List the commands."
     )

@@ -1,6 +1,6 @@
-"""What public functions say of an argument that is of another kind than they ask for.
+"""Checks of the arguments of public functions against their annotations.
 
-A call that is as it should be pays nothing: annotations are read when one has failed.
+Valid calls have no overhead: annotations are only read after an exception.
 """
 
 import collections.abc
@@ -37,33 +37,33 @@ WORDS: dict[Any, str] = {
     jax.Array: "an array",
     np.ndarray: "an array",
 }
-# Kinds of numbers in the notation of arrays.
+# Notation of dtypes in messages.
 KINDS: dict[Any, str] = {
     jnp.bool_: "bool",
     jnp.integer: "int32",
     jnp.floating: "float",
     jnp.number: "float32",
 }
-# What no protocol of ours is.
+# Types that implement none of our protocols.
 PLAIN = (str, bytes, complex, float, int, list, tuple, dict, set, type(None))
 _RAISE = dis.opmap["RAISE_VARARGS"]
-# Raised on purpose, with words of their own.
+# Errors with their own explanation, which are passed on.
 OWN_ERRORS = (UsageError, CacheError, NotImplementedError)
 
 
 def expect(
     name: str,
     value: Any,
-    axes: str,  # letters or numbers, "R H D"; "M E | E" for either, "N ..." for more
-    sizes: Mapping[str, int] | None = None,  # of letters, as far as they are known
-    kind: Any = None,  # of its numbers, one of `KINDS` or a dtype; None for any
+    axes: str,  # letters or numbers, "R H D"; "M E | E" for alternatives, "N ..."
+    sizes: Mapping[str, int] | None = None,  # known sizes of letters
+    kind: Any = None,  # dtype or abstract dtype (`KINDS`); None for any
     *,
-    why: str = "",  # where the sizes come from, or what to do
+    why: str = "",  # origin of the sizes, or advice
 ) -> dict[str, int]:
-    """Return the sizes of all letters of an array that has these axes.
+    """Check the axes of an array and return the sizes of all letters.
 
     Raises:
-      UsageError: for anything else, saying what it must be and what it is.
+      UsageError: not an array, or one of other axes or dtype.
     """
     known = {} if sizes is None else dict(sizes)
     forms = [form.split() for form in axes.split("|")]
@@ -86,7 +86,7 @@ def expect(
 def _match(
     form: list[str], shape: tuple[int, ...], known: dict[str, int]
 ) -> dict[str, int] | None:
-    """Return the sizes of letters, None where a shape does not have the form."""
+    """Return the sizes of all letters, None if the shape does not match the form."""
     if form[-1:] == ["..."]:
         form = form[:-1]
         shape = shape[: len(form)]
@@ -101,14 +101,14 @@ def _match(
 
 
 def find_kind(value: Any) -> tuple[Any, tuple[int, ...]] | None:
-    """Return the dtype and shape of an array, None of anything else."""
+    """Return the dtype and shape of an array, None for other values."""
     if isinstance(value, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
         return value.dtype, value.shape
     return None
 
 
 def name_kind(value: Any) -> str:
-    """Return the dtype and shape of an array, else the name of a type."""
+    """Return the dtype and shape of an array, or the name of a value's type."""
     kind = find_kind(value)
     return type(value).__name__ if kind is None else f"{kind[0]}{list(kind[1])}"
 
@@ -116,7 +116,7 @@ def name_kind(value: Any) -> str:
 def explains_arguments(
     function: Callable[Params, Result],
 ) -> Callable[Params, Result]:
-    """Make a public function name the argument that its annotations do not allow."""
+    """Decorate a public function to report arguments of wrong types by name."""
 
     @functools.wraps(function)
     def explained(*args: Params.args, **kwargs: Params.kwargs) -> Result:
@@ -134,7 +134,7 @@ def explains_arguments(
 
 
 def explains_class(cls: type[Class]) -> type[Class]:
-    """Make a class's constructor and methods do so; those that yield cannot."""
+    """Apply `explains_arguments` to a class's public methods except generators."""
     for name, value in [*vars(cls).items()]:
         is_public = name == "__init__" or not name.startswith("_")
         if not is_public or not inspect.isfunction(value):
@@ -151,14 +151,14 @@ def for_second_call(
     kwargs: dict[str, Any],
     error: Exception,  # of the first call
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return arguments for a call where transfers are explicit, None for no call."""
+    """Return arguments to retry a call with explicit transfers, or None."""
     return (args, kwargs) if refused_transfer(error) else as_arrays(args, kwargs)
 
 
 def as_arrays(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return arguments with what wraps an array (`nnx.Param`) as arrays, or None."""
+    """Unwrap array wrappers (`nnx.Param`) in arguments; None if there are none."""
     named = {name: as_array(value) for name, value in kwargs.items()}
     placed = tuple(map(as_array, args))
     pairs = zip([*placed, *named.values()], [*args, *kwargs.values()], strict=True)
@@ -166,29 +166,29 @@ def as_arrays(
 
 
 def as_array(value: Any) -> Any:
-    """Return the array in what wraps one, anything else as it is."""
+    """Return the array in an array wrapper, other values unchanged."""
     wraps = hasattr(type(value), "__jax_array__") and not isinstance(value, jax.Array)
     return value.__jax_array__() if wraps else value
 
 
 def explain(
-    function: Callable[..., Any],  # that was called with these
+    function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    error: Exception,  # that it raised
+    error: Exception,  # raised by `function(*args, **kwargs)`
 ) -> None:
-    """Raise a UsageError that names an argument which is not of its annotation's kind.
+    """Raise a UsageError for an argument that does not match its annotation.
 
-    What the package raised on purpose is left as it is.
+    Returns without one for errors that the package raised on purpose.
     """
     if isinstance(error, OWN_ERRORS) or _is_on_purpose(error):
         return
     try:
         bound = inspect.signature(function).bind(*args, **kwargs).arguments
-    except TypeError:  # the error is Python's own, about missing arguments
+    except TypeError:  # missing arguments, which Python reports
         return
     hints = typing.get_type_hints(function)
-    for name in ("fields", "limits"):  # keyword arguments that a TypedDict names
+    for name in ("fields", "limits"):  # keyword arguments of a TypedDict
         if typing.get_origin(hints.get(name)) is typing.Unpack:
             hints |= typing.get_type_hints(typing.get_args(hints.pop(name))[0])
             bound |= bound.pop(name, {})
@@ -201,12 +201,12 @@ def explain(
 
 
 def _name_of(function: Callable[..., Any]) -> str:
-    """Return a function's name, of a constructor that of its class."""
+    """Return the name of a function, or of a constructor's class."""
     return function.__qualname__.removesuffix(".__init__")
 
 
 def _is_on_purpose(error: Exception) -> bool:
-    """Return True if a line of this package raised a ValueError, or its own error."""
+    """Return True for our own errors, and for a ValueError raised in this package."""
     if type(error).__module__.startswith("jkv."):
         return True
     trace = error.__traceback__
@@ -215,14 +215,13 @@ def _is_on_purpose(error: Exception) -> bool:
     if trace is None or type(error) is not ValueError:
         return False
     module = str(trace.tb_frame.f_globals.get("__name__"))
-    # Python's own functions, such as int(), have no frame: the line that called one
-    # raised nothing itself.
+    # Builtins such as int() have no frame, so check that the line itself raises.
     code = trace.tb_frame.f_code.co_code
     return module.startswith("jkv.") and code[trace.tb_lasti] == _RAISE
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Return whether an annotation allows a value; a protocol allows all."""
+    """Return True if an annotation allows a value; unchecked protocols allow all."""
     if hint is Any:
         return True
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
@@ -255,7 +254,7 @@ def _fits_tuple(value: Any, inner: tuple[Any, ...]) -> bool:
 
 
 def _is_array(value: Any) -> bool:
-    """Whether a value is an array of numbers."""
+    """Return True for numeric arrays."""
     is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
     return is_array and not (
         isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "OSU"
@@ -263,7 +262,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _describe(hint: Any) -> str:
-    """Say what an annotation allows."""
+    """Describe an annotation in words."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(dict.fromkeys(map(_describe, inner)))
@@ -281,7 +280,7 @@ def _describe(hint: Any) -> str:
 
 
 def _name(value: Any) -> str:
-    """Say what a value is."""
+    """Describe a value: dtype and shape of an array, else type and contents."""
     if isinstance(value, jax.Array | np.ndarray | np.generic):
         return f"{value.dtype}{[*value.shape]}"
     return f"{type(value).__name__} {value!r}"[:80]

@@ -1,4 +1,4 @@
-"""python -m jkv.doctor: what works on this machine (`jkv.commands.diagnosis`)."""
+"""python -m jkv.doctor: diagnose the installation (`jkv.commands.diagnosis`)."""
 
 from jkv.commands.diagnosis import main
 from jkv.commands.ending import run_process

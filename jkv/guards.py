@@ -1,9 +1,8 @@
-"""Transfer guards of JAX, inside of public functions.
+"""JAX's transfer guards inside public functions.
 
-`jax.transfer_guard("disallow")` finds transfers that a program makes by accident. A
-function of this package that gets numbers, lists or numpy arrays transfers them on
-purpose, and so it does under that guard, as `jax.device_put` does. A guard against
-explicit transfers, "disallow_explicit", holds.
+`jax.transfer_guard("disallow")` detects implicit transfers. Functions of this package
+transfer numbers, lists and numpy arrays intentionally, so they do it explicitly, as
+`jax.device_put` does. The guard "disallow_explicit" is respected.
 """
 
 import contextlib
@@ -19,14 +18,14 @@ GUARDS = {
 
 
 def refused_transfer(error: Exception) -> bool:
-    """Return True if a guard against implicit transfers caused an error."""
+    """Return True if a guard against implicit transfers raised the error."""
     is_guard = "Disallowed" in str(error) and "transfer" in str(error)
     return is_guard and any(_level(name) == "disallow" for name in GUARDS)
 
 
 @contextlib.contextmanager
 def explicit_transfers() -> Iterator[None]:
-    """Allow transfers in this thread where a guard refuses implicit ones alone."""
+    """Allow transfers in this thread unless a guard disallows explicit ones."""
     with contextlib.ExitStack() as allowed:
         for name, guard in GUARDS.items():
             if _level(name) == "disallow":

@@ -1,9 +1,8 @@
 """Gather and scatter by index arrays, without the index arithmetic of `.at[]`.
 
-`x.at[i]` first wraps negative indices around: a compare, an add and a select of
-broadcast constants for each access, half of the operations of a verb. Here an index is
-taken as it is. One that is out of range on either side is clamped by `gather`, or gives
-`fill`, and is dropped by the scatters.
+`x.at[i]` first wraps negative indices: a compare, an add and a select for each access,
+half of the operations of a verb. Here indices are not wrapped. Out-of-range indices on
+either side are clamped by `gather`, or return `fill`, and are dropped by scatters.
 """
 
 from typing import TypeAlias

@@ -1,15 +1,14 @@
-"""The loops of `jkv`, each jitted once: the cache donated, what is static named.
+"""The decoding loops of `jkv`, jitted, with donated caches.
 
     cache, result = jkv.jitted.generate(model, params, cache, prompts, max_new_tokens=9)
 
-They take and return what the functions of the same name do. The cache that was given is
-gone afterwards, as its arrays are updated in place: go on with the one that comes back.
-(`begin` and `score` keep theirs; `decode` takes the state that it is given, too.) A
-model is static, so it must be hashable, and the same object from call to call. Lists of
-token ids become arrays before they are traced, padded to the longest of them: only
-another length, another number of prompts or another static argument compiles anew.
-Integers of numpy with 64 bits are checked before JAX makes 32 of them. To donate
-nothing, or to trace a loop inside a program of your own, take the function.
+They have the arguments and results of the functions of the same name. The passed cache
+is donated; continue with the returned one. (`begin` and `score` do not donate; `decode`
+also donates its state.) The model is a static argument: it must be hashable, and the
+same object in every call. Lists of token ids become arrays padded to the longest list,
+so only a new length, number of prompts or static argument recompiles. 64-bit integers
+of numpy are checked before JAX truncates them to 32 bits. To avoid donation, or to call
+a loop inside another jitted function, use the original function.
 
 Example:
   >>> import jax, jkv
@@ -42,7 +41,7 @@ __all__ = ["beam_search", "begin", "decode", "extend", "generate", "prefill", "s
 
 Loop = TypeVar("Loop", bound=Callable[..., Any])
 
-# Arguments that shapes and programs depend on, of all loops.
+# Arguments of the loops that determine shapes or programs.
 STATIC = frozenset(
     {
         "model",
@@ -61,9 +60,8 @@ STATIC = frozenset(
         "early_stopping",
     }
 )
-# How the host reads the arguments that are integers, before anything is traced: JAX
-# would wrap what does not fit in 32 bits, and each number of a list would be an array
-# of its own.
+# Conversions of integer arguments before tracing: JAX would wrap 64-bit numbers, and
+# trace each number of a list as an array of its own.
 READERS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(
         ("prompts", "tokens", "continuations"),
@@ -74,16 +72,16 @@ READERS: dict[str, Callable[[str, Any], Any]] = {
     "stop_tokens": lambda _, tokens: as_stop_tokens(tokens),
     "stop_sequences": lambda _, sequences: as_stop_sequences(sequences),
 }
-# Options that `jax.jit` would refuse in its own words, such as a class.
+# Validators of options for which `jax.jit` has unclear error messages.
 CHECKS = {"sampling": check_sampling, "speculate": check_speculation}
 
 
 def _jit(loop: Loop, donated: tuple[str, ...] = ("cache",)) -> Loop:
-    """Return a loop jitted, with the type and the documentation of the loop."""
+    """Jit a loop, keeping its type and documentation."""
     static = sorted(STATIC & {*inspect.signature(loop).parameters})
     jitted = jax.jit(loop, static_argnames=static, donate_argnames=donated)
 
-    # Which has the fields as keyword arguments, none of which is required.
+    # The unwrapped signature has optional keyword arguments for all fields.
     written = inspect.signature(inspect.unwrap(loop))
 
     @functools.wraps(loop)
@@ -100,7 +98,7 @@ def _jit(loop: Loop, donated: tuple[str, ...] = ("cache",)) -> Loop:
 
 
 def _as_argument(name: str, value: Any) -> Any:
-    """Return an argument as `jax.jit` takes it, or refuse it in words."""
+    """Convert an argument for `jax.jit`, or raise a descriptive error."""
     if name in STATIC:
         return tuple(value) if isinstance(value, list | range) else value
     if name in CHECKS and value is not None:
@@ -111,7 +109,7 @@ def _as_argument(name: str, value: Any) -> Any:
 
 
 def _has_arrays(value: Any) -> bool:
-    """Whether JAX's arrays are among the entries, whose values may not exist yet."""
+    """Return True if any leaf is a JAX array, possibly without a value yet."""
     return any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value))
 
 

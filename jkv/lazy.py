@@ -1,4 +1,4 @@
-"""Names that a package has before it has imported them (PEP 562)."""
+"""Lazy imports of a package's names (PEP 562)."""
 
 import importlib
 import sys
@@ -9,14 +9,14 @@ from typing import Any
 def imports_later(
     package: str, homes: Mapping[str, str], modules: tuple[str, ...] = ()
 ) -> Callable[[str], Any]:
-    """Return a package's `__getattr__`, which imports a name when it is asked for.
+    """Return a package's `__getattr__`, which imports names on first access.
 
     Type checkers read the same imports under `if TYPE_CHECKING`.
 
     Args:
       package: its `__name__`.
-      homes: names, divided by blanks, by the module that has them.
-      modules: of the package, that are found as its attributes too.
+      homes: space-separated names, by the module that defines them.
+      modules: submodules to import as attributes.
     """
     home_of = {name: home for home, names in homes.items() for name in names.split()}
 

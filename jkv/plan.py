@@ -1,4 +1,4 @@
-"""python -m jkv.plan: what cache fits beside a model (`jkv.commands.capacity`)."""
+"""python -m jkv.plan: size a cache for a model (`jkv.commands.capacity`)."""
 
 from jkv.commands.capacity import main
 

@@ -1,9 +1,8 @@
-"""What `jax.export` writes of our pytrees: a program that takes a cache can be kept.
+"""Registration of our pytrees for `jax.export`, so that programs can be saved.
 
-`Exported.serialize` writes the trees of a program's arguments and results, so it must
-know how each kind of node is written. Of ours the nodes are the classes below, and what
-they carry beside arrays are sizes and dtypes: plain JSON, by name of the field. Reading
-it runs no code of the file's.
+`Exported.serialize` writes the trees of arguments and results, and needs a serializer
+for each node type: the classes below. Their static fields are sizes and dtypes, written
+as JSON by field name. Reading them executes no code from the file.
 """
 
 import contextlib
@@ -52,7 +51,7 @@ NAMED_TUPLES: tuple[type, ...] = (
     *(Generation, Statistics, BeamSearch, BeamStatistics),
     *(node for node in _PLANNED if not dataclasses.is_dataclass(node)),
 )
-# Named tuples of numbers, as static fields hold them.
+# Named tuples of numbers in static fields.
 SIZES: dict[str, type] = {
     sizes.__name__: sizes
     for sizes in (
@@ -60,14 +59,14 @@ SIZES: dict[str, type] = {
         *(sizes for backend in BACKENDS for sizes in backend.plan_sizes),
     )
 }
-# The same of the parts of a cache, by where they are: they come with their first use.
+# Parts of a cache in static fields, by module, which is imported on first use.
 PARTS = {"Blocks": "jkv.blocks.part", "OfStates": "jkv.states.part"}
 
 
 def register() -> None:
-    """Tell JAX how our pytrees are written."""
+    """Register the serializers of our pytrees with JAX."""
     for node in DATACLASSES:
-        # A name is taken where a notebook has loaded jkv before.
+        # Already registered if a notebook reloads jkv.
         with contextlib.suppress(ValueError):
             export.register_pytree_node_serialization(
                 node,
@@ -88,7 +87,7 @@ def _static_names(node: type) -> list[str]:
 
 
 def _writer(node: type) -> Callable[[Any], bytes]:
-    """Return what writes the values of a class's static fields."""
+    """Return the serializer of a class's static fields."""
     names = _static_names(node)
 
     def write(values: tuple[Any, ...] | None) -> bytes:
@@ -101,17 +100,17 @@ def _writer(node: type) -> Callable[[Any], bytes]:
 
 
 def _reader(node: type) -> Callable[[bytes], Any]:
-    """Return what reads them."""
+    """Return the deserializer of a class's static fields."""
     names = _static_names(node)
 
     def read(written: bytes) -> tuple[Any, ...] | None:
         values = json.loads(written)
         if sorted(values) != sorted(names):
             raise UsageError(
-                f"the program was exported with a {node.__name__} of {sorted(values)}, "
-                f"and here it has {sorted(names)}: export it with this version of jkv"
+                f"the exported {node.__name__} has fields {sorted(values)}, expected "
+                f"{sorted(names)}; export the program again with this version of jkv"
             )
-        if node is Sampling:  # which flattens itself, without static fields
+        if node is Sampling:  # flattens itself, without static fields
             return None
         return tuple(_from_json(values[name]) for name in names)
 
@@ -119,7 +118,7 @@ def _reader(node: type) -> Callable[[bytes], Any]:
 
 
 def _as_json(name: str, value: Any) -> Any:
-    """Return a static value as JSON has it."""
+    """Convert a static value to JSON."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, np.integer):
@@ -132,13 +131,13 @@ def _as_json(name: str, value: Any) -> Any:
     if isinstance(value, tuple):
         return [_as_json(name, each) for each in value]
     raise UsageError(
-        f"{name} is a {type(value).__name__}, which no file can hold: of a cache on a "
+        f"{name} cannot be serialized, got a {type(value).__name__}; for a cache on a "
         f"mesh, export a function of jax.tree.leaves(cache)"
     )
 
 
 def _from_json(value: Any) -> Any:
-    """Return a static value that was JSON."""
+    """Convert JSON to a static value."""
     if isinstance(value, list):
         return tuple(map(_from_json, value))
     if not isinstance(value, dict):

@@ -1,9 +1,8 @@
-"""Signatures as `help`, notebooks and `jax.jit` see them: every argument by its name.
+"""Readable signatures for `help` and `jax.jit`, with all arguments by name.
 
-Loops take the fields of values such as `Steps` by name, `**fields: Unpack[Fields]` with
-a `TypedDict`. Their signatures list the fields, with the defaults of those values.
-Types are shown by the names that a reader knows, unions of arrays by those given here;
-`typing.get_type_hints` returns the types themselves.
+Loops accept fields of options such as `Steps` by name, as `**fields: Unpack[Fields]` of
+a `TypedDict`. Their signatures list these fields with their defaults. Unions of arrays
+are shown by the names given here; `typing.get_type_hints` returns the actual types.
 """
 
 import inspect
@@ -17,16 +16,16 @@ import numpy as np
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Arrays of any integer type. JAX's own do not tell type checkers what they hold.
+# Arrays of any integer type; JAX's arrays have no static dtype.
 IntegerArray: TypeAlias = jax.Array | np.ndarray[Any, np.dtype[np.integer[Any]]]
-# One number. No `jax.typing.ArrayLike`, which takes floats.
+# One number, unlike `jax.typing.ArrayLike` not a float.
 Integer: TypeAlias = IntegerArray | np.integer[Any] | int
 # An array, a number, or a list, tuple or range of numbers.
 Integers: TypeAlias = Integer | Sequence[int] | Sequence[np.integer[Any]]
-# Token ids, a row for each prompt: an array, or one list of numbers for each.
+# Token ids with a row for each prompt: an array, or a list of lists.
 Texts: TypeAlias = IntegerArray | Sequence[Integers]
 
-# Unions that are shown by name, the larger ones first.
+# Unions shown by name, larger ones first.
 _NAMED: dict[str, Any] = {
     "DTypeLike": jax.typing.DTypeLike,
     "ArrayLike": jax.typing.ArrayLike,
@@ -47,7 +46,7 @@ _DEFAULTS: dict[Any, dict[str, Any]] = {}
 
 
 class _Shown:
-    """A type in a signature that is shown by its name."""
+    """A type that is shown as the given text in a signature."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -63,7 +62,7 @@ class _Shown:
 
 
 def set_defaults(kind: Any, *sources: Callable[..., Any], **own: Any) -> None:
-    """Give the fields of a `TypedDict` the defaults of what is made of them."""
+    """Set the defaults of a `TypedDict` from the parameters of functions."""
     found: dict[str, Any] = {}
     for source in sources:
         for name, parameter in inspect.signature(source).parameters.items():
@@ -72,18 +71,18 @@ def set_defaults(kind: Any, *sources: Callable[..., Any], **own: Any) -> None:
 
 
 def lists_arguments(function: Function) -> Function:
-    """Give a function the signature with all arguments by their names."""
+    """Set a function's signature with all fields listed."""
     return with_signature(function, function)
 
 
 def with_signature(wrapper: Function, function: Callable[..., Any]) -> Function:
-    """Give a wrapper of a function, or itself, the signature with all arguments."""
+    """Set a wrapper's signature to the function's, with all fields listed."""
     wrapper.__signature__ = _show(inspect.signature(function))  # type: ignore[attr-defined]
     return wrapper
 
 
 def _show(signature: inspect.Signature) -> inspect.Signature:
-    """Return a signature with its fields listed and its unions named."""
+    """Return a signature with fields listed and unions named."""
     parameters: list[inspect.Parameter] = []
     for parameter in signature.parameters.values():
         hint = parameter.annotation
@@ -109,14 +108,14 @@ def _list_fields(kind: Any) -> list[inspect.Parameter]:
 
 
 def _shorten(hint: Any) -> Any:
-    """Return a type as it is shown; what says nothing stays."""
+    """Return a displayed annotation; missing ones are unchanged."""
     if hint is None or hint is inspect.Parameter.empty:
         return hint
     return _Shown(_write(hint))
 
 
 def _write(hint: Any) -> str:
-    """Return a type by the names that a reader knows."""
+    """Format a type with short names."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return " | ".join(_list_members(inner))
@@ -131,7 +130,7 @@ def _write(hint: Any) -> str:
 
 
 def _list_members(members: tuple[Any, ...]) -> list[str]:
-    """Return the types of a union, those of a named one by its name."""
+    """Format the members of a union, with known unions by name."""
     left, found = list(members), []
     for name, union in _NAMED.items():
         named = typing.get_args(union)

@@ -1,7 +1,7 @@
-"""Status: why a request was served or refused, as data in jit, as exceptions outside.
+"""Status codes of requests in jit, and their exceptions outside.
 
-Nothing can be raised inside jit, so every verb answers each request with a `Status`;
-on the host `raise_for_status` turns the first refusal into the exception of its name.
+Functions cannot raise inside jit, so every verb returns a `Status` for each request. On
+the host `raise_for_status` raises the exception of the first refused request.
 """
 
 import enum
@@ -14,7 +14,7 @@ import numpy as np
 class Status(enum.IntEnum):
     """Outcome of one request.
 
-    Where several causes apply, the first of this order is reported: INVALID_SEQUENCE,
+    If several causes apply, the first in this order is reported: INVALID_SEQUENCE,
     INVALID_ARGUMENT, CONTEXT_FULL, BATCH_FULL, OUT_OF_SEQUENCES, OUT_OF_BLOCKS.
 
     Example:
@@ -33,26 +33,26 @@ class Status(enum.IntEnum):
 
 
 class Counter(enum.IntEnum):
-    """Rows of `Sequences.counters` behind those of `Status`, which count refusals."""
+    """Rows of `Sequences.counters` after the counts of refusals by `Status`."""
 
     CLOCK = len(Status)  # calls that served a request
     SEQUENCES_EVICTED = enum.auto()  # closed by `evict`
     PREFIX_QUERIES = enum.auto()  # prompts looked up by `allocate`
     PREFIX_TOKENS = enum.auto()  # tokens of these prompts
-    PREFIX_HITS = enum.auto()  # of these tokens, those found
+    PREFIX_HITS = enum.auto()  # cached tokens among them
     COMPACTIONS = enum.auto()
-    LAST_COMPACTION = enum.auto()  # the clock at the time; not a count
+    LAST_COMPACTION = enum.auto()  # value of CLOCK at the last compaction
 
 
 NUM_COUNTERS = len(Status) + len(Counter)
 
 
 class CacheError(Exception):
-    """Base of all errors of the cache.
+    """Base class of all errors of the cache.
 
     Attributes:
       status: the `Status` of the request, or `None`.
-      index: position of the first refused request in its call, or `None`.
+      index: index of the first refused request in its call, or `None`.
       num_refused: requests of the call refused for any cause.
 
     Example:
@@ -66,19 +66,19 @@ class CacheError(Exception):
     def __init__(
         self, message: str, *, index: int | None = None, num_refused: int = 0
     ) -> None:
-        """Keep the numbers beside the message."""
+        """Store the message and the numbers."""
         super().__init__(message)
         self.index = index
         self.num_refused = num_refused
 
 
 class UsageError(TypeError, ValueError):
-    """A function was given what it cannot take; the message says what to give.
+    """An invalid argument; the message says how to fix it.
 
-    It is raised at once, eagerly and while jit traces, and is both kinds of error that
-    Python has for this: of a wrong type, and of a value that does not fit. A mistake in
-    a call is a `ValueError`, this one or a plain one; what only values on the device
-    show is a `Status`, and a `CacheError` when the host asks for it.
+    Raised immediately, eagerly or during tracing. It is both a TypeError and a
+    ValueError, as it covers wrong types and wrong values. Errors that depend on values
+    on the device are reported as a `Status` instead, and raised as a `CacheError` by
+    `raise_for_status`.
 
     Example:
       >>> import jkv
@@ -126,7 +126,7 @@ class InvalidSequence(CacheError):
 
 
 class InvalidArgument(CacheError):
-    """A count or length is negative, or above or below what the sequence holds."""
+    """A count or length is negative, or out of range for the sequence."""
 
     status = Status.INVALID_ARGUMENT
 
@@ -137,34 +137,32 @@ EXCEPTIONS: dict[Status, type[CacheError]] = {
 
 
 class Occupied(Protocol):
-    """What can say in a line how full it is: a `Cache`."""
+    """An object with a one-line summary of its occupancy, such as a `Cache`."""
 
     def occupancy(self) -> str:
-        """Return that line."""
+        """Return the summary."""
 
 
 Answer = TypeVar("Answer")
 
 
 def raise_for_status(status: Answer, cache: Occupied | None = None) -> Answer:
-    """Raise the exception of the first refused request; return what was given if none.
+    """Raise the exception of the first refused request, else return the argument.
 
-    Runs on the host: call it outside jit. As it returns what it was given, it can stand
-    around a verb: `cache, opened = jkv.raise_for_status(jkv.allocate(cache, 5))`.
+    Runs on the host, outside jit. It can wrap a verb:
+    `cache, opened = jkv.raise_for_status(jkv.allocate(cache, 5))`.
 
     Args:
-      status: i32[B] of `Status` values, or a result that has a `status` of that shape
-        (what `allocate`, `append` or `fork` returned), or a verb's whole answer, the
-        pair of a cache and either of these.
-      cache: the cache after the call; with it the message tells how full it is.
+      status: i32[B] of `Status` values, a result with a `status` of that shape (from
+        `allocate`, `append` or `fork`), or a verb's pair of a cache and either.
+      cache: the cache after the call, to include its occupancy in the message.
 
     Returns:
-      What was given as `status`.
+      `status`, unchanged.
 
     Raises:
-      CacheError: the subclass named like the status, with `index` and `num_refused`.
-      UsageError: inside jit, or for what holds no status.
-
+      CacheError: the subclass of the status, with `index` and `num_refused`.
+      UsageError: inside jit, or for an argument without a status.
     Example:
       >>> import jkv
       >>> jkv.raise_for_status([0, 0])
@@ -197,11 +195,11 @@ sequence id is not open, or was already named in the same call. (2 refused in al
 
 
 def _codes(status: Any) -> np.ndarray:
-    """Return statuses as integers on the host, [B]."""
+    """Return status codes on the host, integers [B]."""
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(status)):
         raise UsageError(
-            "raise_for_status looks at values on the host: call it outside jit; "
-            "inside, compare batch.status, as in `batch.status == jkv.Status.OK`"
+            "raise_for_status needs values on the host, got a tracer; call it outside "
+            "jit; inside, compare batch.status, as in `batch.status == jkv.Status.OK`"
         )
     try:
         codes = np.asarray(status) if np.ndim(status) else np.asarray([status])
@@ -212,7 +210,7 @@ def _codes(status: Any) -> np.ndarray:
         if hasattr(status, "reasons"):
             advice = "; a generation has reasons (jkv.FinishReason), nothing to raise"
         raise UsageError(
-            f"raise_for_status takes a status, a result that has one, or the pair that "
-            f"a verb returns, got {type(status).__name__}{advice}"
+            f"status must be i32[B], a result with a status, or a verb's pair, got "
+            f"{type(status).__name__}{advice}"
         )
     return codes.ravel()

@@ -1,7 +1,7 @@
-"""XLA's flags that this machine needs, as `jkv.doctor --first-light` found and kept.
+"""XLA flags required on this machine, as saved by `jkv.doctor --first-light`.
 
-XLA reads XLA_FLAGS once, when JAX's first computation starts. So a command sets them
-before (`set_known_flags`), and a library, which may not, says what is to be set.
+XLA reads XLA_FLAGS once, at JAX's first computation. Commands set missing flags before
+it (`set_known_flags`); the library only warns of them.
 """
 
 import importlib.metadata
@@ -12,24 +12,24 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-# XLA packs runs of small kernels into graphs, and some drivers replay them wrongly
-# (docs/rocm.md): without a kind in the list it launches each kernel by itself.
+# XLA records runs of small kernels as graphs, which some drivers replay incorrectly
+# (docs/rocm.md). With an empty list of kinds it launches each kernel separately.
 NO_COMMAND_BUFFERS = "--xla_gpu_enable_command_buffer="
 
 
 def find_user_cache() -> pathlib.Path:
-    """Return the folder in which this system's programs cache for a user."""
+    """Return the user's cache folder on this system."""
     if sys.platform == "win32" and os.environ.get("LOCALAPPDATA"):
         return pathlib.Path(os.environ["LOCALAPPDATA"])
     if sys.platform == "darwin":
         return pathlib.Path.home() / "Library" / "Caches"
-    # An empty or relative XDG_CACHE_HOME is to be ignored, says its specification.
+    # The XDG specification says to ignore an empty or relative path.
     named = pathlib.Path(os.environ.get("XDG_CACHE_HOME", ""))
     return named if named.is_absolute() else pathlib.Path.home() / ".cache"
 
 
 def find_plugins() -> dict[str, str]:
-    """Return the versions of jaxlib and of JAX's plugins: a kept result is of these."""
+    """Return the versions of jaxlib and of JAX's plugins, the key of saved flags."""
     names = {
         str(each.metadata["Name"]).replace("_", "-"): each.version
         for each in importlib.metadata.distributions()
@@ -39,7 +39,7 @@ def find_plugins() -> dict[str, str]:
 
 
 def keep_flags(flags: Sequence[str]) -> None:
-    """Keep what these versions need; an empty sequence forgets what was kept."""
+    """Save the flags required with the installed versions; delete them if empty."""
     path = _find_file()
     if not flags:
         path.unlink(missing_ok=True)
@@ -50,7 +50,7 @@ def keep_flags(flags: Sequence[str]) -> None:
 
 
 def read_missing_flags() -> list[str]:
-    """Return what was found to be needed with these versions and is not set."""
+    """Return the saved flags that are missing from XLA_FLAGS."""
     try:
         kept = json.loads(_find_file().read_text())
         flags = [str(flag) for flag in kept["flags"]]
@@ -63,19 +63,19 @@ def read_missing_flags() -> list[str]:
 
 
 def set_known_flags() -> None:
-    """Set what is missing, for JAX's first computation in this process."""
+    """Add missing flags to XLA_FLAGS, for JAX's first computation in this process."""
     added = [_read_environment(), *read_missing_flags()]
     if len(added) > 1:
         os.environ["XLA_FLAGS"] = " ".join(added).strip()
 
 
 def warn_of_missing_flags() -> None:
-    """Name what is missing in a warning."""
+    """Warn of missing flags."""
     missing = " ".join(read_missing_flags())
     if missing:
         warnings.warn(
-            f"python -m jkv.doctor --first-light found that this machine needs "
-            f"XLA_FLAGS={missing!r}: set it before Python starts",
+            f"XLA_FLAGS lacks {missing!r}, which this machine needs according to "
+            f"python -m jkv.doctor --first-light; set it before Python starts",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -1,7 +1,7 @@
 """Attention over a paged key/value pool: plain arrays in, plain arrays out.
 
-Nothing here knows the cache: `paged_attention` takes any blocks in `[L, N, K, T, D]`
-arrays with block ids in tables.
+Independent of the cache: `paged_attention` accepts any blocks in `[L, N, K, T, D]`
+arrays, addressed by block tables.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ __all__ = ["paged_attention"]
 
 
 class _Options(TypedDict, total=False):
-    """The arguments by name on which no type depends."""
+    """The keyword arguments that do not affect the return type."""
 
     scale: jax.typing.ArrayLike | None
     window: Integer | None
@@ -134,70 +134,73 @@ def paged_attention(
     """Attend causally from each query row to its own sequence's blocks.
 
     Request i owns the rows `query_starts[i] .. query_starts[i] + query_lengths[i] - 1`;
-    the last of them is the token at position `context_lengths[i] - 1`, so a context
-    length counts the tokens of the call, whose keys and values must be in the pool
-    already. Rows that no request owns give zeros. Query head h reads kv head
-    `h // (H // K)`. Scores, softmax and sums are float32 whatever the inputs are.
+    its last row is the token at position `context_lengths[i] - 1`. A context length
+    includes the tokens of the call, and their keys and values must already be in the
+    pool. Rows without a request return zeros. Query head h reads kv head
+    `h // (H // K)`. Scores, softmax and sums are float32 for all input dtypes.
 
-    What a row does not see is not let through: table entries past the end of a sequence
-    may be any number, unused slots may hold NaN. A NaN or infinity in a token's keys or
-    values makes the rows that see the token NaN or infinite, and leaves all others, of
-    its own request too, with the bits that they have without.
+    Masked tokens have no effect: table entries past the end of a sequence may be any
+    number, unused slots may hold NaN. A NaN or infinity in a token's keys or values
+    makes the rows that attend to the token NaN or infinite; all other rows, including
+    earlier rows of the same request, keep their bits.
 
     Args:
       queries: float[R, H, D].
-      key_pool: [L, N, K, T, D], float, int8 with scales, or raw bits: uint16 of
-        bfloat16, uint8 of an fp8 dtype or, two elements in each, of int4.
-      value_pool: [L, N, K, T, Dv], as `key_pool`; `Dv` may differ from `D`. None where
+      key_pool: [L, N, K, T, D], float, int8 with scales, or raw bits: uint16 for
+        bfloat16, uint8 for an fp8 dtype or for int4 (two elements in each).
+      value_pool: [L, N, K, T, Dv], as `key_pool`; `Dv` may differ from `D`. With None
         a token's values are the first `value_head_dim` elements of its keys, as in a
         latent cache (one kv head, `D` 576, `Dv` 512): each slot is read once for both.
       layer: i32[], may be traced. None for pools without the layer axis.
       block_tables: i32[S, M], the block of token t of a sequence at column `t // T`.
-      seq_ids: i32[B], each request's row of `block_tables`; anything out of range is
-        padding. None stands for `arange(B)`.
+      seq_ids: i32[B], each request's row of `block_tables`; out-of-range ids are
+        padding. None is `arange(B)`.
       query_starts: i32[B]. `R` or above is padding too.
-      query_lengths: i32[B], 1 for decoding, more for prefill, 0 for nothing.
+      query_lengths: i32[B], 1 for decoding, more for prefill, 0 for an idle request.
       context_lengths: i32[B].
       scale: factor on the scores, `1 / sqrt(D)` unless given; may be traced.
-      window: number of tokens a row sees, itself included; may be traced.
+      window: sliding window in tokens, the row's own token included; may be traced.
       soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`.
       sinks: f32[H], one more logit per head in the softmax denominator.
       return_lse: also return the log-sum-exp of the scores.
-      key_scales: [L, N, K, T], what each token's elements are multiplied by: float, or
-        the uint16 bits of bfloat16. Only for fp8, and int8 and int4, which need it.
-      value_scales: likewise; the keys' are also the values' with `value_pool=None`.
-      kv_dtype: what the elements of a pool of raw bits mean: bfloat16, float8_e4m3fn,
+      key_scales: [L, N, K, T], the factor of each token's elements: float, or the
+        uint16 bits of bfloat16. Required for int8 and int4, optional for fp8, rejected
+        otherwise.
+      value_scales: as `key_scales`; with `value_pool=None` the keys' scales apply.
+      kv_dtype: dtype of the encoding of a pool of raw bits: bfloat16, float8_e4m3fn,
         float8_e4m3fnuz, float8_e5m2 or int4.
-      value_dtype: of the values, `kv_dtype` unless given.
-      value_head_dim: `Dv`, needed only with `value_pool=None`.
-      max_query_length: static; no request has more rows than this. With 1, for steps
-        that only decode, what requests of several rows take is left out.
-      block_part: (i, n) where the pools have the i-th of n equal parts of each block,
-        as on one of n devices that share a sequence: T tokens of n * T. i may be
-        traced. Lengths and tables are those of the whole. Join the results by their
-        log-sum-exp; `sinks`, which count once, are added in the join.
-      work_lists: what `append` planned for these requests, one of a `Batch.plan`.
-      by_position: static; what a row gets is the same bits whatever other rows the call
-        has and wherever the row is, as long as R, B and the pools' sizes but N are the
-        same. "pallas" and "xla" add up in other orders, so bits differ between them.
-      implementation: None takes the kernel where the program runs on a ROCm or CUDA
-        GPU and the shapes suit it, and plain XLA elsewhere; one exported program may do
+      value_dtype: dtype of the values' encoding; defaults to `kv_dtype`.
+      value_head_dim: `Dv`, required with `value_pool=None` only.
+      max_query_length: static upper bound on the rows of a request. With 1 the code for
+        requests of several rows is not compiled.
+      block_part: (i, n) if the pools hold the i-th of n equal parts of each block, as
+        on one of n devices that share a sequence: T tokens of n * T. i may be traced.
+        Lengths and tables are those of whole sequences. Join the results by their
+        log-sum-exp; add `sinks`, which count once, in the join.
+      work_lists: the plan that `append` computed for these requests, one of
+        `Batch.plan`.
+      by_position: static; batch-invariant: the result of a row has the same bits for
+        any other rows of the call and any place of the row, for equal R, B and pool
+        shapes (N may differ). "pallas" and "xla" sum in different orders, so their bits
+        differ.
+      implementation: the backend. None selects the kernel on a ROCm or CUDA GPU if it
+        supports the shapes, and plain XLA elsewhere; one exported program may contain
         both. "xla", "pallas" (the kernel; interpreted on CPU, for tests), "triton" (the
-        same, lowered by jkv itself) and "reference" force one. "cudnn", on CUDA alone,
-        is the kernel with cuDNN for a prompt without a past that has most rows of a
-        step of 4,096 or more; nothing that is differentiated goes there.
+        same kernel, lowered by jkv) and "reference" force one. "cudnn", CUDA only,
+        combines the kernel with cuDNN for one prompt without cached tokens that has
+        most rows of a step of at least 4,096; it is not used under differentiation.
 
     Returns:
       [R, H, Dv] in the queries' dtype, f32 with `block_part`. With `return_lse` also
       f32[R, H], the natural logarithm of the softmax denominator, sink included; -inf
-      for rows that see nothing.
+      for rows that attend to no token.
 
     Raises:
-      ValueError: ranks, sizes or dtypes that do not fit, or an unknown implementation.
-      NotImplementedError: the implementation asked for does not apply here.
+      ValueError: inconsistent ranks, sizes or dtypes, or an unknown implementation.
+      NotImplementedError: the named implementation does not support this call here.
 
     Example:
-      One sequence of three tokens in two blocks of two, stored out of order:
+      One sequence of three tokens in two blocks of size two, stored out of order:
 
       >>> import jax.numpy as jnp
       >>> from jkv.attention import paged_attention
@@ -255,7 +258,7 @@ def paged_attention(
 
 
 def _with_whole_values(pools: Pools) -> Pools:
-    """Return the pools; of values in turned keys, attention sums up whole rows."""
+    """Set the value dim to whole keys if values are part of rotated keys."""
     if pools.values is None and pools.formats.value.is_turned:
         return dataclasses.replace(pools, value_dim=pools.head_dim)
     return pools

@@ -1,8 +1,8 @@
-"""What a backend is: how attention is computed, where, and why not.
+"""The interface of attention backends.
 
-A backend is a value: a frozen dataclass, hashable, that what is jitted is told of. What
-it leaves out is as here: it plans nothing, stores nothing, and has no derivative.
-`jkv.attention.choice.BACKENDS` is where it stands among the others.
+A backend is a frozen, hashable dataclass, so that jitted functions take it as a static
+argument. By default a backend has no plan, no stores and no derivative. The available
+backends are listed in `jkv.attention.choice.BACKENDS`.
 """
 
 import dataclasses
@@ -16,25 +16,25 @@ from jax.interpreters import mlir
 from jkv.attention.call import Call, Pools, Requests
 from jkv.attention.slots import SlotWrite
 
-# Stands for all platforms that are not named.
+# All platforms without an entry of their own.
 DEFAULT = "default"
 
 
 class Card(NamedTuple):
-    """What a program is lowered for."""
+    """A platform and GPU target that a program is lowered for."""
 
     platform: str  # as JAX names it: "rocm", "cuda", "cpu"; or `DEFAULT`
-    target: str | None  # such as "gfx942" or "sm_90"; None where it is not known
+    target: str | None  # such as "gfx942" or "sm_90"; None if unknown
 
 
 def find_card(platform: str) -> Card:
-    """Return what is known of the card of a platform."""
+    """Return the platform with its GPU target, if it has one."""
     is_gpu = platform in ("rocm", "cuda")
     return Card(platform, find_target(platform) if is_gpu else None)
 
 
 def find_gpu() -> Card | None:
-    """Return the GPU at hand, None if there is none."""
+    """Return the local GPU, None without one."""
     cards = map(find_card, ("rocm", "cuda"))
     return next((card for card in cards if card.target is not None), None)
 
@@ -42,13 +42,13 @@ def find_gpu() -> Card | None:
 def find_target(
     platform: str,  # "rocm" or "cuda"
 ) -> str | None:
-    """Name the GPU at hand, such as gfx942 or sm_90, as far as it is of a platform.
+    """Return the GPU target, such as gfx942 or sm_90, for a platform.
 
-    None if the program is to run on some other machine, and the card not known.
+    None if there is no such GPU, or if the program is compiled for an unknown one.
     """
     device = jax.devices()[0]
-    # From JAX 0.11 on a program may be meant for a card that is not here but named
-    # (`use_abstract_mesh`); only AMD's names are those of targets.
+    # From JAX 0.11 on, `use_abstract_mesh` may name a GPU that is not present; only
+    # AMD's device kinds are names of targets.
     mesh = jax.sharding.get_abstract_mesh()
     named = getattr(mesh, "abstract_device", None)
     if named is not None and named.device_kind != device.device_kind:
@@ -61,24 +61,24 @@ def find_target(
 
 
 class Cotangents(NamedTuple):
-    """What a backward pass reads of each row and head, beside the call."""
+    """The residuals of a backward pass per row and head, beside the call."""
 
     d_output: jax.Array  # [R, H, Dv], in the output's dtype
-    lse: jax.Array  # f32[R, H], -inf for a row that sees nothing
-    # d score = weight * (d weight - delta): what the softmax couples, summed up.
+    lse: jax.Array  # f32[R, H], -inf for a row that attends to no token
+    # The softmax term of d score = weight * (d weight - delta).
     delta: jax.Array  # f32[R, H], sum(d_output * output) - d_lse
 
 
 class Gradients(NamedTuple):
-    """Cotangents of what is multiplied; of the pools None unless they hold floats."""
+    """Cotangents of queries, keys and values; None for pools that hold no floats."""
 
     queries: jax.Array  # f32[R, H, D], of the scaled queries
     keys: jax.Array | None  # [L, N, K, T, D], in the pool's dtype
-    values: jax.Array | None  # [L, N, K, T, Dv], None also if they lie in the keys
+    values: jax.Array | None  # [L, N, K, T, Dv], None also if they are part of the keys
 
 
 def shape_gradients(call: Call) -> Gradients:
-    """Return the shapes and dtypes of what a backward pass gives."""
+    """Return the shapes and dtypes of the result of a backward pass."""
     queries = jax.ShapeDtypeStruct(call.queries.shape, jnp.float32)
     pools = map(_shape_gradient, (call.pools.keys, call.pools.values))
     shapes: tuple[Any, ...] = queries, *pools
@@ -86,7 +86,7 @@ def shape_gradients(call: Call) -> Gradients:
 
 
 def _shape_gradient(pool: jax.Array | None) -> jax.ShapeDtypeStruct | None:
-    """Return that of a pool of whole floats, None for what has no gradient."""
+    """Return the shape of a float pool's gradient, None for quantized pools."""
     if pool is None or not jnp.issubdtype(pool.dtype, jnp.floating):
         return None
     if pool.dtype.itemsize == 1:
@@ -95,92 +95,91 @@ def _shape_gradient(pool: jax.Array | None) -> jax.ShapeDtypeStruct | None:
 
 
 class StepShape(NamedTuple):
-    """What is planned for: a step, and what one device has of a group. Static."""
+    """The static description of a step, as input of `Backend.plan`."""
 
     num_rows: int  # R
-    is_decoding: bool  # whether each request has one row at most
-    by_position: bool  # whether bits shall depend on a row's position alone
-    num_kv_heads: int  # K
-    part_size: int  # tokens of a block
-    num_parts: int  # of a block, each on another device
-    window: int | None  # tokens that a row sees in any call at most, None for all
+    is_decoding: bool  # each request has at most one row
+    by_position: bool  # batch-invariant
+    num_kv_heads: int  # K, per device
+    part_size: int  # tokens of a block on one device
+    num_parts: int  # devices that share a block
+    window: int | None  # longest sliding window of all layers, None for full attention
 
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """One way to compute attention.
+    """One implementation of attention.
 
-    Of calls and arrays that it is asked about only shapes, dtypes and what is static
-    matter.
+    The methods `why_not*` may depend on shapes, dtypes and static fields only.
     """
 
-    name: ClassVar[str]  # what `implementation=` says
-    # Where it runs when it is named, and where it is chosen without being named.
+    name: ClassVar[str]  # value of `implementation=`
+    # Platforms on which it may be named, and on which it is a default.
     platforms: ClassVar[tuple[str, ...]] = (DEFAULT,)
     unasked: ClassVar[tuple[str, ...]] = ()
-    # Whether what a row gets depends on its position alone, if a call asks for it.
+    # Supports `by_position` (batch-invariant) calls.
     is_by_position: ClassVar[bool] = False
-    # Whether there is a log-sum-exp, in float32. Without one it is never differentiated
-    # nor asked for one: others take its place there.
+    # Returns a float32 log-sum-exp. Other backends serve `return_lse` and
+    # differentiated calls in its place if not.
     has_lse: ClassVar[bool] = True
-    # Whether JAX differentiates it as it stands.
+    # Differentiable by JAX itself.
     is_differentiable: ClassVar[bool] = False
-    # The classes that a plan is made of, and those of their static fields.
+    # Pytree nodes of a plan, and the classes of their static fields.
     plan_nodes: ClassVar[tuple[type, ...]] = ()
     plan_sizes: ClassVar[tuple[type, ...]] = ()
 
     def with_scale(self, scale: float | None) -> Self:
-        """Return what serves calls of this scale, None if it may vary."""
+        """Specialize to a static scale; None if the scale is traced."""
         del scale
         return self
 
     def why_not(self, call: Call, card: Card) -> str | None:
-        """Say why it cannot serve a call there, None if it can."""
+        """Return the reason it cannot serve a call, None if it can."""
         del call, card
         return None
 
     def attend(self, call: Call, card: Card) -> tuple[jax.Array, jax.Array]:
         """Return [R, H, Dv] in the output's dtype and the log-sum-exp, f32[R, H].
 
-        That is the natural logarithm of the softmax denominators. Rows that see nothing
-        are zeros and -inf.
+        The log-sum-exp is the natural logarithm of the softmax denominators. Rows that
+        attend to no token return zeros and -inf.
         """
         raise NotImplementedError
 
     def why_not_derived(self, call: Call, card: Card) -> str | None:
-        """Say why it cannot differentiate a call there, None if it can."""
+        """Return the reason it cannot differentiate a call, None if it can."""
         del call, card
         return f"{self.name} has no derivative"
 
     def differentiate(
         self, call: Call, cotangents: Cotangents, card: Card
     ) -> Gradients:
-        """Return the gradients, whatever computed the result."""
+        """Return the gradients of a call that any backend has computed."""
         raise NotImplementedError
 
     def why_not_stored(self, write: SlotWrite, card: Card) -> str | None:
-        """Say why it does not store such rows there, None if it does."""
+        """Return the reason it cannot store these rows, None if it can."""
         del write, card
         return f"{self.name} stores no rows"
 
     def store(self, write: SlotWrite, card: Card) -> dict[str, jax.Array]:
-        """Return the arrays with the rows in their slots, to the bits of `scatter`.
+        """Return the arrays with the rows stored, bit-identical to `scatter`.
 
-        Rounded elements may be one unit apart on GPUs (`jkv.formats.scaled`).
+        On GPUs, quantized elements may be off by one unit (`jkv.formats.scaled`).
         """
         raise NotImplementedError
 
     def plan(
         self,
-        pools: Pools,  # of which only head dims and dtypes matter
-        requests: Requests,  # as `paged_attention` takes their arrays
-        # i32[N], how many rows of the tables have each block
+        pools: Pools,  # only head dims and dtypes are used
+        requests: Requests,  # as passed to `paged_attention`
+        # i32[N], reference count of each block
         reference_counts: jax.Array,
         step: StepShape,
     ) -> Any | None:
-        """Find out what all layers of a step share; None for nothing.
+        """Compute the work shared by all layers of a step; None for no plan.
 
-        Calls of the step have the pytree in `Call.plans`, by the backend's name.
+        `Call.plans` holds the returned pytree under the backend's name.
         """
         del pools, requests, reference_counts, step
         return None
@@ -188,22 +187,22 @@ class Backend:
 
 @dataclasses.dataclass(frozen=True)
 class Refusal(Backend):
-    """What stands where a named backend does not apply: NotImplementedError.
+    """The replacement of a named backend that does not support a call.
 
-    It is raised in programs that come to be lowered for a platform.
+    Lowering a program with it for the platform raises NotImplementedError.
     """
 
     reason: str
 
     def attend(self, call: Call, card: Card) -> tuple[jax.Array, jax.Array]:
-        """Stand for a result."""
+        """Return a placeholder of the result's shape."""
         del card
         return _bind(self.reason, call.results)
 
     def differentiate(
         self, call: Call, cotangents: Cotangents, card: Card
     ) -> Gradients:
-        """Stand for gradients."""
+        """Return placeholders of the gradients' shapes."""
         del cotangents, card
         return _bind(self.reason, shape_gradients(call))
 

@@ -1,15 +1,14 @@
-"""A call: queries, the pools that they read, and which request reads what.
+"""The data of one attention call: queries, pools and requests.
 
 Symbols: `R` query rows, `H` query heads, `K` kv heads, `G = H // K` query heads of one
 kv head, `D` (`Dv`) key (value) head dim; `L` layers, `N` blocks, `T` tokens per block;
 `S` rows of the block tables, `M` blocks per row, `B` requests.
 
-A call may read parts of blocks: several devices have a sequence, each an equal part of
-its blocks. Of each block of T tokens the first of n devices has the first T / n, and so
-on. What one of them has of a sequence lies in its pool as a shorter sequence does,
-without gaps and in order, so it is attended to as such: all that is needed is where a
-row's own position falls in it (`find_held`). What the devices find is joined by its
-log-sum-exp (`softmax.join_parts`), as pieces of a context are on one device.
+With context parallelism, a call reads parts of blocks: of each block of T tokens the
+first of n devices holds the first T / n, and so on. A device's part of a sequence lies
+in its pool without gaps and in order, as a shorter sequence does, and is attended to as
+such; `find_held` maps a row's position to the shorter sequence. The devices' results
+are joined by their log-sum-exp (`softmax.join_parts`).
 """
 
 import dataclasses
@@ -44,19 +43,19 @@ class Stored(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Pools:
-    """Stored keys and values, and what they mean.
+    """Stored keys and values with their formats.
 
     Symbols: `L` layers, `N` blocks, `K` kv heads, `T` tokens per block, `D` (`Dv`) key
     (value) head dim.
     """
 
-    keys: jax.Array  # [L, N, K, T, D], or as their format has it
+    keys: jax.Array  # [L, N, K, T, D], or packed as their format requires
     values: jax.Array | None  # [L, N, K, T, Dv]; None: the first Dv of each key
-    # [L, N, K, T], float or bits of one, where the format has scales. Without `values`
-    # the keys' scales are theirs.
+    # [L, N, K, T], float or raw bits, None for formats without scales. Without `values`
+    # the keys' scales apply to both.
     key_scales: jax.Array | None
     value_scales: jax.Array | None
-    # Static: no shape tells them.
+    # Static: packed formats and latent values do not show them in their shapes.
     head_dim: int = dataclasses.field(metadata={"static": True})  # D
     value_dim: int = dataclasses.field(metadata={"static": True})  # Dv
     formats: Formats = dataclasses.field(metadata={"static": True})
@@ -79,7 +78,7 @@ class Pools:
 
     @property
     def stored_values(self) -> Stored | None:
-        """The values, None where they are the first Dv of each key."""
+        """The values, None if they are the first Dv elements of each key."""
         if self.values is None:
             return None
         parts = {"pool": self.values, "scales": self.value_scales}
@@ -87,7 +86,7 @@ class Pools:
 
     @property
     def dtypes(self) -> set[np.dtype[Any]]:
-        """What the elements are, one dtype unless keys and values differ."""
+        """The dtypes of the elements: one, or two if keys and values differ."""
         return {each.dtype for each in self.formats}
 
 
@@ -95,11 +94,11 @@ class Requests(NamedTuple):
     """The requests of one call. Padding has query length 0 and names sequence 0.
 
     Request i owns rows `query_starts[i] .. query_starts[i] + query_lengths[i] - 1`; its
-    last row is the token at position `context_lengths[i] - 1`: a context length counts
-    the tokens that the rows themselves stand for.
+    last row is the token at position `context_lengths[i] - 1`: context lengths include
+    the tokens of the call.
     """
 
-    block_tables: jax.Array  # i32[S, M], entries past a sequence's end may be anything
+    block_tables: jax.Array  # i32[S, M], arbitrary past a sequence's end
     seq_ids: jax.Array  # i32[B], rows of block_tables
     query_starts: jax.Array  # i32[B], R for padding
     query_lengths: jax.Array  # i32[B]
@@ -109,7 +108,7 @@ class Requests(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
-    """Everything that an implementation is told. What is static, it is compiled for."""
+    """The arguments of an attention backend; static fields are compile-time ones."""
 
     queries: jax.Array  # [R, H, D], not scaled
     pools: Pools
@@ -118,16 +117,16 @@ class Call:
     scale: jax.Array  # f32[]
     window: jax.Array | None  # i32[]
     sinks: jax.Array | None  # f32[H]
-    # i32[], which part of each block the pools have; None: the whole. Positions and
-    # lengths are those of whole sequences.
+    # i32[], the part of each block that the pools hold; None: whole blocks. Positions
+    # and lengths are those of whole sequences.
     part: jax.Array | None = None
-    # What backends found out when the step was planned, each by its name.
+    # Plans of the step by backend name.
     plans: dict[str, Any] = dataclasses.field(default_factory=dict)
-    # Static: all change what is traced, not what is computed with.
+    # Static: these change the traced program.
     soft_cap: float | None = dataclasses.field(metadata={"static": True})
     max_query_length: int | None = dataclasses.field(metadata={"static": True})
     num_parts: int = dataclasses.field(default=1, metadata={"static": True})
-    # Whether what a row gets may depend on its position alone.
+    # Batch-invariant: a row's result may depend on its own sequence only.
     by_position: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
@@ -157,24 +156,24 @@ class Call:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether requests of several rows are known not to occur."""
+        """True if every request is known to have at most one row."""
         return self.max_query_length == 1
 
     @property
     def output_dtype(self) -> jnp.dtype:
-        """What results are: not rounded before they are joined with other parts."""
+        """The dtype of results: float32 for parts, to be rounded after the join."""
         return self.queries.dtype if self.part is None else jnp.dtype(jnp.float32)
 
     def find_held(self, positions: jax.Array) -> jax.Array:
-        """Return the last token in the pools up to each position, i32[...]."""
+        """Return the last local token at or before each position, i32[...]."""
         size = self.pools.block_size
         return find_held(positions, self.part, self.num_parts, size)
 
     def of_last_rows(self) -> tuple[Requests, jax.Array | None]:
-        """Return the requests as their last rows see them, and how much they see.
+        """Return the requests and window of their last rows, in local tokens.
 
-        Context lengths are those of what the pools have of each sequence; the window is
-        i32[] or i32[B], None for all.
+        Context lengths count the tokens in the local pools; the window is i32[] or
+        i32[B], None for full attention.
         """
         if self.part is None:
             return self.requests, self.window
@@ -187,7 +186,7 @@ class Call:
 
     @property
     def results(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of what an implementation returns."""
+        """The shapes and dtypes of a backend's result."""
         shape = (self.num_rows, self.num_heads)
         return (
             jax.ShapeDtypeStruct((*shape, self.pools.value_dim), self.output_dtype),
@@ -196,7 +195,7 @@ class Call:
 
 
 def call_of(queries: jax.Array, pools: Pools) -> Call:
-    """Return a call of these, of which nothing else is known, to ask who serves it."""
+    """Return a call with shapes and dtypes only, for `Backend.why_not`."""
     none: Any = jax.ShapeDtypeStruct((0,), jnp.int32)
     table: Any = jax.ShapeDtypeStruct((0, 0), jnp.int32)
     return Call(
@@ -220,10 +219,10 @@ def make_pools(
     dtypes: Sequence[jax.typing.DTypeLike | None] = (None, None),
     value_head_dim: int | None = None,
 ) -> Pools:
-    """Check pools with their scales, and bring them to five axes.
+    """Validate pools and scales, and add the layer axis if it is missing.
 
     Raises:
-      ValueError: saying what does not fit.
+      ValueError: inconsistent ranks, sizes or dtypes.
     """
     keys, key_scales = keys_and_scales
     values, value_scales = values_and_scales
@@ -245,8 +244,8 @@ def make_pools(
         value_dim = of_values.width_of(values.shape[4])
     elif value_scales is not None:
         raise ValueError(
-            "with value_pool=None the keys' scales are the values': leave value_scales "
-            "out"
+            "value_scales must be None with value_pool=None, as the keys' scales apply "
+            "to both; omit value_scales"
         )
     return Pools(
         keys=keys,
@@ -264,14 +263,14 @@ def _those_there(parts: dict[str, jax.Array | None]) -> Parts:
 
 
 def make_requests(
-    # arrays of any integer type, whose padding is anything out of range
+    # arrays of any integer type; out-of-range entries are padding
     asked: Requests,
     *,
     num_rows: int,  # of the call, R
     block_size: int,  # tokens of a whole block
     max_query_length: int | None,  # most rows of a request, None for R
 ) -> Requests:
-    """Bring what a caller asked to i32, and everything out of range to padding."""
+    """Convert requests to i32 and replace out-of-range entries by padding."""
     block_tables, seq_ids, query_starts, query_lengths, context_lengths = (
         jnp.asarray(array).astype(jnp.int32) for array in asked
     )
@@ -295,7 +294,7 @@ def make_requests(
 
 
 def empty_results(call: Call) -> tuple[jax.Array, jax.Array]:
-    """Return what a call gives that has no rows or no requests."""
+    """Return the result of a call without rows or requests: zeros and -inf."""
     output, lse = call.results
     return (
         jnp.zeros(output.shape, output.dtype),
@@ -304,7 +303,7 @@ def empty_results(call: Call) -> tuple[jax.Array, jax.Array]:
 
 
 def check_call(call: Call) -> None:
-    """Assert the shapes and dtypes that implementations rely on, at trace time."""
+    """Assert the shapes and dtypes of a call at trace time."""
     import chex  # importing it takes longer than all of jkv
 
     requests, num_requests = call.requests, call.num_requests
@@ -326,15 +325,14 @@ def check_call(call: Call) -> None:
 
 def find_held(
     positions: jax.Array,  # i32[...], in the sequence
-    # i32[], which part of each block is held here; None where blocks are whole
+    # i32[], the part of each block held here; None for whole blocks
     part: jax.Array | None,
     num_parts: int,  # of a block
     block_size: int,  # tokens of a part
 ) -> jax.Array:
-    """Return which token held here is the last one up to each position.
+    """Return the index of the last local token at or before each position.
 
-    Tokens held here are counted from 0; -1 stands for none of them, as a position
-    before the first does.
+    Local tokens are counted from 0; -1 if there is none, also for negative positions.
     """
     if part is None:
         return positions

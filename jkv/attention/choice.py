@@ -1,10 +1,10 @@
-"""Which backend: by the platform that a program is compiled for, or by name.
+"""Selection of a backend, by platform or by name, and its derivative.
 
-The derivative is that of whichever backend computed the result. As in FlashAttention
-(arXiv 2205.14135, appendix B) nothing is kept but the result and its log-sum-exp: the
-weights are computed anew from the scores. What the softmax couples is one number for
-each row and head, `delta`, which is found here; so are the cotangents of sinks and of
-the scale. Those of queries, keys and values are the backend's.
+A derivative is computed by the backend selected for it, and is independent of the one
+that computed the result. As in FlashAttention (arXiv 2205.14135, appendix B) only the
+result and its log-sum-exp are saved; weights are recomputed from the scores. The
+softmax term `delta` and the cotangents of sinks and scale are computed here, those of
+queries, keys and values by the backend.
 """
 
 import dataclasses
@@ -36,8 +36,8 @@ from jkv.sharding.loops import is_manual, vary_over, varying_axes
 
 _PAGED: tuple[Backend, ...] = (Pallas(), Triton(), SideBySide(), Xla())
 
-# All that there are. Of those that are chosen unasked on a platform the first one is
-# taken that has no reason against it.
+# In order of preference: a platform's default is the first backend that supports the
+# call.
 _CUDNN = Cudnn(_PAGED)
 BACKENDS: tuple[Backend, ...] = (_CUDNN, *_PAGED, Reference())
 
@@ -55,31 +55,31 @@ Store = Callable[[SlotWrite], dict[str, jax.Array]]
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What attends: the backend that was named, or some that are chosen from."""
+    """The named backend, or the candidates of a default choice."""
 
     backends: tuple[Backend, ...]
     named: Backend | None
 
     def serve(self, call: Call) -> tuple[jax.Array, jax.Array]:
-        """Attend, with a derivative."""
+        """Compute attention with a custom derivative."""
         if self.named is not None and self.named.is_differentiable:
             return self.attend(call)
         return attend_differentiably(self, call)
 
     def attend(self, call: Call) -> tuple[jax.Array, jax.Array]:
-        """Attend by it on each platform that the program is lowered for.
+        """Compute attention with the backend of each lowering platform.
 
-        A program for one platform carries one backend, one that was exported for
-        several platforms carries several.
+        A program for one platform contains one backend; a program exported for several
+        platforms contains several.
         """
         return self._attend(self.named, call)
 
     def attend_with_lse(self, call: Call) -> tuple[jax.Array, jax.Array]:
-        """Attend likewise, by others where it has no log-sum-exp."""
+        """Compute attention with backends that return a log-sum-exp."""
         return Choice(self._with_lse, self._named_with_lse).attend(call)
 
     def differentiate(self, call: Call, cotangents: Cotangents) -> Gradients:
-        """Differentiate likewise, whatever computed the result."""
+        """Compute the gradients, independently of the backend of the result."""
         named, backends = self._named_with_lse, self._with_lse
         found = _find(
             named, backends, lambda one, card: one.why_not_derived(call, card)
@@ -104,18 +104,18 @@ class Choice:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(choice: Choice, call: Call) -> tuple[jax.Array, jax.Array]:
-    """Attend by what need not be differentiable itself."""
+    """Compute attention with any backend, differentiable or not."""
     return choice.attend(call)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def attend_differentiably(choice: Choice, call: Call) -> tuple[jax.Array, jax.Array]:
-    """Attend, with a derivative that JAX is told.
+    """Compute attention with a custom derivative.
 
     Jitted, so that calls of equal shapes, dtypes and static fields are traced and
-    lowered once, and an eager backward pass is compiled. Inside `shard_map` a gradient
-    varies over all axes that anything here varies over, so the arguments do too: what
-    was the same on several devices has its gradient summed over them.
+    lowered once, and an eager backward pass is compiled. Inside `shard_map`, a gradient
+    varies over all axes that any argument varies over; the arguments are made to vary
+    likewise, which sums the gradients of replicated ones.
     """
     if is_manual():
         call = vary_over(call, varying_axes(call))
@@ -133,10 +133,10 @@ def _backward(choice, saved, cotangents):  # type: ignore[no-untyped-def]
     delta = jnp.sum(d_output.astype(jnp.float32) * output.astype(jnp.float32), axis=-1)
     delta -= d_lse
     grads = choice.differentiate(call, Cotangents(d_output, lse, delta))
-    # Rows that see nothing bring nothing, and may hold NaN: 0 * NaN is NaN.
+    # Rows that attend to no token may hold NaN, and 0 * NaN is NaN.
     sees = ~jnp.isneginf(lse)
     of_scale = grads.queries * call.queries.astype(jnp.float32)
-    # None stands for what has no gradient: integers, raw bits, scales of tokens.
+    # None for fields without a gradient: integers, raw bits, scales of tokens.
     gradient = dataclasses.replace(
         call,
         queries=(grads.queries * call.scale).astype(call.queries.dtype),
@@ -166,7 +166,7 @@ def _differentiate_sinks(
     lse: jax.Array,  # f32[R, H]
     delta: jax.Array,  # f32[R, H]
 ) -> jax.Array | None:
-    """A sink is a token with the value zero. Rows that see nothing have none."""
+    """Return the gradient of the sinks, each a token with the value zero."""
     if sinks is None:
         return None
     each = jnp.exp(sinks[None] - lse) * delta
@@ -180,11 +180,11 @@ def choose(
     return_lse: bool,
     scale: jax.typing.ArrayLike,
 ) -> Choice:
-    """Return the backend of that name; None is the choice that always works.
+    """Return the named backend, or the candidates of the default choice for None.
 
     Raises:
-      ValueError: for an unknown name, or one whose bits depend on more than positions.
-      NotImplementedError: for one that has no log-sum-exp to return.
+      ValueError: an unknown name, or by_position with a backend without it.
+      NotImplementedError: return_lse with a backend without a log-sum-exp.
     """
     known = float(scale) if isinstance(scale, int | float) else None
     if implementation is None:
@@ -201,14 +201,14 @@ def choose(
     backend = named[implementation]
     if return_lse and not backend.has_lse:
         raise NotImplementedError(
-            f"implementation={implementation!r} has no float32 log-sum-exp of a "
-            f"prompt, which return_lse asks for, and so does a cache whose blocks are "
-            f"spread over devices: leave implementation out"
+            f"implementation={implementation!r} returns no float32 log-sum-exp, which "
+            f"return_lse and caches with blocks sharded over devices need; omit "
+            f"implementation"
         )
     if by_position and not backend.is_by_position:
         raise ValueError(
-            f"implementation={implementation!r} adds a context up in an order that "
-            f"depends on the step; leave it out where bits shall not"
+            f"implementation={implementation!r} is not batch-invariant: its order of "
+            f"summation depends on the step; omit implementation or by_position"
         )
     return Choice(BACKENDS, backend.with_scale(known))
 
@@ -216,25 +216,25 @@ def choose(
 def plan(
     pools: Pools, requests: Requests, reference_counts: jax.Array, step: StepShape
 ) -> dict[str, Any]:
-    """Return what backends find out about a step once, by their names."""
+    """Return the plans of all backends for a step, by name."""
     given = pools, requests, reference_counts, step
     found = {one.name: one.plan(*given) for one in BACKENDS}
     return {name: made for name, made in found.items() if made is not None}
 
 
 class PlainReasons(NamedTuple):
-    """Why the plain path serves a call on a card; None where a kernel does."""
+    """The reasons for plain XLA on a device; None where a kernel is used."""
 
     forward: str | None
     derivative: str | None
 
 
 def explain_choice(
-    queries: jax.Array,  # [R, H, D]; only shape and dtype matter
+    queries: jax.Array,  # [R, H, D]; only shape and dtype are used
     pools: Pools,
-    card: Card,  # of a platform that has a name
+    card: Card,  # not of the platform DEFAULT
 ) -> PlainReasons:
-    """Say which way a call goes on a card, by position or not, and its derivative."""
+    """Return the reasons for plain XLA in a call and in its derivative."""
     call = call_of(queries, pools)
     # A backend for prompts alone leaves all other rows to these.
     kernels = [one for one in BACKENDS if one.has_lse]
@@ -256,17 +256,17 @@ def _join_reasons(reasons: list[str | None]) -> str | None:
 
 
 def find_stores(
-    write: SlotWrite,  # of which only formats, shapes and dtypes matter
+    write: SlotWrite,  # only formats, shapes and dtypes are used
 ) -> dict[str, Store]:
-    """Return what stores rows on the platform of the card at hand, if a kernel does."""
+    """Return the store kernel of each platform that has one."""
     found = find_first(BACKENDS, lambda one, card: one.why_not_stored(write, card))
     return _on_cards(found, "store")
 
 
 def store(write: SlotWrite, stores: Mapping[str, Store]) -> dict[str, jax.Array]:
-    """Store rows by these kernels on their platforms, by scatters everywhere else.
+    """Store rows with the given kernels, and with scatters on other platforms.
 
-    Where derivatives go through the rows or the arrays, scatters store them everywhere.
+    Differentiated calls use scatters on all platforms.
     """
     return _store(stores, write) if stores else _scatter_anywhere(write)
 
@@ -280,7 +280,7 @@ def _store(stores: Mapping[str, Store], write: SlotWrite) -> dict[str, jax.Array
 def _differentiate_scatters(
     stores: Mapping[str, Store], primals: Any, tangents: Any
 ) -> Any:
-    """Leave it to JAX, which knows the derivative of a scatter, forward and back."""
+    """Differentiate the equivalent scatter, for which JAX has rules."""
     del stores
     return jax.jvp(_scatter_anywhere, primals, tangents)
 
@@ -292,16 +292,16 @@ def _scatter_anywhere(write: SlotWrite) -> dict[str, jax.Array]:
 def _find(
     named: Backend | None, backends: tuple[Backend, ...], why_not: WhyNot
 ) -> dict[str, Backend]:
-    """Return what serves each platform."""
+    """Return the backend of each platform."""
     if named is not None:
         return _insist(named, why_not)
     return find_first(backends, why_not)
 
 
 def find_first(backends: tuple[Backend, ...], why_not: WhyNot) -> dict[str, Backend]:
-    """Return the first backend without a reason against it, for each platform.
+    """Return the first backend that supports the call, for each platform.
 
-    Where that is the one for all platforms, a platform has no entry of its own.
+    Platforms that use the backend of DEFAULT have no entry.
     """
     unasked = [platform for one in backends for platform in one.unasked]
     found: dict[str, Backend] = {}
@@ -317,7 +317,7 @@ def find_first(backends: tuple[Backend, ...], why_not: WhyNot) -> dict[str, Back
 
 
 def _on_cards(found: dict[str, Backend], method: str) -> dict[str, Any]:
-    """Return a method of each platform's backend, told of the card."""
+    """Return a method of each platform's backend, bound to the platform's target."""
     return {
         platform: functools.partial(getattr(one, method), card=find_card(platform))
         for platform, one in found.items()
@@ -325,10 +325,10 @@ def _on_cards(found: dict[str, Backend], method: str) -> dict[str, Any]:
 
 
 def _insist(named: Backend, why_not: WhyNot) -> dict[str, Backend]:
-    """Return the backend for all its platforms, and a refusal for what it cannot do.
+    """Return the backend for its platforms, and a `Refusal` for all others.
 
     Raises:
-      NotImplementedError: where it does not apply to the card at hand, or anywhere.
+      NotImplementedError: the local GPU, or every platform, is not supported.
     """
     cards = [find_card(platform) for platform in named.platforms]
     reasons = {card: why_not(named, card) for card in cards}
@@ -338,24 +338,24 @@ def _insist(named: Backend, why_not: WhyNot) -> dict[str, Backend]:
             found[card.platform] = named
             continue
         told = (
-            f"implementation={named.name!r} does not apply: {reason}; leave "
-            f"implementation out to have what applies in such a case"
+            f"implementation={named.name!r} does not support this call: {reason}; omit "
+            f"implementation to select a supported backend"
         )
         if card.target is not None or all(reasons.values()):
             raise NotImplementedError(told)
         found[card.platform] = Refusal(told)
     names = " and ".join(platform.upper() for platform in named.platforms)
     elsewhere = (
-        f"implementation={named.name!r} is for {names} alone: leave implementation out "
-        f"of programs for other platforms"
+        f"implementation={named.name!r} supports {names} only; omit implementation in "
+        f"programs for other platforms"
     )
     return {DEFAULT: Refusal(elsewhere)} | found
 
 
 def choose_platform(*given: Any, **functions: Callable[..., Results]) -> Results:
-    """Return what the function for the platform makes of what is given.
+    """Call the function for the current platform.
 
-    Inside `shard_map` all of them must answer with what varies over the same axes.
+    Inside `shard_map` the results of all functions must vary over the same axes.
     """
     if is_manual():
         functions = {
@@ -367,5 +367,5 @@ def choose_platform(*given: Any, **functions: Callable[..., Results]) -> Results
 
 
 def _call_varying(function: Callable[..., Results], *given: Any) -> Results:
-    """Call; the results vary over all axes that anything given varies over."""
+    """Call the function; its results vary over all axes of its arguments."""
     return vary_over(function(*given), varying_axes(given))

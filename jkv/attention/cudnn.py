@@ -1,17 +1,17 @@
-"""cuDNN as a backend, by JAX's attention: for long prompts on CUDA GPUs.
+"""cuDNN as a backend, through JAX's attention, for long prompts on CUDA GPUs.
 
-An H100 takes 0.95, 0.76 and 0.56 of the kernel's time for prompts of 4,096, 8,192 and
-32,768 tokens, and 0.81 beside 64 sequences that decode (`docs/measured.md`).
+On an H100 it takes 0.95, 0.76 and 0.56 of the kernel's time for prompts of 4,096, 8,192
+and 32,768 tokens, and 0.81 beside 64 decoding sequences (`docs/measured.md`).
 
-The only file that calls it. What it takes was read in JAX 0.10.2 and 0.12
-(`jax._src.cudnn.fused_attention_stablehlo`). Its log-sum-exp comes rounded to the
-queries' dtype: bfloat16 has steps of 1/16 between 8 and 16, so a weight would be wrong
-by up to 3%. Nothing can be joined with that: rows come from here whole or not at all.
+Its constraints were read in JAX 0.10.2 and 0.12
+(`jax._src.cudnn.fused_attention_stablehlo`). Its log-sum-exp is rounded to the queries'
+dtype: bfloat16 has steps of 1/16 between 8 and 16, an error of up to 3% in a weight. So
+its results are never joined with others.
 
-That suits a prompt without a past, whose own rows are all that they see. It needs no
-pages: its keys and values, which the step has just written, are read back once, side by
-side; the paged attention takes the rows of all other requests. Sizes are static, so one
-prompt goes this way, which has nearly all rows of a large step.
+That restricts it to a prompt without cached tokens, whose rows attend to each other
+only. Its keys and values, which the step has just written, are read back once into
+contiguous arrays; paged attention computes the rows of all other requests. Sizes are
+static, so cuDNN serves one prompt, which must have nearly all rows of a large step.
 """
 
 import dataclasses
@@ -28,47 +28,47 @@ from jkv.attention.call import Call, Stored, check_call
 from jkv.formats.format import multiply_out
 from jkv.sharding.loops import vary_over, varying_axes
 
-# Rows of a step for which it pays, and parts of them all but one of which it has.
+# Least rows of a step, and the share of them, 15/16, that the prompt must have.
 MIN_ROWS, _NUM_PARTS = 4_096, 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Cudnn(Backend):
-    """cuDNN for a long prompt without a past, others for all other rows."""
+    """cuDNN for a long prompt without cached tokens, other backends for other rows."""
 
     name: ClassVar[str] = "cudnn"
     platforms: ClassVar[tuple[str, ...]] = ("cuda",)
     unasked: ClassVar[tuple[str, ...]] = ("cuda",)
     has_lse: ClassVar[bool] = False
 
-    others: tuple[Backend, ...]  # the last of which takes all calls
-    scale: float | None = None  # what is compiled in; None if it may vary
-    is_named: bool = False  # False: only for steps that it makes faster
+    others: tuple[Backend, ...]  # the last one supports all calls
+    scale: float | None = None  # compile-time constant; None if traced
+    is_named: bool = False  # False: only for steps where cuDNN is faster
 
     def with_scale(self, scale: float | None, *, is_named: bool = True) -> Self:
-        """Compile this scale in."""
+        """Specialize to a static scale."""
         return dataclasses.replace(self, scale=scale, is_named=is_named)
 
     def why_not(self, call: Call, card: Card) -> str | None:
-        """Say what cuDNN does not have."""
+        """Return the first unmet requirement of cuDNN."""
         del card
         pools, dtype, head_dim = call.pools, call.queries.dtype, call.queries.shape[2]
         if not self.is_named and (call.num_rows < MIN_ROWS or call.is_decoding):
-            return f"cuDNN pays from {MIN_ROWS:,} rows on"
+            return f"cuDNN is faster only from {MIN_ROWS:,} prompt rows on"
         if dtype not in (jnp.bfloat16, jnp.float16):
-            return f"cuDNN takes bfloat16 and float16, the queries are {dtype}"
+            return f"cuDNN supports bfloat16 and float16, the queries are {dtype}"
         if pools.values is None or pools.value_dim != head_dim:
-            return "cuDNN wants keys and values apart, with one head dim"
+            return "cuDNN needs separate keys and values of one head dim"
         if call.soft_cap is not None or call.sinks is not None:
-            return "cuDNN has no soft cap and no sinks"
+            return "cuDNN supports neither soft_cap nor sinks"
         if call.part is not None:
-            return "blocks are spread over devices, none of which has a whole prompt"
+            return "blocks are sharded over devices, so no device has a whole prompt"
         if self.scale is None:
             return (
-                "cuDNN is compiled for one scale: give a Python number, or on a mesh "
-                "none, which stands for 1 / sqrt(D)"
+                "cuDNN needs a static scale: pass a Python number, or omit scale on a "
+                "mesh for 1 / sqrt(D)"
             )
-        # JAX says what else there is: no cuDNN, a head dim that the card lacks.
+        # JAX checks the rest: an installed cuDNN, a head dim that the GPU supports.
         queries, keys = (
             jax.ShapeDtypeStruct((8, heads, head_dim), dtype)
             for heads in (call.num_heads, pools.num_kv_heads)
@@ -82,8 +82,8 @@ class Cudnn(Backend):
         return None
 
     def attend(self, call: Call, card: Card) -> tuple[jax.Array, jax.Array]:
-        """Attend to the prompt by cuDNN, where there is one."""
-        assert self.scale is not None  # or there was a reason
+        """Compute the long prompt by cuDNN and all other rows by another backend."""
+        assert self.scale is not None  # checked by `why_not`
         other = next(one for one in self.others if one.why_not(call, card) is None)
         return attend_prompts(
             call,
@@ -95,10 +95,10 @@ class Cudnn(Backend):
 def _attend_contiguous(
     queries: jax.Array,  # [Q, H, D]
     keys: jax.Array,  # [Q, K, D], in the queries' dtype
-    values: jax.Array,  # [Q, K, D], likewise
+    values: jax.Array,  # [Q, K, D], as keys
     scale: float,
 ) -> jax.Array:
-    """Return what each row sees of its own token and those before it, [Q, H, D]."""
+    """Return causal attention over contiguous rows, [Q, H, D]."""
     attend = functools.partial(
         jax.nn.dot_product_attention,
         scale=scale,
@@ -112,27 +112,27 @@ def _attend_contiguous(
 
 
 class Prompt(NamedTuple):
-    """The prompt that goes this way, i32[] each."""
+    """The prompt computed by cuDNN, i32[] each."""
 
     request: jax.Array
     start: jax.Array  # its first row
-    length: jax.Array  # its rows, 0 for none
+    length: jax.Array  # its rows, 0 without such a prompt
 
 
 def attend_prompts(
     call: Call,
     *,
     attend: Callable[[Call], tuple[jax.Array, jax.Array]],  # all other requests
-    attend_contiguous: Callable[..., jax.Array],  # the prompt, as cuDNN does
-    min_rows: int = MIN_ROWS,  # of a step in which a prompt goes this way
+    attend_contiguous: Callable[..., jax.Array],  # the prompt
+    min_rows: int = MIN_ROWS,  # of the step
 ) -> tuple[jax.Array, jax.Array]:
-    """Return [R, H, Dv], and NaN for the log-sum-exp, which nobody has of a prompt."""
+    """Return [R, H, Dv], and NaN as log-sum-exp, which cuDNN does not provide."""
     check_call(call)
     lse = jnp.full(call.results[1].shape, jnp.nan, jnp.float32)
     if call.num_rows < min_rows or call.is_decoding:
         return attend(call)[0], lse
     prompt = find_prompt(call)
-    # Inside `shard_map` both must answer with what varies over the same axes.
+    # Inside `shard_map` both branches must vary over the same axes.
     axes = varying_axes(call)
     others = vary_over(attend(without_prompt(call, prompt))[0], axes)
 
@@ -147,9 +147,9 @@ def attend_prompts(
 
 
 def find_prompt(call: Call) -> Prompt:
-    """Return the prompt without a past that has nearly all rows, if there is one.
+    """Return the prompt without cached tokens that has nearly all rows, if any.
 
-    One that is longer than the window is left to the paged attention.
+    A prompt longer than the window is left to paged attention.
     """
     requests, lengths = call.requests, call.requests.query_lengths
     least = -(-call.num_rows * (_NUM_PARTS - 1) // _NUM_PARTS)
@@ -162,7 +162,7 @@ def find_prompt(call: Call) -> Prompt:
 
 
 def without_prompt(call: Call, prompt: Prompt) -> Call:
-    """Return the call in which the prompt has no rows, without lists of the step's."""
+    """Return the call and its requests without the prompt's rows, and without plans."""
     requests = call.requests
     request = jnp.arange(call.num_requests, dtype=jnp.int32)
     is_prompt = (request == prompt.request) & (prompt.length > 0)
@@ -174,10 +174,10 @@ def without_prompt(call: Call, prompt: Prompt) -> Call:
 def _attend_prompt(
     call: Call, prompt: Prompt, attend: Callable[..., jax.Array]
 ) -> jax.Array:
-    """Return what the prompt's rows see, [R, H, D], the first at row 0; then anything.
+    """Return the prompt's attention, [R, H, D], first row at 0; arbitrary past its end.
 
-    Rows that see a key or value that is not finite are NaN: what masks weights does not
-    keep it from the rows before, as 0 * NaN is NaN.
+    Rows from the first non-finite key or value on are NaN. Such tokens are zeroed
+    first: a causal mask alone does not protect earlier rows, as 0 * NaN is NaN.
     """
     pools, requests = call.pools, call.requests
     token = jnp.arange(call.num_rows, dtype=jnp.int32)
@@ -195,7 +195,7 @@ def _attend_prompt(
 
     assert pools.stored_values is not None
     keys, values = gather(pools.stored_keys), gather(pools.stored_values)
-    # What lies behind the prompt's end may be anything.
+    # Slots past the prompt's end hold arbitrary numbers.
     is_broken = ~jnp.all(jnp.isfinite(keys) & jnp.isfinite(values), axis=2)  # [R, K]
     left_out = is_broken | (token >= prompt.length)[:, None]
     rows = (jnp.where(left_out[..., None], 0.0, each) for each in (keys, values))

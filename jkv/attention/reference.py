@@ -1,7 +1,7 @@
-"""The specification: gather everything, float32, one dense softmax per row.
+"""The reference implementation: float32 and one dense softmax per row.
 
-Slow and memory hungry on purpose. What the other implementations must reproduce is what
-`attend_row` says; nothing here is shared with them but the meaning of the arguments.
+Slow and memory-hungry by design. It shares no code with the other backends, which must
+reproduce `attend_row`.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ def attend_reference(call: Call) -> tuple[jax.Array, jax.Array]:
     check_call(call)
     positions, tables = _find_rows(call)
     queries = call.queries.astype(jnp.float32)
-    # One row at a time: the memory of all rows' contexts at once is not to be had.
+    # One row at a time: all contexts at once would not fit into memory.
     output, lse = lax.map(
         lambda row: attend_row(call, *row), (queries, positions, tables)
     )
@@ -32,7 +32,7 @@ def attend_reference(call: Call) -> tuple[jax.Array, jax.Array]:
 def _find_rows(call: Call) -> tuple[jax.Array, jax.Array]:
     """Return each row's position, i32[R], and its blocks, i32[R, M].
 
-    A row that no request owns has position -1, so that it sees no token.
+    A row without a request has position -1, so that it attends to no token.
     """
     requests = call.requests
     rows = jnp.arange(call.num_rows, dtype=jnp.int32)
@@ -51,7 +51,7 @@ def attend_row(
     position: jax.Array,  # i32[]
     table: jax.Array,  # i32[M]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return f32[H, Dv] and f32[H] of one row."""
+    """Return the output f32[H, Dv] and log-sum-exp f32[H] of one row."""
     keys, values = gather_sequence(call.pools, call.layer, table)
     token = locate_tokens(call, keys.shape[1])
     visible = token <= position
@@ -67,7 +67,7 @@ def attend_row(
     )
     if call.soft_cap is not None:
         scores = call.soft_cap * jnp.tanh(scores / call.soft_cap)
-    # A row that sees nothing keeps its zero scores, so that no softmax is empty.
+    # A row without visible tokens keeps its zero scores, so that no softmax is empty.
     sees_any = visible.any()
     hidden = jnp.where(sees_any, -jnp.inf, 0.0)
     scores = jnp.where(visible[None, None, :], scores, hidden)
@@ -86,7 +86,7 @@ def attend_row(
 
 
 def locate_tokens(call: Call, num_tokens: int) -> jax.Array:
-    """Return the position of each token that the pools have of a sequence, i32[s]."""
+    """Return the position of each local token of a sequence, i32[s]."""
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     if call.part is None:
         return token
@@ -111,7 +111,7 @@ def gather_tokens(
     layer: jax.Array,  # i32[]
     table: jax.Array,  # i32[M]
 ) -> jax.Array:
-    """Return all tokens that a block table names, in order, `f32[K, M * T, D]`."""
+    """Return the tokens of a block table's blocks in order, f32[K, M * T, D]."""
     table = jnp.clip(table, 0, stored.num_blocks - 1)
     parts = {name: array[layer, table] for name, array in stored.parts.items()}
     blocks = multiply_out(*stored.format.get(parts))  # f32[M, K, T, D]
@@ -121,13 +121,13 @@ def gather_tokens(
 
 @dataclasses.dataclass(frozen=True)
 class Reference(Backend):
-    """Chosen by name alone."""
+    """The reference as a backend, used only if named."""
 
     name: ClassVar[str] = "reference"
-    # By JAX, so that it can judge the others' derivative.
+    # By JAX, so that it can verify the other backends' derivatives.
     is_differentiable: ClassVar[bool] = True
 
     def attend(self, call: Call, card: Card) -> tuple[jax.Array, jax.Array]:
-        """Attend row by row."""
+        """Compute attention row by row."""
         del card
         return attend_reference(call)

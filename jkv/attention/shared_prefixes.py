@@ -1,9 +1,8 @@
-"""Which requests of one row have the same leading blocks in their tables.
+"""Detection of shared prefixes among the decoding requests of a step.
 
-A prompt's samples, beams, the texts behind one system prompt: whatever brought them
-there, what two rows of the tables share is found by comparing them. Reference counts
-and an order of the requests only say where to look; a wrong hint costs savings alone.
-
+Block tables are compared, so samples, beams and requests with one system prompt are all
+found. Reference counts and the sort order are only hints: a wrong hint costs savings,
+not correctness.
 Symbols: `B` requests, `S` rows of the block tables, `M` blocks per row, `N` blocks.
 """
 
@@ -18,20 +17,20 @@ from jkv.attention.call import Requests
 from jkv.indexing import gather
 from jkv.sharding.loops import fori_loop, is_manual, vary_over, varying_axes, while_loop
 
-# Columns of the tables that are compared in one trip.
+# Columns of the tables compared in one trip.
 _COLUMNS = 64
 
-# Requests are sorted by their last blocks that more sequences than these have: those of
-# a group lie side by side, and in it those of a smaller group.
+# Requests are sorted by their last block with more references than these numbers, so
+# that the requests of a group, and of its smaller groups, are adjacent.
 _OWNERS = 4, 2
 
 
 class SharedPrefixes(NamedTuple):
-    """The requests in an order in which those that share a prefix are neighbours.
+    """The requests in an order that makes requests with a shared prefix adjacent.
 
-    The leading blocks that two places have in common are the least of `common` behind
-    the first up to the second. So a place's own run is that of the places from it on
-    that share with it more blocks than it does with the one before.
+    Two places share as many leading blocks as the least of `common` after the first up
+    to the second. A place's run are the places from it on that share more blocks with
+    it than it shares with the place before.
     """
 
     order: jax.Array  # i32[B], request of each place
@@ -41,17 +40,17 @@ class SharedPrefixes(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("block_size", "fewest", "has_branches"))
 def find_shared_prefixes(
-    # those of one row count; padding names any row, or none
+    # of one row each; padding may name any table row
     requests: Requests,
-    reference_counts: jax.Array,  # i32[N], how many rows of the tables have each block
+    reference_counts: jax.Array,  # i32[N]
     *,
     block_size: int,  # T
-    fewest: int = 2,  # requests that must seem to share before anything is compared
-    # whether what is not needed is left out, which costs more than it saves where a
-    # host has to look
+    fewest: int = 2,  # least candidates for a comparison
+    # skip the comparison by a conditional; on a GPU, where the host reads its
+    # predicate, that costs more than it saves
     has_branches: bool = True,
 ) -> SharedPrefixes:
-    """Return who shares what; the last block of a context is not looked at."""
+    """Find shared leading blocks, except the last block of each context."""
     if not has_branches:
         return _search(
             requests, reference_counts, block_size=block_size, has_branches=False
@@ -71,16 +70,16 @@ def find_shared_prefixes(
 def _find_candidates(
     requests: Requests, owners: jax.Array, block_size: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return each request's row, its first block, and whether others have that too."""
+    """Return each request's row and first block, and if that block is shared."""
     row, is_asked = _find_rows(requests, block_size)
-    # One after the other: XLA on CPU takes both in one for work for another thread.
+    # The barriers keep XLA on CPU from fusing both gathers into a parallel task.
     first_block = lax.optimization_barrier(gather(requests.block_tables[:, 0], row))
     num_owners = lax.optimization_barrier(gather(owners, first_block))
     return row, first_block, is_asked & (num_owners > 1)
 
 
 def _find_rows(requests: Requests, block_size: int) -> tuple[jax.Array, jax.Array]:
-    """Return each request's row, and whether it has one query row and a whole block."""
+    """Return each request's table row, and if it is decoding with a whole block."""
     is_asked = (requests.query_lengths == 1) & (requests.context_lengths > block_size)
     return jnp.clip(requests.seq_ids, 0, requests.block_tables.shape[0] - 1), is_asked
 
@@ -96,7 +95,7 @@ def _search(
     tables = requests.block_tables
     if has_branches:
         row, first_block, may_share = _find_candidates(requests, owners, block_size)
-    else:  # who is alone is compared like the others
+    else:  # unshared requests are compared as well
         row, may_share = _find_rows(requests, block_size)
         first_block = gather(tables, (row, jnp.zeros_like(row)))
     index = jnp.arange(row.shape[0], dtype=jnp.int32)
@@ -116,9 +115,9 @@ def _search(
 def _find_keys(
     tables: jax.Array, owners: jax.Array, row: jax.Array, last: jax.Array
 ) -> list[jax.Array]:
-    """Return the last of the leading blocks that more rows than a number have, i32[B].
+    """Return the last leading block with more references than each number, i32[B].
 
-    Halving finds it if counts never rise along a row.
+    Uses bisection, as reference counts do not increase along a sequence.
     """
 
     numbers = jnp.array(_OWNERS, jnp.int32)[:, None]
@@ -140,7 +139,7 @@ def _find_keys(
 def _find_keys_at_once(
     tables: jax.Array, owners: jax.Array, row: jax.Array, last: jax.Array
 ) -> jax.Array:
-    """Return the same by a look at all blocks, i32[2, B]: few launches on a card."""
+    """Return the same as i32[2, B] without bisection, for few launches on a GPU."""
     width = tables.shape[1]
     column = jnp.arange(width, dtype=jnp.int32)[None]
     owned = gather(owners, gather(tables, (row[:, None], column)))
@@ -153,9 +152,9 @@ def _find_keys_at_once(
 def _compare(
     tables: jax.Array, row: jax.Array, last: jax.Array, width: int
 ) -> jax.Array:
-    """Return how many leading blocks each place has as the one before, i32[B].
+    """Return the number of leading blocks equal to the place before, i32[B].
 
-    Of those in front of the last block of either, the columns of a trip at a time.
+    Compares up to the last block of the shorter context, `width` columns per trip.
     """
     most = jnp.minimum(last, jnp.roll(last, 1)).at[0].set(0)
 

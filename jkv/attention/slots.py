@@ -1,6 +1,6 @@
-"""Where the keys and values of a step go: rows of them, and the slot of each row.
+"""The rows of a step to store in the pools, and their slots.
 
-Letters as in `jkv.attention.call`.
+Symbols as in `jkv.attention.call`.
 """
 
 import dataclasses
@@ -15,21 +15,21 @@ from jkv.formats.format import Formats, name_parts
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class SlotWrite:
-    """The rows of one layer, the arrays that take them in, and where.
+    """Rows of one layer to store, the arrays to update, and the slot of each row.
 
     A row goes to `arrays[name][layer, block_ids[row], :, offsets[row]]`. It is stored
-    if it is valid and all of these are in range, and if the slot is in this part of the
-    block, where the arrays have only one.
+    if it is valid, its indices are in range and, with `part`, its slot is in this part
+    of the block.
     """
 
     arrays: dict[str, jax.Array]  # [L, N, K, T, ...]
-    # [R, K, D], what goes to the pools of keys and values, as their formats prepare it.
+    # [R, K, D] of "key_pool" and "value_pool", in the input dtype of their formats
     rows: dict[str, jax.Array]
     layer: jax.Array  # i32[], negative for none
     block_ids: jax.Array  # i32[R], N for none
     offsets: jax.Array  # i32[R], in the whole block
     valid: jax.Array  # bool[R]
-    # i32[], which part of each block the arrays have; None: the whole.
+    # i32[], the part of each block that the arrays hold; None: whole blocks.
     part: jax.Array | None = None
     formats: Formats = dataclasses.field(metadata=dict(static=True))
 
@@ -40,11 +40,11 @@ class SlotWrite:
 
     @property
     def pool(self) -> jax.Array:
-        """The keys' array, which has the sizes that all share, [L, N, K, T, D]."""
+        """The keys' array; all arrays share its sizes [L, N, K, T]."""
         return self.arrays["key_pool"]
 
     def rows_as_bits(self) -> dict[str, jax.Array]:
-        """Return the rows as the arrays keep them, which have the same names."""
+        """Encode the rows by their formats, keyed by the names of the arrays."""
         bits: dict[str, jax.Array] = {}
         for name, rows in self.rows.items():
             parts = self.formats.of(name)[0].put(rows)
@@ -53,16 +53,16 @@ class SlotWrite:
 
 
 def scatter(write: SlotWrite) -> dict[str, jax.Array]:
-    """Return the arrays with the rows in their slots, by a scatter for each array."""
+    """Store the rows with one scatter per array."""
     block_ids, offsets = _locate(write)
     return _scatter(write, (block_ids, slice(None), offsets))
 
 
 def scatter_by_head(write: SlotWrite) -> dict[str, jax.Array]:
-    """Return the same by scatters of each head's elements of a row.
+    """Store the rows with one update per kv head of a row.
 
-    TPUs keep the last two axes in tiles, and move heads beside the elements where a
-    scatter takes both at once: a copy of the pool, and another one back.
+    TPUs tile the last two axes. A scatter of several heads moves the head axis beside
+    the elements, which copies the pool twice.
     """
     block_ids, offsets = (each[:, None] for each in _locate(write))
     heads = jnp.arange(write.pool.shape[2], dtype=jnp.int32)
@@ -70,8 +70,8 @@ def scatter_by_head(write: SlotWrite) -> dict[str, jax.Array]:
 
 
 def _locate(write: SlotWrite) -> tuple[jax.Array, jax.Array]:
-    """Return the block and the offset in it of each row, i32[R]; N or more for none."""
-    import chex  # importing it takes longer than all of jkv
+    """Return each row's block and offset in it, i32[R]; N or more for no slot."""
+    import chex  # importing it takes longer than importing jkv
 
     chex.assert_equal_shape([write.block_ids, write.offsets, write.valid])
     num_blocks, size = write.pool.shape[1], write.pool.shape[3]
@@ -80,8 +80,8 @@ def _locate(write: SlotWrite) -> tuple[jax.Array, jax.Array]:
         offsets = offsets - write.part * size
         valid = valid & (offsets >= 0) & (offsets < size)
         offsets = jnp.where(valid, offsets, 0)
-    # Rows without a slot get indices past the end, all different: the scatter is then
-    # free of duplicates, which accelerators need to run it in parallel.
+    # Rows without a slot get distinct indices past the end, so that `unique_indices`
+    # holds, which accelerators need for a parallel scatter.
     past_end = num_blocks + jnp.arange(write.num_rows, dtype=jnp.int32)
     return jnp.where(valid & (write.layer >= 0), write.block_ids, past_end), offsets
 

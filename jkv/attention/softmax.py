@@ -1,8 +1,8 @@
-"""Softmax sums that can be taken piece by piece and joined in any order.
+"""Softmax sums that are computed piecewise and joined in any order.
 
 A softmax over scores x with values v is `values / total`, where `total` is the sum of
-`exp(x - maximum)` and `values` that of `exp(x - maximum) * v`. Sums over two sets of
-tokens join into those over both (online softmax, arXiv 1805.02867).
+`exp(x - maximum)` and `values` that of `exp(x - maximum) * v`. The sums over two sets
+of tokens join into the sums over both (online softmax, arXiv 1805.02867).
 """
 
 from typing import NamedTuple
@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# Stands for -inf in scores: exp(HIDDEN - HIDDEN) is 1 and not NaN, and whatever a row
-# sums up before it sees its first token is multiplied by exp(HIDDEN - score) = 0.
+# In place of -inf: exp(HIDDEN - HIDDEN) is 1 instead of NaN, and sums of masked tokens
+# vanish at the first visible one, as exp(HIDDEN - score) is 0.
 HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
@@ -30,7 +30,7 @@ def empty_sums(
     # f32, of a shape that broadcasts to `shape` with equal rank, or None
     sinks: jax.Array | None,
 ) -> Sums:
-    """Sums over no token yet; a sink is a logit with the value zero."""
+    """Return the sums over no tokens; a sink is a logit with the value zero."""
     values = jnp.zeros((*shape, value_dim), jnp.float32)
     if sinks is None:
         maximum = jnp.full(shape, HIDDEN, jnp.float32)
@@ -40,7 +40,7 @@ def empty_sums(
 
 
 def join_sums(one: Sums, other: Sums) -> Sums:
-    """Return the sums over the tokens of both."""
+    """Join the sums of two disjoint sets of tokens."""
     maximum = jnp.maximum(one.maximum, other.maximum)
     shrink_one = jnp.exp(one.maximum - maximum)
     shrink_other = jnp.exp(other.maximum - maximum)
@@ -53,39 +53,39 @@ def join_sums(one: Sums, other: Sums) -> Sums:
 
 def finish_sums(
     sums: Sums,  # the sums over all tokens of each row
-    sees: jax.Array,  # bool, of equal rank with `sums.total`, which rows see any token
+    sees: jax.Array,  # bool, rank of `sums.total`, True for rows with a visible token
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the weighted means and the log-sum-exp; rows that see nothing are zero.
+    """Return the weighted means and the log-sum-exp; zeros for rows without tokens.
 
-    A row whose scores are all -inf has no mean: it is NaN.
+    A row with only -inf scores has no mean and is NaN.
     """
     total = jnp.where(sees, sums.total, 1.0)
-    # What is not seen scores HIDDEN, which is all that such a row has met.
+    # A maximum of HIDDEN means that every score was -inf.
     mean = sums.values / jnp.where(sums.maximum > HIDDEN, total, jnp.nan)[..., None]
     output = jnp.where(sees[..., None], mean, 0.0)
     return output, jnp.where(sees, sums.maximum + jnp.log(total), -jnp.inf)
 
 
 def join_parts(
-    # f32[R, H, Dv], what they see on this device; zeros for a row that sees nothing
+    # f32[R, H, Dv], over the local tokens; zeros without any
     output: jax.Array,
-    # f32[R, H], the log-sum-exp of that, -inf for a row that sees nothing
+    # f32[R, H], its log-sum-exp, -inf without local tokens
     lse: jax.Array,
-    sinks: jax.Array | None,  # [H], a logit per head, None for none
+    sinks: jax.Array | None,  # [H], one logit per head
     axis: str,  # of the mesh
 ) -> tuple[jax.Array, jax.Array]:
-    """Return what rows see on all devices of a mesh axis, f32[R, H, Dv] and f32[R, H].
+    """Join results over the devices of a mesh axis, f32[R, H, Dv] and f32[R, H].
 
-    Inside `shard_map`. A sink is counted once, here.
+    Must run inside `shard_map`. Adds each sink once.
     """
-    # Any common shift will do, so none of it has a derivative.
+    # The shift cancels out, so it needs no derivative.
     highest = lax.pmax(lax.stop_gradient(lse), axis)
     sees = highest > -jnp.inf
     if sinks is not None:
         sinks = sinks.astype(jnp.float32)[None]
         highest = jnp.maximum(highest, lax.stop_gradient(sinks))
     shift = jnp.where(sees, highest, 0.0)
-    # Side by side: one sum of one array, which nothing must take apart before.
+    # One array, so that one collective sums both.
     weight = jnp.exp(lse - shift)[..., None]
     both = jnp.concatenate([weight * output, weight], axis=-1)
     both = lax.psum(both, axis)

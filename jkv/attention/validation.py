@@ -1,4 +1,4 @@
-"""What a call of `paged_attention` must look like; mistakes are explained."""
+"""Validation of the arguments of `paged_attention`."""
 
 import jax
 import jax.numpy as jnp
@@ -11,22 +11,22 @@ from jkv.signatures import Integer
 
 
 def require_value_dim(
-    value_dim: int | None,  # of the value pool; None where values lie in the keys
+    value_dim: int | None,  # of the value pool; None without one
     head_dim: int,  # of the keys
-    asked: int | None,  # with a value pool None, or the same
+    asked: int | None,  # argument value_head_dim, required without a value pool
 ) -> int:
-    """Return the value head dim; check what was asked against the pools."""
+    """Return the value head dim after checking value_head_dim against the pools."""
     if value_dim is None:
         if asked is None or not 0 < asked <= head_dim:
             raise ValueError(
-                "with value_pool=None the values are the first value_head_dim elements "
-                f"of the keys: pass 1 to {head_dim}, got {asked}"
+                f"value_head_dim must be 1 to {head_dim}, the head dim of the keys, "
+                f"with value_pool=None, got {asked}"
             )
         return asked
     if asked not in (None, value_dim):
         raise ValueError(
-            f"value_pool has head dim {value_dim}, value_head_dim is {asked}; it is "
-            f"for value_pool=None, leave it out"
+            f"value_head_dim must equal the head dim of value_pool, {value_dim}, got "
+            f"{asked}; omit it, as only value_pool=None needs it"
         )
     return value_dim
 
@@ -37,10 +37,10 @@ def require_format(
     scales: jax.Array | None,
     kv_dtype: jax.typing.DTypeLike | None,
 ) -> Format:
-    """Return how "key" or "value" rows are stored, by what an array holds.
+    """Return the format of the "key" or "value" pool.
 
-    Check that it holds numbers, or bits that have a meaning, and that scales stand
-    beside those that have them, one for each token.
+    Checks the pool's dtype against kv_dtype, and the scales against the format: one for
+    each token, and only for quantized formats.
     """
     try:
         asked = None if kv_dtype is None else jnp.dtype(kv_dtype)
@@ -64,18 +64,20 @@ def require_format(
         )
     elif asked is not None and dtype != asked:
         raise ValueError(
-            f"{name}_pool holds {dtype} but kv_dtype is {asked}; "
-            "kv_dtype is for pools of raw bits, leave it out"
+            f"kv_dtype must match {name}_pool, {dtype}, got {asked}; omit it, as only "
+            "pools of raw bits need it"
         )
     if scales is None:
         if not jnp.issubdtype(dtype, jnp.floating):
-            raise ValueError(f"{name}_pool holds {dtype}: pass {name}_scales")
+            raise ValueError(
+                f"{name}_scales must be given for {name}_pool of {dtype}, got None"
+            )
         return Numbers(dtype)
     kept = FORMATS.get(dtype, Numbers(dtype))
     if not kept.is_quantized:
         raise ValueError(
-            f"{name}_scales are for pools of int8, fp8 or int4, {name}_pool holds "
-            f"{pool.dtype}; leave them out"
+            f"{name}_scales must be None unless {name}_pool is int8, fp8 or int4, got "
+            f"{pool.dtype}; omit them"
         )
     sizes = dict(zip("LNKT", pool.shape[:4], strict=True))
     of_row = kept.arrays(kept.width_of(pool.shape[4]))["scales"].shape
@@ -100,20 +102,20 @@ def require_queries(
     *,
     key_dim: int,
 ) -> None:
-    """Check queries and sinks against pools that are as they should be."""
+    """Check queries and sinks against valid pools."""
     why = "D that of key_pool"
     sizes = expect("queries", queries, "R H D", {"D": key_dim}, jnp.floating, why=why)
     value_shape = () if value_pool is None else value_pool.shape
     if 0 in (*queries.shape[1:], *key_pool.shape, *value_shape):
         raise ValueError(
-            "no axis of the pools, no number of heads and no head dim may be 0, got "
-            f"queries {queries.shape}, pools {key_pool.shape}, {value_shape}"
+            "queries and pools must have no axis of size 0, got queries "
+            f"{queries.shape}, pools {key_pool.shape}, {value_shape}"
         )
     num_heads, num_kv_heads = sizes["H"], key_pool.shape[2]
     if num_heads % num_kv_heads:
         raise ValueError(
-            f"{num_heads} query heads do not divide over {num_kv_heads} kv heads; "
-            "give a multiple of the kv heads"
+            f"queries must have a multiple of {num_kv_heads} heads, the kv heads of "
+            f"key_pool, got {num_heads}"
         )
     if sinks is not None:
         expect("sinks", sinks, "H", sizes, why="a logit for each query head")
@@ -126,7 +128,7 @@ def require_options(
     soft_cap: float | None,
     max_query_length: int | None,
 ) -> None:
-    """Check the options whose values are known."""
+    """Check layer, scale, soft_cap, max_query_length and window."""
     if scale is not None and (jnp.ndim(scale) or jnp.iscomplexobj(scale)):
         raise ValueError(f"scale must be one number or f32[], got {scale!r}")
     if np.ndim(layer) or not jnp.issubdtype(jnp.result_type(layer), jnp.integer):
@@ -146,7 +148,7 @@ def require_options(
 
 
 def require_window(window: Integer | None) -> None:
-    """Check the window, its value as far as it is known."""
+    """Check the type of the window, and its value unless traced."""
     if window is None:
         return
     kind = getattr(window, "dtype", None)
@@ -155,34 +157,34 @@ def require_window(window: Integer | None) -> None:
         is_integer = jnp.issubdtype(kind, jnp.integer)
     if not is_integer or np.ndim(window):
         raise ValueError(
-            f"window is a number of tokens, an int or i32[], got {window!r}"
+            f"window must be an int or i32[], a number of tokens, got {window!r}"
         )
     if not isinstance(window, jax.Array) and not 1 <= window < 2**31:
         raise ValueError(
-            f"window counts the token itself, so it is 1 or more (below 2^31), got "
-            f"{window}; pass None for no window"
+            f"window must be in 1..2^31-1, as it includes the row's own token, got "
+            f"{window}; pass None for full attention"
         )
 
 
 def require_part(
     block_part: tuple[Integer, int] | None, sinks: jax.Array | None
 ) -> tuple[jax.Array | None, int]:
-    """Check which part of each block there is; return it, and how many there are."""
+    """Return the part held here as i32[], None for whole blocks, and the parts."""
     if block_part is None:
         return None, 1
     part, num_parts = block_part
     if not isinstance(num_parts, int) or num_parts < 1:
         raise ValueError(
-            f"block_part is (i, n) with a static int n of at least 1, got {num_parts!r}"
+            f"block_part must be (i, n) with a static int n >= 1, got n={num_parts!r}"
         )
     if isinstance(part, int) and not 0 <= part < num_parts:
         raise ValueError(
-            f"block_part is (i, n) with i from 0 to n - 1, got {part} of {num_parts}"
+            f"block_part must be (i, n) with 0 <= i < n, got ({part}, {num_parts})"
         )
     if sinks is not None:
         raise ValueError(
-            "a sink counts once, not in each part of a sequence: leave sinks out with "
-            "block_part, and add them where the parts are joined"
+            "sinks must be None with block_part, as a sink counts once per sequence; "
+            "add them where the parts are joined"
         )
     return jnp.asarray(part, jnp.int32), num_parts
 
@@ -194,7 +196,7 @@ def require_requests(
     query_lengths: jax.Array,
     context_lengths: jax.Array,
 ) -> None:
-    """Check the arrays of requests."""
+    """Check the arrays of requests against each other."""
     sizes = expect("block_tables", block_tables, "S M", kind=jnp.integer)
     sizes = expect("query_starts", query_starts, "B", sizes, jnp.integer)
     named = {
@@ -207,9 +209,11 @@ def require_requests(
             why = "one for each request, as query_starts"
             expect(name, array, "B", sizes, jnp.integer, why=why)
     if 0 in block_tables.shape:
-        raise ValueError(f"block_tables may not be empty, got {block_tables.shape}")
+        raise ValueError(
+            f"block_tables must have no axis of size 0, got {block_tables.shape}"
+        )
     if seq_ids is None and sizes["B"] > sizes["S"]:
         raise ValueError(
-            f"seq_ids=None stands for arange({sizes['B']}), but block_tables has "
+            f"seq_ids=None is arange({sizes['B']}), but block_tables has "
             f"{sizes['S']} rows; pass seq_ids or more rows"
         )

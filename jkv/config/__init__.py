@@ -1,4 +1,4 @@
-"""The sizes of a cache, checked before anything is allocated."""
+"""Cache configurations, validated before any array is allocated."""
 
 from jkv.config.cache_config import CacheConfig
 

@@ -1,4 +1,4 @@
-"""CacheConfig: the sizes of a cache, checked before anything is allocated."""
+"""CacheConfig: the sizes of a cache, validated before any array is allocated."""
 
 import dataclasses
 from pathlib import Path
@@ -13,7 +13,7 @@ from jkv.config.counts import count_bytes
 from jkv.config.layout import Sizes, describe, lay_out
 from jkv.formats.table import checked_dtype
 
-# The fields that are checked as counts.
+# The fields that must be positive ints.
 COUNTS = (
     "num_layers",
     "num_kv_heads",
@@ -36,36 +36,35 @@ class CacheConfig:
       num_kv_heads: key/value heads per layer, K.
       head_dim: size of one key, D.
       num_blocks: blocks in the pool, N, shared by all sequences.
-      max_sequences: sequences open at one time, S.
-      max_context_length: tokens one sequence may hold; need not be a multiple of
+      max_sequences: most open sequences, S.
+      max_context_length: most tokens of a sequence; need not be a multiple of
         `block_size`.
       block_size: tokens per block, T.
-      value_head_dim: size of one value, Dv; `None` means `head_dim`.
+      value_head_dim: size of one value, Dv; None for `head_dim`.
       values_in_keys: the values are the first `value_head_dim` elements of the keys and
         are not stored again: a latent cache (DeepSeek: one kv head, D 576, Dv 512).
-      dtype: of keys and values: float32, float16, bfloat16; or one byte an element and
-        a bfloat16 scale per token and kv head: int8, float8_e4m3fn, float8_e4m3fnuz,
-        float8_e5m2. "fp8" means float8_e4m3fn, on every card. Or half a byte and such a
-        scale, "int4", for even head dims.
-      value_dtype: of values, where they are stored otherwise than keys.
-      record_tokens: also keep the token ids given to `append(..., tokens=)`, 4 bytes a
-        token, for `tokens(cache, seq_id)`.
-      prefix_caching: index full blocks by their tokens, so that a prompt that begins
-        like an earlier one finds its keys and values. Takes 4 bytes a token (tokens are
-        recorded) and 116 a block, 128 with a sliding window. Of several groups the
-        whole has an index: there it is a field of `GroupedConfig`.
-      keep_classes: classes of cached blocks (`free(keep=)`), 1 to 8: lower ones are
-        handed out first. Each above the first takes 12 bytes a block, all of them 12
-        more.
-      sliding_window: tokens that a row of these layers sees, itself counted; `None`:
-        all. `append` gives back the blocks that no row will see again, so that a
-        sequence keeps about that many tokens however long it is. 4 bytes a sequence.
-        Layers with other windows are groups of their own (`GroupedConfig`).
-      num_sink_tokens: first tokens of each sequence that these layers keep all the
-        same.
+      dtype: of keys and values: float32, float16, bfloat16; one byte per element and a
+        bfloat16 scale per token and kv head: int8, float8_e4m3fn, float8_e4m3fnuz,
+        float8_e5m2 ("fp8" is float8_e4m3fn on every device); or half a byte and a
+        scale: "int4", for even head dims.
+      value_dtype: of values, if it differs from the keys' `dtype`.
+      record_tokens: store the token ids passed to `append(..., tokens=)` for
+        `tokens(cache, seq_id)`; 4 bytes per token.
+      prefix_caching: index full blocks by their tokens, so that a prompt with a cached
+        prefix reuses its keys and values. Takes 4 bytes per token (tokens are recorded)
+        and 116 per block, 128 with a sliding window. Several groups share one index:
+        set `GroupedConfig.prefix_caching` for them.
+      keep_classes: number of retention priorities of cached blocks (`free(keep=)`), 1
+        to 8; lower ones are evicted first. Each above the first takes 12 bytes per
+        block, and all together 12 more.
+      sliding_window: sliding window of these layers in tokens, the row's own included;
+        None for full attention. `append` releases blocks left of the window, so the
+        blocks of a sequence are bounded. Takes 4 bytes per sequence. Layers with other
+        windows form further groups (`GroupedConfig`).
+      num_sink_tokens: first tokens of each sequence that are exempt from the window.
 
     Raises:
-      ValueError: for a size that cannot work, saying what to change.
+      ValueError: a size out of range, or an inconsistent combination of fields.
 
     Example:
       >>> import jkv
@@ -118,20 +117,20 @@ class CacheConfig:
         assert self.value_head_dim is not None
         if self.values_in_keys and self.value_head_dim > self.head_dim:
             raise ValueError(
-                f"with values_in_keys the values are part of the keys: value_head_dim "
-                f"{self.value_head_dim} must be at most head_dim {self.head_dim}"
+                f"value_head_dim must be at most head_dim {self.head_dim} with "
+                f"values_in_keys, got {self.value_head_dim}; lower value_head_dim"
             )
         if self.values_in_keys and self.value_dtype not in (None, self.dtype):
             raise ValueError(
-                f"with values_in_keys the values are part of the keys, of dtype "
-                f"{self.dtype.name}: leave value_dtype out, got {self.value_dtype.name}"
+                f"value_dtype must be {self.dtype.name}, the dtype of the keys, with "
+                f"values_in_keys, got {self.value_dtype.name}; omit value_dtype"
             )
         self.sizes.lay_out_storage()
         counts.check_tables(self.max_sequences, self.max_blocks_per_sequence)
 
     @property
     def is_quantized(self) -> bool:
-        """Whether keys or values are rounded to steps of their own, read as float32."""
+        """True if keys or values are quantized, and are read as float32."""
         return any(each.is_quantized for each in self.sizes.formats)
 
     @property
@@ -141,25 +140,25 @@ class CacheConfig:
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens the pool can hold when nothing is shared: N * T."""
+        """Tokens of the pool without shared blocks: N * T."""
         return self.num_blocks * self.block_size
 
     @property
     def sizes(self) -> Sizes:
-        """The fields as `jkv.config.layout` takes them."""
+        """The sizes of the group, as input of `jkv.config.layout`."""
         fields = {name: getattr(self, name) for name in Sizes._fields}
         value_dtype = self.dtype if self.value_dtype is None else self.value_dtype
         return Sizes(**fields | {"value_dtype": value_dtype})
 
     @property
     def arrays(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shape and dtype of every array of the cache, by its path in the cache."""
+        """Shape and dtype of every array of the cache, by path."""
         arrays = lay_out((self.sizes,), self.prefix_caching)
         return {name: array.struct for name, array in arrays.items()}
 
     @property
     def bytes(self) -> int:
-        """Bytes of the whole cache, equal to the sum of the arrays' `nbytes`."""
+        """Bytes of the cache: the sum of its arrays' `nbytes`."""
         return count_bytes(lay_out((self.sizes,), self.prefix_caching).values())
 
     @property
@@ -169,7 +168,7 @@ class CacheConfig:
 
     @property
     def metadata_bytes(self) -> int:
-        """Bytes of everything else."""
+        """Bytes of the metadata: all arrays but the storage."""
         return self.bytes - self.storage_bytes
 
     @property
@@ -178,13 +177,13 @@ class CacheConfig:
         return self.storage_bytes // self.capacity_tokens
 
     def most_blocks(self, num_tokens: int = 1) -> int:
-        """Return the most blocks that one sequence ever has, nothing reserved.
+        """Return the largest number of blocks of one sequence without reservations.
 
-        A pool with so many for each sequence refuses no request for want of blocks.
+        A pool with this many blocks per sequence never runs out of blocks.
 
         Args:
-          num_tokens: the most that one `append` adds to a sequence. It matters with a
-            sliding window only: rows of one step keep what the first of them sees.
+          num_tokens: most tokens that one `append` adds to a sequence. Matters only
+            with a sliding window: a step keeps the window of its first row.
 
         Example:
           >>> import jkv
@@ -202,10 +201,10 @@ class CacheConfig:
         return min(blocks, self.max_blocks_per_sequence)
 
     def longest_context(self, num_sequences: int) -> int:
-        """Return how many tokens so many sequences can have each, nothing shared.
+        """Return the tokens that each of `num_sequences` can have without sharing.
 
-        They are at most `max_context_length`, and 0 if there cannot be so many
-        sequences. With a sliding window these are decoding.
+        At most `max_context_length`, and 0 if `num_sequences` is out of range. With a
+        sliding window the sequences are assumed to be decoding.
 
         Example:
           >>> import jkv
@@ -221,10 +220,10 @@ class CacheConfig:
         return longest if is_enough else min(blocks * self.block_size, longest)
 
     def most_sequences(self, context_length: int) -> int:
-        """Return how many sequences can have so many tokens each, nothing shared.
+        """Return how many sequences of `context_length` fit without sharing.
 
-        They are at most `max_sequences`, and 0 if no sequence can be that long. With a
-        sliding window they are decoding.
+        At most `max_sequences`, and 0 if `context_length` is too long. With a sliding
+        window the sequences are assumed to be decoding.
 
         Example:
           >>> import jkv
@@ -240,19 +239,19 @@ class CacheConfig:
         return min(self.num_blocks // each, self.max_sequences)
 
     def __str__(self) -> str:
-        """Say it in human units, in four lines."""
+        """Summarize the configuration in four lines."""
         return "\n".join(describe((self.sizes,), self.prefix_caching))
 
     @classmethod
     def for_memory(cls, budget_bytes: int | str, **sizes: Any) -> Self:
-        """Return the configuration with the most blocks that fit a budget.
+        """Return the configuration with the most blocks within a memory budget.
 
         Args:
-          budget_bytes: bytes the whole cache may take, or text such as "40GB".
-          **sizes: every other field of `CacheConfig` but `num_blocks`.
+          budget_bytes: bytes of the whole cache, as an int or a string like "40GB".
+          **sizes: all other fields of `CacheConfig` except `num_blocks`.
 
         Raises:
-          ValueError: if not even one block fits, or for a size that cannot work.
+          ValueError: a budget below one block, or an invalid field.
 
         Example:
           >>> import jkv
@@ -273,18 +272,18 @@ class CacheConfig:
         budget_bytes: int | str | None = None,
         **sizes: Any,
     ) -> Self:
-        """Return a configuration whose pool never refuses for want of blocks.
+        """Return a configuration with a pool that never runs out of blocks.
 
         Args:
-          max_context_length: tokens each sequence may hold.
-          max_sequences: sequences that may all be that long at once, none shared.
-          budget_bytes: for as many such sequences as fit these bytes, or text such as
-            "40GB".
-          **sizes: the other fields of `CacheConfig` but `num_blocks`.
+          max_context_length: most tokens of a sequence.
+          max_sequences: number of sequences of that length without sharing.
+          budget_bytes: alternatively, a budget for as many such sequences as fit, in
+            bytes or as a string like "40GB".
+          **sizes: the other fields of `CacheConfig` except `num_blocks`.
 
         Raises:
-          ValueError: unless either `max_sequences` or `budget_bytes` is given; if not
-            even one sequence fits, or for a size that cannot work.
+          ValueError: both or neither of `max_sequences` and `budget_bytes`, a budget
+            below one sequence, or an invalid field.
 
         Example:
           >>> import jkv
@@ -321,30 +320,32 @@ class CacheConfig:
         budget_bytes: int | str | None = None,
         **overrides: Any,
     ) -> Self:
-        """Return the configuration for a Hugging Face checkpoint that fits a budget.
+        """Return the configuration for a Hugging Face checkpoint within a budget.
 
-        The folder's config.json tells layers, kv heads, head dim, longest context and
-        dtype. Sliding windows are ignored: all tokens are kept, and the log says so;
-        `GroupedConfig.from_model` keeps what they see.
+        Reads layers, kv heads, head dim, longest context and dtype from config.json.
+        Sliding windows are ignored with a log message, and all tokens are kept; use
+        `GroupedConfig.from_model` to respect them.
 
         Args:
-          folder: where config.json lies.
-          budget_bytes: bytes the whole cache may take, or text such as "40GB"; `None`
-            only with `num_blocks`.
-          **overrides: any field of `CacheConfig`, instead of what the model says;
-            `max_sequences` is 256 unless given.
+          folder: folder of config.json.
+          budget_bytes: bytes of the whole cache, as an int or a string like "40GB";
+            None only with `num_blocks`.
+          **overrides: fields of `CacheConfig` that replace the model's;
+            `max_sequences` defaults to 256.
 
         Raises:
-          FileNotFoundError: without a config.json.
-          ValueError: if no block fits, or for a model whose sizes cannot be told, or
-            whose layers differ in their heads (Gemma 4, MiMo-V2-Flash), for which
-            `GroupedConfig.from_model` has a group of each.
+          FileNotFoundError: no config.json.
+          ValueError: a budget below one block, a model of unknown sizes, or layers
+            with different heads (Gemma 4, MiMo-V2-Flash); use
+            `GroupedConfig.from_model` for these.
         """
         from jkv.config.huggingface import read_fields
 
         sizing.check_names("from_model", cls, overrides, "budget_bytes")
         if ("num_blocks" in overrides) == (budget_bytes is not None):
-            raise ValueError("give budget_bytes or num_blocks, and not both")
+            raise ValueError(
+                "from_model needs either budget_bytes or num_blocks; pass one of them"
+            )
         fields = read_fields(folder, overrides)
         if budget_bytes is None:
             return cls(**fields)
@@ -352,11 +353,11 @@ class CacheConfig:
 
     @classmethod
     def small(cls, **sizes: Any) -> Self:
-        """Return the preset for 4 GB: blocks of 16, 32 sequences of up to 4,096 tokens.
+        """Return a preset for 4 GB: blocks of 16, 32 sequences of up to 4,096 tokens.
 
         Args:
-          **sizes: `num_layers`, `num_kv_heads`, `head_dim` of the model, and whatever
-            is to differ from the preset, as for `for_memory`.
+          **sizes: `num_layers`, `num_kv_heads`, `head_dim` of the model, and overrides
+            of the preset, as for `for_memory`.
 
         Example:
           >>> import jkv
@@ -369,12 +370,20 @@ class CacheConfig:
 
     @classmethod
     def medium(cls, **sizes: Any) -> Self:
-        """Return that for 12 GB: blocks of 32, 64 sequences of up to 16,384 tokens."""
+        """Return a preset for 12 GB: blocks of 32, 64 sequences of up to 16,384 tokens.
+
+        Args:
+          **sizes: as for `small`.
+        """
         suited = dict(block_size=32, max_sequences=64, max_context_length=16_384)
         return cls.for_memory("12GB", **suited | sizes)
 
     @classmethod
     def large(cls, **sizes: Any) -> Self:
-        """Return that for 40 GB: blocks of 64, 256 sequences of up to 65,536 tokens."""
+        """Return a preset for 40 GB: blocks of 64, 256 sequences of up to 65536 tokens.
+
+        Args:
+          **sizes: as for `small`.
+        """
         suited = dict(block_size=64, max_sequences=256, max_context_length=65_536)
         return cls.for_memory("40GB", **suited | sizes)

@@ -1,7 +1,7 @@
-"""Counts of elements and bytes, and the arrays that are made of them.
+"""Validated counts, array layouts, and byte counts in readable units.
 
-Counts are ints, positive, small enough for 32-bit indices. The arithmetic is on Python
-ints, which cannot overflow. Byte counts are written and read as people do.
+Counts are positive Python ints, which cannot overflow, bounded so that indices fit in
+32 bits.
 """
 
 import math
@@ -12,13 +12,13 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
-# Ring positions are added before they are wrapped: twice the largest must fit in i32.
+# Ring positions are added before they are wrapped, so twice a count must fit in i32.
 MAX_COUNT = 2**30 - 1
 
-# Each class is compiled into the programs that take blocks.
+# Programs that allocate blocks contain code for each class.
 MOST_CLASSES = 8
 
-# Fields of a configuration whose cache finds nothing again.
+# Fields of a configuration without a prefix index.
 WITHOUT_INDEX: dict[str, Any] = {"prefix_caching": False, "keep_classes": 1}
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -30,7 +30,7 @@ _FACTORS = {
 
 
 def checked_count(name: str, value: Any) -> int:
-    """Return a size as a Python int, positive and small enough for 32-bit indices."""
+    """Return a size as a Python int in 1..MAX_COUNT, or raise ValueError."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise ValueError(
             f"{name} must be an int, got {value!r} of type {type(value).__name__}; "
@@ -44,9 +44,9 @@ def checked_count(name: str, value: Any) -> int:
 
 
 def checked_num_blocks(num_blocks: int, prefix_caching: bool) -> int:
-    """Return the size of a pool, or raise a `ValueError` that says what to change."""
+    """Return the size of a pool, or raise ValueError."""
     num_blocks = checked_count("num_blocks", num_blocks)
-    # With a prefix index the ring is twice as long, and so are sums of its indices.
+    # A prefix index doubles the ring, and so the sums of its positions.
     if prefix_caching and num_blocks > MAX_COUNT // 2:
         raise ValueError(
             f"num_blocks must be at most {MAX_COUNT // 2} with prefix_caching, got "
@@ -56,13 +56,12 @@ def checked_num_blocks(num_blocks: int, prefix_caching: bool) -> int:
 
 
 def check_classes(keep_classes: Any, prefix_caching: bool) -> int:
-    """Return the number of classes as a Python int, or say what cannot be."""
+    """Return the number of retention priorities, or raise ValueError."""
     count = checked_count("keep_classes", keep_classes)
     if count > MOST_CLASSES or (count > 1 and not prefix_caching):
         raise ValueError(
-            f"keep_classes are 1 to {MOST_CLASSES} classes of cached blocks, and more "
-            f"than one needs prefix_caching=True, without which nothing is cached: got "
-            f"{count}"
+            f"keep_classes must be 1 to {MOST_CLASSES}, and 1 without prefix_caching, "
+            f"got {count}; lower it, or set prefix_caching=True"
         )
     return count
 
@@ -70,12 +69,12 @@ def check_classes(keep_classes: Any, prefix_caching: bool) -> int:
 def check_window(
     sliding_window: Any, num_sink_tokens: Any, block_size: int, prefix_caching: bool
 ) -> tuple[int | None, int]:
-    """Return a window and its sinks as Python ints, or say what cannot be."""
+    """Return the sliding window and its sink tokens, or raise ValueError."""
     if sliding_window is None:
         if num_sink_tokens != 0:
             raise ValueError(
-                f"num_sink_tokens {num_sink_tokens!r} are kept where a window gives "
-                f"others back; give sliding_window too, or leave num_sink_tokens out"
+                f"num_sink_tokens must be 0 without sliding_window, got "
+                f"{num_sink_tokens!r}; pass sliding_window, or omit num_sink_tokens"
             )
         return None, 0
     window = checked_count("sliding_window", sliding_window)
@@ -84,9 +83,8 @@ def check_window(
         sinks = checked_count("num_sink_tokens", sinks)
     if prefix_caching and window <= block_size:
         raise ValueError(
-            f"prefix_caching needs a window that reaches into the block before, so a "
-            f"sliding_window above block_size: got {window} and {block_size}; lower "
-            f"block_size, or leave prefix_caching out"
+            f"prefix_caching needs a sliding_window above block_size: got {window} and "
+            f"{block_size}; lower block_size, or omit prefix_caching"
         )
     return window, int(sinks)
 
@@ -94,34 +92,34 @@ def check_window(
 def count_window_blocks(
     window: int, num_sink_tokens: int, block_size: int, num_tokens: int
 ) -> int:
-    """Return the most blocks of a sequence that grows by so many tokens at a time.
+    """Return the most blocks of a windowed sequence that grows by `num_tokens`.
 
-    Blocks are taken before those that the step gives back count as free. Until then a
-    sequence has what the first row of the step before saw, and this step's rows.
+    A step allocates its blocks before it releases others. Until then a sequence holds
+    the window of the previous step's first row, and the rows of both steps.
     """
     kept = window - 1 + 2 * num_tokens
-    blocks = (kept - 2) // block_size + 2  # wherever in a block they begin
+    blocks = (kept - 2) // block_size + 2  # for any offset of the first token
     return blocks - (-num_sink_tokens // block_size)
 
 
 def check_tables(max_sequences: int, max_blocks_per_sequence: int) -> None:
-    """Refuse block tables with more entries than a 32-bit index can tell apart."""
+    """Reject block tables with more entries than 32-bit indices allow."""
     entries = max_sequences * max_blocks_per_sequence
     if entries > MAX_COUNT:
         raise ValueError(
-            f"the block tables would have max_sequences * blocks per sequence = "
-            f"{max_sequences} * {max_blocks_per_sequence} = {entries} "
-            f"entries, more than {MAX_COUNT}; lower max_sequences or "
+            f"max_sequences * blocks per sequence, the entries of the block tables, "
+            f"must be at most {MAX_COUNT}, got {max_sequences} * "
+            f"{max_blocks_per_sequence} = {entries}; lower max_sequences or "
             f"max_context_length, or raise block_size"
         )
 
 
-# One number for all elements, the numbers of a short array, or those of a long one.
+# One number for all elements, or the elements of a one-dimensional array.
 Fill: TypeAlias = int | tuple[int, ...] | range
 
 
 class ArrayLayout(NamedTuple):
-    """One array of a cache."""
+    """Shape, dtype and initial contents of one array of a cache."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -144,12 +142,12 @@ def count_bytes(arrays: Iterable[ArrayLayout]) -> int:
 
 
 def within(path: str, arrays: Arrays) -> Arrays:
-    """Return the arrays of a part of a cache by their paths in the whole."""
+    """Prefix the paths of arrays."""
     return {f"{path}.{name}": array for name, array in arrays.items()}
 
 
 def human_bytes(count: float) -> str:
-    """Return a byte count in the largest binary unit that keeps it above 1.
+    """Format a byte count in the largest binary unit with a value of at least 1.
 
     Example:
       >>> human_bytes(640), human_bytes(3 * 2**29), human_bytes(2**52)
@@ -163,13 +161,13 @@ def human_bytes(count: float) -> str:
 
 
 def parse_bytes(
-    # such as `"192GiB"`, `"1.5 TB"` or a plain count; GB are 10**9 bytes, GiB are 2**30
+    # such as "192GiB", "1.5 TB" or a plain count; GB are 10**9 bytes, GiB are 2**30
     text: str | int,
 ) -> int:
-    """Return the bytes that an int, or a number with a unit, stands for.
+    """Convert an int, or a string with a unit, to bytes.
 
     Raises:
-      ValueError: for anything else, and for less than one byte.
+      ValueError: an invalid string, or less than one byte.
 
     Example:
       >>> parse_bytes("192GiB"), parse_bytes("40 GB"), parse_bytes(4096)
@@ -182,7 +180,7 @@ def parse_bytes(
             f"{text!r} is no number of bytes; write a count, or a number with a unit: "
             f"B, kB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (of 1024)"
         )
-    # Whole numbers stay exact at any size.
+    # Ints stay exact at any size.
     number = match[1].replace("_", "")
     exact = int(number) if number.isdigit() else float(number)
     count = int(exact * _FACTORS[unit])

@@ -1,8 +1,8 @@
-"""What is known of model types beside their config.json, a row for each: `FAMILIES`.
+"""Model types: defaults of transformers and kinds of layers, in `FAMILIES`.
 
-A file leaves out what transformers' classes assume, and often which of a model's layers
-have a window or a state: transformers writes `layer_types`, older files and those of
-the models' authors leave it to the model type.
+A config.json omits fields with transformers' default values, and often the kind of each
+layer: transformers writes `layer_types`, while older files, and files of the models'
+authors, imply it by the model type.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -11,42 +11,42 @@ from typing import Any, NamedTuple, TypeAlias
 from jkv.config import state_readings as states
 from jkv.config.layers import LayerState
 
-Model: TypeAlias = Mapping[str, Any]  # a language model's settings, of a config.json
-# Names the kind of each layer; returns None where nothing tells.
+Model: TypeAlias = Mapping[str, Any]  # settings of a language model in config.json
+# Returns the kind of each layer, or None if unknown.
 Namer: TypeAlias = Callable[[Model, range], list[str] | None]
 
-# Kinds of layers, as `layer_types` has them.
+# Kinds of layers, with the names of `layer_types`.
 FULL, WINDOWED = "full_attention", "sliding_attention"
-# One with a state instead of keys and values, and one with both.
+# Recurrent-state layers without and with attention.
 STATE, BOTH = "linear_attention", "attention_and_state"
 
-# Where the language model's settings lie, as the models' authors name it.
+# Keys of a nested language model, as used by the models' authors.
 PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 
 
 def full_first_of(step: int) -> Namer:
-    """The first of every so many layers sees everything, the others a window."""
+    """Return a namer for full attention in the first of every `step` layers."""
     return lambda _, layers: _mark(layers, layers[::step])
 
 
 def all_windowed(_: Model, layers: range) -> list[str]:
-    """All layers have the window that config.json speaks of."""
+    """Name all layers as windowed."""
     return _mark(layers, ())
 
 
 def late_windowed(model: Model, layers: range) -> list[str]:
-    """Layers have the window from `max_window_layers` on."""
+    """Name the layers from `max_window_layers` on as windowed."""
     return _mark(layers, layers[: model.get("max_window_layers") or 0])
 
 
 def early_windowed(model: Model, layers: range) -> list[str]:
-    """Every other layer before `max_window_layers` has the window."""
+    """Name every other layer before `max_window_layers` as windowed."""
     last = model.get("max_window_layers") or 0
     return _mark(layers, {*layers} - {*layers[:last:2]})
 
 
 def turned_windowed(is_turned: bool) -> Namer:
-    """Those layers have the window whose keys positions turn, or do not turn."""
+    """Return a namer for windows in layers with, or without, rotary embeddings."""
 
     def name(model: Model, layers: range) -> list[str]:
         every = model.get("no_rope_layer_interval") or 4
@@ -57,7 +57,7 @@ def turned_windowed(is_turned: bool) -> Namer:
 
 
 def attending_every(step: int) -> Namer:
-    """Every so many-th layer attends, the others have a state."""
+    """Return a namer for attention in every `step`-th layer and states elsewhere."""
 
     def name(model: Model, layers: range) -> list[str]:
         every = model.get("full_attention_interval") or step
@@ -67,7 +67,7 @@ def attending_every(step: int) -> Namer:
 
 
 def all_states(_: Model, layers: range) -> list[str]:
-    """All layers have a state, unless something else is said."""
+    """Name all layers as recurrent-state layers."""
     return _mark(layers, (), STATE)
 
 
@@ -86,7 +86,7 @@ def _jamba(model: Model, layers: range) -> list[str]:
 
 def _kimi_linear(model: Model, layers: range) -> list[str]:
     named = (model.get("linear_attn_config") or {}).get("full_attn_layers")
-    # Counted from one.
+    # `full_attn_layers` counts from one.
     attending = layers[4::4] if named is None else [layer - 1 for layer in named]
     return _mark(layers, attending, STATE)
 
@@ -102,7 +102,7 @@ def _mark(layers: range, full: Collection[int], other: str = WINDOWED) -> list[s
 
 
 class Sizes(NamedTuple):
-    """Sizes of a language model that is a part of one that also sees or hears."""
+    """Sizes of a language model nested in a multimodal one."""
 
     layers: int
     heads: int
@@ -123,32 +123,32 @@ class Sizes(NamedTuple):
 
 
 class Family(NamedTuple):
-    """What is known of a model type."""
+    """Defaults of a model type, and the kinds of its layers."""
 
-    # What transformers assumes of keys that are left out, of a plain model as well.
+    # Defaults of transformers, also for models that are not nested.
     kv_heads: int | None = None
     head_dim: int | None = None
     window: int | None = None
     more: Mapping[str, Any] = {}
-    sizes: Sizes | None = None  # and in a part of a model, of keys that it leaves out
-    # Names the kind of each layer. Where there is nothing that does, every so many-th
-    # layer sees everything, unless the file says how many-th.
+    sizes: Sizes | None = None  # further defaults in a multimodal model
+    # Names the kind of each layer. Without it, every `full_every`-th layer has full
+    # attention, unless config.json has another number.
     kinds: Namer | None = None
-    state: Callable[[Model], LayerState] | None = None  # of layers that have one
+    state: Callable[[Model], LayerState] | None = None  # of recurrent-state layers
     full_every: int | None = None
-    first_is_full: bool = False  # the first, or the last, sees everything besides
+    first_is_full: bool = False  # the first (last) layer has full attention, too
     last_is_full: bool = False
-    # The head dim of layers without a window, whose kv heads config.json may say; where
-    # there is a gate, only if that key is set.
+    # Head dim of layers with full attention, which may have kv heads of their own in
+    # config.json: only if the key `gate` is set, where there is a gate.
     global_head_dim: int | None = None
     gate: str | None = None
-    window_heads: int = 1  # how many times the kv heads layers with a window have
-    # `sliding_window_size` counts the tokens before the token itself.
+    window_heads: int = 1  # factor on the kv heads of windowed layers
+    # `sliding_window_size` excludes the token itself.
     counts_past: bool = False
 
     @property
     def usual(self) -> dict[str, Any]:
-        """The settings that are assumed, by the names in config.json."""
+        """The defaults, under their names in config.json."""
         named = {
             "num_key_value_heads": self.kv_heads,
             "head_dim": self.head_dim,
@@ -158,13 +158,13 @@ class Family(NamedTuple):
         return known | {**self.more}
 
 
-# Models with one latent vector a token.
+# Multi-head latent attention (MLA).
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
-# Windows that are off, and the first of the layers that would have them.
+# Windows that are off by default, and the first layer that would have one.
 OFF = {"use_sliding_window": False}
 OFF_AND_LATE = OFF | {"max_window_layers": 28}
 
-# By the names of transformers' classes; tests compare with those that are installed.
+# Keys are model types of transformers; tests compare with the installed version.
 FAMILIES: dict[str, Family] = {
     "afmoe": Family(full_every=4),
     "bamba": Family(kv_heads=8, kinds=_bamba, state=states.read_bamba),
@@ -361,20 +361,20 @@ FAMILIES: dict[str, Family] = {
 
 
 def find_family(model: Model) -> Family:
-    """Return what is known of a model's type, which may be nothing."""
+    """Return the entry of a model's type, empty for unknown types."""
     return FAMILIES.get(str(model.get("model_type")), Family())
 
 
 class TextPart(NamedTuple):
-    """The settings of a language model, and those of what it is a part of."""
+    """The settings of a language model and of the models around it."""
 
     model: dict[str, Any]
-    around: list[dict[str, Any]]  # the parts that hold it, innermost first
+    around: list[dict[str, Any]]  # enclosing settings, innermost first
     notes: list[str]
 
 
 def find_text_part(raw: dict[str, Any]) -> TextPart:
-    """Return the language model's settings; of a plain model, all there are."""
+    """Return the settings of the (possibly nested) language model."""
     model, name = raw, ""
     around: list[dict[str, Any]] = []
     while inner := next((p for p in PARTS if isinstance(model.get(p), dict)), None):
@@ -384,7 +384,7 @@ def find_text_part(raw: dict[str, Any]) -> TextPart:
         return TextPart(model, around, [])
     sizes = find_family(model).sizes
     defaults = {} if sizes is None else sizes.settings
-    # Heads that are not named are as many as the queries', if those are.
+    # Without a default of their own, kv heads equal the query heads.
     has_heads = "num_attention_heads" in model
     filled = {
         size: value

@@ -1,8 +1,8 @@
-"""The head of a GGUF file: its metadata, where its tensors lie, and a model's sizes.
+"""Reader of the head of a GGUF file: metadata, tensor locations and model sizes.
 
-The format is ggml's (docs/gguf.md there), versions 2 and 3, which differ in nothing
-that is read here. The package gguf makes arrays of each token of a vocabulary, which
-takes 9 seconds for Gemma's 262,144; here a token is a slice.
+The format is ggml's (docs/gguf.md there), versions 2 and 3, which do not differ in the
+parts read here. The package gguf makes an array of each token of a vocabulary, 9
+seconds for Gemma's 262,144; here a token is a slice.
 """
 
 import math
@@ -18,15 +18,15 @@ SUFFIX = ".gguf"
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 
-# Kinds of metadata, by the format's numbers: a text stands behind its length, an array
-# behind the kind and the number of its elements, a number is numpy's.
+# Types of metadata by the format's numbers: a string follows its length, an array its
+# type and number of elements, and numbers are in numpy's representation.
 TEXT, ARRAY = 8, 9
 NUMBERS = {
     **{0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?"},
     **{10: "<u8", 11: "<i8", 12: "<f8"},
 }
 
-# The architectures that are served, and what transformers calls each.
+# Supported architectures, and their model types in transformers.
 MODEL_TYPES = {
     "llama": "llama",
     "qwen2": "qwen2",
@@ -47,27 +47,27 @@ HAVE_WINDOWS = {"gemma2", "gemma3", "phi3"}
 
 
 class TensorInfo(NamedTuple):
-    """Where a tensor lies."""
+    """The location of a tensor in a file."""
 
     path: Path
-    shape: tuple[int, ...]  # of its numbers, the last axis contiguous
-    kind: int  # as the format counts them
-    offset: int  # in the file
+    shape: tuple[int, ...]  # in elements, last axis contiguous
+    kind: int  # type number of the format
+    offset: int  # from the start of the file
 
 
 class GGUFile(NamedTuple):
-    """One model, in one file or in several that it was split into."""
+    """One model in one file, or split over several."""
 
     paths: tuple[Path, ...]
     metadata: dict[str, Any]
-    tensors: dict[str, TensorInfo]  # by GGUF's names
+    tensors: dict[str, TensorInfo]  # by GGUF name
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return what the file says of its architecture, such as "block_count"."""
+        """Return a field of the architecture, such as "block_count"."""
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
     def need(self, key: str) -> Any:
-        """Return the same, which must be there."""
+        """Return a field of the architecture, or raise ValueError without it."""
         found = self.get(key)
         if found is None:
             raise ValueError(
@@ -81,12 +81,12 @@ class GGUFile(NamedTuple):
 
     @property
     def model_type(self) -> str:
-        """What transformers calls the architecture, one of those that are served."""
+        """Model type in transformers; raises ValueError if it is not supported."""
         kind = self.architecture
         if kind not in MODEL_TYPES:
             raise ValueError(
-                f"{self.paths[0]} holds a model of the architecture {kind!r}; of GGUF "
-                f"files {', '.join(MODEL_TYPES)} are served: take the model's "
+                f"{self.paths[0]} holds a model of architecture {kind!r}; supported "
+                f"in GGUF files are {', '.join(MODEL_TYPES)}; use the model's "
                 "safetensors"
             )
         is_mixtral = kind == "llama" and self.get("expert_count")
@@ -94,17 +94,17 @@ class GGUFile(NamedTuple):
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model, without those that guess further tokens."""
+        """Layers of the model, without layers for multi-token prediction."""
         return int(self.need("block_count") - self.get("nextn_predict_layers", 0))
 
     @property
     def num_weights(self) -> int:
-        """Numbers of all tensors together."""
+        """Number of weights in all tensors."""
         return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
 
 
 def find_file(model: str | Path) -> Path | None:
-    """Return the GGUF file that is named, or that of a folder without a config.json."""
+    """Return the path of a GGUF file, also in a folder without a config.json."""
     path = Path(model)
     if path.suffix.lower() == SUFFIX and not path.is_dir():
         return path
@@ -122,9 +122,11 @@ def find_file(model: str | Path) -> Path | None:
 
 
 def read_file(path: Path) -> GGUFile:
-    """Read the head of a GGUF file, and those of others that it was split into.
+    """Read the head of a GGUF file and of the files that it was split into.
 
-    One that is damaged, cut off or missing is refused.
+    Raises:
+      FileNotFoundError: a missing file or part.
+      ValueError: a damaged file, or metadata of wrong types.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not there")
@@ -137,18 +139,19 @@ def read_file(path: Path) -> GGUFile:
 
 
 def describe_model(file: GGUFile) -> dict[str, Any]:
-    """Return what the config.json of a model's checkpoint would say of its cache."""
+    """Return the fields of an equivalent config.json that determine the cache."""
     model_type, kind, path = file.model_type, file.architecture, file.paths[0]
     window = file.get("attention.sliding_window") or None
     if kind == "olmo2" and window:
         raise ValueError(
-            f"{path} has windows, as Olmo 3; of GGUF files of the architecture 'olmo2' "
-            "those without are served: take the model's safetensors"
+            f"{path} has sliding windows, as Olmo 3; of the architecture 'olmo2' "
+            "only full attention is supported in GGUF files; use the model's "
+            "safetensors"
         )
     heads, hidden = file.need("attention.head_count"), file.need("embedding_length")
     kv_heads = file.get("attention.head_count_kv", heads)
     if not isinstance(heads, int) or not isinstance(kv_heads, int):
-        raise ValueError(f"{path}: layers of different heads are not served")
+        raise ValueError(f"{path}: layers with different heads are not supported")
     sizes = dict(
         model_type=model_type,
         hidden_size=hidden,
@@ -164,7 +167,7 @@ def describe_model(file: GGUFile) -> dict[str, Any]:
 
 
 def _find_parts(path: Path) -> tuple[Path, ...]:
-    """Return the files that a model was split into, NAME-00001-of-00003.gguf first."""
+    """Return all parts of a split file, NAME-00001-of-00003.gguf first."""
     stem, _, count = path.stem.rpartition("-of-")
     name, _, number = stem.rpartition("-")
     if not (count.isdigit() and number.isdigit() and len(number) == len(count) == 5):
@@ -175,12 +178,12 @@ def _find_parts(path: Path) -> tuple[Path, ...]:
     )
     missing = [part.name for part in parts if not part.is_file()]
     if missing:
-        raise FileNotFoundError(f"{path} was split, and lacks the parts {missing}")
+        raise FileNotFoundError(f"{path} is split, and lacks the parts {missing}")
     return parts
 
 
 def _read_head(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
-    """Return the metadata of one file, and where its tensors lie."""
+    """Return the metadata and tensor locations of one file."""
     with path.open("rb") as file:
         start = file.read(len(MAGIC))
     if start != MAGIC:
@@ -189,12 +192,12 @@ def _read_head(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
         return _Reader(path).read_head()
     except (ValueError, RecursionError) as error:
         raise ValueError(
-            f"{path} is damaged or cut off, or its version is not known ({error})"
+            f"{path} is damaged or cut off, or of an unknown version ({error})"
         ) from error
 
 
 class _Reader:
-    """Reads one value after the other; ValueError where the file ends before."""
+    """Sequential reader of values; raises ValueError at the end of the file."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._data = path, np.memmap(path, mode="r").data
@@ -203,22 +206,22 @@ class _Reader:
     def read_head(self) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
         if (version := self._read_number("<u4")) not in VERSIONS:
             raise ValueError(
-                f"its version is {version}, and {VERSIONS} are read; files of "
-                "big-endian machines are not"
+                f"its version must be one of {VERSIONS}, got {version}; big-endian "
+                "files are not supported"
             )
         num_tensors, num_fields = self._read_number("<u8"), self._read_number("<u8")
         metadata = self._read_table(num_fields, self._read_field)
         tensors = self._read_table(num_tensors, self._read_tensor)
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
-            raise ValueError(f"its alignment is {alignment!r}")
+            raise ValueError(f"its alignment must be an int >= 1, got {alignment!r}")
         begin = -(-self._position // alignment) * alignment
         for name, tensor in tensors.items():
             tensors[name] = tensor._replace(offset=begin + tensor.offset)
         return metadata, tensors
 
     def _read_table(self, count: int, read: Callable[[], Any]) -> dict[str, Any]:
-        """Return as many values by their names."""
+        """Read `count` named values."""
         found: dict[str, Any] = {}
         for _ in range(self._check(count)):
             name = self._read_text()
@@ -231,7 +234,7 @@ class _Reader:
         return self._read_value(self._read_number("<u4"))
 
     def _read_tensor(self) -> TensorInfo:
-        """Return where a tensor is, behind the head's end."""
+        """Read a tensor's location, relative to the end of the head."""
         shape = tuple(self._read_numbers("<u8", self._read_number("<u4"))[::-1])
         kind, offset = self._read_number("<u4"), self._read_number("<u8")
         return TensorInfo(self._path, shape or (1,), kind, offset)
@@ -250,7 +253,7 @@ class _Reader:
         if kind not in NUMBERS:
             raise ValueError(f"it holds metadata of the unknown kind {kind}")
         value = self._read_number(NUMBERS[kind])
-        # Kept as float32: the decimal that was meant, not 9.99999997e-07.
+        # The shortest decimal of the float32, not 9.99999997e-07.
         return float(str(np.float32(value))) if NUMBERS[kind] == "<f4" else value
 
     def _read_text(self) -> str:
@@ -266,7 +269,7 @@ class _Reader:
         return found.tolist()
 
     def _check(self, count: int) -> int:
-        """Return how many bytes, or values of a byte or more, are to come."""
+        """Return the count if that many bytes remain, or raise ValueError."""
         if count > len(self._data) - self._position:
             raise ValueError("it ends before its metadata does")
         return count

@@ -1,7 +1,7 @@
-"""The kinds of values that a GGUF file's metadata must have, where they are read.
+"""Validation of the types of a GGUF file's metadata.
 
-A file says itself of which kind each value is: one that was written wrongly has a
-number where an array belongs, or no heads, and would end in an error far from here.
+A file declares the type of each value itself. A number in place of an array, or zero
+heads, would cause an error far from the file.
 """
 
 import math
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Kind(NamedTuple):
-    """What a value must be."""
+    """The required type of a value, in words and as a predicate."""
 
     words: str
     allows: Callable[[Any], bool]
@@ -107,10 +107,10 @@ OF_ARCHITECTURES = {
 
 
 def check_metadata(path: Any, metadata: Mapping[str, Any]) -> None:
-    """Refuse metadata of a wrong kind.
+    """Check the types and ranges of the metadata that jkv reads.
 
     Raises:
-      ValueError: with the file's name, the key, and what it must be.
+      ValueError: naming the file, the key and its required type.
     """
     architecture = metadata.get("general.architecture")
     kinds = SHARED | {
@@ -126,15 +126,15 @@ def check_metadata(path: Any, metadata: Mapping[str, Any]) -> None:
             _check(path, key, metadata[key], COUNT)
             if tokens is not None and metadata[key] >= len(tokens):
                 raise ValueError(
-                    f"{path}: {key} is {metadata[key]}, and the file has "
-                    f"{len(tokens)} tokens"
+                    f"{path}: {key} must be below {len(tokens)}, the number of tokens, "
+                    f"got {metadata[key]}"
                 )
     for name in ("scores", "token_type"):
         key = f"tokenizer.ggml.{name}"
         if tokens is not None and len(metadata.get(key, tokens)) != len(tokens):
             raise ValueError(
-                f"{path}: {key} has {len(metadata[key])} entries, and the file has "
-                f"{len(tokens)} tokens"
+                f"{path}: {key} must have {len(tokens)} entries, one for each token, "
+                f"got {len(metadata[key])}"
             )
 
 

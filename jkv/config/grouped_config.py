@@ -1,9 +1,8 @@
-"""GroupedConfig: the sizes of a cache whose layers differ in what they keep.
+"""GroupedConfig: the sizes of a cache with several groups of layers.
 
-Layers whose keys and values have the same life are a group: those that see everything,
-and those of each window; layers with other heads are a group of their own. Such a group
-has a pool. Layers that keep a state instead are groups, too. The sequences are the same
-in all of them.
+A group holds the layers with equal heads and an equal sliding window (or full
+attention), and has a pool of its own; or recurrent-state layers. All groups share the
+sequences.
 """
 
 import dataclasses
@@ -24,38 +23,38 @@ from jkv.config.counts import (
 from jkv.config.layout import AnySizes, describe, lay_out
 from jkv.config.state_config import StateConfig
 
-# The groups of a layer by their numbers: one, or a tuple of none, one, or one with
-# blocks and one with a state.
+# Group numbers of a layer: an int, or a tuple of none, of one, or of one with blocks
+# and one with states.
 LayerGroups: TypeAlias = int | tuple[int, ...]
 
-# Fields in which all groups of a model agree, and all of its groups with a state.
+# Fields that must agree in all groups, and in all groups with states.
 SHARED = ("max_sequences", "max_context_length", "block_size")
-KINDS: tuple[type, ...] = (CacheConfig, StateConfig)  # what a group may be
+KINDS: tuple[type, ...] = (CacheConfig, StateConfig)  # allowed classes of a group
 OF_STATES = ("num_snapshots", "snapshot_every", "max_pending")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedConfig:
-    """Sizes of a cache for a model whose layers differ in what they keep.
+    """Sizes of a cache for a model with several kinds of layers.
 
     Args:
-      groups: a `CacheConfig` for each group of layers that attend, a `StateConfig` for
-        each group of layers with a state, in any order. All have the same
-        `max_sequences`, `max_context_length`, `block_size`; those with a state also the
-        same `num_snapshots`, `snapshot_every`, `max_pending`.
-      layer_groups: the group of each layer of the model, by its number in `groups`;
-        `()` for a layer that keeps nothing, a tuple of two for one that attends and has
-        a state. A tuple of one means its number.
-      prefix_caching: index full blocks by their tokens, as in a `CacheConfig`, so that
-        a prompt goes on from what all groups have of an earlier one. Takes 4 bytes a
-        token and 116 a block (128 with a sliding window) of the first group that sees
-        furthest, 4 more for each other group, and 12 a block of the others. Groups with
-        a state need `num_snapshots` and `snapshot_every`, and 4 bytes more for each
-        token that a sequence may have.
-      keep_classes: classes of cached blocks in each group, as in a `CacheConfig`.
+      groups: a `CacheConfig` for each group of attention layers and a `StateConfig`
+        for each group of recurrent-state layers, in any order. All have equal
+        `max_sequences`, `max_context_length`, `block_size`; state groups also have
+        equal `num_snapshots`, `snapshot_every`, `max_pending`.
+      layer_groups: for each layer of the model, the index of its group; `()` for a
+        layer without cached data, a pair for a layer with both attention and a state.
+        A tuple of one is the same as its index.
+      prefix_caching: index full blocks by their tokens, as in a `CacheConfig`; a prefix
+        is reused as far as all groups have it cached. Takes 4 bytes per token and 116
+        per block (128 with a sliding window) of the first group with the longest
+        window, 4 more per block for each other group, and 12 per block of the others.
+        State groups need `num_snapshots` and `snapshot_every`, and 4 more bytes per
+        token of the longest context.
+      keep_classes: number of retention priorities in each group, as in a `CacheConfig`.
 
     Raises:
-      ValueError: for groups that cannot work together, saying what to change.
+      ValueError: inconsistent groups, or an invalid field.
 
     Example:
       >>> import jkv
@@ -87,8 +86,8 @@ class GroupedConfig:
         if any(group.prefix_caching for group in self.block_groups):
             if len(self.groups) > 1:
                 raise ValueError(
-                    "groups of layers have one prefix index together: leave "
-                    "prefix_caching out of the groups, and give it to the whole, as in "
+                    "prefix_caching must be set on GroupedConfig, as all groups share "
+                    "one index; omit it in the groups, as in "
                     "GroupedConfig(..., prefix_caching=True)"
                 )
             object.__setattr__(self, "prefix_caching", True)
@@ -118,26 +117,26 @@ class GroupedConfig:
                 group.num_snapshots and group.snapshot_every
             ):
                 raise ValueError(
-                    f"prefix_caching with a state needs copies of it to go on from: "
-                    f"give StateConfig num_snapshots and snapshot_every, a multiple of "
-                    f"block_size (got {group.num_snapshots} and {group.snapshot_every})"
+                    f"num_snapshots and snapshot_every (a multiple of block_size) must "
+                    f"be given to StateConfig with prefix_caching, got "
+                    f"{group.num_snapshots} and {group.snapshot_every}"
                 )
 
     def _check_layers(self) -> None:
-        """Reject layers whose groups there are not, and groups without their layers."""
+        """Check that layer_groups and the groups' num_layers are consistent."""
         named = [group for layer in self.groups_of_layers for group in layer]
         if not self.groups or not set(named) <= {*range(len(self.groups))}:
             raise ValueError(
                 f"layer_groups must name one of {len(self.groups)} groups for each "
-                f"layer, by its number, or () for none, got {self.layer_groups}"
+                f"layer, by its index, or () for none, got {self.layer_groups}"
             )
         for layer, groups in enumerate(self.groups_of_layers):
             kinds = [self.groups[i].sizes.kind for i in groups]
             for kind in kinds:
                 if kinds.count(kind) > 1:
                     raise ValueError(
-                        f"a layer can be in at most one group with {kind}, and "
-                        f"layer_groups puts layer {layer} in {groups}"
+                        f"layer_groups must put a layer in at most one group with "
+                        f"{kind}, got {groups} for layer {layer}"
                     )
         for i, group in enumerate(self.groups):
             if group.num_layers != named.count(i):
@@ -148,29 +147,29 @@ class GroupedConfig:
 
     @property
     def groups_of_layers(self) -> tuple[tuple[int, ...], ...]:
-        """The groups of each layer of the model, as `Cache.layer_groups` has them."""
+        """The groups of each layer of the model, as in `Cache.layer_groups`."""
         return tuple(
             each if isinstance(each, tuple) else (each,) for each in self.layer_groups
         )
 
     @property
     def block_groups(self) -> tuple[CacheConfig, ...]:
-        """The groups with blocks, in their order."""
+        """The groups with blocks, in order."""
         return tuple(each for each in self.groups if isinstance(each, CacheConfig))
 
     @property
     def state_groups(self) -> tuple[StateConfig, ...]:
-        """The groups with a state, in their order."""
+        """The groups with states, in order."""
         return tuple(each for each in self.groups if isinstance(each, StateConfig))
 
     @property
     def max_sequences(self) -> int:
-        """Sequences open at one time, S."""
+        """Most open sequences, S."""
         return self.groups[0].max_sequences
 
     @property
     def max_context_length(self) -> int:
-        """Tokens that one sequence may have."""
+        """Most tokens of one sequence."""
         return self.groups[0].max_context_length
 
     @property
@@ -180,7 +179,7 @@ class GroupedConfig:
 
     @property
     def sizes(self) -> tuple[AnySizes, ...]:
-        """The fields of each group as `jkv.config.layout` takes them."""
+        """The sizes of each group, as input of `jkv.config.layout`."""
         return tuple(
             group.sizes._replace(keep_classes=self.keep_classes)
             if isinstance(group, CacheConfig)
@@ -190,32 +189,29 @@ class GroupedConfig:
 
     @property
     def arrays(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shape and dtype of every array of the cache, by its path in the cache."""
+        """Shape and dtype of every array of the cache, by path."""
         arrays = lay_out(self.sizes, self.prefix_caching)
         return {name: array.struct for name, array in arrays.items()}
 
     @property
     def bytes(self) -> int:
-        """Bytes of the whole cache, equal to the sum of the arrays' `nbytes`."""
+        """Bytes of the cache: the sum of its arrays' `nbytes`."""
         arrays = lay_out(self.sizes, self.prefix_caching)
         return count_bytes(arrays.values())
 
     @property
     def storage_bytes(self) -> int:
-        """Bytes of keys and values of all groups, with their scales, and of states.
-
-        Snapshots of states are among them.
-        """
+        """Bytes of keys, values, scales and states of all groups, with snapshots."""
         stored = (each.lay_out_storage(self.prefix_caching) for each in self.sizes)
         return sum(count_bytes(each.values()) for each in stored)
 
     @property
     def metadata_bytes(self) -> int:
-        """Bytes of everything else."""
+        """Bytes of the metadata: all arrays but the storage."""
         return self.bytes - self.storage_bytes
 
     def __str__(self) -> str:
-        """Say it in human units: two lines for each group, and two for the whole."""
+        """Summarize the configuration in two lines per group and two for the whole."""
         return "\n".join(describe(self.sizes, self.prefix_caching, numbered=True))
 
     @classmethod
@@ -230,21 +226,21 @@ class GroupedConfig:
         prefix_caching: bool = False,
         **sizes: Any,
     ) -> Self:
-        """Return a configuration whose pools never refuse for want of blocks.
+        """Return a configuration with pools that never run out of blocks.
 
-        It has a group for each different window; the one that sees furthest is the
-        first.
+        Makes a group for each distinct window, the longest (full attention) first.
 
         Args:
-          max_context_length: as `CacheConfig.for_context_length` has it, like
+          max_context_length: as for `CacheConfig.for_context_length`, like
             `max_sequences` and `budget_bytes`.
-          layer_windows: the window of each layer of the model, None for all tokens.
-          step_tokens: the most tokens that one `append` adds to a sequence.
+          layer_windows: sliding window of each layer of the model, None for full
+            attention.
+          step_tokens: most tokens that one `append` adds to a sequence.
           prefix_caching: index full blocks by their tokens.
-          **sizes: the other fields of `CacheConfig`, the same for all groups.
+          **sizes: the other fields of `CacheConfig`, equal in all groups.
 
         Raises:
-          ValueError: as there.
+          ValueError: as for `CacheConfig.for_context_length`.
         """
         return grouping.fit_context_length(
             cls,
@@ -272,28 +268,26 @@ class GroupedConfig:
     ) -> Self:
         """Return the configuration for a Hugging Face checkpoint.
 
-        The folder's config.json tells which layers have a window, which have other
-        heads than the rest, and which have a state, beside what
-        `CacheConfig.from_model` reads of it. There is a group for each different window
-        and each kind of heads; those that see furthest come first, those with a state
-        last. States are summed in float32 and otherwise of the model's dtype; the names
-        of their arrays are those of `jkv.config.state_readings`.
+        Beside the sizes for `CacheConfig.from_model`, reads the sliding windows, heads
+        and states of the layers from config.json. Makes a group for each distinct
+        window and heads, the longest window first, then a group for each distinct
+        state. Accumulated states are float32, others of the model's dtype; their names
+        are listed in `jkv.config.state_readings`.
 
         Args:
-          folder: where config.json lies.
-          max_sequences: sequences of the longest context, as `for_context_length` has
-            it, like `budget_bytes`, `step_tokens` and `prefix_caching`.
-          max_pending: of layers with a state: tokens that may be taken back.
-          num_snapshots: of the same, with prefix caching: copies that are kept.
-          snapshot_every: of the same: the lengths at which copies are made.
-          **overrides: fields of `CacheConfig`, instead of what the model says. With
-            `num_layers` there are groups for so many layers with keys and values, and
-            none for states.
+          folder: folder of config.json.
+          max_sequences: as for `for_context_length`, like `budget_bytes`,
+            `step_tokens` and `prefix_caching`.
+          max_pending: of state groups: most pending tokens.
+          num_snapshots: of state groups, with prefix caching: number of snapshots.
+          snapshot_every: of state groups: interval of snapshots in tokens.
+          **overrides: fields of `CacheConfig` that replace the model's. `num_layers`
+            is the number of attention layers, and disables groups for states.
 
         Raises:
-          FileNotFoundError: without a config.json.
-          ValueError: as `for_context_length`, for a model of unknown sizes, or for
-            fields of states where the model has none.
+          FileNotFoundError: no config.json.
+          ValueError: as for `for_context_length`, a model of unknown sizes, or fields
+            of states for a model without any.
         """
         from jkv.config.huggingface import read_sizes
 
@@ -305,8 +299,8 @@ class GroupedConfig:
         )
         if found.layers is None and any(of_states.values()):
             raise ValueError(
-                f"{folder}: {', '.join(of_states)} are for layers with a state, and "
-                f"there are none"
+                f"{folder}: {', '.join(of_states)} need recurrent-state layers, and "
+                f"there are none; omit them"
             )
         sizes = dict(found.fields | overrides)
         del sizes["num_layers"]
@@ -332,7 +326,7 @@ def _check_same(names: Sequence[str], groups: Sequence[object], which: str) -> N
 
 
 def as_grouped(config: CacheConfig | StateConfig | GroupedConfig) -> GroupedConfig:
-    """Return a configuration as groups: one of all layers, if it knows of none."""
+    """Return the configuration as a `GroupedConfig` of one or more groups."""
     if isinstance(config, GroupedConfig):
         return config
     return GroupedConfig(groups=(config,), layer_groups=(0,) * config.num_layers)

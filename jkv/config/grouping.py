@@ -1,7 +1,6 @@
-"""How the layers of a model become groups, and how many blocks each group needs.
+"""Partition of a model's layers into groups, and the size of each group's pool.
 
-`GroupedConfig` hands its classmethods on to `fit_context_length`, and is itself handed
-to it as `make`.
+`GroupedConfig` passes itself as `make`, to avoid a cyclic import.
 """
 
 import dataclasses
@@ -17,27 +16,27 @@ Config = TypeVar("Config", bound=Weighed)
 
 
 class ModelLayers(NamedTuple):
-    """The layers of a model, by what they keep."""
+    """The layers of a model by their cached data."""
 
-    windows: Sequence[int | None]  # of those with keys and values; None: all tokens
-    heads: Sequence[Heads] | None = None  # likewise, if they differ
-    kept: Sequence[Kept] | None = None  # what all layers keep, if some have a state
-    # Fields of `StateConfig` that are the same for all groups with a state.
+    windows: Sequence[int | None]  # of attention layers; None for full attention
+    heads: Sequence[Heads] | None = None  # of attention layers, if they differ
+    kept: Sequence[Kept] | None = None  # of all layers, if some have a state
+    # Fields of `StateConfig` that are equal in all state groups.
     of_states: Mapping[str, Any] = {}
 
 
 def fit_context_length(
-    make: Callable[..., Config],  # what takes the fields of a `GroupedConfig`
+    make: Callable[..., Config],  # GroupedConfig
     layers: ModelLayers,
-    sizes: dict[str, Any],  # fields of `CacheConfig` that are the same for all groups
+    sizes: dict[str, Any],  # fields of `CacheConfig` that are equal in all groups
     *,
-    max_sequences: int | None,  # sequences that may all be of the longest context
-    # for as many of them as fit these bytes, or text such as "40GB"
+    max_sequences: int | None,  # sequences of the longest context
+    # alternatively, a budget for as many as fit, in bytes or like "40GB"
     budget_bytes: int | str | None,
-    step_tokens: int,  # the most tokens that one `append` adds to a sequence
-    prefix_caching: bool,  # index full blocks by their tokens
+    step_tokens: int,  # most tokens that one `append` adds to a sequence
+    prefix_caching: bool,
 ) -> Config:
-    """Return one that never lacks blocks: `GroupedConfig.for_context_length`."""
+    """Implement `GroupedConfig.for_context_length`."""
 
     def fit_sequences(count: int) -> Config:
         groups, numbers = _make_groups(layers, count, step_tokens, sizes)
@@ -59,7 +58,7 @@ def fit_context_length(
 def _make_groups(
     layers: ModelLayers, max_sequences: int, step_tokens: int, sizes: dict[str, Any]
 ) -> tuple[tuple[CacheConfig, ...], tuple[int, ...]]:
-    """Return the groups, those that see furthest first, and the group of each layer."""
+    """Return the block groups, longest window first, and each layer's group."""
     ordered = order_windows(layers.windows)
     heads = layers.heads or (None,) * len(layers.windows)
     each = [*zip(layers.windows, heads, strict=False)]
@@ -85,7 +84,7 @@ def _make_state_groups(
     sizes: Mapping[str, Any],
     fields: Mapping[str, Any],
 ) -> dict[LayerState, StateConfig]:
-    """Return a group for each different state, in the order of the layers."""
+    """Return a group for each distinct state, in the order of the layers."""
     states = [layer.state for layer in kept if layer.state is not None]
     has_inputs = bool(fields.get("max_pending"))
     return {
@@ -102,10 +101,10 @@ def _make_state_groups(
 
 
 def _number_groups(
-    kept: Sequence[Kept],  # what each layer keeps
-    layer_groups: Sequence[int],  # the group of each layer with keys and values
-    states: Sequence[LayerState],  # those that are groups
-    first: int,  # the number of the first of these
+    kept: Sequence[Kept],  # of each layer
+    layer_groups: Sequence[int],  # group of each attention layer
+    states: Sequence[LayerState],  # one for each state group
+    first: int,  # index of the first state group
 ) -> tuple[int | tuple[int, ...], ...]:
     """Return the groups of each layer of the model."""
     attending, numbers = iter(layer_groups), []

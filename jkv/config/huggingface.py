@@ -1,7 +1,7 @@
-"""What a Hugging Face config.json says about a model's keys and values.
+"""Cache sizes of a model from its Hugging Face config.json.
 
-Only the sizes of its cache are read. Whatever would make them wrong is refused by name,
-unless the caller gives the number it is needed for.
+Settings that would make the sizes wrong are rejected by name, unless the caller passes
+the affected field.
 """
 
 import json
@@ -17,10 +17,10 @@ from jkv.config.layers import Heads, Kept, count_windows
 
 logger = logging.getLogger("jkv.config")
 
-# Sequences that a model's cache makes room for, unless told otherwise.
+# Default of max_sequences for a model's cache.
 DEFAULT_SEQUENCES = 256
 
-# One size goes by several names.
+# Alternative names of sizes.
 NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 NUM_HEADS = ("num_attention_heads", "n_head", "n_heads")
@@ -43,10 +43,10 @@ CONTEXT_LENGTH = (
     "seq_length",
     "model_max_length",
 )
-# What Bloom, Falcon and the first Mambas, which name none, were trained with.
+# Training context of Bloom, Falcon and the first Mamba models, which name none.
 USUAL_CONTEXT = 2048
 
-# Keys of models whose layers differ in a way that one pool cannot mirror unasked.
+# Keys of models with several kinds of layers, which one pool cannot represent.
 MIXED_LAYERS = (
     "attn_layer_indices",
     "attn_layer_period",
@@ -58,25 +58,25 @@ MIXED_LAYERS = (
 
 GLOBAL_HEADS = ("global_head_dim", "num_global_key_value_heads")
 
-# Keys that name the kind of each layer.
+# Keys that list the kind of each layer.
 LISTS_OF_LAYERS = ("attn_type_list", "layer_types", "layers_block_type")
 
 MIXED_HEADS = ("global_head_dim", "num_global_key_value_heads", "block_configs")
 
-# The fields that say what a token takes in a layer.
+# The fields that determine the bytes of a token in a layer.
 HEADS = ("num_kv_heads", "head_dim", "value_head_dim")
 
 
 class ModelSizes(NamedTuple):
-    """The fields of a `CacheConfig` that a model decides, and what to know of them."""
+    """Fields of a `CacheConfig` from a model, with notes and per-layer settings."""
 
     fields: dict[str, Any]
     notes: list[str]
-    # The window of each layer that keeps keys and values, None for all tokens.
+    # Sliding window of each attention layer, None for full attention.
     layer_windows: tuple[int | None, ...]
-    # The heads of each of them, where they differ: `fields` then has none.
+    # Heads of each attention layer if they differ; `fields` then has none.
     layer_heads: tuple[Heads, ...] | None
-    # What each layer of the model keeps, where some have a state and it was asked for.
+    # Cached data of each layer, with `with_states` and recurrent-state layers.
     layers: tuple[Kept, ...] | None = None
 
 
@@ -85,10 +85,10 @@ def read_sizes(
 ) -> ModelSizes:
     """Read the sizes of a model's cache from its config.json.
 
-    It lies in a checkpoint's folder, or is named; so is a GGUF file. What fields of
-    `CacheConfig` stand for that are given is not looked at: with `num_layers` these are
-    the layers with keys and values, and nothing is said of states. Those are read if
-    they are asked for, and then a model without any attention has no fields for heads.
+    The path is a checkpoint's folder, its config.json or a GGUF file. Settings are not
+    read for fields in `given`; a given `num_layers` counts attention layers and
+    excludes states. With `with_states`, a model without attention has no fields for
+    heads.
     """
     path = find_file(folder)
     raw = describe_model(read_file(path)) if path else _read_json(path := Path(folder))
@@ -99,13 +99,13 @@ def read_sizes(
 
 
 def read_fields(folder: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `CacheConfig` for a model, all layers in one pool."""
+    """Return the fields of a `CacheConfig` with all layers in one pool."""
     sizes = read_sizes(folder, given)
     fields, notes = sizes.fields, sizes.notes
     if not fields["num_layers"]:
         raise ValueError(
-            f"{folder}: none of its layers has keys and values; "
-            f"GroupedConfig.from_model has a group for their states"
+            f"{folder}: none of its layers has keys and values; use "
+            f"GroupedConfig.from_model for its states"
         )
     layer_kinds.refuse_different(sizes.layer_heads, folder)
     windows = count_windows(sizes.layer_windows)
@@ -113,7 +113,7 @@ def read_fields(folder: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:
         notes.append(
             f"a sliding window of {windows.length} tokens is ignored: all tokens are "
             f"kept ({windows.num_layers} of {fields['num_layers']} layers have it); "
-            f"GroupedConfig.from_model keeps what they see"
+            f"use GroupedConfig.from_model to release tokens left of it"
         )
     for note in notes:
         logger.info("%s: %s", folder, note)
@@ -124,15 +124,15 @@ def _read_json(path: Path) -> dict[str, Any]:
     path = path if path.is_file() else path / "config.json"
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path} is missing; give the folder of a checkpoint in the format of "
-            f"Hugging Face, or a GGUF file"
+            f"{path} is missing; pass the folder of a Hugging Face checkpoint, or a "
+            f"GGUF file"
         )
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from None
     if not isinstance(raw, dict):
-        raise ValueError(f"{path} holds no object of settings")
+        raise ValueError(f"{path} must hold a JSON object, and is no object")
     return raw
 
 
@@ -143,7 +143,7 @@ def _sizes(
     model = find_family(model).usual | model
     if model.get("is_encoder_decoder") or raw.get("is_encoder_decoder"):
         raise ValueError(
-            "encoders with decoders keep a second cache, which jkv has not"
+            "encoder-decoder models need a second cache, which jkv does not support"
         )
     totals = [*(model.get(name) for name in NUM_LAYERS), given.get("num_layers")]
     total = next((number for number in totals if isinstance(number, int)), 0)
@@ -180,7 +180,7 @@ def _sizes(
 def _list_kept(
     model: dict[str, Any], kinds: list[str] | None
 ) -> tuple[Kept, ...] | None:
-    """Return what each layer keeps, None if none has a state."""
+    """Return the cached data of each layer, None without recurrent-state layers."""
     if kinds is None or layer_kinds.WITH_STATE.isdisjoint(kinds):
         return None
     attends = [kind in layer_kinds.ATTENDING for kind in kinds]
@@ -190,12 +190,12 @@ def _list_kept(
 def _num_layers(
     model: dict[str, Any], kinds: list[str] | None, notes: list[str]
 ) -> int:
-    """Count the layers that have keys and values of their own."""
+    """Count the layers with keys and values of their own."""
     total = len(kinds) if kinds else _read_count(model, NUM_LAYERS, "num_layers")
     if model.get("use_cla"):
         raise ValueError(
-            "layers use the keys and values of others (use_cla); give num_layers, how "
-            "many have their own"
+            "layers share keys and values (use_cla); give num_layers, the number of "
+            "layers with their own"
         )
     is_listed = any(model.get(name) for name in LISTS_OF_LAYERS)
     if not is_listed and (kinds is None or layer_kinds.WITH_STATE.isdisjoint(kinds)):
@@ -203,12 +203,12 @@ def _num_layers(
     if kinds is not None:
         if unknown := set(kinds) - layer_kinds.KNOWN:
             raise ValueError(
-                f"layers of unknown kind {sorted(unknown)}; give num_layers, how many "
-                f"have keys and values"
+                f"layers of unknown kind {sorted(unknown)}; give num_layers, the "
+                f"number of attention layers"
             )
         total = sum(kind in layer_kinds.ATTENDING for kind in kinds)
         if total < len(kinds):
-            notes.append(f"{total} of {len(kinds)} layers attend, the others do not")
+            notes.append(f"{total} of {len(kinds)} layers have keys and values")
     shared = model.get("num_kv_shared_layers") or 0
     if shared:
         notes.append(f"the last {shared} layers use the keys and values of others")
@@ -221,7 +221,7 @@ def _read_heads(
     windows: tuple[int | None, ...],
     given: Mapping[str, Any],
 ) -> tuple[Heads, ...]:
-    """Return the heads of each layer that keeps keys and values; at least one."""
+    """Return the heads of each attention layer, at least of one."""
     heads = given.get("num_kv_heads") or _num_kv_heads(model)
     dim = given.get("head_dim") or _head_dim(model)
     of_values = dim if "head_dim" in given else model.get("v_head_dim") or dim
@@ -248,7 +248,7 @@ def _read_heads(
 
 def _num_kv_heads(model: dict[str, Any]) -> int:
     _refuse_mixed_heads(model)
-    # One head for all queries, by an older name.
+    # An older key of multi-query attention.
     if model.get("multi_query") and not model.get("new_decoder_architecture"):
         return 1
     if all(model.get(name) is None for name in NUM_KV_HEADS):
@@ -271,15 +271,15 @@ def _head_dim(model: dict[str, Any]) -> int:
 
 
 def _dtype(parts: list[dict[str, Any]], notes: list[str]) -> str:
-    """Return the dtype's name, float32 if none is named, as transformers does."""
+    """Return the dtype's name, by default float32 as in transformers."""
     for settings in parts:
         for key in ("dtype", "torch_dtype"):
             if isinstance(settings.get(key), str):
                 name = str(settings[key]).removeprefix("torch.")
                 if name not in ("float32", "float16", "bfloat16"):
                     raise ValueError(
-                        f"its weights are {name}, which says nothing of keys and "
-                        f"values; give dtype"
+                        f"its weights are {name}, which does not determine the dtype "
+                        f"of keys and values; give dtype"
                     )
                 return name
     notes.append("config.json names no dtype, float32 is assumed; give dtype")
@@ -287,7 +287,7 @@ def _dtype(parts: list[dict[str, Any]], notes: list[str]) -> str:
 
 
 def _context(model: dict[str, Any], notes: list[str]) -> int:
-    """Return the longest context; models without positions to learn name none."""
+    """Return the longest context; models without learned positions may name none."""
     if any(model.get(name) is not None for name in CONTEXT_LENGTH):
         return _read_count(model, CONTEXT_LENGTH, "max_context_length")
     notes.append(
@@ -298,18 +298,20 @@ def _context(model: dict[str, Any], notes: list[str]) -> int:
 
 
 def _read_count(model: dict[str, Any], names: tuple[str, ...], field: str) -> int:
-    """Return the first of several keys that is there, a positive int."""
+    """Return the first key that is set, which must be a positive int."""
     for name in names:
         value = model.get(name)
         if value is not None:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}, no count; give {field}")
+                raise ValueError(
+                    f"{name} must be a positive int, got {value!r}; give {field}"
+                )
             return value
     raise ValueError(f"it has none of {', '.join(names)}; give {field}")
 
 
 def _refuse_mixed_heads(model: dict[str, Any]) -> None:
-    """Refuse heads that differ, of model types for which it is not known how."""
+    """Reject keys of differing heads, for model types without an entry for them."""
     known = GLOBAL_HEADS if find_family(model).global_head_dim else ()
     keys = tuple(key for key in MIXED_HEADS if key not in known)
     _refuse(model, keys, "num_kv_heads and head_dim")
@@ -319,12 +321,12 @@ def _refuse(model: dict[str, Any], keys: tuple[str, ...], fields: str) -> None:
     for key in keys:
         if model.get(key) is not None:
             raise ValueError(
-                f"it has {key}, so its layers are not alike; give {fields}"
+                f"{key} makes the layers differ in their heads or kind; give {fields}"
             )
 
 
 def _latent_fields(model: dict[str, Any], notes: list[str]) -> dict[str, Any]:
-    """Return the layout of a model that caches one latent vector for all heads."""
+    """Return the fields of multi-head latent attention, one vector for all heads."""
     rank = int(model["kv_lora_rank"])
     width = rank + int(model.get("qk_rope_head_dim") or 0)
     notes.append(f"latent attention: one vector of {width} a token, values its {rank}")

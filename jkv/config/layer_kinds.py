@@ -1,7 +1,7 @@
-"""What each layer of a model keeps, as its config.json says: heads, a window, a state.
+"""Heads, sliding windows and states of each layer, from a config.json.
 
-Layers with other heads keep other bytes a token, so that one pool cannot hold them as
-they are. With a group for each kind of layer (`GroupedConfig`) every pool is exact.
+Layers with different heads differ in bytes per token, so they need a pool each: a group
+of a `GroupedConfig`.
 """
 
 from collections import Counter
@@ -19,22 +19,21 @@ from jkv.config.families import (
 )
 from jkv.config.layers import Heads, LayerState
 
-# Kinds of layers, as `layer_types` and its forerunners name them: those that keep keys
-# only so far back, those that keep some, and those with a state.
+# Kinds of layers, as named by `layer_types` and its predecessors.
 WITH_WINDOW = {WINDOWED, "chunked_attention"}
 ATTENDING = {FULL, *WITH_WINDOW, "attention", BOTH}
 WITH_STATE = {STATE, "mamba", "mamba2", "conv", "recurrent", BOTH}
-KNOWN = ATTENDING | WITH_STATE | {"mlp", "moe"}  # the last of perceptrons or experts
+KNOWN = ATTENDING | WITH_STATE | {"mlp", "moe"}  # with layers that cache nothing
 
 
-# What an entry of per_layer_config may say that the cache depends on, by our names.
+# Entries of per_layer_config that affect the cache, by our names.
 FIELDS = {
     "num_key_value_heads": "num_kv_heads",
     "head_dim": "head_dim",
     "v_head_dim": "value_head_dim",
 }
 
-# And what it may say that the cache does not depend on.
+# Entries of per_layer_config that do not affect the cache.
 WITHOUT_KEYS = {
     "attention_bias",
     "hidden_act",
@@ -50,7 +49,7 @@ WITHOUT_KEYS = {
     "rope_theta",
 }
 
-# The same fields for layers with a window, by the model's authors.
+# The same fields for windowed layers, in configurations of the models' authors.
 OF_WINDOWED = {
     "swa_num_key_value_heads": "num_kv_heads",
     "swa_head_dim": "head_dim",
@@ -59,7 +58,7 @@ OF_WINDOWED = {
 
 
 def name_layers(model: dict[str, Any], num_layers: int) -> list[str] | None:
-    """Return the kind of each layer as `layer_types` has it, None if nothing tells."""
+    """Return the kind of each layer as in `layer_types`, None if unknown."""
     family, layers = find_family(model), range(num_layers)
     kinds = model.get("layer_types") or model.get("layers_block_type")
     if not isinstance(kinds, list):
@@ -72,11 +71,11 @@ def name_layers(model: dict[str, Any], num_layers: int) -> list[str] | None:
 def _name_by_keys(
     model: dict[str, Any], layers: range, family: Family
 ) -> list[str] | None:
-    """Return the kinds of layers by keys of the models' authors, or by their order."""
+    """Return the kinds of layers from keys of the models' authors, or by period."""
     if isinstance(attending := model.get("full_attn_idxs"), list):
         return [FULL if layer in attending else "conv" for layer in layers]
     if isinstance(types := model.get("attn_type_list"), list):
-        # MiniMax: 1 attends, 0 is lightning attention.
+        # MiniMax: 1 is softmax attention, 0 is lightning attention.
         return [FULL if attends == 1 else STATE for attends in types]
     if isinstance(pattern := model.get("hybrid_layer_pattern"), list):
         return [WINDOWED if has_window else FULL for has_window in pattern]
@@ -89,10 +88,10 @@ def _name_by_keys(
 
 
 def is_switched_off(model: Mapping[str, Any]) -> bool:
-    """True if a model's windows are off by a key.
+    """True if a key switches a model's windows off.
 
-    Of architectures with windows only Qwen's and SmolLM3 have the key; transformers
-    ignores it in the files of all others.
+    Of the architectures with windows only Qwen's and SmolLM3 use the key; transformers
+    ignores it elsewhere.
     """
     family = find_family(model)
     has_windows = family.window or family.full_every or family.kinds
@@ -103,11 +102,11 @@ def is_switched_off(model: Mapping[str, Any]) -> bool:
 
 def list_windows(
     model: dict[str, Any],  # the language model's settings, from a config.json
-    # of all layers of the model, as `name_layers` returns them
+    # of all layers, as returned by `name_layers`
     kinds: Sequence[str] | None,
-    num_layers: int,  # layers that keep keys and values, the first of the model's
+    num_layers: int,  # number of attention layers, the first ones of the model
 ) -> tuple[int | None, ...]:
-    """Return the window of each layer that keeps keys and values; None: all tokens."""
+    """Return the window of each attention layer, None for full attention."""
     length = model.get("sliding_window") or model.get("attention_chunk_size")
     if find_family(model).counts_past and model.get("sliding_window_size"):
         length = model["sliding_window_size"] + 1
@@ -128,7 +127,7 @@ def list_states(
     model: dict[str, Any],  # likewise
     kinds: Sequence[str] | None,
 ) -> tuple[LayerState | None, ...]:
-    """Return what each layer of a model keeps, None where it has no state."""
+    """Return the state of each layer of a model, None without one."""
     if kinds is None or WITH_STATE.isdisjoint(kinds):
         return (None,) * len(kinds or ())
     read = find_family(model).state
@@ -136,8 +135,8 @@ def list_states(
         known = sorted(name for name, family in FAMILIES.items() if family.state)
         raise ValueError(
             f"layers of model type {str(model.get('model_type'))!r} have a state, and "
-            f"jkv does not know its arrays; known are {', '.join(known)}. Give "
-            f"num_layers for the layers with keys and values alone"
+            f"jkv supports only {', '.join(known)}; give num_layers, the number of "
+            f"attention layers, to ignore states"
         )
     state = read(model)
     return tuple(state if kind in WITH_STATE else None for kind in kinds)
@@ -145,11 +144,11 @@ def list_states(
 
 def list_heads(
     model: Mapping[str, Any],  # the language model's settings, from a config.json
-    usual: Heads,  # what they say of all layers
-    # for each of these layers, by its number in the model, whether it has a window
+    usual: Heads,  # defaults for all layers
+    # True for windowed layers, by the index of each attention layer
     windowed: Mapping[int, bool],
 ) -> tuple[Heads, ...]:
-    """Return the heads of each layer that keeps keys and values."""
+    """Return the heads of each attention layer."""
     given = model.get("per_layer_config")
     if isinstance(given, Mapping):
         own = {int(layer): _read_entry(entry) for layer, entry in given.items()}
@@ -161,7 +160,7 @@ def list_heads(
 
 
 def may_differ(model: Mapping[str, Any]) -> bool:
-    """Return whether a model is of a kind whose layers differ in their heads."""
+    """True if the layers of the model type may differ in their heads."""
     family = find_family(model)
     return (
         isinstance(model.get("per_layer_config"), Mapping)
@@ -172,31 +171,31 @@ def may_differ(model: Mapping[str, Any]) -> bool:
 
 
 def refuse_different(layers: Sequence[Heads] | None, folder: object) -> None:
-    """Refuse layers with different heads, if any, for the one pool of a folder."""
+    """Reject layers with different heads, if any, for a configuration of one pool."""
     if layers is None:
         return
     said = "; ".join(f"{n} have {heads}" for heads, n in Counter(layers).items())
     raise ValueError(
-        f"{folder}: its layers differ in their heads: {said}. "
-        f"GroupedConfig.from_model has a group for each kind; for one pool give "
-        f"num_kv_heads and head_dim that are enough for all"
+        f"{folder}: its layers differ in their heads: {said}. Use "
+        f"GroupedConfig.from_model; or, for one pool, give num_kv_heads and head_dim "
+        f"large enough for all"
     )
 
 
 def _change(usual: Heads, fields: dict[str, int]) -> Heads:
-    """Return heads with other fields; values stay as wide as keys where they were."""
+    """Replace fields; the value head dim follows the head dim if they were equal."""
     if "head_dim" in fields and usual.value_head_dim == usual.head_dim:
         fields = {"value_head_dim": fields["head_dim"]} | fields
     return usual._replace(**fields)
 
 
 def _read_entry(entry: Mapping[str, Any]) -> dict[str, int]:
-    """Return the fields that a layer of per_layer_config has of its own."""
+    """Return the overridden fields of one layer in per_layer_config."""
     unknown = sorted(entry.keys() - FIELDS.keys() - WITHOUT_KEYS)
     if unknown:
         raise ValueError(
-            f"per_layer_config changes {', '.join(unknown)} of single layers, which "
-            f"jkv cannot tell the cache of; give num_kv_heads and head_dim"
+            f"per_layer_config changes {', '.join(unknown)} of single layers, whose "
+            f"effect on the cache is unknown; give num_kv_heads and head_dim"
         )
     return {FIELDS[name]: entry[name] for name in entry.keys() & FIELDS.keys()}
 
@@ -204,7 +203,7 @@ def _read_entry(entry: Mapping[str, Any]) -> dict[str, int]:
 def _read_kind(
     model: Mapping[str, Any], usual: Heads, has_window: bool
 ) -> dict[str, int]:
-    """Return the fields that layers with or without a window have of their own."""
+    """Return the overridden fields of layers with or without a window."""
     family = find_family(model)
     if has_window:
         named = {ours: model.get(name) for name, ours in OF_WINDOWED.items()}

@@ -1,7 +1,7 @@
-"""What layers of a model keep: keys and values, of a window or not, or a state.
+"""Cached data of a model's layers: keys and values, sliding windows and states.
 
-With a single group of layers a cache keeps all tokens of every one. With a group for
-each window (`GroupedConfig`) the others keep no more than their rows see.
+One group of layers keeps all tokens of every layer. With a group per window
+(`GroupedConfig`) windowed layers release the tokens left of it.
 """
 
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 
 class Heads(NamedTuple):
-    """What a token takes in one layer."""
+    """The shape of a token's keys and values in one layer."""
 
     num_kv_heads: int
     head_dim: int
     value_head_dim: int
 
     def as_fields(self) -> dict[str, int]:
-        """Return them as fields; values as wide as keys go without saying."""
+        """Return the fields of a `CacheConfig`, without a redundant value head dim."""
         fields = self._asdict()
         if self.value_head_dim == self.head_dim:
             del fields["value_head_dim"]
@@ -29,25 +29,25 @@ class Heads(NamedTuple):
 
 
 class Array(NamedTuple):
-    """An array of a state, or of what a token adds to it."""
+    """An array of a state, or of a token's input to it."""
 
     shape: tuple[int, ...]
-    dtype: str | None = None  # None: the model's own
-    heads_axis: int | None = None  # that a mesh may divide; None: it has no heads
+    dtype: str | None = None  # None for the model's dtype
+    heads_axis: int | None = None  # axis to shard over a mesh; None without heads
 
 
 class LayerState(NamedTuple):
-    """What a layer keeps of a sequence, and of a token that may be taken back.
+    """The state of a sequence in one layer, and the input of a pending token.
 
     arrays: of the state, by name.
-    inputs: of a token, from which the state after it follows, by name.
+    inputs: of one token, from which the next state is computed, by name.
     """
 
     arrays: tuple[tuple[str, Array], ...]
     inputs: tuple[tuple[str, Array], ...]
 
     def divide(self, num_devices: int) -> "LayerState":
-        """Return what each of several devices keeps: its heads, and the rest whole."""
+        """Return the state per device: heads are sharded, the rest is replicated."""
 
         def divide(array: Array) -> Array:
             axis, shape = array.heads_axis, [*array.shape]
@@ -60,7 +60,7 @@ class LayerState(NamedTuple):
         )
 
     def as_fields(self, dtype: Any, *, has_inputs: bool) -> dict[str, Any]:
-        """Return them as fields of `StateConfig`, for a model of a dtype."""
+        """Return the fields of a `StateConfig` for a model of the given dtype."""
         named = self.arrays + self.inputs if has_inputs else self.arrays
         axes = {name: array.heads_axis for name, array in named}
         arrays, inputs = (
@@ -75,34 +75,34 @@ class LayerState(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a layer of a model keeps of a sequence."""
+    """The cached data of a layer."""
 
-    attends: bool  # keys and values
+    attends: bool  # has keys and values
     state: LayerState | None
 
 
 class Windows(NamedTuple):
-    """How many layers have a window, and its tokens."""
+    """The number of windowed layers, and their longest window in tokens."""
 
     num_layers: int
     length: int
 
 
 def count_windows(layers: Sequence[int | None]) -> Windows | None:
-    """Return how many of these layers have a window, None if all see everything."""
+    """Return the windows of layers, None if all have full attention."""
     lengths = [length for length in layers if length is not None]
     return Windows(len(lengths), max(lengths)) if lengths else None
 
 
 def order_windows(layers: Sequence[int | None]) -> list[int | None]:
-    """Return the different windows of layers, the one that sees furthest first."""
+    """Return the distinct windows, longest first; None, full attention, is longest."""
     different = set(layers)
     finite = sorted((window for window in different if window), reverse=True)
     return [None, *finite] if None in different else [*finite]
 
 
 def find_leader(windows: Sequence[int | None]) -> int:
-    """Return the index of the first window that sees furthest, of none 0."""
+    """Return the index of the first longest window, 0 without any."""
     if not windows:
         return 0
     return windows.index(order_windows(windows)[0])

@@ -1,9 +1,8 @@
-"""Every array of a cache: its path, its shape, its dtype and what a fresh one holds.
+"""The path, shape, dtype and initial contents of every array of a cache.
 
-The `bytes` of a configuration add this table up, `init` makes what stands in it, and
-`check` compares a cache with it. A new array is one line here and one field of the
-state. What all groups of layers share is asked of the first one, and what a group has
-for itself of each.
+A configuration's `bytes` sum up this table, `init` creates its arrays, and `check`
+compares a cache with it. A new array needs one line here and one field of the state.
+Arrays that all groups share are laid out by the first one.
 
 Symbols: L layers, N blocks in the pool, K kv heads, T tokens per block, D (Dv) key
 (value) head dim, S sequences, M blocks per sequence.
@@ -24,7 +23,7 @@ from jkv.formats.table import formats_of
 from jkv.sharding.storage_sharding import Divided, divide_pools
 from jkv.status import NUM_COUNTERS
 
-# Entries in a row of the prefix index's hash tables.
+# Entries per row of the prefix index's hash tables.
 BUCKET_SIZE, CHILDREN_SIZE = 8, 16
 
 _SEQUENCE_COLUMNS = 5  # of `jkv.state.SequenceRow`
@@ -33,10 +32,10 @@ _I32, _U32, _BOOL = (np.dtype(dtype) for dtype in (jnp.int32, jnp.uint32, jnp.bo
 
 
 class Sizes(NamedTuple):
-    """What decides the arrays of a group of layers, by the names in `CacheConfig`.
+    """The fields of a `CacheConfig` that determine the arrays of a group.
 
-    All groups of a cache have the same `max_sequences`, `max_context_length` and
-    `block_size`. Whether there is a prefix index, the cache as a whole decides.
+    All groups of a cache have equal `max_sequences`, `max_context_length` and
+    `block_size`. The prefix index is a property of the cache, not of a group.
     """
 
     num_layers: int  # L
@@ -48,8 +47,8 @@ class Sizes(NamedTuple):
     block_size: int  # T
     value_head_dim: int  # Dv
     values_in_keys: bool
-    dtype: np.dtype[Any]  # of keys, that the stored bits mean
-    value_dtype: np.dtype[Any]  # of values, likewise
+    dtype: np.dtype[Any]  # of the keys' encoding
+    value_dtype: np.dtype[Any]  # of the values' encoding
     record_tokens: bool
     sliding_window: int | None
     num_sink_tokens: int
@@ -57,12 +56,12 @@ class Sizes(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """What its layers keep."""
+        """The kind of cached data."""
         return "blocks"
 
     @property
     def formats(self) -> Formats:
-        """How rows of keys and of values are stored."""
+        """The formats of keys and values."""
         return formats_of(self.dtype, self.value_dtype)
 
     @property
@@ -71,13 +70,13 @@ class Sizes(NamedTuple):
         return -(-self.max_context_length // self.block_size)
 
     def with_copies(self, copies: int) -> Self:
-        """Return the sizes of a pool that holds each head so often."""
+        """Return the sizes of a pool with `copies` replicas of each head."""
         return self._replace(num_kv_heads=self.num_kv_heads * copies)
 
     def divide(
         self, mesh: jax.sharding.Mesh, heads: str | None, context: str | None
     ) -> Divided:
-        """Return how the arrays lie on a mesh; `StorageSharding.of` says what fits."""
+        """Return the sharding of the arrays on a mesh, or raise ValueError."""
         paths = self.lay_out_storage()
         return divide_pools(
             self.num_kv_heads, self.block_size, paths, mesh, heads, context
@@ -115,7 +114,7 @@ class Sizes(NamedTuple):
 
     @property
     def constants(self) -> dict[str, dict[str, Any]]:
-        """What the group has beside arrays: of its metadata, and of its storage."""
+        """Static fields of the group's metadata and storage."""
         metadata: dict[str, Any] = {"block_size": self.block_size}
         if self.sliding_window is not None:
             metadata["window.length"] = self.sliding_window
@@ -125,7 +124,7 @@ class Sizes(NamedTuple):
         return {"metadata.groups": metadata, "storage": storage}
 
     def describe(self, prefix_caching: bool) -> tuple[str, str]:
-        """Say what the layers keep, and how many blocks there are for it."""
+        """Summarize the layers, and the blocks of the pool."""
         heads = f"{self.num_kv_heads} kv heads of {self.head_dim}"
         if self.value_head_dim != self.head_dim:
             where = " in the keys" if self.values_in_keys else ""
@@ -151,9 +150,9 @@ AnySizes: TypeAlias = Sizes | StateSizes
 
 
 def lay_out(groups: Sequence[AnySizes], prefix_caching: bool) -> Arrays:
-    """Return all arrays of a cache by path: those of the metadata, then the storage.
+    """Return all arrays of a cache by path, the metadata first.
 
-    A path is the fields and numbers that lead to an array in a `Cache`, such as
+    A path joins the fields and indices that lead to an array of a `Cache`, such as
     `metadata.groups.0.free_blocks.ids` and `storage.0.key_pool`.
     """
     blocks = [each for each in groups if isinstance(each, Sizes)]
@@ -186,9 +185,9 @@ def lay_out(groups: Sequence[AnySizes], prefix_caching: bool) -> Arrays:
 def describe(
     groups: Sequence[AnySizes], prefix_caching: bool, *, numbered: bool = False
 ) -> list[str]:
-    """Say in two lines for each group what the model and the blocks are, then the rest.
+    """Summarize the groups in two lines each, then the sequences and bytes.
 
-    Groups say their numbers if asked to. The last lines are the tables and the bytes.
+    `numbered` adds the groups' numbers.
     """
     lines = []
     for number, sizes in enumerate(groups):
@@ -218,9 +217,9 @@ def _lay_out_sequences(max_sequences: int, has_pending: bool) -> Arrays:
 
 
 def _lay_out_ring(count: int, *, has_holes: bool = False) -> Arrays:
-    """Return the arrays of a `Ring` that holds all ids, in their order."""
+    """Return the arrays of a `Ring` that holds all ids in ascending order."""
     room = 2 * count if has_holes else count
-    # Head, span, count and fewest so far; nothing was taken or forgotten yet.
+    # Head, span, count and least count so far; nothing was taken or forgotten yet.
     bounds = (0, count, count, count, 0, 0, 0, 0)
     arrays = {
         "ids": ArrayLayout((room,), _I32, fill=range(room)),
@@ -232,7 +231,7 @@ def _lay_out_ring(count: int, *, has_holes: bool = False) -> Arrays:
 
 
 def _lay_out_kept(count: int, num_classes: int) -> Arrays:
-    """Return the arrays of a `Kept` that has none of the ids."""
+    """Return the arrays of an empty `Kept`."""
     empty = _lay_out_ring(count, has_holes=True) | {
         "bounds": ArrayLayout((8,), _I32, fill=0),
         "indices": ArrayLayout((count,), _I32, fill=-1),
@@ -251,7 +250,7 @@ def _lay_out_kept(count: int, num_classes: int) -> Arrays:
 def _lay_out_index(
     max_sequences: int, leader: Sizes | None, followers: list[Sizes]
 ) -> Arrays:
-    """Return the arrays of an empty `PrefixIndex`; without a leader of no block."""
+    """Return the arrays of an empty `PrefixIndex`, without blocks if no leader."""
     blocks, sequences = leader.num_blocks if leader else 0, max_sequences
     arrays = {
         "buckets": ArrayLayout((blocks, BUCKET_SIZE), _I32, fill=blocks),

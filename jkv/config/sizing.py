@@ -1,4 +1,4 @@
-"""How large a cache may be within a budget, and what fields a configuration has."""
+"""Search of the largest cache within a budget, and suggestions for field names."""
 
 import dataclasses
 import difflib
@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 from jkv.config.counts import parse_bytes
 from jkv.status import UsageError
 
-# What other projects call the fields.
+# Names of the fields in other projects.
 SYNONYMS = {
     "batch_size": "max_sequences",
     "budget": "budget_bytes",
@@ -33,7 +33,7 @@ SYNONYMS = {
 
 
 class Weighed(Protocol):
-    """What a budget asks of a configuration."""
+    """A configuration with a size in bytes."""
 
     @property
     def bytes(self) -> int:
@@ -44,14 +44,14 @@ Config = TypeVar("Config", bound=Weighed)
 
 
 def fit_memory(
-    make: Callable[..., Config],  # takes the fields of a configuration, and returns it
-    budget_bytes: int | str,  # bytes, or text such as "40GB"
+    make: Callable[..., Config],  # constructor of the configuration
+    budget_bytes: int | str,  # bytes, or a string like "40GB"
     *,
-    # what of a configuration is to fit; linear in the number of blocks
+    # bytes to fit into the budget, linear in the number of blocks
     weigh: Callable[[Config], int] = operator.attrgetter("bytes"),
-    **sizes: Any,  # the fields, but for `num_blocks`
+    **sizes: Any,  # all fields except `num_blocks`
 ) -> Config:
-    """Return the configuration with the most blocks: `CacheConfig.for_memory`."""
+    """Implement `CacheConfig.for_memory`."""
     check_names("for_memory", make, sizes, "budget_bytes")
     limit = parse_bytes(budget_bytes)
 
@@ -61,24 +61,26 @@ def fit_memory(
     most = find_most(count_bytes, limit)
     if not most:
         raise ValueError(
-            f"a cache with a single block takes {count_bytes(1)} bytes, the budget is "
-            f"{limit}; raise the budget, or lower max_sequences, "
+            f"budget_bytes must be at least {count_bytes(1)}, as a single block takes "
+            f"that many, got {limit}; raise it, or lower max_sequences, "
             f"max_context_length or block_size"
         )
     return make(num_blocks=most, **sizes)
 
 
 def fit_either(
-    # returns the configuration for a number of sequences
+    # constructs the configuration for a number of sequences
     fit_sequences: Callable[[int], Config],
     max_context_length: int,  # tokens of each, for the message
-    max_sequences: int | None,  # how many; None for as many as fit the budget
-    # bytes, or text such as "40GB"; None where the number is given
+    max_sequences: int | None,  # number of sequences, None with a budget
+    # bytes, or a string like "40GB"; None with `max_sequences`
     budget_bytes: int | str | None,
 ) -> Config:
-    """Return what fits so many sequences, or the most that fit a budget."""
+    """Return the configuration for `max_sequences`, or for the most in a budget."""
     if (max_sequences is None) == (budget_bytes is None):
-        raise ValueError("give max_sequences or budget_bytes, and not both")
+        raise ValueError(
+            "either max_sequences or budget_bytes must be given; pass one of them"
+        )
     if budget_bytes is None:
         assert max_sequences is not None
         return fit_sequences(max_sequences)
@@ -90,29 +92,29 @@ def fit_either(
     most = find_most(count_bytes, limit)
     if not most:
         raise ValueError(
-            f"one sequence of {max_context_length} tokens takes {count_bytes(1)} "
-            f"bytes, the budget is {limit}; raise the budget, or lower "
-            f"max_context_length"
+            f"budget_bytes must be at least {count_bytes(1)}, as one sequence of "
+            f"{max_context_length} tokens takes that many, got {limit}; raise it, or "
+            f"lower max_context_length"
         )
     return fit_sequences(most)
 
 
 def find_most(count_bytes: Callable[[int], int], limit: int) -> int:
-    """Return the largest number whose bytes are within a limit; 0 if one takes more.
+    """Return the largest number with `count_bytes` within the limit, else 0.
 
-    Bytes are linear in the number, of blocks or of sequences.
+    `count_bytes` must be linear in its argument.
     """
-    one, two = count_bytes(1), count_bytes(2)  # two points give the line
+    one, two = count_bytes(1), count_bytes(2)  # two points determine the line
     return 0 if one > limit else 1 + (limit - one) // (two - one)
 
 
 def check_names(
-    maker: str,  # the function that was called
-    make: object,  # the class whose fields it takes; anything else is not looked at
+    maker: str,  # name of the called function
+    make: object,  # a configuration class; other callables are not checked
     given: Iterable[str],
-    *others: str,  # names that the function takes beside the fields
+    *others: str,  # further parameters of the function
 ) -> None:
-    """Refuse names that are no fields, with the nearest that is one."""
+    """Reject unknown field names, suggesting the closest one."""
     if not (isinstance(make, type) and dataclasses.is_dataclass(make)):
         return
     known = [*others, *(field.name for field in dataclasses.fields(make))]

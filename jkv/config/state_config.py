@@ -1,4 +1,4 @@
-"""StateConfig: layers that keep a state of fixed size instead of keys and values."""
+"""StateConfig: recurrent-state layers, with a state of fixed size per sequence."""
 
 import dataclasses
 import math
@@ -19,7 +19,7 @@ COUNTS = ("num_layers", "max_sequences", "max_context_length", "block_size")
 
 
 class _Fixed(dict[str, Any]):
-    """A dict as a value that can be hashed; it is never changed."""
+    """A hashable dict, never modified after construction."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
@@ -36,36 +36,34 @@ class _Arrays(_Fixed):
 @explains_class
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StateConfig:
-    """Sizes of a group of layers with a state: arrays that every token changes.
+    """Sizes of a group of recurrent-state layers (Mamba, linear attention).
 
-    `init` takes one for a model whose layers all have a state, and a `GroupedConfig`
-    with some for a model that has layers of other kinds, too.
+    Pass it to `init` for a model with such layers only, or as one of the groups of a
+    `GroupedConfig`.
 
     Args:
       num_layers: layers of the group, L.
-      arrays: the shape and dtype of each array that one sequence has in one layer, by
-        name, as in `{"memory": ((8, 128, 128), "float32")}`; dtypes are float32,
-        float16, bfloat16 or an integer's of whole bytes.
-      max_sequences: sequences open at one time, S.
-      max_context_length: tokens one sequence may have.
-      block_size: that of the groups with blocks, if there are some.
-      num_snapshots: with prefix caching, how many copies of states the cache keeps, for
-        prompts that begin with a text seen before. Each takes the bytes of a sequence's
-        state, and 4 for each of `max_context_length` tokens.
-      snapshot_every: with prefix caching, `commit` copies the state of a sequence whose
-        length is a multiple of this, itself one of `block_size`.
-      max_pending: how many of a sequence's newest tokens can be taken back, Q. The
-        state stands before them, and the cache keeps their `inputs`, which are smaller
-        than further states (ReplaySSM, https://dao-lab.ai/blog/2026/replayssm/):
-        speculation needs as many as it makes guesses.
-      inputs: with `max_pending`, the shape and dtype of each array that a token brings
-        to a layer's state, by name.
-      heads_axes: the axis of each array, of `arrays` or of `inputs`, that
-        `init(heads=)` spreads over a mesh; arrays that are not named are on every
-        device.
+      arrays: shape and dtype of each array of a sequence's state in one layer, by name,
+        as in `{"memory": ((8, 128, 128), "float32")}`; dtypes are float32, float16,
+        bfloat16 and integers of whole bytes.
+      max_sequences: most open sequences, S.
+      max_context_length: most tokens of a sequence.
+      block_size: of the groups with blocks, if there are any.
+      num_snapshots: number of snapshots of states for prefix caching. Each takes the
+        bytes of a sequence's state, and 4 for each of `max_context_length` tokens.
+      snapshot_every: with prefix caching, `commit` takes a snapshot at lengths that are
+        multiples of this; itself a multiple of `block_size`.
+      max_pending: most pending tokens of a sequence, Q, which can be rolled back. The
+        state excludes them, and the cache stores their `inputs`, which are smaller than
+        further states (ReplaySSM, https://dao-lab.ai/blog/2026/replayssm/). Speculative
+        decoding needs the number of its draft tokens.
+      inputs: with `max_pending`, shape and dtype of each array of a token's input to a
+        layer's state, by name.
+      heads_axes: the axis of each array, in `arrays` or `inputs`, to shard with
+        `init(heads=)`; arrays without an entry are replicated.
 
     Raises:
-      ValueError: for a size that cannot work, saying what to change.
+      ValueError: an invalid field or combination of fields.
 
     Example:
       >>> import jkv
@@ -88,7 +86,7 @@ class StateConfig:
     heads_axes: Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
-        """Normalise what is given as a dict, and reject what cannot work."""
+        """Normalize the dicts and validate all fields."""
         for name in COUNTS:
             object.__setattr__(self, name, checked_count(name, getattr(self, name)))
         for name in ("num_snapshots", "max_pending"):
@@ -99,12 +97,12 @@ class StateConfig:
         inputs = _checked_arrays("inputs", self.inputs or {})
         object.__setattr__(self, "inputs", inputs)
         if not self.arrays:
-            raise ValueError("arrays must name at least one array of a state")
+            raise ValueError("arrays must name at least one array of a state, got none")
         if bool(self.inputs) != bool(self.max_pending):
             raise ValueError(
-                f"max_pending and inputs go together, got max_pending "
-                f"{self.max_pending} and inputs {self.inputs}: inputs are what a token "
-                f"brings to the state, kept while it can be taken back"
+                f"max_pending and inputs must be given together, as inputs are stored "
+                f"for pending tokens, got max_pending {self.max_pending} and inputs "
+                f"{self.inputs}; pass or omit both"
             )
         if self.snapshot_every is not None:
             every = checked_count("snapshot_every", self.snapshot_every)
@@ -122,9 +120,9 @@ class StateConfig:
             num_axes = len(known[name][0]) if name in known else 0
             if not (isinstance(axis, int) and 0 <= axis < num_axes):
                 raise ValueError(
-                    f"heads_axes names an axis of an array of arrays or inputs, got "
-                    f"{name!r}: {axis!r}; there are "
-                    f"{ {name: shape for name, (shape, _) in known.items()} }"
+                    f"heads_axes must name an axis of an array in arrays or inputs, "
+                    f"{ {name: shape for name, (shape, _) in known.items()} }, got "
+                    f"{name!r}: {axis!r}"
                 )
         return _Fixed(axes)
 
@@ -135,7 +133,7 @@ class StateConfig:
 
     @property
     def sizes(self) -> StateSizes:
-        """The fields as `jkv.config.layout` takes them."""
+        """The sizes of the group, as input of `jkv.config.layout`."""
         axes = tuple(sorted((self.heads_axes or {}).items()))
         arrays, inputs = (
             tuple((name, *array) for name, array in (given or {}).items())
@@ -146,18 +144,18 @@ class StateConfig:
 
     @property
     def storage_bytes(self) -> int:
-        """Bytes of the states of all sequences, their pending inputs with them."""
+        """Bytes of the states of all sequences, with their pending inputs."""
         stored = self.sizes.lay_out_storage()
         return count_bytes(stored.values())
 
     @property
     def bytes_per_sequence(self) -> int:
-        """Bytes of one sequence's state in all layers, its pending inputs with it."""
+        """Bytes of one sequence's state in all layers, with its pending inputs."""
         return self.storage_bytes // self.max_sequences
 
 
 def _checked_arrays(field: str, arrays: Mapping[str, ArrayOf]) -> _Arrays:
-    """Return what a user gave for a field, or say what it must be."""
+    """Validate the arrays of a field and sort them by name."""
     if not isinstance(arrays, Mapping):
         raise ValueError(
             f"{field} must be a dict of a shape and a dtype for each name, as in "
@@ -168,7 +166,7 @@ def _checked_arrays(field: str, arrays: Mapping[str, ArrayOf]) -> _Arrays:
 
 
 def _checked_array(field: str, name: str, array: Any) -> tuple[tuple[int, ...], Any]:
-    """Return the shape and dtype of one array, or say what they must be."""
+    """Return the shape and dtype of one array, or raise ValueError."""
     if not (isinstance(name, str) and name.isidentifier()):
         raise ValueError(f"a name in {field} must be an identifier, got {name!r}")
     try:
@@ -180,7 +178,10 @@ def _checked_array(field: str, name: str, array: Any) -> tuple[tuple[int, ...], 
             f'"float32"), got {array!r}'
         ) from None
     if any(size < 1 for size in shape) or math.prod(shape) > 2**31 - 1:
-        raise ValueError(f"{field}[{name!r}] cannot have the shape {shape}")
+        raise ValueError(
+            f"{field}[{name!r}] must have positive sizes and at most 2^31 - 1 "
+            f"elements, got {shape}"
+        )
     is_integer = jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits >= 8
     is_byte = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
     if not (dtype in STORED_AS or is_integer) or is_byte:

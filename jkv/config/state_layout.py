@@ -1,7 +1,7 @@
-"""Every array of a cache that has to do with states: `jkv.config.layout` adds them up.
+"""The arrays of recurrent-state layers, as parts of `jkv.config.layout`.
 
-Symbols: L layers, S sequences, P places of snapshots, Q tokens that may be pending, X
-tokens that a sequence may have.
+Symbols: L layers, S sequences, P snapshots, Q pending tokens, X tokens of the longest
+context.
 """
 
 from typing import Any, NamedTuple, Self, TypeAlias
@@ -21,9 +21,10 @@ _I32, _U32 = np.dtype(jnp.int32), np.dtype(jnp.uint32)
 
 
 class StateSizes(NamedTuple):
-    """What decides the arrays of a group with a state, by the names in `StateConfig`.
+    """The fields of a `StateConfig` that determine the arrays of a group.
 
-    All groups of a cache agree in everything but `num_layers`, `arrays`, `inputs`.
+    All state groups of a cache agree in all fields but `num_layers`, `arrays`,
+    `inputs`.
     """
 
     num_layers: int  # L
@@ -39,28 +40,28 @@ class StateSizes(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """What its layers keep."""
+        """The kind of cached data."""
         return "states"
 
     @property
     def max_blocks_per_sequence(self) -> int:
-        """Columns of the block tables, of groups that have some."""
+        """Columns of the block tables of groups with blocks."""
         return -(-self.max_context_length // self.block_size)
 
     def with_copies(self, _copies: int) -> Self:
-        """Return the same: states have no heads of keys."""
+        """Return the sizes unchanged, as states have no kv heads to replicate."""
         return self
 
     def divide(
         self, mesh: jax.sharding.Mesh, heads: str | None, _context: str | None
     ) -> Divided:
-        """Return how the arrays lie on a mesh, whose devices share them evenly."""
+        """Return the sharding of the arrays on a mesh, or raise ValueError."""
         arrays = self.lay_out_storage(True)
         shapes = {path: array.shape for path, array in arrays.items()}
         return divide_arrays(self.divided, shapes, mesh, heads)
 
     def lay_out_group(self, _prefix_caching: bool, _has_tokens: bool) -> Arrays:
-        """Return no arrays: what is pending is noted of sequences."""
+        """Return no arrays; pending tokens are counted per sequence."""
         return {}
 
     def lay_out_storage(self, prefix_caching: bool = False) -> Arrays:
@@ -81,14 +82,14 @@ class StateSizes(NamedTuple):
 
     @property
     def divided(self) -> dict[str, DividedAxes]:
-        """Which axis of an array a mesh may divide, by path; of others none."""
+        """The axis of each array to shard over a mesh, by path."""
         axes = dict(self.heads_axes)
         names = [name for name, *_ in self.arrays], [name for name, *_ in self.inputs]
         return divide_states(*({n: axes.get(n, -1) for n in each} for each in names))
 
     @property
     def constants(self) -> dict[str, dict[str, Any]]:
-        """What the group has beside arrays: of its metadata, and of its storage."""
+        """Static fields of the group's metadata and storage."""
         axes = dict(self.heads_axes)
         inputs = self.inputs if self.max_pending else ()
         storage = {
@@ -103,7 +104,7 @@ class StateSizes(NamedTuple):
         }
 
     def describe(self, prefix_caching: bool) -> tuple[str, str]:
-        """Say what state the layers keep, and how many there is room for."""
+        """Summarize the state of the layers, and the number of states."""
         shapes = (
             f"{name} {list(shape)} {dtype.name}" for name, shape, dtype in self.arrays
         )
@@ -121,11 +122,11 @@ class StateSizes(NamedTuple):
 def divide_states(
     rows: dict[str, int], inputs: dict[str, int]
 ) -> dict[str, DividedAxes]:
-    """Return which axis of the arrays of a `StateStorage` a mesh may divide, by path.
+    """Return the axis of each array of a `StateStorage` to shard, by path.
 
-    It is told of each state, and of each token's input, by name, -1 for none.
+    `rows` and `inputs` map names to axes of one state or token, -1 for replicated.
     """
-    # Before it are layers and rows or places; of inputs, tokens too.
+    # Leading axes: layers and rows or snapshots; for inputs also tokens.
     kinds = ("rows", rows, 2), ("inputs", inputs, 3)
     return {
         f"{before}{part}.{name}": DividedAxes(axis + skipped)
@@ -142,7 +143,7 @@ def divide_arrays(
     mesh: jax.sharding.Mesh,
     heads: str | None,
 ) -> Divided:
-    """Return how arrays of states lie on a mesh: nothing is remembered of it."""
+    """Return the sharding of the arrays of states on a mesh."""
     specs: dict[str, jax.sharding.PartitionSpec] = {}
     if heads is None:
         return None, specs
@@ -153,15 +154,15 @@ def divide_arrays(
         specs[path] = find_spec(axes, heads, None)
         if size % num_devices:
             raise ValueError(
-                f"axis {axis} of {path} has {size} elements, which the {num_devices} "
-                f"devices of mesh axis {heads!r} cannot share evenly; leave its name "
-                f"out of heads_axes to have it on every device"
+                f"heads_axes: axis {axis} of {path} has {size} elements, which the "
+                f"{num_devices} devices of mesh axis {heads!r} cannot share evenly; "
+                f"omit its name to replicate it"
             )
     return None, specs
 
 
 def lay_out_snapshots(sizes: StateSizes) -> Arrays:
-    """Return the arrays of `Snapshots`, the same for all groups with a state."""
+    """Return the arrays of `Snapshots`, shared by all state groups."""
     places, length = (sizes.num_snapshots,), sizes.max_context_length
     return {
         "lengths": ArrayLayout(places, _I32, fill=0),
@@ -176,7 +177,7 @@ def lay_out_snapshots(sizes: StateSizes) -> Arrays:
 
 
 def _spread(arrays: object, layers: int, rows: int) -> Arrays:
-    """Return arrays of one sequence as those of all layers and rows."""
+    """Return arrays of one sequence with leading axes for layers and rows."""
     return {
         name: ArrayLayout((layers, rows, *shape), STORED_AS.get(dtype, dtype), fill=0)
         for name, shape, dtype in arrays  # type: ignore[attr-defined]

@@ -1,9 +1,8 @@
-"""How large the states of a model are, which its config.json tells.
+"""Shapes of recurrent states from a model's config.json.
 
-A state has the same size however long the text is. It follows from keys that each model
-type names in its own way. Channels that a checkpoint has in one tensor are several
-arrays here where they are of several kinds (queries, keys and values), so that each may
-be spread over the devices of a mesh by its heads.
+A state has a fixed size, derived from keys that differ by model type. A tensor of
+several kinds of channels in a checkpoint (queries, keys and values) becomes several
+arrays, so that each can be sharded by its heads.
 """
 
 from collections.abc import Mapping
@@ -11,18 +10,18 @@ from typing import Any
 
 from jkv.config.layers import Array, LayerState
 
-# What a state is added up in, whatever the model computes in.
+# Dtype of accumulated states, for any dtype of the model.
 WIDE = "float32"
 
 
 def _convolve(
     channels: Mapping[str, Array],  # of a token, by name
-    window: int,  # tokens that a convolution sees, the newest counted
-    # what the layer keeps beside the tokens before the newest
+    window: int,  # kernel size of the convolution, the newest token included
+    # the rest of the state
     memory: Mapping[str, Array],
-    inputs: Mapping[str, Array],  # what else a token adds
+    inputs: Mapping[str, Array],  # further inputs of a token
 ) -> LayerState:
-    """Return the state of a layer that convolves channels before it does the rest."""
+    """Return the state of a layer with a causal convolution over channels."""
     past = {
         f"past_{name}": Array(
             (window - 1, *array.shape),
@@ -40,7 +39,7 @@ def _read_mamba2(
     heads: int, head_dim: int, groups: int, state_dim: int, window: int
 ) -> LayerState:
     """Return the state of Mamba 2 (https://arxiv.org/abs/2405.21060)."""
-    # Few groups share keys and queries, often one: every device has all of them.
+    # Too few groups share keys and queries (often one) to shard them.
     shared = Array((groups, state_dim))
     return _convolve(
         dict(x=Array((heads, head_dim), None, 0), b=shared, c=shared),
@@ -51,7 +50,7 @@ def _read_mamba2(
 
 
 def read_bamba(model: Mapping[str, Any]) -> LayerState:
-    """Return the state of Bamba, and of Granite 4, which names its sizes alike."""
+    """Return the state of Bamba, and of Granite 4, which uses the same keys."""
     heads, expand = _counts(model, mamba_n_heads=128, mamba_expand=2)
     inner = model.get("mamba_d_ssm") or expand * _count(model, "hidden_size")
     dim = model.get("mamba_d_head", "auto")
@@ -101,10 +100,10 @@ def read_jamba(model: Mapping[str, Any]) -> LayerState:
 def _read_delta_rule(
     key_heads: int,  # of queries and keys; each serves several heads of the state
     heads: int,  # of the state
-    key_dim: int,  # of a key
-    value_dim: int,  # of a value
-    window: int,  # tokens that the convolution sees
-    # numbers by which a head forgets: one, or one for each channel of a key
+    key_dim: int,
+    value_dim: int,
+    window: int,  # kernel size of the convolution
+    # decay factors of a head: 1, or one for each channel of a key
     gates: int,
 ) -> LayerState:
     """Return the state of a gated delta rule (https://arxiv.org/abs/2412.06464)."""
@@ -159,16 +158,16 @@ def read_lfm2(model: Mapping[str, Any]) -> LayerState:
 
 
 def _counts(model: Mapping[str, Any], **usual: int) -> tuple[int, ...]:
-    """Return sizes by their keys, each given with what transformers assumes."""
+    """Return several sizes by key, with the defaults of transformers."""
     return tuple(_count(model, key, value) for key, value in usual.items())
 
 
 def _count(model: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Return a size, a positive int; what transformers assumes where it is left out."""
+    """Return a size, a positive int, or its default in transformers."""
     value = default if model.get(key) is None else model[key]
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(
-            f"{key} is {value!r}, no count; give num_layers for the layers with keys "
-            f"and values alone"
+            f"{key} must be a positive int, got {value!r}; give num_layers, the number "
+            f"of attention layers, to ignore states"
         )
     return value

@@ -1,1 +1,1 @@
-"""How rows of keys and values are stored: each format is a value of one face."""
+"""Formats: encodings of rows of keys and values, behind one interface."""

@@ -1,17 +1,16 @@
-"""Rows of four-bit elements, two in a byte, with a scale for each token and kv head.
+"""Int4 rows: two elements per byte, with a scale for each token and kv head.
 
-A row is turned first, by a fixed orthonormal transform: what stands out in a few of its
-elements is spread over all, which come near a normal distribution. Its elements are
-rounded to 16 even steps. Where the outermost lie is chosen for each row: of three
-scales the one with the least error, within a tenth of that of 16 levels of a normal.
+Rows are first rotated by a fixed orthonormal transform, as in QuaRot (arXiv
+2404.00456). It spreads outliers over all elements, which become nearly normal. Elements
+are rounded to 16 uniform steps. Of three candidate scales each row takes the one with
+the least error, within 10% of the error of the 16 optimal levels for a normal.
 
-Attention stays among turned numbers: turned queries have the same products with turned
-keys, and a sum of turned values is turned back as one row.
+Attention operates on rotated rows: rotated queries have the same products with rotated
+keys, and a weighted sum of rotated values is rotated back as one row.
 
-Elements of a unit of two bytes are a quarter of the row apart, where it has 64 or a
-multiple, those of a byte half of it elsewhere: a part of all units is a part of a row.
-
-(QuaRot, arXiv 2404.00456, turns rows of a cache so.)
+Elements in one unit of two bytes are a quarter of the row apart if the row has a
+multiple of 64 elements, else elements in one byte are half a row apart. So a slice of
+all units is a slice of the row.
 """
 
 import dataclasses
@@ -26,26 +25,25 @@ from jax import lax
 from jkv.formats.format import Element, Parts, as_stored, multiply_out, to_float32
 from jkv.formats.scaled import SCALE_DTYPE, Scaled, scale_rows
 
-# Steps, from 0 to 15, are numbers when this is taken from them.
+# Steps 0 to 15 minus this are the decoded numbers.
 MIDDLE = 7.5
-# Where the outermost step may lie, by the largest magnitude.
+# Candidates for the outermost step, relative to the largest magnitude.
 _OUTERMOST = (0.8, 0.9, 1.0)
-# Parts of a step that errors are counted in: in integers, so that their sum does not
-# depend on its order.
+# Resolution of errors, in parts of a step: sums of integers are independent of order.
 _PARTS = 64.0
-# A turned element may exceed float32 where no element of its row does. With its scale
-# rounded up by 1/128, the outermost step of this one is still finite.
+# A rotated element may exceed the largest float32 even if its row does not. At this
+# bound the outermost step is finite with a scale rounded up by 1/128.
 _LARGEST = np.float32(0.99 * np.finfo(np.float32).max)
 
 
 def unit_of(width: int) -> np.dtype[Any]:
-    """Return what elements of a row lie in."""
+    """Return the dtype of the units that a row's elements are packed in."""
     return np.dtype(np.uint8 if width % 64 else np.uint16)
 
 
 @dataclasses.dataclass(frozen=True)
 class Packed(Scaled):
-    """Turned rows of 16 steps, the first part of a row in the units' lowest bits."""
+    """Rotated rows of 16 steps; the row's first part is in the units' lowest bits."""
 
     is_turned: ClassVar[bool] = True
 
@@ -54,36 +52,36 @@ class Packed(Scaled):
         return np.dtype(np.uint8)
 
     def width_of(self, size: int) -> int:
-        """Return two for each byte."""
+        """Return 2 * size, as a byte holds two elements."""
         return 2 * size
 
     def arrays(self, width: int) -> dict[str, Element]:
-        """Return the pairs and the scales."""
+        """Return the elements of "pool" and "scales"."""
         if width % 2:
             raise ValueError(
-                f"{self.dtype.name} has two elements in a byte, and {width} of them in "
-                f"a row are no pairs: give an even head dim, or another dtype"
+                f"{self.dtype.name} packs two elements in a byte, so the head dim must "
+                f"be even, got {width}; change the head dim or the dtype"
             )
         pairs = Element((width // 2,), self.stored_as, self.stored_as)
         return super().arrays(width) | {"pool": pairs}
 
     def turn(self, rows: jax.Array) -> jax.Array:
-        """Multiply by signs, then transform; the inverse of `turn_back`."""
+        """Multiply by signs, then apply the Hadamard transform."""
         return _transform(_flip(rows.astype(jnp.float32))).astype(rows.dtype)
 
     def turn_back(self, rows: jax.Array) -> jax.Array:
-        """Transform, which is its own inverse, then multiply by the same signs."""
+        """Apply the Hadamard transform, its own inverse, then multiply by the signs."""
         return _flip(_transform(rows.astype(jnp.float32))).astype(rows.dtype)
 
     def prepare(self, rows: jax.Array) -> jax.Array:
-        """Turn rows; elements of a finite row stay finite, at most `_LARGEST`."""
+        """Rotate rows, clipped to `_LARGEST` so that finite rows stay finite."""
         rows = super().prepare(rows).astype(jnp.float32)
         is_finite = jnp.all(jnp.isfinite(rows), axis=-1, keepdims=True)
         turned = self.turn(rows)
         return jnp.where(is_finite, jnp.clip(turned, -_LARGEST, _LARGEST), turned)
 
     def put(self, rows: jax.Array) -> Parts:
-        """Round; a row with NaN or infinity in it reads as NaN."""
+        """Encode rows; a row with NaN or infinity decodes to NaN."""
         steps, scales, least = _find_steps(rows, _OUTERMOST[0])
         for share in _OUTERMOST[1:]:
             other_steps, other_scales, error = _find_steps(rows, share)
@@ -94,24 +92,23 @@ class Packed(Scaled):
         return {"pool": _pack(steps), "scales": as_stored(scales)}
 
     def get(self, stored: Parts) -> tuple[jax.Array, jax.Array | None]:
-        """Return the steps around zero, turned as they are, and scales as factors."""
+        """Return the centered steps of rotated rows, and the scales as factors."""
         pool, scales = stored["pool"], stored["scales"]
         width = self.width_of(pool.size // max(1, scales.size))
         numbers = _unpack(pool, width).astype(jnp.float32) - MIDDLE
         return numbers, to_float32(scales, SCALE_DTYPE)
 
     def read(self, stored: Parts) -> jax.Array:
-        """Return rows as they were before they were turned, in float32."""
+        """Decode rows and rotate them back, in float32."""
         return self.turn_back(multiply_out(*self.get(stored)))
 
 
 def _find_steps(
     rows: jax.Array, share: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the steps of rows, i32[..., D], their scales, and the errors, f32[...]."""
+    """Return steps i32[..., D], scales, and squared errors f32[...] of rows."""
     rows, scales = scale_rows(rows, np.float32(share / MIDDLE))
-    # Nothing is added to a product before it is rounded: whether that is one operation
-    # depends on the compiler.
+    # No sum of unrounded products: compilers differ in fusing multiply-adds.
     steps = jnp.clip(jnp.floor(rows).astype(jnp.int32) + 8, 0, 15)
     wanted = jnp.floor(rows * _PARTS).astype(jnp.int32)
     off = wanted - (steps * int(_PARTS) - int(MIDDLE * _PARTS))
@@ -119,7 +116,7 @@ def _find_steps(
 
 
 def _pack(steps: jax.Array) -> jax.Array:
-    """Return the bytes of steps, u8[..., D / 2]."""
+    """Pack steps into bytes, u8[..., D / 2]."""
     unit = unit_of(steps.shape[-1])
     parts = steps.reshape(*steps.shape[:-1], 2 * unit.itemsize, -1).astype(unit)
     units = jnp.sum(parts << _places(parts), axis=-2, dtype=unit)
@@ -128,7 +125,7 @@ def _pack(steps: jax.Array) -> jax.Array:
 
 
 def _unpack(pool: jax.Array, width: int) -> jax.Array:
-    """Return the steps of rows of a width, [..., rows * D], of what `_pack` gave."""
+    """Unpack the steps of rows of `width` elements, [..., rows * D]."""
     size = unit_of(width).itemsize
     units = pool.reshape(*pool.shape[:-1], -1, width // (2 * size), size)
     halves = [
@@ -140,16 +137,16 @@ def _unpack(pool: jax.Array, width: int) -> jax.Array:
 
 
 def _places(units: jax.Array) -> jax.Array:
-    """Return where the bits of each part of units, [..., n], are: [..., parts, 1]."""
+    """Return the shift of each part in units [..., n], as [..., parts, 1]."""
     places = jnp.arange(0, 8 * units.dtype.itemsize, 4, dtype=units.dtype)
     return places.reshape((1,) * (units.ndim - 2) + (-1, 1))
 
 
 def _flip(rows: jax.Array) -> jax.Array:
-    """Multiply each block of a row, [..., D], by its signs.
+    """Multiply each block of a row, [..., D], by fixed signs.
 
-    They differ from every row of the transform in nearly half of the places (a bent
-    function): what all elements have in common is spread over all.
+    The signs form a bent function, which differs from every row of the transform in
+    nearly half of the places. So a common offset of all elements is spread as well.
     """
     size = _find_block(rows.shape[-1])
     number = np.arange(rows.shape[-1]) % size
@@ -159,10 +156,10 @@ def _flip(rows: jax.Array) -> jax.Array:
 
 
 def _transform(rows: jax.Array) -> jax.Array:
-    """Return the Walsh-Hadamard transform of blocks of a row, by sums of its own.
+    """Return the Walsh-Hadamard transform of the blocks of a row, in a fixed order.
 
-    Sums are of elements over a power of two, which changes no bit of them, and at most
-    the largest element: sums of finite rows are finite.
+    Elements are first divided by a power of two, which is exact, so that no sum exceeds
+    the largest element and finite rows stay finite.
     """
     size = _find_block(rows.shape[-1])
     blocks = rows.reshape(*rows.shape[:-1], -1, size) * np.float32(1 / size)
@@ -174,5 +171,5 @@ def _transform(rows: jax.Array) -> jax.Array:
 
 
 def _find_block(width: int) -> int:
-    """Return the largest power of two that divides a width."""
+    """Return the largest power of two that divides `width`."""
     return width & -width

@@ -1,4 +1,4 @@
-"""The formats that a cache may have, and what they cost in perplexity."""
+"""The available formats, and their cost in perplexity."""
 
 from typing import Any
 
@@ -21,19 +21,18 @@ FORMATS: dict[np.dtype[Any], Format] = {
     )
 }
 
-# Dtypes of raw bits in pools, and the dtypes that the bits may mean.
+# Array dtypes of raw bits, and their possible dtypes of the encoding.
 MEANINGS: dict[np.dtype[Any], list[np.dtype[Any]]] = {
     bits: [each.dtype for each in FORMATS.values() if each.stored_as == bits]
     for bits in {each.stored_as for each in FORMATS.values()} - FORMATS.keys()
 }
 
-# What every card can read, whichever encoding it prefers, so that files travel.
+# One encoding for all devices, so that saved files are portable.
 OTHER_NAMES = {"fp8": np.dtype(jnp.float8_e4m3fn)}
 
 
-# What they cost, which `benchmarks/accuracy.py` measures (of your model
-# `jkv.measure_formats` tells): per cent of each one's perplexity in float32, by the
-# dtypes of keys and values.
+# Increase of perplexity over float32 in per cent, by the dtypes of keys and values, as
+# measured by `benchmarks/accuracy.py` (`jkv.measure_formats` for other models).
 MODELS = ("SmolLM2 135M", "Gemma 3 270M")
 COSTS = {
     ("int8", "int8"): (0.1, 0.4),
@@ -44,12 +43,12 @@ COSTS = {
 
 
 def formats_of(dtype: np.dtype[Any], value_dtype: np.dtype[Any]) -> Formats:
-    """Return the formats of keys and values by what a configuration calls them."""
+    """Return the formats of keys and values of the given dtypes."""
     return Formats(FORMATS[dtype], FORMATS[value_dtype])
 
 
 def checked_dtype(dtype: Any, name: str = "dtype") -> np.dtype[Any]:
-    """Return the numpy dtype of keys and values, or say which ones there are."""
+    """Return a supported numpy dtype, or raise ValueError with the supported ones."""
     if isinstance(dtype, str):
         dtype = OTHER_NAMES.get(dtype, dtype)
     for known in FORMATS:
@@ -63,6 +62,6 @@ def checked_dtype(dtype: Any, name: str = "dtype") -> np.dtype[Any]:
 
 
 def tell_cost(dtype: str, value_dtype: str) -> str:
-    """Say what they cost, such as "+1.0% on SmolLM2 135M, +0.5% on Gemma 3 270M"."""
+    """Format the cost, e.g. "+1.0% on SmolLM2 135M, +0.5% on Gemma 3 270M"."""
     costs = zip(COSTS[dtype, value_dtype], MODELS, strict=True)
     return ", ".join(f"{cost:+.1f}% on {model}" for cost, model in costs)

@@ -402,12 +402,12 @@ def test_cudnn_under_vmap_is_one_call_after_the_other(mapped):
 
 REFUSED = {
     "float32 queries": ({"dtype": "float32"}, {}, "bfloat16 and float16"),
-    "latent": ({"head_dim": 576}, {"value_head_dim": 512}, "apart"),
+    "latent": ({"head_dim": 576}, {"value_head_dim": 512}, "separate keys and values"),
     "value dim": ({"value_dim": 64}, {}, "one head dim"),
     "head dim": ({"head_dim": 100}, {}, "multiple of 8"),
-    "soft cap": ({}, {"soft_cap": 30.0}, "no soft cap"),
-    "sinks": ({}, {"sinks": np.zeros(32, np.float32)}, "no sinks"),
-    "traced scale": ({}, {"scale": np.float32(0.1)}, "one scale"),
+    "soft cap": ({}, {"soft_cap": 30.0}, "neither soft_cap nor sinks"),
+    "sinks": ({}, {"sinks": np.zeros(32, np.float32)}, "neither soft_cap nor sinks"),
+    "traced scale": ({}, {"scale": np.float32(0.1)}, "static scale"),
     "log-sum-exp": ({}, {"return_lse": True}, "no float32 log-sum-exp"),
 }
 
@@ -423,7 +423,7 @@ def test_cudnn_refuses_what_it_does_not_have(name):
 @pytest.mark.usefixtures("has_cudnn")
 @pytest.mark.one_end
 def test_cudnn_refuses_bits_that_shall_not_depend_on_the_step():
-    with pytest.raises(ValueError, match="leave it out where bits shall not"):
+    with pytest.raises(ValueError, match="is not batch-invariant"):
         lower_cudnn(options={"by_position": True})
 
 
@@ -434,7 +434,7 @@ def test_cudnn_says_where_it_is_not_there():
 
 @pytest.mark.usefixtures("has_cudnn")
 def test_cudnn_says_what_it_is_for():
-    with pytest.raises(NotImplementedError, match="for CUDA alone"):
+    with pytest.raises(NotImplementedError, match="supports CUDA only"):
         lower_cudnn(platform="rocm")
 
 

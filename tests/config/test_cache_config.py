@@ -69,9 +69,9 @@ def test_values_may_have_a_dtype_of_their_own():
 
 def test_four_bits_go_in_pairs():
     for sizes in (dict(head_dim=7, value_head_dim=8), dict(value_head_dim=3)):
-        with pytest.raises(ValueError, match="even head dim"):
+        with pytest.raises(ValueError, match="head dim must be even"):
             small_config(**sizes, dtype="int4")
-    with pytest.raises(ValueError, match="leave value_dtype out, got int4"):
+    with pytest.raises(ValueError, match="got int4; omit value_dtype"):
         small_config(values_in_keys=True, dtype="int8", value_dtype="int4")
 
 

@@ -175,5 +175,5 @@ def test_a_cache_takes_a_format_of_the_table(monkeypatch, tmp_path):
     for one, other, third in zip(found, wanted, again, strict=True):
         np.testing.assert_array_equal(one, other)
         np.testing.assert_array_equal(one, third)
-    with pytest.raises(NotImplementedError, match="it reads .*, not int4"):
+    with pytest.raises(NotImplementedError, match="kernels support .*, not int4"):
         jkv.attend(cache, 0, batch, queries, implementation="pallas")

@@ -500,7 +500,7 @@ class TestCalls:
     @pytest.mark.one_end
     def test_raise_for_status_of_what_has_none(self):
         for wrong in (small_cache(), "OK", 0.5, np.zeros(2), None):
-            with pytest.raises(TypeError, match="takes a status"):
+            with pytest.raises(TypeError, match="status must be"):
                 jkv.raise_for_status(wrong)
 
     @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_what_no_file_can_hold_is_refused_in_words():
 
 @pytest.mark.one_end
 def test_a_program_of_other_fields_is_refused():
-    with pytest.raises(jkv.UsageError, match="export it with this version"):
+    with pytest.raises(jkv.UsageError, match="with this version of jkv"):
         serialization._reader(jkv.Ring)(b'{"size": 3}')
 
 

@@ -1,9 +1,8 @@
-"""The backend of the kernels: Pallas, which traces and interprets them.
+"""The interface of the kernels to Pallas, which traces and interprets them.
 
-The only file that imports it. What is traced becomes Triton's IR by Pallas' lowering
-or by jkv's own (`triton/`). The kernels (`bodies/`) are written with what is
-offered here, `jax.numpy` and loads by index; another backend with the same few
-functions could replace it.
+The only module that imports Pallas. Traced kernels are lowered to Triton's IR by Pallas
+or by jkv (`triton/`). The kernels (`bodies/`) use only the functions of this module,
+`jax.numpy` and indexed loads, so another backend could replace it.
 """
 
 import functools
@@ -25,10 +24,7 @@ Results = TypeVar("Results")
 
 @functools.cache
 def _pallas() -> ModuleType:
-    """Import Pallas when a kernel first needs it.
-
-    That takes a third of a second, and a program for CPUs never does.
-    """
+    """Import Pallas on first use, which takes a third of a second."""
     from jax.experimental import pallas
 
     from jkv.xla_flags import warn_of_missing_flags
@@ -38,10 +34,9 @@ def _pallas() -> ModuleType:
 
 
 def _lowering() -> ModuleType:
-    """Import Pallas' lowering to Triton.
+    """Import Pallas' lowering to Triton, without its deprecation warning.
 
-    JAX 0.11 and later say that it is deprecated when they lower a kernel. It is known:
-    it is used in one file, and there is another.
+    JAX 0.11 and later warn of it when they lower a kernel; `triton/` replaces it.
     """
     from jax.experimental.pallas import triton
 
@@ -52,7 +47,7 @@ def _lowering() -> ModuleType:
 
 
 def _access(name: str) -> Callable[..., Any]:
-    """Return Pallas' masked `load` or `store`, public beside that lowering alone."""
+    """Return Pallas' masked `load` or `store`, public only in the Triton lowering."""
     try:
         return getattr(_lowering(), name)
     except ImportError:
@@ -63,10 +58,10 @@ def _access(name: str) -> Callable[..., Any]:
 
 
 def why_missing() -> str | None:
-    """Say why this JAX does not lower kernels, None if it does; imports Pallas."""
+    """Return the reason JAX cannot lower kernels, None if it can; imports Pallas."""
     try:
         _pallas(), _lowering()
-    except ImportError as error:  # a jaxlib that was built without it
+    except ImportError as error:  # a jaxlib built without it
         return f"this JAX has no Pallas backend for GPUs ({error})"
     return None
 
@@ -80,7 +75,7 @@ def program_id(axis: int) -> jax.Array:
 def load_masked(ref: Any, where: tuple[jax.Array, ...], mask: jax.Array) -> jax.Array:
     """Load elements by index arrays, zeros where the mask is false.
 
-    Indices out of range must be brought into the array, mask or not.
+    Masked indices must be in range, too.
     """
     loaded: jax.Array = _access("load")(ref.at[where], mask=mask, other=0.0)
     return loaded
@@ -91,39 +86,40 @@ def store_masked(
 ) -> None:
     """Store elements by index arrays where the mask is true.
 
-    Indices must all differ, masked ones too: interpreting writes these back unchanged.
+    All indices must be distinct, masked ones too: interpret mode writes back their old
+    values.
     """
     _access("store")(ref.at[where], value, mask=mask)
 
 
 class Way(NamedTuple):
-    """How kernels become programs."""
+    """The lowering of kernels."""
 
-    interpret: bool = False  # operation by operation, on any platform
-    # For which platform jkv itself writes them in Triton's IR; None: Pallas does.
+    interpret: bool = False  # interpret mode, on any platform
+    # Platform of jkv's own lowering to Triton; None: Pallas' lowering.
     written_for: str | None = None
 
 
 class Compilation(NamedTuple):
-    """How a kernel is compiled."""
+    """Compilation parameters of a kernel."""
 
     num_warps: int  # of a program
-    num_stages: int  # of the pipeline that the compiler makes of its loop
+    num_stages: int  # of the software pipeline of a loop
     way: Way
 
 
 def launch(
-    name: str,  # what profilers show
-    # takes the operands as refs, and the refs of the results
+    name: str,  # shown in profilers
+    # called with refs of the operands, then of the results
     kernel: Callable[..., None],
-    operands: tuple[Any, ...],  # a pytree of arrays, passed whole
-    results: tuple[Any, ...],  # a tuple of shapes and dtypes; None in it stays None
+    operands: tuple[Any, ...],  # a pytree of arrays, passed without blocking
+    results: tuple[Any, ...],  # shapes and dtypes; None stays None
     *,
-    grid: tuple[int, int],  # how many programs there are on each axis
+    grid: tuple[int, int],  # programs per axis
     compilation: Compilation,
-    in_place: bool = False,  # whether the last operands are the arrays that it changes
+    in_place: bool = False,  # the last operands are aliased to the results
 ) -> Any:
-    """Run a kernel that writes arrays; return them, as the results are given."""
+    """Launch a kernel and return its results."""
     pl, way = _pallas(), compilation.way
     leaves, structure = jax.tree.flatten(operands)
     shapes, result_structure = jax.tree.flatten(results)
@@ -168,20 +164,18 @@ def launch(
 def defer(
     function: Callable[..., Results],
     operands: tuple[Any, ...],
-    results: Any,  # its results' shapes and dtypes
+    results: Any,  # shapes and dtypes of the results
     way: Way,
 ) -> Results:
-    """Return `function(*operands)`, traced only where it is lowered for a GPU.
+    """Return `function(*operands)`, traced only when it is lowered for a GPU.
 
-    A Pallas call cannot be lowered for CPU, not even where a program for several
-    platforms never gets to it; and lowering all branches for all platforms is what
-    `platform_dependent` does in such a program. So what launches kernels is a primitive
-    of its own, which other platforms lower to zeros that are not used. Where no GPU is
-    meant, nothing of it is ever traced.
+    A Pallas call cannot be lowered for CPU, not even in the unused branch of
+    `platform_dependent` in a program for several platforms. So launches are wrapped in
+    a primitive that other platforms lower to unused zeros without tracing.
 
-    Inside `shard_map`, where Pallas takes nothing that varies over a mesh, the function
-    is traced for one device alone. What is interpreted there is lowered everywhere;
-    elsewhere it is traced at once.
+    Inside `shard_map`, where Pallas rejects operands that vary over a mesh, it is
+    traced as for one device. In interpret mode it is lowered for every platform
+    there, and traced immediately elsewhere.
     """
     if is_manual():
         operands = vary_over(operands, varying_axes(operands))
@@ -200,13 +194,13 @@ def defer(
 
 
 def view_as(array: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Return an array of raw bits as the numbers they mean, for kernels alone.
+    """Return an array of raw bits as another dtype, for operands of kernels only.
 
-    Of wider numbers there are fewer in a row.
+    A wider dtype has fewer elements per row.
 
-    A kernel is told where an array lies and what its elements are, so nothing is done,
-    and nothing copied as by `bitcast_convert_type`. A tile that is loaded as bits goes
-    through registers to be numbers, and back, before Hopper multiplies it.
+    The array itself is passed on, without the copy of `bitcast_convert_type`. Hopper
+    multiplies the loaded tile directly, while a tile bitcast in the kernel would pass
+    through registers first.
     """
     viewed: jax.Array = _view.bind(array, dtype=jnp.dtype(dtype))
     return viewed
@@ -225,7 +219,7 @@ _view.def_abstract_eval(_find_view)
 
 
 def _lower_view(_ctx: Any, array: Any, *, dtype: Any) -> Any:
-    """Give the operand itself, to a call that passes on where it lies."""
+    """Return the operand itself, as calls pass pointers on."""
     del dtype
     return [array]
 
@@ -244,7 +238,7 @@ def _run(*leaves: jax.Array, call: Callable[..., Any], results: Any) -> Any:
 
 def _find_types(*leaves: Any, results: Any, **params: Any) -> Any:
     del params
-    # All leaves vary over the same axes of a mesh, and so do the results.
+    # The operands vary over the same mesh axes, and so do the results.
     more = type_alike(leaves[0]) if leaves else {}
     return [
         jax.core.ShapedArray(result.shape, result.dtype, **more) for result in results
@@ -271,7 +265,7 @@ def _lower_unused(ctx: Any, *leaves: Any, call: Any, results: Any) -> Any:
 
 
 def _batch(leaves: Any, axes: Any, *, call: Callable[..., Any], results: Any) -> Any:
-    """One call after the other: `vmap` is for completeness here."""
+    """Call once per element of the mapped axis; vmap over kernels is rare."""
     mapped = [isinstance(axis, int) for axis in axes]
     moved = [
         jnp.moveaxis(leaf, axis, 0) if is_mapped else leaf
@@ -304,7 +298,7 @@ for _platform in ("rocm", "cuda"):
 def _refuse_derivative(*_operands: Any, **_params: Any) -> Any:
     raise NotImplementedError(
         "kernels have no second derivative of attention (jax.hessian, or jax.jvp of "
-        'jax.grad): the model must call attend(..., implementation="xla"), which has'
+        'jax.grad); call attend(..., implementation="xla") in the model, which has one'
     )
 
 

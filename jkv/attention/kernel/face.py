@@ -1,6 +1,6 @@
-"""The kernels as a backend: which calls they take on which card, with what tiles.
+"""The kernels as backends: supported calls and tiles for each GPU.
 
-What runs them is imported where it is called: most processes have no card.
+Kernels are imported when they are called, as most processes have no GPU.
 """
 
 import dataclasses
@@ -26,29 +26,29 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Kernels(Backend):
-    """The kernels: compiled for GPUs, interpreted on a CPU by name."""
+    """The kernels: compiled for GPUs; interpreted on CPU, if named."""
 
     platforms: ClassVar[tuple[str, ...]] = ("cpu", "rocm", "cuda")
     is_by_position: ClassVar[bool] = True
-    is_written: ClassVar[bool] = False  # in Triton's IR by jkv itself, not by Pallas
+    is_written: ClassVar[bool] = False  # lowered to Triton by jkv, not by Pallas
 
     def why_not(self, call: Call, card: Card) -> str | None:
-        """Say whether there is a row in the table; without a card, for any of them."""
+        """Return a reason unless the table has a row for the call and GPU, if known."""
         from jkv.attention.kernel.tiles.tuning import why_not
 
         return why_not(call.queries, call.pools, *card) or self._why_missing()
 
     def attend(self, call: Call, card: Card) -> tuple[jax.Array, jax.Array]:
-        """Run the kernels with the tiles for the card."""
+        """Launch the kernels with the tiles of the GPU."""
         from jkv.attention.kernel.launches.attention import attend_kernel
         from jkv.attention.kernel.tiles.tuning import find_tuning
 
         tuning = find_tuning(call.queries, call.pools, *card)
-        assert tuning is not None  # or there was a reason
+        assert tuning is not None  # checked by `why_not`
         return attend_kernel(call, tuning=tuning, way=self._find_way(card))
 
     def why_not_derived(self, call: Call, card: Card) -> str | None:
-        """Say the same of the derivative's table."""
+        """Return a reason unless the table of derivatives has a row for the call."""
         from jkv.attention.kernel.tiles.tuning import why_no_tile
 
         reason = why_no_tile(call.queries, call.pools, *card)
@@ -57,7 +57,7 @@ class Kernels(Backend):
     def differentiate(
         self, call: Call, cotangents: Cotangents, card: Card
     ) -> Gradients:
-        """Run the derivative's kernels."""
+        """Launch the derivative's kernels."""
         from jkv.attention.kernel.launches.derivative import differentiate_kernel
         from jkv.attention.kernel.tiles.tuning import find_backward
 
@@ -65,11 +65,11 @@ class Kernels(Backend):
             find_backward(call.queries, call.pools, *card),
             self._find_way(card),
         )
-        assert tuning is not None  # or there was a reason
+        assert tuning is not None  # checked by `why_not_derived`
         return differentiate_kernel(call, cotangents, tuning=tuning, way=way)
 
     def why_not_stored(self, write: SlotWrite, card: Card) -> str | None:
-        """Say why scatters store rows; they do where no card of the platform is."""
+        """Return the reason to use scatters; also without a GPU of the platform."""
         if card.target is None:
             return f"there are no kernels for {card.platform}"
         from jkv.attention.kernel.elements.formats import KERNEL_FORMATS
@@ -83,7 +83,7 @@ class Kernels(Backend):
         return why_scattered(write.arrays) or self._why_missing()
 
     def store(self, write: SlotWrite, card: Card) -> dict[str, jax.Array]:
-        """Store by one launch for all arrays."""
+        """Store with one launch for all arrays."""
         from jkv.attention.kernel.launches.slots import store_rows
 
         return store_rows(write, way=self._find_way(card))
@@ -96,7 +96,7 @@ class Kernels(Backend):
         return Way(written_for=card.platform if self.is_written else None)
 
     def _why_missing(self) -> str | None:
-        """Say why Pallas does not lower the kernels, where it is to; imports it."""
+        """Return the reason Pallas cannot lower kernels, if it is to; imports it."""
         if self.is_written:
             return None
         from jkv.attention.kernel.backend import why_missing
@@ -106,7 +106,7 @@ class Kernels(Backend):
 
 @dataclasses.dataclass(frozen=True)
 class Pallas(Kernels):
-    """The kernels as Pallas lowers them, and the lists of a step for all kernels."""
+    """The kernels with Pallas' lowering, and the work lists of a step."""
 
     name: ClassVar[str] = lists.NAME
     unasked: ClassVar[tuple[str, ...]] = ("rocm", "cuda")
@@ -120,7 +120,7 @@ class Pallas(Kernels):
         reference_counts: jax.Array,
         step: StepShape,
     ) -> tuple[lists.WorkList, ...] | None:
-        """List what the programs of a step read, where there is a card."""
+        """List the work of a step, if there is a GPU."""
         if find_gpu() is None:
             return None
         from jkv.attention.kernel.work.planning import plan_work
@@ -130,7 +130,7 @@ class Pallas(Kernels):
 
 @dataclasses.dataclass(frozen=True)
 class Triton(Kernels):
-    """The kernels as jkv itself brings them to Triton, by name alone."""
+    """The kernels with jkv's own lowering to Triton, used only if named."""
 
     name: ClassVar[str] = "triton"
     is_written: ClassVar[bool] = True

@@ -1,1 +1,1 @@
-"""The fast path without a custom kernel: loops over gathered chunks of blocks."""
+"""Attention in plain XLA: loops over gathered chunks of blocks."""

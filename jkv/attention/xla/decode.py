@@ -1,18 +1,17 @@
-"""Requests of one row: all their blocks in one flat list, taken a few at a time.
+"""Decoding: the blocks of all one-row requests as one flat list.
 
-The (request, block) pairs follow each other, request after request, and each trip of
-the loop takes the next few, whosever they are: the cost follows the sum of the context
-lengths. A trip meets consecutive requests, so its sums join those of earlier trips in
-one slice. The idea is the split softmax of Flash-Decoding with the load-balanced
-schedule of FlashInfer (arXiv 2501.01005).
+The (request, block) pairs are listed request after request, and each trip of the loop
+takes the next few, so the cost follows the sum of the context lengths. A trip covers
+consecutive requests, so one slice update joins its sums with earlier ones. The method
+combines the split softmax of Flash-Decoding with the load-balanced schedule of
+FlashInfer (arXiv 2501.01005).
 
-Only the first and last block of a sequence can hold slots that its row does not see
-(an unwritten tail, tokens left of a window). These edge blocks come first, in a loop of
-their own, masked with care; the blocks between need no mask on their contents, which
-saves a pass over them.
+Only the first and last block of a sequence can hold masked slots (past the end, or left
+of the window). These edge blocks are processed first, in a loop that masks their
+contents; the loop over inner blocks saves that pass.
 
-Symbols: `B` requests; `P` lanes, one for each piece of `W` consecutive blocks that a
-trip takes.
+Symbols: `B` requests; `P` lanes, one for each piece of `W` consecutive blocks of a
+trip.
 """
 
 import functools
@@ -37,46 +36,47 @@ from jkv.attention.xla.shared import Tiles, attend_shared, cut_runs, prefixes_of
 from jkv.indexing import gather
 from jkv.sharding.loops import fori_loop
 
-# Consecutive blocks of a request are taken together, about this many tokens: longer
-# pieces are quicker to join, shorter ones waste less at the end of a request.
+# Tokens of a piece of consecutive blocks: longer pieces are quicker to join, shorter
+# ones waste less at the end of a request.
 _PIECE_TOKENS = 32
 
 
 class WorkList(NamedTuple):
-    """The requests of one row by rank, those with blocks between their edges first.
+    """One-row requests by rank; requests with inner blocks come first.
 
     Arrays over ranks are padded by `P`, so that slices of `P` ranks stay inside.
     """
 
     request: jax.Array  # i32[B + P]
-    first: jax.Array  # i32[B + P], first column that is no edge
+    first: jax.Array  # i32[B + P], first inner column
     last: jax.Array  # i32[B + P], column of the last block, an edge
-    ends: jax.Array  # i32[B + P], pieces up to and with this rank
-    rank: jax.Array  # i32[B], of each request; B + P for the others
+    ends: jax.Array  # i32[B + P], pieces up to and including this rank
+    rank: jax.Array  # i32[B], of each request; B + P if not listed
     num_requests: jax.Array  # i32[]
     num_pieces: jax.Array  # i32[]
 
 
 class Walk(NamedTuple):
-    """What every trip of the two loops reads, and how much it takes."""
+    """The loop-invariant inputs of both loops, and the sizes of a trip."""
 
     call: Call
     queries: jax.Array  # f32[R, K, G, D], scaled
-    contexts: jax.Array  # i32[B], tokens in the pools that the last row sees
-    window: jax.Array | None  # i32[] or i32[B], how many of these it sees
+    contexts: jax.Array  # i32[B], local tokens up to the last row's position
+    window: jax.Array | None  # i32[] or i32[B], sliding window in local tokens
     work: WorkList
     piece_blocks: int  # blocks of a piece
     num_lanes: int  # pieces of a trip
-    num_segments: int  # most requests that a trip meets, and edges of a trip
-    tiles: Tiles | None  # what several requests share, which is read before all else
+    num_segments: int  # most requests of a trip, and edges of a trip
+    tiles: Tiles | None  # shared prefixes, which are processed first
 
 
 def attend_decode(
     call: Call,
     queries: jax.Array,  # f32[R, K, G, D], scaled
 ) -> tuple[jax.Array, jax.Array]:
-    """Return `f32[R, K, G, Dv]` and `f32[R, K, G]` of the requests with one row each;
-    other rows are zeros and -inf.
+    """Compute the rows of one-row requests, f32[R, K, G, Dv] and f32[R, K, G].
+
+    Other rows are zeros and -inf.
     """
     walk = _plan_walk(call, queries)
     sums = _start_sums(walk)
@@ -92,7 +92,7 @@ def attend_decode(
 
 
 def _plan_walk(call: Call, queries: jax.Array) -> Walk:
-    """Choose how much a trip takes, and list what there is to take."""
+    """Choose the sizes of a trip, and list the work."""
     pools, num_requests = call.pools, call.num_requests
     head_dim = max(queries.shape[3], pools.value_dim)
     block_bytes = 4 * pools.num_kv_heads * pools.block_size * head_dim
@@ -111,7 +111,7 @@ def _plan_walk(call: Call, queries: jax.Array) -> Walk:
         piece_blocks=piece_blocks,
         padding=num_lanes,
     )
-    # No trip meets more requests than it has lanes, nor more than there are.
+    # A trip covers at most one request per lane.
     num_segments = min(num_lanes, num_requests)
     contexts = requests.context_lengths
     sizes = piece_blocks, num_lanes, num_segments
@@ -119,16 +119,16 @@ def _plan_walk(call: Call, queries: jax.Array) -> Walk:
 
 
 def list_work(
-    requests: Requests,  # of the call; those of several rows are not listed
-    window: jax.Array | None,  # i32[] or i32[B], tokens that a row sees, None for all
+    requests: Requests,  # of the call; requests of several rows are not listed
+    window: jax.Array | None,  # i32[] or i32[B]; None for full attention
     block_size: int,  # T
     *,
-    # i32[B], leading columns of each that are not listed, with no window; None: none
+    # i32[B], leading columns to skip per request; only without a window
     skip: jax.Array | None,
     piece_blocks: int,  # blocks of a piece
     padding: int,  # P
 ) -> WorkList:
-    """Rank the requests of one row and count the pieces between their edges."""
+    """Rank the one-row requests and count the pieces between their edges."""
     context = requests.context_lengths
     listed = (requests.query_lengths == 1) & (context > 0)
     last = quotient(jnp.maximum(context - 1, 0), block_size)
@@ -139,7 +139,7 @@ def list_work(
     counts = divide_up(jnp.maximum(last - first, 0), piece_blocks)
     counts = jnp.where(listed, counts, 0)
 
-    # Requests without pieces go last, or a trip would skip ranks.
+    # Requests without pieces go last, so that a trip's ranks are consecutive.
     has_pieces = counts > 0
     is_long, is_short = (
         mask.astype(jnp.int32) for mask in (has_pieces, listed & ~has_pieces)
@@ -154,7 +154,7 @@ def list_work(
     request = request.at[rank].set(
         jnp.arange(context.shape[0], dtype=jnp.int32), mode="drop", unique_indices=True
     )
-    # Ranks follow the order of the requests as long as these have pieces.
+    # Ranks follow the order of the requests as long as they have pieces.
     ranks = jnp.arange(size, dtype=jnp.int32)
     return WorkList(
         request=request,
@@ -170,7 +170,7 @@ def list_work(
 
 
 def _start_sums(walk: Walk) -> Sums:
-    """Return the sums over no token, f32[B + P, K, G, ...], by rank."""
+    """Return the sums over no tokens, f32[B + P, K, G, ...], by rank."""
     call, by_group = walk.call, walk.queries.shape[1:3]
     sinks = None if call.sinks is None else call.sinks.reshape(1, *by_group)
     num_ranks = walk.work.request.shape[0]
@@ -188,7 +188,7 @@ def _take_edges(walk: Walk, trip: jax.Array, sums: Sums) -> Sums:
 
 
 def _find_edges(walk: Walk, rank: jax.Array, never: jax.Array) -> Lanes:
-    """Return the edge blocks of requests, and which of their tokens the row sees."""
+    """Return the edge blocks of requests with the mask of their tokens."""
     call, work = walk.call, walk.work
     last = gather(work.last, rank)
     columns = last[:, None]
@@ -216,7 +216,7 @@ def _take_pieces(walk: Walk, trip: jax.Array, sums: Sums) -> Sums:
     """Add the next pieces, one in each lane, to the sums of their requests."""
     index = trip * walk.num_lanes + jnp.arange(walk.num_lanes, dtype=jnp.int32)
     is_live = index < walk.work.num_pieces
-    # Lanes without work repeat the last piece, whose contents are sound.
+    # Lanes without work repeat the last piece, which has no unwritten slots.
     index = jnp.minimum(index, walk.work.num_pieces - 1)
     ends = walk.work.ends
     rank = jnp.sum(ends[None, :] <= index[:, None], axis=1, dtype=jnp.int32)
@@ -232,13 +232,13 @@ def _take_pieces(walk: Walk, trip: jax.Array, sums: Sums) -> Sums:
 def _find_pieces(
     walk: Walk, rank: jax.Array, index: jax.Array, never: jax.Array
 ) -> Lanes:
-    """Return pieces between edges, by their ranks and indices in the list of all."""
+    """Return the inner pieces of the given ranks and list indices."""
     work = walk.work
     before = jnp.where(rank > 0, gather(work.ends, rank - 1), 0)
     start = gather(work.first, rank) + (index - before) * walk.piece_blocks
     columns = start[:, None] + jnp.arange(walk.piece_blocks, dtype=jnp.int32)[None]
     last = gather(work.last, rank)[:, None]
-    # The pieces are whole but for their last blocks.
+    # Only the last blocks of a piece may be missing.
     visible = jnp.repeat(columns < last, walk.call.pools.block_size, axis=1)[:, None]
     request = gather(work.request, rank)
     row = gather(walk.call.requests.query_starts, request)
@@ -248,17 +248,17 @@ def _find_pieces(
 def _join_lanes(
     old: Sums,  # f32[M, K, G, ...] of consecutive requests
     found: Sums,  # f32[P, K, G, ...] of the lanes
-    owns: jax.Array,  # bool[M, P], whose lane it is
+    owns: jax.Array,  # bool[M, P], True if the lane is the request's
     segment: jax.Array,  # i32[P]
 ) -> Sums:
-    """Join each lane's sums to those of its request."""
+    """Join each lane's sums to the sums of its request."""
     lane_maxima = jnp.where(owns[..., None, None], found.maximum[None], HIDDEN)
     maximum = jnp.maximum(old.maximum, lane_maxima.max(axis=1))
     shrink = jnp.exp(old.maximum - maximum)
     lane_shrink = jnp.exp(found.maximum - gather(maximum, segment))
     lane_values = found.values * lane_shrink[..., None]
-    # Of a lane with NaN or infinity the total alone says so: 0 * NaN is NaN, and what
-    # is added up by a product would reach all requests of the trip.
+    # The product below adds up lanes with weights of 0, and 0 * NaN is NaN: a lane with
+    # NaN or infinity passes it on in its total only.
     is_sound = jnp.isfinite(lane_values)
     lane_totals = found.total * lane_shrink
     lane_totals = jnp.where(is_sound.all(axis=-1), lane_totals, jnp.nan)
@@ -274,7 +274,7 @@ def _join_lanes(
 
 
 def _finish_rows(walk: Walk, sums: Sums) -> tuple[jax.Array, jax.Array]:
-    """Bring results from ranks to rows; a row without a listed request sees nothing."""
+    """Map results from ranks to rows; rows without a listed request are empty."""
     num_rows, num_requests = walk.call.num_rows, walk.call.num_requests
     rank = jnp.full(num_rows, -1, jnp.int32)
     starts = walk.call.requests.query_starts
@@ -285,13 +285,13 @@ def _finish_rows(walk: Walk, sums: Sums) -> tuple[jax.Array, jax.Array]:
 
 
 def _slice(sums: Sums, base: jax.Array, size: int) -> Sums:
-    """Return the sums of `size` ranks from `base`, which is not negative."""
+    """Return the sums of `size` ranks from `base`, which must be >= 0."""
     cut = functools.partial(lax.dynamic_slice_in_dim, allow_negative_indices=False)
     return Sums(*(cut(array, base, size) for array in sums))
 
 
 def _update(sums: Sums, base: jax.Array, part: Sums) -> Sums:
-    """Put a part back where `_slice` took it."""
+    """Write sums back at `base`, the inverse of `_slice`."""
     put = functools.partial(
         lax.dynamic_update_slice_in_dim, axis=0, allow_negative_indices=False
     )

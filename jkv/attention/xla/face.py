@@ -1,16 +1,15 @@
-"""Plain XLA as two backends, which serve wherever no other does.
+"""Plain XLA as two backends, the defaults without a kernel.
 
-Calls whose contexts are all small go through `tiles.py` side by side. In others
-requests of one row go through `decode.py`, the others through `tiles.py` as prompts;
-each loop makes no trip when it has no work.
+Calls with small contexts only are computed by `tiles.py` side by side. In other calls
+`decode.py` computes one-row requests and `tiles.py` all others as prompts; a loop
+without work makes no trip.
 
-Decoding is bound by reading the keys and values once. Without a kernel XLA cannot
-multiply out of scattered blocks: it copies a chunk of them into the cache and reads it
-there. Of the processor time of 16 sequences of 1000 tokens (8 kv heads of 64, float32,
-JAX 0.10.2, two cores of an AMD EPYC) that copy takes about 62%, the two products 13%,
-softmax, joining and the dispatch of small operations 25%; a plain `jnp.sum` over as
-many bytes takes 35 to 45% of the whole. With four query heads per kv head the products
-take about half of the time.
+Decoding is bound by reading the keys and values once. XLA cannot multiply scattered
+blocks in place: it first copies a chunk of them into the cache. For 16 sequences of
+1000 tokens (8 kv heads of 64, float32, JAX 0.10.2, two cores of an AMD EPYC) the copy
+takes about 62% of the processor time, the two products 13%, and softmax, joining and
+the dispatch of small operations 25%; a plain `jnp.sum` over as many bytes takes 35 to
+45% of the total. With four query heads per kv head the products take about half.
 """
 
 import dataclasses
@@ -52,21 +51,21 @@ class Xla(Backend):
     plan_nodes: ClassVar[tuple[type, ...]] = (SharedPrefixes,)
 
     def attend(self, call: Call, card: Card) -> tuple[jax.Array, jax.Array]:
-        """Go through the contexts in loops."""
+        """Compute attention in loops over the contexts."""
         del card
         if call.by_position:
             return attend_by_head(call, attend_by_position)
         return attend_xla(call)
 
     def why_not_derived(self, call: Call, card: Card) -> str | None:
-        """It differentiates everything."""
+        """Return None, as every call has a derivative."""
         del call, card
         return None
 
     def differentiate(
         self, call: Call, cotangents: Cotangents, card: Card
     ) -> Gradients:
-        """Go through them again."""
+        """Recompute the weights in the same loops."""
         from jkv.attention.xla.gradients import differentiate_plainly
 
         del card
@@ -79,11 +78,11 @@ class Xla(Backend):
         reference_counts: jax.Array,
         step: StepShape,
     ) -> SharedPrefixes | None:
-        """Find what requests share, where loops would read it once."""
+        """Find shared prefixes, if decoding loops of the step would use them."""
         most = min(step.num_rows, requests.seq_ids.shape[0])
         if most < FEWEST or step.by_position or step.window is not None:
             return None
-        # A card's kernels have no use for it.
+        # GPU kernels do not use this plan.
         if step.num_parts > 1 or find_gpu() or _is_small(pools, requests, step):
             return None
         return find_shared_prefixes(
@@ -93,7 +92,7 @@ class Xla(Backend):
 
 @dataclasses.dataclass(frozen=True)
 class SideBySide(Xla):
-    """All contexts of a small call together: fewer operations to compile."""
+    """All contexts of a small call at once, with fewer operations to compile."""
 
     name: ClassVar[str] = "xla_small"
     is_by_position: ClassVar[bool] = False
@@ -101,12 +100,12 @@ class SideBySide(Xla):
     plan = Backend.plan
 
     def why_not(self, call: Call, card: Card) -> str | None:
-        """Say whether all contexts fit into one trip."""
+        """Return a reason unless all contexts fit into one trip."""
         del card
         return None if is_small(call) else "the contexts do not fit side by side"
 
     def attend(self, call: Call, card: Card) -> tuple[jax.Array, jax.Array]:
-        """Go through all contexts at once."""
+        """Compute attention over all contexts in one loop."""
         del card
         return attend_by_head(call, attend_side_by_side)
 
@@ -117,7 +116,7 @@ def attend_xla(call: Call) -> tuple[jax.Array, jax.Array]:
 
 
 def _attend_requests(call: Call, queries: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Take requests of one row piece by piece, others tile by tile."""
+    """Compute one-row requests piece by piece, others tile by tile."""
     output, lse = attend_decode(call, queries)
     if call.is_decoding:
         return output, lse
@@ -127,7 +126,7 @@ def _attend_requests(call: Call, queries: jax.Array) -> tuple[jax.Array, jax.Arr
 def attend_by_head(
     call: Call, attend: Callable[[Call, jax.Array], tuple[jax.Array, jax.Array]]
 ) -> tuple[jax.Array, jax.Array]:
-    """Scale the queries, f32[R, K, G, D], and join the heads of what is found."""
+    """Scale and group the queries, f32[R, K, G, D], and ungroup the results."""
     check_call(call)
     output, lse = attend(call, scale_queries(call))
     by_head = call.num_rows, call.num_heads
@@ -136,7 +135,7 @@ def attend_by_head(
 
 
 def _is_small(pools: Pools, requests: Requests, step: StepShape) -> bool:
-    """Return whether the calls of a step are."""
+    """Return True if the calls of a step are small."""
     rows: Any = jax.ShapeDtypeStruct((step.num_rows, 1, pools.head_dim), jnp.float32)
     most = 1 if step.is_decoding else None
     call = call_of(rows, pools)

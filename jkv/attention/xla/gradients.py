@@ -1,7 +1,7 @@
-"""The derivative without a kernel: tiles of rows and pieces of contexts again.
+"""The derivative in plain XLA, by the tiles and pieces of the forward pass.
 
-Gradients with respect to the pools are summed in float32 arrays of the pools' shape: a
-block that several sequences share collects from all of them.
+Gradients of the pools are summed in float32 arrays of the pools' shape, as several
+sequences may share a block.
 """
 
 from typing import NamedTuple
@@ -32,19 +32,19 @@ from jkv.sharding.loops import fori_loop
 
 
 class RowOperands(NamedTuple):
-    """The operands of each row: [R, K, G, ...], of a tile [K, Q * G, ...]."""
+    """The operands per row: [R, K, G, ...], in a tile [K, Q * G, ...]."""
 
     queries: jax.Array  # f32[..., D], scaled
     lse: jax.Array  # f32[...], finite
     d_output: jax.Array  # f32[..., Dv]
     delta: jax.Array  # f32[...]
-    marks: jax.Array  # f32[...], NaN for a row with a broken number in it, else 0
+    marks: jax.Array  # f32[...], NaN for a row with a non-finite number, else 0
 
 
 class Sums(NamedTuple):
-    """Sums so far, in float32; those of the pools None if they have no gradient."""
+    """Float32 gradient sums; None for pools without a gradient."""
 
-    queries: jax.Array  # f32[R, K, G, D], of the scaled queries; of a tile's in a tile
+    queries: jax.Array  # f32[R, K, G, D], of the scaled queries; or of one tile
     keys: jax.Array | None  # f32[L, N, K, T, D]
     values: jax.Array | None  # f32[L, N, K, T, Dv]
 
@@ -59,7 +59,7 @@ def differentiate_plainly(call: Call, cotangents: Cotangents) -> Gradients:
     d_output, output_marks = set_broken_apart(d_output, jnp.bool_(True))
     rows = RowOperands(
         queries=clean_queries,
-        # Rows that see nothing have weights of zero whatever their log-sum-exp.
+        # Empty rows have weights of zero for any finite log-sum-exp.
         lse=jnp.where(jnp.isneginf(lse), 0.0, lse).reshape(by_group),
         d_output=d_output,
         delta=delta.reshape(by_group),
@@ -90,7 +90,7 @@ def _cast_like(sums: jax.Array | None, pool: jax.Array | None) -> jax.Array | No
 def _add_tile(
     tiles: RowTiles, width: int, index: jax.Array, rows: RowOperands, sums: Sums
 ) -> Sums:
-    """Add what the rows of one tile bring."""
+    """Add the contributions of one tile's rows."""
     tile, readers = tiles.locate_slice(index)
     tile_rows = RowOperands(*map(tile.take, rows))
     first, end = find_pieces(tiles.call, readers, width)
@@ -106,7 +106,7 @@ def _add_tile(
 
 
 def _add_piece(call: Call, lanes: Lanes, rows: RowOperands, sums: Sums) -> Sums:
-    """Add what one piece of a context brings, `sums.queries` of the tile's rows."""
+    """Add the contributions of one piece; `sums.queries` is the tile's."""
     pools, soft_cap = call.pools, call.soft_cap
     visible = lanes.visible[0]  # bool[Q, S]
     gathered, used = gather_lanes(call, lanes), visible.any(axis=0)[None, :, None]
@@ -129,7 +129,7 @@ def _add_piece(call: Call, lanes: Lanes, rows: RowOperands, sums: Sums) -> Sums:
     d_scores = weights * (d_weights - rows.delta[..., None])
     if soft_cap is not None:
         d_scores *= 1.0 - jnp.square(scores / soft_cap)
-    # The other rows of a tile are of others, whose cotangents may be NaN.
+    # Rows of other requests in the tile may have NaN cotangents.
     d_scores = jnp.where(seen, d_scores, 0.0)
 
     blocks = find_blocks(call, lanes)[0]
@@ -150,7 +150,7 @@ def _add_piece(call: Call, lanes: Lanes, rows: RowOperands, sums: Sums) -> Sums:
 
 
 def _by_block(tokens: jax.Array, block_size: int) -> jax.Array:
-    """Turn `f32[K, W * T, D]` into `f32[W, K, T, D]`."""
+    """Reshape f32[K, W * T, D] to f32[W, K, T, D]."""
     num_kv_heads, _, head_dim = tokens.shape
     heads = tokens.reshape(num_kv_heads, -1, block_size, head_dim)
     return jnp.swapaxes(heads, 0, 1)
@@ -159,10 +159,10 @@ def _by_block(tokens: jax.Array, block_size: int) -> jax.Array:
 def add_blocks(
     pool: jax.Array,  # f32[L, N, K, T, D]
     layer: jax.Array,  # i32[]
-    blocks: jax.Array,  # i32[W], ids out of range are dropped
+    blocks: jax.Array,  # i32[W], out-of-range ids are dropped
     chunk: jax.Array,  # f32[W, K, T, D]
 ) -> jax.Array:
-    """Add a chunk back to where its blocks are in a layer."""
+    """Add a chunk to its blocks of a layer."""
     # A negative index would wrap even with mode="drop".
     blocks = jnp.where(blocks < 0, pool.shape[1], blocks)
     return pool.at[layer, blocks].add(chunk, mode="drop")

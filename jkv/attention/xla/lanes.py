@@ -1,13 +1,13 @@
-"""One trip of a loop: pieces of several requests, gathered and summed side by side.
+"""One loop trip: pieces of several requests, gathered and reduced side by side.
 
-A pool is `[L, N, K, T, D]`. Slicing a layer out, or converting the pool to another
-dtype inside jit, would copy it; so whole blocks are gathered by (layer, block) first
-and only the gathered chunk is turned into numbers, by its format. Operations have the
-form that costs XLA least, and round nothing on the way.
+A pool is `[L, N, K, T, D]`. Slicing a layer out, or converting the pool's dtype inside
+jit, would copy it; so blocks are gathered by (layer, block) and only the gathered chunk
+is decoded by its format. The operations are in the form cheapest for XLA, and round
+nothing in between.
 
-Symbols: `P` lanes, one for each piece of `W` consecutive blocks that a trip takes; `S =
-W * T` tokens of a piece; `Q` rows of a lane, which are query heads like others to all
-but the mask.
+Symbols: `P` lanes, one for each piece of `W` consecutive blocks of a trip; `S = W * T`
+tokens of a piece; `Q` rows of a lane, which share the axis of query heads except in the
+mask.
 """
 
 from typing import NamedTuple
@@ -21,12 +21,12 @@ from jkv.attention.softmax import HIDDEN, Sums
 from jkv.formats.format import multiply_out
 from jkv.indexing import gather
 
-# Keys (or values) gathered in one trip, in float32. Smaller chunks stay in the cache
-# nearer to the core, larger ones share the cost of a trip.
+# Bytes of float32 keys (or values) of a trip. Smaller chunks fit caches closer to the
+# core, larger ones amortize the cost of a trip.
 TRIP_BYTES = 2 * 2**20
 
 
-# Joining costs lanes times requests; with tiny blocks it would outgrow the attention.
+# Joining costs lanes times requests, which would dominate with tiny blocks.
 MAX_LANES = 64
 
 
@@ -34,37 +34,37 @@ _WEIGH = "pkgs,pksd->pkgd"
 
 
 class Lanes(NamedTuple):
-    """What one trip takes: a piece of one request in each lane."""
+    """The work of one trip: a piece of one request in each lane."""
 
-    row: jax.Array  # i32[P], whose queries attend to it
+    row: jax.Array  # i32[P], row of the queries
     request: jax.Array  # i32[P]
     columns: jax.Array  # i32[P, W], of its block table
     visible: jax.Array  # bool[P, Q, S]
-    never: jax.Array  # bool[], false, as `read_twice` wants it
+    never: jax.Array  # bool[], always False, for `read_twice`
 
 
 class Gathered(NamedTuple):
-    """Pieces as they came out of the pools, in float32, and by head."""
+    """Gathered pieces in float32, flat and by head."""
 
     flat_keys: jax.Array  # f32[P * K * W, T * D]
     flat_values: jax.Array  # f32[P * K * W, T * Dv]
     keys: jax.Array  # f32[P, K, S, D]
     values: jax.Array  # f32[P, K, S, Dv]
-    key_factor: jax.Array | None  # f32[P, K, S], what a token's key is multiplied by
+    key_factor: jax.Array | None  # f32[P, K, S], factor of each token's key
     value_factor: jax.Array | None  # f32[P, K, S]
 
 
 def attend_lanes(
-    call: Call,  # whose pools and block tables are read
+    call: Call,  # provides pools and block tables
     # f32[R, K, Q * G, D], scaled; of all rows, or of all tiles of Q rows
     queries: jax.Array,
-    lanes: Lanes,  # what to attend to
+    lanes: Lanes,
     *,
-    mask_values: bool,  # whether blocks may hold slots that the row does not see
+    mask_values: bool,  # True if blocks may hold slots that no row attends to
 ) -> Sums:
-    """Return the sums of each lane's tokens, `f32[P, K, Q * G, ...]`."""
+    """Return the softmax sums of each lane's piece, f32[P, K, Q * G, ...]."""
     gathered, marks = gather_lanes(call, lanes), None
-    # With several rows and more scores than elements, work is done on the elements.
+    # With more scores than elements, mask and scale the elements.
     most = max(call.pools.head_dim, call.pools.value_dim)
     is_wide = lanes.visible.shape[1] > 1 and queries.shape[2] > most
     if is_wide:
@@ -88,7 +88,7 @@ def find_blocks(call: Call, lanes: Lanes) -> jax.Array:
 
 
 def gather_lanes(call: Call, lanes: Lanes) -> Gathered:
-    """Read the lanes' blocks, each once, by way of the block tables."""
+    """Gather the lanes' blocks, each once, by their block tables."""
     pools, blocks = call.pools, find_blocks(call, lanes)
 
     def by_head(flat: jax.Array, head_dim: int) -> jax.Array:
@@ -108,7 +108,7 @@ def _break_apart(
     gathered: Gathered,
     seen: jax.Array,  # bool[P, S]
 ) -> tuple[Gathered, jax.Array]:
-    """Multiply by the factors and clear broken values; return marks, f32[P, K, S]."""
+    """Apply the factors and zero non-finite values; return marks, f32[P, K, S]."""
     keys = multiply_out(gathered.keys, gathered.key_factor)
     values = multiply_out(gathered.values, gathered.value_factor)
     values, marks = set_broken_apart(values, seen[:, None, :, None])
@@ -122,7 +122,7 @@ def _hide_values(
     gathered: Gathered,
     seen: jax.Array,  # bool[P, S]
 ) -> Gathered:
-    """Clear values that no row sees: they may be NaN, and 0 * NaN is NaN."""
+    """Zero values that no row attends to: they may be NaN, and 0 * NaN is NaN."""
     values = jnp.where(seen[:, None, :, None], gathered.values, 0.0)
     factor = gathered.value_factor
     if factor is not None:
@@ -145,7 +145,7 @@ def _score_pieces(
 def _hide_scores(
     scores: jax.Array,  # f32[P, K, Q * G, S]
     visible: jax.Array,  # bool[P, Q, S]
-    hidden: jax.Array,  # f32[], what stands where a row does not see a token
+    hidden: jax.Array,  # f32[], score of a masked token
 ) -> jax.Array:
     num_rows = visible.shape[1]
     shape = (*scores.shape[:2], num_rows, -1, scores.shape[3])
@@ -159,7 +159,7 @@ def _sum_pieces(
     gathered: Gathered,
     visible: jax.Array,  # bool[P, Q, S]
     *,
-    is_sound: bool,  # whether no value is broken
+    is_sound: bool,  # True if all values are finite
 ) -> Sums:
     """Return the softmax sums of each piece, `f32[P, K, Q * G, ...]`."""
     maximum = scores.max(axis=3)
@@ -167,14 +167,14 @@ def _sum_pieces(
     total = weights.sum(axis=3)
     num_rows, values = visible.shape[1], gathered.values
     seen = None
-    if num_rows > 1 and not is_sound:  # rows do not see the same tokens
+    if num_rows > 1 and not is_sound:  # rows differ in their masks
         seen = jnp.repeat(visible, scores.shape[2] // num_rows, axis=1)[:, None]
     if gathered.value_factor is not None:
         weights *= gathered.value_factor[:, :, None]
         weights = weights if seen is None else jnp.where(seen, weights, 0.0)
     summed = multiply(_WEIGH, weights, values)
     if seen is not None:
-        # Looking at the sums costs less than looking at all values.
+        # Checking the sums costs less than checking all values.
         is_finite = jnp.isfinite(summed).all()
         given = summed, weights, values, seen
         summed = lax.cond(is_finite, lambda sums, *_: sums, _sum_apart, *given)
@@ -187,7 +187,7 @@ def _sum_apart(
     values: jax.Array,  # f32[P, K, S, Dv]
     seen: jax.Array,  # bool[P, 1, Q * G, S]
 ) -> jax.Array:
-    """Return the sums anew, where a broken value reaches only rows that see it."""
+    """Recompute the sums so that non-finite values reach unmasked rows only."""
     values, marks = set_broken_apart(values, jnp.bool_(True))
     row_marks = jnp.where(seen, marks[:, :, None], 0.0).sum(axis=3)
     return multiply(_WEIGH, weights, values) + row_marks[..., None]
@@ -198,17 +198,17 @@ def gather_pieces(
     layer: jax.Array,  # i32[]
     blocks: jax.Array,  # i32[P, W], clamped into the pool
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return pieces of W blocks by head, as `f32[P * K * W, T * D]`.
+    """Gather pieces of W blocks by head, f32[P * K * W, T * D].
 
-    What one head has of a piece comes out side by side, as one product wants it. And
-    the pieces' factors, f32[P, K, W * T], None for none. Rubbish ids are never dropped
-    or filled: the caller masks what they bring.
+    A head's blocks of a piece are contiguous, as one product needs. Also returns the
+    factors, f32[P, K, W * T], or None. Out-of-range ids are clamped; the caller masks
+    their contents.
     """
     num_heads = stored.parts["pool"].shape[2]
     heads = jnp.clip(blocks, 0, stored.num_blocks - 1)[:, None] * num_heads
     heads += jnp.arange(num_heads, dtype=jnp.int32)[None, :, None]
     parts = {
-        # The view is free: a head of a block is a block of one head.
+        # Free: as a view, a head of a block is a block of one head.
         name: _gather_part(
             array.reshape(array.shape[0], -1, 1, *array.shape[3:]),
             layer,
@@ -230,7 +230,7 @@ def _gather_part(
     layer: jax.Array,  # i32[]
     blocks: jax.Array,  # i32[...]
 ) -> jax.Array:
-    """Return [..., K, T] of what has a number for each row, else [C, K * T * D]."""
+    """Gather [..., K, T] of one number per row, or [C, K * T * D] of elements."""
     if array.ndim == 4:
         found: jax.Array = array.at[layer, blocks].get(mode="clip")
         return found
@@ -246,10 +246,10 @@ def _gather_flat(
     pool: jax.Array,  # [L, N, K, T, D]
     starts: jax.Array,  # i32[C, 2], layer and block
 ) -> jax.Array:
-    """Return [C, K * T * D] by way of a flat view of the blocks.
+    """Gather [C, K * T * D] from a flat view of the blocks.
 
-    The view is free, and its long last axis is what XLA copies with vector instructions
-    on a CPU; an axis of 64 it unrolls into single elements.
+    The view is free. XLA on CPU copies its long last axis with vector instructions, but
+    unrolls an axis of 64 into single elements.
     """
     return _gather(pool.reshape(*pool.shape[:2], -1), starts)
 
@@ -258,15 +258,15 @@ def _gather_tiled(
     pool: jax.Array,  # [L, N, K, T, D]
     starts: jax.Array,  # i32[C, 2], layer and block
 ) -> jax.Array:
-    """Return [C, K * T * D]; the blocks become flat when they have been gathered.
+    """Gather [C, K * T * D] and flatten afterwards.
 
-    TPUs keep the last two axes in tiles, so that a flat view would copy the whole pool.
+    TPUs tile the last two axes, so a flat view would copy the whole pool.
     """
     return _gather(pool, starts).reshape(starts.shape[0], -1)
 
 
 def _gather(array: jax.Array, starts: jax.Array) -> jax.Array:
-    """Return `array[starts[i, 0], starts[i, 1]]` for each i, clamped."""
+    """Return `array[starts[i, 0], starts[i, 1]]` for each i, with clamped starts."""
     dimensions = lax.GatherDimensionNumbers(
         offset_dims=tuple(range(1, array.ndim - 1)),
         collapsed_slice_dims=(0, 1),
@@ -283,20 +283,20 @@ def _gather(array: jax.Array, starts: jax.Array) -> jax.Array:
 
 def read_twice(
     chunk: jax.Array,  # f32[P * K * W, T * D] from `gather_pieces`
-    never: jax.Array,  # bool[], false, but not to the compiler's knowledge
-    otherwise: float,  # what to return
+    never: jax.Array,  # bool[], always False, but not a constant to the compiler
+    otherwise: float,
 ) -> jax.Array:
-    """Return the number `otherwise`, by way of a second reader of the flat chunk.
+    """Return `otherwise`, with a second use of the flat chunk.
 
-    With the reshape of the chunk as its only reader, XLA merges the two, copies along
-    the short axis and is back at single elements: a third of the time of a decode step
-    in JAX 0.10.2. An `optimization_barrier` is respected only by newer versions.
+    With its reshape as the only use, XLA fuses both and copies along the short axis,
+    element by element: a third of the time of a decode step in JAX 0.10.2. Only newer
+    versions respect an `optimization_barrier`.
     """
     return jnp.where(never, chunk[0, 0], jnp.float32(otherwise))
 
 
 def multiply(equation: str, one: jax.Array, other: jax.Array) -> jax.Array:
-    """Return an `einsum` whose float32 operands are not rounded."""
+    """Return an einsum in full float32 precision."""
     return jnp.einsum(equation, one, other, precision=lax.Precision.HIGHEST)
 
 
@@ -304,12 +304,11 @@ def set_broken_apart(
     tokens: jax.Array,  # f32[..., D]
     used: jax.Array,  # bool, to broadcast to `tokens`
 ) -> tuple[jax.Array, jax.Array]:
-    """Return vectors with zeros for NaN, infinity and what is not used, and marks.
+    """Zero NaN, infinite and unused elements; return the vectors and their marks.
 
-    A product adds up with weights of 0 what a row does not see, and 0 * NaN is NaN. So
-    broken numbers are taken out of it, and the mark of their token goes into its score:
-    what is not seen of the scores is masked. The marks, f32[...], are NaN for a vector
-    with a broken number, else 0.
+    A product adds masked tokens with weights of 0, and 0 * NaN is NaN. So non-finite
+    numbers are removed from it, and the token's mark, f32[...], NaN if it had any and
+    else 0, is added to its score before the mask is applied.
     """
     is_sound = jnp.isfinite(tokens)
     marks = jnp.where(is_sound.all(axis=-1), 0.0, jnp.nan)
@@ -317,26 +316,26 @@ def set_broken_apart(
 
 
 def cap_scores(scores: jax.Array, soft_cap: float | None) -> jax.Array:
-    """Return `c * tanh(scores / c)`, or the scores without a cap."""
+    """Return `soft_cap * tanh(scores / soft_cap)`, or the scores without a cap."""
     if soft_cap is None:
         return scores
     return soft_cap * jnp.tanh(scores / soft_cap)
 
 
 def quotient(number: jax.Array, size: int) -> jax.Array:
-    """Return `number // size`, neither of them negative.
+    """Return `number // size` for nonnegative operands.
 
-    The operator rounds down below zero too, with seven more operations.
+    The operator `//` needs seven more operations for negative ones.
     """
     return lax.div(number, jnp.int32(size))
 
 
 def divide_up(number: jax.Array, size: int) -> jax.Array:
-    """Return how many parts of a size hold a number that is not negative."""
+    """Return `ceil(number / size)` for nonnegative operands."""
     return quotient(number + (size - 1), size)
 
 
 def scale_queries(call: Call) -> jax.Array:
-    """Return the scaled queries by kv head, f32[R, K, G, D]."""
+    """Return the scaled queries grouped by kv head, f32[R, K, G, D]."""
     scaled = call.queries.astype(jnp.float32) * call.scale
     return scaled.reshape(call.num_rows, call.pools.num_kv_heads, call.heads_per_kv, -1)

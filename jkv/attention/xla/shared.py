@@ -1,9 +1,9 @@
-"""What several requests of one row share, read once for all of them.
+"""Shared-prefix (cascade) attention for decoding requests.
 
-Requests that share leading blocks are lanes of a tile: their query heads are multiplied
-with the same keys. A tile goes through its blocks chunk by chunk, and a chunk ends
-where a lane leaves, whose tables go on with other blocks; so what is in a chunk is seen
-by all lanes that are still there, and what those that left would get is thrown away.
+Requests with shared leading blocks form the lanes of a tile: the query heads of all
+lanes are multiplied with the same keys. A tile proceeds in chunks, and a chunk ends
+where the shared prefix of a lane ends. So all remaining lanes attend to all tokens of a
+chunk, and the results of finished lanes are discarded.
 
 Symbols: `B` requests, `L` lanes of a tile, `W` columns of a chunk.
 """
@@ -22,13 +22,13 @@ from jkv.attention.xla.lanes import Lanes, attend_lanes, divide_up
 from jkv.indexing import gather
 from jkv.sharding.loops import fori_loop, while_loop
 
-# What `implementation=` calls the loops, and a step's plan what is shared.
+# The value of `implementation=`, and the key of `Call.plans`.
 NAME = "xla"
 
-# Two lanes read for themselves: the products of a tile take what the reading would.
+# For two lanes the products of a tile cost as much as the saved reads.
 FEWEST = 3
 
-# Lanes of a tile; several sizes would cost each layer's compiling more than they bring.
+# Lanes of a tile; each further size would add to the compile time of every layer.
 _TILE_LANES = 8
 
 # Tokens of a chunk.
@@ -39,7 +39,7 @@ _ALL = 2**31 - 1
 
 
 def prefixes_of(call: Call) -> SharedPrefixes | None:
-    """Return what was found when the call's step was planned, if it suits the call."""
+    """Return the step's plan of shared prefixes, if the call can use it."""
     if call.window is not None or call.part is not None:
         return None
     shared: SharedPrefixes | None = call.plans.get(NAME)
@@ -49,22 +49,22 @@ def prefixes_of(call: Call) -> SharedPrefixes | None:
 class Tiles(NamedTuple):
     """Runs of requests that share a prefix, cut into tiles."""
 
-    skip: jax.Array  # i32[B], leading columns of each request that tiles read
+    skip: jax.Array  # i32[B], leading columns that tiles compute for each request
     shared: SharedPrefixes
     counts: jax.Array  # i32[B], tiles of the run from each place on
-    ends: jax.Array  # i32[B], tiles of all runs up to and with this one
+    ends: jax.Array  # i32[B], tiles of all runs up to and including this one
 
 
 class Tile(NamedTuple):
-    """The lanes of a tile, and which columns each of them reads with the others."""
+    """The lanes of a tile, and the range of columns that each shares."""
 
-    request: jax.Array  # i32[L], the table of the first stands for all
+    request: jax.Array  # i32[L], the first one's table is read
     first: jax.Array  # i32[], column
-    reach: jax.Array  # i32[L], past the last column; at most `first` for no lane
+    reach: jax.Array  # i32[L], end of the columns; at most `first` for no lane
 
 
 def cut_runs(shared: SharedPrefixes) -> Tiles:
-    """Cut the runs of enough requests into tiles of about equally many."""
+    """Cut runs of at least `FEWEST` requests into tiles of similar size."""
     columns = _count_columns(shared.common)
     skip = jnp.zeros_like(columns).at[shared.order].set(columns, unique_indices=True)
     is_run = shared.sizes >= FEWEST
@@ -74,7 +74,7 @@ def cut_runs(shared: SharedPrefixes) -> Tiles:
 
 
 def _count_columns(common: jax.Array) -> jax.Array:
-    """Return the leading columns that each place has in common with enough others."""
+    """Return the leading columns that each place shares with `FEWEST - 1` others."""
     size, others = common.shape[0], FEWEST - 1
     behind = jnp.pad(common, (0, others))
     with_next = [behind[i : i + size] for i in range(1, FEWEST)]
@@ -86,10 +86,10 @@ def attend_shared(
     call: Call,
     queries: jax.Array,  # f32[R, K, G, D], scaled
     tiles: Tiles,
-    rank: jax.Array,  # i32[B], where the sums of each request are
+    rank: jax.Array,  # i32[B], index of each request's sums
     sums: Sums,  # f32[ranks, K, G, ...]
 ) -> Sums:
-    """Add what is read together to the sums of the requests."""
+    """Add the attention over shared prefixes to the requests' sums."""
 
     def take(index: jax.Array, sums: Sums) -> Sums:
         tile = _locate_tile(tiles, index)
@@ -104,11 +104,11 @@ def attend_shared(
 
 
 def _locate_tile(tiles: Tiles, index: jax.Array) -> Tile:
-    """Find the lanes of a tile, and how far each goes along with its run's first."""
+    """Return the lanes of a tile, and the columns that each shares with its run."""
     shared = tiles.shared
     start = jnp.sum(tiles.ends <= index, dtype=jnp.int32)
     count, size = gather(tiles.counts, start), gather(shared.sizes, start)
-    # All tiles of a run have as many lanes, the last one those that are left.
+    # All tiles of a run but the last have the same number of lanes.
     in_tile = lax.div(size + count - 1, count)
     number = index - (gather(tiles.ends, start) - count)
     base = start + number * in_tile
@@ -130,7 +130,7 @@ def _locate_tile(tiles: Tiles, index: jax.Array) -> Tile:
 
 
 def _attend_tile(call: Call, queries: jax.Array, tile: Tile, sums: Sums) -> Sums:
-    """Add what the lanes of a tile read together to their sums, f32[L, K, G, ...]."""
+    """Add the attention over a tile's columns to its lanes' sums, f32[L, K, G, ...]."""
     num_lanes, num_kv_heads, heads = sums.total.shape
     reach = jnp.repeat(tile.reach, heads)
 
@@ -164,10 +164,10 @@ def _attend_chunk(
     tile: Tile,
     column: jax.Array,
 ) -> tuple[jax.Array, Sums]:
-    """Return the column past a chunk, and what all lanes' sums over its tokens are.
+    """Return the column after a chunk, and the sums over its tokens for all lanes.
 
-    They are right for lanes that reach beyond its first column: it ends where the first
-    of those does.
+    The sums are valid for lanes with `reach` beyond `column`; the chunk ends at the
+    least `reach` of these.
     """
     block_size = call.pools.block_size
     width = max(1, min(_CHUNK_TOKENS // block_size, call.max_blocks))

@@ -1,23 +1,22 @@
-"""Tiles of a few rows of one request, which go through their contexts side by side.
+"""Tiles: a few rows of one request, computed side by side with other tiles.
 
 A tile is a lane, which reads its request's blocks once for all of its rows, a piece at
-a time. Pieces are cut at multiples of a fixed number of tokens and joined from the
-first that the lane sees to the last, so what a row gets does not depend on the other
-lanes. All ways to attend but decoding in a large cache are sizes of this loop:
+a time. Pieces are cut at multiples of a fixed number of tokens and joined in order, so
+the result of a row does not depend on the other lanes. All calls but decoding in a
+large cache use this loop, in different sizes:
 
-* Small calls. What one trip of `decode.py` would gather at most holds every context. So
-  lanes go through their contexts together, some columns of the block tables at a time,
-  as far as the longest reaches: no list of work, and a fifth of the operations to
-  compile. A lane is a row, or a tile where requests have a few rows each, as in a step
-  that checks guesses.
-* By position. The sums of floats depend on their order. With sizes that no step
-  changes, all products have one shape whatever a step consists of, and what a row gets
-  depends on its own context alone (as `jkv.generate(exact=)` promises). Why shapes must
-  not vary: Horace He and Thinking Machines Lab, "Defeating Nondeterminism in LLM
+* Small calls, whose contexts all fit into what one trip of `decode.py` gathers. All
+  lanes proceed together, some columns of the block tables at a time, up to the longest
+  context: this needs no work list, and a fifth of the operations to compile. A lane is
+  a row, or a tile if requests have a few rows each, as in verifying draft tokens.
+* Batch-invariant calls (`by_position`). Float sums depend on their order. With sizes
+  independent of the step, all products have one shape in every step, and the result of
+  a row depends on its own context only (`jkv.generate(exact=)`). On the need for fixed
+  shapes: Horace He and Thinking Machines Lab, "Defeating Nondeterminism in LLM
   Inference", 2025.
 * Prompts, one tile of many rows at a time, with the online softmax of FlashAttention
-  (arXiv 2205.14135). Trip counts are traced: what the causal mask or the window hides
-  as a whole is never read, and a call without prompts makes no trip.
+  (arXiv 2205.14135). Trip counts are traced: fully masked pieces are not read, and a
+  call without prompts makes no trip.
 
 Symbols: `R` rows, `B` requests, `P` lanes of a trip, `Q` rows of a tile, `W` columns of
 a piece, `S` tokens of a piece.
@@ -44,20 +43,20 @@ from jkv.attention.xla.lanes import (
 from jkv.indexing import gather
 from jkv.sharding.loops import fori_loop
 
-# Keys (or values) gathered in one trip, in float32: less follows the contexts more
-# closely, more shares the cost of a trip.
+# Bytes of float32 keys (or values) of a trip: fewer follow the contexts more closely,
+# more amortize the cost of a trip.
 _COLUMNS_BYTES = 2**18
 
 
-# Rows of a tile: those of a step that checks seven guesses fit in one.
+# Rows of a tile: a step that verifies seven draft tokens fits in one.
 _SMALL_TILE_ROWS = 8
 
 
-# By position: tokens of a piece, or a block if that has more.
+# Batch-invariant: tokens of a piece, or one block if it has more.
 _POSITION_TOKENS = 64
 
 
-# By position, rows of a tile: a single row costs the products of all of them.
+# Batch-invariant, rows of a tile: a single row costs the products of all of them.
 _POSITION_ROWS = 4
 
 # Prompts: rows of a tile, and tokens of a piece.
@@ -66,47 +65,47 @@ _PROMPT_TOKENS = 256
 
 
 class Readers(NamedTuple):
-    """What the rows of each lane see of their sequence."""
+    """The range of tokens that the rows of each lane attend to."""
 
     request: jax.Array  # i32[P]
-    last: jax.Array  # i32[P, Q], the last token in the pools that it sees, or -1
-    before: jax.Array | None  # i32[P, Q], the last one before its window
+    last: jax.Array  # i32[P, Q], the last local token, or -1
+    before: jax.Array | None  # i32[P, Q], the last token before the window
 
 
 class Owners(NamedTuple):
-    """Whose token each row is."""
+    """The request of each row."""
 
     owns: jax.Array  # bool[R, B]
-    rank: jax.Array  # i32[R, B], number within the request if it owns the row
+    rank: jax.Array  # i32[R, B], index within the request if it owns the row
 
     @classmethod
     def of(cls, call: Call) -> "Owners":
-        """Find the request of each row."""
+        """Return the ownership of a call's rows."""
         requests, row = call.requests, jnp.arange(call.num_rows, dtype=jnp.int32)
         rank = row[:, None] - requests.query_starts[None]
         return cls((rank >= 0) & (rank < requests.query_lengths[None]), rank)
 
     def pick(self, values: jax.Array) -> jax.Array:
-        """Return what the owner of each row has, i32[R or 1, B] to i32[R], else 0."""
-        # One request owns a row at most, so that a sum finds what it has.
+        """Return the value of each row's request, i32[R or 1, B] to i32[R], else 0."""
+        # A row has at most one request, so a sum selects its value.
         return jnp.sum(jnp.where(self.owns, values, 0), axis=1, dtype=jnp.int32)
 
 
 class RowSlice(NamedTuple):
-    """Consecutive rows of a call, some of which may be of other tiles."""
+    """Consecutive rows of a call that cover a tile."""
 
     start: jax.Array  # i32[]
-    valid: jax.Array  # bool[Q], which rows are the tile's
+    valid: jax.Array  # bool[Q], True for rows of the tile
     heads_per_kv: int  # G
 
     def take(self, array: jax.Array) -> jax.Array:
-        """Return the rows of an array [R, K, G, ...] by kv head, [K, Q * G, ...]."""
+        """Slice an array [R, K, G, ...] to [K, Q * G, ...]."""
         rows = lax.dynamic_slice_in_dim(array, self.start, self.valid.shape[0])
         rows = jnp.moveaxis(rows, 0, 1)
         return rows.reshape(rows.shape[0], -1, *rows.shape[3:])
 
     def put(self, array: jax.Array, rows: jax.Array) -> jax.Array:
-        """Return the array with these rows, [K, Q * G, ...], where they are valid."""
+        """Write the valid ones of rows [K, Q * G, ...] to an array [R, K, G, ...]."""
         num_rows, num_kv_heads = self.valid.shape[0], rows.shape[0]
         rows = rows.reshape(num_kv_heads, num_rows, -1, *rows.shape[2:])
         rows = jnp.moveaxis(rows, 1, 0)
@@ -122,20 +121,20 @@ class RowTiles(NamedTuple):
     call: Call
     tile_rows: int  # Q
     counts: jax.Array  # i32[B], tiles of each request
-    ends: jax.Array  # i32[B], tiles of all requests up to and with this one
+    ends: jax.Array  # i32[B], tiles of all requests up to and including this one
 
     @property
     def most(self) -> int:
-        """Tiles that there can be."""
+        """The largest number of tiles."""
         spare = self.call.num_requests * (self.tile_rows - 1)
         return (self.call.num_rows + spare) // self.tile_rows
 
     def most_of_trips(self, num_lanes: int) -> int:
-        """Tiles that whole trips of so many have room for."""
+        """Return `most` rounded up to a multiple of `num_lanes`."""
         return -(-self.most // num_lanes) * num_lanes
 
     def locate(self, index: jax.Array) -> tuple[jax.Array, Readers]:
-        """Return the rows of tiles i32[P], i32[P, Q], and what they see."""
+        """Return the rows of tiles i32[P], i32[P, Q], and their token ranges."""
         request, first = self._find_requests(index)
         offset = first[:, None] + jnp.arange(self.tile_rows, dtype=jnp.int32)[None]
         length = gather(self.call.requests.query_lengths, request)[:, None]
@@ -145,11 +144,11 @@ class RowTiles(NamedTuple):
         return row, readers
 
     def locate_slice(self, index: jax.Array) -> tuple["RowSlice", Readers]:
-        """Return the rows of a tile, i32[], as a slice of the call's, P = 1."""
+        """Return the rows of a tile, i32[], as a slice, and its range with P = 1."""
         call, requests = self.call, self.call.requests
         request, first = self._find_requests(index[None])
         start = gather(requests.query_starts, request) + first
-        # A slice past the last row would be moved back unasked, so move it here.
+        # A slice past the last row would be clamped silently, so shift it here.
         excess = jnp.maximum(start + self.tile_rows - call.num_rows, 0)
         offset = jnp.arange(self.tile_rows, dtype=jnp.int32)[None]
         offset = (first - excess)[:, None] + offset
@@ -159,7 +158,7 @@ class RowTiles(NamedTuple):
         return rows, self._see(request, offset, length, valid)
 
     def _find_requests(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return whose each tile is, and its first row within the request, i32[P]."""
+        """Return each tile's request, and its first row within it, i32[P]."""
         request = jnp.sum(self.ends[None] <= index[:, None], axis=1, dtype=jnp.int32)
         before = jnp.where(request > 0, gather(self.ends, request - 1), 0)
         return request, (index - before) * self.tile_rows
@@ -169,7 +168,7 @@ class RowTiles(NamedTuple):
         request: jax.Array,  # i32[P]
         offset: jax.Array,  # i32[P, Q], of rows within the request
         length: jax.Array,  # i32[P, 1], rows of the request
-        valid: jax.Array,  # bool[P, Q], whether the row is the tile's
+        valid: jax.Array,  # bool[P, Q], True for rows of the tile
     ) -> Readers:
         call = self.call
         context = gather(call.requests.context_lengths, request)[:, None]
@@ -184,7 +183,7 @@ class RowTiles(NamedTuple):
         # f32[tiles, K, Q * G, Dv] and f32[tiles, K, Q * G]
         found: tuple[jax.Array, jax.Array],
     ) -> tuple[jax.Array, jax.Array]:
-        """Bring results by tile to rows; a row without a request sees nothing."""
+        """Map results from tiles to rows; rows without a request are empty."""
         call, owners = self.call, Owners.of(self.call)
         first_tiles = self.ends - self.counts
         index = owners.pick(first_tiles[None] * self.tile_rows + owners.rank)
@@ -205,7 +204,7 @@ class RowTiles(NamedTuple):
 
 
 def is_small(call: Call) -> bool:
-    """Whether the contexts of all rows, or of all tiles, fit into one trip."""
+    """Return True if the contexts of all rows, or of all tiles, fit into one trip."""
     return _are_rows_small(call) or _are_tiles_small(call)
 
 
@@ -213,12 +212,11 @@ def attend_side_by_side(
     call: Call,
     queries: jax.Array,  # f32[R, K, G, D], scaled
 ) -> tuple[jax.Array, jax.Array]:
-    """Return `f32[R, K, G, Dv]` and `f32[R, K, G]`."""
+    """Return f32[R, K, G, Dv] and f32[R, K, G] of a small call."""
     if _are_rows_small(call):
         width = _find_width(call, call.num_rows)
         return attend_contexts(call, queries, _locate_rows(call), width)
-    # As many at a time as there are requests: one trip does where none has more rows
-    # than a tile.
+    # One lane per request: one trip suffices if no request has more rows than a tile.
     num_lanes, tiles = call.num_requests, cut_rows(call, _SMALL_TILE_ROWS)
     width = _find_width(call, num_lanes)
     return attend_tiles(queries, tiles, num_lanes=num_lanes, width=width)
@@ -227,7 +225,7 @@ def attend_side_by_side(
 def _are_rows_small(call: Call) -> bool:
     if max(call.num_rows, call.num_requests) > MAX_LANES:
         return False
-    # Rows of one prompt gather the same blocks, each for itself.
+    # Rows of one prompt gather the same blocks separately.
     most = TRIP_BYTES if call.is_decoding else TRIP_BYTES // 4
     return call.max_blocks * _column_bytes(call, call.num_rows) <= most
 
@@ -247,7 +245,7 @@ def _column_bytes(call: Call, num_lanes: int) -> int:
 
 
 def _locate_rows(call: Call) -> Readers:
-    """Find the request of each row, and what it sees."""
+    """Return each row's request and token range, as tiles of one row."""
     requests, owners = call.requests, Owners.of(call)
     first = requests.context_lengths - requests.query_lengths
     position = owners.pick(first[None] + owners.rank + 1) - 1
@@ -269,13 +267,13 @@ def attend_by_position(
     call: Call,
     queries: jax.Array,  # f32[R, K, G, D], scaled
 ) -> tuple[jax.Array, jax.Array]:
-    """Return `f32[R, K, G, Dv]` and `f32[R, K, G]`, whose bits no other row changes.
+    """Compute batch-invariant attention, f32[R, K, G, Dv] and f32[R, K, G].
 
-    Tiles are taken in the order of their pieces, the most first, so that those side by
-    side have much the same to do.
+    Tiles are sorted by their number of pieces, so that the lanes of a trip have similar
+    work.
     """
     pools, tiles = call.pools, cut_rows(call, _POSITION_ROWS)
-    # Sizes that no step changes.
+    # Sizes independent of the step.
     width = max(1, _POSITION_TOKENS // pools.block_size)
     head_dim = max(queries.shape[3], pools.value_dim)
     piece_bytes = 4 * width * pools.block_size * pools.num_kv_heads * head_dim
@@ -287,10 +285,10 @@ def attend_by_position(
 def attend_prompts(
     call: Call,
     queries: jax.Array,  # f32[R, K, G, D], scaled
-    # f32[R, K, G, Dv] and f32[R, K, G], of the rows of other requests
+    # f32[R, K, G, Dv] and f32[R, K, G], with the rows of other requests
     results: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
-    """Fill in the rows of all requests with more than one row, leave the others."""
+    """Fill in the rows of requests with more than one row."""
     tiles, width = cut_prompts(call, min_rows=2)
     Results = tuple[jax.Array, jax.Array]
 
@@ -306,11 +304,11 @@ def attend_prompts(
 def _order_tiles(
     tiles: RowTiles, num_tiles: int, width: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Return tiles by their pieces, the most first, and where each is, i32[tiles]."""
+    """Sort tiles by descending pieces; return order and inverse, i32[tiles] each."""
     index = jnp.arange(num_tiles, dtype=jnp.int32)
     first, last = find_pieces(tiles.call, tiles.locate(index)[1], width)
     counts = last - first
-    # How many come before each, of a few hundred at most: cheaper than to sort.
+    # Counting predecessors is cheaper than a sort for a few hundred tiles.
     is_before = (counts[None] > counts[:, None]) | (
         (counts[None] == counts[:, None]) & (index[None] < index[:, None])
     )
@@ -319,15 +317,15 @@ def _order_tiles(
 
 
 def cut_rows(call: Call, tile_rows: int) -> RowTiles:
-    """Cut the rows of each request into tiles of so many."""
+    """Cut the rows of each request into tiles of `tile_rows`."""
     counts = divide_up(call.requests.query_lengths, tile_rows)
     return RowTiles(call, tile_rows, counts, jnp.cumsum(counts, dtype=jnp.int32))
 
 
 def cut_prompts(call: Call, *, min_rows: int) -> tuple[RowTiles, int]:
-    """Cut requests of at least `min_rows` rows as suits prompts; return W, too."""
+    """Cut requests of at least `min_rows` rows into prompt tiles; also return W."""
     # Small tiles waste less on short requests, large ones read each block less often.
-    # Requests of 64 rows and a longer one, as trees of texts are, shall have 64.
+    # The factor 5 / 4 gives requests of 64 rows and one longer one tiles of 64.
     mean_rows = -(-call.num_rows // call.num_requests)
     tile_rows = _MIN_PROMPT_ROWS
     while 5 * tile_rows < 4 * min(mean_rows, _MAX_PROMPT_ROWS):
@@ -340,7 +338,7 @@ def cut_prompts(call: Call, *, min_rows: int) -> tuple[RowTiles, int]:
 
 
 def take_rows(queries: jax.Array, rows: jax.Array) -> jax.Array:
-    """Return queries f32[R, K, G, D] of tiles, i32[P, Q], as f32[P, K, Q * G, D]."""
+    """Gather the queries of tiles i32[P, Q] as f32[P, K, Q * G, D]."""
     tiles = jnp.moveaxis(gather(queries, rows), 1, 2)  # f32[P, K, Q, G, D]
     num_tiles, num_kv_heads, *_, head_dim = tiles.shape
     return tiles.reshape(num_tiles, num_kv_heads, -1, head_dim)
@@ -352,11 +350,11 @@ def attend_tiles(
     *,
     num_lanes: int,  # P, tiles of a trip
     width: int,  # W
-    # in which tiles are taken and where each one is in it, i32[tiles] each, of as
-    # many as whole trips have. None: as they are
+    # permutation of the tiles and its inverse, i32[tiles] each, padded to whole trips;
+    # None for the identity
     order: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return `f32[R, K, G, Dv]` and `f32[R, K, G]` of the rows of all tiles."""
+    """Return f32[R, K, G, Dv] and f32[R, K, G] of the rows of all tiles."""
     call, num_tiles = tiles.call, tiles.most_of_trips(num_lanes)
     Results = tuple[jax.Array, jax.Array]
 
@@ -391,7 +389,7 @@ def attend_contexts(
     readers: Readers,
     width: int,  # W
 ) -> tuple[jax.Array, jax.Array]:
-    """Return `f32[P, K, Q * G, Dv]` and `f32[P, K, Q * G]` of what lanes see."""
+    """Return f32[P, K, Q * G, Dv] and f32[P, K, Q * G] of the lanes."""
     first, end = find_pieces(call, readers, width)
     sinks, shape = None, queries.shape[:3]
     if call.sinks is not None:
@@ -409,12 +407,12 @@ def attend_contexts(
 def find_pieces(
     call: Call, readers: Readers, width: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the first piece that lanes see, and the one past the last, i32[P]."""
+    """Return the range of pieces that each lane attends to, i32[P] each."""
     size = width * call.pools.block_size
     end = divide_up(readers.last.max(axis=1) + 1, size)
     if readers.before is None:
         return jnp.zeros_like(end), end
-    # The first row of a tile sees the earliest token.
+    # The first row of a tile has the earliest window.
     first = quotient(jnp.maximum(readers.before[:, 0] + 1, 0), size)
     return jnp.minimum(first, end), end
 
@@ -430,9 +428,9 @@ def _take_piece(
 ) -> Sums:
     """Add the next piece of each lane's context to its sums.
 
-    A piece that a row sees nothing of leaves its sums as they are, to the bit: it comes
-    behind all that the row sees, and is multiplied by exp(HIDDEN - maximum) = 0, or
-    before, and then what it left is.
+    A fully masked piece leaves a row's sums bit-identical: behind the row's tokens it
+    is multiplied by exp(HIDDEN - maximum) = 0, and before them its sums are discarded
+    by the same factor.
     """
     lanes = find_lanes(call, readers, first + trip, width, never=trip < 0)
     return join_sums(sums, attend_lanes(call, queries, lanes, mask_values=True))
@@ -441,12 +439,12 @@ def _take_piece(
 def find_lanes(
     call: Call,
     readers: Readers,
-    piece: jax.Array,  # i32[P], the one that each lane takes
+    piece: jax.Array,  # i32[P], index of each lane's piece
     width: int,  # W
     *,
     never: jax.Array,
 ) -> Lanes:
-    """Return the blocks of a piece of each lane, and which rows see their tokens."""
+    """Return the blocks of each lane's piece, and the mask of their tokens."""
     size = width * call.pools.block_size
     column = jnp.arange(width, dtype=jnp.int32)
     token = jnp.arange(size, dtype=jnp.int32)

@@ -167,9 +167,9 @@ def test_what_has_no_row_is_said():
     assert why_not(*float32, "rocm", "gfx942") is None
     for card in ("gfx1100", "gfx1201"):
         assert f"head dim 128 with float32 on {card}" in why_not(*float32, "rocm", card)
-    assert "an unknown rocm card" in why_not(*float32, "rocm", None)
+    assert "an unknown rocm GPU" in why_not(*float32, "rocm", None)
     assert "head dim 128 with float32 on sm_80" in why_not(*float32, "cuda", "sm_80")
-    assert "an unknown cuda card" in why_not(*float32, "cuda", None)
+    assert "an unknown cuda GPU" in why_not(*float32, "cuda", None)
     wide_bytes = why_not(*make_shapes(256, kv_dtype="int8"), "rocm", "gfx1100")
     assert "head dim 256 with bfloat16 and int8 on gfx1100" in wide_bytes
     latent = make_shapes(576)
@@ -202,7 +202,7 @@ def test_a_forced_kernel_is_refused_where_it_cannot_be():
     """When the program is lowered, or traced if the card is named by then."""
     forced = functools.partial(paged_attention, implementation="pallas")
     assert len(find_kernels(lower(forced, call_shapes("float16"), "cuda"))) == 4
-    for platform, reason in (("cuda", "no tile for"), ("tpu", "CUDA alone")):
+    for platform, reason in (("cuda", "no tile for"), ("tpu", "CUDA only")):
         with pytest.raises(NotImplementedError, match=reason):
             lower(forced, call_shapes("float32"), platform)
 

@@ -1,1 +1,1 @@
-"""What runs inside the kernels."""
+"""The bodies of the kernels."""

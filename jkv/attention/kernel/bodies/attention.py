@@ -1,22 +1,21 @@
-"""The attention kernel: straight out of the pool, one body for decoding and prefill.
+"""The attention kernel, with one body for decoding and prefill.
 
-A program takes a tile of query rows of one request and one kv head, walks a range of
-the request's tokens, and keeps softmax sums (online softmax, arXiv 2205.14135). When
-decoding the ranges are pieces of contexts, and a program leaves a normalised partial
-result in float32 and its log-sum-exp.
+A program processes a tile of query rows of one request and kv head over a range of the
+request's tokens, with online softmax (arXiv 2205.14135), reading the pool directly. In
+decoding the ranges are pieces of contexts, and a program returns a normalized partial
+result in float32 with its log-sum-exp.
 
-What the Triton lowering asks for shapes the code: every operand is passed whole and
-indexed by hand (the pool, the layer and the tables go in as they are, nothing is sliced
-or gathered outside); every tile is a power of two, so the query heads of a kv head are
-padded, and head dims are cut into powers of two; shifts and masks instead of divisions.
+The Triton lowering has these requirements: operands are passed whole and indexed in the
+kernel (pool, layer and tables are not sliced or gathered outside); tiles are powers of
+two, so the query heads of a kv head are padded and head dims are cut into powers of
+two; shifts and masks replace divisions.
 
-Tokens are clamped into the visible range, so nothing stale or foreign is ever loaded,
-and only scores need a mask. Scores carry a factor log2(e): the hardware has exp2.
+Tokens are clamped into the visible range, so unwritten slots are never loaded, and only
+scores need a mask. Scores include a factor log2(e), for the hardware's exp2.
 
-A number that is not finite stays with the rows that see it. A score that is NaN makes
-the row's sum of weights NaN, whatever a card's maximum makes of it. To a value that it
-does not see a row gives no weight, but 0 * NaN is NaN: such rows of a tile are NaN as a
-whole here, and `isolation.py` takes them up.
+A non-finite number must only affect rows that attend to its token. A NaN score makes
+the row's sum of weights NaN on every GPU. A masked value has weight 0, but 0 * NaN is
+NaN: such rows become NaN in all columns here, and `isolation.py` recomputes them.
 """
 
 import functools
@@ -44,9 +43,9 @@ def attend_range(
 ) -> None:
     """Attend from one tile of rows to one range of tokens.
 
-    Decoding writes f32[W, H, Dv] and the log2 of the sums f32[W, H], by position each
-    row does, with W = R * pieces; otherwise the rows of [R, H, Dv] and f32[R, H], which
-    alias the arrays before, are replaced.
+    Decoding and `by_position` write partial results, f32[W, H, Dv] and log2 sums
+    f32[W, H], with W = R * pieces for the latter. Prefill replaces rows of [R, H, Dv]
+    and f32[R, H] in place, by aliasing.
     """
     del output_before, lse_before
     walk = start_walk(operands, variant, locate_rows(operands, variant))
@@ -59,7 +58,7 @@ def attend_range(
 
 def store_means(walk: Walk, sums: TileSums, output_ref: jax.Array) -> None:
     """Store the weighted means of the values."""
-    # Stores are never clamped: two of them would share an address.
+    # Stores are not clamped, as two of them must not share an address.
     row, head = find_places(walk.operands, walk.rows, walk.variant), walk.rows.head
     means = _find_means(walk, sums)
     for section, value in zip(walk.value_sections, means, strict=True):
@@ -69,7 +68,7 @@ def store_means(walk: Walk, sums: TileSums, output_ref: jax.Array) -> None:
 
 
 def find_places(o: Operands, rows: QueryRows, variant: Variant) -> jax.Array:
-    """Return where each row is stored, i32[rows]."""
+    """Return the output row of each row, i32[rows]."""
     if isinstance(o.lanes, SharedLanes):
         return o.lanes.place[rows.entry, rows.offset]
     if variant.is_decode:
@@ -80,9 +79,9 @@ def find_places(o: Operands, rows: QueryRows, variant: Variant) -> jax.Array:
 
 
 def _spread_nan(sums: TileSums) -> TileSums:
-    """Return sums in which no row has a total that has NaN among its values.
+    """Set the total to NaN in rows with a NaN in any value.
 
-    Infinities of both signs may be taken for it.
+    Infinities of both signs add up to NaN as well.
     """
     added = functools.reduce(jnp.add, [jnp.sum(each, axis=1) for each in sums.values])
     return sums._replace(total=jnp.where(added == added, sums.total, added))
@@ -91,22 +90,22 @@ def _spread_nan(sums: TileSums) -> TileSums:
 def _find_means(walk: Walk, sums: TileSums) -> list[jax.Array]:
     """Return the weighted means of the values, f32[rows, size] for each section.
 
-    Where all scores are -inf there is none, but NaN, unless other pieces have one.
+    A row with only -inf scores is NaN, unless other pieces have finite ones.
     """
     total = sums.total
     if walk.variant.is_partial:
         total = jnp.where(total == 0.0, 1.0, total)
     values, above = list(sums.values), walk.variant.values_above
-    if above:  # of which all columns of the ones have the same sum
+    if above:  # all columns of ONES hold the same sum
         too_much = above * jnp.max(values.pop(), axis=1)[:, None]
         values = [value - too_much for value in values]
     return [value / total[:, None] for value in values]
 
 
 def _find_lse(walk: Walk, sums: TileSums) -> jax.Array:
-    """Return the log2 of the sums of weights, f32[rows]; HIDDEN where a piece is none.
+    """Return the log2 of the sums of weights, f32[rows]; HIDDEN for an empty piece.
 
-    It is -inf where a row sees tokens, but all scores are -inf.
+    A row with visible tokens and only -inf scores returns -inf.
     """
     lse, tokens = sums.maximum + jnp.log2(sums.total), walk.tokens
     if not walk.variant.is_partial:

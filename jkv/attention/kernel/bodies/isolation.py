@@ -1,11 +1,10 @@
-"""Isolation: values that are not finite reach no rows that do not see them.
+"""Isolation of non-finite values from rows that do not attend to them.
 
-A tile of rows gives no weight to what some of them do not see, but 0 * NaN is NaN. It
-is rare, so the kernel that attends (`attention.py`) pays nothing for it: it leaves rows
-that have any NaN as NaN in all columns. A second launch over the same tiles, which ends
-at once where there are none, walks them again: by the same loops, with the same bits,
-between one such value and the next. Of these rows those that see what lies between and
-nothing else are stored anew; all others stay.
+Masked tokens of a tile have weight 0, but 0 * NaN is NaN. As this is rare, the
+attention kernel (`attention.py`) leaves rows with any NaN as NaN in all columns. A
+second launch over the same tiles, which exits at once without such rows, repeats the
+walk between each two non-finite values, by the same loops and with the same bits. Rows
+whose visible tokens all lie between the two are stored again; other rows are unchanged.
 """
 
 import functools
@@ -29,9 +28,9 @@ from jkv.attention.kernel.elements.sections import Section
 from jkv.attention.kernel.tiles.table import Ways
 from jkv.attention.kernel.tiles.variant import Variant
 
-# A position that no token has.
+# A position past all tokens.
 NOWHERE = 2**31 - 1
-# Columns at a time: at least those of a matrix instruction, so that it is the same one.
+# Columns per pass: at least as many as a matrix instruction, which is then the same.
 _NUM_COLUMNS = 64
 
 
@@ -42,7 +41,7 @@ def isolate_range(
     *,
     variant: Variant,
 ) -> None:
-    """Attend anew from one tile of rows, if any is NaN, as `attend_range` does."""
+    """Recompute the NaN rows of one tile, like `attend_range`."""
     o, rows = operands, locate_rows(operands, variant)
     place = find_places(o, rows, variant)
     is_nan = find_nan(output_before, place, rows.head, rows.valid)
@@ -70,15 +69,15 @@ def isolate_range(
 
 def take_between(
     walk: Walk,
-    # the rows that see what lies behind one token and before another
+    # called with two tokens, exclusive bounds of the rows' visible tokens
     take: Callable[[jax.Array, jax.Array], None],
     *,
-    of_keys: bool = False,  # whether keys are looked at, not values
+    of_keys: bool = False,  # check keys instead of values
 ) -> None:
-    """Take rows that see only tokens between two broken ones, for all such pairs."""
+    """Call `take` for each pair of consecutive non-finite tokens of the range."""
     before, find = jnp.int32(-1), functools.partial(_find_broken, walk, of_keys)
     behind = find(before)
-    if walk.window is None:  # who sees tokens behind the first of these sees it, too
+    if walk.window is None:  # rows that end later attend to the first one, too
         take(before, behind)
         return
 
@@ -90,7 +89,7 @@ def take_between(
 
 
 def _of_columns(walk: Walk, sections: list[Section]) -> Walk:
-    """Return the walk for some columns of the values."""
+    """Return the walk restricted to some columns of the values."""
     o = walk.operands
     if o.values is None:
         o = o._replace(values=o.keys, value_scales=o.key_scales)
@@ -98,7 +97,7 @@ def _of_columns(walk: Walk, sections: list[Section]) -> Walk:
 
 
 def between(walk: Walk, before: jax.Array, behind: jax.Array) -> Walk:
-    """Return the walk of rows that see only tokens between two, over these."""
+    """Restrict the walk to rows with all visible tokens between two tokens."""
     assert walk.seen is not None
     first, last = walk.seen.bound(walk.tokens.first, walk.tokens.end)
     valid = walk.valid & (before < first) & (last < behind)
@@ -109,7 +108,7 @@ def between(walk: Walk, before: jax.Array, behind: jax.Array) -> Walk:
 
 
 def _find_broken(walk: Walk, of_keys: bool, before: jax.Array) -> jax.Array:
-    """Return the first token of the range that is broken and behind one, or NOWHERE."""
+    """Return the first non-finite token after `before`, or NOWHERE."""
     tokens, size = walk.tokens, walk.variant.tile.tokens
     start = tokens.first & -size
 

@@ -1,6 +1,6 @@
-"""The joining kernel: from partial results of pieces to the rows they belong to.
+"""The kernel that joins partial results of pieces.
 
-Joining in plain JAX takes atomics, which are not deterministic, or memory for every
+In plain JAX this would need atomics, which are not deterministic, or memory for every
 request times every piece.
 """
 
@@ -15,12 +15,12 @@ from jkv.attention.kernel.bodies.sums import HIDDEN, LN2, TileSums, start_sums
 from jkv.attention.kernel.elements.sections import cut
 from jkv.attention.kernel.work.lists import Pieces
 
-# Partial results joined at a time, by one warp and by several: contexts in so many
-# pieces would wait for one trip after the other.
+# Partial results per trip, with one warp and with several: with few per trip, contexts
+# of many pieces would wait for many loads in sequence.
 _FEW_PIECES, _MANY_PIECES, _WARPS_FOR_MANY = 8, 32, 4
 
 
-# Values that one warp holds of each; twice as many spill on Hopper.
+# Values of a row that one warp holds; twice as many spill on Hopper.
 _MAX_WARP_DIM = 256
 
 
@@ -34,9 +34,9 @@ def join_pieces(
     num_entries: int,
     way: backend.Way,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return [R, H, Dv] and the log-sum-exp f32[R, H]; no piece, no output.
+    """Join pieces to [R, H, Dv] and log-sum-exp f32[R, H]; zeros without pieces.
 
-    Of `num_entries` pieces, W of them or, of shared ones, fewer.
+    `num_entries` is the number of distinct pieces: W, or fewer if lanes share them.
     """
     num_rows, (_, num_heads, value_dim) = pieces.first.shape[0], partial.shape
     num_warps = 1 if value_dim <= _MAX_WARP_DIM else 2
@@ -69,7 +69,7 @@ def _join_kernel(
 ) -> None:
     """Join the partial results of one row and head.
 
-    A row that sees nothing is zeros: it has no pieces, or none with a token for it.
+    A row without pieces, or with empty pieces only, is zero.
     """
     row, head = backend.program_id(0), backend.program_id(1)
     first, end = pieces.first[row], pieces.end[row]
@@ -84,7 +84,7 @@ def _join_kernel(
         is_mine = piece < end
         piece = jnp.minimum(piece, end - 1)
         lse = jnp.where(is_mine, partial_lse_ref[piece, head], HIDDEN)
-        is_seen = lse != HIDDEN  # NaN and -inf are
+        is_seen = lse != HIDDEN  # true for NaN and -inf
         num_seen += jnp.sum(is_seen.astype(jnp.int32))
         maximum = jnp.maximum(sums.maximum, jnp.max(lse))
         weights = jnp.where(is_seen, jnp.exp2(lse - maximum), 0.0)
@@ -106,7 +106,7 @@ def _join_kernel(
     total = jnp.where(has_any, sums.total, 1.0)
     for section, value in zip(value_sections, sums.values, strict=True):
         value = jnp.where(has_any, value / total, 0.0)
-        # What two sections have is the same in both.
+        # Repeated columns have the same value in both sections.
         output_ref[row, head, section.columns[0]] = value.astype(output_ref.dtype)
     lse = (sums.maximum + jnp.log2(total)) * LN2
     lse_ref[row, head] = jnp.where(has_any, lse, -jnp.inf)

@@ -1,6 +1,6 @@
-"""What the attention kernel reads, and how: rows of queries, tiles of tokens.
+"""Loads of the attention kernel: rows of queries and tiles of tokens.
 
-Tokens are clamped into the visible range, so nothing stale or foreign is ever loaded.
+Tokens are clamped into the visible range, so unwritten slots are never loaded.
 """
 
 import functools
@@ -19,20 +19,20 @@ from jkv.attention.kernel.tiles.table import Ways
 from jkv.attention.kernel.tiles.variant import Variant
 from jkv.attention.kernel.work.lists import Lanes, SharedLanes, Work
 
-# Of a tile, whose ids are loaded as scalars.
+# Most blocks of a tile for loading their ids as scalars.
 _MOST_BLOCKS = 4
 
 
 class Operands(NamedTuple):
-    """What the attention kernel reads. Refs inside it, arrays outside."""
+    """The operands of the attention kernel: refs inside it, arrays outside."""
 
     work: Work  # i32[W] each
     lanes: Lanes | SharedLanes | None
     layer: jax.Array  # i32[1]
     scale: jax.Array  # f32[1]
     window: jax.Array | None  # i32[1]
-    part: jax.Array | None  # i32[1], of each block, where the pools have only one
-    sinks: jax.Array | None  # f32[H], where the programs finish rows themselves
+    part: jax.Array | None  # i32[1], of each block; None for whole blocks
+    sinks: jax.Array | None  # f32[H], unless rows are joined from pieces
     block_tables: jax.Array  # i32[S, M]
     queries: jax.Array  # [R, H, D]
     keys: jax.Array  # [L, N, K, T, D]
@@ -43,21 +43,21 @@ class Operands(NamedTuple):
 
 
 class Range(NamedTuple):
-    """Where a program finds its tokens: scalars."""
+    """The tokens of a program, as scalars."""
 
     layer: jax.Array
     table: jax.Array  # row of the block tables
     kv_head: jax.Array
-    first: jax.Array  # the first token that it may load
+    first: jax.Array  # first token to load
     end: jax.Array  # past the last one
 
 
 class TokenTile(NamedTuple):
-    """Some consecutive tokens of one kv head, as the pool has them or as operands."""
+    """Consecutive tokens of one kv head, encoded as in the pool or as operands."""
 
     # [tokens, size] for each section of the key head dim, or i32[tokens, size / 4]
     keys: list[jax.Array]
-    values: list[jax.Array]  # likewise of the value head dim; stored in keys: none
+    values: list[jax.Array]  # likewise of the value head dim; empty if part of the keys
     key_scales: jax.Array | None  # [tokens], u16 or f32
     value_scales: jax.Array | None
 
@@ -67,7 +67,7 @@ def cut_head_dims(
     values: jax.Array | None,
     variant: Variant,
 ) -> tuple[list[Section], list[Section]]:
-    """Return the sections of keys and of values; values in the keys are their first."""
+    """Return the sections of keys and values; latent values are leading key columns."""
     head_dim, max_size = queries.shape[2], variant.tile.section
 
     def cut_all(kept: KernelFormat, width: int) -> list[Section]:
@@ -83,14 +83,14 @@ def cut_head_dims(
 
 
 def load_rows(
-    rows: jax.Array,  # [R, H, D], as queries are
+    rows: jax.Array,  # [R, H, D]
     row: jax.Array,  # i32[rows]
     head: jax.Array,  # i32[rows]
     valid: jax.Array,  # bool[rows]
     section: Section,
     dtype: np.dtype[Any],
 ) -> jax.Array:
-    """Load one section of the head dim of rows, zeros where not valid or repeated."""
+    """Load one section of rows, zeros where invalid or repeated."""
     num_rows, num_heads, _ = rows.shape
     row, head = clamp_index(row, num_rows), clamp_index(head, num_heads)
     where = (row[:, None], head[:, None], section.columns)
@@ -104,7 +104,7 @@ def load_numbers(
     head: jax.Array,  # i32[rows]
     valid: jax.Array,  # bool[rows]
 ) -> jax.Array:
-    """Load a number for each row, zeros where not valid."""
+    """Load one number per row, zeros where invalid."""
     num_rows, num_heads = numbers.shape
     where = clamp_index(row, num_rows), clamp_index(head, num_heads)
     return backend.load_masked(numbers, where, valid)
@@ -116,7 +116,7 @@ def find_nan(
     head: jax.Array,  # i32[rows]
     valid: jax.Array,  # bool[rows]
 ) -> jax.Array:
-    """Return which rows are NaN, as their first column says, bool[rows]."""
+    """Return True for rows whose first column is NaN, bool[rows]."""
     num_rows, num_heads, _ = rows.shape
     row, head = clamp_index(row, num_rows), clamp_index(head, num_heads)
     number = backend.load_masked(rows, (row, head, jnp.zeros_like(row)), valid)
@@ -133,12 +133,11 @@ def load_tokens(
     *,
     is_whole: bool = False,
 ) -> TokenTile:
-    """Load the tile of tokens at `start`; of a range without tokens any.
+    """Load the tile of tokens at `start`; arbitrary tokens for an empty range.
 
-    Of a tile that lies in the range as a whole nothing is clamped, and the compiler
-    sees which of its tokens are neighbours: their scales are loaded several at a time.
-    A tile that is carried to the next trip is left as the pool has it, in fewer
-    registers; else each part becomes an operand as soon as it is there.
+    A tile that lies completely in the range (`is_whole`) is not clamped, so that the
+    compiler can vectorize the loads of adjacent scales. A carried tile stays encoded,
+    in fewer registers; otherwise each part is converted when it is loaded.
     """
     num_blocks, block_size = o.keys.shape[1], o.keys.shape[3]
     tile_tokens = variant.tile.tokens
@@ -150,7 +149,7 @@ def load_tokens(
         column = lax.div(start, jnp.int32(block_size))
         slot = start - column * block_size + offsets
     elif is_in_one_block:
-        # A scalar id, and offsets that differ in the edge tiles only.
+        # A scalar block id; offsets are clamped in edge tiles only.
         column, slot = split_token(start, block_size)
         slot += jnp.clip(offsets, tokens.first - start, last - start)
     elif is_whole and _selects_blocks(block_size, variant):
@@ -164,13 +163,13 @@ def load_tokens(
         column, slot = split_token(token, block_size)
 
     def read_block(column: jax.Array) -> jax.Array:
-        # A wrong table may give wrong numbers, never a fault.
+        # An invalid table may give wrong numbers, but no memory fault.
         return jnp.clip(o.block_tables[tokens.table, column], 0, num_blocks - 1)
 
     if column is not None:
         block = read_block(column)
     else:
-        # The ids of a few blocks, one after the other: loaded as scalars, at once.
+        # The ids of a few blocks, loaded as scalars.
         first_column = lax.div(start, jnp.int32(block_size))
         block = read_block(first_column)
         which = lax.div(offsets, jnp.int32(block_size))
@@ -213,7 +212,7 @@ def load_tokens(
 
 
 def _selects_blocks(block_size: int, variant: Variant) -> bool:
-    """Return whether a whole tile is of a few whole blocks, whose ids are scalars."""
+    """True if a whole tile consists of few whole blocks with scalar ids."""
     num_blocks, rest = divmod(variant.tile.tokens, block_size)
     is_few = rest == 0 and num_blocks <= _MOST_BLOCKS
     return Ways.SCALAR_IDS in variant.tile.ways and is_few
@@ -222,9 +221,9 @@ def _selects_blocks(block_size: int, variant: Variant) -> bool:
 def to_operands(
     stored: TokenTile,
     num_sections: int,  # of the value head dim
-    variant: Variant,  # says in which dtypes they are multiplied
+    variant: Variant,  # determines the dtypes of operands
 ) -> TokenTile:
-    """Return a tile that was carried, ready to be multiplied."""
+    """Convert a carried tile to operands of products."""
     of_keys, of_values = variant.key_format, variant.value_format
     keys = _convert(stored.keys, variant.operand_dtype, of_keys, variant)
     key_scales = _convert_scales(stored.key_scales)
@@ -241,9 +240,9 @@ def to_operands(
 
 def find_broken(
     rows: list[jax.Array],  # [rows, size] for each section
-    scales: jax.Array | None = None,  # f32[rows], which belong to them
+    scales: jax.Array | None = None,  # f32[rows], of the rows
 ) -> jax.Array:
-    """Return which rows have numbers that are not finite, bool[rows]."""
+    """Return True for rows with non-finite numbers, bool[rows]."""
     parts = [jnp.sum(_mark(each.astype(jnp.float32)), axis=1) for each in rows]
     parts += [] if scales is None else [_mark(scales)]
     return functools.reduce(jnp.add, parts) > 0.0
@@ -270,13 +269,13 @@ def _convert_scales(scales: jax.Array | None) -> jax.Array | None:
 
 
 def split_token(token: jax.Array, block_size: int) -> tuple[jax.Array, jax.Array]:
-    """Return which of its table's blocks a token is in, and where in the block."""
+    """Return the table column of a token, and its offset in the block."""
     if block_size & (block_size - 1) == 0:
         return token >> (block_size.bit_length() - 1), token & (block_size - 1)
-    # Of a number that the compiler knows: a product and a shift.
+    # The divisor is a constant, so the compiler emits a product and a shift.
     return lax.div(token, jnp.int32(block_size)), lax.rem(token, jnp.int32(block_size))
 
 
 def clamp_index(index: jax.Array, size: int) -> jax.Array:
-    """Bring an index of a masked load into the array, which interpreting asks for."""
+    """Clamp an index of a masked load, as interpret mode requires."""
     return jnp.minimum(index, size - 1)

@@ -1,8 +1,8 @@
-"""The kernel of the queries' derivative: tiles of rows, each over what it sees.
+"""The kernel of the queries' gradient: tiles of rows over their visible tokens.
 
-The loops of the kernel that attends, with the weights computed anew from the
-log-sum-exp (FlashAttention-2, arXiv 2307.08691): no sums are carried but those of the
-gradient itself. A request of one row is a tile, too.
+The loops of the attention kernel, with weights recomputed from the log-sum-exp
+(FlashAttention-2, arXiv 2307.08691): only the gradient's sums are carried. A one-row
+request is a tile, too.
 """
 
 import functools
@@ -41,10 +41,10 @@ def differentiate_queries(
     *,
     variant: Variant,
 ) -> None:
-    """Replace the rows of f32[R, H, D], which aliases the array before.
+    """Replace rows of f32[R, H, D], aliased to `before`.
 
-    What is written is the cotangent of the scaled queries. Rows that have any NaN are
-    NaN as a whole.
+    Writes the cotangent of the scaled queries. A row with any NaN becomes NaN in all
+    columns.
     """
     del before
     weighed = _start_walk(operands, cotangents, locate_rows(operands, variant), variant)
@@ -63,7 +63,7 @@ def isolate_queries(
     *,
     variant: Variant,
 ) -> None:
-    """Replace rows that are NaN for keys that they do not see (`isolation.py`)."""
+    """Recompute rows that are NaN only because of masked keys (`isolation.py`)."""
     rows = locate_rows(operands, variant)
     is_nan = find_nan(before, rows.row, rows.head, rows.valid)
 
@@ -82,7 +82,7 @@ def isolate_queries(
 
 
 class _Weighed(NamedTuple):
-    """A tile of rows and the tokens that they are taken over, and what weighs these."""
+    """A walk with the cotangents of its rows."""
 
     walk: Walk
     d_output: list[jax.Array]  # [rows, size] for each section of the values
@@ -127,7 +127,7 @@ def _walk_tiles(weighed: _Weighed) -> tuple[jax.Array, ...]:
             d_scores *= slope_of_cap(scores, variant.soft_cap)
         if tile.key_scales is not None:
             d_scores *= tile.key_scales[None, :]
-        # What a row does not see may be NaN, and 0 * NaN is NaN.
+        # Masked tokens may be NaN, and 0 * NaN is NaN.
         d_scores = jnp.where(walk.is_visible(trip), d_scores, 0.0)
         d_scores = d_scores.astype(variant.operand_dtype)
         return tuple(
@@ -142,7 +142,7 @@ def _walk_tiles(weighed: _Weighed) -> tuple[jax.Array, ...]:
 
 
 def _store(walk: Walk, sums: tuple[jax.Array, ...], d_queries_ref: jax.Array) -> None:
-    # Stores are never clamped: two of them would share an address.
+    # Stores are not clamped, as two of them must not share an address.
     row, head = walk.rows.row, walk.rows.head
     for section, value in zip(walk.key_sections, sums, strict=True):
         where = (row[:, None], head[:, None], section.columns)

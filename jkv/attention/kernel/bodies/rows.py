@@ -1,4 +1,4 @@
-"""The query rows of a program, and which tokens they see.
+"""The query rows of a program, and their visible tokens.
 
 Row r of a tile is query head `r % row_heads` of token `r // row_heads`.
 """
@@ -17,27 +17,27 @@ from jkv.attention.kernel.work.lists import Lanes, SharedLanes
 
 
 class QueryRows(NamedTuple):
-    """A tile of rows of one kv head, and of one request but for shared pieces."""
+    """A tile of rows of one kv head; of one request, except for shared pieces."""
 
-    entry: jax.Array  # i32[], of the list of work
-    piece: jax.Array  # i32[], of the context, where it is cut by position
+    entry: jax.Array  # i32[], index in the work list
+    piece: jax.Array  # i32[], of the context, if it is split by position
     kv_head: jax.Array  # i32[]
     row: jax.Array  # i32[rows]
     head: jax.Array  # i32[rows]
-    offset: jax.Array  # i32[rows], tokens behind the first row's
-    valid: jax.Array  # bool[rows], the others are heads or tokens that do not exist
-    position: jax.Array  # i32[], of the token that the first row stands for
+    offset: jax.Array  # i32[rows], in tokens from the first row
+    valid: jax.Array  # bool[rows], False for padding
+    position: jax.Array  # i32[], of the first row
 
 
 class Seen(NamedTuple):
-    """Which tokens each row of a tile sees: those after one up to another."""
+    """The visible tokens of each row of a tile: after `before`, up to `last`."""
 
     last: jax.Array  # i32[rows]
-    before: jax.Array | None  # i32[rows], None for no window
-    valid: jax.Array  # bool[rows], that see any; by position those that store
+    before: jax.Array | None  # i32[rows], None for full attention
+    valid: jax.Array  # bool[rows], with a visible token; by position, rows to store
 
     def bound(self, first: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the first and last token of a range that each row sees, i32[rows]."""
+        """Clip a range to each row's visible tokens; first and last, i32[rows]."""
         last = jnp.minimum(self.last, end - 1)
         if self.before is None:
             return jnp.broadcast_to(first, last.shape), last
@@ -45,10 +45,10 @@ class Seen(NamedTuple):
 
 
 def locate_rows(o: Operands, variant: Variant) -> QueryRows:
-    """Find the rows of this program."""
+    """Return the rows of this program."""
     num_heads, work = o.queries.shape[1], o.work
     heads_per_kv = num_heads // o.keys.shape[2]
-    # The head tiles of an entry follow each other: they may read the same tokens.
+    # Head tiles of an entry are adjacent, as they may read the same tokens.
     program, head_tiles = backend.program_id(0), jnp.int32(variant.head_tiles)
     entry, head_tile = lax.div(program, head_tiles), lax.rem(program, head_tiles)
     piece = jnp.int32(0)
@@ -71,7 +71,7 @@ def locate_rows(o: Operands, variant: Variant) -> QueryRows:
         lanes, lane = o.lanes, offset
         valid &= (piece >= lanes.first[entry]) & (piece < lanes.end[entry, lane])
         row, offset = lanes.row[entry, lane], lanes.position[entry, lane]
-        start = jnp.int32(0)  # of no text in particular
+        start = jnp.int32(0)  # lanes hold absolute positions
         return QueryRows(entry, piece, kv_head, row, head, offset, valid, start)
     valid &= offset < work.num_rows[entry]
     if variant.num_pieces:
@@ -83,22 +83,22 @@ def locate_rows(o: Operands, variant: Variant) -> QueryRows:
 
 
 def find_last(o: Operands, position: jax.Array, variant: Variant) -> jax.Array:
-    """Return the last token in the pools up to a position."""
+    """Return the last local token at or before a position."""
     part = None if o.part is None else o.part[0]
     return find_held(position, part, variant.num_parts, o.keys.shape[3])
 
 
 def read_window(o: Operands) -> jax.Array | None:
-    """Return how many tokens a row sees at most, i32[], None for all."""
+    """Return the sliding window, i32[], None for full attention."""
     return None if o.window is None else jnp.maximum(o.window[0], 0)
 
 
 def find_range(
     o: Operands, rows: QueryRows, window: jax.Array | None, variant: Variant
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the first token that any row sees, and past the last one.
+    """Return the range of tokens that any row attends to: first, and past the last.
 
-    Of a range listed for the whole step, what these rows see of what is here.
+    Clips the range of the work list to this call's window and the local blocks.
     """
     work, entry, position = o.work, rows.entry, rows.position
     first, end = work.first[entry], work.end[entry]
@@ -106,7 +106,7 @@ def find_range(
         first = rows.piece * variant.piece_tokens
         end = jnp.minimum(end, first + variant.piece_tokens)
     if isinstance(o.lanes, Lanes):
-        # What comes before is read for these rows in the tile of another.
+        # Earlier pieces of these rows are processed in another request's tile.
         end = jnp.where(rows.piece < o.lanes.first[entry], 0, end)
     if o.part is not None:
         last = position + work.num_rows[entry] - 1
@@ -122,19 +122,19 @@ def find_range(
 def find_seen(
     o: Operands, rows: QueryRows, window: jax.Array | None, variant: Variant
 ) -> Seen:
-    """Return what each row sees."""
+    """Return the visible tokens of each row."""
     position = rows.position
     last = find_last(o, position + rows.offset, variant)
     valid, before = rows.valid, None
     if window is not None:
         before = find_last(o, position + rows.offset - window, variant)
-    if not variant.num_pieces:  # whose rows leave nothing where they see nothing
+    if not variant.num_pieces:  # by position, rows also store empty pieces
         valid &= last >= 0 if before is None else last > before
     return Seen(last, before, valid)
 
 
 def see(seen: Seen, token: jax.Array) -> jax.Array:
-    """Return which rows see which of the tokens i32[tokens], bool[rows, tokens]."""
+    """Return the mask of the tokens i32[tokens], bool[rows, tokens]."""
     visible = token[None, :] <= seen.last[:, None]
     if seen.before is not None:
         visible &= token[None, :] > seen.before[:, None]

@@ -1,4 +1,4 @@
-"""Products and scores inside a kernel, in units of log2: the hardware has exp2."""
+"""Products and scores of the kernels, in units of log2 for the hardware's exp2."""
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,9 @@ from jkv.attention.kernel.tiles.variant import Variant
 
 
 def cap_in_log2(scores: jax.Array, soft_cap: float | None) -> jax.Array:
-    """Apply `c * tanh(x / c)` by way of exp2, and the factor log2(e) with it.
+    """Return `c * tanh(x / c) * log2(e)`, computed by exp2.
 
-    Without a cap the factor is in the scale already.
+    Without a cap the scale already includes the factor.
     """
     if soft_cap is None:
         return scores
@@ -21,28 +21,27 @@ def cap_in_log2(scores: jax.Array, soft_cap: float | None) -> jax.Array:
     return soft_cap * LOG2E * (1.0 - 2.0 / (power + 1.0))
 
 
-# The polynomial of fourth degree that is nearest to 2^x between -1/2 and 1/2 among
-# those that are 1 at 0: relative errors are at most 2.9e-6. One of third degree would
-# do for 16-bit weights (1.0e-4), but not for the sums of them that callers get.
+# Minimax polynomial of degree four for 2^x on [-1/2, 1/2] with value 1 at 0: relative
+# error at most 2.9e-6. Degree three (1.0e-4) would suffice for 16-bit weights, but not
+# for the returned sums of weights.
 _EXP2 = 0.00958285, 0.05590642, 0.24024099, 0.69312419, 1.0
-# Added to a number of less than 2^22, it leaves the nearest integer in the last bits.
+# Adding it to a number below 2^22 leaves the nearest integer in the low bits.
 _ROUNDER = 1.5 * 2.0**23
-# As integers without sign, the bits of negative numbers grow as they get smaller.
+# As unsigned integers, bits of negative floats increase with their magnitude.
 _LEAST = np.float32(-127.0).view(np.uint32)
 
 
 def exp2_in_pairs(x: jax.Array, *, interpret: bool) -> jax.Array:
-    """Return 2^x of numbers that are not above 0 (f32), nearly, for 16-bit weights.
+    """Approximate 2^x for x <= 0 (f32), for 16-bit weights.
 
-    CDNA has instructions that add and multiply two float32 numbers at once; its own
-    exp2 takes four times as long as an addition, and four more instructions where
-    results may be subnormal. What is not above -127 becomes 0, -inf too; of NaN it is
-    NaN, unless its sign bit is set, which makes it one of these.
+    CDNA adds and multiplies two float32 numbers per instruction; its own exp2 takes
+    four times as long as an addition, and four more instructions if results may be
+    subnormal. Numbers up to -127, and -inf, return 0. NaN returns NaN, or 0 if its sign
+    bit is set.
 
     Args:
       x: f32[...].
-      interpret: whether the kernel is interpreted; what XLA compiles may leave out that
-        a number is added and taken away again.
+      interpret: True in interpret mode, where XLA may optimize the rounding away.
     """
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     x = lax.bitcast_convert_type(jnp.minimum(bits, _LEAST), jnp.float32)
@@ -57,13 +56,13 @@ def exp2_in_pairs(x: jax.Array, *, interpret: bool) -> jax.Array:
     power = jnp.full_like(x, _EXP2[0])
     for coefficient in _EXP2[1:]:
         power = power * fraction + coefficient
-    # At -127 the power is 1, whose exponent has 127 among its bits: 0 is left.
+    # At -127 the power's exponent bits, 127, cancel out: the result is 0.
     power_bits = lax.bitcast_convert_type(power, jnp.int32) + (exponent << 23)
     return lax.bitcast_convert_type(power_bits, jnp.float32)
 
 
 def slope_of_cap(capped: jax.Array, soft_cap: float) -> jax.Array:
-    """Return the derivative of the cap, from what `cap_in_log2` made of the scores."""
+    """Return the derivative of the cap from the result of `cap_in_log2`."""
     share = capped * (1.0 / (soft_cap * LOG2E))
     return 1.0 - share * share
 
@@ -71,7 +70,7 @@ def slope_of_cap(capped: jax.Array, soft_cap: float) -> jax.Array:
 def dot_sections(
     variant: Variant, ones: list[jax.Array], others: list[jax.Array]
 ) -> jax.Array:
-    """Multiply rows [m, D] and [n, D], both in sections, into f32[m, n]."""
+    """Return the product of [m, D] and the transpose of [n, D], f32[m, n]."""
     total = jnp.zeros((ones[0].shape[0], others[0].shape[0]), jnp.float32)
     for one, other in zip(ones, others, strict=True):
         total = add_dot(variant, total, one, other, transpose=True)
@@ -86,7 +85,7 @@ def add_dot(
     *,
     transpose: bool = False,
 ) -> jax.Array:
-    """Add a product of tiles to f32[m, n]; float32 is not rounded, or hardly."""
+    """Add a product of tiles to f32[m, n], in full or 3xTF32 precision for float32."""
     precision: lax.PrecisionLike = lax.Precision.HIGHEST
     if Ways.SPLIT in variant.tile.ways and not variant.interpret:
         precision = lax.DotAlgorithmPreset.TF32_TF32_F32_X3

@@ -1,4 +1,4 @@
-"""Softmax sums inside a kernel, in units of log2: the hardware has exp2."""
+"""Softmax sums of the kernels, in units of log2 for the hardware's exp2."""
 
 import math
 from typing import NamedTuple
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jkv.attention.kernel.elements.sections import MIN_SIZE, Section
 
-# The maximum of no scores, and the log2 of no sum: exp2(-inf - HIDDEN) is not NaN.
+# The maximum of no scores, and the log2 of no sum; finite, so exp2(-inf - HIDDEN) is 0.
 HIDDEN = -3e38
 
 
@@ -18,7 +18,7 @@ LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 
 
-# Of weights alone, beside the values, where these are too large by the same number.
+# An extra section of ones: the sum of weights, to correct values with a common offset.
 ONES = Section(0, MIN_SIZE)
 
 
@@ -35,10 +35,10 @@ class TileSums(NamedTuple):
 def start_sums(
     shape: tuple[int, ...], sections: list[Section], sink: jax.Array | None
 ) -> TileSums:
-    """Return the sums over no token yet; a sink is a token with the value zero."""
+    """Return the sums over no tokens; a sink is a token with the value zero."""
     values = tuple(jnp.zeros((*shape, each.size), jnp.float32) for each in sections)
     if sink is not None:
-        # Of NaN a maximum may be either; no score is less than -inf.
+        # A maximum with NaN may return either operand; no score is less than -inf.
         sink = jnp.where(sink * LOG2E < HIDDEN, HIDDEN, sink * LOG2E)
         return TileSums(sink, jnp.ones(shape, jnp.float32), values)
     maximum = jnp.full(shape, HIDDEN, jnp.float32)

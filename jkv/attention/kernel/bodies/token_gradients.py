@@ -1,12 +1,11 @@
-"""The kernel of the keys' and values' derivative: tiles of tokens, over their readers.
+"""The kernel of the keys' and values' gradients: tiles of tokens over their readers.
 
-A program has some tokens of one block and one kv head, loads their keys and values
-once, and walks over the rows that see them: request by request of those whose tables
-name the block (`readers.py`), and in each over the query heads of all its rows. What a
-prefix collects from all texts that share it is so added up by one program, in one
-order, and written once.
+A program holds some tokens of one block and kv head, loads their keys and values once,
+and walks over the rows that attend to them: all query heads of all rows of each request
+with the block in its table (`readers.py`). So the gradient of a shared prefix is summed
+by one program, in a fixed order, and written once.
 
-Tokens are the rows of all products here, as those of the sums are.
+In all products, tokens are the rows.
 """
 
 from typing import NamedTuple
@@ -37,7 +36,7 @@ from jkv.attention.kernel.work.readers import Readers
 
 
 class TokenOperands(NamedTuple):
-    """What the kernel reads. Refs inside it, arrays outside."""
+    """The operands of the kernel: refs inside it, arrays outside."""
 
     readers: Readers
     query_starts: jax.Array  # i32[B]
@@ -46,7 +45,7 @@ class TokenOperands(NamedTuple):
     layer: jax.Array  # i32[1]
     scale: jax.Array  # f32[1]
     window: jax.Array | None  # i32[1]
-    part: jax.Array | None  # i32[1], of each block, where the pools have only one
+    part: jax.Array | None  # i32[1], of each block; None for whole blocks
     queries: jax.Array  # [R, H, D]
     keys: jax.Array  # [L, N, K, T, D]
     values: jax.Array | None  # [L, N, K, T, Dv]; None: the first Dv of the keys
@@ -57,7 +56,7 @@ class PoolGradients(NamedTuple):
     """The gradients of the pools, in their dtypes."""
 
     keys: jax.Array  # [L, N, K, T, D]
-    values: jax.Array | None  # [L, N, K, T, Dv], None if they lie in the keys
+    values: jax.Array | None  # [L, N, K, T, Dv], None if they are part of the keys
 
 
 _Sum = tuple[jax.Array, ...]  # f32[tokens, size] for each section
@@ -72,7 +71,7 @@ class _Tokens(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """Which tokens a program has: slots of one block and one kv head."""
+    """The tokens of a program: slots of one block and one kv head."""
 
     operands: TokenOperands
     variant: Variant
@@ -82,7 +81,7 @@ class _Tile(NamedTuple):
     block: jax.Array  # i32[]
     kv_head: jax.Array  # i32[]
     first_slot: jax.Array  # i32[]
-    slot: jax.Array  # i32[tokens], of the last tile some past the block
+    slot: jax.Array  # i32[tokens], in the last tile partly past the block
     key_sections: list[Section]
     value_sections: list[Section]
     scale: jax.Array  # f32[], of scores in units of log2 or, with a soft cap, before it
@@ -98,7 +97,7 @@ class _Tile(NamedTuple):
         return self.operands.queries.shape[1] // self.operands.keys.shape[2]
 
     def load(self, shift: jax.Array | int) -> _Tokens:
-        """Load the tokens; the shift is zero."""
+        """Load the tokens; `shift` must be zero."""
         o, dtype = self.operands, self.variant.operand_dtype
         clamped = clamp_index(self.slot, self.block_size) + shift
 
@@ -112,7 +111,7 @@ class _Tile(NamedTuple):
         return _Tokens(keys, load(o.values, self.value_sections))
 
     def store(self, ref: jax.Array, sections: list[Section], sums: _Sum) -> None:
-        """Store what the tokens that a table names have got."""
+        """Store the sums of tokens in allocated blocks."""
         valid = (self.slot < self.block_size) & (self.first_reader < self.end_reader)
         for section, value in zip(sections, sums, strict=True):
             where = self.layer, self.block, self.kv_head, self.slot[:, None]
@@ -121,15 +120,15 @@ class _Tile(NamedTuple):
 
 
 class _Reader(NamedTuple):
-    """A request that reads the tile, and which of its rows do."""
+    """A request that reads the tile, and its rows that attend to it."""
 
     request_start: jax.Array  # i32[], its first row
     first_position: jax.Array  # i32[], of that row
-    first: jax.Array  # i32[], the first row that sees any of the tokens
-    num_pairs: jax.Array  # i32[], of such rows and query heads of the kv head
+    first: jax.Array  # i32[], the first row that attends to any of the tokens
+    num_pairs: jax.Array  # i32[], number of (row, query head) pairs
     token: jax.Array  # i32[tokens], positions
     window: jax.Array | None  # i32[]
-    none: jax.Array  # i32[], zero, but not to the compiler's knowledge
+    none: jax.Array  # i32[], always zero, but not a constant to the compiler
 
 
 def differentiate_tokens(
@@ -142,7 +141,7 @@ def differentiate_tokens(
 ) -> None:
     """Write the gradients of the tokens of one block and one kv head.
 
-    Blocks that no table names keep what the arrays before, which are aliased, have.
+    Blocks in no table keep the contents of the aliased `before`.
     """
     del before
     tile = _locate_tile(operands, variant)
@@ -158,11 +157,11 @@ def differentiate_tokens(
 
 
 def _locate_tile(o: TokenOperands, variant: Variant) -> _Tile:
-    """Find the tokens of this program."""
+    """Return the tokens of this program."""
     num_layers, _, _, block_size, _ = o.keys.shape
     key_sections, value_sections = cut_head_dims(o.queries, o.values, variant)
     program, kv_head = backend.program_id(0), backend.program_id(1)
-    # The last tile of a block may be larger than the rest.
+    # The last tile of a block may extend past it.
     tile_tokens = variant.tile.tokens
     tiles = jnp.int32(-(-block_size // tile_tokens))
     entry = lax.div(program, tiles)
@@ -184,7 +183,7 @@ def _locate_tile(o: TokenOperands, variant: Variant) -> _Tile:
 
 
 def _walk_readers(tile: _Tile) -> _Sums:
-    """Return what the rows bring that see the tile, of all requests that read it."""
+    """Sum the contributions of all rows of all requests that read the tile."""
     variant = tile.variant
     kept = None if Ways.RELOADED in variant.tile.ways else tile.load(0)
     num_rows = variant.tile.rows
@@ -209,7 +208,7 @@ def _walk_readers(tile: _Tile) -> _Sums:
 
 
 def _find_reader(tile: _Tile, index: jax.Array) -> _Reader:
-    """Find which rows of a request see the tile: those from its first token on."""
+    """Return the range of a request's rows that attend to the tile."""
     o, block_size = tile.operands, tile.block_size
     request, column = o.readers.request[index], o.readers.column[index]
     length, context = o.query_lengths[request], o.context_lengths[request]
@@ -221,7 +220,7 @@ def _find_reader(tile: _Tile, index: jax.Array) -> _Reader:
     first = jnp.clip(first_token - first_position, 0, length)
     end, window = length, None
     if o.window is not None:
-        # No larger than what it can hide, so that no sum overflows.
+        # Bounded by the context, so that no sum overflows.
         window = jnp.clip(o.window[0], 0, context)
         last_token = first_token + (min(tile.variant.tile.tokens, block_size) - 1)
         end = jnp.clip(last_token + window - first_position, first, length)
@@ -239,7 +238,7 @@ def _find_reader(tile: _Tile, index: jax.Array) -> _Reader:
 def _add_pairs(
     tile: _Tile, reader: _Reader, pair: jax.Array, tokens: _Tokens, sums: _Sums
 ) -> _Sums:
-    """Add what some rows bring, a query head each, i32[rows] of the reader's pairs."""
+    """Add the contributions of i32[rows] pairs of the reader's rows and query heads."""
     o, variant, token = tile.operands, tile.variant, reader.token
     heads_per_kv, dtype = jnp.int32(tile.heads_per_kv), variant.operand_dtype
     offset = reader.first + lax.div(pair, heads_per_kv)
@@ -265,7 +264,7 @@ def _add_pairs(
     d_scores = weights * (d_weights - delta[None, :])
     if variant.soft_cap is not None:
         d_scores *= slope_of_cap(scores, variant.soft_cap)
-    # Slots that no row sees may hold NaN, and 0 * NaN is NaN.
+    # Masked slots may hold NaN, and 0 * NaN is NaN.
     d_scores = jnp.where(visible, d_scores, 0.0).astype(dtype)
     weights = weights.astype(dtype)
 

@@ -1,4 +1,4 @@
-"""The walk of a program's rows over its tokens, tile by tile."""
+"""The loop of a program over its tiles of tokens."""
 
 import functools
 from collections.abc import Callable
@@ -42,25 +42,25 @@ from jkv.attention.kernel.tiles.variant import Variant
 
 
 class Walk(NamedTuple):
-    """A program's rows and the range of tokens that they are taken over."""
+    """A program's rows and their range of tokens."""
 
     operands: Operands
     variant: Variant
     rows: QueryRows
-    valid: jax.Array  # bool[rows], those to store
+    valid: jax.Array  # bool[rows], rows to store
     window: jax.Array | None  # i32[]
-    seen: Seen | None  # None: the rows see all tokens of the range
+    seen: Seen | None  # None: all rows attend to the whole range
     tokens: Range
     key_sections: list[Section]
     value_sections: list[Section]
     queries: list[jax.Array]  # [rows, size] for each section of the keys
-    above: jax.Array | None  # f32[rows], what is too much in all products with keys
+    above: jax.Array | None  # f32[rows], common offset of the products with keys
     scale: jax.Array  # f32[], of scores in units of log2 or, with a soft cap, before it
     start: jax.Array  # i32[], a multiple of the tile, so that a tile lies in one block
 
     @property
     def has_one_factor(self) -> bool:
-        """Whether one factor of all scores, not negative, is left out of a maximum."""
+        """True if the maximum is taken before a common, nonnegative factor."""
         return (
             Ways.EXP2_IN_PAIRS in self.variant.tile.ways
             and self.variant.soft_cap is None
@@ -69,11 +69,11 @@ class Walk(NamedTuple):
 
     @property
     def has_full_loop(self) -> bool:
-        """Whether tiles that every row sees as a whole come first, without a mask."""
+        """True if a loop without mask precedes, over tiles visible to all rows."""
         return Ways.FULL_FIRST in self.variant.tile.ways and self.window is None
 
     def load(self, trip: jax.Array, *, is_whole: bool = False) -> TokenTile:
-        """Load a tile; a whole one is of a range that begins with the first token."""
+        """Load a tile; `is_whole` requires a range that begins at token 0."""
         start = trip * self.variant.tile.tokens
         start = start if is_whole else self.start + start
         sections = self.key_sections, self.value_sections
@@ -81,7 +81,7 @@ class Walk(NamedTuple):
         return load_tokens(*given, is_whole=is_whole)
 
     def is_visible(self, trip: jax.Array) -> jax.Array:
-        """Return which rows see which tokens of a tile, to broadcast over scores."""
+        """Return the mask of a tile's tokens, to broadcast over scores."""
         size = self.variant.tile.tokens
         token = self.start + trip * size + jnp.arange(size, dtype=jnp.int32)
         if self.seen is not None:
@@ -93,7 +93,7 @@ class Walk(NamedTuple):
 
 
 def start_walk(o: Operands, variant: Variant, rows: QueryRows) -> Walk:
-    """Find what the rows of this program see, and load their queries."""
+    """Set up the walk of this program, and load its queries."""
     key_sections, value_sections = cut_head_dims(o.queries, o.values, variant)
     window = read_window(o)
     first, end = find_range(o, rows, window, variant)
@@ -174,14 +174,14 @@ def _attend_tiles(
     *,
     masked: bool,
 ) -> TileSums:
-    """Add the tiles from one up to another to the sums."""
+    """Add the tiles `start .. stop - 1` to the sums."""
     variant = walk.variant
     attend = functools.partial(_attend_tile, walk, masked=masked)
 
     def attend_loaded(trip: jax.Array, sums: TileSums) -> TileSums:
         return attend(trip, load_next(trip), sums)
 
-    # The next tile is on its way while this one is used: one wait a trip.
+    # Loading the next tile overlaps with using this one: one wait per trip.
     def attend_carried(
         trip: jax.Array, carry: tuple[TileSums, TokenTile]
     ) -> tuple[TileSums, TokenTile]:
@@ -192,18 +192,19 @@ def _attend_tiles(
 
     if Ways.CARRIED not in variant.tile.ways:
         return lax.fori_loop(start, stop, attend_loaded, sums)
-    # Of no tiles the first one lies in the range only where it is clamped.
+    # With zero trips this tile lies outside the range: `walk.load` clamps it,
+    # `load_next` may not.
     return lax.fori_loop(start, stop, attend_carried, (sums, walk.load(start)))[0]
 
 
 def _attend_tile(
     walk: Walk,
-    trip: jax.Array,  # which tile of their range it is
+    trip: jax.Array,  # index of the tile
     tile: TokenTile,
-    sums: TileSums,  # over the tokens before
+    sums: TileSums,  # over earlier tokens
     *,
-    masked: bool,  # whether some row may not see some token
-    stored: TokenTile | None = None,  # the tokens as they were carried
+    masked: bool,  # False if all tokens are visible to all rows
+    stored: TokenTile | None = None,  # the tile in its encoding, if it was carried
 ) -> TileSums:
     """Add one tile to the sums."""
     variant, scale, ways = walk.variant, walk.scale, walk.variant.tile.ways
@@ -212,7 +213,7 @@ def _attend_tile(
         scores -= walk.above[:, None]
     factor = scale
     if tile.key_scales is not None:
-        # Times numbers, an infinite one would be -inf for some rows: 0 * inf is NaN.
+        # An infinite scale becomes NaN, as inf * 0 is; else it would be -inf for some.
         factor = scale * (tile.key_scales + 0.0 * tile.key_scales)[None, :]
     largest, added = None, None
     if walk.has_one_factor and not masked:
@@ -229,18 +230,18 @@ def _attend_tile(
     if Ways.EXP2_IN_PAIRS in ways:
         weights = exp2_in_pairs(exponents, interpret=variant.interpret)
         total = sums.total * shrink + jnp.sum(weights, axis=1)
-        # It may make a number of NaN, but a sum of what is not above 0 does not.
+        # `exp2_in_pairs` may lose NaN, but a sum of exponents does not.
         added = jnp.sum(exponents, axis=1) if added is None else added
         total = jnp.where(added == added, total, added)
     else:
         weights = jnp.exp2(exponents)
         if walk.window is not None and not variant.is_partial:
-            # They are 0 already. Said again it takes 44 registers less on gfx11, where
-            # bytes of head dim 128 spill without. By position it takes more on sm_90.
+            # The weights are 0 already. Repeating the mask saves 44 registers on gfx11,
+            # where bytes of head dim 128 spill; by position it costs some on sm_90.
             weights = jnp.where(visible, weights, 0.0)
         total = sums.total * shrink + jnp.sum(weights, axis=1)
     if stored is not None and variant.has_words:
-        # Words become values as late as here: they take few registers till then.
+        # Words are converted to values as late as possible, to save registers.
         tile = to_operands(stored, len(walk.value_sections), variant)
     if tile.value_scales is not None:
         weights *= tile.value_scales[None, :]

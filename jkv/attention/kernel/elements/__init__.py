@@ -1,1 +1,1 @@
-"""What the elements of pools become inside a kernel, and in which columns."""
+"""Conversion of pool elements to operands, and the columns of sections."""

@@ -1,13 +1,13 @@
-"""What the kernels know of formats: how tiles become operands, how rows are rounded.
+"""Formats in the kernels: conversion of tiles to operands, rounding of rows.
 
-fp8 is taken apart by its bits: what Triton offers depends on the card (none of e4m3fn
-before sm_89) and JAX does not let e4m3fnuz through at all. The bits of e5m2 are the
-upper half of float16's. Those of e4m3 are float32's, shifted, up to a power of two:
-three integer instructions and one factor, whatever the card. How many there are
-matters: at the bandwidth of an MI300X or H200 there is time for about five per element.
+fp8 is decoded by bit operations: Triton's support depends on the GPU (no e4m3fn before
+sm_89), and JAX rejects e4m3fnuz. The bits of e5m2 are the upper half of float16's. The
+bits of e4m3, shifted, are float32's up to a power of two: three integer instructions
+and one factor on every GPU. At the bandwidth of an MI300X or H200 there is time for
+about five instructions per element.
 
-Interpreted, the numbers are converted as XLA does it: a processor may take the small
-ones for zero, which are subnormal numbers of float32 until they are multiplied.
+In interpret mode XLA converts: CPUs may flush the intermediate numbers, subnormal in
+float32 until they are multiplied, to zero.
 """
 
 import dataclasses
@@ -34,45 +34,45 @@ from jkv.formats.scaled import Scaled
 
 @dataclasses.dataclass(frozen=True)
 class KernelFormat:
-    """Elements of 16 or 32 bits, which are numbers as they are loaded, or int8."""
+    """Elements of 16 or 32 bits, loaded as numbers, or int8."""
 
     dtype: np.dtype[Any]
 
-    # Elements in one of the pool, each in a part of the row.
+    # Number of row elements packed in one pool element.
     parts: ClassVar[int] = 1
-    # Whether words take fewer registers than single elements, and more instructions.
+    # True if words save registers but need more instructions.
     has_costly_words: ClassVar[bool] = False
 
     @property
     def has_bytes(self) -> bool:
-        """Whether elements have one byte, to which the kernel rounds rows."""
+        """True for one-byte elements, which the kernel rounds rows to."""
         return self.dtype.itemsize == 1
 
     @property
     def is_rounded_here(self) -> bool:
-        """Whether rows are numbers that the kernel rounds when it stores them."""
+        """True if the store kernel rounds the rows."""
         return self.has_bytes
 
     def of(self, width: int) -> "KernelFormat":
-        """Return the format of rows of so many numbers."""
+        """Return the format for rows of `width` numbers."""
         del width
         return self
 
     def view_of(
         self,
         *,
-        has_words: bool,  # whether those of one byte are loaded as words
-        has_view: bool,  # whether bits are loaded as the numbers that they mean
+        has_words: bool,  # one-byte elements are loaded as words
+        has_view: bool,  # raw bits are loaded as numbers
     ) -> np.dtype[Any] | None:
-        """Return what elements of a pool are loaded as; None: as they are."""
+        """Return the dtype to view a pool as, None for its own."""
         if self.has_bytes:
             return WORD if has_words else None
         return BFLOAT16 if has_view and self.dtype == BFLOAT16 else None
 
     def spread(self, sections: list[Section], width: int) -> list[Section]:
-        """Return columns of rows of so many numbers, as `to_operands` has them.
+        """Return the columns of a row for each result of `to_operands`.
 
-        Those in sections of a part, of one part after the other.
+        Sections of the first part come first, then of the next.
         """
         size = width // self.parts
         return [
@@ -82,7 +82,7 @@ class KernelFormat:
         ]
 
     def above(self, dtype: np.dtype[Any]) -> float:
-        """Return how much larger operands may be than the numbers that they mean."""
+        """Return the common offset of inexact operands from their numbers."""
         del dtype
         return 0.0
 
@@ -91,10 +91,10 @@ class KernelFormat:
         tiles: list[jax.Array],  # elements
         dtype: np.dtype[Any],
         *,
-        is_exact: bool,  # whether operands are the numbers; else they may be above them
+        is_exact: bool,  # operands have no offset (`above`)
         interpret: bool,
     ) -> list[jax.Array]:
-        """Return what is multiplied for the sections whose elements were loaded."""
+        """Convert loaded elements to operands, by section."""
         del is_exact
         return [
             (self.words_to_operand if tile.dtype == WORD else self.to_operand)(
@@ -105,13 +105,13 @@ class KernelFormat:
 
     def to_operand(
         self,
-        tile: jax.Array,  # elements as loaded; NaN of e4m3 comes out as some number
+        tile: jax.Array,  # loaded elements; NaN of e4m3 becomes an arbitrary number
         # float32, bfloat16 or float16; at least as precise as the elements
         dtype: np.dtype[Any],
         *,
-        interpret: bool,  # whether the kernel is interpreted
+        interpret: bool,
     ) -> jax.Array:
-        """Return the numbers that elements mean, in a dtype that holds them exactly."""
+        """Convert elements to numbers, exactly."""
         if interpret or not self.has_bytes:
             return bitcast(tile, self.dtype).astype(dtype)
         return self._convert(tile, dtype)
@@ -123,23 +123,23 @@ class KernelFormat:
         *,
         interpret: bool,
     ) -> jax.Array:
-        """Return the numbers that four bytes of each word mean, [..., D]."""
+        """Convert the four bytes of each word to numbers, [..., D]."""
 
         def convert(byte: int) -> jax.Array:
-            # The byte in front, with its sign.
+            # The byte, with its sign, in the highest bits.
             high = words << (24 - 8 * byte)
             if not interpret:
                 return self._take_byte(words, high, byte, dtype)
             tile = (high >> 24).astype(jnp.int8)
             return self.to_operand(tile, dtype, interpret=True)
 
-        # In the order of the columns: the words, which half, which byte of the half.
+        # In column order: word, half of the word, byte of the half.
         pairs = _join(convert(0), convert(2)), _join(convert(1), convert(3))
         return _join(*pairs).reshape(*words.shape[:-1], 4 * words.shape[-1])
 
     def put(
         self,
-        # the row's columns, bits or, of bytes, numbers to be rounded
+        # columns of the row: bits, or numbers to be rounded to bytes
         sections: list[jax.Array],
     ) -> tuple[list[jax.Array], Any]:
         """Return the elements of a row, by section, and the bits of its scale."""
@@ -154,13 +154,13 @@ class KernelFormat:
     def _take_byte(
         self, words: jax.Array, high: jax.Array, byte: int, dtype: np.dtype[Any]
     ) -> jax.Array:
-        """Convert one byte of all words, which `high` has in front."""
+        """Convert one byte of each word, given in the highest bits of `high`."""
         del words, byte
         return narrow((high >> 24).astype(jnp.float32), dtype)
 
 
 class E5m2(KernelFormat):
-    """Five bits of exponent."""
+    """fp8 with five exponent bits."""
 
     def _convert(self, tile: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
         half = bitcast(tile, jnp.uint8).astype(jnp.uint16) << 8
@@ -169,23 +169,23 @@ class E5m2(KernelFormat):
     def _take_byte(
         self, words: jax.Array, high: jax.Array, byte: int, dtype: np.dtype[Any]
     ) -> jax.Array:
-        """Take two numbers of float16: of the upper bytes of both halves of a word."""
+        """Decode as float16, whose upper bytes are the upper bytes of both halves."""
         del high
         pair = (words if byte % 2 else words << 8) & jnp.int32(0xFF00FF00 - 2**32)
         half = (pair >> 16 if byte > 1 else pair).astype(jnp.uint16)
         return _widen(half, dtype)
 
 
-# Where sign, exponent and digits of e4m3 are among the bits of float32, when the byte,
-# sign-extended, is shifted left.
+# A sign-extended byte of e4m3, shifted left, has its sign, exponent and mantissa at the
+# places of float32's.
 _SHIFT, _MASK = 20, 0x87F00000 - 2**32
 
 
 @dataclasses.dataclass(frozen=True)
 class E4m3(KernelFormat):
-    """Four bits of exponent."""
+    """fp8 with four exponent bits."""
 
-    factor: float  # what is missing, 2 to the difference of the exponents' biases
+    factor: float  # 2 to the difference of the exponent biases
     has_costly_words: ClassVar[bool] = True
 
     def _convert(self, tile: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
@@ -195,7 +195,7 @@ class E4m3(KernelFormat):
     def _take_byte(
         self, words: jax.Array, high: jax.Array, byte: int, dtype: np.dtype[Any]
     ) -> jax.Array:
-        """Shift by what the byte lacks."""
+        """Shift the byte to float32's places."""
         del words, byte
         return self._scale(high >> (24 - _SHIFT), dtype)
 
@@ -207,36 +207,36 @@ class E4m3(KernelFormat):
 
 @dataclasses.dataclass(frozen=True)
 class Nibbles(KernelFormat):
-    """Steps of four bits, several in a unit (`formats/packed.py`).
+    """Four-bit steps, packed in units (`formats/packed.py`).
 
-    As the last digits of a float a step is itself and a power of two. That takes two or
-    three instructions for two elements of 16 bits, whatever the card. What operands are
-    above the numbers is the same for all: it is taken off sums.
+    As the last mantissa bits of a power of two, a step becomes the power plus itself,
+    by two or three instructions for two 16-bit elements on every GPU. The common
+    offset is subtracted from sums.
     """
 
     unit: np.dtype[Any] = np.dtype(np.uint8)
 
     @property
     def parts(self) -> int:  # type: ignore[override]
-        """Elements of a unit."""
+        """Elements per unit."""
         return 2 * self.unit.itemsize
 
     @property
     def is_rounded_here(self) -> bool:
-        """XLA does it, where it turns rows."""
+        """False, as XLA rounds rows after rotating them."""
         return False
 
     def of(self, width: int) -> KernelFormat:
-        """Return the format with the units of such rows."""
+        """Return the format with the unit for rows of `width` numbers."""
         return dataclasses.replace(self, unit=unit_of(width))
 
     def view_of(self, *, has_words: bool, has_view: bool) -> np.dtype[Any] | None:
-        """Return the unit."""
+        """Return the unit's dtype."""
         del has_words, has_view
         return self.unit
 
     def above(self, dtype: np.dtype[Any]) -> float:
-        """Return the power of two and the middle of the steps; float32 is exact."""
+        """Return the offset, a power of two plus the middle step; 0 for float32."""
         return 0.0 if dtype == FLOAT32 else _find_base(dtype)[0] + MIDDLE
 
     def to_operands(
@@ -247,7 +247,7 @@ class Nibbles(KernelFormat):
         is_exact: bool,
         interpret: bool,
     ) -> list[jax.Array]:
-        """Return the columns of each part."""
+        """Extract the columns of each part."""
         del interpret
         parts = range(self.parts)
         large = [self._take(tile, part, dtype) for part in parts for tile in tiles]
@@ -266,10 +266,10 @@ class Nibbles(KernelFormat):
 
 
 def _find_base(dtype: np.dtype[Any]) -> tuple[float, int]:
-    """Return a power of two, and the place of a one among the bits of such numbers.
+    """Return a power of two, and the mantissa bit with value one among such numbers.
 
-    In bfloat16, which is multiplied most, the last place: some steps need no shift. The
-    other dtypes have more digits, of which a larger power would cost sums some.
+    In bfloat16, the most frequent operand dtype, it is the last bit, so some steps need
+    no shift. Other dtypes have more bits; a larger power would cost sums precision.
     """
     if dtype == BFLOAT16:
         return 128.0, 0
@@ -283,7 +283,7 @@ def _widen(half: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
 
 
 def _join(one: jax.Array, other: jax.Array) -> jax.Array:
-    """Return [..., 2]."""
+    """Stack on a new last axis, [..., 2]."""
     return lax.concatenate([one[..., None], other[..., None]], one.ndim)
 
 
@@ -294,7 +294,7 @@ _BYTES = [
     E4m3(jnp.dtype(jnp.float8_e4m3fnuz), 2.0**119),
     E5m2(jnp.dtype(jnp.float8_e5m2)),
 ]
-# What the kernels read; in plain arrays fp8 may have no scales.
+# Formats supported by the kernels; fp8 in plain arrays may have no scales.
 KERNEL_FORMATS: dict[Format, KernelFormat] = {
     **{Numbers(each.dtype): each for each in (*_NUMBERS, *_BYTES)},
     **{Scaled(each.dtype): each for each in _BYTES},

@@ -1,8 +1,8 @@
-"""Rows to one-byte elements and scales inside a kernel, as XLA rounds them.
+"""Rounding of rows to one-byte elements and scales, in the kernel that stores rows.
 
-On CPUs with the bits that XLA has; `jkv.formats.scaled` says what may differ on GPUs.
-What rounds in another way on another compiler is done by bits: Triton's division of
-float32 may be off by two units in the last place, and it has fp8 on some cards only.
+Bit-identical to XLA's on CPUs; see `jkv.formats.scaled` for GPUs. Operations that
+differ between compilers are done on bits: Triton's float32 division may be off by two
+units in the last place, and only some GPUs convert to fp8.
 """
 
 from typing import Any, NamedTuple
@@ -21,18 +21,18 @@ _BFLOAT16_NAN = 0x7FC0
 
 
 class RoundedRow(NamedTuple):
-    """What is stored of a row."""
+    """The stored parts of a row."""
 
     scale: jax.Array  # u16[], the bits of a bfloat16
     elements: list[jax.Array]  # i8[D] or u8[D], by section
 
 
 def round_row(
-    # float[D], the row's columns; some of them may be there twice
+    # float[D], the row's columns; some may be repeated
     sections: list[jax.Array],
     dtype: np.dtype[Any],  # of the elements, one byte
 ) -> RoundedRow:
-    """Return the elements and the scale of a row, as `scaled.round_rows` does."""
+    """Quantize a row, like `scaled.round_rows`."""
     rows = [section.astype(jnp.float32) for section in sections]
     bits = [lax.bitcast_convert_type(row, jnp.int32) for row in rows]
     magnitudes = [each & jnp.int32(0x7FFFFFFF) for each in bits]
@@ -44,8 +44,8 @@ def round_row(
     inverse, limit = invert(scale), jnp.float32(largest_number(dtype))
     elements = []
     for each, own in zip(magnitudes, bits, strict=True):
-        # What is past the limit would be rounded to it; a minimum between them keeps
-        # the compiler from making one operation of this product and what is added.
+        # Rounding would clamp to the limit, too; the minimum keeps the compiler from
+        # fusing the product with the following addition.
         scaled = lax.bitcast_convert_type(each, jnp.float32) * inverse
         numbers = _round_to(jnp.minimum(scaled, limit), own < 0, dtype)
         numbers = jnp.where(is_finite, numbers, jnp.int32(0))
@@ -68,10 +68,10 @@ def invert(
     # i32[], the bits of a float32 with 8 significant bits, from 2**-126 to 2**121
     scale: jax.Array,
 ) -> jax.Array:
-    """Return one over a scale, f32[], rounded to nearest.
+    """Return the inverse of a scale, f32[], rounded to nearest.
 
-    With these 8 bits as an integer m, the inverse is 2**31 / m rounded, times a power
-    of two; where m is one itself, the quotient's highest bit carries into the exponent.
+    With its 8 significant bits as an integer m, the inverse is 2**31 / m, rounded,
+    times a power of two; for m a power of two the highest bit carries to the exponent.
     """
     digits = ((scale >> 16) & 0x7F) | 0x80
     digits = digits.astype(jnp.uint32)
@@ -84,20 +84,19 @@ def invert(
 def _round_to(
     magnitudes: jax.Array, is_negative: jax.Array, dtype: np.dtype[Any]
 ) -> jax.Array:
-    """Return elements as i32[...], of f32[...] without a sign and within the range."""
+    """Round f32[...], nonnegative and in range, to elements as i32[...]."""
     if dtype == jnp.int8:
         numbers = _count_units(magnitudes, 1.0)
         return jnp.where(is_negative, -numbers, numbers)
     format = jnp.finfo(dtype)
     smallest = float(format.smallest_normal)
-    # The last digit that is kept becomes the lowest bit, rounded to even; what is
-    # dropped carries into the exponent, too.
+    # Round to even at the last bit that is kept; the carry may reach the exponent.
     dropped = _DIGITS - format.nmant
     bits = lax.bitcast_convert_type(magnitudes, jnp.int32)
     half = ((bits >> dropped) & 1) + jnp.int32((1 << (dropped - 1)) - 1)
     bias = 1 - int(np.log2(smallest))
     normal = ((bits + half) >> dropped) - ((_BIAS - bias) << format.nmant)
-    # Below that numbers are multiples of one unit.
+    # Subnormal numbers are multiples of one unit.
     small = _count_units(magnitudes, float(format.smallest_subnormal))
     numbers = jnp.where(magnitudes < smallest, small, normal)
     if dtype == jnp.float8_e4m3fnuz:
@@ -106,7 +105,7 @@ def _round_to(
 
 
 def _count_units(magnitudes: jax.Array, unit: float) -> jax.Array:
-    """Return how many units each is, rounded to even, i32[...]; fewer than 2**22."""
-    ones = np.float32(unit * 2.0**_DIGITS)  # where a float32's last place is a unit
+    """Divide by the unit and round to even, i32[...]; results must be below 2**22."""
+    ones = np.float32(unit * 2.0**_DIGITS)  # its last place is one unit
     bits = lax.bitcast_convert_type(magnitudes + ones, jnp.int32)
     return bits - jnp.int32(int(ones.view(np.int32)))

@@ -1,6 +1,6 @@
-"""Sections of head dims: every tile is a power of two, and none is narrower than 16.
+"""Sections of head dims: powers of two, not narrower than 16.
 
-Where less is left, the last section takes columns of the one before it again.
+If fewer columns remain, the last section repeats columns of the one before it.
 """
 
 from typing import NamedTuple
@@ -8,11 +8,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-# The hardware multiplies no tile narrower than this.
+# The narrowest tile of matrix instructions.
 MIN_SIZE = 16
 
 
-# Elements of one byte that are loaded as one number.
+# One-byte elements per loaded word.
 WORD_SIZE = 4
 
 
@@ -21,21 +21,21 @@ class Section(NamedTuple):
 
     start: int | jax.Array
     size: int  # a power of two
-    num_repeated: int = 0  # the first of them, which the section before has, too
+    num_repeated: int = 0  # leading columns that the section before also has
 
     @property
     def columns(self) -> jax.Array:
-        """Return them as indices, i32[1, size]."""
+        """The columns as indices, i32[1, size]."""
         return (self.start + jnp.arange(self.size, dtype=jnp.int32))[None, :]
 
     @property
     def words(self) -> jax.Array:
-        """Return the words whose bytes they are, i32[1, size / 4]."""
+        """The words of the columns' bytes, i32[1, size / 4]."""
         index = jnp.arange(self.size // WORD_SIZE, dtype=jnp.int32)
         return (self.start // WORD_SIZE + index)[None, :]
 
     def over(self, mask: jax.Array) -> jax.Array:
-        """Repeat a mask over the columns that are its own, bool[..., size]."""
+        """Broadcast a mask over the columns that are not repeated, bool[..., size]."""
         whole = jnp.broadcast_to(mask[:, None], (*mask.shape, self.size))
         if not self.num_repeated:
             return whole
@@ -44,15 +44,14 @@ class Section(NamedTuple):
 
 
 def cut(head_dim: int, start: int = 0, max_size: int = 512) -> list[Section]:
-    """Cut a head dim into powers of two, none of them larger than one.
+    """Cut a head dim into sections of at most `max_size` columns.
 
-    96 is 64 and 32. 72 is 64 and the last 16, of which 8 are repeated: zeros in
-    queries, so that no score has them twice, and not stored twice. 120 is 64 and the
-    last 64.
+    96 is 64 and 32. 72 is 64 and the last 16, with 8 repeated: zero in queries, so that
+    scores count them once, and not stored twice. 120 is 64 and the last 64.
     """
     end, whole = start + head_dim, fill_head_dim(head_dim)
     sizes = [size for size in (512, 256, 128, 64, 32, 16) if whole & size]
-    if end < sizes[-1]:  # one section, with more columns than there are
+    if end < sizes[-1]:  # a single section would have too many columns
         sizes = [whole // 2, whole // 2]
     sections = []
     for size in _cut_to(sizes, max_size):
@@ -67,5 +66,5 @@ def _cut_to(sizes: list[int], max_size: int) -> list[int]:
 
 
 def fill_head_dim(head_dim: int) -> int:
-    """Return the columns that are multiplied, a multiple of the narrowest tile."""
+    """Round a head dim up to a multiple of the narrowest tile."""
     return -(-head_dim // MIN_SIZE) * MIN_SIZE

@@ -1,1 +1,1 @@
-"""From calls to launches of kernels."""
+"""Launches of the kernels."""

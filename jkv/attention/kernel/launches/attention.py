@@ -1,10 +1,9 @@
-"""Attention by the kernel: decode rows piece by piece, then rows of several at once.
+"""Attention by the kernels: decoding in pieces, then requests of several rows.
 
-Three launches: partial results of all pieces of the requests of one row (`work/`),
-their joining, which also clears all other rows, and the tiles of the requests of
-several rows, which fill theirs in. A launch without work ends at once; where no request
-can have several rows there is no third one. Where bits shall depend on a row's position
-alone all rows go one way, in pieces.
+Three launches: partial results of all pieces of one-row requests (`work/`), their join,
+which also clears all other rows, and the tiles of requests of several rows, which fill
+these in. A launch without work exits at once; the third one is omitted in steps that
+only decode. Batch-invariant calls (`by_position`) process all rows in pieces.
 """
 
 import functools
@@ -57,15 +56,13 @@ def attend_kernel(
 def _launch_by_position(
     call: Call, *, tuning: Tuning, way: backend.Way
 ) -> tuple[jax.Array, jax.Array]:
-    """Go through all rows in tiles of one shape, each with one piece of its context.
+    """Compute batch-invariant attention: tiles of one shape, one piece per program.
 
-    For the same promise as `jkv.attention.xla.tiles`, by other sums. Pieces begin
-    at multiples of a number of tokens that follows from the longest context there may
-    be, and are walked from their beginning in steps that begin at fixed positions too;
-    what a row sees nothing of leaves its sums as they are, to the bit. Each row has
-    places of its own for the results of its pieces, joined from the first to the last.
-    How many programs that makes is static: those for which a context is too short end
-    at once.
+    As `jkv.attention.xla.tiles`, with other orders of summation. Pieces begin at
+    multiples of a number of tokens derived from the longest possible context, and are
+    walked in tiles at fixed positions; fully masked tiles leave a row's sums
+    bit-identical. Each row stores its partial results in its own places, joined in
+    order. The number of programs is static; programs without tokens exit at once.
     """
     sizes = size_position_work(
         call.num_rows,
@@ -96,7 +93,7 @@ def _launch_all(
 def decode_rows(
     call: Call, tuning: Tuning, *, way: backend.Way
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the results of requests of one row; other rows are zeros and -inf."""
+    """Compute the rows of one-row requests; other rows are zeros and -inf."""
     heads_per_kv, max_tokens = (
         call.heads_per_kv,
         call.max_blocks * call.pools.block_size,
@@ -108,7 +105,7 @@ def decode_rows(
     if call.window is None:
         lanes = size(num_lanes=count_lanes(heads_per_kv, tuning))
         listed = _find_list(call, lanes, size())
-    else:  # each of the lanes would have a window of its own
+    else:  # lanes would need windows of their own
         listed = _find_list(call, size(), size(is_windowed=True))
     assert isinstance(listed.sizes, DecodeSizes)
     num_lanes = listed.sizes.num_lanes
@@ -118,10 +115,10 @@ def decode_rows(
 
 
 def _find_list(
-    call: Call,  # which makes its own where nothing was planned for it
-    *sizes: ListSizes,  # of the lists that serve it
+    call: Call,
+    *sizes: ListSizes,  # of supported lists, in order of preference
 ) -> WorkList:
-    """Return the first that was listed with the step, else the last, for the call."""
+    """Return the first list planned with the step, or list the work of the call."""
     for each in sizes:
         listed = find_list(call, each)
         if listed is not None:
@@ -137,16 +134,16 @@ def prefill_rows(
     output: jax.Array,  # [R, H, Dv]
     lse: jax.Array,  # f32[R, H]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return both with the rows of requests of several rows replaced, in place."""
+    """Fill in the rows of requests of several rows, in place."""
     sizes = size_prefill_work(call.num_rows, call.num_requests, variant.row_tokens)
     operands = make_operands(call, _find_list(call, sizes).work, variant)
     return _launch_rows(operands, output, lse, variant)
 
 
 def make_operands(call: Call, work: Work, variant: Variant) -> Operands:
-    """Return what the kernel reads, whole: nothing is sliced, and nothing computed.
+    """Return the kernel's operands without any computation.
 
-    Each operation here would be a launch in every layer.
+    Each operation here would be one more launch in every layer.
     """
     pools = call.pools
     return Operands(
@@ -169,9 +166,8 @@ def make_operands(call: Call, work: Work, variant: Variant) -> Operands:
 
 
 def _view(pool: jax.Array, kept: KernelFormat, variant: Variant) -> jax.Array:
-    """Return a pool as what is loaded of it, [..., D] or fewer of more bits."""
-    # A tile that is carried is left as bits: on gfx942 its first one would be waited
-    # for twice.
+    """View a pool as the dtype that the kernel loads, [..., D] or fewer columns."""
+    # Carried tiles stay raw bits: on gfx942 the first one would be waited for twice.
     has_view = not variant.interpret and Ways.CARRIED not in variant.tile.ways
     dtype = kept.view_of(has_words=variant.has_words, has_view=has_view)
     if dtype is None or pool.dtype == dtype:
@@ -183,14 +179,14 @@ def _view(pool: jax.Array, kept: KernelFormat, variant: Variant) -> jax.Array:
 
 
 def attend_pieces(
-    name: str,  # of the kernel that attends, for profilers
-    call: Call,  # whose sinks join with the pieces
-    listed: WorkList,  # the pieces
-    variant: Variant,  # of the kernel
-    # of partial results; those of pieces that are not there stay as they are found
+    name: str,  # of the attention kernel, shown in profilers
+    call: Call,
+    listed: WorkList,
+    variant: Variant,
+    # of partial results; places without a piece stay uninitialized
     num_places: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the results of rows whose contexts are cut into pieces, joined."""
+    """Compute the partial results of all pieces and join them, with sinks."""
     assert listed.pieces is not None
     lanes = listed.lanes if call.window is None else None
     operands = make_operands(call, listed.work, variant)
@@ -223,7 +219,7 @@ def _launch_rows(
     lse: jax.Array,  # f32[R, H]
     variant: Variant,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return both with the rows of all tiles replaced, in place."""
+    """Replace the rows of all tiles, in place."""
     output, lse = backend.launch(
         "jkv_prefill",
         functools.partial(attend_range, variant=variant),
@@ -237,7 +233,7 @@ def _launch_rows(
 
 
 def _isolate(operands: Operands, output: jax.Array, variant: Variant) -> jax.Array:
-    """Return the output with rows replaced that are NaN for what others see."""
+    """Recompute rows that are NaN only because of masked values, in place."""
     isolated: jax.Array
     (isolated,) = backend.launch(
         "jkv_isolate",
@@ -259,7 +255,7 @@ def _find_grid(operands: Operands, variant: Variant) -> tuple[int, int]:
 def shape_results(
     shape: tuple[int, ...], dtype: jax.typing.DTypeLike
 ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Return the shapes of an output and of a number for each of its rows."""
+    """Return the shapes of an output and of one number per row."""
     return (
         jax.ShapeDtypeStruct(shape, dtype),
         jax.ShapeDtypeStruct(shape[:2], jnp.float32),
@@ -267,9 +263,9 @@ def shape_results(
 
 
 def find_compilation(variant: Variant, *, is_rare: bool = False) -> backend.Compilation:
-    """Return how the kernel is compiled for a variant.
+    """Return the compilation parameters of a kernel.
 
-    What hardly ever runs has no tiles in flight, in the registers that they take.
+    Rarely executed kernels are not pipelined, which saves registers.
     """
     tile, stages = variant.tile, 1 if is_rare else variant.tile.num_stages
     return backend.Compilation(tile.num_warps, stages, variant.way)

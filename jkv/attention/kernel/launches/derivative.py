@@ -1,9 +1,9 @@
 """The derivative by kernels: one over tiles of rows, one over tiles of tokens.
 
-As in FlashAttention-2 (arXiv 2307.08691) scores are computed twice, once in each, so
-that each gradient is summed up where it is written: by one program, in one order.
-Beside the gradients themselves the rows take memory, once more without those that are
-broken, and lists of integers, three numbers for each column of the requests' tables.
+As in FlashAttention-2 (arXiv 2307.08691) both kernels compute the scores, so that each
+gradient is summed by the program that writes it, in a fixed order. Additional memory:
+copies of the rows without non-finite numbers, and three integers per column of the
+requests' tables.
 """
 
 import dataclasses
@@ -56,10 +56,10 @@ def _launch_all(
 
 
 def _leave_out_broken(call: Call, cotangents: Cotangents) -> tuple[Call, Cotangents]:
-    """Return zeros for rows that have anything that is not finite, and NaN to tell.
+    """Zero rows with non-finite numbers, and mark them by a log-sum-exp of NaN.
 
-    Their log-sum-exp is NaN, and so is what they bring to tokens that they see. Those
-    that they do not see weigh 0, and 0 * NaN is NaN. A row that sees nothing has -inf.
+    NaN then reaches the tokens that the row attends to, and no others: masked tokens
+    have weight 0, and 0 * NaN would be NaN. An empty row has -inf.
     """
     queries, (d_output, lse, delta) = call.queries, cotangents
     is_whole = (lse < jnp.inf) & jnp.isfinite(delta)
@@ -76,7 +76,7 @@ def _leave_out_broken(call: Call, cotangents: Cotangents) -> tuple[Call, Cotange
 def _differentiate_queries(
     call: Call, cotangents: Cotangents, variant: Variant
 ) -> jax.Array:
-    """Return f32[R, H, D], zeros for rows that no request owns."""
+    """Return f32[R, H, D], zeros for rows without a request."""
     tile_rows = variant.row_tokens
     sizes = size_prefill_work(call.num_rows, call.num_requests, tile_rows, min_rows=1)
     listed = list_prefill_work(call.requests, sizes, min_rows=1)
@@ -102,7 +102,7 @@ def _differentiate_queries(
 def _differentiate_pools(
     call: Call, cotangents: Cotangents, variant: Variant
 ) -> PoolGradients:
-    """Return the gradients of pools of floats, zeros for what no row sees."""
+    """Return the gradients of float pools, zeros for slots that no row attends to."""
     pools, requests, readers = call.pools, call.requests, list_readers(call)
     operands = TokenOperands(
         readers=readers,

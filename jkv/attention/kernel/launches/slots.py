@@ -1,9 +1,8 @@
-"""The kernel that stores the keys and values of a step: one launch for all arrays.
+"""The kernel that stores the keys and values of a step, in one launch.
 
-XLA makes a scatter of each array: two launches in each layer, and six where there are
-scales, which are found first. Here a program has one row of one kv head, rounds it
-where there are scales, and stores what each array gets of it: what scatters store, to
-the bit.
+XLA launches a scatter per array: two in each layer, and six with scales, which are
+computed first. Here a program processes one row of one kv head: it rounds the row for
+quantized formats, and stores it in all arrays, as the scatters do.
 """
 
 import functools
@@ -19,29 +18,29 @@ from jkv.attention.kernel.elements.sections import MIN_SIZE, cut
 from jkv.attention.slots import SlotWrite
 from jkv.formats.format import name_parts
 
-# A row of a head is a few hundred bytes: one load and one store for a warp.
+# A row of a head has a few hundred bytes: one load and one store for a warp.
 _NUM_WARPS = 1
 
 
 class _Operands(NamedTuple):
-    """What the kernel reads. Refs inside it, arrays outside."""
+    """The operands of the kernel: refs inside it, arrays outside."""
 
     layer: jax.Array  # i32[1]
-    part: jax.Array | None  # i32[1], of each block, where the arrays have only one
+    part: jax.Array | None  # i32[1], of each block; None for whole blocks
     block_ids: jax.Array  # i32[R]
     offsets: jax.Array  # i32[R]
     valid: jax.Array  # i8[R]
-    # [R, K, D], the bits that the arrays keep, or numbers; bits of scales, [R, K].
+    # [R, K, D], bits or numbers to be rounded; or [R, K], bits of scales
     rows: dict[str, jax.Array]
 
 
 def why_scattered(
-    # of a group of layers by name, [L, N, K, T, ...]; only shapes and dtypes matter
+    # of a group of layers by name, [L, N, K, T, ...]; only shapes and dtypes are used
     arrays: dict[str, jax.Array],
 ) -> str | None:
-    """Say why scatters store what arrays get, on any card; None: the kernel does."""
+    """Return the reason to use scatters on any GPU, None to use the kernel."""
     for name, array in arrays.items():
-        # Offsets are 32 bits wide, counted in elements, up to this many bytes.
+        # Offsets in elements have 32 bits for arrays of up to 2**32 bytes.
         if array.size > 2**31 and array.size * array.dtype.itemsize <= 2**32:
             return f"{name} has {array.size} elements in at most 2**32 bytes"
         if array.ndim == 5 and (array.shape[4] < MIN_SIZE or array.shape[4] % 8):
@@ -53,7 +52,7 @@ def why_scattered(
 
 
 def store_rows(write: SlotWrite, *, way: backend.Way) -> dict[str, jax.Array]:
-    """Return the arrays with the rows in their slots; they are changed in place."""
+    """Store the rows in their slots, in place."""
     launch = functools.partial(_launch, way=way)
     results = {
         name: jax.ShapeDtypeStruct(array.shape, array.dtype)
@@ -67,14 +66,14 @@ def _launch(write: SlotWrite, *, way: backend.Way) -> dict[str, jax.Array]:
     interpret = way.interpret
     if not num_rows:
         return write.arrays
-    # Where it is compiled nothing is done to make bits of numbers, as in `view_as`.
+    # Compiled kernels take bits without a conversion, see `view_as`.
     view = bitcast if interpret else backend.view_as
     formats = {n: KERNEL_FORMATS[write.formats.of(n)[0]] for n in write.arrays}
     rows: dict[str, jax.Array] = {}
     for name, each in write.rows.items():
         if formats[name].is_rounded_here:
             rows[name] = each
-        elif formats[name].has_bytes:  # rounded by XLA, where it turns them
+        elif formats[name].has_bytes:  # rounded by XLA, which rotates them
             parts = write.formats.of(name)[0].put(each)
             rows |= name_parts(name.removesuffix("_pool"), parts)
         else:
@@ -113,9 +112,9 @@ def _store_row(
     *,
     formats: dict[str, KernelFormat],
 ) -> None:
-    """Bring one row of one kv head to its slot in each array.
+    """Store one row of one kv head in its slot of each array.
 
-    The arrays before are the same memory: what is not stored stays as it is.
+    Arrays are aliased to `before`, so other slots are unchanged.
     """
     del before
     o = operands
@@ -128,7 +127,7 @@ def _store_row(
     for index, size in ((layer, num_layers), (block, num_blocks), (offset, block_size)):
         is_stored &= (index >= 0) & (index < size)
 
-    # Nothing is stored outside of an array, and interpreting asks for indices in it.
+    # Masked stores need indices in range in interpret mode.
     layer = jnp.clip(layer, 0, num_layers - 1)
     block = jnp.clip(block, 0, num_blocks - 1)
     offset = jnp.clip(offset, 0, block_size - 1)

@@ -1,1 +1,1 @@
-"""How calls are cut on each card."""
+"""Tile sizes and compilation variants for each GPU."""

@@ -1,4 +1,4 @@
-"""Which row of the table a call is cut by, and which calls the kernel does not take."""
+"""Selection of a table row for a call, and the calls that the kernels reject."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ _CDNA = ("gfx90a", "gfx940", "gfx941", "gfx942")
 _CDNA4 = ("gfx950",)
 
 
-# With the digit of the model after it. gfx1250 has matrix instructions like RDNA's.
+# Prefixes of targets without the last digit. gfx1250 has matrix instructions as RDNA.
 _RDNA = ("gfx110", "gfx115", "gfx125")
 _RDNA4 = ("gfx120",)
 
@@ -25,7 +25,7 @@ _OPERANDS = (jnp.dtype("float32"), jnp.dtype("float16"), jnp.dtype("bfloat16"))
 
 
 def find_family(platform: str, target: str | None) -> str | None:
-    """Return a key of the table; None for cards without the instructions it needs."""
+    """Return the key of the table; None for GPUs without the required instructions."""
     if platform == "rocm":
         if target is None or target[:-1] in _RDNA:
             return "rdna"
@@ -42,14 +42,14 @@ def find_family(platform: str, target: str | None) -> str | None:
 def find_tuning(
     queries: jax.Array, pools: Pools, platform: str, target: str | None
 ) -> Tuning | None:
-    """Return how a call is cut on a target, None if the table has no row for it."""
+    """Return the tuning of a call on a target, None if the table has no row."""
     if platform == "cpu":
         return table.INTERPRETED
     name = find_family(platform, target)
     if name is None:
         return None
     family, kind = TABLE[name], find_kind(queries, pools)
-    # Columns of keys and of values that are multiplied.
+    # Columns of keys and values after padding.
     dims = fill_head_dim(pools.head_dim), fill_head_dim(pools.value_dim)
     if set(dims) & set(family.spilling.get(kind, ())):
         return None
@@ -62,7 +62,7 @@ def find_tuning(
 def find_backward(
     queries: jax.Array, pools: Pools, platform: str, target: str | None
 ) -> Backward | None:
-    """Return how a derivative is cut on a target, None if no row of the table is."""
+    """Return the tiles of a derivative on a target, None if the table has no row."""
     if why_no_derivative(queries, pools):
         return None
     if platform == "cpu":
@@ -72,7 +72,7 @@ def find_backward(
         return None
     kind, dims = find_kind(queries, pools), (pools.head_dim, pools.value_dim)
     for row in TABLE[name].backward:
-        # What is filled up to a sixteen does as well; filled up further it may spill.
+        # Padding to a multiple of 16 is fine; further padding may spill.
         is_whole = row.multiple == MIN_SIZE or not any(d % row.multiple for d in dims)
         if kind in row.kinds and max(dims) <= row.max_head_dim and is_whole:
             return row
@@ -80,10 +80,10 @@ def find_backward(
 
 
 def find_kind(queries: jax.Array, pools: Pools) -> str:
-    """Tell calls apart that need other tiles.
+    """Return the kind of a call, which selects rows of the table.
 
-    They are "float32", "half", "byte" or, where any are of four bits, "four"; "mixed"
-    for float32 queries on bytes.
+    "float32", "half", "byte", "four" (four-bit elements), or "mixed" for float32
+    queries with one-byte elements.
     """
     has_bytes = any(dtype.itemsize == 1 for dtype in pools.dtypes)
     if find_operand_dtype(queries, pools) == jnp.float32:
@@ -94,18 +94,18 @@ def find_kind(queries: jax.Array, pools: Pools) -> str:
 
 
 def find_operand_dtype(queries: jax.Array, pools: Pools) -> np.dtype[Any]:
-    """Return what queries and keys are multiplied in: neither loses a bit.
+    """Return the dtype of query-key products, exact for both operands.
 
-    Elements of one byte fit whatever the queries are.
+    One-byte elements are exact in every query dtype.
     """
     dtypes = {queries.dtype, *(dt for dt in pools.dtypes if dt.itemsize > 1)}
     return dtypes.pop() if len(dtypes) == 1 else jnp.dtype(jnp.float32)
 
 
 def find_weight_dtype(queries: jax.Array, pools: Pools) -> np.dtype[Any]:
-    """Return what weights and values are multiplied in.
+    """Return the dtype of weight-value products.
 
-    A weight times the scale of its token can be too small for float16.
+    Bfloat16 instead of float16 with scales, whose product with a weight may underflow.
     """
     dtype = find_operand_dtype(queries, pools)
     is_scaled = pools.key_scales is not None or pools.value_scales is not None
@@ -113,12 +113,12 @@ def find_weight_dtype(queries: jax.Array, pools: Pools) -> np.dtype[Any]:
 
 
 def why_not(
-    queries: jax.Array,  # [R, H, D]; only shape and dtype matter
+    queries: jax.Array,  # [R, H, D]; only shape and dtype are used
     pools: Pools,
-    platform: str,  # "rocm" or "cuda"; "cpu", where it is interpreted
-    target: str | None,  # as `Card` has it, None for a card that is not known
+    platform: str,  # "rocm", "cuda", or "cpu" for interpret mode
+    target: str | None,  # see `Card`; None for an unknown GPU
 ) -> str | None:
-    """Say why the kernel cannot serve a call on a target, None if it can."""
+    """Return the reason the kernel cannot serve a call, None if it can."""
     reason = why_never(queries, pools)
     if reason is not None or find_tuning(queries, pools, platform, target):
         return reason
@@ -132,17 +132,17 @@ def _describe(
     dtypes = sorted({str(queries.dtype), *map(str, pools.dtypes)})
     return (
         f"there is no tile for head dim {width} with {' and '.join(dtypes)} on "
-        f"{target or f'an unknown {platform} card'}"
+        f"{target or f'an unknown {platform} GPU'}"
     )
 
 
 def why_no_derivative(queries: jax.Array, pools: Pools) -> str | None:
-    """Say why the kernels of the derivative serve a call nowhere, None if they may."""
+    """Return the reason no target supports the derivative, None if one may."""
     reason = why_never(queries, pools)
     if reason is not None:
         return reason
     if find_weight_dtype(queries, pools) != find_operand_dtype(queries, pools):
-        return "scales times what float16 holds may be too small for it"
+        return "scales times float16 weights may underflow"
     arrays = [array for array in (pools.keys, pools.values) if array is not None]
     if len({jnp.issubdtype(array.dtype, jnp.floating) for array in arrays}) > 1:
         return "keys and values must both be floats or both be bits"
@@ -152,7 +152,7 @@ def why_no_derivative(queries: jax.Array, pools: Pools) -> str | None:
 def why_no_tile(
     queries: jax.Array, pools: Pools, platform: str, target: str | None
 ) -> str | None:
-    """Say why the derivative has no kernels on a target, None if it has; see below."""
+    """Return the reason the derivative has no kernels on a target; see below."""
     reason = why_no_derivative(queries, pools)
     if reason is not None or find_backward(queries, pools, platform, target):
         return reason
@@ -160,16 +160,16 @@ def why_no_tile(
 
 
 def why_never(queries: jax.Array, pools: Pools) -> str | None:
-    """Say why the kernel cannot serve a call on any target, None if it can."""
+    """Return the reason no target can serve a call, None if one may."""
     formats = {each: each.dtype.name for each in pools.formats}
     for each, name in formats.items():
         if each not in KERNEL_FORMATS:
             names = dict.fromkeys(known.dtype.name for known in KERNEL_FORMATS)
-            return f"it reads {', '.join(names)}, not {name}"
+            return f"kernels support {', '.join(names)}, not {name}"
     dims = {"key": pools.head_dim, "value": pools.value_dim}
     for (name, dim), kept in zip(dims.items(), pools.formats, strict=True):
-        # Rows of other dims are no whole words of 16 bytes, and what is filled up to
-        # 256 comes in halves: both took too many registers on Hopper.
+        # Other dims are not multiples of 16 bytes, and padding to 256 comes in halves:
+        # both took too many registers on Hopper.
         multiple = 8 if dim < 240 else MIN_SIZE
         if not MIN_SIZE <= dim <= 576 or dim % multiple:
             return (
@@ -182,15 +182,15 @@ def why_never(queries: jax.Array, pools: Pools) -> str | None:
                 f"bits; it is {dim}"
             )
     for name, pool in {"key": pools.keys, "value": pools.values}.items():
-        # Offsets are 32 bits wide, counted in elements, up to this many bytes.
+        # Offsets in elements have 32 bits for pools of up to 2**32 bytes.
         if pool is None or pool.size <= 2**31:
             continue
         if (num_bytes := pool.size * pool.dtype.itemsize) <= 2**32:
             return (
                 f"the {name} pool has {pool.size} elements in {num_bytes} bytes, "
-                "which the compiler would address with 32 bits; have less than 2**31 "
+                "which the compiler would address with 32 bits; use less than 2**31 "
                 "elements or more than 2**32 bytes"
             )
     if queries.dtype not in _OPERANDS:
-        return f"it multiplies float32, float16 and bfloat16, not {queries.dtype}"
+        return f"kernels support float32, float16 and bfloat16, not {queries.dtype}"
     return None

@@ -1,4 +1,4 @@
-"""Variants of the attention kernel: what one body is compiled for."""
+"""Variants of the attention kernel, each a compilation of one body."""
 
 import dataclasses
 from typing import Any
@@ -11,41 +11,42 @@ from jkv.attention.kernel.elements.formats import KERNEL_FORMATS, KernelFormat
 from jkv.attention.kernel.tiles.table import Backward, Tile, Tuning, Ways
 from jkv.attention.kernel.tiles.tuning import find_operand_dtype, find_weight_dtype
 
-# The least rows of a tile that the hardware multiplies.
+# The least rows of a tile of matrix instructions.
 _MIN_ROWS = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Variant:
-    """What the attention kernel is compiled for, beside the shapes of its operands."""
+    """The compile-time parameters of the attention kernel, beside operand shapes."""
 
-    is_decode: bool  # rows that see all tokens of their range, and partial results
+    is_decode: bool  # every row attends to its whole range; partial results
     tile: Tile
-    row_tokens: int  # tokens whose query rows share a tile; of decoding, its lanes
-    row_heads: int  # query heads of one kv head in a tile; the rows are both together
-    head_tiles: int  # tiles that all query heads make: the second axis of the grid
+    row_tokens: int  # tokens (in decoding, lanes) with rows in one tile
+    row_heads: int  # query heads of one kv head in a tile; rows = tokens * heads
+    head_tiles: int  # tiles of all query heads, an axis of the grid
     value_dim: int
-    operand_dtype: np.dtype[Any]  # what queries and keys are multiplied in
-    weight_dtype: np.dtype[Any]  # what weights and values are multiplied in
+    operand_dtype: np.dtype[Any]  # of query-key products
+    weight_dtype: np.dtype[Any]  # of weight-value products
     key_format: KernelFormat
     value_format: KernelFormat
     soft_cap: float | None
-    num_parts: int  # of a block, of which the pools have one
+    num_parts: int  # of a block; the pools hold one of them
     way: Way
-    # By position: tokens of a piece, and pieces of the longest context. 0 otherwise.
+    # By position: tokens of a piece, and pieces of the longest context; else 0.
     piece_tokens: int = 0
     num_pieces: int = 0
 
     @property
     def interpret(self) -> bool:
-        """Whether the kernel is interpreted."""
+        """True in interpret mode."""
         return self.way.interpret
 
     @property
     def has_words(self) -> bool:
-        """Whether elements of one byte are loaded as words of four.
+        """True if one-byte elements are loaded as words of four.
 
-        e4m3 takes fewer registers so, which prefill has not, and more instructions.
+        For e4m3, words save registers at the cost of instructions, so only prefill,
+        which lacks registers, uses them.
         """
         formats, ways = (self.key_format, self.value_format), self.tile.ways
         if Ways.WORDS not in ways or not any(each.has_bytes for each in formats):
@@ -55,25 +56,25 @@ class Variant:
 
     @property
     def keys_above(self) -> float:
-        """How much larger keys are as operands than they are.
+        """The common offset of keys as operands.
 
-        Where tokens are multiplied by few rows, their conversion is what takes time.
+        In tiles of few rows conversion dominates, so the offset is subtracted later.
         """
         return self.key_format.above(self.operand_dtype) if self.is_partial else 0.0
 
     @property
     def values_above(self) -> float:
-        """Likewise of values."""
+        """The common offset of values as operands."""
         return self.value_format.above(self.weight_dtype) if self.is_partial else 0.0
 
     @property
     def is_partial(self) -> bool:
-        """Whether partial results are written, in float32, to be joined."""
+        """True if float32 partial results are written, to be joined."""
         return self.is_decode or self.num_pieces > 0
 
 
 def decode_variant(call: Call, tuning: Tuning, num_lanes: int, *, way: Way) -> Variant:
-    """Return the variant for requests of one row, of which some may share a tile."""
+    """Return the variant for one-row requests, some of which may share a tile."""
     row_heads = count_decode_heads(call.heads_per_kv, tuning) // num_lanes
     tile = tuning.decode_tile(call.soft_cap)
     return _make_variant(call, tile, row_heads, num_lanes, True, way)
@@ -88,7 +89,7 @@ def prefill_variant(call: Call, tuning: Tuning, *, way: Way) -> Variant:
 def position_variant(
     call: Call, tuning: Tuning, piece_tokens: int, num_pieces: int, *, way: Way
 ) -> Variant:
-    """Return the variant for all rows, in pieces by position."""
+    """Return the batch-invariant variant for all rows, in pieces by position."""
     tile = tuning.position_tile(call.soft_cap)
     row_heads, row_tokens = cut_rows(call.heads_per_kv, tile)
     variant = _make_variant(call, tile, row_heads, row_tokens, False, way)
@@ -98,16 +99,16 @@ def position_variant(
 
 
 def query_variant(call: Call, tuning: Backward, *, way: Way) -> Variant:
-    """Return the variant for the queries' derivative."""
+    """Return the variant for the queries' gradient."""
     row_heads, row_tokens = cut_rows(call.heads_per_kv, tuning.queries)
     return _make_variant(call, tuning.queries, row_heads, row_tokens, False, way)
 
 
 def token_variant(call: Call, tuning: Backward, *, way: Way) -> Variant:
-    """Return the variant for the keys' and values' derivative.
+    """Return the variant for the keys' and values' gradients.
 
-    A tile of tokens lies in one block; of the last one slots may not be there. Its rows
-    are taken by number, not by heads and tokens.
+    A tile of tokens lies in one block; the last one may extend past it. Its rows are
+    numbered consecutively instead of by heads and tokens.
     """
     tile = tuning.tokens
     tokens = min(max(_pad(call.pools.block_size), _MIN_ROWS), tile.tokens)
@@ -116,30 +117,30 @@ def token_variant(call: Call, tuning: Backward, *, way: Way) -> Variant:
 
 
 def count_decode_heads(heads_per_kv: int, tuning: Tuning) -> int:
-    """Return how many of a kv head's query heads share a decode tile."""
-    # Heads that do not exist fill the least number of rows that can be multiplied.
+    """Return the query heads of a kv head in a decode tile."""
+    # Padded to the least rows of matrix instructions.
     return max(_MIN_ROWS, min(_pad(heads_per_kv), tuning.decode.rows))
 
 
 def count_lanes(heads_per_kv: int, tuning: Tuning) -> int:
-    """Return the requests of one row whose query heads would fill a decode tile."""
+    """Return the number of one-row requests with query heads that fill a tile."""
     row_heads = min(_pad(heads_per_kv), tuning.decode.rows)
     return count_decode_heads(heads_per_kv, tuning) // row_heads
 
 
 def cut_rows(heads_per_kv: int, tile: Tile) -> tuple[int, int]:
-    """Return how many of a kv head's query heads, of how many tokens, fill a tile."""
+    """Return the query heads of a kv head, and the tokens, that fill a tile."""
     row_heads = min(_pad(heads_per_kv), tile.rows)
     return row_heads, tile.rows // row_heads
 
 
 def count_head_tiles(num_kv_heads: int, heads_per_kv: int, row_heads: int) -> int:
-    """Return the tiles of `row_heads` query heads that those of all kv heads make."""
+    """Return the number of tiles of `row_heads` query heads."""
     return num_kv_heads * -(-heads_per_kv // row_heads)
 
 
 def count_decode_pieces(num_kv_heads: int, heads_per_kv: int, tuning: Tuning) -> int:
-    """Return the pieces that make the programs wanted, one for each head tile."""
+    """Return the number of pieces for the target number of programs."""
     row_heads = count_decode_heads(heads_per_kv, tuning)
     return -(
         -tuning.programs // count_head_tiles(num_kv_heads, heads_per_kv, row_heads)
@@ -147,7 +148,7 @@ def count_decode_pieces(num_kv_heads: int, heads_per_kv: int, tuning: Tuning) ->
 
 
 def _pad(number: int) -> int:
-    """Return a number, rounded up to a power of two."""
+    """Round up to a power of two."""
     return 1 << (number - 1).bit_length()
 
 

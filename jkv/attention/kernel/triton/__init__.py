@@ -1,1 +1,1 @@
-"""jkv's own lowering: from the jaxpr of a kernel to a module of Triton as text."""
+"""jkv's own lowering, from the jaxpr of a kernel to Triton's IR as text."""

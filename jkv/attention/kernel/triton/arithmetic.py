@@ -1,4 +1,4 @@
-"""Rules for arithmetic: operations by element, conversions, tiles, products, sums."""
+"""Rules for elementwise operations, conversions, shapes, products and reductions."""
 
 import functools
 from typing import Any
@@ -8,7 +8,7 @@ from jax import lax
 
 from jkv.attention.kernel.triton.text import Rule, Type, Value, Writer, element_of
 
-# What an operation is called of integers with a sign, without one, and of floats.
+# Names of operations for signed integers, unsigned integers and floats.
 _OPERATIONS = {
     "add": ("addi", "addi", "addf"),
     "sub": ("subi", "subi", "subf"),
@@ -31,7 +31,7 @@ _OPERATIONS = {
     "ge": ("cmpi sge,", "cmpi uge,", "cmpf oge,"),
 }
 _REDUCTIONS = {"reduce_sum": "add", "reduce_max": "max", "reduce_min": "min"}
-# Of float32, which the libraries of devices have.
+# Functions of float32 in the device libraries.
 _FUNCTIONS = {"abs": "fabs", "exp2": "exp2", "log": "log", "log2": "log2"}
 _SYMBOLS = {"cuda": "__nv_{}f", "rocm": "__ocml_{}_f32"}
 _PRECISIONS = {
@@ -41,7 +41,7 @@ _PRECISIONS = {
 
 
 def compute(w: Writer, name: str, x: Value, y: Value, *, signed: bool = True) -> Value:
-    """Add an operation on two values of one type."""
+    """Emit an operation on two values of one type."""
     assert x.type == y.type, (name, x, y)
     operation = _OPERATIONS[name][2 if x.type.is_float else 0 if signed else 1]
     made = x.type._replace(element="i1") if operation.startswith("cmp") else x.type
@@ -68,7 +68,7 @@ def _call(w: Writer, equation: Any, x: Value, *, name: str) -> Value:
 
 
 def convert(w: Writer, x: Value, element: str, *, signed: bool) -> Value:
-    """Add a conversion, of integers with a sign or without one."""
+    """Emit a conversion; `signed` applies to integers."""
     before, after = x.type, x.type._replace(element=element)
     if before == after:
         return x
@@ -101,7 +101,7 @@ def _negate(w: Writer, _: Any, x: Value) -> Value:
 
 
 def _find_sign(w: Writer, equation: Any, x: Value) -> Value:
-    """Add the sign of integers."""
+    """Emit the sign of integers."""
     if x.type.is_float:
         raise ValueError(f"only of integers: {equation}")
     signs = []
@@ -124,7 +124,7 @@ def _select(w: Writer, equation: Any, which: Value, x: Any, y: Any) -> Value:
 
 def _broadcast(w: Writer, equation: Any, x: Value) -> Value:
     shape = equation.params["shape"]
-    axes = equation.params.get("broadcast_dimensions")  # of a shape's end if not said
+    axes = equation.params.get("broadcast_dimensions")  # default: trailing axes
     if x.type.shape and axes is not None:
         for axis in {*range(len(shape))} - {*axes}:
             x = w.expand(x, axis)
@@ -146,7 +146,7 @@ def _reshape(w: Writer, equation: Any, x: Value) -> Value:
     shape = equation.outvars[0].aval.shape
     if shape:
         return _shape(w, x, shape)
-    (_,) = x.type.shape  # a tile becomes a number as the sum of its only element
+    (_,) = x.type.shape  # a scalar is the reduction of a tile of one element
     return _reduce(w, x, 0, "or" if x.type.element == "i1" else "add")
 
 
@@ -156,7 +156,7 @@ def _shape(w: Writer, x: Value, shape: tuple[int, ...]) -> Value:
 
 
 def _join(w: Writer, equation: Any, *columns: Value) -> Value:
-    """Add two columns of one element side by side."""
+    """Emit a concatenation of two columns of one element."""
     shape = equation.outvars[0].aval.shape
     x, y = (_shape(w, each, shape[:-1]) for each in columns)
     made = x.type._replace(shape=shape)
@@ -170,7 +170,7 @@ def _transpose(w: Writer, x: Value) -> Value:
 
 
 def _multiply(w: Writer, equation: Any, x: Value, y: Value) -> Value:
-    """Add a product of matrices, summed up in float32."""
+    """Emit a matrix product accumulated in float32."""
     ((x_axis,), (y_axis,)), _ = equation.params["dimension_numbers"]
     precision = _PRECISIONS[equation.params["precision"]]
     x = _transpose(w, x) if x_axis == 0 else x

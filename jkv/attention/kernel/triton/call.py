@@ -1,7 +1,7 @@
-"""A kernel as a module of Triton, for the call by which XLA compiles it.
+"""Compilation of a kernel to a Triton module, for XLA's custom call.
 
-Taken from Pallas are what `pallas_call` returns, which traces a kernel, and the jaxpr
-among its parameters; `memory.py` says what in the jaxpr is of Pallas' core.
+Uses from Pallas the result of `pallas_call`, which traces a kernel, and the jaxpr among
+its parameters; `memory.py` lists the parts of Pallas' core in the jaxpr.
 """
 
 from collections.abc import Callable
@@ -17,18 +17,18 @@ TARGET = "__gpu$xla.gpu.triton"
 
 def write_module(
     name: str,
-    traced: Callable[..., Any],  # by a call with these operands
+    traced: Callable[..., Any],  # the result of `pallas_call`
     operands: list[jax.Array],
     platform: str,
     grid: tuple[int, int],
 ) -> str:
-    """Return the text of a kernel that `pallas_call` made, for "rocm" or "cuda"."""
+    """Return the Triton IR of a kernel for "rocm" or "cuda"."""
     (equation,) = jax.make_jaxpr(traced)(*operands).eqns
     jaxpr = equation.params["jaxpr"]
     types = [Type(f"!tt.ptr<{element_of(atom.aval.dtype)}>") for atom in jaxpr.invars]
     w = Writer(platform, _RULES)
     pointers = [w.name(each) for each in types]
-    # Where an axis has one program no card is asked which one it is.
+    # On an axis with one program the id is a constant.
     w.programs = [
         w.constant(0, "i32")
         if size == 1

@@ -1,4 +1,4 @@
-"""Rules for loops, jaxprs within jaxprs, and what is nothing inside a kernel."""
+"""Rules for loops, nested jaxprs, and operations without effect in a kernel."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -25,9 +25,9 @@ def _loop(w: Writer, equation: Any, *given: Any) -> list[Value]:
 
 
 def _find_counted(params: dict[str, Any]) -> SimpleNamespace | None:
-    """Return the body of a loop that counts up, without its counting, or None.
+    """Return the body of a counting loop without its counter, or None.
 
-    The first of the numbers that are carried is the count, the second its end.
+    The first two carried numbers are the counter and its end.
     """
     test, body = (params[name].jaxpr for name in ("cond_jaxpr", "body_jaxpr"))
     num_consts = params["body_nconsts"]
@@ -51,7 +51,7 @@ def _find_counted(params: dict[str, Any]) -> SimpleNamespace | None:
 
 
 def _write_while(w: Writer, params: dict[str, Any], given: Any) -> list[Value]:
-    """Write a loop that carries its constants too, refs as where they point."""
+    """Emit a while loop that also carries its constants, refs as pointers."""
     of_test, of_body = params["cond_nconsts"], params["body_nconsts"]
     num_consts = of_test + of_body
     values = [each.pointer if isinstance(each, Ref) else each for each in given]
@@ -80,7 +80,7 @@ def _write_while(w: Writer, params: dict[str, Any], given: Any) -> list[Value]:
 
 
 def _enter(w: Writer, values: list[Value]) -> tuple[list[Value], str]:
-    """Return names for a block's values, and the types of these."""
+    """Return names for a block's values, and their types as text."""
     names = [w.name(value.type) for value in values]
     return names, ", ".join(str(value.type) for value in values)
 
@@ -100,7 +100,7 @@ def _call(w: Writer, equation: Any, *operands: Any) -> list[Any]:
 
 
 def _pass(_: Writer, __: Any, x: Any) -> Any:
-    """Leave a value as it is, which is nowhere else inside a kernel."""
+    """Return a value unchanged, as resharding has no effect inside a kernel."""
     return x
 
 

@@ -1,7 +1,7 @@
-"""Rules for loads and stores: addresses from the indices of refs.
+"""Rules for loads and stores, with addresses from the indices of refs.
 
-Of Pallas' core are the primitives `get`, `swap`, `masked_load` and `masked_swap`, the
-trees of their operands, and what an index in them says of its shape.
+Relies on Pallas' core for the primitives `get`, `swap`, `masked_load` and
+`masked_swap`, the trees of their operands, and the shapes of their indices.
 """
 
 import itertools
@@ -16,9 +16,9 @@ from jkv.attention.kernel.triton.text import Ref, Rule, Type, Value, Writer
 
 
 def make_ref(w: Writer, pointer: Value, aval: Any) -> Ref:
-    """Add where the part of an array begins that a program has: at zero."""
-    if aval.dtype == bool:  # a byte in memory, and a bit elsewhere
-        raise NotImplementedError("kernels read and write no booleans")
+    """Return a ref to a whole array, with starts of zero."""
+    if aval.dtype == bool:  # a byte in memory, but a bit in registers
+        raise NotImplementedError("kernels support no boolean operands")
     zeros = [w.constant(0, "i32") for _ in aval.shape]
     starts = tuple(
         compute(w, "mul", zero, w.constant(size, "i32"))
@@ -28,12 +28,12 @@ def make_ref(w: Writer, pointer: Value, aval: Any) -> Ref:
 
 
 def _point(w: Writer, ref: Ref, index: Any) -> Value:
-    """Add the addresses of elements."""
+    """Emit the addresses of elements."""
     shape: tuple[int, ...] = index.get_indexer_shape_static()
     if shape != index.int_indexer_shape:
-        raise ValueError("refs are indexed by numbers and arrays, no slices")
+        raise ValueError("refs must be indexed by numbers and arrays, got a slice")
     if (size := math.prod(shape)) & (size - 1):
-        raise ValueError(f"the size of a tile is a power of two, not that of {shape}")
+        raise ValueError(f"the size of a tile must be a power of two, got {shape}")
     made = Type("i64" if ref.num_bytes > 2**32 else "i32", shape)
     offsets = w.full(0, made)
     strides = itertools.accumulate(ref.shape[:0:-1], operator.mul, initial=1)
@@ -54,9 +54,9 @@ def _point(w: Writer, ref: Ref, index: Any) -> Value:
 
 
 def _find(w: Writer, equation: Any, operands: Any) -> tuple[Value, list[Value]]:
-    """Add addresses; return them, and what there is beside each of them."""
+    """Emit addresses; return them and the broadcast further operands."""
     params = equation.params
-    if "args_tree" in params:  # a value to store, a mask, what a load has elsewhere
+    if "args_tree" in params:  # value to store, mask, default of a load
         ref, (index,), *beside = params["args_tree"].unflatten(operands)
     else:
         count = 1 + (equation.primitive.name == "swap")
@@ -82,7 +82,7 @@ def _load(w: Writer, equation: Any, *operands: Any) -> Value:
 
 
 def _store(w: Writer, equation: Any, *operands: Any) -> Value:
-    """Add a store, and before it a load of what was there, which nothing may use."""
+    """Emit a store, preceded by a load of the old contents, which is usually dead."""
     pointers, (value, *mask) = _find(w, equation, operands)
     before = _read(w, pointers, mask, [value] * len(mask))
     names = ", ".join(each.name for each in (pointers, value, *mask))

@@ -1,7 +1,7 @@
-"""Triton's IR as text: values that have types, and a function written line by line.
+"""Triton's IR as text: typed values, and a writer of functions.
 
-Text needs no bindings, which go with JAX's own lowering, and says nothing of what is a
-default, which differs between revisions of Triton.
+Text needs no bindings, which differ between versions of JAX's lowering, and omits
+default attributes, which differ between revisions of Triton.
 """
 
 import itertools
@@ -14,15 +14,15 @@ import numpy as np
 from jax.extend.core import Literal
 
 Rule = Callable[..., Any]
-# What is written where it is used; other numbers are, before an operation of them.
+# Primitives that emit their literals themselves; for others they are emitted before.
 _LATE = {"get", "jit", "masked_load", "masked_swap", "reshard", "select_n", "swap"}
 _FLOATS = {"f16": jnp.float16, "bf16": jnp.bfloat16, "f32": jnp.float32}
 
 
 class Type(NamedTuple):
-    """What a value is: a number or, with a shape, a tile."""
+    """The type of a number or, with a shape, of a tile."""
 
-    element: str  # "f32", "i1", "!tt.ptr<f32>"; integers have no sign
+    element: str  # "f32", "i1", "!tt.ptr<f32>"; integers are signless
     shape: tuple[int, ...] = ()
 
     def __str__(self) -> str:
@@ -35,12 +35,12 @@ class Type(NamedTuple):
 
     @property
     def width(self) -> int:
-        """How many bits a number has."""
+        """Bits per number."""
         return int(re.sub(r"\D", "", self.element))
 
 
 class Value(NamedTuple):
-    """What an operation or a block has made."""
+    """A result of an operation, or an argument of a block."""
 
     name: str  # "%12"
     type: Type
@@ -52,11 +52,11 @@ class Ref(NamedTuple):
     pointer: Value
     shape: tuple[int, ...]
     num_bytes: int
-    starts: tuple[Value, ...]  # of the part that a program has: zeros, it has all
+    starts: tuple[Value, ...]  # of the program's part; zeros, as it has the whole array
 
 
 def element_of(dtype: Any) -> str:
-    """Return what Triton calls a dtype, of those that kernels compute with."""
+    """Return Triton's name of a dtype, if kernels support it."""
     dtype = jnp.dtype(dtype)
     names = {jnp.dtype(each): name for name, each in _FLOATS.items()}
     if dtype.kind not in "biu" and dtype not in names:
@@ -66,33 +66,33 @@ def element_of(dtype: Any) -> str:
 
 
 class Writer:
-    """A function that grows, for a platform, by rules for the primitives of jaxprs."""
+    """Writer of a function for one platform, by rules for the primitives of jaxprs."""
 
     def __init__(self, platform: str, rules: Mapping[str, Rule]) -> None:
         self.platform = platform  # "rocm" or "cuda"
         self.lines: list[str] = []
-        self.programs: list[Value] = []  # which it is on each axis of the grid
+        self.programs: list[Value] = []  # program ids on the axes of the grid
         self._rules = rules
         self._count = itertools.count()
 
     def name(self, made: Type) -> Value:
-        """Return a value of a name that no other has."""
+        """Return a value with a new name."""
         return Value(f"%{next(self._count)}", made)
 
     def emit(self, text: str, made: Type) -> Value:
-        """Add an operation of one result."""
+        """Emit an operation with one result."""
         value = self.name(made)
         self.lines.append(f"{value.name} = {text}")
         return value
 
     def open(self, text: str, types: Sequence[Type]) -> list[Value]:
-        """Add the first line of an operation with blocks, and some results or none."""
+        """Emit the first line of an operation with blocks; return its results."""
         name = f"%{next(self._count)}"
         self.lines.append(f"{name}:{len(types)} = {text}" if types else text)
         return [Value(f"{name}#{number}", each) for number, each in enumerate(types)]
 
     def constant(self, number: Any, element: str) -> Value:
-        """Add a number, floats to the bit."""
+        """Emit a constant; floats are exact."""
         if element in _FLOATS:
             bits = np.asarray(number, _FLOATS[element]).tobytes()[::-1]
             text = f"0x{bits.hex()} : {element}"
@@ -104,18 +104,18 @@ class Writer:
         return self.emit(f"arith.constant {text}", Type(element))
 
     def value(self, operand: Any) -> Any:
-        """Return an operand, added now if it is a number that a jaxpr names."""
+        """Return an operand, emitted as a constant if it is a literal."""
         if not isinstance(operand, Literal):
             return operand
         aval: Any = operand.aval
         return self.constant(operand.val, element_of(aval.dtype))
 
     def full(self, number: Any, made: Type) -> Value:
-        """Add a number, or a tile of one number."""
+        """Emit a constant or, with a shape, a tile of it."""
         return self.broadcast(self.constant(number, made.element), made.shape)
 
     def broadcast(self, value: Value, shape: tuple[int, ...]) -> Value:
-        """Bring a value to a shape: axes that it lacks come first."""
+        """Broadcast a value to a shape, with missing axes first."""
         if value.type.shape == shape:
             return value
         while 0 < len(value.type.shape) < len(shape):
@@ -125,19 +125,19 @@ class Writer:
         return self.emit(f"tt.{operation} {value.name} : {value.type} -> {made}", made)
 
     def expand(self, value: Value, axis: int) -> Value:
-        """Add an axis of size one to a tile."""
+        """Insert an axis of size one into a tile."""
         sizes = value.type.shape
         made = value.type._replace(shape=(*sizes[:axis], 1, *sizes[axis:]))
         text = f"tt.expand_dims {value.name} {{axis = {axis} : i32}}"
         return self.emit(f"{text} : {value.type} -> {made}", made)
 
     def walk(self, jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
-        """Add what a jaxpr computes, from values, refs and numbers that it names.
+        """Emit the operations of a jaxpr; return its results.
 
         Raises:
-          NotImplementedError: for what no rule brings to Triton.
+          NotImplementedError: a primitive without a rule.
         """
-        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)  # before JAX 0.12 it may be closed
+        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)  # may be closed before JAX 0.12
         known = dict(zip(jaxpr.invars, operands, strict=True))
 
         def read(atom: Any) -> Any:
@@ -152,7 +152,7 @@ class Writer:
         return list(map(read, jaxpr.outvars))
 
     def _apply(self, equation: Any, given: list[Any]) -> list[Any]:
-        """Add an equation by its rule, which is to make what its jaxpr says."""
+        """Emit an equation by its rule, and check the types of its results."""
         said = f"no rule brings {equation.primitive.name} to Triton"
         try:
             made = self._rules[equation.primitive.name](self, equation, *given)

@@ -1,1 +1,1 @@
-"""The lists of what programs do."""
+"""Work lists of the kernels' programs."""

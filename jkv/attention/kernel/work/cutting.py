@@ -1,14 +1,14 @@
-"""The lists that a kernel's programs read, one entry per program.
+"""Construction of the work lists, with one entry per program.
 
-A Pallas grid is static and its programs should be equally long, while requests differ
-a hundredfold in length and change from step to step. So the number of entries is
-static and their sizes are not. Decoding cuts all contexts into one flat list of pieces
-of one length, chosen per call so that the pieces just fit the list: the schedule of
-FlashInfer (arXiv 2501.01005) without its plan on the host. A rectangle of requests
-times splits would either launch as many programs for a short request as for the
-longest one possible, or leave the long one to a few programs.
+A Pallas grid is static and programs should be equally long, while requests vary a
+hundredfold in length between requests and steps. So the number of entries is static and
+their sizes are not. Decoding cuts all contexts into a flat list of pieces of one
+length, chosen per call so that the pieces just fit the list: FlashInfer's schedule
+(arXiv 2501.01005) without its plan on the host. A grid of requests times splits would
+launch as many programs for short requests as for the longest possible one, or leave the
+longest to a few programs.
 
-Everything here is plain JAX on small integers: `B` requests, `W` entries, `R` rows.
+All functions are plain JAX on small integers: `B` requests, `W` entries, `R` rows.
 """
 
 import functools
@@ -36,8 +36,8 @@ from jkv.attention.kernel.work.sharing import (
 )
 from jkv.attention.shared_prefixes import SharedPrefixes
 
-# Pieces start at multiples of this many tokens (any tile divides it), and are no
-# shorter than four: below that, starting a program costs as much as its reading.
+# Pieces start at multiples of this many tokens (any tile divides it), and have at least
+# four such units: starting a program costs as much as reading a shorter piece.
 _UNIT_TOKENS = 64
 _MIN_PIECE_UNITS = 4
 
@@ -51,7 +51,7 @@ def list_work(
     part_size: int,
     shared: SharedPrefixes | None = None,
 ) -> WorkList:
-    """Return the list of these sizes; arguments as below."""
+    """List the work for the given sizes; see the functions below."""
     parts = {"num_parts": num_parts, "part_size": part_size}
     if isinstance(sizes, PrefillSizes):
         return list_prefill_work(requests, sizes)
@@ -66,23 +66,23 @@ def size_decode_work(
     num_rows: int,  # R
     num_requests: int,  # B
     max_tokens: int,  # most tokens of one context
-    wanted: int,  # pieces that keep the device busy
+    wanted: int,  # number of pieces that keeps the device busy
     *,
     num_lanes: int = 1,  # requests that may share a tile
-    is_windowed: bool = False,  # whether what comes before a window is left out
+    is_windowed: bool = False,  # skip tokens before the window
 ) -> DecodeSizes:
-    """Return the sizes of a list in which pieces of one length fit any contexts."""
-    # n requests over p pieces' worth of tokens make at most n + p pieces. More of them
-    # than keep the device busy would find no room, and a second turn for a few.
+    """Return the sizes of a list that fits pieces of any contexts."""
+    # n requests in p pieces' worth of tokens make at most n + p pieces. More than keep
+    # the device busy would need a second wave of a few programs.
     most_listed = min(num_rows, num_requests)
-    # A device with fewer waits for the loads of one piece after the other. Half of what
-    # keeps it busy are, on AMD's cards, one for each SIMD.
+    # Fewer programs would wait for the loads of one piece after the other. Half of the
+    # busy number is one per SIMD on AMD GPUs.
     least = -(-wanted // 2)
     spare = max(wanted - most_listed, least)
     most_pieces = most_listed * -(-max_tokens // (_UNIT_TOKENS * _MIN_PIECE_UNITS))
     most_short = most_listed * -(-max_tokens // _UNIT_TOKENS)
     spare = min(spare, max(most_pieces, min(least, most_short)))
-    # Each lane of a tile but the first may share something with the one before alone.
+    # Each lane but the first may share a stretch with the lane before only.
     most_shared = most_listed * (num_lanes - 1) // num_lanes
     num_entries = most_listed + max(spare, most_shared + min(spare, least))
     return DecodeSizes(num_rows, num_entries, least, spare, num_lanes, is_windowed)
@@ -90,20 +90,20 @@ def size_decode_work(
 
 def list_decode_work(
     requests: Requests,
-    window: jax.Array | int | None,  # i32[], tokens that a row sees, None for all
+    window: jax.Array | int | None,  # i32[]; None for full attention
     sizes: DecodeSizes,
     *,
-    # parts of each block, of which the pools have any one; tokens are then counted as
-    # the part has them that has most
+    # parts of each block, one of which the pools hold; tokens are counted as in the
+    # fullest part
     num_parts: int = 1,
     part_size: int = 1,  # tokens of a part of a block
-    # what they have in common, without windows and of whole blocks; None where each
-    # is read for itself
+    # shared prefixes in whole blocks, without windows; None to read each request
+    # separately
     shared: SharedPrefixes | None = None,
 ) -> WorkList:
-    """Cut the contexts of all requests of one row into pieces of about equal length.
+    """Cut the contexts of all one-row requests into pieces of similar length.
 
-    What some of them share is cut once: they are lanes of its pieces.
+    A shared prefix is cut once, with its requests as lanes.
     """
     last = requests.context_lengths - 1
     first, context = _find_contexts(last, window, num_parts, part_size)
@@ -142,12 +142,12 @@ def list_decode_work(
         first=jnp.where(alive, start, 0),
         end=jnp.where(alive, stop, 0),
     )
-    # Each row looks for its request: no scatter, whose target XLA would copy first.
+    # A comparison instead of a scatter, whose target XLA would copy first.
     row = jnp.arange(sizes.num_rows, dtype=jnp.int32)[:, None]
     mine = listed[None, :] & (requests.query_starts[None, :] == row)
     both = [jnp.where(mine, n[None, :], 0) for n in (ends_of - num_pieces, ends_of)]
     first, end = (jnp.sum(n, 1, jnp.int32) for n in both)
-    # A row that several requests name gets wrong numbers, but no piece past the list.
+    # If several requests name a row its numbers are wrong, but in bounds.
     end = jnp.minimum(end, sizes.num_entries * sizes.num_lanes)
     pieces = Pieces(first, end)
     return WorkList(work=work, pieces=pieces, lanes=lanes, sizes=sizes)
@@ -156,14 +156,14 @@ def list_decode_work(
 def _cut_evenly(
     read: Stretches, spare: jax.Array | int, least: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Return into how many pieces each stretch is cut, and their lengths, i32[n]."""
+    """Return the number of pieces of each stretch, and their lengths, i32[n]."""
     units = (read.end + _UNIT_TOKENS - 1) // _UNIT_TOKENS - read.first // _UNIT_TOKENS
-    units = jnp.where(read.end > read.first, units, 0)  # whose sums are below 2**31
+    units = jnp.where(read.end > read.first, units, 0)  # the sum is below 2**31
     total = jnp.sum(units, dtype=jnp.int32)
     enough = jnp.clip(total // least, 1, _MIN_PIECE_UNITS)
     length = jnp.maximum((total + spare - 1) // spare, enough)
     counts = (units + length - 1) // length
-    # The pieces of one stretch share its tokens evenly, which may take one less.
+    # Pieces of a stretch divide its tokens evenly, which may need one piece less.
     length = jnp.maximum((units + counts - 1) // jnp.maximum(counts, 1), 1)
     return (units + length - 1) // length, length
 
@@ -174,13 +174,13 @@ def _find_contexts(
     num_parts: int,
     part_size: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return what rows at positions see: the first token, i32[B], and past the last."""
+    """Return the range of tokens visible at positions, i32[B] each."""
 
     def find_in_part(positions: jax.Array, part: int) -> jax.Array:
         which = None if num_parts == 1 else jnp.int32(part)
         return find_held(positions, which, num_parts, part_size)
 
-    # Of each block the first part fills first: it has most, and the last one least.
+    # A block's first part fills first: it has the most tokens, the last part the least.
     context = find_in_part(last, 0) + 1
     if window is None:
         return jnp.zeros_like(context), context
@@ -193,11 +193,11 @@ def size_prefill_work(
     num_requests: int,  # B
     tile_rows: int,  # rows of a tile
     *,
-    min_rows: int = 2,  # of the requests that are listed
+    min_rows: int = 2,  # of listed requests
 ) -> PrefillSizes:
-    """Return the sizes of a list that holds the tiles of any requests.
+    """Return the sizes of a list that fits the tiles of any requests.
 
-    Every request may end in a tile that is partly filled.
+    The last tile of each request may be partly filled.
     """
     num_entries = num_rows // tile_rows + min(num_requests, num_rows // min_rows)
     return PrefillSizes(num_rows, num_entries, tile_rows)
@@ -214,7 +214,7 @@ def list_prefill_work(
 def _list_tiles(
     requests: Requests, num_entries: int, tile_rows: int, min_rows: int
 ) -> tuple[Work, jax.Array]:
-    """Cut the rows of all requests that have so many into tiles; whose each is."""
+    """Cut requests of at least `min_rows` rows into tiles; also return the owners."""
     lengths, context = requests.query_lengths, requests.context_lengths
     is_listed = lengths >= min_rows
     counts = jnp.where(is_listed, (lengths + tile_rows - 1) // tile_rows, 0)
@@ -222,7 +222,7 @@ def _list_tiles(
 
     entry = jnp.arange(num_entries, dtype=jnp.int32)
     request, index = _owners(ends, counts, entry)
-    # The last rows of a request see most: their tiles come first.
+    # The last rows have the longest contexts, so their tiles come first.
     offset = (counts[request] - 1 - index) * tile_rows
     num_rows = jnp.minimum(lengths[request] - offset, tile_rows)
     position = context[request] - lengths[request] + offset
@@ -245,16 +245,16 @@ def size_position_work(
     max_tokens: int,  # most tokens of one context
     tile_rows: int,  # rows of a tile
     *,
-    piece_tokens: int,  # a piece has no fewer
-    max_pieces: int,  # a context has no more
+    piece_tokens: int,  # least tokens of a piece
+    max_pieces: int,  # most pieces of a context
 ) -> PositionSizes:
-    """Return the sizes of a list of tiles whose contexts are cut at fixed positions.
+    """Return the sizes of a list of tiles with contexts cut at fixed positions.
 
-    They follow from sizes that no step changes, and so do the pieces.
+    They are independent of the requests of a step, and so are the pieces.
     """
     while piece_tokens * max_pieces < max_tokens:
         piece_tokens *= 2
-    # Every request may end in a tile that is partly filled.
+    # The last tile of each request may be partly filled.
     most = (num_rows + num_requests * (tile_rows - 1)) // tile_rows
     return PositionSizes(
         num_rows=num_rows,
@@ -271,17 +271,17 @@ def list_position_work(
     *,
     num_parts: int = 1,  # as above
     part_size: int = 1,
-    # what requests of one row have in common, with whole blocks; None: nothing
+    # shared prefixes of one-row requests in whole blocks
     shared: SharedPrefixes | None = None,
 ) -> WorkList:
-    """Cut the rows of all requests into tiles, single rows like those of chunks."""
+    """Cut the rows of all requests into tiles, single rows like chunks."""
     first_part = None if num_parts == 1 else jnp.int32(0)
     find_last = functools.partial(
         find_held, part=first_part, num_parts=num_parts, block_size=part_size
     )
     work, owner = _list_tiles(requests, sizes.num_tiles, sizes.tile_rows, 1)
     work = work._replace(end=find_last(work.end - 1) + 1)
-    # Each row looks for its request, as in a list to decode.
+    # A comparison instead of a scatter, as in `list_decode_work`.
     row = jnp.arange(sizes.num_rows, dtype=jnp.int32)[:, None]
     start, length = requests.query_starts[None, :], requests.query_lengths[None, :]
     mine = (start <= row) & (row < start + length)

@@ -1,4 +1,4 @@
-"""The lists that a kernel's programs read; `cutting.py` makes them.
+"""The work lists of the kernels' programs, made by `cutting.py`.
 
 `B` requests, `W` entries, `R` rows.
 """
@@ -10,45 +10,43 @@ import jax
 
 from jkv.attention.call import Call
 
-# What `implementation=` calls the kernel, and a step's plan its lists.
+# The value of `implementation=`, and the key of `Call.plans`.
 NAME = "pallas"
 
 
 class Work(NamedTuple):
-    """What each program does: some rows of one request over a range of its tokens.
+    """The work of each program: rows of one request over a range of its tokens.
 
-    The range holds what the rows see in any call of the step. What a window or the part
-    of the blocks at hand leaves of it, a program finds by itself, from the position.
+    The range covers all calls of the step. A program clips it to its own window and to
+    the local part of the blocks, using the position.
     """
 
     table: jax.Array  # i32[W], row of the block tables
     row: jax.Array  # i32[W], the first query row
-    num_rows: jax.Array  # i32[W], 0 for nothing to do
-    position: jax.Array  # i32[W], of the token that the first row stands for
-    first: jax.Array  # i32[W], first token that any of the rows sees
-    end: jax.Array  # i32[W], past the last one; at most `first` for nothing to do
+    num_rows: jax.Array  # i32[W], 0 for no work
+    position: jax.Array  # i32[W], of the first row
+    first: jax.Array  # i32[W], first token of the range
+    end: jax.Array  # i32[W], past its last token; at most `first` for no work
 
 
 class Lanes(NamedTuple):
-    """Which rows stand in tiles, where those of several requests may share one.
+    """The rows of tiles that several one-row requests may share, by position.
 
-    For calls without a window; for others the tiles are as without.
-
-    Of requests of one row those whose tables begin alike go together through the pieces
-    that they have in common, in the tile of the first of them. Q rows of a tile.
+    For calls without a window. Requests with equal leading table entries are processed
+    together over the pieces that they share, in the first one's tile. Q rows per tile.
     """
 
     row: jax.Array  # i32[W, Q], query row
-    position: jax.Array  # i32[W, Q], of the token that it stands for
-    first: jax.Array  # i32[W], the first piece that the tile is taken to
-    end: jax.Array  # i32[W, Q], past the last piece that it is taken to for the row
+    position: jax.Array  # i32[W, Q], of the row
+    first: jax.Array  # i32[W], first piece of the tile
+    end: jax.Array  # i32[W, Q], past the last piece of the row in this tile
 
 
 class SharedLanes(NamedTuple):
-    """The rows of each entry of a decode list whose tiles requests may share.
+    """The rows of each entry of a decode list, with shared prefixes.
 
-    Rows of a tile see all tokens of its range: it is cut where one leaves. The results
-    of a row have places one after the other. Q rows of a tile.
+    Every row of a tile attends to its whole range, which ends where a row diverges. The
+    partial results of a row are consecutive. Q rows per tile.
     """
 
     row: jax.Array  # i32[W, Q], query row
@@ -56,25 +54,25 @@ class SharedLanes(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Which partial results, those of entries or of their lanes, each row has."""
+    """The range of partial results (of entries or lanes) of each row."""
 
     first: jax.Array  # i32[R]
     end: jax.Array  # i32[R], equal to `first` for rows of other requests
 
 
 class DecodeSizes(NamedTuple):
-    """What a decode list is made for; two calls of one step may share one of a size."""
+    """The static sizes of a decode list; calls of one step may share a list."""
 
     num_rows: int  # R
     num_entries: int  # W
-    least: int  # pieces that there shall be, if need be short ones
-    spare: int  # entries beside one for each request, where nothing is shared
-    num_lanes: int  # Q, requests that may share a tile; 1 for none
-    is_windowed: bool  # whether it leaves out what comes before a window
+    least: int  # target number of pieces, even if they become short
+    spare: int  # entries beyond one per request, without shared prefixes
+    num_lanes: int  # Q, most requests of a tile; 1 for none
+    is_windowed: bool  # tokens before the window are skipped
 
 
 class PrefillSizes(NamedTuple):
-    """What a prefill list is made for, likewise."""
+    """The static sizes of a prefill list."""
 
     num_rows: int  # R
     num_entries: int  # W
@@ -82,13 +80,13 @@ class PrefillSizes(NamedTuple):
 
 
 class PositionSizes(NamedTuple):
-    """What a list of pieces by position is made for, likewise."""
+    """The static sizes of a list of pieces by position."""
 
     num_rows: int  # R
     num_tiles: int
     tile_rows: int  # rows of a tile
-    piece_tokens: int  # pieces begin at multiples of so many tokens
-    num_pieces: int  # that the longest context has
+    piece_tokens: int  # pieces begin at multiples of it
+    num_pieces: int  # of the longest context
 
 
 ListSizes: TypeAlias = DecodeSizes | PrefillSizes | PositionSizes
@@ -97,23 +95,23 @@ ListSizes: TypeAlias = DecodeSizes | PrefillSizes | PositionSizes
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class WorkList:
-    """What the programs of a call do, by one kind of list.
+    """The work of a call's programs.
 
-    Decoding, the contexts of all requests of one row in pieces of about equal length;
-    prefill, the rows of all requests of several rows in tiles; by position all rows in
-    tiles, of which a program finds its piece of the range by itself.
+    Decoding: contexts of one-row requests, in pieces of similar length. Prefill: rows
+    of all other requests, in tiles. By position: all rows in tiles, with one program
+    for each piece of a tile's range.
     """
 
     work: Work
-    # Row r has by position places r * num_pieces and the following ones. None: whole.
+    # By position, row r has places from r * num_pieces on. None: no partial results.
     pieces: Pieces | None
-    # None: all rows of a tile are of one request.
+    # None: all rows of a tile belong to one request.
     lanes: SharedLanes | Lanes | None
     sizes: ListSizes = dataclasses.field(metadata={"static": True})
 
 
 def find_list(call: Call, sizes: ListSizes) -> WorkList | None:
-    """Return what was listed of a size when the call's step was planned, if it was."""
+    """Return the list of these sizes in the call's plan, if there is one."""
     lists: tuple[WorkList, ...] = call.plans.get(NAME, ())
     return next((one for one in lists if one.sizes == sizes), None)
 

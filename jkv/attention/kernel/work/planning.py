@@ -1,10 +1,9 @@
-"""The lists of a step, made once for all of its layers.
+"""The work lists of a step, computed once for all layers.
 
-XLA moves nothing out of a loop on GPUs: lists that the calls of attention make inside a
-`lax.scan` over layers are made in each of them, in seven launches or more. So `append`
-makes them, for the card at hand. What a call is cut into depends on its query heads,
-which only the model knows, so there is a list for each number of them that models have;
-what no call asks for, XLA leaves out. A call that is otherwise makes its own.
+XLA does not hoist code out of loops on GPUs: lists made inside a `lax.scan` over layers
+would take seven launches or more in each layer. So `append` makes them for the local
+GPU. Tiles depend on the number of query heads, which only the model has, so there is a
+list for each common number; XLA removes unused ones. Other calls make their own.
 """
 
 import functools
@@ -32,17 +31,17 @@ from jkv.attention.kernel.work.cutting import (
 from jkv.attention.kernel.work.lists import ListSizes, WorkList
 from jkv.attention.shared_prefixes import find_shared_prefixes
 
-# Query heads of a kv head that models have, rounded up to powers of two; and those of
-# latent caches, whose only kv head serves all or, on a mesh, some of them.
+# Common numbers of query heads per kv head, rounded up to powers of two; and for latent
+# caches, with a single kv head for all query heads (or a device's share of them).
 _HEADS_PER_KV, _LATENT_HEADS = (1, 2, 4, 8, 16), (8, 16, 32, 64, 128)
 
 
 def plan_work(
     pools: Pools, requests: Requests, reference_counts: jax.Array, step: StepShape
 ) -> tuple[WorkList, ...] | None:
-    """List what the programs of a step read, for the card at hand.
+    """List the work of a step for the local GPU.
 
-    None where there is no card with a kernel, or there are no requests.
+    None without a supported GPU, or without requests.
     """
     num_rows = step.num_rows
     num_requests, max_blocks = len(requests.seq_ids), requests.block_tables.shape[1]
@@ -102,21 +101,21 @@ def _list_all(
     lists = tuple(
         list_work(requests, each, step.window, **parts, shared=shared) for each in sizes
     )
-    # XLA counts a pool again for each operation that changes it in place, finds the
-    # card full, and computes anew in each layer what it can; not what a barrier keeps.
+    # XLA counts a pool again for each in-place update, assumes that memory is full, and
+    # would recompute the lists in each layer without a barrier.
     kept: tuple[WorkList, ...] = jax.lax.optimization_barrier(lists)
     return kept
 
 
 def _may_share(step: StepShape) -> bool:
-    """Return whether tiles of a step may have rows of several requests."""
+    """True if tiles of a step may have rows of several requests."""
     return step.num_parts == 1 and step.window is None and step.num_rows > 1
 
 
 def find_card_tuning(pools: Pools) -> Tuning | None:
-    """Return how calls are cut on the card at hand, None where no kernel serves them.
+    """Return the tuning for the local GPU, None if no kernel supports the pools.
 
-    Queries are taken to be what the pools hold, or bfloat16 where these are bytes.
+    Queries are assumed to have the dtype of the pools, or bfloat16 for quantized ones.
     """
     if not {*pools.formats} <= KERNEL_FORMATS.keys():
         return None

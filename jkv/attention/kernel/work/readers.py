@@ -1,10 +1,9 @@
-"""Which requests read each block: the tables, turned around.
+"""Inverted block tables: the requests that read each block.
 
-The derivative of a block's keys and values is a sum over all rows that see it, of all
-requests whose tables name it. Summed by one program, in the order of the requests, it
-needs no atomics, and two calls agree to the bit. So the columns of all tables are
-sorted by the block that they name. Plain JAX on small integers: `B` requests, `M`
-columns, `N` blocks.
+The gradient of a block's keys and values is a sum over all rows that attend to it. One
+program sums it, in the order of the requests, so it needs no atomics and is
+deterministic. For this the columns of all tables are sorted by block id. Plain JAX on
+small integers: `B` requests, `M` columns, `N` blocks.
 """
 
 from typing import NamedTuple
@@ -17,24 +16,23 @@ from jkv.attention.call import Call
 
 
 class Readers(NamedTuple):
-    """The columns of tables in the order of the blocks that they name.
+    """The columns of all tables, sorted by block id.
 
-    There are `B * M` columns; those that name nothing are last, and belong to none of
-    the `min(N, B * M)` blocks.
+    Of the `B * M` columns, unused ones come last and belong to none of the
+    `min(N, B * M)` blocks.
     """
 
-    block: jax.Array  # i32[blocks], each once; any where there are no more
-    first: jax.Array  # i32[blocks], its columns are those from here
-    end: jax.Array  # i32[blocks], up to here; at most `first` for no block
+    block: jax.Array  # i32[blocks], unique ids; arbitrary past the last
+    first: jax.Array  # i32[blocks], first column of each block
+    end: jax.Array  # i32[blocks], past its last column; at most `first` for no block
     request: jax.Array  # i32[columns]
     column: jax.Array  # i32[columns]
 
 
 def list_readers(call: Call) -> Readers:
-    """Find the readers of each block, by request and then by column.
+    """Return the readers of each block, ordered by request and column.
 
-    Ids out of the pool are left out: what is read there is some block's, but has no
-    gradient.
+    Out-of-range ids are skipped: their reads are clamped, and have no gradient.
     """
     requests, num_blocks = call.requests, call.pools.keys.shape[1]
     num_columns, max_blocks = call.num_requests * call.max_blocks, call.max_blocks

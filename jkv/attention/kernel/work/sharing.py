@@ -1,10 +1,10 @@
-"""Which requests are lanes of a tile, where their tables begin alike.
+"""Assignment of requests with a shared prefix to the lanes of tiles.
 
-In the order of `SharedPrefixes` requests that share a prefix have places side by side.
-Of such a run the first one's table is read, and its neighbours go along as far as their
-tables are the same: a tile has the rows of at most Q of them.
+In the order of `SharedPrefixes`, requests with a shared prefix are adjacent. Such a run
+is processed with the first one's table, in tiles of at most Q rows, as far as the
+tables agree.
 
-Symbols: `B` requests and places, `W` entries, `n` stretches, of which the first B are
+Symbols: `B` requests and places, `W` entries, `n` stretches, the first B of which are
 the requests' own.
 """
 
@@ -25,25 +25,25 @@ from jkv.attention.kernel.work.lists import (
 )
 from jkv.attention.shared_prefixes import SharedPrefixes
 
-# Past all tokens.
+# Larger than any token.
 _ALL = 2**31 - 1
 
 
 class Stretches(NamedTuple):
-    """Tokens that are read together, to be cut into pieces."""
+    """Ranges of tokens that are read together, to be cut into pieces."""
 
-    request: jax.Array  # i32[n], whose table is read
+    request: jax.Array  # i32[n], provides the table
     first: jax.Array  # i32[n]
-    end: jax.Array  # i32[n], at most `first` for nothing to read
+    end: jax.Array  # i32[n], at most `first` if empty
 
 
 class Runs(NamedTuple):
-    """Which requests read each stretch: those of neighbouring places."""
+    """The adjacent places that read each stretch."""
 
     order: jax.Array  # i32[B], request of each place
     lead: jax.Array  # i32[n], the first place
     num_lanes: jax.Array  # i32[n]
-    end: jax.Array  # i32[n], of the stretch, past all tokens where it is one's own
+    end: jax.Array  # i32[n], of the stretch; `_ALL` for a request's own
 
 
 def share(
@@ -54,11 +54,11 @@ def share(
     block_size: int,
     unit: int,
 ) -> tuple[Stretches, Runs]:
-    """Return what is left of the requests' own stretches, then what lanes share.
+    """Split contexts into the requests' own stretches and shared ones, in this order.
 
-    They are cut at whole units, wherever a lane leaves: of a place's neighbours up to
-    one with less in common all have as much as it has with the one before. So there is
-    one shared stretch for each place at the most.
+    Shared stretches end at whole units where a lane diverges. All neighbours of a place
+    up to one with less in common share as much as the place does with the one before,
+    so there is at most one shared stretch per place.
     """
     order, (num_places,) = shared.order, shared.order.shape
     common = lax.div(shared.common * block_size, jnp.int32(unit))
@@ -70,7 +70,7 @@ def share(
     end = jnp.min(jnp.where(behind & is_less, place[None], num_places), axis=1)
     padded = jnp.pad(common, (0, 1))
     start = jnp.maximum(common[lead], padded[end])
-    is_run = common[lead] < common  # else it is the one of a place before
+    is_run = common[lead] < common  # else an earlier place has this stretch
 
     place_of = _invert(order)
     alone = jnp.maximum(common, padded[1:])[place_of]
@@ -96,11 +96,10 @@ def find_lanes(
     index: jax.Array,  # i32[W], of its pieces
     sizes: DecodeSizes,
 ) -> tuple[SharedLanes, jax.Array, jax.Array]:
-    """Return the rows of each entry, and how many pieces each request has, i32[B].
+    """Return the lanes of each entry, and each request's end and count of pieces.
 
-    A request's pieces follow each other, in the order of their tokens: behind those of
-    a stretch come those of the next one, of fewer lanes. Between the lanes and the
-    numbers stands what is past each request's last piece, i32[B].
+    The pieces of a request are numbered in the order of their tokens: pieces of shared
+    stretches first, with ever fewer lanes. Ends and counts are i32[B].
     """
     num_requests = runs.order.shape[0]
     lead, num_lanes, end = (each[num_requests:][None] for each in runs[1:])
@@ -132,13 +131,13 @@ def list_lanes(
     shared: SharedPrefixes,
     block_size: int,
 ) -> Lanes:
-    """Put rows of requests that share pieces into the tiles of others."""
+    """Assign rows of requests with shared pieces to the tiles of other requests."""
     num_places, num_lanes = shared.order.shape[0], sizes.tile_rows
     common = lax.div(shared.common * block_size, jnp.int32(sizes.piece_tokens))
     common = _cut_runs(common, num_lanes)
     padded = jnp.pad(common, (0, num_lanes))
     along = [padded[lane : lane + num_places] for lane in range(1, num_lanes)]
-    # Past the last piece that each of the next places goes along with one, i32[B, Q].
+    # End of the pieces that each of the next places shares, i32[B, Q].
     reach = jnp.stack([common, *itertools.accumulate(along, jnp.minimum)]).T
     lane = jnp.arange(num_lanes, dtype=jnp.int32)[None]
     place_of = _invert(shared.order)[owner]
@@ -148,7 +147,7 @@ def list_lanes(
     which = shared.order[jnp.minimum(place_of[:, None] + lane, num_places - 1)]
     pieces = lax.div(work.end + (sizes.piece_tokens - 1), jnp.int32(sizes.piece_tokens))
     is_own = lane < work.num_rows[:, None]
-    # Rows that nobody owns have numbers that no other row of the tile has.
+    # Unused lanes get row numbers that are unique in the tile.
     own = jnp.where(is_own, work.row[:, None], sizes.num_rows) + lane
 
     def choose(others: jax.Array, own: jax.Array) -> jax.Array:
@@ -165,15 +164,15 @@ def list_lanes(
 
 
 def _cut_runs(common: jax.Array, num_lanes: int) -> jax.Array:
-    """Return what places have in common, where one in so many begins a tile, i32[B]."""
+    """Zero the common lengths so that runs have at most `num_lanes` places, i32[B]."""
     place = jnp.arange(common.shape[0], dtype=jnp.int32)
     begins = (common == 0)[None] & (place[None] <= place[:, None])
     start = jnp.max(jnp.where(begins, place[None], 0), axis=1)
     return jnp.where(lax.rem(place - start, jnp.int32(num_lanes)) == 0, 0, common)
 
 
-# What these lists cost is launches: a comparison of all with all is one, a scan, a
-# scatter or a search is several.
+# These functions minimize launches: a comparison of all pairs is one, a scan, scatter
+# or search is several.
 def _invert(order: jax.Array) -> jax.Array:
     """Return the place of each request, i32[B]."""
     place = jnp.arange(order.shape[0], dtype=jnp.int32)
@@ -182,7 +181,7 @@ def _invert(order: jax.Array) -> jax.Array:
 
 
 def running_sum(counts: jax.Array) -> jax.Array:
-    """Return the sums up to and with each entry, i32[B]."""
+    """Return inclusive running sums, i32[B]."""
     index = jnp.arange(counts.shape[0], dtype=jnp.int32)
     before = index[None, :] <= index[:, None]
     return jnp.sum(jnp.where(before, counts[None, :], 0), 1, jnp.int32)
