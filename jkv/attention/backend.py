@@ -128,9 +128,14 @@ class Backend:
     plan_nodes: ClassVar[tuple[type, ...]] = ()
     plan_sizes: ClassVar[tuple[type, ...]] = ()
 
-    def with_scale(self, scale: float | None) -> Self:
-        """Specialize to a static scale; None if the scale is traced."""
-        del scale
+    def with_scale(self, scale: float | None, *, is_named: bool = True) -> Self:
+        """Specialize to a static scale; None if the scale is traced.
+
+        Args:
+          scale: the scale.
+          is_named: False if the backend is a default and not the caller's choice.
+        """
+        del scale, is_named
         return self
 
     def why_not(self, call: Call, card: Card) -> str | None:

@@ -38,8 +38,7 @@ _PAGED: tuple[Backend, ...] = (Pallas(), Triton(), SideBySide(), Xla())
 
 # In order of preference: a platform's default is the first backend that supports the
 # call.
-_CUDNN = Cudnn(_PAGED)
-BACKENDS: tuple[Backend, ...] = (_CUDNN, *_PAGED, Reference())
+BACKENDS: tuple[Backend, ...] = (*_PAGED, Cudnn(_PAGED), Reference())
 
 _SCATTERS = {DEFAULT: scatter, "tpu": scatter_by_head}
 
@@ -188,10 +187,16 @@ def choose(
     """
     known = float(scale) if isinstance(scale, int | float) else None
     if implementation is None:
-        if return_lse:
-            return Choice(BACKENDS[1:], None)
-        cudnn = _CUDNN.with_scale(known, is_named=False)
-        return Choice((cudnn, *BACKENDS[1:]), None)
+        # A backend without a log-sum-exp is for some calls alone and comes first there.
+        backends = sorted(BACKENDS, key=lambda one: one.has_lse)
+        return Choice(
+            tuple(
+                one.with_scale(known, is_named=False)
+                for one in backends
+                if one.has_lse or not return_lse
+            ),
+            None,
+        )
     named = {backend.name: backend for backend in BACKENDS}
     if implementation not in named:
         names = ", ".join(map(repr, named))

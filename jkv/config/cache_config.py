@@ -72,7 +72,7 @@ class CacheConfig:
       ...     num_layers=2, num_kv_heads=4, head_dim=64, num_blocks=32,
       ...     max_sequences=8, max_context_length=256, dtype="float32")
       >>> config.bytes, config.max_blocks_per_sequence
-      (2098296, 16)
+      (2098320, 16)
     """
 
     num_layers: int

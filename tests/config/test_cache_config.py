@@ -101,9 +101,9 @@ def test_sizes_are_python_ints_and_do_not_overflow():
 def test_bytes_by_hand():
     # Keys: 1 layer, 8 blocks, 1 head, 4 tokens, 2 floats. Values: 3 floats.
     keys, values = 8 * 4 * 2 * 4, 8 * 4 * 3 * 4
-    # Tables 4x4, six rows of 4 (one bool), counts and ring of 8, ring of 4, eight
-    # ints per ring, two words for each of 14 counters.
-    metadata = 64 + 5 * 16 + 4 + 32 + 32 + 16 + 64 + 112
+    # Tables 4x4, five numbers of 4 sequences, a row of 4, counts and ring of 8, ring of
+    # 4, eight ints per ring, two words for each of 14 counters.
+    metadata = 64 + 5 * 16 + 16 + 32 + 32 + 16 + 64 + 112
     assert small_config(value_head_dim=3).bytes == keys + values + metadata
 
 

@@ -30,8 +30,8 @@ def test_bytes_by_hand():
     config = config_of_two()
     # Keys and values: layers, blocks, tokens, two floats.
     storage = 2 * (2 * 6 + 1 * 8) * 4 * 2 * 4
-    # Five rows of 4 (one bool), a ring of 4 with eight ints, 14 counters of two words.
-    sequences = 4 * 16 + 4 + 16 + 32 + 112
+    # Five numbers of 4 sequences, a ring of 4, eight ints, 14 counters of two words.
+    sequences = 5 * 16 + 16 + 32 + 112
     # Of each group tables 4x4, a row of 4, counts and ring, eight ints; the window's.
     groups = 64 + 16 + 2 * 24 + 32 + 16 + 64 + 16 + 2 * 32 + 32
     assert config.storage_bytes == storage
@@ -165,4 +165,4 @@ def test_said_in_human_units():
         "8 blocks of 4 = 32 tokens, 16 B each",
         "4 sequences of up to 14 tokens",
     ]
-    assert lines[5:] == ["3.0 KiB, 1.7 KiB of it metadata"]
+    assert lines[5:] == ["3.0 KiB, 1.8 KiB of it metadata"]
