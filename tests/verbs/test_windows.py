@@ -270,7 +270,7 @@ class TestAttending:
         cache, step = append(cache, 0)
         queries = jnp.ones((step.batch.num_rows, 1, 2))
         for window in (None, 9, np.int32(9), jnp.int32(9)):
-            with pytest.raises(ValueError, match="keeps the last 8 tokens"):
+            with pytest.raises(ValueError, match="window must be at most 8"):
                 jkv.attend(cache, 0, step.batch, queries, window=window)
         shapes = [
             jax.eval_shape(
