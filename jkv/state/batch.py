@@ -43,10 +43,9 @@ class Batch:
     """The plan of one step: B requests over R token rows.
 
     Request i owns the rows from `query_starts[i]` on; if served, its first
-    `query_lengths[i]` rows are its new tokens, the last at position `context_lengths[i]
-    - 1`. A refused request has the context length from before the call; padding and
-    closed ids have 0. `plan` is derived from these arrays: set it to None when changing
-    them.
+    `query_lengths[i]` rows are its new tokens, which end at `context_lengths[i]`. A
+    refused request has the context length from before the call; padding and closed ids
+    have 0. `plan` is derived from these arrays: set it to None when changing them.
     """
 
     seq_ids: jax.Array  # i32[B], as passed to `append`
