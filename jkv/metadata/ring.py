@@ -132,7 +132,7 @@ def remove(ring: Ring, ids: jax.Array, leaving: jax.Array) -> Ring:
 def renew(
     ring: Ring, ids: jax.Array, leaving: jax.Array, keep: Keep | None = None
 ) -> Ring:
-    """Move ids from any place to the tail, in this order, and raise their classes."""
+    """Move ids, i32[P], where bool[P], to the tail in this order; raise classes."""
     moved = raise_classes(remove(ring, ids, leaving), ids, keep)
     return push(moved, ids, leaving).with_account_of(ring)
 
@@ -150,7 +150,7 @@ def raise_classes(ring: Ring, ids: jax.Array, keep: Keep | None) -> Ring:
 
 
 def forget(ring: Ring, ids: jax.Array, num_forgotten: jax.Array) -> Ring:
-    """Drop ids, i32[P], that left the ring and the index."""
+    """Clear the records of taken ids, i32[P], and count the evicted ones."""
     if ring.indices is None:
         return ring
     indices = scatter(ring.indices, ids, -1)

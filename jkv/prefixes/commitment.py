@@ -141,8 +141,8 @@ def _find_fit(
     """Return the lanes whose blocks may be looked up or indexed, bool[P].
 
     The prefix of a shared block may differ among its rows: it is only replaced by an
-    equal one, indexed before or by an earlier lane. The first block that is neither
-    ends its chain.
+    equal one, indexed before or by an earlier lane. The first shared block without an
+    equal, or with unrecorded tokens, ends its chain.
     """
     is_told = lanes.valid & jnp.all(columns.prefixes.tokens >= 0, axis=1)
     if lanes.is_alone:  # no block follows, and `resolve` handles shared ones

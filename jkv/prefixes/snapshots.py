@@ -1,9 +1,9 @@
 """Snapshots: copies of states, for prefix cache hits in recurrent-state layers.
 
 A state cannot be truncated: a prompt continues from a length at which its state was
-copied. `commit` copies the state of each sequence at multiples of `snapshot_every`. A
-sequence has one place per length, with its own copy of the tokens, so an eviction
-affects no other place. The least recently used place is evicted first.
+copied. `commit` copies the state of each sequence at multiples of `snapshot_every`.
+Each distinct prefix has one place with a copy of its tokens, so an eviction affects no
+other place. The least recently used place is evicted first.
 
 Copies at divergence points are from Marconi (https://arxiv.org/abs/2411.19379):
 `find_common` returns the divergence point of a prompt.

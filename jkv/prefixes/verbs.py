@@ -119,8 +119,8 @@ def demote(cache: Cache, older_than: Integer) -> Cache:
 
     Args:
       cache: a cache with `prefix_caching`.
-      older_than: u32[] or int, a tick of `jkv.clock`, or another time if passed to
-        `free(keep_until=)`: blocks with a later time are unchanged.
+      older_than: u32[] or int, in the unit of `free(keep_until=)`, by default a tick of
+        `jkv.clock`: blocks with a later time are unchanged.
 
     Returns:
       The new cache; unchanged without `keep_classes`.

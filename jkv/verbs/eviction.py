@@ -124,7 +124,7 @@ def evict(
 
     Returns:
       The new cache and the freed sequences, i32[max_sequences] in eviction order,
-      padded with -1; the host preempts or recomputes them.
+      padded with -1; the host reports or recomputes them.
 
     Raises:
       ValueError: if the ids are not integral or have more than one axis.
