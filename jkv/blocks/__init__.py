@@ -1,1 +1,1 @@
-"""Blocks of pools, one kind of part of a model: their plans, copies and contents."""
+"""Blocks of pools, one kind of part of a model: plans, copies and contents."""

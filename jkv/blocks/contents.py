@@ -1,13 +1,12 @@
-"""What blocks hold, moved by block id between the device and the host.
+"""Contents of blocks, copied by block id between the device and the host.
 
-Blocks are gathered and scattered on the device, in pieces of 1, 2, 4, ... blocks. Any
-number is a sum of those: transfers of all sizes share a few compiled programs, nothing
-is padded, and only the blocks asked for cross. Some accelerators can read and write
-pinned host memory at the full speed of their bus; there the pieces stay in such memory.
-Elsewhere they become numpy arrays.
+Blocks are gathered and scattered on the device in pieces of 1, 2, 4, ... blocks. Any
+number is a sum of these, so all transfers share a few compiled programs without
+padding. Some accelerators access pinned host memory at the full speed of their bus;
+there the pieces stay in such memory. Elsewhere they become numpy arrays.
 
-The arrays of a group's storage are taken by name, whichever they are: each has the
-layers on its first axis and the blocks on its second.
+The arrays of a group's storage are handled by name: each has layers on axis 0 and
+blocks on axis 1.
 """
 
 import dataclasses
@@ -30,22 +29,22 @@ from jkv.sharding.storage_sharding import (
 )
 from jkv.state import Cache
 
-HostArray = np.ndarray | jax.Array  # the latter in pinned host memory
+HostArray = np.ndarray | jax.Array  # jax.Array: in pinned host memory
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Contents:
-    """What P blocks of a group hold, on the host."""
+    """Contents of P blocks of a group, on the host."""
 
-    # By field name of `BlockStorage`, [L, P, ...] cut along the blocks as `in_pieces`
-    # says.
+    # By field name of `BlockStorage`, [L, P, ...], divided along the blocks as by
+    # `in_pieces`.
     storage: dict[str, tuple[HostArray, ...]]
     tokens: np.ndarray | None  # i32[P, T], recorded token ids
 
 
 def in_pieces(num_blocks: int) -> Iterator[slice]:
-    """Cut a range of blocks into pieces of powers of two, the largest first."""
+    """Divide a range of blocks into pieces of powers of two, largest first."""
     start = 0
     while start < num_blocks:
         stop = start + (1 << ((num_blocks - start).bit_length() - 1))
@@ -54,7 +53,7 @@ def in_pieces(num_blocks: int) -> Iterator[slice]:
 
 
 def cut_array(array: np.ndarray) -> tuple[HostArray, ...]:
-    """Cut an array, [L, P, ...], as `Contents.storage` has it."""
+    """Divide an array, [L, P, ...], as in `Contents.storage`."""
     return tuple(array[:, piece] for piece in in_pieces(array.shape[1]))
 
 
@@ -80,10 +79,10 @@ def fetch(cache: Cache, number: int, blocks: np.ndarray) -> Contents:
 def put(
     cache: Cache, number: int, blocks: np.ndarray, contents: Contents, *, donate: bool
 ) -> Cache:
-    """Write contents from the host to blocks of a group, i32[P], all different.
+    """Write contents from the host to distinct blocks of a group, i32[P].
 
-    To donate is to write in place of the old arrays, which are then gone, not in
-    copies. Without tokens those are -1.
+    With `donate` the old arrays are updated in place and become invalid. Missing tokens
+    are set to -1.
     """
     if len(blocks) == 0:
         return cache
@@ -113,7 +112,7 @@ def _gather_blocks(
     blocks: jax.Array,
     sharding: StorageSharding | None,
 ) -> tuple[dict[str, jax.Array], jax.Array | None]:
-    """Copy blocks, i32[p], out of the storage and the recorded tokens."""
+    """Gather blocks, i32[p], of the storage and the recorded tokens."""
     storage = {
         name: without_copies_of_heads(
             sharding, pool.at[:, blocks].get(mode="clip"), POOL_HEADS
@@ -124,7 +123,7 @@ def _gather_blocks(
 
 
 def _to_host(gathered: Any) -> Any:
-    """Start the transfer of all arrays, then wait: storage may go to pinned memory."""
+    """Start the transfer of all arrays, then wait; use pinned memory if possible."""
     leaves = jax.tree.leaves(gathered)
     is_shared = find_shared_mesh(gathered) is not None
     if is_shared or not leaves or not _has_pinned_memory(leaves[0]):
@@ -139,9 +138,9 @@ def _to_host(gathered: Any) -> Any:
 
 
 def _has_pinned_memory(array: jax.Array) -> bool:
-    """Return whether an array's devices can address pinned memory of the host.
+    """Return True if an array's devices can address pinned host memory.
 
-    A CPU says so too, but its memory is the host's already.
+    False for CPUs, which report it although their memory is the host's.
     """
     return all(
         device.platform != "cpu"
@@ -153,16 +152,16 @@ def _has_pinned_memory(array: jax.Array) -> bool:
 def _brought(
     piece: HostArray, pool: jax.Array, sharding: StorageSharding | None
 ) -> HostArray:
-    """Bring a piece to the devices of the pool it goes to.
+    """Move a piece to the devices of its pool.
 
-    jit does so itself for numpy arrays. `device_put` commits its result to a device,
-    and what is computed with it: a pool that was not committed stays so where it can,
-    as every program that takes it would be compiled again.
+    jit moves numpy arrays itself. `device_put` commits its result, and everything
+    computed from it, to a device: an uncommitted pool stays uncommitted, as otherwise
+    every program that takes it would be compiled again.
     """
     if isinstance(piece, np.ndarray) and not pool.committed:
         return piece
     if sharding is not None and sharding.copies > 1:
-        # Fewer heads than devices: all go to each.
+        # Fewer heads than devices: each device gets all of them.
         return jax.device_put(
             piece,
             jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec()),
@@ -179,7 +178,7 @@ def _scatter(
     rows: jax.Array,
     sharding: StorageSharding | None,
 ) -> tuple[dict[str, jax.Array], jax.Array | None]:
-    """Write one piece to its blocks, i32[p], all different."""
+    """Write one piece to its distinct blocks, i32[p]."""
     chex.assert_rank(blocks, 1)
     chex.assert_trees_all_equal_dtypes(arrays, contents)
     contents = {

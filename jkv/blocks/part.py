@@ -16,13 +16,13 @@ from jkv.state.index import Found
 
 
 class Blocks(NamedTuple):
-    """What sequences have in the pool of one group."""
+    """Blocks of the sequences in the pool of one group."""
 
-    number: int  # static, of the group
+    number: int  # static, the group's index
 
     @classmethod
     def of(cls, numbers: tuple[int, ...]) -> tuple["Blocks", ...]:
-        """Return the parts of groups: one each."""
+        """Return one part per group."""
         return tuple(map(cls, numbers))
 
     @property
@@ -36,10 +36,10 @@ class Blocks(NamedTuple):
         num_tokens: jax.Array,
         eligible: jax.Array,
     ) -> plans.Opening:
-        """Count the blocks to reserve, and what those found cost.
+        """Count the blocks to reserve, and the cost of the blocks found.
 
-        What is found need not be taken, but a cached block is free no more: it costs
-        the request that is the first to revive it.
+        Blocks found are not taken from the pool, but a cached one stops being free: its
+        cost falls on the first request that revives it.
         """
         group, of_group = metadata.groups[self.number], found.groups[self.number]
         size = group.block_size
@@ -63,7 +63,7 @@ class Blocks(NamedTuple):
         new_length: jax.Array,
         eligible: jax.Array,
     ) -> plans.Growing:
-        """Count the blocks that lengths, i32[B], need beside those mapped."""
+        """Count the blocks that `new_length`, i32[B], adds to the mapped ones."""
         group = metadata.groups[self.number]
         mapped = gather(group.num_mapped_blocks, seq_ids)
         blocks = tables.num_blocks_for(new_length, group.block_size)
@@ -73,7 +73,7 @@ class Blocks(NamedTuple):
     def share(
         self, metadata: Metadata, parents: jax.Array, length: Lengths
     ) -> plans.Sharing:
-        """Share full blocks, and copy partly filled tails."""
+        """Share full blocks, and copy partly filled last blocks."""
         group = metadata.groups[self.number]
         cut_off = group.window.cuts_off(parents, length.tokens, group.block_size)
         past = sharing.find_past(group, parents, length)
@@ -82,7 +82,7 @@ class Blocks(NamedTuple):
     def cut(
         self, metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array
     ) -> plans.Cutting:
-        """Release the blocks past the new end; copy a tail that others share."""
+        """Release the blocks past the new end; copy a shared last block."""
         group = metadata.groups[self.number]
         cut_off = group.window.cuts_off(seq_ids, lengths, group.block_size)
         return plans.Cutting(self.number, group, seq_ids, lengths, (cut_off,))
@@ -90,7 +90,7 @@ class Blocks(NamedTuple):
     def enter(
         self, metadata: Metadata, brought: dict[int, plans.Brought]
     ) -> plans.Entering:
-        """Take a block for each that is brought."""
+        """Take as many blocks as the swapped-in sequences have."""
         own = brought[self.number]
         lack = Lack.of(metadata.groups[self.number], own.num_blocks[None])
         return plans.Entering(self.number, own, (lack,))
@@ -102,14 +102,14 @@ class Blocks(NamedTuple):
         parents: jax.Array,
         length: Lengths,
     ) -> plans.Exchanging:
-        """Share full blocks, and copy tails, after giving up what there was."""
+        """Release the old blocks, share the parents' full ones, copy their tails."""
         past = sharing.find_past(metadata.groups[self.number], parents, length)
         return plans.Exchanging(self.number, seq_ids, length, past)
 
     def close(
         self, metadata: Metadata, seq_ids: jax.Array, closable: jax.Array
     ) -> Metadata:
-        """Give back all blocks of sequences."""
+        """Release all blocks of sequences."""
         group = metadata.groups[self.number]
         group = tables.empty_rows(group, seq_ids, closable)
         return metadata.with_group(self.number, group)
@@ -118,12 +118,12 @@ class Blocks(NamedTuple):
         return sharing.copy_blocks(storage, moves)
 
     def keep(self, _rows: jax.Array, _places: jax.Array) -> None:
-        """Copy nothing: blocks are found where they are."""
+        """Return None: indexed blocks need no copy."""
 
     def leave(
         self, metadata: Metadata, seq_ids: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the block tables, i32[B, M], and columns given back, i32[B]."""
+        """Return the block tables, i32[B, M], and released columns, i32[B]."""
         group = metadata.groups[self.number]
         gap = jnp.asarray(group.window.gaps_of(seq_ids), jnp.int32)
         tables = gather(group.block_tables, seq_ids)
@@ -136,7 +136,7 @@ class Blocks(NamedTuple):
         lengths: np.ndarray,
         left: tuple[np.ndarray, np.ndarray],
     ) -> dict[int, SwappedGroup]:
-        """Copy blocks to the host, each once however many of the sequences share it."""
+        """Copy the blocks to the host, shared ones once."""
         return {self.number: fetch_group(cache, self.number, lengths, left)}
 
     def num_free(self, metadata: Metadata) -> tuple[jax.Array, ...]:

@@ -1,4 +1,4 @@
-"""What calls do with the blocks of one pool: the plans of `jkv.blocks.part`."""
+"""Effects of calls on the blocks of one pool: the plans of `jkv.blocks.part`."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -17,21 +17,21 @@ from jkv.state.index import Found
 
 
 class Opening(NamedTuple):
-    """What new sequences have from the start: found blocks, and reserved ones."""
+    """Blocks of new sequences: cached ones, and reserved ones."""
 
     number: int
     found: Found
-    fresh: jax.Array  # i32[B], blocks to reserve beside those found
+    fresh: jax.Array  # i32[B], blocks to reserve in addition to the ones found
     lacks: tuple[Lack, ...]
 
     def pin(self, metadata: Metadata, row: jax.Array) -> Metadata:
-        """Enter what was found in the tables, so that nobody takes it."""
+        """Map the blocks found, so that they are not evicted."""
         return sharing.enter_found(metadata, self.number, row, self.found)
 
     def apply(
         self, metadata: Metadata, done: Done
     ) -> tuple[Metadata, BlockCopies | None]:
-        """Reserve fresh blocks behind those found; copy the part of one."""
+        """Reserve fresh blocks after the blocks found; copy a partial match."""
         first, fresh = self.found.num_blocks, jnp.where(done.served, self.fresh, 0)
         row = done.rows(metadata)
         metadata = _reserve(metadata, self.number, row, first, fresh)
@@ -45,7 +45,7 @@ def _reserve(
     first: jax.Array,
     num_fresh: jax.Array,
 ) -> Metadata:
-    """Map fresh blocks, i32[B], of a group behind the columns that rows have, i32[B].
+    """Map `num_fresh` blocks, i32[B], from column `first` of rows on, i32[B].
 
     A row of S or above is dropped.
     """
@@ -55,7 +55,7 @@ def _reserve(
     mapped = scatter(group.num_mapped_blocks, row, first + num_fresh)
     metadata = metadata.changed(number, num_mapped_blocks=mapped)
 
-    # Entry e of the call's reservations is block e of those taken.
+    # Entry e of the call's reservations gets block e of the blocks taken.
     def reserve(metadata: Metadata, at: Entries) -> Metadata:
         table_row = jnp.where(at.valid, gather(row, at.request), metadata.max_sequences)
         column = gather(first, at.request) + at.rank
@@ -67,7 +67,7 @@ def _reserve(
 
 
 class Growing(NamedTuple):
-    """The blocks that growing sequences take, and those they give back."""
+    """Blocks that growing sequences take and release."""
 
     number: int
     mapped: jax.Array  # i32[B], blocks before the call
@@ -78,19 +78,19 @@ class Growing(NamedTuple):
     ) -> tuple[Metadata, jax.Array]:
         """Map a fresh block for each row that begins one."""
         number, (of_pool,) = self.number, granted
-        # First what no row of the step or of a later one sees goes back.
+        # First release the blocks outside the window of this and all later steps.
         group, grows = metadata.groups[number], step.query_lengths > 0
         group = tables.give_back(group, step.done.seq_ids, step.length, grows)
         metadata = metadata.with_group(number, group)
-        # Each sequence maps its fresh blocks behind those that it has.
+        # Fresh blocks follow the mapped ones.
         need = jnp.where(step.done.served, of_pool.num, 0)
         num_taken = jnp.sum(need, dtype=jnp.int32)
         row = step.done.rows(metadata)
-        if step.is_decoding:  # a block each at most
+        if step.is_decoding:  # at most one block each
             opens = jnp.where(need > 0, row, metadata.max_sequences)
             cells = opens, self.mapped, of_pool.before
         else:
-            # The rows alone fill so many blocks, and each request begins one more.
+            # The rows fill that many blocks, and each request begins one more.
             most = len(need) + step.num_rows // group.block_size
             at = list_entries(of_pool.before, num_taken, 0, most)
             opens = jnp.where(at.valid, gather(row, at.request), metadata.max_sequences)
@@ -107,10 +107,10 @@ class Growing(NamedTuple):
 
 
 class Sharing(NamedTuple):
-    """Full blocks that get an owner more, and tails that are copied."""
+    """Full blocks shared with parents, and tails copied from them."""
 
     number: int
-    group: BlockGroup  # as it is before the call
+    group: BlockGroup  # before the call
     length: Lengths
     past: sharing.Past
     wrongs: Masks
@@ -122,7 +122,7 @@ class Sharing(NamedTuple):
         return self._replace(lacks=(Lack.of(self.group, need),))
 
     def apply(self, metadata: Metadata, done: Done) -> tuple[Metadata, BlockCopies]:
-        """Count the new owners of full blocks, and adopt them."""
+        """Increment the reference counts of full blocks, and map them."""
         number, past, length = self.number, self.past, self.length
         group = metadata.groups[number]
         group = sharing.count_owners(group, past, length, done.served)
@@ -131,7 +131,7 @@ class Sharing(NamedTuple):
 
 
 class Exchanging(NamedTuple):
-    """The same, of sequences that give up what they had."""
+    """Sharing by sequences that release their old blocks."""
 
     number: int
     seq_ids: jax.Array  # i32[B]
@@ -139,8 +139,8 @@ class Exchanging(NamedTuple):
     past: sharing.Past
 
     def release(self, metadata: Metadata, served: jax.Array) -> Metadata:
-        """Count the new owners of full blocks, and release what sequences had."""
-        # In this order a block that only changes hands stays live.
+        """Increment the counts of the parents' full blocks; release the old blocks."""
+        # In this order a block in both sets stays live.
         group = metadata.groups[self.number]
         group = sharing.count_owners(group, self.past, self.length, served)
         mapped = gather(group.num_mapped_blocks, self.seq_ids)
@@ -150,22 +150,22 @@ class Exchanging(NamedTuple):
         return metadata.with_group(self.number, group)
 
     def apply(self, metadata: Metadata, done: Done) -> tuple[Metadata, BlockCopies]:
-        """Release, and adopt the parents' blocks."""
+        """Release the old blocks, and map the parents'."""
         metadata = self.release(metadata, done.served)
         return sharing.adopt(metadata, self.number, self.past, self.length, done)
 
 
 class Cutting(NamedTuple):
-    """Sequences that are cut back, as asked."""
+    """Truncation of sequences."""
 
     number: int
-    group: BlockGroup  # as it is before the call
+    group: BlockGroup  # before the call
     seq_ids: jax.Array  # i32[B]
     lengths: jax.Array  # i32[B]
     wrongs: Masks
 
     def judge(self, eligible: jax.Array) -> "CutBlocks":
-        """Find the block of each request that is cut through, and who has it."""
+        """Find the partly filled last block of each request, and if it is shared."""
         group, lengths = self.group, jnp.where(eligible, self.lengths, 0)
         column, tail = tables.locate(lengths, group.block_size)
         is_cut = eligible & (tail > 0)
@@ -179,23 +179,23 @@ class Cutting(NamedTuple):
 
 
 class CutBlocks(NamedTuple):
-    """The block of each of B requests that is cut through."""
+    """The partly filled last blocks after a truncation, for B requests."""
 
     number: int
     lengths: jax.Array  # i32[B], 0 unless eligible
-    column: jax.Array  # i32[B], of the block tables
-    is_cut: jax.Array  # bool[B], whether there is such a block
+    column: jax.Array  # i32[B], table column
+    is_cut: jax.Array  # bool[B], True if the last block is partly filled
     block: jax.Array  # i32[B]
-    is_shared: jax.Array  # bool[B], whether it is cut and others have it, too
+    is_shared: jax.Array  # bool[B], True if it is partly filled and shared
     lacks: tuple[Lack, ...]
 
     def apply(self, metadata: Metadata, done: Done) -> tuple[Metadata, BlockCopies]:
-        """Release what lies past the end, and give each sequence a tail of its own."""
+        """Release the blocks past the end, and copy shared last blocks."""
         number, group = self.number, metadata.groups[self.number]
         copied = self.is_shared & done.served
         kept = tables.num_blocks_for(self.lengths, group.block_size)
         mapped = gather(group.num_mapped_blocks, done.seq_ids)
-        # A tail that is copied is released with what lies past the end.
+        # A copied last block is released with the blocks past the end.
         first = kept - copied.astype(jnp.int32)
         last = jnp.where(done.served, mapped, 0)
         group = tables.release_blocks(group, done.seq_ids, first, last)
@@ -221,35 +221,35 @@ class CutBlocks(NamedTuple):
 
 
 class Brought(NamedTuple):
-    """What B sequences bring to a group from elsewhere; arrays of the host."""
+    """Blocks of B swapped-out sequences in a group; arrays of the host."""
 
-    block_tables: Any  # i32[B, M] in numbers of their own, M of the cache they enter
-    is_first: Any  # bool[B, M], entries that name a block for the first time
-    num_given_back: Any  # i32[B], columns without a block between those with one
-    num_blocks: Any  # i32[], blocks to be taken; the tables' "not mapped"
+    block_tables: Any  # i32[B, M], local block numbers; M of the cache to enter
+    is_first: Any  # bool[B, M], first entry of each block
+    num_given_back: Any  # i32[B], released columns between mapped ones
+    num_blocks: Any  # i32[], number of blocks; marks unmapped entries
 
 
 class Entering(NamedTuple):
-    """Blocks for what sequences bring."""
+    """Blocks for swapped-in sequences."""
 
     number: int
     brought: Brought
     lacks: tuple[Lack, ...]
 
     def apply(self, metadata: Metadata, row: jax.Array) -> tuple[Metadata, jax.Array]:
-        """Map fresh blocks, shared as those brought are among each other."""
+        """Map fresh blocks, shared as in the swapped-out tables."""
         number, brought = self.number, self.brought
         group = metadata.groups[number]
         served, nothing = row < group.max_sequences, group.num_blocks
         mapped = served[:, None] & (brought.block_tables < brought.num_blocks)
         num_taken = jnp.where(jnp.any(served), brought.num_blocks, 0)
-        # The blocks are numbered in the order in which they leave the pool.
+        # Local block numbers are the order in which the blocks leave the pool.
         metadata, before = allocator.take(metadata, number, num_taken)
         block = jnp.where(mapped, ring.peek(before, brought.block_tables), nothing)
         first = jnp.where(brought.is_first, block, nothing)
         metadata = allocator.forget_taken(metadata, number, first.reshape(-1))
 
-        # No table names these blocks yet: each entry is a reference.
+        # The blocks have no references yet: each entry adds one.
         group = metadata.groups[number]
         mapped = jnp.sum(mapped, axis=1, dtype=jnp.int32) + brought.num_given_back
         metadata = metadata.changed(

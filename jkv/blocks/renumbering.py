@@ -1,4 +1,4 @@
-"""New ids for a group's blocks, wherever one is named: for `compact` and `resize`."""
+"""Renumbering of a group's blocks, for `compact` and `resize`."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -15,10 +15,10 @@ from jkv.status import Counter
 
 @jax.jit
 def in_order(group: BlockGroup) -> tuple[jax.Array, jax.Array]:
-    """Return the blocks in the order that `compact` gives them, i32[N], and i32[].
+    """Return the blocks in the order of `compact`, i32[N], and the number of live ones.
 
-    Live blocks come by their first mention in the tables, then the free ones from the
-    head of the ring on. The second result is the number of live ones.
+    Live blocks are ordered by their first table entry, followed by the free ones in
+    eviction order.
     """
     num_blocks = group.num_blocks
     entries = group.block_tables.reshape(-1)
@@ -33,7 +33,7 @@ def in_order(group: BlockGroup) -> tuple[jax.Array, jax.Array]:
 def _extend(
     blocks: jax.Array, count: jax.Array, ids: jax.Array, chosen: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Put the chosen ids, in order, behind the first `count` of the blocks."""
+    """Write the chosen ids, in order, after the first `count` blocks."""
     ranks = count + running_sum(chosen.astype(jnp.int32))
     index = jnp.where(chosen, ranks - 1, blocks.shape[0])
     return scatter(blocks, index, ids), ranks[-1]
@@ -42,21 +42,21 @@ def _extend(
 class FreeBlocks(NamedTuple):
     """The free blocks of a renumbered pool."""
 
-    ids: Any  # i32[N'], new ids in ring order, then N'
+    ids: Any  # i32[N'], new ids in ring order, padded with N'
     num: Any  # i32[]
-    fewest: Any  # i32[], lowest count so far
-    forgotten: Any = None  # i32[], cached blocks that are gone
+    fewest: Any  # i32[], minimum count so far
+    forgotten: Any = None  # i32[], cached blocks dropped
 
 
 def renumber(
     metadata: Metadata, number: int, source: jax.Array, free: FreeBlocks
 ) -> Metadata:
-    """Give the blocks of a group new ids.
+    """Renumber the blocks of a group.
 
     Args:
-      metadata: the state, whose group has N blocks.
-      source: i32[N'], old id of each block, all different; N or above for a new one.
-      free: the free blocks afterwards.
+      metadata: the metadata; the group has N blocks.
+      source: i32[N'], distinct old ids of the blocks; N or above for new ones.
+      free: the free blocks after the call.
     """
     group = metadata.groups[number]
     num_old, num_new = group.num_blocks, source.shape[0]
@@ -72,7 +72,7 @@ def renumber(
 
     tokens, kept = group.tokens, group.free_blocks.kept
     if kept is not None:
-        # A new block is older than all that entered.
+        # A new block is older than all entered ones.
         entered = moved(kept.entered - kept.num_entered, 2**31) + kept.num_entered
         kept = dataclasses.replace(
             kept,
@@ -97,7 +97,7 @@ def renumber(
 
 
 def count_compaction(metadata: Metadata) -> Metadata:
-    """Count a compaction, and note the clock."""
+    """Count a compaction, and store its tick."""
     metadata = counters.add(metadata, {Counter.COMPACTIONS: jnp.int32(1)})
     rows = metadata.sequences.counters
     rows = rows.at[int(Counter.LAST_COMPACTION)].set(rows[int(Counter.CLOCK)])

@@ -1,7 +1,7 @@
-"""One past under several rows: full blocks are shared, a partly filled tail is copied.
+"""Sharing of blocks: full blocks by reference count, partly filled ones by copy.
 
-A block that a sequence will write to must be its own. Where two sequences agree up to
-the middle of a block, one of them gets a copy of it.
+A block that a sequence will write must have a reference count of 1. If two sequences
+agree up to the middle of a block, one of them gets a copy.
 """
 
 import dataclasses
@@ -24,23 +24,23 @@ from jkv.state.windows import Columns
 
 
 class Past(NamedTuple):
-    """What each of B parents has in a group before a call."""
+    """Blocks of B parents in a group before a call."""
 
-    blocks: jax.Array  # i32[B, M], its row of the block tables
-    gap: Columns  # i32[B] or 0, of the full blocks, those given back
+    blocks: jax.Array  # i32[B, M], rows of the block tables
+    gap: Columns  # i32[B] or 0, released columns among the full blocks
 
 
 class BlockCopies(NamedTuple):
-    """Blocks of a group whose contents one call copies, at most one per request."""
+    """Copies of blocks of a group in one call, at most one per request."""
 
-    source: jax.Array  # i32[B], any block where there is no copy
-    target: jax.Array  # i32[B], N where there is no copy
+    source: jax.Array  # i32[B], any block without a copy
+    target: jax.Array  # i32[B], N without a copy
 
 
 def find_lengths(
     metadata: Metadata, parents: jax.Array, lengths: jax.Array | None = None
 ) -> Lengths:
-    """Look up how long open parents are, i32[B]; no more counts than these lengths."""
+    """Return the lengths of open parents, i32[B], capped at `lengths`."""
     tokens = gather(metadata.context_lengths, parents)
     if lengths is not None:
         tokens = jnp.clip(lengths, 0, tokens)
@@ -48,7 +48,7 @@ def find_lengths(
 
 
 def find_past(group: BlockGroup, parents: jax.Array, length: Lengths) -> Past:
-    """Look up what parents have in a group, i32[B]; rubbish for ids not open."""
+    """Return the blocks of parents, i32[B], in a group; arbitrary for closed ids."""
     blocks = gather(group.block_tables, parents)
     gap = group.window.gaps_of(parents)
     if not isinstance(gap, int):
@@ -59,7 +59,7 @@ def find_past(group: BlockGroup, parents: jax.Array, length: Lengths) -> Past:
 def count_owners(
     group: BlockGroup, past: Past, length: Lengths, served: jax.Array
 ) -> BlockGroup:
-    """Count one more owner for the full blocks of each past that is served, bool[B]."""
+    """Increment the reference counts of the full blocks of served parents, bool[B]."""
 
     def count(counts: jax.Array, at: Entries) -> jax.Array:
         gap = past.gap if isinstance(past.gap, int) else gather(past.gap, at.request)
@@ -80,10 +80,10 @@ def count_owners(
 def adopt(
     metadata: Metadata, number: int, past: Past, length: Lengths, done: Done
 ) -> tuple[Metadata, BlockCopies]:
-    """Map the parents' full blocks into empty rows; copy partly filled tails.
+    """Map the parents' full blocks to empty rows; copy partly filled tails.
 
-    The counts of the full blocks are already raised (`count_owners`). Returned with the
-    metadata, recorded tokens copied, are the copies due in storage.
+    `count_owners` has incremented the counts of the full blocks. Return the metadata
+    with recorded tokens copied, and the copies due in storage.
     """
     group, row = metadata.groups[number], done.rows(metadata)
     column = jnp.arange(past.blocks.shape[1], dtype=jnp.int32)
@@ -105,10 +105,10 @@ def adopt(
 def enter_found(
     metadata: Metadata, number: int, row: jax.Array, found: Found
 ) -> Metadata:
-    """Enter the whole blocks found in a group in table rows, i32[B].
+    """Map the whole blocks found in a group to table rows, i32[B].
 
-    They get an owner more each, so a cached one is not taken by others any more. A row
-    of S or above is dropped.
+    Increment the reference count of each block, so that a cached block is not evicted.
+    A row of S or above is dropped.
     """
     group, of_group = metadata.groups[number], found.groups[number]
     if of_group.part is None:
@@ -129,11 +129,11 @@ def enter_found(
 def copy_part(
     metadata: Metadata, number: int, row: jax.Array, found: Found
 ) -> tuple[Metadata, BlockCopies | None]:
-    """Have the part of a block that was found copied into the first fresh one.
+    """Copy the partial match of the next block to the first fresh block.
 
-    The fresh blocks of rows, i32[B], are mapped already; a row of S gets no copy.
-    Returned with the metadata, tokens copied, are the copies due in storage, None
-    where nothing was looked for.
+    The fresh blocks of rows, i32[B], are already mapped; a row of S gets no copy.
+    Return the metadata with tokens copied, and the copies due in storage, None without
+    a look-up.
     """
     group, part = metadata.groups[number], found.groups[number].part
     if part is None:
@@ -152,10 +152,10 @@ def take_tails(
     column: jax.Array,
     source: jax.Array,
 ) -> tuple[Metadata, BlockCopies]:
-    """Map a fresh block at a column of each sequence that copies its tail, bool[B].
+    """Map a fresh block at `column` of each sequence that copies its tail, bool[B].
 
-    Returned with the metadata, recorded tokens copied, are the copies of the sources
-    due in storage.
+    Return the metadata with recorded tokens copied, and the copies of `source` due in
+    storage.
     """
     rank = running_sum(copied.astype(jnp.int32))
     num_taken = rank[-1] if rank.shape[0] else jnp.int32(0)
@@ -169,7 +169,7 @@ def take_tails(
 
 
 def copy_tokens(group: BlockGroup, copies: BlockCopies) -> BlockGroup:
-    """Copy the recorded tokens of blocks, if the group has tokens."""
+    """Copy the recorded tokens of blocks, if the group records them."""
     if group.tokens is None:
         return group
     rows = gather(group.tokens, copies.source)
@@ -178,9 +178,9 @@ def copy_tokens(group: BlockGroup, copies: BlockCopies) -> BlockGroup:
 
 
 def copy_blocks(storage: BlockStorage, copies: BlockCopies) -> BlockStorage:
-    """Return a group's storage with blocks copied, if there are any.
+    """Return a group's storage with blocks copied.
 
-    Outside jit there is no pass over the storage if nothing is to be copied.
+    Outside jit there is no pass over the storage without copies.
     """
     may_copy = storage.num_layers > 0
     if may_copy and not isinstance(copies.target, jax.core.Tracer):
@@ -194,7 +194,7 @@ def copy_blocks(storage: BlockStorage, copies: BlockCopies) -> BlockStorage:
 def _copy_blocks(
     arrays: dict[str, jax.Array], copies: BlockCopies
 ) -> dict[str, jax.Array]:
-    """Copy blocks in all layers; every source is read before any target is written."""
+    """Copy blocks in all layers; all sources are read before any target is written."""
     chex.assert_equal_shape([copies.source, copies.target])
     chex.assert_type([copies.source, copies.target], jnp.int32)
     chex.assert_equal_shape_prefix(list(arrays.values()), 4)
@@ -203,8 +203,8 @@ def _copy_blocks(
         blocks = pool.at[:, copies.source].get(mode="clip")
         return pool.at[:, copies.target].set(blocks, mode="drop")
 
-    # A loop of no or one trip, as a call with nothing to copy is common. Unlike a
-    # conditional it leaves the storage in place.
+    # A loop of zero or one trip, as most calls copy nothing. Unlike a conditional it
+    # keeps the storage in place.
     any_copy = jnp.any(copies.target < arrays["key_pool"].shape[1]).astype(jnp.int32)
     return fori_loop(
         jnp.int32(0), any_copy, lambda _, arrays: jax.tree.map(copy, arrays), arrays

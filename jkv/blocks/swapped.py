@@ -1,4 +1,4 @@
-"""What sequences have in a group with blocks, on the host."""
+"""Swapped-out sequences of a group with blocks, on the host."""
 
 import dataclasses
 from typing import Any
@@ -18,36 +18,35 @@ from jkv.state import BlockGroup, Cache
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class SwappedGroup:
-    """What B sequences have in one group of layers: a small pool of their own.
+    """Blocks of B sequences in one group of layers, as a small pool of their own.
 
-    They share its blocks, which are numbered from 0. The first P blocks hold tokens,
-    and their contents are here. The others are reserved: the sequences may still fill
-    them.
+    The blocks are numbered from 0. The first P hold tokens, and `contents` has their
+    contents. The others are reserved for later tokens.
     """
 
     kind = "blocks"
 
-    block_tables: np.ndarray  # i32[B, M], numbers of blocks, `num_blocks`: not mapped
-    num_given_back: np.ndarray  # i32[B], columns that a sliding window gave back
+    block_tables: np.ndarray  # i32[B, M], block numbers, `num_blocks` if not mapped
+    num_given_back: np.ndarray  # i32[B], columns released by a sliding window
     contents: Contents  # of the P blocks with tokens
-    # P and the reserved ones; static, as no shape tells it.
+    # P plus the reserved blocks; static, as no shape implies it.
     num_blocks: int = dataclasses.field(metadata={"static": True})
-    # That the stored bits mean; static, as in `BlockStorage`.
+    # Encoded by the stored bits; static, as in `BlockStorage`.
     dtype: np.dtype[Any] = dataclasses.field(metadata={"static": True})
     value_dtype: np.dtype[Any] = dataclasses.field(metadata={"static": True})
 
     @property
     def formats(self) -> Formats:
-        """How rows of keys and of values are stored."""
+        """Storage formats of keys and values."""
         return formats_of(self.dtype, self.value_dtype)
 
     @property
     def num_filled_blocks(self) -> int:
-        """Blocks whose contents are held, P."""
+        """Number of blocks with contents, P."""
         return sum(a.shape[1] for a in next(iter(self.contents.storage.values())))
 
     def brought(self, columns: int) -> Brought:
-        """Fit the tables to those of a cache with so many columns."""
+        """Fit the tables to a cache with `columns` columns."""
         tables = self.block_tables[:, :columns]
         padding = ((0, 0), (0, columns - tables.shape[1]))
         tables = np.pad(tables, padding, constant_values=self.num_blocks)
@@ -70,7 +69,7 @@ class SwappedGroup:
     def compare(
         self, cache: Cache, number: int, lengths: np.ndarray
     ) -> dict[str, tuple[Any, Any]]:
-        """Return what storage is, here and in a cache; refuse one that sees more."""
+        """Return storage properties, here and in a cache; refuse a larger window."""
         self._check_given_back(cache.metadata.groups[number], lengths)
         storage = cache.storage[number]
         pieces_of, arrays = self.contents.storage, storage.arrays
@@ -93,15 +92,15 @@ class SwappedGroup:
         if len(gone) == 0:
             return
         size, window = group.block_size, group.window
-        # The gap begins behind the sinks' blocks: the first column that maps nothing.
+        # The gap begins after the sinks' blocks, at the first unmapped column.
         first = np.argmax(self.block_tables[gone] >= self.num_blocks, axis=1)
         unseen = np.asarray(window.unseen_from(jnp.asarray(lengths[gone]), size))
         is_seen = np.any(self.num_given_back[gone] > unseen)
         if is_seen or np.any(first != window.sink_columns(size)):
             raise ValueError(
-                "these sequences have given back tokens that this cache's layers see: "
-                "make it with the sliding_window and num_sink_tokens of the cache they "
-                "left"
+                "swapped sequences lack tokens inside the cache's window; create the "
+                "cache with the sliding_window and num_sink_tokens of the sequences' "
+                "previous one"
             )
 
     def put(
@@ -113,7 +112,7 @@ class SwappedGroup:
         *,
         donate: bool,
     ) -> Cache:
-        """Write what the blocks hold to those in new block tables, i32[B, M]."""
+        """Write the contents to the blocks of the new tables, i32[B, M]."""
         nothing = cache.metadata.groups[number].num_blocks
         blocks = np.full(self.num_blocks + 1, nothing, np.int32)
         new = np.asarray(tables)
@@ -126,10 +125,10 @@ class SwappedGroup:
 def fetch_group(
     cache: Cache, number: int, lengths: np.ndarray, left: tuple[np.ndarray, np.ndarray]
 ) -> SwappedGroup:
-    """Copy what sequences have in one group to the host.
+    """Copy the blocks of sequences in one group to the host.
 
-    The cache is on a device, or of numpy arrays, as a file gives it. Of sequences of
-    lengths, i32[B], are known the tables, i32[B, M], and columns given back, i32[B].
+    The cache is on a device or of numpy arrays, as read from a file. `left` has the
+    tables, i32[B, M], and released columns, i32[B], of sequences of `lengths`, i32[B].
     """
     tables, num_given_back = left
     mapped = tables < cache.metadata.groups[number].num_blocks
@@ -149,12 +148,11 @@ def fetch_group(
 def _renumbered(
     tables: np.ndarray, filled: np.ndarray, mapped: np.ndarray
 ) -> tuple[np.ndarray, int, np.ndarray]:
-    """Number the blocks of some sequences anew, in order of their first mention.
+    """Renumber the blocks of sequences from 0, in order of their first entry.
 
-    Entries of the tables, i32[B, M], are filled with tokens or only mapped; these are
-    numbered last. Returned are the old ids of the blocks with tokens, i32[P]; the
-    number of all blocks; and the tables in new numbers, that number where nothing is
-    mapped.
+    Entries of the tables, i32[B, M], are filled with tokens, or only mapped and
+    numbered last. Return the old ids of the filled blocks, i32[P]; the number of all
+    blocks; and the renumbered tables, with that number for unmapped entries.
     """
     reserved = mapped & ~filled
     named = np.concatenate([tables[filled], tables[reserved]])

@@ -1,1 +1,1 @@
-"""Private bookkeeping: metadata in, metadata out; no storage, no public name."""
+"""Private bookkeeping over the metadata; no storage and no public names."""

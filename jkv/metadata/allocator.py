@@ -1,12 +1,12 @@
-"""The block allocator: blocks leave at the head of a ring and come back at its tail.
+"""The block allocator: blocks leave at the head of a ring and return at its tail.
 
-A block with reference count 0 is free and stands in its group's ring, so the ring's
-order is the order in which blocks were last used. With a prefix index a free block may
-be found again, which revives it from the middle of the ring.
+A block with reference count 0 is free and stands in its group's ring, in LRU order.
+With a prefix index, a prefix cache hit revives a free block from the middle of the
+ring.
 
-No other module touches the ring, its holes and its account: `grant` takes blocks and
-names them in cells of the tables. Where they are named in several trips of a loop,
-`take` comes before the loop, and `enter` names what it took.
+Only this module touches the ring, its holes and its counters. `grant` takes blocks and
+writes them to table cells. A loop that writes them in several trips calls `take` once
+before the loop, and `enter` in each trip.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from jkv.state import BlockGroup, Metadata, Ring
 
 
 def take(metadata: Metadata, number: int, num: jax.Array) -> tuple[Metadata, Ring]:
-    """Take `num` blocks, i32[], of a group; with the ring that they left, to `peek`."""
+    """Take `num` blocks, i32[], of a group; also return the ring before, for `peek`."""
     before = ring.expose(metadata.groups[number].free_blocks, num)
     return metadata.changed(number, free_blocks=ring.pop(before, num)), before
 
@@ -30,10 +30,10 @@ def take(metadata: Metadata, number: int, num: jax.Array) -> tuple[Metadata, Rin
 def enter(
     metadata: Metadata, number: int, row: jax.Array, column: jax.Array, block: jax.Array
 ) -> Metadata:
-    """Name different blocks that were taken, i32[P], in cells; forget what they had."""
+    """Write distinct taken blocks, i32[P], to cells and evict their cached contents."""
     group = metadata.groups[number]
     block = jnp.where(row < group.max_sequences, block, group.num_blocks)
-    # The ring stays outside: what a stage is given and others change is copied.
+    # The ring stays outside: XLA copies a stage's argument that is modified elsewhere.
     tables, counts = _enter(
         group.block_tables, group.reference_counts, row, column, block
     )
@@ -49,7 +49,7 @@ def _enter(
     column: jax.Array,
     block: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Name blocks in cells, with one reference each; N is dropped."""
+    """Write blocks to cells, with a reference count of 1; N is dropped."""
     return (
         scatter(tables, (row, column), block),
         scatter(counts, block, 1),
@@ -57,20 +57,20 @@ def _enter(
 
 
 def forget_taken(metadata: Metadata, number: int, block: jax.Array) -> Metadata:
-    """Forget what blocks of a group, i32[P], held that were taken; N is dropped."""
+    """Remove taken blocks of a group, i32[P], from the index; N is dropped."""
     metadata, num_forgotten = metadata.index.forget(metadata, number, block)
     free = ring.forget(metadata.groups[number].free_blocks, block, num_forgotten)
     return metadata.changed(number, free_blocks=free)
 
 
 def count_forgotten(metadata: Metadata, number: int, num: jax.Array) -> Metadata:
-    """Count free blocks of a group, i32[], that are not found any more."""
+    """Add `num`, i32[], to the number of evicted blocks of a group."""
     free = metadata.groups[number].free_blocks.added(num, forgotten=1)
     return metadata.changed(number, free_blocks=free)
 
 
 def lower(metadata: Metadata, number: int, block: jax.Array) -> Metadata:
-    """Let different blocks, i32[P], be of class 0, free ones as its last; N is none."""
+    """Move distinct blocks, i32[P], to class 0, free ones to its tail; N is dropped."""
     free = ring.lower(metadata.groups[number].free_blocks, block)
     return metadata.changed(number, free_blocks=free)
 
@@ -78,10 +78,10 @@ def lower(metadata: Metadata, number: int, block: jax.Array) -> Metadata:
 def renew(
     metadata: Metadata, number: int, block: jax.Array, keep: ring.Keep | None
 ) -> Metadata:
-    """Let free blocks of a group, i32[P], be the last to be handed out, in this order.
+    """Move free blocks of a group, i32[P], to the tail of the eviction order.
 
-    What is not free stays where it is; N is dropped. `keep` is the least class and time
-    of each, [P]; None where there is one class.
+    They keep the order of `block`. Blocks in use stay, and N is dropped. `keep` holds
+    the least class and time of each, [P]; None with one class.
     """
     group = metadata.groups[number]
     owners = gather(group.reference_counts, block, fill=1)
@@ -97,10 +97,10 @@ def grant(
     rank: jax.Array,
     num: jax.Array,
 ) -> tuple[Metadata, jax.Array]:
-    """Take so many blocks of a group, i32[]; name them in cells of its tables, i32[P].
+    """Take `num` blocks of a group, i32[], and write them to table cells, i32[P].
 
-    A row of S or above is dropped. The rank says which block goes to each cell;
-    returned with the metadata are these blocks, anything where a row is dropped.
+    A row of S or above is dropped. `rank` selects the block of each cell. Return the
+    metadata and these blocks, arbitrary where a row is dropped.
     """
     metadata, before = take(metadata, number, num)
     block = ring.peek(before, rank)
@@ -108,16 +108,16 @@ def grant(
 
 
 def drop_references(group: BlockGroup, block: jax.Array) -> BlockGroup:
-    """Take one reference from each block named, i32[P]; N is dropped.
+    """Decrement the reference count of each block, i32[P]; N is dropped.
 
-    A block without any left enters the ring, in the order of the last lanes that name
+    Blocks whose count reaches 0 enter the ring, ordered by the last lane that names
     each.
     """
     num_blocks = group.num_blocks
     counts = scatter_add(group.reference_counts, block, -1)
     dropped = gather(counts, block, fill=1) == 0
 
-    # Several lanes may have brought one block to zero: the last of them returns it.
+    # Several lanes may release one block: the last of them returns it.
     zeroed = jnp.where(dropped, block, num_blocks)
     counts, returns = mentions.find_one(counts, zeroed, last=True)
     return dataclasses.replace(
@@ -128,14 +128,14 @@ def drop_references(group: BlockGroup, block: jax.Array) -> BlockGroup:
 
 
 class Revivals(NamedTuple):
-    """What it takes to share cached blocks with B requests."""
+    """Free blocks that B requests would share."""
 
-    costs: jax.Array  # i32[B], free blocks that the request is the first to name
-    wants: jax.Array  # bool[B], whether it names a free block at all
+    costs: jax.Array  # i32[B], free blocks that no earlier request names
+    wants: jax.Array  # bool[B], True if the request names a free block
 
 
 def find_revivals(group: BlockGroup, blocks: jax.Array) -> Revivals:
-    """Count the free blocks, i32[B, C], that requests would bring back to life."""
+    """Count the free blocks, i32[B, C], that requests would revive."""
     if blocks.size == 0:
         none = jnp.zeros(blocks.shape[:1], jnp.int32)
         return Revivals(none, none > 0)
@@ -147,17 +147,17 @@ def find_revivals(group: BlockGroup, blocks: jax.Array) -> Revivals:
 
 
 def add_references(group: BlockGroup, block: jax.Array) -> BlockGroup:
-    """Give one more reference to each known block named, i32[P]; N is dropped.
+    """Increment the reference count of each block, i32[P]; N is dropped.
 
-    A cached block is revived: it leaves the ring, where a hole remains.
+    A cached block leaves the ring, which keeps a hole in its place.
     """
     num_blocks = group.num_blocks
-    # The first lane of several that name a free block takes it from the ring.
+    # The first of several lanes that name a free block removes it from the ring.
     counts = group.reference_counts
     owners = gather(counts, block, fill=1)
     named = jnp.where(owners == 0, block, num_blocks)
     counts, revived = mentions.find_one(counts, named, last=False)
-    # Counts are never negative: the condition only puts the write after the read.
+    # Always true; the condition makes the write depend on the read.
     gains = written_after(owners >= 0, block, num_blocks)
     return dataclasses.replace(
         group,

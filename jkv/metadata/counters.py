@@ -1,9 +1,9 @@
-"""Counters and the logical clock: what happened since `init`, in 64 bits.
+"""Counters and the logical clock: totals since `init`, in 64 bits.
 
 JAX has no 64-bit integers by default, so a counter is two 32-bit words. The clock is a
-counter too: it goes on by one with each call that serves a request, and its low word is
-the stamp that says when a sequence was opened and last used. What left the pools each
-ring counts for itself (`jkv.state.rings`).
+counter: each call that serves a request increments it, and its low word stamps the
+opening and the last use of a sequence. Each ring counts the ids that leave it
+(`jkv.state.rings`).
 """
 
 import jax
@@ -27,7 +27,7 @@ def add(metadata: Metadata, increments: dict[Counter, jax.Array]) -> Metadata:
 
 
 def settle(metadata: Metadata, status: jax.Array, served: jax.Array) -> Metadata:
-    """Count what became of requests, i32[B]; tick if any was served, bool[B]."""
+    """Count requests by status, i32[B], and tick if any was served, bool[B]."""
     counts = _settle(metadata.sequences.counters, status, served)
     return metadata.with_sequences(counters=counts)
 
@@ -44,7 +44,7 @@ def _settle(old: jax.Array, status: jax.Array, served: jax.Array) -> jax.Array:
 
 
 def _count(row: jax.Array) -> jax.Array:
-    """Return how often each counter is among rows, i32[B], as i32[counters]."""
+    """Return the occurrences of each counter in `row`, i32[B], as i32[counters]."""
     if row.shape[0] <= mentions.MOST_COMPARED:
         kind = jnp.arange(NUM_COUNTERS, dtype=jnp.int32)
         return jnp.sum(row[:, None] == kind[None], axis=0, dtype=jnp.int32)
@@ -62,7 +62,7 @@ def mark_used(
     Args:
       metadata: the metadata.
       row: i32[B].
-      before: the rows as they are.
+      before: the current values of these rows.
       context_lengths: i32[B], new lengths; None leaves them.
     """
     if context_lengths is not None:
@@ -73,7 +73,7 @@ def mark_used(
 
 
 def mark_parents(metadata: Metadata, row: jax.Array) -> Metadata:
-    """Stamp rows, i32[B], as used by this call, once for each mention."""
+    """Stamp rows, i32[B], as used by this call, counting each mention."""
     sequences = metadata.sequences
     last_used, num_uses = (
         jnp.full(row.shape, SequenceRow._fields.index(name), jnp.int32)

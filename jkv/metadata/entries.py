@@ -1,7 +1,7 @@
-"""Flat work: the entries of all requests of a call in one list, some hundred a trip.
+"""Flat loops over the entries of all requests of a call, in chunks.
 
-Entry e of the call belongs to the request whose range of a running sum holds e, so that
-the cost follows the blocks that are touched.
+An entry belongs to the request whose range of a running sum contains it, so the cost
+follows the number of blocks touched.
 """
 
 from collections.abc import Callable
@@ -17,37 +17,37 @@ from jkv.sharding.loops import fori_loop
 
 Carry = TypeVar("Carry")
 
-# Entries worked on per trip of a flat loop: enough to hide the cost of a trip, few
-# enough that a call which frees one sequence does little more than that.
+# Entries per trip of a flat loop: enough to hide the overhead of a trip, few enough
+# that a call which frees one sequence does little more.
 ENTRIES_PER_TRIP = 512
 
 
 def find_owners(starts: jax.Array, first: jax.Array | int, width: int) -> jax.Array:
     """Return the last of B ranges that starts at or before each of P indices, i32[P].
 
-    The starts, i32[B], ascend from 0 on; the indices follow each other from the first.
+    The starts, i32[B], ascend from 0; the indices are consecutive from `first`.
     """
     if starts.shape[0] <= MOST_COMPARED:
         index = first + jnp.arange(width, dtype=jnp.int32)
         begun = starts[None] <= index[:, None]
         return jnp.sum(begun, axis=1, dtype=jnp.int32) - 1
-    # As many ranges begin up to an index as there are up to its owner.
+    # The ranges begun up to an index end with its owner.
     index = jnp.maximum(starts - first, 0)
     begun = scatter_add(jnp.zeros((width,), jnp.int32), index, 1)
     return running_sum(begun) - 1
 
 
 class Entries(NamedTuple):
-    """P entries of all requests, one after the other."""
+    """P consecutive entries of the concatenated requests."""
 
-    number: jax.Array  # i32[P], of each among all
-    request: jax.Array  # i32[P], the one that has it
-    rank: jax.Array  # i32[P], its number within its request
+    number: jax.Array  # i32[P], index among all entries
+    request: jax.Array  # i32[P], its request
+    rank: jax.Array  # i32[P], index within its request
     valid: jax.Array  # bool[P]
 
 
 def find_chunk(counts: jax.Array, width: int) -> tuple[Entries, jax.Array]:
-    """Find the first P entries of requests, which have i32[B]; count these, i32[B]."""
+    """Return the first P entries of counts, i32[B], and their number per request."""
     ends = running_sum(counts)
     starts = ends - counts
     num_done = jnp.clip(width - starts, 0, counts)
@@ -57,9 +57,9 @@ def find_chunk(counts: jax.Array, width: int) -> tuple[Entries, jax.Array]:
 def list_entries(
     starts: jax.Array, end: jax.Array, first: jax.Array | int, width: int
 ) -> Entries:
-    """List P entries from a number on, of requests whose entries start at i32[B].
+    """List P entries from `first` on, of requests whose entries start at i32[B].
 
-    Those at `end`, i32[], and behind it are not valid.
+    Entries at and after `end`, i32[], are invalid.
     """
     number = first + jnp.arange(width, dtype=jnp.int32)
     request = find_owners(starts, first, width)
@@ -73,11 +73,11 @@ def for_each_entry(
     carry: Carry,
     width: int = ENTRIES_PER_TRIP,
 ) -> Carry:
-    """Run `body` over all entries of requests, i32[B] each, some hundred at a time.
+    """Run `body` over the entries of all requests, i32[B] each, in chunks.
 
-    A loop, because the number of entries is known only at run time: one dense pass
-    would cost B * M for every call, this costs what is there, nothing for nothing.
-    Entries come in request order; `max_entries` is a static bound.
+    The number of entries is known only at run time: a dense pass would cost B * M in
+    every call, the loop costs only its entries. Entries come in request order;
+    `max_entries` is a static bound.
     """
     if counts.shape[0] == 0 or max_entries == 0:
         return carry

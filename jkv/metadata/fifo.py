@@ -1,6 +1,6 @@
-"""One FIFO of free ids of one class: its entries, its holes, and room for more.
+"""The FIFO of free ids of one class, with holes and spare room.
 
-`jkv.metadata.ring` is the face; where ids have classes, it has one of these for each.
+`jkv.metadata.ring` is the interface; with several classes it has one FIFO for each.
 """
 
 import jax
@@ -11,22 +11,22 @@ from jkv.metadata.xla_cpu import running_sum, stage
 from jkv.sharding.loops import while_loop
 from jkv.state import Ring
 
-# Entries looked at per trip of a loop.
+# Entries read per trip of a loop.
 CHUNK = 512
 
 
 def wrap(ring: Ring, index: jax.Array) -> jax.Array:
-    """Bring an index below 2C back into the ring without a division."""
+    """Wrap an index below 2C into the ring without a division."""
     capacity = ring.ids.shape[0]
     return jnp.where(index >= capacity, index - capacity, index)
 
 
 def push(ring: Ring, ids: jax.Array, entering: jax.Array) -> Ring:
-    """Put ids that enter, i32[P] where bool[P], at the tail."""
+    """Append the ids, i32[P], where bool[P]."""
     size = entering.shape[0]
     ranks = running_sum(entering.astype(jnp.int32))
     num = ranks[-1] if size else jnp.int32(0)
-    # An id that stays out gets an index of its own past the end: a scatter drops it.
+    # Distinct indices past the end for the others: a scatter drops them.
     past_end = ring.ids.shape[0] + jnp.arange(size, dtype=jnp.int32)
     tail = wrap(ring, ring.head + ring.span)
     index = jnp.where(entering, wrap(ring, tail + ranks - 1), past_end)
@@ -39,20 +39,20 @@ def push(ring: Ring, ids: jax.Array, entering: jax.Array) -> Ring:
 
 
 def remove(ring: Ring, ids: jax.Array, leaving: jax.Array) -> Ring:
-    """Let ids leave from wherever they stand, i32[P] where bool[P]."""
+    """Remove ids, i32[P], where bool[P], from any place in the ring."""
     indices = indices_of(ring)
     num_ids = indices.shape[0]
     gone = jnp.where(leaving, ids, num_ids)
     indices = scatter(indices, gone, -1)
     num = jnp.sum(leaving, dtype=jnp.int32)
     ring = ring.changed(indices=indices).added(num, count=-1)
-    # The ring has room for as many holes as ids; more than that are squeezed out.
+    # The ring has room for as many holes as ids; squeeze when there are more.
     full = ring.span - ring.count > num_ids
     return squeeze(ring, reach(ring, jnp.where(full, ring.count, 0)))
 
 
 def entries(ring: Ring, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the ids at distances from the head, i32[P], and which are entries."""
+    """Return ids at distances from the head, i32[P], and a mask of entries, bool[P]."""
     indices = indices_of(ring)
     stored_at = wrap(ring, ring.head + index)
     ids = gather(ring.ids, stored_at)
@@ -61,13 +61,13 @@ def entries(ring: Ring, index: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def indices_of(ring: Ring) -> jax.Array:
-    """Return where ids stand, i32[N], in a ring whose middle they may leave."""
+    """Return the index of each id, i32[N], of a ring with holes."""
     assert ring.indices is not None, "ids leave the middle of rings with indices only"
     return ring.indices
 
 
 def refill(ring: Ring, ids: jax.Array, num: jax.Array) -> Ring:
-    """Return a ring of other ids, i32[N'], N' behind the last, from index 0 on."""
+    """Return a ring of other ids, i32[N'], from index 0 on; N' pads them."""
     size, indices, room = ids.shape[0], None, 0
     if ring.indices is not None:
         room = size  # for holes
@@ -81,7 +81,7 @@ def refill(ring: Ring, ids: jax.Array, num: jax.Array) -> Ring:
 def collect(
     ids: jax.Array, chosen: jax.Array, num_ids: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the chosen ids, i32[N], N behind the last; and how many."""
+    """Return the chosen ids, i32[N], padded with N, and their number."""
     ranks = running_sum(chosen.astype(jnp.int32))
     index = jnp.where(chosen, ranks - 1, num_ids)
     gathered = jnp.full((num_ids,), num_ids, jnp.int32)
@@ -89,7 +89,7 @@ def collect(
 
 
 def reach(ring: Ring, num: jax.Array) -> jax.Array:
-    """Return how far from the head `num` entries reach, in whole chunks, i32[]."""
+    """Return the distance from the head that covers `num` entries, in whole chunks."""
     return while_loop(
         lambda state: (state[1] < num) & (state[0] < ring.span),
         lambda state: _count_chunk(ring, *state),
@@ -101,15 +101,15 @@ def reach(ring: Ring, num: jax.Array) -> jax.Array:
 def _count_chunk(
     ring: Ring, end: jax.Array, found: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Count the entries of one chunk; return where it ends, and how many there are."""
+    """Count the entries of one chunk; return its end and the total so far."""
     lanes = jnp.arange(CHUNK, dtype=jnp.int32)
     more = jnp.sum(entries(ring, end + lanes)[1], dtype=jnp.int32)
     return jnp.minimum(end + CHUNK, ring.span), found + more
 
 
 def squeeze(ring: Ring, end: jax.Array) -> Ring:
-    """Move the entries before `end` together, up to `end`; the head follows."""
-    # From the end towards the head: an entry only moves to indices already read.
+    """Compact the entries before `end` towards it, and advance the head."""
+    # From the end towards the head: an entry moves only to indices already read.
     ids, indices, _, start = while_loop(
         lambda state: state[2] > 0,
         lambda state: _squeeze_chunk(ring.bounds, *state),
@@ -126,7 +126,7 @@ def _squeeze_chunk(
     read_to: jax.Array,
     write_to: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Move the entries of the chunk that ends at `read_to`, up to `write_to`."""
+    """Compact the chunk that ends at `read_to` so that it ends at `write_to`."""
     ring = Ring(ids=ids, bounds=bounds, indices=indices)
     index = read_to - CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
     found, entry = entries(ring, index)

@@ -1,7 +1,7 @@
-"""Which of the lanes that name the same id is the first, or the last; their number.
+"""Duplicate ids among lanes: the first or last lane of each id, and ranks.
 
-Few lanes are compared with each other. For many a scatter of minima tells, whose cost
-follows their number; of a few it costs more, and more still to compile.
+A few lanes are compared pairwise. Many use a scatter of minima, which is linear in the
+lanes, but slower for a few of them and slower to compile.
 """
 
 from typing import NamedTuple
@@ -13,12 +13,12 @@ import numpy as np
 from jkv.indexing import gather, scatter, scatter_min
 from jkv.metadata.xla_cpu import written_after
 
-# Comparing costs the square of the lanes.
+# Pairwise comparison is quadratic in the lanes.
 MOST_COMPARED = 64
 
 
 def is_first(ids: jax.Array, size: int) -> jax.Array:
-    """Return whether no earlier lane names the same id, bool[P], none negative."""
+    """Return True where no earlier lane has the same id, bool[P]; none is negative."""
     num_lanes = ids.shape[0]
     if num_lanes <= MOST_COMPARED:
         earlier = np.tri(num_lanes, k=-1, dtype=bool)
@@ -33,10 +33,10 @@ def is_first(ids: jax.Array, size: int) -> jax.Array:
 def find_one(
     marks: jax.Array, ids: jax.Array, *, last: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Return one lane of those that name the same id, i32[P]: the first, or the last.
+    """Select one lane for each distinct id, i32[P]: the first, or the last.
 
-    The marks, i32[N], are zeros of an array that the caller has anyway, so that no
-    scratch of its size must be made. They are returned as they were, and bool[P].
+    `marks`, i32[N], is an array of zeros that the caller already has; it saves a
+    scratch array of that size. Return it unchanged, and bool[P].
     """
     nothing, num_lanes = marks.shape[0], ids.shape[0]
     if num_lanes <= MOST_COMPARED:
@@ -55,12 +55,12 @@ def find_one(
 class Equals(NamedTuple):
     """The active lanes with the same key as each of P lanes."""
 
-    first: jax.Array  # i32[P], the first of them, P where none is active
-    rank: jax.Array  # i32[P], how many of them come before it
+    first: jax.Array  # i32[P], the first such lane, P if none
+    rank: jax.Array  # i32[P], number of such lanes before this one
 
 
 def find_equals(keys: jax.Array, active: jax.Array) -> Equals:
-    """Compare the keys of all lanes, [P], with those of active ones, bool[P]."""
+    """Compare the keys of all lanes, [P], with active ones, bool[P]."""
     num_lanes = keys.shape[0]
     lane = jnp.arange(num_lanes, dtype=jnp.int32)
     is_equal = (keys[:, None] == keys[None]) & active[None]

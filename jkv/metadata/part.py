@@ -1,16 +1,15 @@
-"""What sequences have in one part of a model: blocks of a pool, or states.
+"""Interfaces of the parts of a model: blocks of a pool, or recurrent states.
 
-A verb judges its requests, agrees on those that are served, and applies them; it goes
-over the parts without asking which kind one is. Each part answers with a *plan* of the
-call, whose members are the verb's own steps:
+A verb checks its requests, decides which it serves, and applies them, the same way for
+every part. Each part returns a *plan* of the call with the verb's steps:
 
-* `wrongs`: which requests the part cannot serve at the length asked for;
-* `judge`: given which requests are eligible, what they would take: `lacks`, a `Lack`
-  for a pool that can run out;
-* `apply`: what is served, done; and what the part's storage has to follow.
+* `wrongs`: masks of the requests whose length the part cannot serve;
+* `judge`: given the eligible requests, their demand: `lacks`, a `Lack` for each pool
+  that can run out;
+* `apply`: the new metadata, and the moves that the part's storage must follow.
 
-A part has no arrays: it knows which of the metadata are its own. `()` stands for
-nothing wrong, nothing lacking, no pool. Symbols as in `jkv.state.metadata`.
+A part is static and has no arrays; it reads its own fields of the metadata. `()` stands
+for no errors, no demand, no pool. Symbols as in `jkv.state.metadata`.
 """
 
 from collections.abc import Sequence
@@ -24,169 +23,169 @@ from jkv.metadata import tables
 from jkv.state import BlockGroup, Cache, Metadata
 from jkv.state.index import Found
 
-# What a call does to the storage of a part; None where it does nothing.
+# The effect of a call on the storage of a part; None if there is none.
 Moves: TypeAlias = Any
 Masks: TypeAlias = tuple[jax.Array | np.ndarray, ...]  # bool[B] each
 
 
 class Lack(NamedTuple):
-    """What B requests would take from one pool."""
+    """Demand of B requests on one pool."""
 
-    num: jax.Array  # i32[B], blocks, 0 where a request is refused already
-    wants: jax.Array  # bool[B], whether it cannot be served without the pool
+    num: jax.Array  # i32[B], blocks; 0 for requests already refused
+    wants: jax.Array  # bool[B], True if the request needs the pool
     free: jax.Array  # i32[], blocks free before the call
-    most: int  # static: blocks of the pool
+    most: int  # static: blocks in the pool
 
     @classmethod
     def of(
         cls, group: BlockGroup, num: jax.Array, wants: jax.Array | None = None
     ) -> "Lack":
-        """Return the blocks that requests would take of a group, i32[B]."""
+        """Return the demand of requests for blocks of a group, i32[B]."""
         wants = num > 0 if wants is None else wants
         return cls(num, wants, group.free_blocks.count, group.num_blocks)
 
 
 class Granted(NamedTuple):
-    """What B requests take from one pool, if they are served."""
+    """Blocks that B requests take from one pool if they are served."""
 
     num: jax.Array  # i32[B], blocks
     before: jax.Array  # i32[B], blocks taken by the requests before each served one
 
 
 class Lengths(NamedTuple):
-    """How long the pasts of B parents are, and how that lies in blocks."""
+    """Lengths of B parents, in tokens and blocks."""
 
-    tokens: jax.Array  # i32[B], the context length, or how much of it counts
-    num_full: jax.Array  # i32[B], blocks that are full
+    tokens: jax.Array  # i32[B], the context length, or the part of it in use
+    num_full: jax.Array  # i32[B], full blocks
     tail: jax.Array  # i32[B], tokens in the block after them
 
 
 class Done(NamedTuple):
-    """Which of B requests are served."""
+    """The served requests of a call."""
 
     served: jax.Array  # bool[B]
-    seq_ids: jax.Array  # i32[B], the sequences that change, distinct where served
+    seq_ids: jax.Array  # i32[B], changed sequences, distinct where served
 
     def rows(self, metadata: Metadata) -> jax.Array:
-        """Return their rows, i32[B], S where not served."""
+        """Return the table rows of the sequences, i32[B], S where not served."""
         return jnp.where(self.served, self.seq_ids, metadata.max_sequences)
 
 
 class Step(NamedTuple):
-    """The rows of an `append`, as it was agreed on."""
+    """The rows of an `append` after admission."""
 
     done: Done
     length: jax.Array  # i32[B], tokens before the call
     query_lengths: jax.Array  # i32[B], tokens appended, 0 unless served
-    is_decoding: bool  # static: each request has one row at most
-    valid: jax.Array  # bool[R], whether a served request owns the row
+    is_decoding: bool  # static: at most one row per request
+    valid: jax.Array  # bool[R], True for rows of served requests
     position: jax.Array  # i32[R], in its sequence, 0 if invalid
     table_row: jax.Array  # i32[R], S if invalid
-    column: jax.Array  # i32[R], of the tables
-    offset: jax.Array  # i32[R], in the block
-    tokens: jax.Array | None  # i32[R], if they are recorded
+    column: jax.Array  # i32[R], table column
+    offset: jax.Array  # i32[R], offset in the block
+    tokens: jax.Array | None  # i32[R], if tokens are recorded
 
     @property
     def num_rows(self) -> int:
-        """Token rows, R."""
+        """Number of token rows, R."""
         return self.valid.shape[0]
 
 
 class Judged(Protocol):
-    """What eligible requests would take in a part."""
+    """The demand of eligible requests on a part."""
 
     @property
     def lacks(self) -> tuple[Lack, ...]:
-        """What they lack of each pool of the part."""
+        """Demand on each pool of the part."""
 
     def apply(self, metadata: Metadata, done: Done) -> tuple[Metadata, Moves]:
-        """Do what is served."""
+        """Apply the served requests."""
 
 
 class Look(Protocol):
-    """A first look at requests: which of them the part cannot serve."""
+    """The first check of requests against a part."""
 
     @property
     def wrongs(self) -> Masks:
-        """The requests that ask for a length at which the part has nothing."""
+        """Masks of requests whose length is not stored in the part."""
 
     def judge(self, eligible: jax.Array) -> Judged:
-        """Find what eligible requests, bool[B], would take."""
+        """Compute the demand of eligible requests, bool[B]."""
 
 
 class Opening(Judged, Protocol):
-    """What `allocate` does in a part."""
+    """The plan of `allocate` for a part."""
 
     def pin(self, metadata: Metadata, row: jax.Array) -> Metadata:
-        """Let rows, i32[B], have what was found, before anything is taken."""
+        """Map the blocks found to `row`, i32[B], before any block is taken."""
 
 
 class Growing(Protocol):
-    """What `append` does in a part."""
+    """The plan of `append` for a part."""
 
     @property
     def lacks(self) -> tuple[Lack, ...]:
-        """What the sequences lack of each pool of the part."""
+        """Demand of the sequences on each pool of the part."""
 
     def apply(
         self, metadata: Metadata, step: Step, granted: tuple[Granted, ...]
     ) -> tuple[Metadata, jax.Array | None]:
-        """Take what is granted; say in which block each row is, i32[R], N for none."""
+        """Take the granted blocks; return the block of each row, i32[R], or N."""
 
 
 class Entering(Protocol):
-    """What `swap_in` does in a part; sequences enter together or not at all."""
+    """The plan of `swap_in` for a part; sequences enter together or not at all."""
 
     @property
     def lacks(self) -> tuple[Lack, ...]:
-        """What all of them together lack of each pool of the part, as one request."""
+        """Demand of all sequences on each pool of the part, as one request."""
 
     def apply(
         self, metadata: Metadata, row: jax.Array
     ) -> tuple[Metadata, jax.Array | None]:
-        """Let rows, i32[B], have what they bring: all of them, or all are S.
+        """Map the swapped-in blocks or states to `row`, i32[B].
 
-        Returned with the metadata are the rows' block tables, i32[B, M]; None without
-        blocks.
+        All rows are valid, or all are S. Also return the block tables of the rows,
+        i32[B, M]; None without blocks.
         """
 
 
 class Exchanging(Protocol):
-    """What `reorder` does in a part; sequences may take what others give up."""
+    """The plan of `reorder`; sequences may take blocks that others release."""
 
     def release(self, metadata: Metadata, served: jax.Array) -> Metadata:
-        """Count new owners, and give back what served sequences had, bool[B]."""
+        """Count new references, then release the old blocks of served sequences."""
 
     def apply(self, metadata: Metadata, done: Done) -> tuple[Metadata, Moves]:
-        """Do what is served: release, and take."""
+        """Apply the served requests: release, then map."""
 
 
 class Luggage(Protocol):
-    """What sequences have in one group, on the host; a pytree."""
+    """Contents of sequences in one group, on the host; a pytree."""
 
-    kind: str  # static, of the group
+    kind: str  # static, the group's kind
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that the sequences have."""
+        """Number of blocks of the sequences."""
 
     @property
     def num_filled_blocks(self) -> int:
-        """Those of them whose contents are held."""
+        """Number of blocks whose contents are stored."""
 
     def meaning(self, path: str) -> np.dtype[Any] | None:
-        """Return what the bits of an array mean, where they mean another dtype."""
+        """Return the dtype that the bits of an array encode, if it differs."""
 
     def fits(self, columns: int) -> bool:
-        """Return whether block tables of so many columns are wide enough."""
+        """Return True if block tables of `columns` columns are wide enough."""
 
     def brought(self, columns: int) -> Any:
-        """Return what `Part.enter` has to know, of a cache with so many columns."""
+        """Return the argument of `Part.enter`, for a cache with `columns` columns."""
 
     def compare(
         self, cache: Cache, number: int, lengths: np.ndarray
     ) -> dict[str, tuple[Any, Any]]:
-        """Return what must be equal, here and in a group of a cache, by name."""
+        """Return pairs that must be equal here and in a group of a cache, by name."""
 
     def put(
         self,
@@ -197,7 +196,7 @@ class Luggage(Protocol):
         *,
         donate: bool,
     ) -> Cache:
-        """Write it to sequences that entered, of these ids and block tables."""
+        """Write the contents to entered sequences, given their ids and block tables."""
 
 
 class Part(Protocol):
@@ -205,7 +204,7 @@ class Part(Protocol):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The groups that it answers for."""
+        """The indices of its groups."""
 
     def open(
         self,
@@ -214,7 +213,7 @@ class Part(Protocol):
         num_tokens: jax.Array,
         eligible: jax.Array,
     ) -> Opening:
-        """Let new sequences begin with what is found, i32[B] tokens reserved."""
+        """Open sequences with the blocks found, reserving `num_tokens`, i32[B]."""
 
     def grow(
         self,
@@ -223,16 +222,16 @@ class Part(Protocol):
         new_length: jax.Array,
         eligible: jax.Array,
     ) -> Growing:
-        """Let sequences have as many tokens, i32[B]."""
+        """Grow sequences to `new_length` tokens, i32[B]."""
 
     def share(self, metadata: Metadata, parents: jax.Array, length: Lengths) -> Look:
-        """Let rows go on from what their parents have, i32[B], at lengths."""
+        """Start rows from their parents, i32[B], at the given lengths."""
 
     def cut(self, metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array) -> Look:
-        """Cut sequences back to lengths, i32[B] as asked."""
+        """Truncate sequences to `lengths`, i32[B]."""
 
     def enter(self, metadata: Metadata, brought: dict[int, Any]) -> Entering:
-        """Let new sequences have what they bring to the groups from elsewhere."""
+        """Open sequences with contents as `Luggage.brought` describes, by group."""
 
     def exchange(
         self,
@@ -241,40 +240,40 @@ class Part(Protocol):
         parents: jax.Array,
         length: Lengths,
     ) -> Exchanging:
-        """Let sequences go on from what parents, perhaps others of them, had."""
+        """Restart sequences from `parents`, which may be among them."""
 
     def close(
         self, metadata: Metadata, seq_ids: jax.Array, closable: jax.Array
     ) -> Metadata:
-        """Give back what sequences have, i32[B], distinct where bool[B]."""
+        """Release all blocks or states of sequences, i32[B], distinct where bool[B]."""
 
     def follow(self, storage: Any, moves: Moves) -> Any:
-        """Return the storage of one of its groups, moved as a call says."""
+        """Return the storage of one of its groups after the moves."""
 
     def keep(self, rows: jax.Array, places: jax.Array) -> Moves:
-        """Copy what rows have, i32[B], to places of snapshots, if it can be copied."""
+        """Copy the states of rows, i32[B], if any, to snapshot places."""
 
     def leave(self, metadata: Metadata, seq_ids: jax.Array) -> Any:
-        """Return what `fetch` has to know of sequences, i32[B], [B, ...] each."""
+        """Return the argument of `fetch` for sequences, i32[B]; leaves are [B, ...]."""
 
     def fetch(
         self, cache: Cache, seq_ids: np.ndarray, lengths: np.ndarray, left: Any
     ) -> dict[int, Luggage]:
-        """Copy what sequences have in each of its groups to the host, by group."""
+        """Copy the contents of sequences to the host, by group."""
 
     def num_free(self, metadata: Metadata) -> tuple[jax.Array, ...]:
-        """Return the free blocks of its pools, i32[] each."""
+        """Return the number of free blocks of each pool, i32[] each."""
 
 
 def parts_of(metadata: Metadata) -> tuple[Part, ...]:
-    """Return the parts of a cache, as `making` found them."""
+    """Return the parts of a cache, created at `init`."""
     return metadata.parts
 
 
 def apply_plans(
     metadata: Metadata, plans: Sequence[Judged | Exchanging], done: Done
 ) -> tuple[Metadata, tuple[Moves, ...]]:
-    """Do what is served in each part, and return what its storage is to follow."""
+    """Apply the served requests to each part; return the moves of their storage."""
     moves = []
     for plan in plans:
         metadata, of_part = plan.apply(metadata, done)
@@ -285,7 +284,7 @@ def apply_plans(
 def close_sequences(
     metadata: Metadata, seq_ids: jax.Array, closable: jax.Array
 ) -> Metadata:
-    """Give back rows, i32[B], distinct where bool[B], and all that they have."""
+    """Close rows, i32[B], distinct where bool[B], and release all their contents."""
     metadata = tables.close_rows(metadata, seq_ids, closable)
     for part in parts_of(metadata):
         metadata = part.close(metadata, seq_ids, closable)

@@ -1,7 +1,7 @@
-"""What all verbs do with their B requests: broadcasting, causes, order.
+"""Arguments and admission, shared by all verbs: broadcasting, causes, order.
 
-A verb first finds a `Status` for every request from the state before the call, then
-applies what was served.
+A verb computes a `Status` for each request from the state before the call, then
+applies the served requests.
 """
 
 import functools
@@ -23,7 +23,7 @@ from jkv.signatures import Texts as Texts
 from jkv.state import NO_SEQUENCE, Metadata, SequenceRow
 from jkv.status import Status, UsageError
 
-# Numbers of blocks, the same in all groups or one for each.
+# Block counts, one for all groups or one each.
 Blocks: TypeAlias = jax.Array | int | tuple[jax.Array | int, ...]
 
 I32 = np.iinfo(np.int32)
@@ -34,9 +34,9 @@ def broadcast(
 ) -> list[jax.Array]:
     """Return the arguments as i32[B] arrays, scalars repeated for every request.
 
-    B is `num_requests` if that is given, else what the arrays among the arguments say.
-    Integers outside 32 bits keep their meaning ("too large", "negative") by saturating.
-    What is no integers, or differs in length, is refused.
+    B is `num_requests` if given, else the length of the arrays among the arguments.
+    Integers outside 32 bits saturate, which keeps "too large" and "negative". Other
+    dtypes and unequal lengths are refused.
     """
     arrays = {name: saturated(name, value) for name, value in arguments.items()}
     sizes = {name: a.shape[0] for name, a in arrays.items() if a.ndim == 1}
@@ -45,14 +45,14 @@ def broadcast(
     if len(set(sizes.values())) > 1:
         raise ValueError(
             f"arguments must have one entry per request, got lengths {sizes}; pass "
-            f"arrays of equal length, or an int that holds for all requests"
+            f"arrays of equal length, or an int for all requests"
         )
     shape = (next(iter(sizes.values()), 1),)
     return [a if a.ndim else _namespace(a).full(shape, a) for a in arrays.values()]
 
 
 def as_index(value: Integer) -> jax.Array:
-    """Return an index or count as i32[], saturated; an int stays on the host."""
+    """Return an index or count as i32[], saturated; ints stay on the host."""
     if isinstance(value, jax.Array):
         return value if value.dtype == jnp.int32 else saturated("a number", value)
     try:
@@ -63,10 +63,9 @@ def as_index(value: Integer) -> jax.Array:
 
 
 def as_domains(name: str, salts: Integers) -> Integers:
-    """Return salts for `broadcast`; unsigned ones keep their 32 bits as signed.
+    """Return cache salts for `broadcast`, unsigned ones as signed with the same bits.
 
-    They must not saturate, as two domains would then be one: what does not fit is
-    refused.
+    Saturation would merge two salts: numbers that do not fit are refused.
     """
     if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(salts)):
         if isinstance(salts, jax.Array) and salts.dtype == jnp.uint32:
@@ -85,12 +84,12 @@ def as_domains(name: str, salts: Integers) -> Integers:
 
 
 def as_prompts(prompts: Texts, name: str = "tokens") -> jax.Array:
-    """Return prompts, an array or lists, as i32[B, P], -1 after the end of each one."""
+    """Return prompts, an array or lists, as i32[B, P], padded with -1."""
     return jnp.asarray(read_prompts(prompts, name))
 
 
 def read_prompts(prompts: Texts, name: str) -> np.ndarray[Any, Any] | jax.Array:
-    """Return the same, in numpy unless they are, or hold, arrays of JAX."""
+    """Return the same in numpy, unless the prompts are or contain JAX arrays."""
     expected = (
         f"{name} must be i32[B, P], one prompt a row and -1 after its end, or a list "
         f"of lists of token ids (of one prompt, [[5, 6, 7]])"
@@ -104,14 +103,14 @@ def read_prompts(prompts: Texts, name: str) -> np.ndarray[Any, Any] | jax.Array:
 
 
 def pad_rows(prompts: Any, expected: str) -> np.ndarray[Any, Any] | jax.Array:
-    """Return lists of token ids as an array, each row filled up with -1."""
+    """Return lists of token ids as an array, its rows padded with -1."""
     is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(prompts))
     xp: Any = jnp if is_traced else np
     try:
         rows = [xp.asarray(row) for row in prompts]
     except (TypeError, ValueError):
         raise UsageError(f"{expected}, got {type(prompts).__name__}") from None
-    # An empty list has no integer dtype: it takes that of the others.
+    # An empty list has no integer dtype: use the others'.
     dtype = next((row.dtype for row in rows if row.size), np.dtype(np.int32))
     rows = [row if row.size else xp.zeros(row.shape, dtype) for row in rows]
     if any(row.ndim != 1 for row in rows):
@@ -124,16 +123,16 @@ def pad_rows(prompts: Any, expected: str) -> np.ndarray[Any, Any] | jax.Array:
 
 
 def check_counts(**counts: int) -> None:
-    """Refuse static numbers that are no positive ints, by name."""
+    """Refuse static counts that are not positive ints, by name."""
     for name, count in counts.items():
         check_static(name, count, 1)
 
 
 def check_static(name: str, number: int, least: int) -> None:
-    """Refuse a static number that is no int, or too small."""
+    """Refuse a static number that is not an int or is too small."""
     if isinstance(number, np.integer):
         raise UsageError(
-            f"{name} must be a static int, got {number!r}: int(...) makes it one"
+            f"{name} must be a static int, got {number!r}; pass int({name})"
         )
     if not isinstance(number, int) or not least <= number <= I32.max:
         raise UsageError(
@@ -143,7 +142,7 @@ def check_static(name: str, number: int, least: int) -> None:
 
 
 def as_ids(name: str, ids: Any) -> Any:
-    """Return token ids as i32, in numpy if they are; refuse what would wrap."""
+    """Return token ids as i32, in numpy if given so; refuse ids that would wrap."""
     if isinstance(ids, np.ndarray) and ids.size:
         for extreme in (ids.max(), ids.min()):
             if not I32.min <= extreme <= I32.max:
@@ -179,33 +178,33 @@ def saturated(name: str, value: Integers) -> jax.Array:
 
 
 def _check_fixed(name: str, array: Any) -> None:
-    """Refuse a size that `jax.export` leaves open."""
+    """Refuse a symbolic size of `jax.export`."""
     if not all(isinstance(size, int) for size in array.shape):
         raise UsageError(
-            f"{name} has the symbolic shape {array.shape}, and a step is made for a "
-            f"fixed number of requests: export it for the most there are, and fill up "
-            f"with -1, which is padding"
+            f"{name} must have a fixed number of requests, got the "
+            f"symbolic shape {array.shape}; export for the largest number, and pad "
+            f"with -1"
         )
 
 
 def _namespace(array: Any) -> Any:
-    """Return the module whose functions make arrays of this kind."""
+    """Return jnp for JAX arrays, else numpy."""
     return jnp if isinstance(array, jax.Array) else np
 
 
 def is_live(metadata: Metadata, seq_ids: jax.Array) -> jax.Array:
-    """Return whether each id names an open sequence, bool[B]."""
+    """Return True where an id names an open sequence, bool[B]."""
     return is_open(metadata, seq_ids, metadata.sequences.read(seq_ids))
 
 
 def is_open(metadata: Metadata, seq_ids: jax.Array, rows: SequenceRow) -> jax.Array:
-    """Return whether each id names an open sequence, bool[B], given their rows."""
+    """Return True where an id names an open sequence, bool[B], given their rows."""
     known = (seq_ids >= 0) & (seq_ids < metadata.max_sequences)
     return known & (jnp.asarray(rows.is_open) != 0)
 
 
 def is_first_mention(metadata: Metadata, seq_ids: jax.Array) -> jax.Array:
-    """Return whether no earlier request of the call names the same id, bool[B]."""
+    """Return True where no earlier request names the same id, bool[B]."""
     if seq_ids.shape[0] <= 1:
         return jnp.ones(seq_ids.shape, bool)
     return _is_first_mention(jnp.asarray(seq_ids), num_ids=metadata.max_sequences)
@@ -218,14 +217,14 @@ def _is_first_mention(seq_ids: jax.Array, *, num_ids: int) -> jax.Array:
 
 
 def is_live_once(metadata: Metadata, seq_ids: jax.Array) -> jax.Array:
-    """Return whether each id is the first mention of an open sequence, bool[B]."""
+    """Return True at the first mention of an open sequence, bool[B]."""
     return is_live(metadata, seq_ids) & is_first_mention(metadata, seq_ids)
 
 
 def find_status(
     is_padding: jax.Array, causes: list[tuple[Status, jax.Array]]
 ) -> jax.Array:
-    """Return each request's first cause of the list that applies, or OK, i32[B]."""
+    """Return each request's first applicable cause, or OK, i32[B]."""
     status = jnp.full(is_padding.shape, Status.OK, jnp.int32)
     for cause, applies in reversed(causes):
         status = jnp.where(applies, jnp.int32(cause), status)
@@ -233,28 +232,28 @@ def find_status(
 
 
 def saturating_cumsum(counts: jax.Array, limit: int) -> jax.Array:
-    """Return running sums that stop at `limit`, i32[B], for counts in 0..limit."""
+    """Return running sums capped at `limit`, i32[B], for counts in 0..limit."""
     if counts.shape[0] * limit <= I32.max:
         return jnp.minimum(running_sum(counts), limit)
     return jax.lax.associative_scan(lambda a, b: jnp.minimum(a + b, limit), counts)
 
 
 class Agreed(NamedTuple):
-    """Which requests are served as far as pools go."""
+    """The requests that the pools can serve."""
 
-    no_block: jax.Array  # bool[B], requests that the free blocks do not reach
-    granted: tuple[tuple[Granted, ...], ...]  # of each part, of each of its pools
+    no_block: jax.Array  # bool[B], requests refused for lack of free blocks
+    granted: tuple[tuple[Granted, ...], ...]  # by part, then by pool
 
 
 def agree(lacks: Sequence[tuple[Lack, ...]], keep_free: Blocks = 0) -> Agreed:
-    """Judge in order which requests the free blocks of all pools reach.
+    """Decide in request order which requests the free blocks of all pools cover.
 
-    From the first that does not fit in some pool on, all that need a block in any pool
-    are refused. One that needs none never is. Some free blocks, i32[] for all pools or
-    for each, are not theirs to take.
+    From the first request that some pool cannot serve, all requests that need blocks
+    are refused; requests without need are served. `keep_free` blocks, i32[] for all
+    pools or each, are left.
     """
     pools = [lack for of_part in lacks for lack in of_part]
-    if not pools:  # no request ever lacks a block
+    if not pools:  # without pools no request lacks a block
         return Agreed(jnp.zeros((1,), bool), tuple(() for _ in lacks))
     kept = keep_free if isinstance(keep_free, tuple) else (keep_free,) * len(pools)
     is_over, granted = [], []
@@ -269,10 +268,10 @@ def agree(lacks: Sequence[tuple[Lack, ...]], keep_free: Blocks = 0) -> Agreed:
 
 
 def any_of(masks: Sequence[jax.Array | np.ndarray]) -> jax.Array:
-    """Return where any of some masks of one shape is true; of none that is nowhere."""
+    """Return the elementwise OR of masks; False without masks."""
     return functools.reduce(operator.or_, masks or [np.bool_(False)])  # type: ignore[return-value,list-item]
 
 
 def is_padding(seq_ids: jax.Array) -> jax.Array:
-    """Return which requests only fill up the batch, bool[B]."""
+    """Return True where a request is padding, bool[B]."""
     return seq_ids == NO_SEQUENCE

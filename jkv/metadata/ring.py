@@ -1,17 +1,16 @@
-"""The FIFO of free ids: take from the head, give back at the tail, in batches.
+"""The free ids in LRU order: take from the head, return at the tail, in batches.
 
-A batch of ids is described by ranks (0 for the first to leave or enter), which callers
-get from a `running_sum`; one gather or one scatter then moves the whole batch. Cost
-depends on the batch, never on the length of the ring.
+Ranks describe a batch of ids (0 leaves or enters first), computed by `running_sum`; one
+gather or scatter moves the batch. The cost depends on the batch, never on the length of
+the ring.
 
-A free block that the prefix index finds leaves the middle of the ring, where a hole
-remains; `Ring.indices` tells an entry from a hole. Before ids are taken, the entries in
-front are moved together (`expose`). Each hole is moved past once, so the work stays
-constant per id in the long run. A ring without them has no holes, and nothing of this
-is traced for it.
+A prefix cache hit removes a free block from the middle of the ring, which leaves a
+hole; `Ring.indices` distinguishes entries from holes. `expose` compacts the entries in
+front before ids are taken. Each hole is passed once, so the amortized cost per id is
+constant. Without a prefix index there are no holes and no code for them.
 
-Ids of several classes have a ring each. Those of the lowest leave; where there are too
-few of them, the first of the next follow behind the last.
+With several classes (retention priorities) each has its own ring. Ids of class 0 leave
+first; if there are too few, the first of the next class are appended.
 """
 
 import dataclasses
@@ -31,25 +30,25 @@ Carry = TypeVar("Carry")
 
 
 class Keep(NamedTuple):
-    """How ids are kept."""
+    """Retention of ids."""
 
-    classes: Any  # i32[P], those that there are
-    until: Any  # u32[P], times
+    classes: Any  # i32[P]
+    until: Any  # u32[P], ticks of the clock
 
 
 def peek(ring: Ring, ranks: jax.Array) -> jax.Array:
-    """Return the ids that leave at these ranks, i32[...], none of them a hole."""
+    """Return the ids that leave at these ranks, i32[...]; the ring is exposed."""
     return gather(ring.ids, fifo.wrap(ring, ring.head + ranks))
 
 
 def pop(ring: Ring, num: jax.Array) -> Ring:
-    """Drop `num` ids (i32[], at most the count) from the head, none of them a hole."""
+    """Drop `num` ids (i32[], at most the count) from the head of an exposed ring."""
     left = ring.added(num, head=1, span=-1, count=-1, taken=1)
     return left.with_fewest(left.count)
 
 
 def push(ring: Ring, ids: jax.Array, entering: jax.Array) -> Ring:
-    """Put ids that enter, i32[P] where bool[P], at the tail; none is in the ring."""
+    """Append ids, i32[P], where bool[P]; none is in the ring."""
     kept = ring.kept
     if kept is None:
         return fifo.push(ring, ids, entering)
@@ -69,7 +68,7 @@ def _change_each(
     ids: jax.Array,
     chosen: jax.Array,
 ) -> Ring:
-    """Change the ring of each class by those of its ids, i32[P], where bool[P]."""
+    """Apply `change` to the ring of each class with its chosen ids, i32[P]."""
     if ring.kept is None:
         return change(ring, ids, chosen)
     of = gather(ring.kept.classes, ids)
@@ -82,7 +81,7 @@ def _change_each(
 
 
 def expose(ring: Ring, num: jax.Array) -> Ring:
-    """Rid the first `num` ids, i32[], of holes between them."""
+    """Move holes out of the first `num` entries, i32[]."""
     if ring.indices is None:
         return ring
     ring = _supply(ring, num)
@@ -94,7 +93,7 @@ def expose(ring: Ring, num: jax.Array) -> Ring:
 
 
 def _supply(ring: Ring, num: jax.Array) -> Ring:
-    """Let ids of higher classes follow those of the lowest, so that `num` leave."""
+    """Append ids of higher classes to class 0 until `num` ids can leave."""
     lowest, *higher = ring.by_class
     for number, each in enumerate(higher):
         lacking = jnp.clip(num - lowest.count, 0, each.count)
@@ -109,7 +108,7 @@ def _supply(ring: Ring, num: jax.Array) -> Ring:
 def _supply_chunk(
     lowest: Ring, ring: Ring, lacking: jax.Array
 ) -> tuple[Ring, Ring, jax.Array]:
-    """Let the ids of one chunk follow the lowest class, as far as they lack."""
+    """Append the entries of one chunk to class 0, at most `lacking`."""
     indices = fifo.indices_of(ring)
     ids, entry = fifo.entries(ring, jnp.arange(fifo.CHUNK, dtype=jnp.int32))
     rank = running_sum(entry.astype(jnp.int32))
@@ -124,7 +123,7 @@ def _supply_chunk(
 
 
 def remove(ring: Ring, ids: jax.Array, leaving: jax.Array) -> Ring:
-    """Let different ids, i32[P], leave from wherever they stand, where bool[P]."""
+    """Remove distinct ids, i32[P], where bool[P], from any place."""
     num = jnp.sum(leaving, dtype=jnp.int32)
     ring = ring.added(num, taken=1).with_fewest(ring.count - num)
     return _change_each(ring, fifo.remove, ids, leaving)
@@ -133,13 +132,13 @@ def remove(ring: Ring, ids: jax.Array, leaving: jax.Array) -> Ring:
 def renew(
     ring: Ring, ids: jax.Array, leaving: jax.Array, keep: Keep | None = None
 ) -> Ring:
-    """Let ids go from wherever they stand to the tail, in this order, kept anew."""
+    """Move ids, i32[P], where bool[P], to the tail in this order; raise classes."""
     moved = raise_classes(remove(ring, ids, leaving), ids, keep)
     return push(moved, ids, leaving).with_account_of(ring)
 
 
 def raise_classes(ring: Ring, ids: jax.Array, keep: Keep | None) -> Ring:
-    """Give ids, i32[P], that are not free, at least these classes and times."""
+    """Raise the classes and times of ids, i32[P], that are not free."""
     kept = ring.kept
     if kept is None or keep is None:
         return ring
@@ -151,7 +150,7 @@ def raise_classes(ring: Ring, ids: jax.Array, keep: Keep | None) -> Ring:
 
 
 def forget(ring: Ring, ids: jax.Array, num_forgotten: jax.Array) -> Ring:
-    """Note that ids, i32[P], have left for good, and lost what they were known by."""
+    """Clear the records of taken ids, i32[P], and count the evicted ones."""
     if ring.indices is None:
         return ring
     indices = scatter(ring.indices, ids, -1)
@@ -160,7 +159,7 @@ def forget(ring: Ring, ids: jax.Array, num_forgotten: jax.Array) -> Ring:
 
 
 def _reset(ring: Ring, ids: jax.Array) -> Ring:
-    """Let ids, i32[P], be of class 0, which are not in the ring of another."""
+    """Reset ids, i32[P], to class 0; none is in the ring of another class."""
     kept = ring.kept
     if kept is None:
         return ring
@@ -172,7 +171,7 @@ def _reset(ring: Ring, ids: jax.Array) -> Ring:
 
 
 def lower(ring: Ring, ids: jax.Array) -> Ring:
-    """Let different ids, i32[P], be of class 0, free ones at its tail; N is dropped."""
+    """Move distinct ids, i32[P], to class 0, free ones to its tail; N is dropped."""
     kept = ring.kept
     if kept is None:
         return ring
@@ -185,7 +184,7 @@ def lower(ring: Ring, ids: jax.Array) -> Ring:
 
 
 def arrange(ring: Ring, stays: jax.Array) -> Ring:
-    """Let ids of class 0 that do not stay, bool[N], stand in the order of entering."""
+    """Move ids outside `stays`, bool[N], to class 0, in the order of entering."""
     kept = ring.kept
     if kept is None:
         return ring
@@ -209,7 +208,7 @@ def arrange(ring: Ring, stays: jax.Array) -> Ring:
 
 
 def in_order(ring: Ring) -> tuple[jax.Array, jax.Array]:
-    """Return the ids as they leave, i32[N], N behind the last, and how many."""
+    """Return the ids in eviction order, i32[N], padded with N, and their number."""
     capacity = sum(each.ids.shape[0] for each in ring.by_class)
     num_ids = ring.ids.shape[0] if ring.indices is None else ring.indices.shape[0]
     ids, is_entry = entries(ring, jnp.arange(capacity, dtype=jnp.int32))
@@ -217,10 +216,10 @@ def in_order(ring: Ring) -> tuple[jax.Array, jax.Array]:
 
 
 def refill(ring: Ring, ids: jax.Array, num: jax.Array, kept: Kept | None) -> Ring:
-    """Return a ring of other ids, from its first index on, with the old account.
+    """Return a ring of other ids from its first index on, with the old counters.
 
-    They are i32[N'], as they leave, N' behind the last of so many, i32[]; kept by
-    classes, if there are.
+    The ids are i32[N'] in eviction order, `num` of them valid; `kept` has their
+    classes.
     """
     if kept is None:
         return fifo.refill(ring, ids, num)
@@ -240,10 +239,10 @@ def scan(
     visit: Callable[[Carry, jax.Array, jax.Array], Carry],
     carry: Carry,
 ) -> Carry:
-    """Visit entries from the head on, some hundred at a time, while it goes on.
+    """Visit entries from the head in chunks, while `goes_on(carry)`.
 
-    `visit(carry, ids, is_entry)` gets ids as they leave, i32[P] and bool[P]. A loop, as
-    how far the entries lie from the head shows only on the way.
+    `visit(carry, ids, is_entry)` gets i32[P] and bool[P] in eviction order. The
+    distance of the entries from the head is known only at run time.
     """
     lanes = jnp.arange(fifo.CHUNK, dtype=jnp.int32)
 
@@ -260,7 +259,7 @@ def scan(
 
 
 def entries(ring: Ring, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return ids at distances from the head, i32[P], and which of them are entries."""
+    """Return ids at distances from the head, i32[P], and a mask of entries."""
     if ring.indices is None:
         return peek(ring, index), index < ring.span
     lowest, *higher = ring.by_class

@@ -1,4 +1,4 @@
-"""The block tables: rows are opened and closed, columns looked up and released."""
+"""Block tables: open and close rows, look up and release columns."""
 
 import dataclasses
 
@@ -15,24 +15,23 @@ from jkv.sharding.loops import while_loop
 from jkv.state import NO_SEQUENCE, BlockGroup, Metadata, Ring, SequenceRow
 from jkv.state.windows import Columns
 
-# Columns that growing sequences give back in one trip of a loop: few enough to be
-# compared with each other.
+# Columns released per trip when sequences grow: few enough to compare pairwise.
 _GIVEN_BACK_PER_TRIP = MOST_COMPARED
 
 
 def locate(positions: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """Return the table column and the offset of positions, i32[...], of 0 or more."""
+    """Return table column and offset of positions >= 0, i32[...]."""
     return divide(positions, size)
 
 
 def num_blocks_for(num_tokens: jax.Array, size: int) -> jax.Array:
-    """Return ceil(num_tokens / T), of negatives too, without a sum that overflows."""
+    """Return ceil(num_tokens / T), also of negatives, without overflow."""
     full, rest = divide(num_tokens, size)
     return full + (rest > 0).astype(jnp.int32)
 
 
 def blocks_at(group: BlockGroup, row: jax.Array, column: jax.Array) -> jax.Array:
-    """Return the block in each cell of the tables, i32[...]; N outside of them."""
+    """Return the block in each cell of the tables, i32[...]; N outside."""
     num_rows, num_columns = group.block_tables.shape
     inside = (row < num_rows) & (column >= 0) & (column < num_columns)
     block = gather(group.block_tables, (row, column))
@@ -42,9 +41,9 @@ def blocks_at(group: BlockGroup, row: jax.Array, column: jax.Array) -> jax.Array
 def lacks_row(
     metadata: Metadata, eligible: jax.Array, no_block: jax.Array
 ) -> jax.Array:
-    """Return which eligible requests, bool[B], find no free row, bool[B].
+    """Return True for eligible requests, bool[B], without a free row, bool[B].
 
-    A request refused for want of blocks, bool[B], leaves its row to later ones.
+    A request refused for lack of blocks, `no_block`, takes no row.
     """
     takes = (eligible & ~no_block).astype(jnp.int32)
     taken_before = running_sum(takes) - takes
@@ -54,9 +53,9 @@ def lacks_row(
 def open_rows(
     metadata: Metadata, served: jax.Array, context_lengths: jax.Array | int
 ) -> tuple[Metadata, jax.Array]:
-    """Take a free row for each served request; return ids, i32[B], -1 for others.
+    """Open a row for each served request; return ids, i32[B], -1 elsewhere.
 
-    The sequences begin with these context lengths, i32[B].
+    Sequences start with `context_lengths`, i32[B].
     """
     sequences = metadata.sequences
     ranks = running_sum(served.astype(jnp.int32))
@@ -71,7 +70,7 @@ def open_rows(
 
 
 def close_rows(metadata: Metadata, seq_ids: jax.Array, closable: jax.Array) -> Metadata:
-    """Give back the rows of sequences, i32[B], distinct where bool[B]."""
+    """Close the rows of sequences, i32[B], distinct where bool[B]."""
     sequences = metadata.sequences
     row = jnp.where(closable, seq_ids, sequences.max_sequences)
     free_rows = ring.push(sequences.free_rows, seq_ids, closable)
@@ -82,12 +81,12 @@ def close_rows(metadata: Metadata, seq_ids: jax.Array, closable: jax.Array) -> M
 def empty_rows(
     group: BlockGroup, seq_ids: jax.Array, closable: jax.Array
 ) -> BlockGroup:
-    """Give back all blocks of sequences, i32[B], distinct where bool[B], in a group."""
+    """Release all blocks of sequences, i32[B], distinct where bool[B], in a group."""
     mapped = gather(group.num_mapped_blocks, seq_ids)
     last = jnp.where(closable, mapped, 0)
     row = jnp.where(closable, seq_ids, group.max_sequences)
     gap = group.window.gaps_of(seq_ids)
-    # Before the loop, or it would carry a copy of what is read here and written after.
+    # Update before the loop, which would otherwise carry a copy of both arrays.
     group = dataclasses.replace(
         group,
         num_mapped_blocks=scatter_add(group.num_mapped_blocks, row, -last),
@@ -99,10 +98,9 @@ def empty_rows(
 def keep_blocks(
     metadata: Metadata, number: int, seq_ids: jax.Array, closable: jax.Array, keep: Keep
 ) -> Metadata:
-    """Raise the classes of what the index finds of sequences, i32[B], in a group.
+    """Raise the retention classes of the indexed blocks of sequences, i32[B].
 
-    Those are distinct where they are closable, bool[B], and kept by one class and time
-    each, [B].
+    Closable sequences, bool[B], are distinct; `keep` has one class and time each, [B].
     """
     group = metadata.groups[number]
     gap = group.window.gaps_of(seq_ids)
@@ -129,9 +127,9 @@ def release_blocks(
 ) -> BlockGroup:
     """Unmap table columns first..last-1 of each sequence, the last column first.
 
-    Sequences, i32[B], are distinct where first < last; of others no column is released.
-    A block whose reference count reaches zero enters the ring where the last of its
-    mentions stands. Lengths and the number of mapped blocks are the caller's to set.
+    Sequences, i32[B], are distinct where first < last; others release nothing. A block
+    whose reference count reaches zero enters the ring, ordered by its last mention. The
+    caller updates lengths and the number of mapped blocks.
     """
     return _release(group, seq_ids, jnp.maximum(last - first, 0), last, 0)
 
@@ -139,7 +137,7 @@ def release_blocks(
 def release_kept(
     group: BlockGroup, seq_ids: jax.Array, last: jax.Array, gap: Columns
 ) -> BlockGroup:
-    """Unmap all columns before `last`, i32[B], but for the gap, as `release_blocks`."""
+    """Unmap all columns before `last`, i32[B], except the gap, as `release_blocks`."""
     num_kept = jnp.where(last > 0, last - gap, 0)
     return _release(group, seq_ids, num_kept, num_kept, gap)
 
@@ -147,7 +145,7 @@ def release_kept(
 def _release(
     group: BlockGroup, seq_ids: jax.Array, num: jax.Array, last: jax.Array, gap: Columns
 ) -> BlockGroup:
-    """Release `num` kept blocks of each sequence, from rank `last` - 1 downwards."""
+    """Release `num` mapped blocks of each sequence, from rank `last` - 1 downwards."""
 
     def release(group: BlockGroup, at: Entries) -> BlockGroup:
         row = jnp.where(at.valid, gather(seq_ids, at.request), group.max_sequences)
@@ -160,7 +158,7 @@ def _release(
 
 
 def _unmap(group: BlockGroup, row: jax.Array, column: jax.Array) -> BlockGroup:
-    """Empty cells, i32[P]; a row of S or above is dropped."""
+    """Empty cells, i32[P], and drop their references; ignore rows >= S."""
     block = blocks_at(group, row, column)
     row = written_after(block < group.num_blocks, row, group.max_sequences)
     tables = scatter(group.block_tables, (row, column), group.num_blocks)
@@ -171,14 +169,14 @@ def _unmap(group: BlockGroup, row: jax.Array, column: jax.Array) -> BlockGroup:
 def give_back(
     group: BlockGroup, seq_ids: jax.Array, lengths: jax.Array, grows: jax.Array
 ) -> BlockGroup:
-    """Return the blocks that no row of growing sequences, bool[B], sees again.
+    """Release the blocks outside the window of growing sequences, bool[B].
 
-    Their first new rows are at these lengths, i32[B]. Request after request, the first
-    columns first. In most steps of decoding few sequences have one: while any has, some
-    dozens of columns are given back at once.
+    Their first new rows are at `lengths`, i32[B]. Columns are released in request
+    order, first columns first. Few decode steps leave a block, so the loop usually has
+    no trips.
     """
     unseen = group.window.unseen_from(lengths, group.block_size)
-    if isinstance(unseen, int):  # nothing is ever given back
+    if isinstance(unseen, int):  # no window: nothing is released
         return group
     width = min(_GIVEN_BACK_PER_TRIP, seq_ids.shape[0] * group.max_blocks_per_sequence)
     sinks = group.window.sink_columns(group.block_size)

@@ -1,24 +1,22 @@
-"""What XLA's CPU runtime asks for, explained once; the logic names what it uses.
+"""Workarounds for XLA's CPU runtime, explained once and named where they are used.
 
-None of it changes a result, and on other devices it costs nothing.
+None changes a result; on other devices they cost nothing.
 
-* **Stages** (`stage`). XLA on CPU runs what is ready. With more than eight operations
-  ready at once it hands half of them to another thread, and the caller then waits for
-  that thread to wake up, which takes longer than the bookkeeping's operations on a
-  thousand integers each. A computation of at most eight operations it runs in order
-  (`ThunkExecutor` in XLA's CPU runtime has both limits). So the parts of the verbs that
-  would make many operations ready at once are computations of about that size which
-  are not inlined.
-* **Sums of masked tiles** (`running_sum`). XLA on CPU turns a `cumsum` into nine small
-  loops, sums of masked tiles into four.
-* **Truncating division** (`divide`). XLA takes the corrections of a floor division for
-  work that is worth a second thread, which costs far more than they do.
-* **What is read is written after** (`written_after`). XLA keeps a copy of an array for
-  a read that it cannot prove to come before a write. Where the index of the write is
-  made from what was read, it can.
-* **One layer's kernels for all layers** (`unknown`). XLA on CPU compiles equal fusions
-  once, and compiling is what a start costs. With the layer as a constant inside them
-  each layer of an unrolled model would have fusions of its own.
+* **Stages** (`stage`). XLA on CPU runs every operation that is ready. With more than
+  eight ready it hands half of them to another thread and waits for that thread to wake
+  up, which takes longer than bookkeeping on a thousand integers. It runs a computation
+  of at most eight operations in order (`ThunkExecutor` has both limits). Parts of the
+  verbs with many ready operations are therefore separate computations of about that
+  size, which are not inlined.
+* **Sums of masked tiles** (`running_sum`). XLA on CPU compiles a `cumsum` to nine small
+  loops, sums of masked tiles to four.
+* **Truncating division** (`divide`). XLA considers the corrections of a floor division
+  worth a second thread, which costs far more than they do.
+* **Write after read** (`written_after`). XLA copies an array if it cannot prove that a
+  read comes before a write. An index computed from the value read proves it.
+* **The same kernels for all layers** (`unknown`). XLA on CPU compiles equal fusions
+  once. With a constant layer index each layer of an unrolled model would have its own
+  fusions, and compile time dominates startup.
 """
 
 import functools
@@ -35,24 +33,24 @@ from jkv.sharding.loops import vary_over, varying_axes
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Tiles of a running sum: work is 16 a count, and more tiles than this cost too much.
+# Size and number of tiles of a running sum: work grows with both.
 _TILE = 16
 _MAX_TILES = 128
 
 
 def stage(function: Callable[P, T]) -> Callable[P, T]:
-    """Make a function a stage.
+    """Compile a function as a separate computation on CPU.
 
-    It takes and returns pytrees of arrays; arguments by keyword are static. Arrays that
-    it returns as it got them stay outside the computation, so that a stage may take and
-    return the whole metadata. On devices other than a CPU it is the plain function.
+    It takes and returns pytrees of arrays; keyword arguments are static. Arrays
+    returned unchanged stay outside the computation, so a stage may take and return the
+    whole metadata. On other devices it is the plain function.
     """
 
     @functools.wraps(function)
     def staged(*args: P.args, **static: P.kwargs) -> T:
         leaves, structure = jax.tree.flatten(args)
-        # What tracing finds out: the result's structure, and which argument, if any,
-        # each of its leaves is.
+        # Filled by tracing: the result's structure, and for each leaf the index of the
+        # argument returned unchanged, or None.
         result, origins = structure, list[int | None]()
 
         def compute(*leaves: jax.Array) -> list[jax.Array]:
@@ -84,7 +82,7 @@ def stage(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def running_sum(counts: jax.Array) -> jax.Array:
-    """Return the sum of counts, i32[P], up to and with each one, as `cumsum` does."""
+    """Return the inclusive running sum of counts, i32[P], as `cumsum` does."""
     size = counts.shape[0]
     if size <= _TILE:
         earlier = np.triu(np.ones((size, size), bool))
@@ -101,22 +99,21 @@ def running_sum(counts: jax.Array) -> jax.Array:
 
 
 def divide(numbers: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """Return quotient and rest of i32[...], rounded towards zero."""
+    """Return quotient and remainder of i32[...], rounded towards zero."""
     divisor = jnp.int32(size)
     return jax.lax.div(numbers, divisor), jax.lax.rem(numbers, divisor)
 
 
 def written_after(was_read: jax.Array, index: jax.Array, nothing: int) -> jax.Array:
-    """Return the index of a write, i32[P], that comes after a read of the same array.
+    """Return the index of a write, i32[P], that depends on a read of the same array.
 
-    `was_read`, bool[P], is made from what was read; False where nothing is to be
-    written.
+    `was_read`, bool[P], is computed from the values read; False drops the write.
     """
     return jnp.where(was_read, index, nothing)
 
 
 def unknown(number: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Return a number, i32[], perhaps constant, that XLA on CPU does not know."""
+    """Return a number, i32[], whose value XLA on CPU cannot constant-fold."""
     if lengths.shape[0] == 0:
         return number
     nothing = lengths[0]
@@ -128,5 +125,5 @@ def unknown(number: jax.Array, lengths: jax.Array) -> jax.Array:
 
 @stage
 def _add_nothing(number: jax.Array, length: jax.Array) -> jax.Array:
-    """Return the number; a stage, or its addition would be part of every fusion."""
+    """Return the number; a stage keeps the addition out of every fusion."""
     return number + jnp.minimum(length, 0)

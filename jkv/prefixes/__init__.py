@@ -1,1 +1,1 @@
-"""The optional prefix index: which full blocks hold which prompt's beginning."""
+"""The optional prefix index, which maps prompt prefixes to full blocks."""

@@ -1,4 +1,4 @@
-"""The full blocks that a step filled, and the prefixes that they end."""
+"""Full blocks of a step, and the prefixes that end with them."""
 
 from typing import NamedTuple
 
@@ -15,44 +15,44 @@ from jkv.state import Batch, Metadata
 
 
 class Chains(NamedTuple):
-    """What a commit does for each request of its batch."""
+    """Ranges of columns to commit, for each request of a batch."""
 
     seq_ids: jax.Array  # i32[B]
-    continues: jax.Array  # bool[B], whether the step may become visible
-    first: jax.Array  # i32[B], the first column to make visible
+    continues: jax.Array  # bool[B], True if the step continues the committed tokens
+    first: jax.Array  # i32[B], first column to commit
     num_columns: jax.Array  # i32[B]
-    rows: IndexRow  # [B], of the sequences
+    rows: IndexRow  # [B], index rows of the sequences
 
 
 class CommitLanes(NamedTuple):
-    """The columns one trip of a commit makes visible, request after request."""
+    """Columns committed in one trip, in request order."""
 
-    request: jax.Array | None  # i32[P]; None: lane i is of request i
-    rank: jax.Array  # i32[P], columns from the request's first one
+    request: jax.Array | None  # i32[P]; None: lane i belongs to request i
+    rank: jax.Array  # i32[P], column minus the request's first one
     valid: jax.Array  # bool[P]
-    unbroken: jax.Array  # bool[P], the columns of earlier trips are visible
-    is_alone: bool  # static: each request has one column at most
+    unbroken: jax.Array  # bool[P], True if the columns of earlier trips are committed
+    is_alone: bool  # static: at most one column per request
 
     def spread(self, values: jax.Array) -> jax.Array:
-        """Give each lane the value of its request: [B] to [P]."""
+        """Repeat the value of each request for its lanes: [B] to [P]."""
         return values if self.request is None else gather(values, self.request)
 
 
 class Columns(NamedTuple):
-    """The full block of each lane, of the leading group, and the prefix it ends."""
+    """The leading group's full block of each lane, and the prefix that ends with it."""
 
-    row: jax.Array  # i32[P], of the tables; S where the lane is not valid
+    row: jax.Array  # i32[P], table row; S for invalid lanes
     column: jax.Array  # i32[P]
     block: jax.Array  # i32[P]
-    prefixes: Prefixes  # [P], what the block holds
-    owners: jax.Array  # i32[P], table entries that name the block
-    hashes_above: jax.Array  # u32[P], of the prefix up to the block's beginning
-    is_first: jax.Array  # bool[P], the first lane of its request in this trip
-    before: jax.Array  # i32[P], the block before the first lane's, N for none
+    prefixes: Prefixes  # [P], keys of the blocks
+    owners: jax.Array  # i32[P], reference counts
+    hashes_above: jax.Array  # u32[P], of the prefix up to the block's start
+    is_first: jax.Array  # bool[P], first lane of its request in this trip
+    before: jax.Array  # i32[P], block before the first lane's, N for none
 
 
 def find_chains(metadata: Metadata, batch: Batch) -> Chains:
-    """Find which sequences go on with what is visible of them, and where."""
+    """Find the sequences that continue their committed tokens, and their columns."""
     index, seq_ids, size = index_of(metadata), batch.seq_ids, metadata.block_size
     assert batch.epochs is not None, "append stamps its batch if there is an index"
     rows = index.read(seq_ids)
@@ -77,7 +77,7 @@ def find_chains(metadata: Metadata, batch: Batch) -> Chains:
 
 
 def describe_blocks(metadata: Metadata, chains: Chains, lanes: CommitLanes) -> Columns:
-    """Look up the lanes' blocks, and hash the prefixes that they end."""
+    """Look up the lanes' blocks, and hash the prefixes that end with them."""
     index, group = index_of(metadata), metadata.leading
     salts, column = (
         lanes.spread(chains.rows.salt),
@@ -87,7 +87,7 @@ def describe_blocks(metadata: Metadata, chains: Chains, lanes: CommitLanes) -> C
     block = tables.blocks_at(group, row, column)
     before = tables.blocks_at(group, row, column - 1)
     tokens = gather(tokens_of(metadata), block)
-    # What precedes the first lane of a request is visible; from there hashes are sums.
+    # Blocks before a request's first lane are indexed; later hashes are sums.
     terms = hashing.column_hash(tokens, column)
     hashes_before = gather(index.hashes, before)
     above = jnp.where(column == 0, hashing.salt_hash(salts), hashes_before)
@@ -98,7 +98,7 @@ def describe_blocks(metadata: Metadata, chains: Chains, lanes: CommitLanes) -> C
     hashes = hashing.run_on(above, terms, first_lane)
     if not lanes.is_alone:
         above = jnp.where(is_first, above, jnp.roll(hashes, 1))
-    # Of a run's blocks only the first has its parent in the index before they enter.
+    # Only the first block of a run has an indexed parent at this point.
     parents = proofs.known_parents(index, before) if lanes.is_alone else None
     wide = proofs.hash_lanes(index, salts, tokens, column, before, first_lane)
     return Columns(
@@ -114,5 +114,5 @@ def describe_blocks(metadata: Metadata, chains: Chains, lanes: CommitLanes) -> C
 
 
 def first_lanes(rank: jax.Array) -> jax.Array:
-    """Return the lane where the request of each lane begins in this trip, i32[P]."""
+    """Return the first lane of each lane's request in this trip, i32[P]."""
     return jnp.maximum(jnp.arange(rank.shape[0], dtype=jnp.int32) - rank, 0)

@@ -1,4 +1,4 @@
-"""Making the blocks that a step filled visible to the prefix index."""
+"""Commit: add the blocks that a step filled to the prefix index."""
 
 import dataclasses
 from typing import TypeAlias
@@ -28,10 +28,10 @@ from jkv.state import Batch, BlockGroup, Metadata
 
 @jax.jit
 def commit_step(metadata: Metadata, batch: Batch) -> tuple[Metadata, tuple[Moves, ...]]:
-    """Make the blocks that a step filled visible, and find places for its states.
+    """Index the blocks that a step filled, and choose places for snapshots.
 
-    Its keys and values are written. Returned are the metadata and, of each part, the
-    snapshots to be made; of none where there are never any.
+    The step's keys and values are written. Return the metadata and the snapshots to
+    copy, by part; () without snapshots.
     """
     metadata, continues = _commit_blocks(metadata, batch)
     if snapshots.snapshots_of(metadata) is None:
@@ -42,10 +42,10 @@ def commit_step(metadata: Metadata, batch: Batch) -> tuple[Metadata, tuple[Moves
 
 
 def _commit_blocks(metadata: Metadata, batch: Batch) -> tuple[Metadata, jax.Array]:
-    """Make the blocks that a step filled visible; return which requests go on."""
+    """Index the blocks that a step filled; return the continuing requests."""
     chains = find_chains(metadata, batch)
     start = metadata, jnp.zeros_like(chains.first)
-    if not metadata.block_numbers:  # there are no blocks, and what is told is visible
+    if not metadata.block_numbers:  # no blocks: recorded tokens are committed
         lengths = chains.num_columns
     elif batch.is_decoding and len(batch.seq_ids) <= MOST_COMPARED:
         metadata, lengths = _commit_one_each(start, chains)
@@ -61,20 +61,20 @@ def _commit_blocks(metadata: Metadata, batch: Batch) -> tuple[Metadata, jax.Arra
     return put_index(metadata, index), chains.continues
 
 
-# The metadata, and i32[B]: the columns of each request that are visible already.
+# The metadata, and i32[B]: committed columns of each request.
 _Carry: TypeAlias = tuple[Metadata, jax.Array]
 
 
 def _commit_one_each(start: _Carry, chains: Chains) -> _Carry:
-    """Commit a step of one row each, which fills one block of a sequence at most.
+    """Commit a step of one row each, which fills at most one block per sequence.
 
-    A lane for each request, known at trace time, leaves little to compile. As ever,
-    nothing is done where no block is full.
+    A static lane per request keeps the program small. Without full blocks the loop has
+    no trips.
     """
     fills = chains.num_columns > 0
 
-    # The trip's number is the rank of its columns. XLA does not know it, so it does not
-    # compute before the loop, in kernels of its own, what follows from ranks.
+    # The trip number is the rank. It is unknown at compile time, so XLA does not hoist
+    # computations on ranks into kernels of their own.
     def trip(rank: jax.Array, carry: _Carry) -> _Carry:
         ranks = jnp.broadcast_to(rank, fills.shape)
         lanes = CommitLanes(None, ranks, fills, jnp.ones_like(fills), True)
@@ -93,8 +93,8 @@ def _commit_runs(start: _Carry, chains: Chains, batch: Batch) -> _Carry:
         lanes = CommitLanes(*at[1:], unbroken, batch.is_decoding)
         return _commit_lanes(metadata, lengths, chains, lanes)
 
-    # A batch fills as many blocks as its rows could alone, and one more for each
-    # request; with a row for each request it is that one.
+    # A batch fills at most the blocks of its rows alone, and one more per request; with
+    # one row per request only the latter.
     most = len(batch.seq_ids)
     if not batch.is_decoding:
         most += batch.num_rows // start[0].block_size
@@ -104,7 +104,7 @@ def _commit_runs(start: _Carry, chains: Chains, batch: Batch) -> _Carry:
 def _commit_lanes(
     metadata: Metadata, lengths: jax.Array, chains: Chains, lanes: CommitLanes
 ) -> _Carry:
-    """Make one full block per lane visible, behind the columns that are, i32[B]."""
+    """Index one full block per lane after the columns committed, i32[B]."""
     nothing = metadata.leading.num_blocks
     columns = describe_blocks(metadata, chains, lanes)
     asks = _find_fit(metadata, lengths, lanes, columns)
@@ -138,14 +138,14 @@ def _commit_lanes(
 def _find_fit(
     metadata: Metadata, lengths: jax.Array, lanes: CommitLanes, columns: Columns
 ) -> jax.Array:
-    """Return which lanes' blocks may be looked for or entered, bool[P].
+    """Return the lanes whose blocks may be looked up or indexed, bool[P].
 
-    A block that others share may follow other blocks in their rows: it only gives way
-    to an equal one, which the index has or an earlier lane enters. The first block that
-    does neither ends its chain, and nothing behind it enters.
+    The prefix of a shared block may differ among its rows: it is only replaced by an
+    equal one, indexed before or by an earlier lane. The first shared block without an
+    equal, or with unrecorded tokens, ends its chain.
     """
     is_told = lanes.valid & jnp.all(columns.prefixes.tokens >= 0, axis=1)
-    if lanes.is_alone:  # nothing is behind it, and a shared one finds its equal
+    if lanes.is_alone:  # no block follows, and `resolve` handles shared ones
         return is_told
     hashes, past_end = columns.prefixes.hashes, jnp.iinfo(jnp.int32).max
     lane = jnp.arange(is_told.shape[0], dtype=jnp.int32)
@@ -158,8 +158,8 @@ def _find_fit(
         ends = jnp.full_like(lengths, past_end).at[lanes.request].min(bad_rank)
         return lanes.valid & lanes.unbroken & (lanes.rank < lanes.spread(ends))
 
-    # A block that enters makes equal ones in later lanes fit, and the blocks behind
-    # those may then enter. Trips occur only where the step's full blocks were shared.
+    # An indexed block may have equals in later lanes, whose successors may then enter.
+    # Trips occur only if full blocks of the step were shared.
     def round_(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         asks, _ = state
         first = find_equals(hashes, asks & is_alone).first
@@ -178,16 +178,16 @@ def _prove(
     resolved: hash_tables.Resolved,
     parent: jax.Array,
 ) -> tuple[IndexArrays, jax.Array]:
-    """Cut each chain where a block's parent is not the block before it.
+    """End each chain before a block whose indexed parent is not the preceding block.
 
-    Blocks entered past a cut leave the index again, and whatever relied on them is cut
-    in turn. That takes more than one round only when hashes collide. Returned are the
-    index and the columns of each chain that hold, i32[B].
+    Blocks indexed past this point leave the index, and chains that relied on them end
+    as well, which takes more than one round only if hashes collide. Return the index
+    and the valid columns of each chain, i32[B].
     """
     nothing, past_end = index.hashes.shape[0], jnp.iinfo(jnp.int32).max
     request, rank, valid = lanes.request, lanes.rank, lanes.valid
     stands, entered = resolved.stands, resolved.enters < nothing
-    # A block alone had its parent compared, and nothing relies on it.
+    # The parent of a single block was compared, and no block relies on it.
     if request is None or lanes.is_alone:
         num = (stands < nothing).astype(jnp.int32)
         return index, num if request is None else lengths.at[request].max(num)
@@ -197,7 +197,7 @@ def _prove(
         return gather(index.hashes, stands, fill=0) != 0
 
     reach = lengths.at[request].max(jnp.where(valid, rank + 1, 0))
-    # A chain that was cut already stays at its length.
+    # A chain that ended in an earlier trip keeps its length.
     bad_rank = jnp.where(lanes.unbroken, rank, gather(lengths, request))
 
     def cut(index: IndexArrays) -> jax.Array:
@@ -220,14 +220,14 @@ def _pair_blocks(
     metadata: Metadata,
     number: int,
     columns: Columns,
-    leaders: jax.Array,  # i32[P], the leader's blocks for columns, N_0 for not visible
-    entered: jax.Array,  # bool[P], which of them have just entered the index
+    leaders: jax.Array,  # i32[P], leader blocks of columns, N_0 if not committed
+    entered: jax.Array,  # bool[P], True if just indexed
 ) -> Metadata:
-    """Make a group's blocks found beside the leader's, where they hold the same.
+    """Pair a group's blocks with equal contents with the leader's blocks.
 
-    A block that was found before replaces a sequence's own, as equal blocks of the
-    leading group do. Of several that were not the first is kept. What a group has given
-    back has no partner, until a sequence that still has it commits the same text.
+    An existing partner replaces a sequence's own block, as equal blocks of the leading
+    group do. Of several new ones the first is kept. Blocks outside the window get no
+    partner until a sequence that still has them commits the same tokens.
     """
     group, no_leader = metadata.groups[number], metadata.leading.num_blocks
     is_visible, nothing = leaders < no_leader, group.num_blocks
@@ -262,7 +262,7 @@ def _exchange(
     other: jax.Array,
     replaced: jax.Array,
 ) -> BlockGroup:
-    """Give back own blocks, i32[P], for known equal ones where bool[P]."""
+    """Replace own blocks, i32[P], by equal indexed ones where bool[P]."""
     nothing = group.num_blocks
     row = jnp.where(replaced, columns.row, group.max_sequences)
     block_tables = scatter(group.block_tables, (row, columns.column), other)

@@ -1,8 +1,7 @@
-"""The hash tables of the prefix index: blocks by their prefix, and by their parent.
+"""Hash tables of the prefix index: blocks by prefix, and by parent.
 
-A row has 8 entries for blocks with the same hash of the row, 16 for children. The block
-of an entry need not be indexed any more, so no entry is ever removed: what is read is
-compared with the arrays by block, and a new entry overwrites a stale one.
+A row has 8 entries for blocks, 16 for children. Entries are never removed: readers
+compare them with the arrays by block, and new entries overwrite stale ones.
 """
 
 import dataclasses
@@ -22,40 +21,40 @@ from jkv.state import Metadata
 
 
 class Prefixes(NamedTuple):
-    """What the index knows full blocks by."""
+    """Keys of full blocks in the index."""
 
-    tokens: jax.Array  # i32[..., T], of the block
-    salts: jax.Array  # i32[...], its domain
+    tokens: jax.Array  # i32[..., T], tokens of the block
+    salts: jax.Array  # i32[...], cache salt
     hashes: jax.Array  # u32[...], of the prefix up to the block's end
-    wide: jax.Array | None  # u32[..., 2], more hashes of it, if parents may be gone
-    # i32[...], the block before, N for none; None if it is not compared here.
+    wide: jax.Array | None  # u32[..., 2], more hashes, if parents may be released
+    # i32[...], the preceding block, N for none; None if not compared.
     parents: jax.Array | None = None
 
 
 class Resolved(NamedTuple):
-    """What becomes of P blocks that are to enter the index."""
+    """Outcome of the look-up of P blocks."""
 
-    stands: jax.Array  # i32[P], the indexed block that stands for each, N for none
-    enters: jax.Array  # i32[P], the block itself where it enters, else N
-    row: jax.Array  # i32[P], where the buckets list it
+    stands: jax.Array  # i32[P], the indexed equal block, N for none
+    enters: jax.Array  # i32[P], the block itself if it enters, else N
+    row: jax.Array  # i32[P], its row in `buckets`
     column: jax.Array  # i32[P]
 
 
 def resolve(
     metadata: Metadata, block: jax.Array, prefixes: Prefixes, may_enter: jax.Array
 ) -> Resolved:
-    """Find each block's equal in the index, or else an entry for the block itself.
+    """Find each block's equal in the index, or an entry for the block itself.
 
-    Blocks are i32[P], N for none, distinct but for those that are only looked for. Of
-    several equal blocks in one call the first that may enter, bool[P], does, and stands
-    for those after it. A block stays out if its bucket is full, or if its hash is taken
-    by other tokens.
+    Blocks are i32[P], N for none, and distinct where they may enter, bool[P]. Of
+    several equal blocks in a call the first that may enter does, and the later ones
+    resolve to it. A block does not enter if its bucket is full or its hash belongs to
+    other tokens.
     """
     index, nothing = index_of(metadata), metadata.leading.num_blocks
     equal = look_up(index, prefixes.hashes)
     is_equal = (block < nothing) & is_same(metadata, equal, prefixes)
-    # A block whose hash is known does not enter. `~is_equal` follows from it: it makes
-    # the writes depend on all reads, or XLA would keep copies of the arrays for them.
+    # `~is_equal` is implied, but makes the writes depend on all reads: otherwise XLA
+    # would copy the arrays.
     wants = may_enter & (block < nothing) & (equal == nothing) & ~is_equal
     wants &= prefixes.hashes != 0
     first = find_equals(prefixes.hashes, wants).first
@@ -79,7 +78,7 @@ def enter(
     parents: jax.Array,
     hashes_above: jax.Array,
 ) -> IndexArrays:
-    """Enter blocks without an equal, and what they hold, [P], behind their parents."""
+    """Index blocks without an equal, with their keys, [P], and parents."""
     block = resolved.enters
     index = dataclasses.replace(
         index,
@@ -101,10 +100,10 @@ def enter(
 def insert_children(
     index: IndexArrays, block: jax.Array, parent_hash: jax.Array
 ) -> IndexArrays:
-    """List blocks, i32[P], under their parents' hashes, u32[P]; N is dropped.
+    """Add blocks, i32[P], to their parents' hashes, u32[P]; N is dropped.
 
-    A row that is full gives up one of its entries. A child without an entry is not
-    found in parts.
+    A full row overwrites one of its entries. A child without an entry is not found as a
+    partial match.
     """
     table, lists = index.children, block < index.hashes.shape[0]
     row, width = row_of(table, ~parent_hash), table.shape[1]
@@ -115,17 +114,17 @@ def insert_children(
 
 
 def look_up(index: IndexArrays, hashes: jax.Array) -> jax.Array:
-    """Return the indexed block with each hash, i32[...], N where there is none."""
+    """Return the indexed block with each hash, i32[...], N for none."""
     bucket = gather(index.buckets, row_of(index.buckets, hashes))
     theirs = gather(index.hashes, bucket, fill=0)
-    # 0 marks what is not indexed; a prefix with that hash is never found.
+    # 0 marks unindexed blocks; a prefix with that hash is never found.
     hit = (theirs == hashes[..., None]) & (hashes != 0)[..., None]
     nothing = index.hashes.shape[0]
     return jnp.min(jnp.where(hit, bucket, nothing), axis=-1)
 
 
 def is_same(metadata: Metadata, block: jax.Array, prefixes: Prefixes) -> jax.Array:
-    """Return whether indexed blocks, i32[...], hold what is asked for, bool[...]."""
+    """Return True where indexed blocks, i32[...], match the prefixes, bool[...]."""
     index = index_of(metadata)
 
     def get(array: jax.Array) -> jax.Array:
@@ -142,7 +141,7 @@ def is_same(metadata: Metadata, block: jax.Array, prefixes: Prefixes) -> jax.Arr
 
 
 def _agree(theirs: Prefixes, prefixes: Prefixes) -> jax.Array:
-    """Return which blocks hold the same, whatever their hashes, bool[...]."""
+    """Return True where keys other than hashes are equal, bool[...]."""
     same = jnp.all(theirs.tokens == prefixes.tokens, axis=-1)
     same &= theirs.salts == prefixes.salts
     if prefixes.parents is not None:
@@ -153,7 +152,7 @@ def _agree(theirs: Prefixes, prefixes: Prefixes) -> jax.Array:
 
 
 def hash_above(index: IndexArrays, block: jax.Array) -> jax.Array:
-    """Return the hash of the prefix before blocks, u32[...]; 0 without a parent."""
+    """Return the hash of the prefix before blocks, u32[...], or of the salt alone."""
     if index.hashes_above is not None:
         return gather(index.hashes_above, block)
     parent = gather(index.parents, block)
@@ -165,10 +164,10 @@ def hash_above(index: IndexArrays, block: jax.Array) -> jax.Array:
 def _find_entries(
     free: jax.Array, width: int, row: jax.Array, claims: jax.Array
 ) -> jax.Array:
-    """Return a free entry of its row, i32[P], for each lane that claims one, bool[P].
+    """Assign a free entry of its row, i32[P], to each claiming lane, bool[P].
 
-    Bits say which of W are free, i32[P]. Lanes of one row take its entries in turn.
-    Where there are no more it is W, past the row's end.
+    `free` is a bit mask of W entries, i32[P]. Lanes of one row get its entries in turn;
+    W, past the row's end, if there are no more.
     """
     rank, free = find_equals(row, claims).rank[:, None], free[:, None]
     entry = np.arange(width, dtype=np.int32)[None]
@@ -184,14 +183,14 @@ def _find_free(
     row: jax.Array,
     keys_of: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
-    """Return which entries of rows, i32[P], name no block listed there, as bits.
+    """Return the free entries of rows, i32[P], as bit masks.
 
-    Blocks and their hashes have keys, u32[P, W], by which they are listed.
+    `keys_of` returns the table's keys, u32[P, W], of blocks and their hashes.
     """
     listed = gather(table, row)
     hashes = gather(index.hashes, listed, fill=0)
     is_stale = (hashes == 0) | (row_of(table, keys_of(listed, hashes)) != row[:, None])
-    # What stands further left in its row, too, is repeated.
+    # A repetition of an earlier entry in the row is free, too.
     earlier = np.tri(listed.shape[1], k=-1, dtype=bool)[None]
     is_repeated = jnp.any((listed[:, :, None] == listed[:, None, :]) & earlier, axis=2)
     bits = np.left_shift(1, np.arange(listed.shape[1]), dtype=np.int32)[None]
@@ -201,11 +200,11 @@ def _find_free(
 def _put(
     table: jax.Array, row: jax.Array, column: jax.Array, block: jax.Array
 ) -> jax.Array:
-    """Name blocks, i32[P], in different entries of a table; N is dropped."""
+    """Write blocks, i32[P], to distinct entries of a table; N is dropped."""
     row = jnp.where(block < table.shape[0], row, table.shape[0])
     return scatter(table, (row, column), block)
 
 
 def row_of(table: jax.Array, hashes: jax.Array) -> jax.Array:
-    """Return the row of a hash table for each hash, i32[...]."""
+    """Return the row of each hash in a table, i32[...]."""
     return (hashing.mixed(hashes) % np.uint32(table.shape[0])).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""Hashes of prefixes: a sum over the blocks, each mixed with its column."""
+"""Hashes of prefixes: a sum over blocks, each mixed with its column."""
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +12,17 @@ _GOLDEN = np.uint32(0x9E3779B9)
 
 _MIX = (np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35))
 
-# Fractions of the square roots of 2 and 3, in 32 bits: other beginnings.
+# Fractions of the square roots of 2 and 3, in 32 bits: independent seeds.
 _SEEDS = (np.uint32(0x6A09E667), np.uint32(0xBB67AE85))
 
 
 def salt_hash(salts: jax.Array) -> jax.Array:
-    """Return the hash of an empty prefix in each domain, u32[...]."""
+    """Return the hash of an empty prefix for each cache salt, u32[...]."""
     return mixed(as_bits(salts) + _GOLDEN)
 
 
 def column_hash(tokens: jax.Array, column: jax.Array) -> jax.Array:
-    """Return what tokens, i32[..., T], of a column add to a prefix's hash, u32[...]."""
+    """Return the term of a column's tokens, i32[..., T], in a hash, u32[...]."""
     size = tokens.shape[-1]
     weights = np.arange(1, size + 1, dtype=np.uint32) * _GOLDEN
     terms = mixed(as_bits(tokens) ^ weights.reshape((1,) * (tokens.ndim - 1) + (size,)))
@@ -31,13 +31,13 @@ def column_hash(tokens: jax.Array, column: jax.Array) -> jax.Array:
 
 
 def wide_salt_hash(salts: jax.Array) -> jax.Array:
-    """Return two hashes more of an empty prefix in each domain, u32[..., 2]."""
+    """Return two more hashes of an empty prefix for each cache salt, u32[..., 2]."""
     bits = as_bits(salts)
     return jnp.stack([mixed(bits ^ seed) for seed in _SEEDS], axis=-1)
 
 
 def wide_column_hash(tokens: jax.Array, column: jax.Array) -> jax.Array:
-    """Return the same of the two other hashes of a prefix, u32[..., 2]."""
+    """Return the terms of the two other hashes, u32[..., 2]."""
     number = as_bits(column + 1)
     words = []
     for seed in _SEEDS:
@@ -48,11 +48,11 @@ def wide_column_hash(tokens: jax.Array, column: jax.Array) -> jax.Array:
 
 
 def run_on(
-    above: jax.Array,  # [P, ...], hashes above the blocks; those of first lanes count
-    terms: jax.Array,  # [P, ...], what the blocks' columns add
-    first_lane: jax.Array | None,  # i32[P], of each one's run; None where all are alone
+    above: jax.Array,  # [P, ...], hashes before the blocks; only first lanes count
+    terms: jax.Array,  # [P, ...], terms of the blocks' columns
+    first_lane: jax.Array | None,  # i32[P], first lane of each run; None: runs of one
 ) -> jax.Array:
-    """Return hashes up to the ends of P blocks, in runs that follow each other."""
+    """Return hashes up to the ends of P blocks, in runs of consecutive blocks."""
     if first_lane is None:
         return above + terms
     sums = jnp.cumsum(terms, axis=0, dtype=jnp.uint32)
@@ -60,7 +60,7 @@ def run_on(
 
 
 def mixed(bits: jax.Array) -> jax.Array:
-    """Spread every bit over all of u32[...]: MurmurHash3's finaliser."""
+    """Mix every bit into all of u32[...]: MurmurHash3's finaliser."""
     for shift, factor in ((16, _MIX[0]), (13, _MIX[1])):
         bits = (bits ^ (bits >> np.uint32(shift))) * factor
     return bits ^ (bits >> np.uint32(16))

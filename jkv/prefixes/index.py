@@ -1,4 +1,4 @@
-"""The prefix index as verbs see it: each method calls a function of this package."""
+"""The prefix index's interface for verbs; methods call functions of this package."""
 
 import dataclasses
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from jkv.state.index import Found, FoundState
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PrefixIndex(IndexArrays):
-    """Full blocks by the tokens that lead up to their end."""
+    """The prefix index: full blocks by the tokens up to their end."""
 
     is_there = True
 

@@ -1,18 +1,18 @@
-"""The prefix index: which full blocks hold the keys and values of a prompt's beginning.
+"""The prefix index: full blocks with the keys and values of prompt prefixes.
 
-What a block holds depends on its tokens and on all tokens before it. The index is a
-hash table over both: the hash of a prefix is a sum over its blocks, so that all hashes
-of a prompt come from one running sum and all look-ups happen at once. (vLLM chains
-block hashes the same way, one after another on the host; SGLang keeps a radix tree.)
+The contents of a block depend on its tokens and all tokens before it. The index is a
+hash table over both: the hash of a prefix is a sum over its blocks, so one running sum
+gives all hashes of a prompt, and all look-ups happen at once. (vLLM chains block hashes
+one after another on the host; SGLang keeps a radix tree.)
 
-A hash only proposes. A hit is confirmed by the block's tokens, its domain, and by its
-parent being the hit of the column before, back to the first. A parent cannot be
-recycled before its children, so a block id names the same contents all the while.
+A hash is only a candidate. A hit is confirmed by the block's tokens, its cache salt,
+and its parent, which must be the hit of the preceding column, back to the first. A
+parent is not recycled before its children, so a block id keeps its meaning.
 
-The index knows the blocks of the leading group of layers. A block of another group is
-found *beside* one of those: the leader's block names its partner, and the partner the
-block that it stands beside. Each side is forgotten where its block is handed out, so
-what both agree on holds the same tokens.
+The index covers the blocks of the leading group of layers. A block of another group is
+found through its pair: the leader's block stores its partner, and the partner the
+leader's block. Each side is cleared when its block is evicted, so two sides that agree
+hold the same tokens.
 """
 
 import dataclasses
@@ -28,11 +28,11 @@ from jkv.state import Metadata
 
 
 def index_of(metadata: Metadata) -> IndexArrays:
-    """Return the index, or say how to get one."""
+    """Return the prefix index; raise without one."""
     if not isinstance(metadata.index, IndexArrays):
         raise ValueError(
-            "this cache has no prefix index; configure it with prefix_caching=True, in "
-            "its CacheConfig or, with groups of layers, in its GroupedConfig"
+            "this cache has no prefix index; create it with prefix_caching=True in its "
+            "CacheConfig or, with groups of layers, in its GroupedConfig"
         )
     return metadata.index
 
@@ -47,7 +47,7 @@ def with_index(metadata: Metadata, **changes: object) -> Metadata:
 
 
 def with_follower(metadata: Metadata, number: int, **changes: jax.Array) -> Metadata:
-    """Return the metadata with another account of one group's blocks."""
+    """Return the metadata with other pairs of one group's blocks."""
     followers = list(index_of(metadata).followers)
     at = metadata.followers.index(number)
     followers[at] = dataclasses.replace(followers[at], **changes)
@@ -55,14 +55,14 @@ def with_follower(metadata: Metadata, number: int, **changes: jax.Array) -> Meta
 
 
 def beside_of(metadata: Metadata, number: int) -> Beside:
-    """Return which blocks of a group stood beside those of the leading group."""
+    """Return the pairs of a group's blocks and the leader's."""
     return index_of(metadata).followers[metadata.followers.index(number)]
 
 
 def set_partners(
     metadata: Metadata, number: int, leaders: jax.Array, blocks: jax.Array
 ) -> Metadata:
-    """Let blocks of a group stand beside the leader's; N and N_0 are dropped."""
+    """Pair blocks of a group with the leader's; N and N_0 are dropped."""
     beside = beside_of(metadata, number)
     return with_follower(
         metadata,
@@ -73,7 +73,7 @@ def set_partners(
 
 
 def forget_partners(metadata: Metadata, number: int, leaders: jax.Array) -> Metadata:
-    """Forget partners of an earlier text of the leader's blocks that just entered."""
+    """Clear stale partners of leader blocks that just entered the index."""
     nothing = metadata.groups[number].num_blocks
     partners = beside_of(metadata, number).partners
     partners = scatter(partners, leaders, nothing)
@@ -81,36 +81,36 @@ def forget_partners(metadata: Metadata, number: int, leaders: jax.Array) -> Meta
 
 
 def tokens_of(metadata: Metadata) -> jax.Array:
-    """Return the recorded tokens, i32[N, T] of the leading group."""
+    """Return the recorded tokens of the leading group, i32[N, T]."""
     assert metadata.tokens is not None, "an index comes with recorded tokens"
     return metadata.tokens
 
 
 def is_indexed(metadata: Metadata, block: jax.Array) -> jax.Array:
-    """Return whether the leader's blocks, i32[...], are in the index, bool[...]."""
+    """Return True where the leader's blocks, i32[...], are indexed."""
     hashes = index_of(metadata).hashes
     return gather(hashes, block, fill=0) != 0
 
 
 def find_partners(metadata: Metadata, number: int, block: jax.Array) -> jax.Array:
-    """Return a group's block beside each of the leader's, i32[...]; N where none is."""
+    """Return the partner of each leader block in a group, i32[...]; N for none."""
     if number == metadata.leader:
         return block
     nothing = metadata.groups[number].num_blocks
     return _agree(beside_of(metadata, number), block, nothing=nothing)
 
 
-# A stage: as part of a later fusion this would be read again after it was changed.
+# A stage: a later fusion would read the array again, after its update.
 @stage
 def _agree(beside: Beside, block: jax.Array, *, nothing: int) -> jax.Array:
-    """Return the partners of the leader's blocks that stand beside them."""
+    """Return the partners of the leader's blocks with valid pairs."""
     partner = gather(beside.partners, block, fill=nothing)
     agrees = gather(beside.beside, partner, fill=-1) == block
     return jnp.where(agrees, partner, nothing)
 
 
 def is_known(metadata: Metadata, number: int, block: jax.Array) -> jax.Array:
-    """Return whether blocks of a group, i32[...], can be found, bool[...]."""
+    """Return True where blocks of a group, i32[...], can be found."""
     if number == metadata.leader:
         return is_indexed(metadata, block)
     above = _find_above(metadata, number, block)
@@ -120,13 +120,13 @@ def is_known(metadata: Metadata, number: int, block: jax.Array) -> jax.Array:
 
 
 def _find_above(metadata: Metadata, number: int, block: jax.Array) -> jax.Array:
-    """Return which of the leader's blocks those of another group stand beside."""
+    """Return the leader block paired with each block of another group."""
     above, nothing = beside_of(metadata, number).beside, metadata.leading.num_blocks
     return gather(above, block, fill=nothing)
 
 
 def forget_blocks(metadata: Metadata, number: int, block: jax.Array) -> Metadata:
-    """Take blocks of a group, i32[P], out of the index; N is dropped."""
+    """Remove blocks of a group, i32[P], from the index; N is dropped."""
     if number == metadata.leader:
         hashes = scatter(index_of(metadata).hashes, block, jnp.uint32(0))
         return with_index(metadata, hashes=hashes)
@@ -138,11 +138,11 @@ def forget_blocks(metadata: Metadata, number: int, block: jax.Array) -> Metadata
 def forget_taken(
     metadata: Metadata, number: int, block: jax.Array
 ) -> tuple[Metadata, jax.Array]:
-    """Forget blocks of a group that are handed out, i32[P]; count those known."""
+    """Remove allocated blocks of a group, i32[P]; return the number evicted."""
     was_known = is_known(metadata, number, block)
     was_read = was_known
     if number != metadata.leader:
-        # Always true, and made from what is read: blocks are forgotten known or not.
+        # Always true; the condition makes the write depend on the read.
         above = _find_above(metadata, number, block)
         was_read = above <= metadata.leading.num_blocks
     gone = written_after(was_read, block, metadata.groups[number].num_blocks)
@@ -151,11 +151,11 @@ def forget_taken(
 
 
 def forget_rewritten(metadata: Metadata, number: int, block: jax.Array) -> Metadata:
-    """Forget blocks that are written again, and what follows those of the leader."""
+    """Remove blocks before they are overwritten, and descendants of the leader's."""
     if number != metadata.leader:
         return forget_blocks(metadata, number, block)
-    # What was found by way of a block leaves the index with it: the blocks that its
-    # sequence has after it, and cached ones.
+    # All descendants were found through a block and leave with it: later blocks of its
+    # sequence, and cached ones.
     index, nothing = index_of(metadata), metadata.leading.num_blocks
     indexed = jnp.where(is_indexed(metadata, block), block, nothing)
 
@@ -163,14 +163,14 @@ def forget_rewritten(metadata: Metadata, number: int, block: jax.Array) -> Metad
         gone = scatter(jnp.zeros((nothing,), bool), indexed, True)
         above = jnp.where(hashes != 0, index.parents, nothing)
 
-        # A trip asks whether the ancestor 1, 2, 4, ... blocks before is gone: few trips
-        # for the longest chain. A loop of XLA would copy what it reads and writes.
+        # Each trip checks the ancestor 1, 2, 4, ... blocks before: few trips for the
+        # longest chain. An XLA loop would copy the arrays that it reads and writes.
         for _ in range(metadata.max_blocks_per_sequence.bit_length()):
             gone |= gather(gone, above, fill=False)
             above = gather(above, above, fill=nothing)
         block = jnp.where(gone, jnp.arange(nothing, dtype=jnp.int32), nothing)
         return scatter(hashes, block, jnp.uint32(0))
 
-    # A pass over the pool, so only where there is something to forget.
+    # A pass over the pool, only if there is a block to remove.
     hashes = when(jnp.any(indexed < nothing), forget_all, index.hashes)
     return with_index(metadata, hashes=hashes)

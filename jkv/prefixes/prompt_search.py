@@ -1,8 +1,8 @@
-"""Looking prompts up in the prefix index.
+"""Look-up of prompts in the prefix index.
 
-A prompt is found up to where every group of layers can go on: all of its blocks where
-everything is seen, those of the window where one is. What the leading group's blocks
-prove to be the prompt's, the blocks beside them hold too.
+The hit ends where every group of layers can continue: full attention needs all blocks,
+a sliding window its last ones. The keys of the leading group's blocks also prove the
+contents of their partners.
 """
 
 import functools
@@ -25,25 +25,25 @@ from jkv.state.no_index import find_nothing
 
 
 class _Prompts(NamedTuple):
-    """B prompts of P columns at most."""
+    """B prompts of at most P columns."""
 
-    tokens: jax.Array  # i32[B, P], negative from each prompt's end on
+    tokens: jax.Array  # i32[B, P], negative from the end of each prompt on
     salts: jax.Array  # i32[B]
-    usable: jax.Array  # i32[B], tokens that may be found: never the last
+    usable: jax.Array  # i32[B], tokens that may be found, excluding the last
 
 
 class _Whole(NamedTuple):
-    """The leading columns found of B prompts."""
+    """Leading columns found of B prompts."""
 
-    # By group i32[B, C], N where none is known.
+    # By group i32[B, C], N for unknown columns.
     blocks: dict[int, jax.Array]
-    num: jax.Array  # i32[B], columns from which all groups can go on
+    num: jax.Array  # i32[B], columns after which all groups can continue
     tip: Tip | None  # their end, in the leading group; None with states
-    state: FoundState | None  # the snapshot there; None without states
+    state: FoundState | None  # the snapshot at their end; None without states
 
 
 def find(metadata: Metadata, tokens: jax.Array | None, salts: jax.Array) -> Found:
-    """Look up prompts, i32[B, P], -1 past their ends; the last token is never found."""
+    """Look up prompts, i32[B, P], padded with -1, except the last token of each."""
     if tokens is None:
         return find_nothing(metadata, salts.shape)
     prompts = _measure(metadata, tokens, salts)
@@ -64,7 +64,7 @@ def find(metadata: Metadata, tokens: jax.Array | None, salts: jax.Array) -> Foun
 
 
 def _measure(metadata: Metadata, tokens: jax.Array, salts: jax.Array) -> _Prompts:
-    """Return prompts with the tokens of each that may be found."""
+    """Return the prompts with the number of tokens that may be found."""
     position = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     ends = jnp.where(tokens < 0, position, tokens.shape[1])
     length = jnp.min(ends, axis=1, initial=tokens.shape[1])
@@ -75,7 +75,7 @@ def _measure(metadata: Metadata, tokens: jax.Array, salts: jax.Array) -> _Prompt
 def find_partings(
     metadata: Metadata, tokens: jax.Array, salts: jax.Array
 ) -> jax.Array | None:
-    """Return up to where prompts, i32[B, P], are like a text that is known, i32[B]."""
+    """Return the divergence point of prompts, i32[B, P], from known sequences."""
     if snapshots_of(metadata) is None:
         return None
     return _find_partings(metadata, tokens, salts)
@@ -84,7 +84,7 @@ def find_partings(
 def find_partings_behind(
     metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array, tokens: jax.Array
 ) -> jax.Array | None:
-    """Return the same of sequences' first tokens, i32[B], and of those behind them."""
+    """Return the same for sequences' first tokens, i32[B], followed by `tokens`."""
     snapshots = snapshots_of(metadata)
     if snapshots is None:
         return None
@@ -113,11 +113,11 @@ def _find_partings(
 
 
 class _Hashed(NamedTuple):
-    """The whole columns of prompts, and the hashes of what leads up to their ends."""
+    """Whole columns of prompts, and hashes of the prefixes up to their ends."""
 
     tokens: jax.Array  # i32[B, C, T]
     column: jax.Array  # i32[1, C]
-    start: jax.Array  # u32[B], of nothing
+    start: jax.Array  # u32[B], of the empty prefix
     hashes: jax.Array  # u32[B, C]
 
 
@@ -133,7 +133,7 @@ def _hash_columns(metadata: Metadata, prompts: _Prompts) -> _Hashed:
 
 
 def _find_whole(metadata: Metadata, prompts: _Prompts) -> _Whole:
-    """Find leading blocks of prompts: all columns at once, guesses before proofs."""
+    """Find leading blocks of prompts, all columns at once."""
     hashed = _hash_columns(metadata, prompts)
     if snapshots := snapshots_of(metadata):
         goes_on = (hashed.column + 1) * metadata.block_size <= prompts.usable[:, None]
@@ -166,7 +166,7 @@ def _find_whole(metadata: Metadata, prompts: _Prompts) -> _Whole:
 def _look_up(
     metadata: Metadata, prompts: _Prompts, hashed: _Hashed
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return the leader's block of each column, i32[B, C], N for none; wide hashes."""
+    """Return the leader's blocks, i32[B, C], N for none, and wide hashes."""
     index, column = index_of(metadata), hashed.column
     wide = proofs.hash_prompts(index, hashed.tokens, column, prompts.salts)
     nothing, shape = metadata.leading.num_blocks, hashed.hashes.shape
@@ -185,7 +185,7 @@ def _look_up(
 def _reach(
     metadata: Metadata, block: jax.Array
 ) -> tuple[dict[int, jax.Array], jax.Array]:  # i32[B, C] by number; bool[B, C]
-    """Return the blocks of all groups beside the leader's, and where all can go on."""
+    """Return the blocks of all groups, and where all groups can continue."""
     blocks = {
         number: find_partners(metadata, number, block)
         for number in metadata.block_numbers
@@ -200,11 +200,11 @@ def _reach(
 def _find_part(
     metadata: Metadata, prompts: _Prompts, whole: _Whole
 ) -> tuple[dict[int, jax.Array], jax.Array]:
-    """Find the block behind those found that begins most like what follows them.
+    """Find the next block with the longest common prefix: a partial match.
 
-    It is a child of the last one, and all groups have a block beside it: by group
-    i32[B], N for none. With it come the tokens in common, i32[B]. With states there is
-    none: they cannot go on from within a block.
+    It is a child of the last block found, with partners in all groups. Return it by
+    group, i32[B], N for none, and the common tokens, i32[B]. There is none with states,
+    which cannot continue within a block.
     """
     groups = {number: metadata.groups[number] for number in metadata.block_numbers}
     if whole.tip is None:
@@ -246,7 +246,7 @@ def _at(rows: jax.Array, index: jax.Array, nothing: int | np.uint32) -> jax.Arra
 
 
 def _at_each(rows: jax.Array, index: jax.Array, nothing: int | np.uint32) -> jax.Array:
-    """Return entries of each row, [B, C], at i32[B, K]; `nothing` where out of it."""
+    """Return entries of each row, [B, C], at i32[B, K]; `nothing` if out of range."""
     inside = (index >= 0) & (index < rows.shape[1])
     if rows.shape[1] == 0:
         return jnp.full(index.shape, nothing, rows.dtype)

@@ -1,10 +1,9 @@
-"""What proves that a block follows a prefix: its parent, or more hashes.
+"""Proofs that a block follows a prefix: its parent, or more hashes.
 
-Where the leading group sees everything, a block is known by its parent, which is there
-as long as the block: a prompt is proved from its first block on. A sliding window gives
-parents back before their children. There each block is known by itself: by its own
-tokens, and by two hashes more of all tokens before it. Three words of 32 bits tell
-prefixes apart that a domain knows.
+With full attention in the leading group, a parent stays as long as its children: a
+prompt is proved from its first block on. A sliding window releases parents before their
+children. There each block is identified by its own tokens, and by two more hashes of
+all tokens before it: 96 bits per prefix.
 """
 
 from typing import NamedTuple
@@ -22,17 +21,17 @@ from jkv.state import Metadata
 
 
 class Tip(NamedTuple):
-    """The end of a prefix of each of B prompts."""
+    """End of a prefix of each of B prompts."""
 
-    block: jax.Array  # i32[B], its last block, N where it is empty
+    block: jax.Array  # i32[B], last block, N for an empty prefix
     hash: jax.Array  # u32[B], of the prefix
-    wide: jax.Array | None  # u32[B, 2], more hashes of it, if parents may be gone
+    wide: jax.Array | None  # u32[B, 2], more hashes of it, if parents may be released
 
 
 def hash_prompts(
     index: IndexArrays, whole: jax.Array, column: jax.Array, salts: jax.Array
 ) -> jax.Array | None:
-    """Return the wide hashes of prompts up to columns' ends, u32[B, C, 2], if any."""
+    """Return the wide hashes up to columns' ends, u32[B, C, 2], if any."""
     if index.wide_hashes is None:
         return None
     terms = hashing.wide_column_hash(whole, column)
@@ -45,10 +44,10 @@ def hash_lanes(
     salts: jax.Array,
     tokens: jax.Array,
     column: jax.Array,
-    before: jax.Array,  # i32[P], the block before
+    before: jax.Array,  # i32[P], the preceding block
     first_lane: jax.Array | None,
 ) -> jax.Array | None:
-    """Return the wide hashes up to the end of the lanes' blocks, u32[P, 2], if any."""
+    """Return the wide hashes up to the lanes' blocks' ends, u32[P, 2], if any."""
     if index.wide_hashes is None:
         return None
     above = jnp.where(
@@ -60,16 +59,16 @@ def hash_lanes(
 
 
 def known_parents(index: IndexArrays, before: jax.Array) -> jax.Array | None:
-    """Return the blocks before others, i32[...], if it is them that are compared."""
+    """Return the preceding blocks, i32[...], if parents are compared."""
     return before if index.wide_hashes is None else None
 
 
 def follows(
     index: IndexArrays, block: jax.Array, parent: jax.Array
 ) -> jax.Array | np.ndarray:
-    """Return whether indexed blocks, i32[P], follow their parents, i32[P], bool[P].
+    """Return True where indexed blocks, i32[P], follow their parents, i32[P].
 
-    Where parents may be gone, a block's own hashes have told that already.
+    With wide hashes, the block's own hashes have proved it already.
     """
     if index.wide_hashes is not None:
         return np.ones(block.shape, bool)
@@ -79,7 +78,7 @@ def follows(
 def follows_tip(
     metadata: Metadata, child: jax.Array, column: jax.Array, tip: Tip
 ) -> jax.Array:
-    """Return which indexed blocks, i32[B, K], of a column, i32[B], follow prefixes."""
+    """Return True where blocks, i32[B, K], of a column, i32[B], follow prefixes."""
     index = index_of(metadata)
     if index.wide_hashes is None or tip.wide is None:
         return gather(index.parents, child) == tip.block[:, None]
@@ -94,9 +93,9 @@ def follows_tip(
 def has_block_before(
     metadata: Metadata, seq_ids: jax.Array, column: jax.Array
 ) -> jax.Array | bool:
-    """Return whether the leader's block before a column of sequences is there, bool[B].
+    """Return True where the leader's block before a column is mapped, bool[B].
 
-    A later step may have given it back, and with it the hashes to go on from.
+    A later step may have released it, and with it the hashes to continue from.
     """
     if index_of(metadata).wide_hashes is None:
         return True

@@ -1,4 +1,4 @@
-"""The prefix index of a pool whose blocks have new ids, or of another size."""
+"""The prefix index after blocks are renumbered or the pool is resized."""
 
 import dataclasses
 from collections.abc import Callable
@@ -32,7 +32,7 @@ Moved = Callable[[jax.Array, int], jax.Array]
 def rename_blocks(
     metadata: Metadata, number: int, renamed: Renamed, moved: Moved
 ) -> Metadata:
-    """Give blocks of a group new ids wherever the index names them (`Index.rename`)."""
+    """Renumber the blocks of a group in the index (`Index.rename`)."""
     if number == metadata.leader:
         return _rename_leaders(metadata, renamed, moved)
     beside, no_leader = beside_of(metadata, number), metadata.leading.num_blocks
@@ -45,12 +45,12 @@ def rename_blocks(
 
 
 def _rename_leaders(metadata: Metadata, renamed: Renamed, moved: Moved) -> Metadata:
-    """Give the blocks of the leading group new ids, and tell the other groups."""
+    """Renumber the blocks of the leading group, also in the other groups' pairs."""
     index = index_of(metadata)
     num_old = index.hashes.shape[0]
     index = dataclasses.replace(
         index,
-        # Rows follow from hashes, not from ids: what they name is renamed in place.
+        # Rows depend on hashes, not on ids: entries are renamed in place.
         buckets=renamed(index.buckets),
         children=renamed(index.children),
         hashes=moved(index.hashes, 0),
@@ -74,9 +74,9 @@ def _rename_leaders(metadata: Metadata, renamed: Renamed, moved: Moved) -> Metad
 
 
 def reenter(metadata: Metadata) -> Metadata:
-    """Enter the indexed blocks in hash tables of as many rows as there are blocks now.
+    """Index the blocks again, in hash tables with one row per block.
 
-    A block whose new row is full leaves the index, and so does what was built on it.
+    A block whose new row is full leaves the index, with all its descendants.
     """
     before, num_blocks = index_of(metadata), metadata.leading.num_blocks
     was_indexed = before.hashes != 0
@@ -87,7 +87,7 @@ def reenter(metadata: Metadata) -> Metadata:
         rows=index_of(metadata).with_committed(_still_committed(metadata, hashes)).rows,
     )
 
-    # Only what was listed: a parent may have more children than a row has entries.
+    # Listed children only: a parent may have more children than a row has entries.
     listed = scatter(jnp.zeros((num_blocks,), bool), before.children, True)
     listed &= hashes != 0
 
@@ -140,7 +140,7 @@ def _enter_anew(metadata: Metadata) -> tuple[Metadata, jax.Array]:
         parent = gather(hashes, before.parents, fill=1)
         return (hashes != 0) & (parent == 0)
 
-    # Hardly ever a trip: a row has eight entries for one block on average.
+    # Rarely any trips: a row has eight entries for one block on average.
     hashes = while_loop(
         lambda hashes: jnp.any(is_cut_off(hashes)),
         lambda hashes: jnp.where(is_cut_off(hashes), jnp.uint32(0), hashes),
@@ -152,7 +152,7 @@ def _enter_anew(metadata: Metadata) -> tuple[Metadata, jax.Array]:
 def _for_all_blocks(
     num_blocks: int, body: Callable[[Carry, jax.Array], Carry], carry: Carry
 ) -> Carry:
-    """Run `body(carry, block)` over all blocks, i32[P] at a time, N behind the last."""
+    """Run `body(carry, block)` over all blocks in chunks, i32[P], padded with N."""
     lane = jnp.arange(MOST_COMPARED, dtype=jnp.int32)
     return fori_loop(
         jnp.int32(0),
@@ -163,12 +163,12 @@ def _for_all_blocks(
 
 
 def _emptied(table: jax.Array, num_rows: int) -> jax.Array:
-    """Return a hash table of so many rows, which names nothing, i32[rows, entries]."""
+    """Return an empty hash table, i32[num_rows, entries]."""
     return jnp.full((num_rows, table.shape[1]), num_rows, jnp.int32)
 
 
 def _still_committed(metadata: Metadata, hashes: jax.Array) -> jax.Array:
-    """Return what sequences have committed, i32[S], before a block whose hash is 0."""
+    """Return the committed tokens before the first unindexed block, i32[S]."""
     group, committed = metadata.leading, index_of(metadata).committed
     size, num_columns = jnp.int32(group.block_size), group.max_blocks_per_sequence
     visible = gather(hashes, group.block_tables, fill=0) != 0

@@ -1,8 +1,8 @@
-"""Making visible again what sequences brought back from the host.
+"""Commit of swapped-in sequences.
 
-`swap_in` opens sequences whose blocks are in no index. Where it is known that they are
-what `commit` had made visible, and of the present weights, they can be made so again:
-an engine that parked a text lets the next request find it.
+`swap_in` opens sequences with unindexed blocks. If they were committed before and with
+the present weights, they can be committed again: an engine that parked a request makes
+its prefix available to the next one.
 """
 
 import jax
@@ -23,14 +23,14 @@ def recommit(
     cache: Cache,  # with `prefix_caching`
     # i32[B] or int, from `swap_in`, with nothing appended since; -1 is padding.
     seq_ids: Integers,
-    tokens: Texts,  # i32[B, P], their texts, -1 after each one's end, for snapshots
+    tokens: Texts,  # i32[B, P], their tokens, padded with -1, for snapshots
 ) -> Cache:
-    """Make the full blocks of sequences visible, as if one step had filled them.
+    """Commit the full blocks of sequences, as if one step had filled them.
 
-    Blocks are entered under the tokens that were recorded of them; one that has an
-    equal in the index is given back, as by `commit`. With states a snapshot is made of
-    a sequence that has a length for one. Nothing becomes visible of a sequence whose
-    leading group has given blocks back: what leads up to the others is not known.
+    Blocks are indexed under their recorded tokens; a block with an indexed equal is
+    released, as by `commit`. With states a snapshot is taken of sequences of a suitable
+    length. Sequences with released blocks in the leading group commit nothing, as the
+    prefix of their other blocks is unknown.
     """
     (seq_ids,) = requests.broadcast(seq_ids=seq_ids)
     metadata = _forget_committed(cache.metadata, seq_ids)
@@ -40,7 +40,7 @@ def recommit(
 
 
 def _forget_committed(metadata: Metadata, seq_ids: jax.Array) -> Metadata:
-    """Let sequences that have all of their blocks commit from their beginning on."""
+    """Reset the committed lengths of sequences that have all their blocks."""
     is_whole = requests.is_live_once(metadata, seq_ids)
     if metadata.block_numbers:
         is_whole &= metadata.leading.window.gaps_of(jnp.maximum(seq_ids, 0)) == 0
@@ -51,7 +51,7 @@ def _forget_committed(metadata: Metadata, seq_ids: jax.Array) -> Metadata:
 
 
 def _note_texts(metadata: Metadata, seq_ids: jax.Array, tokens: jax.Array) -> Metadata:
-    """Tell the texts of sequences to what keeps them for snapshots."""
+    """Record the tokens of sequences, if there are snapshots."""
     if metadata.index.snapshot_every is None:
         return metadata
     is_live = requests.is_live_once(metadata, seq_ids)

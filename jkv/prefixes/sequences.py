@@ -1,10 +1,10 @@
-"""What the prefix index notes of sequences: domains, texts, how far they are visible.
+"""The prefix index's records of sequences: salts, tokens and committed lengths.
 
-A sequence has an *epoch*, the clock when it was opened, cut back or reordered last. A
-step that was planned in another epoch makes nothing visible.
+A sequence has an *epoch*, the tick of its opening, last truncation or reordering. A
+step planned in another epoch commits nothing.
 
-Texts are the tokens told of sequences, which snapshots take theirs from. Without
-snapshots tokens are recorded with the blocks alone, and no text is noted.
+`sequence_texts` has the recorded tokens of sequences, which snapshots copy. Without
+snapshots, tokens are recorded only with the blocks.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def begin(
     num_cached: jax.Array,  # i32[B]
     tokens: jax.Array | None,  # i32[B, P], the prompts
 ) -> Metadata:
-    """Let rows begin with the tokens found, and count the prompts."""
+    """Open rows with the tokens found, and count the queries and hits."""
     metadata = _note_opened(metadata, row, salts, num_cached)
     if tokens is None:
         return metadata
@@ -49,7 +49,7 @@ def begin(
 def enter(
     metadata: Metadata, row: jax.Array, salts: jax.Array, known: jax.Array
 ) -> Metadata:
-    """Note the domains of rows from elsewhere, and the tokens visible, i32[B] each."""
+    """Set the salts and committed tokens of swapped-in rows, i32[B] each."""
     metadata = _change(metadata, lambda texts: scatter(texts, row, -1))
     return _note_opened(metadata, row, salts, known)
 
@@ -61,7 +61,7 @@ def inherit(
     lengths: jax.Array,
     is_exchange: bool = False,
 ) -> Metadata:
-    """Let rows go on from the first tokens of what their parents are, i32[B] each."""
+    """Copy the parents' salts and tokens to rows, capped at `lengths`, i32[B] each."""
     nothing = metadata.max_sequences
     source = jnp.where((row < nothing) & (lengths > 0), parents, nothing)
     metadata = _copy_texts(metadata, row, source, is_exchange=is_exchange)
@@ -72,11 +72,11 @@ def inherit(
 
 
 def cut_back(metadata: Metadata, row: jax.Array, lengths: jax.Array) -> Metadata:
-    """Note that rows, i32[B], hold no more than these tokens, i32[B], any longer."""
+    """Cap the committed tokens of rows, i32[B], at `lengths`, i32[B]."""
     index = index_of(metadata)
     known = index.read(row)
     committed = jnp.minimum(known.committed, lengths)
-    # An empty sequence holds nothing that could be out of date.
+    # An empty sequence has no stale contents and may commit again.
     committed = jnp.where(lengths == 0, 0, committed)
     return _note_opened(metadata, row, known.salt, committed)
 
@@ -84,13 +84,13 @@ def cut_back(metadata: Metadata, row: jax.Array, lengths: jax.Array) -> Metadata
 def _note_opened(
     metadata: Metadata, row: jax.Array, salts: jax.Array, committed: jax.Array
 ) -> Metadata:
-    """Note the domain of opened rows, i32[B], and the tokens found for them."""
+    """Set the salt and committed tokens of rows, i32[B], in a new epoch."""
     index, stamp = index_of(metadata), metadata.now + jnp.uint32(1)
     return put_index(metadata, index.write(row, IndexRow(committed, salts, stamp)))
 
 
 def texts_of(metadata: Metadata, row: jax.Array) -> jax.Array:
-    """Return the tokens told of rows, i32[..., X], -1 for none."""
+    """Return the recorded tokens of rows, i32[..., X], -1 for none."""
     snapshots = snapshots_of(metadata)
     if snapshots is None:
         return jnp.full((*row.shape, metadata.max_context_length), -1, jnp.int32)
@@ -100,14 +100,14 @@ def texts_of(metadata: Metadata, row: jax.Array) -> jax.Array:
 def record_texts(
     metadata: Metadata, row: jax.Array, position: jax.Array, tokens: jax.Array
 ) -> Metadata:
-    """Note tokens, i32[...], at positions of rows; a row of S is dropped."""
+    """Record tokens, i32[...], at positions of rows; S is dropped."""
     return _change(metadata, lambda texts: scatter(texts, (row, position), tokens))
 
 
 def _copy_texts(
     metadata: Metadata, row: jax.Array, source: jax.Array, *, is_exchange: bool
 ) -> Metadata:
-    """Let rows, i32[B], have the texts of others, S for none, or exchange theirs."""
+    """Copy other rows' tokens, i32[B], S for none; an exchange reads all first."""
     is_copied = source < metadata.max_sequences
 
     def exchange(texts: jax.Array, source: jax.Array) -> jax.Array:
@@ -126,7 +126,7 @@ def _copy_texts(
 
 
 def _change(metadata: Metadata, change: Callable[[jax.Array], jax.Array]) -> Metadata:
-    """Return the metadata with other texts of sequences, where there are snapshots."""
+    """Return the metadata with other recorded tokens, if there are snapshots."""
     snapshots = snapshots_of(metadata)
     if snapshots is None:
         return metadata

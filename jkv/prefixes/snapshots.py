@@ -1,12 +1,12 @@
-"""Snapshots: states at the end of texts, for prompts that begin like one of them.
+"""Snapshots: copies of states, for prefix cache hits in recurrent-state layers.
 
-A state cannot be cut: a prompt goes on from a length at which a copy of the state was
-made. `commit` makes one of each sequence whose length is a multiple of what the
-configuration says. There is one place for each text, and each keeps its text, so that
-giving one up loses no other. The place that was unused for longest is given up first.
+A state cannot be truncated: a prompt continues from a length at which its state was
+copied. `commit` copies the state of each sequence at multiples of `snapshot_every`.
+Each distinct prefix has one place with a copy of its tokens, so an eviction affects no
+other place. The least recently used place is evicted first.
 
-That copies are worth while where texts part is from Marconi
-(https://arxiv.org/abs/2411.19379): `find_common` says how far a prompt is like a text.
+Copies at divergence points are from Marconi (https://arxiv.org/abs/2411.19379):
+`find_common` returns the divergence point of a prompt.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from jkv.state.index import FoundState
 
 
 def snapshots_of(metadata: Metadata) -> Snapshots | None:
-    """Return the snapshots, if the cache has states."""
+    """Return the snapshots, or None without recurrent-state layers."""
     return index_of(metadata).snapshots
 
 
@@ -44,9 +44,9 @@ def find_longest(
     tokens: jax.Array,  # i32[B, P], prompts
     salts: jax.Array,  # i32[B]
     hashes: jax.Array,  # u32[B, C], up to each column's end
-    goes_on: jax.Array,  # bool[B, C], whether groups with blocks go on from there
+    goes_on: jax.Array,  # bool[B, C], True if groups with blocks can continue there
 ) -> tuple[jax.Array, jax.Array]:  # i32[B], columns before it, 0 for none; its place
-    """Find the longest snapshot of each prompt from which all groups can go on."""
+    """Find the longest snapshot of each prompt after which all groups can continue."""
     none, num_columns = snapshots.lengths.shape[0], hashes.shape[1]
     if num_columns == 0:
         shape = salts.shape
@@ -83,7 +83,7 @@ def find_longest(
         proposed &= ~(wrong[:, None] & (places == best[:, None]))
         return proposed, is_wrong(proposed)
 
-    # Another trip only where two texts have one hash.
+    # More trips only if two sequences have one hash.
     proposed, _ = while_loop(
         lambda state: jnp.any(state[1]), without_wrong, (proposed, is_wrong(proposed))
     )
@@ -92,14 +92,14 @@ def find_longest(
 
 
 def find_common(metadata: Metadata, tokens: jax.Array, salts: jax.Array) -> jax.Array:
-    """Return up to where prompts, i32[B, P], are like the text of a snapshot."""
+    """Return the divergence point of prompts, i32[B, P], from snapshots' tokens."""
     snapshots = snapshots_of(metadata)
     assert snapshots is not None
     width = min(tokens.shape[1], snapshots.texts.shape[1])
     texts, prompts = snapshots.texts[:, :width], tokens[:, :width]
     position = jnp.arange(width, dtype=jnp.int32)[None]
 
-    # A prompt at a time: all together would be large.
+    # One prompt at a time, to bound the memory of the comparison.
     def compare(request: jax.Array, common: jax.Array) -> jax.Array:
         differs = texts != gather(prompts, request)
         differs |= position >= snapshots.lengths[:, None]
@@ -120,7 +120,7 @@ def state_at(snapshots: Snapshots, place: jax.Array) -> FoundState:
 def find_at(
     metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array
 ) -> FoundState | None:
-    """Return snapshots of sequences' own texts at lengths above 0, i32[B]; or None."""
+    """Return snapshots of sequences' own tokens at lengths above 0, i32[B]."""
     snapshots = snapshots_of(metadata)
     if snapshots is None:
         return None
@@ -141,7 +141,7 @@ def find_at(
 def _find_text(
     snapshots: Snapshots, text: jax.Array, length: jax.Array, salt: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the place of a text's first tokens, or P, and whether all are told."""
+    """Return the place of a sequence's first tokens, or P, and if all are recorded."""
     counts = jnp.arange(text.shape[0], dtype=jnp.int32) < length
     is_told = jnp.all((text >= 0) | ~counts)
     alike = jnp.all((snapshots.texts == text[None]) | ~counts[None], axis=1)
@@ -152,7 +152,7 @@ def _find_text(
 
 
 def mark_used(metadata: Metadata, found: FoundState | None) -> Metadata:
-    """Note that snapshots are used, in the order of requests."""
+    """Mark snapshots as used, in request order."""
     snapshots = snapshots_of(metadata)
     if snapshots is None or found is None:
         return metadata
@@ -169,11 +169,11 @@ def mark_used(metadata: Metadata, found: FoundState | None) -> Metadata:
 def make(
     metadata: Metadata, batch: Batch, continues: jax.Array
 ) -> tuple[Metadata, jax.Array]:
-    """Make room for the states of sequences that a step left at a multiple.
+    """Choose places for snapshots of sequences that a step left at a multiple.
 
-    That is of requests whose step was made visible, bool[B], and noted as committed.
-    Returned with the metadata are the places that their rows are copied to, i32[B], P
-    for none. Of several requests with one place the last has it.
+    Only continuing requests, bool[B], with all their tokens committed get one. Return
+    the metadata and the places to copy their rows to, i32[B], P for none. Of several
+    requests with one place the last has it.
     """
     snapshots = snapshots_of(metadata)
     assert snapshots is not None
@@ -200,7 +200,7 @@ def _make_one(
     snapshots: Snapshots,
     places: jax.Array,
 ) -> tuple[Snapshots, jax.Array]:
-    """Find the place of one request's text, i32[1], or give one up for it."""
+    """Find the place of one request's tokens, i32[1], or evict one for it."""
     seq_id, length = (
         gather(batch.seq_ids, request),
         gather(batch.context_lengths, request),
@@ -241,7 +241,7 @@ def put_at(snapshots: Snapshots, places: jax.Array, **values: jax.Array) -> Snap
 def hash_text(
     text: jax.Array, salt: jax.Array, length: jax.Array, block_size: int
 ) -> jax.Array:
-    """Return the hash of a text's whole blocks, as the index has it, u32[1]."""
+    """Return the hash of the whole blocks of a sequence, as in the index, u32[1]."""
     columns = jnp.pad(text, (0, -text.shape[0] % block_size)).reshape(-1, block_size)
     column = jnp.arange(columns.shape[0], dtype=jnp.int32)
     terms = hashing.column_hash(columns, column)
@@ -252,7 +252,7 @@ def hash_text(
 def forget_snapshots(
     metadata: Metadata, find_gone: Callable[[Snapshots], jax.Array | bool]
 ) -> Metadata:
-    """Forget the snapshots for which `find_gone` is true, bool[P], if there are any."""
+    """Remove the snapshots for which `find_gone` is true, bool[P], if there are any."""
     snapshots = snapshots_of(metadata)
     if snapshots is None:
         return metadata
@@ -265,7 +265,7 @@ def forget_snapshots(
 
 
 def are_oldest(snapshots: Snapshots, count: jax.Array) -> jax.Array:
-    """Return which snapshots are the so many unused for longest, bool[P]."""
+    """Return True for the `count` least recently used snapshots, bool[P]."""
     is_there = snapshots.lengths > 0
     older = snapshots.last_used[None] < snapshots.last_used[:, None]
     rank = jnp.sum(older & is_there[None], axis=1, dtype=jnp.int32)

@@ -1,11 +1,11 @@
-"""Reuse of prefixes: match, snapshots, and forgetting what was cached.
+"""Prefix caching: match, snapshots, and eviction of cached contents.
 
 `append` records the tokens of a step; `commit`, once their keys and values are written,
-makes the blocks they filled visible. `allocate` finds them. A freed block keeps what it
-holds until the pool hands it out again, the least recently used first.
+indexes the blocks they filled. `allocate` finds them. A freed block keeps its contents
+until the pool evicts it in LRU order.
 
-Only what was computed from visible blocks becomes visible itself: a sequence whose
-chain has a gap (a step not committed, a token not told, a full bucket) adds no more.
+Only blocks computed from indexed blocks are indexed: a sequence with a gap in its chain
+(a step not committed, a token not recorded, a full bucket) commits no more.
 """
 
 import jax
@@ -25,19 +25,18 @@ from jkv.verbs.lookups import length_of, row_of
 
 @takes_cache()
 def match(cache: Cache, tokens: Texts, salts: Integers = 0) -> jax.Array:
-    """Tell how many tokens of each prompt `allocate` would find now.
+    """Return the number of cached tokens that `allocate` would find now.
 
     Args:
       cache: a cache with `prefix_caching`.
-      tokens: i32[B, P], the prompts, -1 after each one's end, or a list of token ids
-        for each.
-      salts: i32[B] or int, the domains to look in.
+      tokens: i32[B, P], the prompts, padded with -1, or a list of token ids for each.
+      salts: i32[B] or int, cache salts.
 
     Returns:
-      i32[B], tokens that need not be computed, never the whole prompt.
+      i32[B], prompt tokens that need no computation, never the whole prompt.
 
     Raises:
-      ValueError: for a cache without an index, or arguments of wrong type or shape.
+      ValueError: if the cache has no index, or an argument has the wrong type or shape.
 
     Example:
       >>> import jax.numpy as jnp, jkv
@@ -60,16 +59,16 @@ def match(cache: Cache, tokens: Texts, salts: Integers = 0) -> jax.Array:
 
 @takes_cache()
 def clear_prefixes(cache: Cache) -> Cache:
-    """Forget all cached contents; sequences stay as they are, but add no more.
+    """Evict all cached contents; open sequences are unchanged, but commit no more.
 
     Args:
       cache: a cache with `prefix_caching`.
 
     Returns:
-      The cache, in which nothing is found until new prompts are committed.
+      The cache without cached prefixes, until new prompts are committed.
 
     Raises:
-      ValueError: for a cache without an index.
+      ValueError: if the cache has no index.
 
     Example:
       >>> import jkv
@@ -83,22 +82,21 @@ def clear_prefixes(cache: Cache) -> Cache:
 
 @takes_cache()
 def invalidate(cache: Cache, salt: Integer) -> Cache:
-    """Forget one domain, as when its adapter or weights change.
+    """Evict all contents of a cache salt, as when its adapter or weights change.
 
-    Sequences of the domain stay as they are; what they hold and what they append is not
-    found any more, in no group of layers, until they are cut back to nothing or freed.
-    An open sequence without a token has nothing out of date: what it appends becomes
-    visible as ever.
+    Sequences with this salt are unchanged, but their tokens, present and future, are
+    not found in any group of layers until they are truncated to 0 or freed. Empty
+    sequences commit as usual.
 
     Args:
       cache: a cache with `prefix_caching`.
-      salt: i32[] or int, as given to `allocate`.
+      salt: i32[] or int, as passed to `allocate`.
 
     Returns:
-      The cache, in which nothing of the domain is found.
+      The cache without cached prefixes of this salt.
 
     Raises:
-      ValueError: for a cache without an index.
+      ValueError: if the cache has no index.
 
     Example:
       >>> import jkv
@@ -113,22 +111,22 @@ def invalidate(cache: Cache, salt: Integer) -> Cache:
 
 @takes_cache()
 def demote(cache: Cache, older_than: Integer) -> Cache:
-    """Let cached blocks that were not used for long be of class 0.
+    """Move cached blocks with expired retention to class 0.
 
-    There they stand where their last use puts them, and hold what they held. Blocks
-    that hold nothing any more go there, too, those of open sequences stay as they are.
-    A pass over the pool, for now and then.
+    They keep their contents and their place in LRU order. Unindexed blocks move to
+    class 0, too; blocks of open sequences are unchanged. Makes a pass over the pool:
+    call it occasionally.
 
     Args:
       cache: a cache with `prefix_caching`.
-      older_than: u32[] or int, a time by `jkv.clock`, or whatever `free(keep_until=)`
-        is given: blocks whose time is later stay as they are.
+      older_than: u32[] or int, in the unit of `free(keep_until=)`, by default a tick of
+        `jkv.clock`: blocks with a later time are unchanged.
 
     Returns:
-      The cache; one without `keep_classes` as it is.
+      The new cache; unchanged without `keep_classes`.
 
     Raises:
-      ValueError: for a cache without an index.
+      ValueError: if the cache has no index.
 
     Example:
       >>> import jax.numpy as jnp, jkv
@@ -153,22 +151,22 @@ def demote(cache: Cache, older_than: Integer) -> Cache:
 
 @takes_cache()
 def evict_cached(cache: Cache, num_blocks: Integer) -> Cache:
-    """Forget the least recently used cached blocks.
+    """Evict the contents of the least recently used cached blocks.
 
-    They were free and stay free; only their contents are not found any more. A block
-    goes before the blocks that lead up to it. With groups of layers so many go in each
-    group with blocks, of those that are cached there before the call; where no group
-    has any, so many snapshots go instead.
+    The blocks were free and stay free, but are not found any more. A block is evicted
+    before its ancestors. With several groups of layers, `num_blocks` of the blocks
+    cached before the call are evicted in each group with blocks; if no group has
+    blocks, that many snapshots.
 
     Args:
       cache: a cache with `prefix_caching`.
-      num_blocks: i32[] or int, of each group; all cached ones if there are no more.
+      num_blocks: i32[] or int, for each group; all cached ones if there are fewer.
 
     Returns:
-      The cache; as many blocks are free as before.
+      The cache with the same number of free blocks.
 
     Raises:
-      ValueError: for a cache without an index.
+      ValueError: if the cache has no index.
 
     Example:
       >>> import jkv
@@ -183,17 +181,17 @@ def evict_cached(cache: Cache, num_blocks: Integer) -> Cache:
 
 @takes_cache()
 def snapshots(cache: Cache, seq_id: Integer) -> jax.Array:
-    """Tell at which lengths of a sequence there is a snapshot of its states.
+    """Return the lengths of a sequence at which its states have a snapshot.
 
-    `truncate`, and `fork` with lengths, can go back to them.
+    `truncate`, and `fork` with lengths, can return to them.
 
     Args:
       cache: the cache.
       seq_id: i32[] or int; may be traced.
 
     Returns:
-      bool[max_context_length + 1]; all False for an id that is not open, and without
-      layers with a state or without prefix caching.
+      bool[max_context_length + 1]; all False for a closed id, and without
+      recurrent-state layers or prefix caching.
 
     Example:
       >>> import jax.numpy as jnp, jkv
@@ -238,11 +236,10 @@ def _snapshots(metadata: Metadata, seq_id: jax.Array) -> jax.Array:
 def _evict_cached(metadata: Metadata, num_blocks: jax.Array) -> Metadata:
     if not metadata.block_numbers:
         return forget_snapshots(metadata, lambda known: are_oldest(known, num_blocks))
-    # The leading group comes last: other groups have nothing cached beside what it
-    # forgets.
+    # The leading group last: blocks of other groups lose their pairs with the leader's.
     for number in (*metadata.followers, metadata.leader):
         metadata, evicted = _evict_from(metadata, number, num_blocks)
-        # Always true: the next group's writes then come after the reads of this one.
+        # Always true; orders the next group's writes after this one's reads.
         num_blocks = jnp.where(evicted >= 0, num_blocks, 0)
     return metadata
 
@@ -250,7 +247,7 @@ def _evict_cached(metadata: Metadata, num_blocks: jax.Array) -> Metadata:
 def _evict_from(
     metadata: Metadata, number: int, num_blocks: jax.Array
 ) -> tuple[Metadata, jax.Array]:
-    """Forget the cached blocks of one group that have been free longest; count them."""
+    """Evict the least recently used cached blocks of one group; count them."""
     group = metadata.groups[number]
     Carry = tuple[Metadata, jax.Array]
 
@@ -275,10 +272,10 @@ def _evict_from(
 
 @jax.jit
 def _forget(metadata: Metadata, salt: jax.Array | None) -> Metadata:
-    """Forget the blocks of one domain, or of all, and let its sequences add none.
+    """Evict the blocks of one salt, or of all, and stop its sequences' commits.
 
-    The blocks of other groups are found beside those of the leading one: without these
-    they are not. Snapshots of the domain go, too.
+    Blocks of other groups are found through the leader's and need no update. Snapshots
+    of the salt are removed, too.
     """
     index = index_of(metadata)
     metadata = forget_snapshots(
@@ -286,7 +283,7 @@ def _forget(metadata: Metadata, salt: jax.Array | None) -> Metadata:
     )
     in_domain = True if salt is None else index.salts == salt
     is_listed = True if salt is None else index.sequence_salts == salt
-    # A sequence without tokens has nothing out of date, and no step under way.
+    # A sequence without tokens has no stale contents and no step in flight.
     is_stale = is_listed & (metadata.context_lengths > 0)
     metadata = with_index(
         metadata,
@@ -298,7 +295,7 @@ def _forget(metadata: Metadata, salt: jax.Array | None) -> Metadata:
 
 @jax.jit
 def _demote(metadata: Metadata, bits: jax.Array | None) -> Metadata:
-    """Let what holds nothing be of class 0, and what was kept until a time, as bits."""
+    """Move unindexed blocks and, given `bits`, expired ones to class 0."""
     for number in metadata.block_numbers:
         group = metadata.groups[number]
         kept = group.free_blocks.kept

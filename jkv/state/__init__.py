@@ -1,7 +1,7 @@
 """The cache as a value: immutable pytrees of arrays.
 
-Small integers (`Metadata`) stand apart from the large K/V arrays, so that everything
-about blocks can be tested, simulated and jitted without touching storage.
+Small integers (`Metadata`) are separate from the large K/V arrays, so that block
+management can be tested, simulated and jitted without storage.
 """
 
 from jkv.state.batch import Batch, Slots

@@ -1,4 +1,4 @@
-"""The plan of one step, and where its tokens are stored.
+"""The plan of one step, and the slots of its tokens.
 
 Symbols in shape comments as in `jkv.state.metadata`.
 """
@@ -14,26 +14,26 @@ from jkv.status import UsageError
 
 
 class StepSizes(NamedTuple):
-    """What a batch and the cache that it is used with agree in; letters as ever."""
+    """Sizes that must be equal in a batch and the cache it is used with."""
 
-    groups: tuple[Any, ...]  # of each what its storage says
+    groups: tuple[Any, ...]  # sizes of each group's storage
     block_size: int  # T
     max_sequences: int  # S
     max_context_length: int
 
 
 def check_group(number: int, has_blocks: Sequence[bool]) -> None:
-    """Refuse the number of a group that is not there, or has no blocks."""
+    """Refuse the number of a missing group or one without blocks."""
     if not 0 <= number < len(has_blocks):
         raise UsageError(f"group must be in 0..{len(has_blocks) - 1}, got {number}")
     if not has_blocks[number]:
-        raise UsageError(f"group {number} has a state and no blocks")
+        raise UsageError(f"group {number} has a recurrent state and no blocks")
 
 
 class Slots(NamedTuple):
-    """Cells of tokens: where each one is stored."""
+    """Slots of tokens in a pool."""
 
-    block_ids: jax.Array  # i32[...], N where nothing is mapped
+    block_ids: jax.Array  # i32[...], N where not mapped
     offsets: jax.Array  # i32[...], 0 to T-1
 
 
@@ -42,48 +42,47 @@ class Slots(NamedTuple):
 class Batch:
     """The plan of one step: B requests over R token rows.
 
-    Request i owns the rows from `query_starts[i]` on; of a served one, the first
-    `query_lengths[i]` rows are its new tokens, the last of them at position
-    `context_lengths[i] - 1`. A refused request has the length its sequence had before
-    the call; padding and ids that are not open have 0. What is changed by hand in
-    these arrays `plan` does not know: replace it by None.
+    Request i owns the rows from `query_starts[i]` on; if served, its first
+    `query_lengths[i]` rows are its new tokens, which end at `context_lengths[i]`. A
+    refused request has the context length from before the call; padding and closed ids
+    have 0. `plan` is derived from these arrays: set it to None when changing them.
     """
 
-    seq_ids: jax.Array  # i32[B], as asked
+    seq_ids: jax.Array  # i32[B], as passed to `append`
     status: jax.Array  # i32[B], `Status`
     query_starts: jax.Array  # i32[B], first row; R or above when past the end
     query_lengths: jax.Array  # i32[B], tokens appended, 0 for a refused request
     context_lengths: jax.Array  # i32[B], tokens of the sequence after the step
     positions: jax.Array  # i32[R], position of each row in its sequence, 0 if invalid
-    valid: jax.Array  # bool[R], whether a served request owns the row
+    valid: jax.Array  # bool[R], True for rows of served requests
     offsets: jax.Array  # i32[R], offset of the row's slot in its block, 0 if invalid
-    # Of each group i32[R], block of the row's slot, the group's N if invalid; None of
-    # one without blocks.
+    # By group i32[R], block of the row's slot, the group's N if invalid; None for a
+    # group without blocks.
     blocks_of_groups: tuple[jax.Array | None, ...]
-    epochs: jax.Array | None  # u32[B], for `commit`: when the sequence last lost tokens
-    # i32[B] each, where tokens may be pending: those before the step and after it.
+    epochs: jax.Array | None  # u32[B], for `commit`: tick of the last truncation
+    # i32[B] each: pending tokens before and after the step; None without.
     pending_counts: tuple[jax.Array, jax.Array] | None = None
-    # What attention found out about the step for all layers; made and read by it alone.
+    # The attention plan, shared by all layers; opaque to other code.
     plan: Any = None
-    # i32[...], rows whose logits are asked for, where that is not each request's last.
+    # i32[...], rows with logits; None: the last row of each request.
     asked_rows: jax.Array | None = None
-    # Static: whether it is known from the call that each request has one row at most.
+    # Static: at most one row per request, known from the arguments.
     is_decoding: bool = dataclasses.field(metadata={"static": True})
-    # Static: whether what a row gets is to depend on nothing but its own sequence.
+    # Static: the position-based split (batch-invariant attention) is on.
     by_position: bool = dataclasses.field(default=False, metadata={"static": True})
-    # Static: those of the cache that planned it, to tell a batch of another cache.
+    # Static: sizes of the planning cache, to detect a batch of another cache.
     sizes: StepSizes = dataclasses.field(metadata={"static": True})
 
     @property
     def num_rows(self) -> int:
-        """Token rows, R."""
+        """Number of token rows, R."""
         return self.positions.shape[0]
 
     @property
     def last_rows(self) -> jax.Array:
-        """Row of each request's last token, i32[B]; R where it has none.
+        """Row of each request's last token, i32[B]; R if it has none.
 
-        Of a step that is scored, the rows that are asked for, i32[...].
+        With `asked_rows`, these rows, i32[...].
         """
         if self.asked_rows is not None:
             return self.asked_rows
@@ -92,12 +91,12 @@ class Batch:
 
     @property
     def pending_before(self) -> jax.Array:
-        """Tokens of each sequence that were pending before the step, i32[B]."""
+        """Pending tokens of each sequence before the step, i32[B]."""
         return self._pending(0)
 
     @property
     def pending_after(self) -> jax.Array:
-        """Tokens of each sequence that are pending after the step, i32[B]."""
+        """Pending tokens of each sequence after the step, i32[B]."""
         return self._pending(1)
 
     def _pending(self, when: int) -> jax.Array:
@@ -107,16 +106,16 @@ class Batch:
 
     @property
     def block_ids(self) -> jax.Array:
-        """Block of each row's slot, i32[R], N if invalid, where there is one group.
+        """Block of each row's slot, i32[R], N if invalid, for a single group.
 
         Raises:
-          UsageError: with several groups with blocks; take `slots_of`. Or with none.
+          UsageError: unless exactly one group has blocks; use `slots_of`.
         """
         found = [blocks for blocks in self.blocks_of_groups if blocks is not None]
         if len(found) != 1:
             raise UsageError(
-                f"this batch has slots in {len(found)} groups of layers; take "
-                f"batch.slots_of(group)"
+                f"batch.block_ids needs one group with blocks, this batch has "
+                f"{len(found)}; use batch.slots_of(group)"
             )
         return found[0]
 
@@ -124,10 +123,10 @@ class Batch:
         """Return the slot of each row in a group of layers, i32[R] each.
 
         Args:
-          group: its number in the configuration; a group with blocks.
+          group: its index in the configuration; a group with blocks.
 
         Raises:
-          UsageError: if there is no such group, or it has a state.
+          UsageError: if there is no such group, or it has no blocks.
         """
         check_group(group, [blocks is not None for blocks in self.blocks_of_groups])
         blocks = self.blocks_of_groups[group]
@@ -135,10 +134,10 @@ class Batch:
         return Slots(blocks, self.offsets)
 
     def first_requests(self, num_requests: int) -> Self:
-        """Return the step without the requests behind the first ones, which own no row.
+        """Return the step with only its first requests; the others own no rows.
 
         Args:
-          num_requests: requests that are left.
+          num_requests: number of requests to keep.
         """
         by_request = (
             *("seq_ids", "status", "query_starts", "query_lengths", "context_lengths"),
@@ -151,10 +150,10 @@ class Batch:
         return dataclasses.replace(self, plan=None, **first)
 
     def first_rows(self, num_rows: int) -> Self:
-        """Return the step without the rows behind the first ones; none has an owner.
+        """Return the step with only its first rows; the others are unowned.
 
         Args:
-          num_rows: rows that are left.
+          num_rows: number of rows to keep.
         """
         by_row = "positions", "valid", "offsets", "blocks_of_groups"
         first = {

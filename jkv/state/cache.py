@@ -1,4 +1,4 @@
-"""The cache as a value: the metadata, and the large arrays of keys and values.
+"""The cache as a value: metadata, and the large arrays of keys, values and states.
 
 Symbols in shape comments as in `jkv.state.metadata`.
 """
@@ -23,41 +23,41 @@ from jkv.status import UsageError
 
 @runtime_checkable
 class Device(Protocol):
-    """A `jax.Device`, which type checkers do not know: it is not written in Python."""
+    """The interface of a `jax.Device`, which is not typed."""
 
     @property
     def id(self) -> int:
-        """Number among the devices of its platform."""
+        """Index among the devices of its platform."""
 
     @property
     def platform(self) -> str:
-        """Such as "cpu" or "gpu"."""
+        """Platform name, such as "cpu" or "gpu"."""
 
     def memory_stats(self) -> dict[str, int] | None:
-        """Return the device's account of its memory, if it keeps one."""
+        """Return the device's memory statistics, if it has any."""
 
 
 class GroupLayer(NamedTuple):
-    """A layer by its group, and its number in it: where verbs take a layer."""
+    """A layer as its group and its index in the group; verbs accept it as a layer."""
 
-    group: int  # static, in the configuration
-    layer: int | jax.Array  # i32[] or int, which may be traced
+    group: int  # static index in the configuration
+    layer: int | jax.Array  # i32[] or int; may be traced
 
 
 class Role(enum.Enum):
-    """What a public function is to debug mode."""
+    """The effect of a public function, for debug mode."""
 
-    WRITES = enum.auto()  # a step's rows to a layer
+    WRITES = enum.auto()  # rows of a step to a layer
     READS = enum.auto()  # a layer, for a step
-    WRITES_STATE = enum.auto()  # of a layer, for a step
-    READS_STATE = enum.auto()  # of a layer, for a step
+    WRITES_STATE = enum.auto()  # state of a layer, for a step
+    READS_STATE = enum.auto()  # state of a layer, for a step
     COMMITS = enum.auto()  # a step
-    CHECKS = enum.auto()  # the cache, and raises what was found
-    SETS_DEBUG = enum.auto()  # returns a cache that it has given its watcher
+    CHECKS = enum.auto()  # the cache; raises faults found
+    SETS_DEBUG = enum.auto()  # returns a cache with a watcher
 
 
 class Watcher(Protocol):
-    """What debug mode puts beside a cache: it calls the public functions."""
+    """The debug mode of a cache; it calls the public functions."""
 
     def call(
         self,
@@ -67,13 +67,13 @@ class Watcher(Protocol):
         role: Role | None,
         /,
     ) -> Any:
-        """Call a function that was given this cache, and look at what it does."""
+        """Call a function on this cache and check its effects."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Cache:
-    """A paged key/value cache. Make one with `init`; every verb returns a new one.
+    """A paged key/value cache. Create one with `init`; every verb returns a new one.
 
     Example:
       >>> import jkv
@@ -85,47 +85,47 @@ class Cache:
         sequences  0 of 2 open, 0 tokens, at most 16 each
     """
 
-    metadata: Metadata  # which sequence has which blocks
-    storage: tuple[Any, ...]  # of each group: a `BlockStorage` or a `StateStorage`
+    metadata: Metadata  # blocks of each sequence
+    storage: tuple[Any, ...]  # by group: a `BlockStorage` or a `StateStorage`
     # Static: the groups of each layer of the model: none, one, or one with blocks and
-    # one with a state. The layers of a group are stored in this order.
+    # one with a state. A group stores its layers in this order.
     layer_groups: tuple[tuple[int, ...], ...] = dataclasses.field(
         metadata={"static": True}
     )
-    # Of which mesh axis each rank has a cache; static, as every array then has one axis
-    # more, that of ranks. None for one cache.
+    # The sharding of several pools, one per rank of a mesh axis; every array then has a
+    # leading axis of ranks, so it is static. None for one cache.
     pools: PoolSharding | None = dataclasses.field(
         default=None, metadata={"static": True}
     )
-    watcher: Watcher | None = None  # in debug mode
+    watcher: Watcher | None = None  # debug mode
 
     def with_metadata(self, metadata: Metadata) -> Self:
-        """Return the cache with other metadata; itself if they are its own."""
+        """Return the cache with other metadata; the same object if unchanged."""
         if metadata is self.metadata:
             return self
         return dataclasses.replace(self, metadata=metadata)
 
     @property
     def block_storage(self) -> tuple[BlockStorage, ...]:
-        """The keys and values of each group with blocks."""
+        """Keys and values of each group with blocks."""
         return tuple(each for each in self.storage if each.kind == "blocks")
 
     def with_storage(self, storage: tuple[Any, ...]) -> Self:
-        """Return the cache with other keys, values and states; itself with its own."""
+        """Return the cache with other storage; the same object if unchanged."""
         if all(new is old for new, old in zip(storage, self.storage, strict=True)):
             return self
         return dataclasses.replace(self, storage=storage)
 
     def with_group_storage(self, group: int, storage: Any) -> Self:
-        """Return the cache with other keys and values, or states, of one group."""
+        """Return the cache with other storage of one group."""
         before, behind = self.storage[:group], self.storage[group + 1 :]
         return self.with_storage((*before, storage, *behind))
 
     def follow(self, metadata: Metadata, moves: tuple[Any, ...]) -> Self:
-        """Return the cache with new metadata, and its storage as a call says.
+        """Return the cache with new metadata and its storage after the moves.
 
-        That is the moves of each part; of none where nothing is to be moved. Outside
-        jit there is no pass over storage of which nothing is.
+        `moves` has one entry per part; it is empty if nothing moves. Outside jit
+        unmoved storage is not copied.
         """
         storage = list(self.storage)
         for part, of_part in zip(metadata.parts, moves, strict=bool(moves)):
@@ -134,15 +134,15 @@ class Cache:
         return self.with_metadata(metadata).with_storage(tuple(storage))
 
     def find_layer(self, layer: Any) -> GroupLayer:
-        """Return where the keys and values of a layer are.
+        """Return the group and index of a layer's keys and values.
 
         Args:
-          layer: int, of the model; or a `GroupLayer`, which is returned. With one group
-            it may be traced.
+          layer: int, index in the model; or a `GroupLayer`, which is returned. May be
+            traced with one group.
 
         Raises:
-          UsageError: with several groups for a traced number; for one that no layer
-            has, or for a layer that keeps no keys and values.
+          UsageError: if the layer is traced and there are several groups, is out of
+            range, or has no keys and values.
         """
         found = self._list_groups(layer)
         for each in found:
@@ -155,10 +155,10 @@ class Cache:
         )
 
     def find_state(self, layer: Any) -> GroupLayer:
-        """Return where the state of a layer is; as `find_layer` with keys and values.
+        """Return the group and index of a layer's state, as `find_layer`.
 
         Raises:
-          UsageError: for a layer that keeps no state, and as `find_layer`.
+          UsageError: if the layer has no state, and as `find_layer`.
         """
         for each in self._list_groups(layer):
             if self.metadata.groups[each.group].kind == "states":
@@ -169,10 +169,10 @@ class Cache:
         )
 
     def _list_groups(self, layer: Any) -> tuple[GroupLayer, ...]:
-        """Return where a layer keeps what it keeps: an int, or what says so already."""
+        """Return the group and index of a layer in each of its groups."""
         if isinstance(layer, tuple):
             return (layer,) if isinstance(layer, GroupLayer) else layer
-        # In the only group of all layers a layer has the model's number, traced or not.
+        # With one group for all layers the model's index is the group's, traced or not.
         if set(self.layer_groups) == {(0,)}:
             return (GroupLayer(0, layer),)
         number = self._known(layer)
@@ -180,11 +180,11 @@ class Cache:
         return tuple(GroupLayer(each, self._count(each, number)) for each in groups)
 
     def _known(self, layer: Any) -> int:
-        """Return the number of a layer; refuse one that is traced or not there."""
+        """Return the index of a layer; refuse traced and out-of-range ones."""
         if not hasattr(layer, "__index__") or isinstance(layer, jax.core.Tracer):
             raise UsageError(
-                "with groups a layer must be an int, as its group decides what is "
-                "traced; in a scan over periods of layers take "
+                "layer must be an int in a cache with several groups, got an array or "
+                "another type; in a scan over periods of layers pass "
                 "cache.find_periodic(layer, period, step)"
             )
         number, known = int(layer), range(len(self.layer_groups))
@@ -193,7 +193,7 @@ class Cache:
         return number
 
     def _count(self, group: int, layer: int) -> int:
-        """Return how many layers of a group come before one."""
+        """Count the layers of a group before a layer."""
         return sum(groups.count(group) for groups in self.layer_groups[:layer])
 
     def find_periodic(
@@ -203,23 +203,24 @@ class Cache:
 
         Args:
           layer: int, 0 to period-1, of the first period.
-          period: int, after how many layers the groups repeat.
-          step: i32[] or int, the number of the period; may be traced.
+          period: int, number of layers after which the groups repeat.
+          step: i32[] or int, index of the period; may be traced.
 
         Returns:
-          Where the layer is in its group; of one in two groups, both.
+          The layer in its group; for a layer in two groups, both.
 
         Raises:
-          UsageError: if the groups of the layers do not repeat like that, or the layer
-            keeps nothing.
+          UsageError: if the groups do not repeat after `period`, or the layer has no
+            storage.
         """
         groups = self.layer_groups
         pattern = groups[:period]
         repeated = (pattern * (-(-len(groups) // max(len(pattern), 1))))[: len(groups)]
         if not 0 <= layer < period or repeated != groups:
             raise UsageError(
-                f"the groups of the layers, {groups}, do not repeat after {period}, or "
-                f"layer {layer} is not in 0..{period - 1}"
+                f"period and layer must match the groups of the layers; {groups} "
+                f"do not repeat after {period}, or layer {layer} is not in "
+                f"0..{period - 1}"
             )
         found = tuple(
             GroupLayer(
@@ -233,38 +234,38 @@ class Cache:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model; 0 for a cache without storage."""
+        """Number of layers of the model; 0 without storage."""
         is_stored = any(each.num_layers for each in self.storage)
         return len(self.layer_groups) if is_stored else 0
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in the pool, N, of a cache of one group."""
+        """Number of blocks in the pool, N, with one group."""
         return self._only_storage("num_blocks").num_blocks
 
     @property
     def num_kv_heads(self) -> int:
-        """Key/value heads of the model, K, of a cache of one group."""
+        """Number of key/value heads of the model, K, with one group."""
         return self._only_storage("num_kv_heads").num_kv_heads
 
     @property
     def head_dim(self) -> int:
-        """Size of one key, D, of a cache of one group."""
+        """Size of a key, D, with one group."""
         return self._only_storage("head_dim").head_dim
 
     @property
     def value_head_dim(self) -> int:
-        """Size of one value, Dv, of a cache of one group."""
+        """Size of a value, Dv, with one group."""
         return self._only_storage("value_head_dim").value_head_dim
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The dtype of keys and values of a cache of one group."""
+        """The dtype of keys and values, with one group."""
         return self._only_storage("dtype").dtype
 
     @property
     def sharding(self) -> StorageSharding | None:
-        """How keys and values of a cache of one group lie on a mesh, if they do."""
+        """Sharding of keys and values over a mesh, or None, with one group."""
         return self._only_storage("sharding").sharding
 
     @property
@@ -274,22 +275,22 @@ class Cache:
 
     @property
     def max_sequences(self) -> int:
-        """Sequences that can be open at one time, S."""
+        """Maximum number of open sequences, S."""
         return self.metadata.max_sequences
 
     @property
     def max_blocks_per_sequence(self) -> int:
-        """Blocks one sequence can have in a group, M."""
+        """Maximum number of blocks of a sequence in a group, M."""
         return self.metadata.max_blocks_per_sequence
 
     @property
     def max_context_length(self) -> int:
-        """Tokens one sequence can have."""
+        """Maximum number of tokens of a sequence."""
         return self.metadata.max_context_length
 
     @property
     def sizes(self) -> StepSizes:
-        """The sizes in which the cache and the batches planned on it agree."""
+        """Sizes that the batches planned on the cache share."""
         return StepSizes(
             groups=tuple(each.sizes for each in self.storage),
             block_size=self.block_size,
@@ -299,46 +300,46 @@ class Cache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays; `CacheConfig.bytes` when there is storage."""
+        """Bytes of all arrays; `CacheConfig.bytes` if there is storage."""
         arrays = jax.tree.leaves((self.metadata, self.storage))
         return sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
 
     @property
     def devices(self) -> set[Device]:
-        """Devices that hold keys, values and states."""
+        """Devices that hold the storage."""
         arrays = [next(iter(each.arrays.values())) for each in self.storage]
         return set().union(*(array.devices() for array in arrays))
 
     def occupancy(self) -> str:
-        """Say in one line how full the cache is (host only)."""
+        """Describe the free blocks and open sequences in one line (host only)."""
         blocks, sequences, _ = self._use()
         return f"{', '.join(blocks)}, {sequences}"
 
     def __repr__(self) -> str:
-        """Fit one screen at any size; a traced or deleted cache shows no counts.
+        """Describe the cache in a few lines; without counts if traced or deleted.
 
-        JAX puts anything where arrays were: shapes, specs, `None`, arrays with an
-        axis more. What then makes no sense as a cache is shown array by array.
+        JAX may replace the arrays by shapes, specs, `None`, or arrays with another
+        axis. If the result is not a cache, its leaves are listed.
         """
         with contextlib.suppress(Exception):
-            # An axis more, as stacked caches have, would shift the sizes.
+            # Stacked caches have a leading axis, which would shift the sizes.
             if all(len(each.key_pool.shape) == 5 for each in self.block_storage):
                 if len(self.metadata.sequences.rows.shape) == 2:
                     return self._describe()
         return self._list_arrays()
 
     def _only_storage(self, name: str) -> BlockStorage:
-        """Refuse to say of a cache of several groups what each has for itself."""
+        """Return the storage of the only group with blocks; refuse several groups."""
         num_groups = len(self.block_storage)
         if num_groups != 1:
             raise UsageError(
-                f"cache.{name} is one number, and each of the {num_groups} groups of "
-                f"layers with blocks has its own: take cache.storage[i].{name}"
+                f"cache.{name} needs one group of layers with blocks, this cache has "
+                f"{num_groups}; use cache.storage[i].{name}"
             )
         return self.block_storage[0]
 
     def _list_arrays(self) -> str:
-        """Say of each leaf, an array or not, what it is, a line each."""
+        """Describe each leaf, array or not, in a line."""
         leaves = jax.tree_util.tree_leaves_with_path(self)
         lines = [
             f"  {jax.tree_util.keystr(path, simple=True, separator='.')}: "
@@ -348,7 +349,7 @@ class Cache:
         return "\n".join([f"Cache({len(leaves)} leaves)", *lines])
 
     def _describe(self) -> str:
-        """Say how large the cache is and, if its counts can be had, how full."""
+        """Describe the size of the cache and, if concrete, its occupancy."""
         layers = f"{self.num_layers} layers" if self.num_layers else "no storage"
         kinds = [
             f"{each.num_kv_heads} kv heads, head dim {each.head_dim}, {each.formats}"
@@ -383,7 +384,7 @@ class Cache:
         return "\n".join([head, *lines])
 
     def _use(self) -> tuple[list[str], str, int]:
-        """Say how many blocks of each group are free, and rows open; count tokens."""
+        """Describe free blocks by group and open sequences, and count tokens."""
         meta = self.metadata
         counts, is_open, lengths = jax.device_get(
             (
@@ -401,7 +402,7 @@ class Cache:
 
 
 def _describe_leaf(leaf: Any) -> str:
-    """Say an array's dtype and shape; of anything else, what it says of itself."""
+    """Return an array's dtype and shape, or the repr of another leaf."""
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
     if isinstance(shape, tuple) and dtype is not None:
         return f"{dtype}{list(shape)}"

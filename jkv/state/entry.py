@@ -1,7 +1,7 @@
-"""What public functions do on entry: is the cache a cache, and what went wrong if not.
+"""Argument checks of public functions: the cache, and explanations of failures.
 
-A call that is as it should be pays a few comparisons. Everything else is found out
-afterwards: when a function fails, `_explain` looks at the cache that it was given.
+A valid call costs a few comparisons. The rest happens on failure: `_explain` inspects
+the cache that the function got.
 """
 
 import functools
@@ -30,17 +30,16 @@ def takes_cache(
     any_pools: bool = False,
     role: Role | None = None,
 ) -> Callable[[Callable[Params, Result]], Callable[Params, Result]]:
-    """Make a public function with a parameter `cache` answer mistakes with it.
+    """Decorate a public function with a parameter `cache` to check and explain it.
 
-    A value that is no cache is refused by name. If the function fails on a cache that
-    was donated before, the error says so. A cache in debug mode calls the function
-    itself.
+    Other values than a cache are refused. If the function fails on a donated cache, the
+    error says so. In debug mode the cache calls the function.
 
     Args:
       argument: position of the parameter `cache` among the function's.
-      on_host: whether the function looks at values, and refuses a traced cache.
-      any_pools: whether it takes a cache with several pools, too.
-      role: what it is to debug mode, if anything of its own.
+      on_host: True if the function reads values, and refuses a traced cache.
+      any_pools: True if it accepts a cache with several pools.
+      role: its effect, for debug mode.
     """
 
     def decorate(function: Callable[Params, Result]) -> Callable[Params, Result]:
@@ -78,9 +77,9 @@ def _enter_without(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Result:
-    """Call a function that may do without a cache, or say what to give instead."""
+    """Call a function that needs no cache here, or refuse the value passed."""
     signature = inspect.signature(function)
-    # Raises Python's own error for arguments that are missing or too many.
+    # Raises Python's own error for missing or extra arguments.
     if "cache" not in signature.bind(*args, **kwargs).arguments:
         return explains_arguments(function)(*args, **kwargs)
     _refuse_cache(function, signature, cache)
@@ -90,15 +89,15 @@ def _refuse_traced(function: Callable[..., Any], cache: Cache) -> None:
     """Refuse a cache inside jit."""
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(cache)):
         raise UsageError(
-            f"{function.__name__} looks at values on the host: call it outside jit; "
-            f"inside, compare batch.status"
+            f"{function.__name__} reads values on the host, got a traced cache; call "
+            f"it outside jit; inside, check batch.status"
         )
 
 
 def _refuse_pools(
     function: Callable[..., Any], pools: PoolSharding, argument: int, on_host: bool
 ) -> NoReturn:
-    """Say how a function is called where there are several pools."""
+    """Raise with the way to call the function on several pools."""
     name = function.__name__
     given = (
         "(arguments by position have an axis of ranks first, keyword arguments are the "
@@ -107,7 +106,7 @@ def _refuse_pools(
     if on_host:
         advice = (
             f"jkv.split_pools(cache) returns a copy of each for the host, which {name} "
-            f"takes; nothing that is done to a copy comes back into this cache"
+            f"takes; changes to a copy do not affect this cache"
         )
     elif argument:
         advice = (
@@ -129,16 +128,16 @@ def _refuse_pools(
 def _refuse_cache(
     function: Callable[..., Any], signature: inspect.Signature, cache: object
 ) -> NoReturn:
-    """Say what was given instead of a cache."""
+    """Raise for a value that is not a cache."""
     name = function.__name__
     if isinstance(cache, tuple) and cache and isinstance(cache[0], Cache):
         raise UsageError(
-            f"{name} got a pair as its cache: verbs return a pair, so unpack it, as in "
-            f"`cache, result = jkv.allocate(cache, ...)`, and pass the cache alone"
+            f"{name}: cache must be a jkv.Cache, got a pair; verbs return a pair, so "
+            f"unpack it, as in `cache, result = jkv.allocate(cache, ...)`"
         )
     advice = ""
     if type(cache).__name__ in ("CacheConfig", "GroupedConfig"):
-        advice = "; jkv.init(config) makes a cache of a configuration"
+        advice = "; jkv.init(config) creates a cache of a configuration"
     order = ", ".join(signature.parameters)
     raise UsageError(
         f"{name}: cache must be a jkv.Cache, got {type(cache).__name__}; the order is "
@@ -147,26 +146,26 @@ def _refuse_cache(
 
 
 def _explain(function: Callable[..., Any], cache: Cache, error: Exception) -> None:
-    """Raise a better error where the cache tells why a function failed."""
+    """Raise a better error if the cache explains the failure."""
     if isinstance(error, UsageError | CacheError):
         return
     if _was_donated(cache):
         raise UsageError(
-            f"{function.__name__}: this cache was donated to an earlier call, which "
-            f"took its arrays; go on with the cache that the call returned, as in "
+            f"{function.__name__}: cache was donated to an earlier call, which "
+            f"took its arrays; use the cache that the call returned, as in "
             f"`cache, ... = step(cache, ...)`"
         ) from error
     *shape, _ = jnp.shape(cache.metadata.sequences.rows)
     if cache.pools is None and len(shape) != 1:
         raise UsageError(
-            f"{function.__name__}: the arrays of this cache have leading axes "
-            f"{list(shape[:-1])}, as those of several caches that were stacked: call "
-            f"it under jax.vmap, or make one cache with init(..., pools=)"
+            f"{function.__name__}: the arrays of cache have leading axes "
+            f"{list(shape[:-1])}, as in a stack of caches; call "
+            f"it under jax.vmap, or create one cache with init(..., pools=)"
         ) from error
 
 
 def _was_donated(cache: Cache) -> bool:
-    """Return whether some array of the cache is gone."""
+    """Return True if an array of the cache is deleted."""
     return any(
         isinstance(leaf, jax.Array)
         and not isinstance(leaf, jax.core.Tracer)

@@ -12,37 +12,37 @@ from jkv.state.windows import Columns
 
 
 class FoundBlocks(NamedTuple):
-    """What is found of B prompts in one group."""
+    """Blocks found for B prompts in one group."""
 
-    # i32[B, C], the block of each column, N where none is found or nothing needs it.
+    # i32[B, C], the block of each column, N if not found or not needed.
     blocks: jax.Array
-    gap: Columns  # i32[B] or 0, of the leading columns those that nothing needs
-    # i32[B], a block that begins like what follows, N if there is none; None where
-    # nothing was looked for.
+    gap: Columns  # i32[B] or 0, leading columns outside the window
+    # i32[B], a block with a common prefix for the next column, N if none; None without
+    # a look-up.
     part: jax.Array | None
 
 
 class FoundState(NamedTuple):
-    """The snapshots of states that B requests go on from."""
+    """Snapshots of states from which B requests continue."""
 
     place: jax.Array  # i32[B], P for none
-    num_pending: jax.Array  # i32[B], tokens of its text that are pending there
+    num_pending: jax.Array  # i32[B], tokens pending in the snapshot
     none: int  # static: P
 
     def only(self, chosen: jax.Array) -> Self:
-        """Return those of the chosen requests, bool[B], and none of others."""
+        """Keep the snapshots of the chosen requests, bool[B]."""
         return self._replace(place=jnp.where(chosen, self.place, self.none))
 
 
 class Found(NamedTuple):
-    """What is found of each of B prompts, in C whole blocks and a part.
+    """Prefix cache hits of B prompts: C whole blocks and a part of the next.
 
-    Where nothing is looked for there are no columns.
+    There are no columns without a look-up.
     """
 
     num_blocks: jax.Array  # i32[B], leading columns found
-    num_part: jax.Array  # i32[B], tokens in common with the part, below T
-    groups: dict[int, FoundBlocks]  # by the number of the group
+    num_part: jax.Array  # i32[B], common tokens in the next block, below T
+    groups: dict[int, FoundBlocks]  # by index of the group
     state: FoundState | None = None  # at the columns' end; None without snapshots
 
     def num_tokens(self, block_size: int) -> jax.Array:

@@ -1,10 +1,10 @@
 """The index of a cache without prefix caching, and the base class of the prefix index.
 
-A method takes the metadata that holds the index and returns metadata: a loop carries
-metadata, so that an index kept from before is stale. `self` only selects the kind.
+A method takes the metadata that holds the index and returns metadata: loops carry the
+metadata, so an index saved earlier is stale. `self` only selects the kind.
 
-Rows are those of the block tables: a row of S or above is dropped. Symbols in shape
-comments as in `jkv.state.metadata`; P places of snapshots.
+Rows are block table rows: S and above are dropped. Symbols in shape comments as in
+`jkv.state.metadata`; P places of snapshots.
 """
 
 import dataclasses
@@ -22,16 +22,16 @@ Metadata: TypeAlias = Any  # `jkv.state.Metadata`, which holds an index
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class NoIndex:
-    """An index without arrays that finds nothing and adds no instruction to a program.
+    """An index without arrays and without hits, which adds no operations to a program.
 
     `jkv.prefixes.index.PrefixIndex` overrides every method.
     """
 
-    is_there = False  # static: True if `commit` makes blocks visible
+    is_there = False  # static: True if `commit` indexes blocks
 
     @property
     def snapshot_every(self) -> int | None:
-        """Length whose multiples states are copied at, None if never; static."""
+        """Interval between snapshot lengths, None without snapshots; static."""
         return None
 
     @property
@@ -68,8 +68,8 @@ class NoIndex:
     ) -> jax.Array | None:
         """Return the divergence point of each prompt from known sequences, i32[B].
 
-        It may lie behind the tokens found, where only a state is missing: a snapshot
-        there pays off. None without snapshots. Arguments as for `find`.
+        It may lie after the cached tokens if only a state is missing: a snapshot there
+        is useful. None without snapshots. Arguments as for `find`.
         """
         return None
 
@@ -80,7 +80,7 @@ class NoIndex:
         lengths: jax.Array,
         tokens: jax.Array,
     ) -> jax.Array | None:
-        """Return the same for the first tokens of sequences and tokens behind them."""
+        """Return the same for the first tokens of sequences, followed by `tokens`."""
         return None
 
     def texts_of(self, metadata: Metadata, row: jax.Array) -> jax.Array:
@@ -88,7 +88,7 @@ class NoIndex:
         return jnp.full((*row.shape, metadata.max_context_length), -1, jnp.int32)
 
     def epochs_of(self, seq_ids: jax.Array) -> jax.Array | None:
-        """Return the clock when sequences were opened or last cut, u32[B]."""
+        """Return the tick of sequences' opening or last truncation, u32[B]."""
         return None
 
     def leave(self, seq_ids: jax.Array) -> tuple[jax.Array, jax.Array] | None:
@@ -96,7 +96,7 @@ class NoIndex:
         return None
 
     def knows(self, metadata: Metadata, number: int, block: jax.Array) -> jax.Array:
-        """Return True for blocks of a group, i32[...], that can be found."""
+        """Return True for indexed blocks of a group, i32[...]."""
         return jnp.zeros(block.shape, bool)
 
     # Records of sequences.
@@ -109,7 +109,7 @@ class NoIndex:
         num_cached: jax.Array,
         tokens: jax.Array | None,
     ) -> Metadata:
-        """Open rows with the tokens found of their prompts, i32[B]; count the hits."""
+        """Open rows with the cached tokens of their prompts, i32[B]; count the hits."""
         return metadata
 
     def enter(
@@ -152,22 +152,22 @@ class NoIndex:
     def forget(
         self, metadata: Metadata, number: int, block: jax.Array
     ) -> tuple[Metadata, jax.Array]:
-        """Remove allocated blocks of a group, i32[P]; return how many were indexed."""
+        """Remove allocated blocks of a group, i32[P]; return the number indexed."""
         return metadata, jnp.int32(0)
 
     def forget_rewritten(
         self, metadata: Metadata, number: int, block: jax.Array
     ) -> Metadata:
-        """Remove blocks of a group that are written again, i32[B]; N is dropped.
+        """Remove blocks of a group before they are overwritten, i32[B]; N is dropped.
 
-        The blocks that follow one of them are removed as well.
+        Their descendants are removed as well.
         """
         return metadata
 
     def commit(
         self, metadata: Metadata, batch: Batch
     ) -> tuple[Metadata, tuple[Any, ...]]:
-        """Make the blocks that a step filled visible; return moves of storage."""
+        """Index the blocks that a step filled; return moves of storage."""
         return metadata, ()
 
     def rename(
@@ -180,19 +180,19 @@ class NoIndex:
         """Renumber the blocks of a group.
 
         Args:
-          metadata: renumbered but for the index.
-          number: the group's number.
+          metadata: renumbered except for the index.
+          number: the group's index.
           renamed: new ids of old ids, N' for none.
           moved: values by new block of values by old block, and the fill of new blocks.
         """
         return metadata
 
     def reenter(self, metadata: Metadata) -> Metadata:
-        """Index all blocks again after their number has changed."""
+        """Index all blocks again after the pool was resized."""
         return metadata
 
 
-# No decorator: what it returns has no type, and a base class needs one.
+# Not a decorator: it is untyped, and a base class needs a type.
 jax.tree_util.register_dataclass(NoIndex)
 
 

@@ -1,11 +1,11 @@
-"""States of fixed size: what sequences have in groups of layers without blocks.
+"""Recurrent states of fixed size: groups of layers without blocks.
 
-The row of a sequence in every array is its number. A row's state stands at the row's
-*base*: the tokens after it are *pending*, and their inputs are kept beside it, so that
-they can be taken back.
+A sequence's row in every array is its id. A row's state includes the tokens up to its
+*base*: later tokens are *pending*, and their inputs are stored next to the state, so
+that they can be rolled back.
 
-Symbols: L layers, S sequences, P places of snapshots, Q tokens that may be pending, X
-tokens that a sequence may have.
+Symbols: L layers, S sequences, P places of snapshots, Q pending tokens at most, X
+tokens of a sequence at most.
 """
 
 import dataclasses
@@ -23,10 +23,10 @@ from jkv.state.metadata import Metadata
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class States:
-    """What there is to know of a group with a state: all agree in it."""
+    """Metadata of a group of recurrent-state layers, the same for all its rows."""
 
     kind = "states"
-    # Q, tokens of a sequence that may be pending; static, as arrays do not tell it.
+    # Q; static, as no array implies it.
     max_pending: int = dataclasses.field(metadata={"static": True})
 
 
@@ -35,7 +35,7 @@ PARTS = ("rows", "inputs", "snapshot_rows", "snapshot_inputs")
 
 
 class StateSizes(NamedTuple):
-    """The sizes of a group's states, in which a batch and its cache agree."""
+    """Sizes of a group's states that a batch and its cache share."""
 
     num_layers: int
     max_pending: int
@@ -44,7 +44,7 @@ class StateSizes(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class StateStorage:
-    """The states of one group of layers, by row, and those of the snapshots, by place.
+    """States of one group of layers, by row, and their snapshots, by place.
 
     bfloat16 is stored as its bits.
     """
@@ -52,22 +52,22 @@ class StateStorage:
     kind = "states"
     sharding = None
 
-    bases: jax.Array  # i32[L, S], at how many tokens the state of a row stands
-    rows: dict[str, jax.Array]  # by name [L, S, ...], the states
+    bases: jax.Array  # i32[L, S], number of tokens in the state of a row
+    rows: dict[str, jax.Array]  # by name [L, S, ...]
     # By name [L, S, Q, ...], of pending tokens, oldest first; empty without them.
     inputs: dict[str, jax.Array]
     snapshot_rows: dict[str, jax.Array]  # by name [L, P, ...]; empty without snapshots
     snapshot_inputs: dict[str, jax.Array]  # by name [L, P, Q, ...], likewise
-    # What the stored bits of `rows` mean, in the order of the names; static.
+    # dtypes that the bits of `rows` encode, in the order of the names; static.
     row_dtypes: tuple[np.dtype[Any], ...] = dataclasses.field(metadata={"static": True})
-    # Likewise those of `inputs`; static.
+    # Likewise of `inputs`; static.
     input_dtypes: tuple[np.dtype[Any], ...] = dataclasses.field(
         metadata={"static": True}
     )
-    # The axis of each state, in the order of the names, that a mesh may divide, -1 for
-    # none; static.
+    # Axis of each state that a mesh may shard, in the order of the names, -1 for none;
+    # static.
     row_axes: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-    # Likewise that of each token's input; static.
+    # Likewise of each token's input; static.
     input_axes: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
     @property
@@ -80,7 +80,7 @@ class StateStorage:
         }
 
     def with_arrays(self, arrays: dict[str, Any]) -> Self:
-        """Return the storage with other arrays, or with what stands for arrays."""
+        """Return the storage with other arrays or placeholders."""
         parts: dict[str, Any] = {part: {} for part in PARTS}
         for path, array in arrays.items():
             part, _, name = path.partition(".")
@@ -89,14 +89,14 @@ class StateStorage:
         return dataclasses.replace(self, bases=arrays["bases"], **parts)
 
     def meaning(self, _path: str) -> None:
-        """Return that bits are written to files as they are."""
+        """Return None: files hold the bits as they are."""
 
     def with_sharding(self, _sharding: None) -> Self:
-        """Return the same: the arrays alone say where they are."""
+        """Return self: the arrays carry their own sharding."""
         return self
 
     def implied_sizes(self, metadata: Metadata, _group: States) -> layout.StateSizes:
-        """Return the sizes that a few of the arrays tell of all others."""
+        """Return the sizes that some of the arrays imply for all others."""
         return layout.StateSizes(
             num_layers=self.num_layers,
             arrays=_list_arrays(self.rows, self.row_dtypes, 2),
@@ -113,14 +113,14 @@ class StateStorage:
     def divide(
         self, mesh: jax.sharding.Mesh, heads: str | None, _context: str | None
     ) -> Divided:
-        """Return how the arrays would lie on a mesh."""
+        """Return the sharding of the arrays over a mesh."""
         shapes = {path: array.shape for path, array in self.arrays.items()}
         return layout.divide_arrays(self.divided, shapes, mesh, heads)
 
     @property
     def divided(self) -> dict[str, DividedAxes]:
-        """Which axis of an array a mesh may divide, by path; of others none."""
-        # By name: files have another order.
+        """The axes that a mesh may shard, by path."""
+        # By name, because files have another order.
         return divide_states(
             dict(zip(sorted(self.rows), self.row_axes, strict=True)),
             dict(zip(sorted(self.inputs), self.input_axes, strict=True)),
@@ -128,12 +128,12 @@ class StateStorage:
 
     @property
     def num_layers(self) -> int:
-        """Layers stored, L; 0 without storage."""
+        """Number of layers stored, L; 0 without storage."""
         return self.bases.shape[0]
 
     @property
     def sizes(self) -> StateSizes:
-        """The sizes in which the group and the batches planned on it agree."""
+        """Sizes that the batches planned on the group share."""
         pending = [array.shape[2] for array in self.inputs.values()]
         return StateSizes(self.num_layers, max(pending, default=0))
 
@@ -141,6 +141,6 @@ class StateStorage:
 def _list_arrays(
     arrays: dict[str, jax.Array], dtypes: tuple[np.dtype[Any], ...], skipped: int
 ) -> tuple[layout.ArrayOf, ...]:
-    """Return name, shape and dtype of what a sequence, or a token, has in a layer."""
+    """Return name, shape and dtype of each array per layer and sequence, or token."""
     named = zip(sorted(arrays.items()), dtypes, strict=True)
     return tuple((name, a.shape[skipped:], dtype) for (name, a), dtype in named)

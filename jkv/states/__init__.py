@@ -1,1 +1,1 @@
-"""States of fixed size, the other kind of part: plans, moves, and verbs of its own."""
+"""Recurrent states of fixed size, one kind of part: plans, moves and verbs."""

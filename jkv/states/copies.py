@@ -1,4 +1,4 @@
-"""Copies of states: between rows, and between rows and the places of snapshots."""
+"""Copies of states: between rows, and between rows and snapshots."""
 
 import dataclasses
 from typing import NamedTuple
@@ -18,28 +18,28 @@ Arrays = dict[str, jax.Array]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class StateMoves:
-    """What one call does to the states of rows, for each of B requests.
+    """Moves of states to rows in one call, one per request.
 
-    No row is a target twice. Sources are as they were before the call.
+    Targets are distinct. Sources are read as before the call.
     """
 
     target: jax.Array  # i32[B], the row, S for none
-    base: jax.Array  # i32[B], at how many tokens its state stands then; 0: at none
-    source: jax.Array | None = None  # i32[B], the row it is copied from, S for none
-    place: jax.Array | None = None  # i32[B], or the snapshot's place, P for none
-    # Static: whether a source may be the target of another request.
+    base: jax.Array  # i32[B], the base of the new state; 0: an empty state
+    source: jax.Array | None = None  # i32[B], the source row, S for none
+    place: jax.Array | None = None  # i32[B], the source snapshot, P for none
+    # Static: True if a source may be the target of another request.
     is_exchange: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 class SnapshotCopies(NamedTuple):
-    """Rows whose states one call copies to places of snapshots."""
+    """Copies of rows' states to snapshots in one call."""
 
     rows: jax.Array  # i32[B]
     places: jax.Array  # i32[B], P for none
 
 
 def move_states(storage: StateStorage, moves: StateMoves) -> StateStorage:
-    """Return a group's states moved; outside jit nothing is done without a target."""
+    """Return a group's states moved; outside jit skip the pass without targets."""
     if not storage.num_layers or not _has_any(moves.target, storage.bases.shape[1]):
         return storage
     return _move(storage, moves)
@@ -56,11 +56,10 @@ def copy_to_snapshots(storage: StateStorage, copies: SnapshotCopies) -> StateSto
 def read_rows(
     arrays: Arrays, layer: jax.Array, rows: jax.Array, is_empty: jax.Array
 ) -> Arrays:
-    """Return rows of a layer, i32[B], zeros for those that hold nothing, bool[B].
+    """Return rows of a layer, i32[B], zeros for empty ones, bool[B].
 
-    XLA on CPU would make a pass over all rows for the zeros, as it puts nothing into
-    the gather that it could be a part of. So there a loop writes those of the few rows
-    that are empty.
+    XLA on CPU would compute the zeros in another pass over all rows, as it fuses
+    nothing into this gather. There a loop writes the zeros of the few empty rows.
     """
 
     def clear(arrays: Arrays) -> Arrays:
@@ -82,7 +81,7 @@ def read_rows(
 
 
 def _has_any(numbers: jax.Array, none: int) -> bool:
-    """Return whether a number is below that of none; inside jit, whether one may be."""
+    """Return True if a number is below `none`, or may be, inside jit."""
     if isinstance(numbers, jax.core.Tracer):
         return True
     return bool(np.any(np.asarray(numbers) < none))
@@ -100,7 +99,7 @@ def _move(storage: StateStorage, moves: StateMoves) -> StateStorage:
 
 
 def _move_rows(arrays: Arrays, snapshots: Arrays, moves: StateMoves) -> Arrays:
-    """Return rows as moves leave them, those of snapshots among their sources."""
+    """Return rows after the moves, from rows and snapshots."""
     if not arrays:
         return arrays
     if moves.source is not None:
@@ -111,13 +110,13 @@ def _move_rows(arrays: Arrays, snapshots: Arrays, moves: StateMoves) -> Arrays:
 
 
 def _copy_rows(arrays: Arrays, moves: StateMoves, source: jax.Array) -> Arrays:
-    """Copy rows to rows; with an exchange all sources are read before any target."""
+    """Copy rows to rows; an exchange reads all sources before any target is written."""
     if not moves.is_exchange:
         return _copy(arrays, arrays, moves.target, source)
     num_layers, num_rows = next(iter(arrays.values())).shape[:2]
     target = jnp.where(source < num_rows, moves.target, num_rows)
 
-    # A layer at a time: the rows that are on their way are those of one layer.
+    # One layer at a time, so that only its rows are in flight.
     def exchange(layer: jax.Array, arrays: Arrays) -> Arrays:
         def each(array: jax.Array) -> jax.Array:
             rows = gather(array, (layer, source))
@@ -133,10 +132,10 @@ def _copy_rows(arrays: Arrays, moves: StateMoves, source: jax.Array) -> Arrays:
 def _copy(
     arrays: Arrays, sources: Arrays, target: jax.Array, source: jax.Array
 ) -> Arrays:
-    """Copy one row after the other, i32[B] each, where target and source are there.
+    """Copy rows one at a time, i32[B], if target and source exist.
 
-    Arrays and their sources, perhaps the same, are by name [L, S, ...]; past the end is
-    none.
+    Arrays and sources, possibly the same, are [L, S, ...] by name; indices past the end
+    are skipped.
     """
     if not arrays:
         return arrays

@@ -1,4 +1,4 @@
-"""fold_state: a rule of one token takes the states of a step's sequences along."""
+"""fold_state: fold a one-token rule over the states of a step's sequences."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -36,29 +36,28 @@ def fold_state(
     chunk_rule: ChunkRule | None = None,
     chunk_size: int = 64,
 ) -> tuple[Any, Cache]:
-    """Fold a rule over a step's rows, from the state that each sequence has.
+    """Fold a rule over a step's rows, from the state of each sequence.
 
-    All that a layer with a state has to do with the cache in a step: the state and what
-    is pending are read, tokens that can no longer be taken back are worked in, then the
-    rows, and the state is written as it stands before those that can. Single tokens and
-    pending ones are read by `rule`, several by `chunk_rule` in pieces that end at
-    positions which are multiples of `chunk_size`; which of the two reads a row, and so
-    its rounding, depends on the rows of its own sequence alone
-    (`jkv.recurrence.fold_rows`). Where bits must not depend on them either
-    (`Batch.by_position`), `rule` reads all. That what may be taken back is kept as
-    inputs, not as further states, is the idea of ReplaySSM
+    This is the whole cache interaction of a recurrent-state layer in a step: it reads
+    the state and the pending tokens, folds tokens that are no longer pending, then the
+    rows, and writes the state before the tokens that remain pending. `rule` processes
+    single and pending tokens, `chunk_rule` several at once, in pieces that end at
+    multiples of `chunk_size`; the choice, and so the rounding, depends only on the rows
+    of the same sequence (`jkv.recurrence.fold_rows`). In batch-invariant steps
+    (`Batch.by_position`) `rule` processes all rows. Storing the inputs of pending
+    tokens instead of further states is the idea of ReplaySSM
     (https://dao-lab.ai/blog/2026/replayssm/).
 
     Args:
       cache: the cache that `append` returned with the batch, or a later one.
-      layer: int, of the model; or as `read_state` takes it.
-      batch: the plan.
+      layer: int, index in the model; or as for `read_state`.
+      batch: the plan from `append`.
       rule: `(state, input) -> (state, output)` for one token of one sequence. State and
         input are dicts of arrays, without an axis of sequences or tokens; the state has
         the arrays of `StateConfig`, and the output is a pytree of arrays.
-      inputs: {name: [R, *shape]}, what rows bring. Those named in `StateConfig.inputs`
-        are kept while a row can be taken back, and the state must follow from them: in
-        tokens that are worked in again all others are zeros.
+      inputs: {name: [R, *shape]}, inputs of the rows. The arrays named in
+        `StateConfig.inputs` are stored while a row is pending, and must determine the
+        state: when tokens are folded again, all other inputs are zeros.
       chunk_rule: `(state, inputs, count) -> (state, outputs)` for many tokens of one
         sequence at once: inputs {name: [C, *shape]}, of which the first `count`, i32[],
         are tokens and the rest zeros; outputs [C, ...], dropped past the count.
@@ -69,11 +68,11 @@ def fold_state(
       new states. Under jit with donation they are updated in place.
 
     Raises:
-      ValueError: for a rule that returns another state than it was given, inputs
-        that lack one of `StateConfig.inputs`, and as `read_state`.
+      ValueError: if the rule returns another state structure, `inputs` lacks one of
+        `StateConfig.inputs`, and as `read_state`.
 
     Example:
-      A running mean of what tokens bring, which forgets half of it with each:
+      An exponential moving average of the inputs:
 
       >>> import jax.numpy as jnp, jkv
       >>> config = jkv.StateConfig(num_layers=1, arrays={"mean": ((2,), "float32")},
@@ -103,8 +102,8 @@ def fold_state(
     if batch.by_position:
         outputs, state = fold_alike(rule, state, inputs, rows)
     else:
-        # Idle states are not written. Of a request whose rows can all be taken back,
-        # the state is: it stands before them.
+        # Idle states are not written. A request with only pending rows is: its state
+        # precedes them.
         outputs, state = fold_rows(
             rule,
             state,
@@ -122,14 +121,14 @@ def fold_state(
 
 
 class _Counts(NamedTuple):
-    """Tokens of each request by what becomes of them in a step, i32[B].
+    """Tokens of each request by their role in a step, i32[B].
 
-    Requests without rows keep what they have: of theirs all are 0.
+    All are 0 for requests without rows.
     """
 
-    settled: jax.Array  # pending before the step, the first of them; not after it
-    stay: jax.Array  # pending before it and after it, the others of them
-    new: jax.Array  # rows of the step, its last ones
+    settled: jax.Array  # pending before the step, not after it; the first ones
+    stay: jax.Array  # pending before and after the step; the later ones
+    new: jax.Array  # pending rows of the step, its last ones
 
 
 def _find_pending(batch: Batch) -> _Counts:
@@ -150,11 +149,11 @@ def _work_in(
     state: Arrays,
     inputs: Arrays,
 ) -> tuple[Arrays, Batch]:
-    """Return states after the tokens that are pending no more, and the batch.
+    """Return states after the tokens that are no longer pending, and the batch.
 
-    What is written by that batch follows from the loop that reads those tokens. XLA
-    puts nothing in order that does not follow from each other: it would copy the inputs
-    of all sequences, for the loop to read while those of this step are written.
+    The returned batch depends on the loop that reads these tokens, which orders the
+    writes after it: without the dependency XLA would copy the inputs of all sequences
+    for the loop.
     """
 
     def work_in(
@@ -182,11 +181,11 @@ def _peek(
     carry: tuple[Arrays, Any],
     inputs: Arrays,
 ) -> Any:
-    """Return the outputs with those of rows that are pending after the step.
+    """Return the outputs, including the rows pending after the step.
 
-    The cache has them already, behind the tokens that stay pending. The states that
-    they lead to are dropped: what is kept stands before them. So a step without such
-    rows has no second copy of its states.
+    The cache has these rows already, after the tokens that stay pending. Their states
+    are dropped, as the stored state precedes them, so a step without pending rows has
+    no second copy of its states.
     """
     state, outputs = carry
     stay = counts.stay, batch.pending_after
@@ -203,21 +202,21 @@ def _peek(
 
 
 def _read(cache: Cache, layer: Layer, batch: Batch, seq_ids: jax.Array) -> Arrays:
-    """Return what is pending of sequences which are told as an argument.
+    """Return the pending inputs of `seq_ids`.
 
-    In a loop of no or one trip they are a part of what changes, so that nothing is read
-    in front of it, in steps that make none.
+    Inside a loop of zero or one trip the ids are part of the carry, so that the read is
+    not hoisted out of steps without trips.
     """
     return read_pending(cache, layer, dataclasses.replace(batch, seq_ids=seq_ids))
 
 
 def _pick_inputs(storage: StateStorage, inputs: Arrays) -> Arrays:
-    """Return the inputs that are kept of pending rows, as the cache stores them."""
+    """Return the stored inputs of pending rows, in the cache's dtypes."""
     missing = sorted(set(storage.inputs) - set(inputs))
     if missing:
         raise UsageError(
-            f"inputs must have what StateConfig.inputs names, {sorted(storage.inputs)};"
-            f" {missing} are missing"
+            f"inputs must have the arrays of StateConfig.inputs, "
+            f"{sorted(storage.inputs)}; {missing} are missing"
         )
     names = sorted(storage.inputs)
     dtypes = dict(zip(names, storage.input_dtypes, strict=True))

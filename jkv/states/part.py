@@ -1,7 +1,7 @@
-"""States of fixed size, as a part of a model (`jkv.metadata.part`).
+"""Recurrent states, as a part of a model (`jkv.metadata.part`).
 
-All groups with a state are one part: they agree in what is pending. They lack nothing,
-ever, as a sequence has its row in every array, and they have nothing to give back.
+All groups with a state form one part, as they share the pending tokens. It has no pool:
+a sequence has its row in every array.
 """
 
 from typing import NamedTuple
@@ -19,49 +19,49 @@ from jkv.states.swapped import SwappedStates, fetch_states
 
 
 class OfStates(NamedTuple):
-    """The states that sequences have in all groups with one."""
+    """States of the sequences in all groups with a state."""
 
-    numbers: tuple[int, ...]  # static, of the groups
+    numbers: tuple[int, ...]  # static, the groups' indices
 
     @classmethod
     def of(cls, numbers: tuple[int, ...]) -> tuple["OfStates"]:
-        """Return the part of groups: one for all."""
+        """Return one part for all groups."""
         return (cls(numbers),)
 
     def open(self, _metadata: Metadata, found: Found, *_: object) -> "_Opening":
-        """Begin with the snapshots found, or with none."""
+        """Open sequences from snapshots, or with empty states."""
         return _Opening(found)
 
     def grow(self, *_: object) -> "_Nothing":
-        """Do nothing: `write_state` stores what a step leaves."""
+        """Plan nothing: `write_state` stores the states of a step."""
         return _Nothing()
 
     def share(
         self, metadata: Metadata, parents: jax.Array, length: Lengths
     ) -> "_Sharing":
-        """Copy what parents have at lengths."""
+        """Copy the parents' states at lengths."""
         cut = _find_cut(metadata, parents, length.tokens)
         return _Sharing(parents, length.tokens, cut, False, (cut.is_wrong,))
 
     def cut(
         self, metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array
     ) -> "_Cutting":
-        """Take back tokens that are pending, or go on from a snapshot."""
+        """Roll back pending tokens, or restore a snapshot."""
         cut = _find_cut(metadata, seq_ids, lengths)
         return _Cutting(lengths, cut, (cut.is_wrong,))
 
     def enter(self, *_: object) -> "_Nothing":
-        """Do nothing: what is pending is noted of the sequences."""
+        """Plan nothing: pending counts belong to the sequences."""
         return _Nothing()
 
     def exchange(
         self, metadata: Metadata, _: object, parents: jax.Array, length: Lengths
     ) -> "_Sharing":
-        """Copy what parents have; all rows are read before one is written."""
+        """Copy the parents' states; all rows are read before one is written."""
         return self.share(metadata, parents, length)._replace(is_exchange=True)
 
     def close(self, metadata: Metadata, *_: object) -> Metadata:
-        """Do nothing: whatever an empty sequence's row holds, it begins anew."""
+        """Return the metadata unchanged: rows are cleared when reopened."""
         return metadata
 
     def follow(
@@ -73,15 +73,15 @@ class OfStates(NamedTuple):
         return move_states(storage, moves)
 
     def keep(self, rows: jax.Array, places: jax.Array) -> SnapshotCopies:
-        """Copy the states of rows to places of snapshots, i32[B] each."""
+        """Copy the states of rows to snapshots, i32[B] each."""
         return SnapshotCopies(rows, places)
 
     def leave(self, *_: object) -> tuple[()]:
-        """Return nothing: a sequence's states are in its row."""
+        """Return (): a sequence's states are in its row."""
         return ()
 
     def num_free(self, _: object) -> tuple[()]:
-        """Return nothing: there is no pool."""
+        """Return (): there is no pool."""
         return ()
 
     def fetch(
@@ -92,17 +92,17 @@ class OfStates(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """What B sequences that are cut back to a length go on from."""
+    """Starting points of B truncated sequences."""
 
-    is_wrong: jax.Array  # bool[B], no state stands at that length or can be had there
-    num_pending: jax.Array  # i32[B], tokens that are pending then
-    snapshot: FoundState | None  # what is at that length; None without snapshots
+    is_wrong: jax.Array  # bool[B], True if there is no state for that length
+    num_pending: jax.Array  # i32[B], pending tokens at that length
+    snapshot: FoundState | None  # snapshots of that length; None without snapshots
 
 
 def _find_cut(metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array) -> _Cut:
-    """Return what sequences cut back to lengths, i32[B] each, go on from.
+    """Return the starting points of sequences truncated to lengths, i32[B] each.
 
-    The length may be the present one, 0, any from the base on, or a snapshot's.
+    Valid lengths are the current one, 0, any from the base on, and a snapshot's.
     """
     length = gather(metadata.context_lengths, seq_ids)
     base = length - metadata.sequences.pending_of(seq_ids)
@@ -145,12 +145,12 @@ class _Nothing(NamedTuple):
 
 
 class _Sharing(NamedTuple):
-    """Rows that go on from the states that their parents have."""
+    """Rows that start from their parents' states."""
 
     parents: jax.Array  # i32[B]
-    lengths: jax.Array  # i32[B], tokens that each row takes over
-    found: _Cut  # what the parents have there
-    is_exchange: bool  # static: whether a parent may be a row of another request
+    lengths: jax.Array  # i32[B], number of the parent's tokens
+    found: _Cut  # states of the parents at these lengths
+    is_exchange: bool  # static: True if a parent may be a row of another request
     wrongs: Masks
     lacks: tuple[Lack, ...] = ()
 
@@ -171,10 +171,10 @@ class _Sharing(NamedTuple):
 
 
 class _Cutting(NamedTuple):
-    """Rows that go back to an earlier state."""
+    """Rows that return to an earlier state."""
 
     lengths: jax.Array  # i32[B]
-    found: _Cut  # what there is
+    found: _Cut  # available states
     wrongs: Masks
     lacks: tuple[Lack, ...] = ()
 
@@ -184,7 +184,7 @@ class _Cutting(NamedTuple):
     def apply(self, metadata: Metadata, done: Done) -> tuple[Metadata, StateMoves]:
         lengths, found, row = self.lengths, self.found, done.rows(metadata)
         metadata = metadata.with_pending(row, found.num_pending)
-        # Where the state stands before the cut already, tokens are pending no more.
+        # If the state already precedes the cut, the tokens are just no longer pending.
         changes, place = lengths == 0, None
         if found.snapshot is not None:
             snapshot = found.snapshot.only(done.served)

@@ -1,4 +1,4 @@
-"""States of sequences on the host: copied from their rows, and back into others."""
+"""Swapped-out states: copied from rows to the host, and back into other rows."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from jkv.state import Cache, StateStorage
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class SwappedStates:
-    """What B sequences have in one group of layers with a state, on the host."""
+    """States of B sequences in one group of recurrent-state layers, on the host."""
 
     kind = "states"
     num_blocks = num_filled_blocks = 0
@@ -25,13 +25,13 @@ class SwappedStates:
     inputs: dict[str, np.ndarray]  # by name [L, B, Q, ...], likewise
 
     def meaning(self, _path: str) -> None:
-        """Return that bits are written as they are."""
+        """Return None: bits are written unchanged."""
 
     def fits(self, _columns: int) -> bool:
         return True
 
     def brought(self, _columns: int) -> None:
-        """Return that nothing is to be known of states."""
+        """Return None: states need no block tables."""
 
     def compare(
         self, cache: Cache, number: int, _lengths: np.ndarray
@@ -62,7 +62,7 @@ class SwappedStates:
 
 
 def fetch_states(storage: StateStorage, rows: np.ndarray) -> SwappedStates:
-    """Copy the states of rows, i32[B], to the host, or out of a file's numpy arrays."""
+    """Copy the states of rows, i32[B], to the host, or from a file's numpy arrays."""
     arrays = storage.bases, storage.rows, storage.inputs
     if isinstance(storage.bases, np.ndarray):
         found: Any = jax.tree.map(lambda array: array[:, rows], arrays)
@@ -72,7 +72,7 @@ def fetch_states(storage: StateStorage, rows: np.ndarray) -> SwappedStates:
 
 
 def _describe(arrays: dict[str, Any]) -> str:
-    """Say what arrays, [L, rows, ...], hold of one row."""
+    """Describe dtype and shape of one row of arrays [L, rows, ...]."""
     kinds = {
         name: f"{array.dtype}{[array.shape[0], *array.shape[2:]]}"
         for name, array in sorted(arrays.items())

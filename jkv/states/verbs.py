@@ -1,6 +1,7 @@
-"""read_state, read_pending, write_state: what sequences have in layers with a state.
+"""read_state, read_pending, write_state: states of sequences in recurrent-state layers.
 
-`jkv.fold_state` calls all three. A layer that does more than fold a rule calls them.
+`jkv.fold_state` calls all three; layers that do more than fold a rule call them
+directly.
 """
 
 import dataclasses
@@ -30,24 +31,24 @@ Arrays = dict[str, jax.Array]
 
 @takes_cache(role=Role.READS_STATE)
 def read_state(cache: Cache, layer: Layer, batch: Batch) -> Arrays:
-    """Return the state that each request's sequence has in a layer.
+    """Return the state of each request's sequence in a layer.
 
-    Before the step's `write_state` that is the state before the batch's rows. It stands
-    at the sequence's base: tokens that are pending (`read_pending`) are not in it.
+    Before the step's `write_state` this is the state before the batch's rows. It is the
+    state at the sequence's base and excludes pending tokens (`read_pending`).
 
     Args:
       cache: the cache that `append` returned with the batch, or a later one.
-      layer: int, of the model; or what `cache.find_periodic` returned. Where all layers
-        are in one group it may be traced.
-      batch: the plan.
+      layer: int, index in the model; or the result of `cache.find_periodic`. May be
+        traced if all layers are in one group.
+      batch: the plan from `append`.
 
     Returns:
       By name [B, *shape], in the dtype of `StateConfig.arrays`. Zeros for a sequence
       without tokens before its base, for padding and for a refused request.
 
     Raises:
-      ValueError: for a layer without a state, a batch of a cache of other sizes, or a
-        cache without storage.
+      ValueError: if the layer has no state, the batch belongs to a cache of other
+        sizes, or the cache has no storage.
 
     Example:
       >>> import jkv
@@ -74,16 +75,16 @@ def read_state(cache: Cache, layer: Layer, batch: Batch) -> Arrays:
 def read_pending(cache: Cache, layer: Layer, batch: Batch) -> Arrays:
     """Return the inputs of the tokens that were pending before the step.
 
-    A model works them into the state of `read_state`, and then the batch's rows.
+    Fold them into the state of `read_state` before the batch's rows.
 
     Args:
       cache: the cache that `append` returned with the batch, before `write_state`.
       layer: as for `read_state`.
-      batch: the plan.
+      batch: the plan from `append`.
 
     Returns:
       By name [B, Q, *shape], oldest first, in the dtype of `StateConfig.inputs`; zeros
-      past `batch.pending_before`. Without `max_pending` there are no names.
+      past `batch.pending_before`. Empty without `max_pending`.
 
     Raises:
       ValueError: as `read_state`.
@@ -118,24 +119,24 @@ def write_state(
 ) -> Cache:
     """Store the state of each request's sequence after the step.
 
-    Requests without rows keep theirs. Until this is called a sequence's row holds the
-    state of before the step: call it for every layer before the step is cut back.
+    Requests without rows keep their state. Before this call a row holds the state
+    before the step: call it for every layer before truncating the step.
 
     Args:
       cache: the cache that `append` returned with the batch, or a later one.
       layer: as for `read_state`.
-      batch: the plan.
+      batch: the plan from `append`.
       state: by name [B, *shape], in the dtype of `StateConfig.arrays`: after each
         request's last row, or, with `max_pending`, after its first
         `context_lengths - pending_after` tokens.
-      inputs: with `max_pending`, by name [R, *shape]: what each row brings, in the
-        dtype of `StateConfig.inputs`. Those of pending rows are kept.
+      inputs: with `max_pending`, by name [R, *shape], inputs of each row, in the dtype
+        of `StateConfig.inputs`. Inputs of pending rows are stored.
 
     Returns:
       The new cache. Under jit with donation the states are updated in place.
 
     Raises:
-      ValueError: for arrays of other names, shapes or dtypes, and as `read_state`.
+      ValueError: if names, shapes or dtypes are wrong, and as `read_state`.
 
     Example:
       >>> import jkv
@@ -160,10 +161,10 @@ def write_state(
 
 
 def _find(cache: Cache, layer: Layer, batch: Batch) -> tuple[GroupLayer, StateStorage]:
-    """Return where the state of a layer is; refuse a batch or a layer that is none."""
+    """Return the place of a layer's state; refuse other layers and batches."""
     if cache.num_layers == 0:
         raise ValueError(
-            "this cache has no storage (init(..., storage=False)); make one with "
+            "this cache has no storage (init(..., storage=False)); create one with "
             "storage to read or write states"
         )
     found = cache.find_state(layer)
@@ -178,12 +179,11 @@ def _check_arrays(
     given: Mapping[str, jax.Array],
     count: int,
 ) -> None:
-    """Refuse arrays that are not as configured, one for each of `count`."""
+    """Refuse arrays other than the configured ones, one for each of `count`."""
     if not isinstance(given, Mapping) or set(given) != set(stored):
         names = sorted(given) if isinstance(given, Mapping) else name_kind(given)
         raise UsageError(
-            f"{what} must have the arrays that StateConfig names, {sorted(stored)}, "
-            f"got {names}"
+            f"{what} must have the arrays of StateConfig, {sorted(stored)}, got {names}"
         )
     is_state = what == "state"
     for (name, array), dtype in zip(sorted(stored.items()), dtypes, strict=True):
@@ -209,7 +209,7 @@ def _read(
     *,
     dtypes: tuple[np.dtype[Any], ...],
 ) -> Arrays:
-    # Whatever an empty sequence's row holds, it begins with zeros.
+    # The row of an empty sequence is stale: it reads as zeros.
     base = gather(bases, (layer, row), fill=0)
     found = read_rows(rows, layer, row, base == 0)
     return {
@@ -242,7 +242,7 @@ def _write(
 ) -> StateStorage:
     grows, no_row = batch.query_lengths > 0, storage.bases.shape[1]
     row = jnp.where(grows, batch.seq_ids, no_row)
-    # Rows that are dropped are told apart, so that no index stands twice.
+    # Distinct indices for dropped rows, so that indices are unique.
     request = jnp.arange(row.shape[0], dtype=jnp.int32)
     row = jnp.where(grows, row, no_row + request)
 
@@ -259,7 +259,7 @@ def _write(
     if not storage.inputs:
         return storage
     count = jnp.where(grows, batch.pending_after, 0)
-    # How many of the tokens that are pending were so before, and those left of these.
+    # Number of tokens pending before and after the step.
     old = jnp.maximum(count - batch.query_lengths, 0)
     skipped = batch.pending_before - old
     first = batch.query_starts + batch.query_lengths - count
@@ -282,11 +282,11 @@ def _write(
             for name, array in kept.items()
         }
 
-    # Steps of which nothing can be taken back keep no inputs.
+    # A step without pending tokens stores no inputs.
     kept = when(jnp.any(count > 0), keep, storage.inputs, row)
     return dataclasses.replace(storage, inputs=kept)
 
 
 def _along(mask: jax.Array, array: jax.Array) -> jax.Array:
-    """Return a mask of the leading axes with the axes of an array."""
+    """Reshape a mask of the leading axes to broadcast over an array."""
     return mask.reshape(mask.shape + (1,) * (array.ndim - mask.ndim))

@@ -1,1 +1,1 @@
-"""The public verbs, one or a pair to a file."""
+"""The public verbs, one or a pair per file."""

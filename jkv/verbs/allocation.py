@@ -1,8 +1,8 @@
-"""allocate and free: a sequence's row and its blocks, handed out and taken back.
+"""allocate and free: open sequences with reserved blocks, and close them.
 
-Block ids are taken from the head of a FIFO ring and returned at its tail, a sequence's
-last block first, so a pool that has been used hands out the blocks that have been free
-longest. A request is served whole or not at all.
+Block ids leave at the head of a FIFO ring and return at its tail, a sequence's last
+block first, so the pool allocates blocks in LRU order. A request is served completely
+or not at all.
 """
 
 from typing import NamedTuple
@@ -29,11 +29,11 @@ from jkv.status import Status, UsageError
 
 
 class Allocation(NamedTuple):
-    """What `allocate` answers, one entry per request."""
+    """Result of `allocate`, one entry per request."""
 
     seq_ids: jax.Array  # i32[B], the opened sequences, -1 where refused or padding
     status: jax.Array  # i32[B], `Status`
-    num_cached: jax.Array  # i32[B], tokens of the prompt that need not be computed
+    num_cached: jax.Array  # i32[B], cached prompt tokens, which need no computation
 
 
 @takes_cache()
@@ -47,34 +47,33 @@ def allocate(
 ) -> tuple[Cache, Allocation]:
     """Open B sequences, each with blocks reserved for `num_tokens` tokens.
 
-    A new sequence has context length 0; the reservation only says how far `append` can
-    go without asking the pool, and in layers with a sliding window it is no more than a
-    sequence has there at one time. With prefix caching, a prompt that begins like
-    cached ones starts with what they have in common: whole blocks are shared, and the
-    part of a block that agrees is copied into one of its own. Outside jit this looks on
-    the host whether a block must be copied, and copies the storage if so: jit and
-    donate.
+    A new sequence has context length 0; the reservation only guarantees how far
+    `append` can grow it without taking blocks. In layers with a sliding window it is
+    limited to the blocks that a sequence uses at one time. With prefix caching, a
+    prompt that shares a prefix with cached sequences starts with it: whole blocks are
+    shared, and the common part of the next block is copied. Outside jit the host checks
+    if a block must be copied, and then copies the whole storage: jit and donate.
 
     Args:
       cache: the cache.
-      num_tokens: i32[B] or int; 0 reserves nothing, -1 is padding. What is found of a
-        prompt counts as part of it; where more is found than that, the sequence has all
-        that is found, and nothing is reserved beyond it.
-      tokens: i32[B, P], the prompts, -1 after each one's end, or a list of token ids
-        for each, matched against the prefix index. Without prefix caching nothing can
-        match, and they are ignored, so that a loop may always pass them.
-      salts: i32[B] or int, domains that share nothing (tenants, adapters, versions of
-        the weights); 0 unless given.
-      keep_free: i32[] or int, blocks to leave free: requests that would need them are
-        OUT_OF_BLOCKS. For a scheduler that has promised blocks to others. A tuple has
-        the number of each group of layers; one number holds for all.
+      num_tokens: i32[B] or int; 0 reserves nothing, -1 is padding. The cached prefix
+        counts towards it; a longer prefix is kept whole, and nothing is reserved beyond
+        it.
+      tokens: i32[B, P], the prompts, padded with -1, or a list of token ids for each,
+        matched against the prefix index. Ignored without prefix caching, so a loop may
+        always pass them.
+      salts: i32[B] or int, cache salts; sequences with different salts share no blocks
+        (tenants, adapters, versions of the weights). Default 0.
+      keep_free: i32[] or int, number of blocks to leave free: requests that would need
+        them are OUT_OF_BLOCKS. A scheduler passes its outstanding reservations. A tuple
+        has one number per group of layers; a single number applies to all.
 
     Returns:
       The new cache and an `Allocation`. Status: OK, INVALID_ARGUMENT (below -1),
       CONTEXT_FULL (above `max_context_length`), OUT_OF_SEQUENCES or OUT_OF_BLOCKS.
 
     Raises:
-      ValueError: for arguments of wrong type or shape.
+      ValueError: if an argument has the wrong type or shape.
 
     Example:
       >>> import jkv
@@ -96,7 +95,7 @@ def allocate(
 
 @takes_cache()
 def can_allocate(cache: Cache, num_tokens: Integers) -> jax.Array:
-    """Tell which requests `allocate` would serve if it were called with them now.
+    """Return True for requests that `allocate` would serve now.
 
     Args:
       cache: the cache.
@@ -106,7 +105,7 @@ def can_allocate(cache: Cache, num_tokens: Integers) -> jax.Array:
       bool[B]; padding counts as served.
 
     Raises:
-      ValueError: for numbers that are no integers, or have more than one axis.
+      ValueError: if `num_tokens` is not integral or has more than one axis.
 
     Example:
       >>> import jkv
@@ -127,28 +126,28 @@ def free(
     keep: Integers = 0,
     keep_until: Integers | None = None,
 ) -> tuple[Cache, jax.Array]:
-    """Close sequences; blocks that no other sequence shares return to the pool.
+    """Close sequences and return their unshared blocks to the pool.
 
-    What the prefix index finds stays cached until the pool hands it out. With
-    `keep_classes` blocks of lower classes are handed out before those of higher ones,
-    in each class the longest unused first. The class of a block is the highest that its
-    sequences were freed with; it keeps it while it is found again, until it is handed
-    out, forgotten, or `demote`d.
+    Blocks in the prefix index stay cached until the pool evicts them. With
+    `keep_classes`, blocks of lower classes (retention priorities) are evicted first, in
+    LRU order within a class. A block has the highest class of the sequences freed with
+    it; it keeps the class through prefix cache hits, until it is evicted, forgotten, or
+    `demote`d.
 
     Args:
       cache: the cache.
       seq_ids: i32[B] or int; -1 is padding.
-      keep: i32[B] or int, the class of what stays cached, below `keep_classes`.
-      keep_until: u32[B] or int, the time before which `demote` leaves it there; None is
-        that of this call by `jkv.clock`. A block has the latest of its sequences.
+      keep: i32[B] or int, class of the cached blocks, below `keep_classes`.
+      keep_until: u32[B] or int, tick before which `demote` leaves the class; None is
+        this call's tick by `jkv.clock`. A block has the latest of its sequences.
 
     Returns:
       The new cache and i32[B] of `Status`: OK, INVALID_SEQUENCE for an id that is not
-      open or was named before in this call, or INVALID_ARGUMENT for a class that the
-      cache has not.
+      is not open or is repeated in this call, or INVALID_ARGUMENT for a class outside
+      0..keep_classes-1.
 
     Raises:
-      ValueError: for arguments that are no integers, or have more than one axis.
+      ValueError: if an argument is not integral or has more than one axis.
 
     Example:
       >>> import jkv
@@ -162,7 +161,7 @@ def free(
     if keep_until is not None:
         keep_until = _as_time(keep_until)
     named: dict[str, Integers] = {}
-    # One class, and none named: nothing to note.
+    # The only class, given as an int, needs no array.
     if cache.metadata.num_classes > 1 or not isinstance(keep, int) or keep:
         named["keep"] = keep
         if keep_until is not None:
@@ -173,13 +172,13 @@ def free(
 
 
 def _as_time(given: Integers) -> Integers:
-    """Return a time of `jkv.clock` for `broadcast`; refuse what is none."""
+    """Return ticks of `jkv.clock` for `broadcast`; refuse other numbers."""
     if not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(given)):
         times = np.asarray(given)
         is_integer = np.issubdtype(times.dtype, np.integer)
         if is_integer and not ((times >= 0) & (times < 2**32)).all():
             raise UsageError(
-                f"keep_until must be a time by jkv.clock, from 0 to 2^32 - 1, got "
+                f"keep_until must be in 0..{2**32 - 1}, a tick of jkv.clock, got "
                 f"{given!r:.60}"
             )
     return requests.as_domains("keep_until", given)
@@ -198,7 +197,7 @@ def _allocate(
     num_cached = jnp.where(served, found.num_tokens(metadata.block_size), 0)
     metadata, seq_ids = tables.open_rows(metadata, served, num_cached)
     row = jnp.where(served, seq_ids, metadata.max_sequences)
-    # Found blocks are pinned before any block is taken, so that none of them is.
+    # Blocks found are pinned before any block is taken.
     for plan in plans:
         metadata = plan.pin(metadata, row)
     done = Done(served, seq_ids)
@@ -243,9 +242,9 @@ def _free(
 def _judge_openings(
     metadata: Metadata, num_tokens: jax.Array, found: Found, keep_free: Blocks = 0
 ) -> tuple[jax.Array, jax.Array, list[Opening]]:
-    """Judge requests, i32[B], by the blocks free before the call, less some.
+    """Check requests, i32[B], against the free blocks before the call less `keep_free`.
 
-    Returned are their statuses, i32[B], which are served, bool[B], and plans.
+    Return statuses, i32[B], a mask of served requests, bool[B], and plans.
     """
     padding = num_tokens == NO_SEQUENCE
     negative = num_tokens < 0

@@ -1,9 +1,8 @@
-"""append: the tokens of one step get their slots.
+"""append: assign slots to the tokens of one step.
 
-`append` decides everything at once, for all layers: which rows of the step belong to
-which sequence and where each row is stored. The `Batch` it returns is that plan. A
-block to be written belongs to one sequence alone (`fork` and `truncate` see to that),
-so neither `append` nor `write` ever copies.
+`append` plans the step once for all layers: the sequence and the slot of each row. It
+returns this plan, the `Batch`. A written block always has a reference count of 1
+(`fork` and `truncate` ensure it), so neither `append` nor `write` copies.
 """
 
 import functools
@@ -37,32 +36,35 @@ def append(
 ) -> tuple[Cache, Batch]:
     """Grow sequences by `num_tokens` each and plan the rows of the step.
 
-    Blocks are taken from the pool exactly when a token needs one. Rows are packed in
-    request order: request i owns rows `sum(num_tokens[:i])` and on, refused or not, as
-    does padding. With a sliding window, blocks that no row of the step or of a later
-    one sees are given back: write and attend what you append before the next `append`.
+    Blocks are taken from the pool only when a token needs one. Rows are packed in
+    request
+    order: request i owns rows from `sum(num_tokens[:i])` on, also if it is refused or
+    padding. With a sliding window, `append` releases blocks outside the window of all
+    rows of this and later steps: `write` and attend one step before the next `append`.
 
     Args:
       cache: the cache.
-      seq_ids: i32[B] or int; -1 is padding, and no requests are one of padding.
-      num_tokens: i32[B] or int, 0 or more; it may vary from call to call.
+      seq_ids: i32[B] or int; -1 is padding; an empty array counts as one padding
+        request.
+      num_tokens: i32[B] or int, 0 or more; may vary from call to call.
       capacity: static number of rows R, default B.
-      max_query_length: static Q, for the padded layout instead: R = B * Q and request i
-        owns rows i * Q up to (i + 1) * Q. Give this or `capacity`.
-      tokens: i32[R], token ids of the rows, kept if the cache records tokens; -1 is
-        kept for rows without. A cache that records none ignores them.
-      num_pending: i32[B] or int, how many of each sequence's newest tokens may be taken
-        back by `truncate`, `StateConfig.max_pending` at most: new ones, and before them
-        those that are pending already. None: as many of the new ones as can be. Layers
-        with a state keep their inputs; others need not know.
+      max_query_length: static Q, for the padded layout: R = B * Q, and request i owns
+        rows i * Q up to (i + 1) * Q. Mutually exclusive with `capacity`.
+      tokens: i32[R], token ids of the rows, stored if the cache records tokens, -1 for
+        unknown ones. Other caches ignore them.
+      num_pending: i32[B] or int, number of newest tokens of each sequence that
+        `truncate` can roll back, at most `StateConfig.max_pending`: new tokens, and
+        before them tokens already pending. None: as many of the new tokens as possible.
+        Recurrent-state layers keep the inputs of pending tokens; caches without such
+        layers need no value.
 
     Returns:
       The new cache and the `Batch`. Status: OK, INVALID_SEQUENCE, INVALID_ARGUMENT
-      (a negative count, or more tokens pending than can be), CONTEXT_FULL, BATCH_FULL
+      (a negative count, or more pending tokens than allowed), CONTEXT_FULL, BATCH_FULL
       (rows past R) or OUT_OF_BLOCKS.
 
     Raises:
-      ValueError: for arguments of wrong type or shape.
+      ValueError: if an argument has the wrong type or shape.
 
     Example:
       >>> import jkv
@@ -73,12 +75,12 @@ def append(
       >>> batch.positions.tolist(), batch.block_ids.tolist()
       ([0, 1, 2, 3, 4, 0, 0, 0], [0, 0, 0, 0, 1, 2, 4, 4])
     """
-    # One token each, a row each, is decoding: rows and requests are then the same
-    # thing, known at trace time.
+    # One token and one row per request is decoding; rows then equal requests at trace
+    # time.
     one_each = isinstance(num_tokens, int) and num_tokens == 1
     seq_ids, num_tokens = requests.broadcast(seq_ids=seq_ids, num_tokens=num_tokens)
     if capacity is not None and max_query_length is not None:
-        raise ValueError("give capacity or max_query_length, not both")
+        raise ValueError("got capacity and max_query_length; pass only one of them")
     num_requests = len(seq_ids)
     if num_requests == 0:
         padding, rows = [NO_SEQUENCE], 0 if capacity is None else capacity
@@ -129,7 +131,7 @@ def _append(
     num_rows: int,
     max_query_length: int | None,
 ) -> tuple[Metadata, dict[str, Any]]:
-    """Return the metadata and the arrays of the `Batch` by their names."""
+    """Return the metadata and the fields of the `Batch` by name."""
     rows = _lay_out(num_tokens, num_rows, max_query_length)
     growth = _judge_growth(metadata, seq_ids, num_tokens, num_pending, rows)
     is_decoding = max_query_length == 1
@@ -164,15 +166,15 @@ def _append(
 
 
 class _Layout(NamedTuple):
-    """Which of R token rows each of B requests owns, refused or not."""
+    """Rows of each of B requests, served or not, among R."""
 
     starts: jax.Array  # i32[B], the first row
-    room: jax.Array | int  # i32[B], rows from there on
-    rank: jax.Array  # i32[R], the row's number within its request
-    owner: jax.Array | None  # i32[R]; None: all requests own as many rows
+    room: jax.Array | int  # i32[B], rows from there to the end
+    rank: jax.Array  # i32[R], index within its request
+    owner: jax.Array | None  # i32[R]; None: the same number for each request
 
     def spread(self, values: jax.Array) -> jax.Array:
-        """Give each row the value of the request that owns it: [B] to [R]."""
+        """Repeat the value of each request for its rows: [B] to [R]."""
         if self.owner is not None:
             return gather(values, self.owner)
         num_requests, num_rows = values.shape[0], self.rank.shape[0]
@@ -183,7 +185,7 @@ class _Layout(NamedTuple):
 def _lay_out(
     num_tokens: jax.Array, num_rows: int, max_query_length: int | None
 ) -> _Layout:
-    """Pack the rows in request order, or pad them to the same number for each."""
+    """Pack the rows in request order, or pad them to `max_query_length` each."""
     num_requests = num_tokens.shape[0]
     if max_query_length is not None:
         first_rows = np.arange(num_requests, dtype=np.int32) * max_query_length
@@ -199,16 +201,16 @@ def _lay_out(
 
 
 class _Growth(NamedTuple):
-    """What becomes of each of B requests."""
+    """Outcome of each of B requests."""
 
     status: jax.Array  # i32[B], `Status`
-    is_live: jax.Array  # bool[B], whether the id is open
+    is_live: jax.Array  # bool[B], True if the id is open
     served: jax.Array  # bool[B], OK and not padding
     before: SequenceRow  # rows of the sequences before the call, i32[B]
     new_length: jax.Array  # i32[B], tokens after it
     query_lengths: jax.Array  # i32[B], tokens appended, 0 unless served
-    plans: list[Growing]  # of each part
-    granted: tuple[tuple[Granted, ...], ...]  # of each part, of each of its pools
+    plans: list[Growing]  # by part
+    granted: tuple[tuple[Granted, ...], ...]  # by part, then by pool
 
 
 def _judge_growth(
@@ -218,7 +220,7 @@ def _judge_growth(
     num_pending: jax.Array | None,
     rows: _Layout,
 ) -> _Growth:
-    """Judge the requests by the blocks free before the call."""
+    """Check the requests against the free blocks before the call."""
     before = metadata.sequences.read(seq_ids)
     length = jnp.asarray(before.context_length)
     padding = requests.is_padding(seq_ids)
@@ -262,7 +264,7 @@ def _make_step(
     growth: _Growth,
     is_decoding: bool,
 ) -> Step:
-    """Give the new tokens of each served request the positions behind its old ones."""
+    """Place the new tokens of served requests after their cached ones."""
     served = growth.served
     valid = (rows.rank >= 0) & (rows.rank < rows.spread(growth.query_lengths))
     length = jnp.asarray(growth.before.context_length)
@@ -285,7 +287,7 @@ def _make_step(
 def _note_pending(
     metadata: Metadata, step: Step, growth: _Growth, num_pending: jax.Array | None
 ) -> tuple[Metadata, tuple[jax.Array, jax.Array] | None]:
-    """Note the tokens that are pending; return those before the step and after it."""
+    """Store pending counts; return them before and after the step, i32[B] each."""
     if num_pending is None:
         return metadata, None
     seq_ids = step.done.seq_ids
@@ -299,14 +301,14 @@ def _note_pending(
 def _read_pending_counts(
     metadata: Metadata, num_tokens: jax.Array, num_pending: Integers | None
 ) -> jax.Array | None:
-    """Return the tokens that each request may take back, i32[B]; None if none may."""
+    """Return the pending tokens requested, i32[B]; None if the cache allows none."""
     most = metadata.max_pending
     is_known = num_pending is not None and not isinstance(num_pending, jax.core.Tracer)
     if is_known and np.any(np.asarray(num_pending) > most):
         raise UsageError(
-            f"num_pending is at most {most} in this cache, got {num_pending}: tokens "
-            f"can be taken back from a state if its jkv.StateConfig has max_pending "
-            f"and the inputs of a token; layers without a state need no num_pending"
+            f"num_pending is at most {most} in this cache, got {num_pending}; "
+            f"recurrent-state layers allow more with StateConfig.max_pending and its "
+            f"inputs, other layers need no num_pending"
         )
     if most == 0:
         return None

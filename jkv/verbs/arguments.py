@@ -1,7 +1,7 @@
-"""What verbs of a step check of their arguments, all of it known when they are traced.
+"""Checks of a step's arguments at trace time.
 
-A layer is a number, a batch is one that `append` planned on this cache, rows are floats
-and one for each row of the batch.
+A layer is a number, a batch comes from `append` on this cache, and rows are floats, one
+for each row of the batch.
 """
 
 import jax
@@ -19,10 +19,10 @@ from jkv.status import UsageError
 
 
 def locate_layer(cache: Cache, layer: Integer | GroupLayer) -> GroupLayer:
-    """Return where a layer's keys and values are; reject one known not to exist."""
+    """Return the group and index of a layer; refuse layers outside the model."""
     if cache.num_layers == 0:
         raise ValueError(
-            "this cache has no storage (init(..., storage=False)); make one with "
+            "this cache has no storage (init(..., storage=False)); create one with "
             "storage to write, read or attend"
         )
     if isinstance(layer, tuple):
@@ -42,7 +42,7 @@ def locate_layer(cache: Cache, layer: Integer | GroupLayer) -> GroupLayer:
 
 
 def check_batch(cache: Cache, batch: Batch, *, resized: bool = False) -> None:
-    """Reject what is no batch, or one of a cache of other sizes, if not resized."""
+    """Refuse other types, and batches of caches of other sizes unless resized."""
     if not isinstance(batch, Batch):
         raise UsageError(
             f"batch must be the jkv.Batch that append returned, got {name_kind(batch)}"
@@ -52,15 +52,15 @@ def check_batch(cache: Cache, batch: Batch, *, resized: bool = False) -> None:
 
 
 def _compare_sizes(planned: StepSizes, found: StepSizes, resized: bool) -> None:
-    """Raise if sizes differ in what must agree."""
+    """Raise if sizes that must agree differ."""
     if len(planned.groups) != len(found.groups):
         raise ValueError(
             f"this batch was planned by append on another cache, of "
-            f"{len(planned.groups)} groups of layers, and this one has "
-            f"{len(found.groups)}; use each batch with its own"
+            f"{len(planned.groups)} groups of layers, got a cache of "
+            f"{len(found.groups)}; use each batch with its own cache"
         )
     there, here = (_named_sizes(each) for each in (planned, found))
-    # A rank inside shard_map sees its part of the storage, a plan without storage none.
+    # A rank inside shard_map has a part of the storage; a plan may have none.
     is_whole = not jax.sharding.get_abstract_mesh().manual_axes
     has_layers = any(group.num_layers for group in planned.groups)
     of_storage = "num_layers", "num_kv_heads", "head_dim", "value_head_dim"
@@ -74,13 +74,12 @@ def _compare_sizes(planned: StepSizes, found: StepSizes, resized: bool) -> None:
     if differing:
         raise ValueError(
             f"this batch was planned by append on another cache: "
-            f"{', '.join(differing)}; append to the cache that the batch is used with, "
-            f"and use each batch with its own"
+            f"{', '.join(differing)}; append to the cache that the batch is used with"
         )
 
 
 def _named_sizes(sizes: StepSizes) -> dict[str, int]:
-    """Return all sizes by name, those of several groups by the group's number, too."""
+    """Return all sizes by name, prefixed by the group's number if there are several."""
     named = {name: n for name, n in sizes._asdict().items() if name != "groups"}
     for i, group in enumerate(sizes.groups):
         prefix = f"group {i} " if len(sizes.groups) > 1 else ""
@@ -89,20 +88,20 @@ def _named_sizes(sizes: StepSizes) -> dict[str, int]:
 
 
 def check_dtypes(storage: BlockStorage) -> None:
-    """Reject keys and values that are not stored as their dtype is, as after a cast."""
+    """Refuse arrays of another dtype than the stored one, as after a cast."""
     for name, array in storage.arrays.items():
         kept, part = storage.formats.of(name)
         expected = kept.arrays(2)[part].dtype
         if array.dtype != expected:
             raise UsageError(
-                f"{name} has dtype {array.dtype}, and {kept.dtype.name} is stored as "
-                f"{expected}: a cache cannot be cast array by array; make one of "
-                f"another dtype with CacheConfig(dtype=...)"
+                f"{name} must have dtype {expected} for {kept.dtype.name}, got "
+                f"{array.dtype}; do not cast a cache, create one with "
+                f"CacheConfig(dtype=...)"
             )
 
 
 def check_rows(storage: BlockStorage, batch: Batch, name: str, rows: jax.Array) -> None:
-    """Reject rows for a named array that are not one for each row of the batch."""
+    """Refuse keys or values without one row for each row of the batch."""
     sizes = {
         "R": batch.num_rows,
         "K": storage.num_kv_heads,
@@ -112,13 +111,13 @@ def check_rows(storage: BlockStorage, batch: Batch, name: str, rows: jax.Array) 
     expect(called, rows, "R K D", sizes, why=why)
     if not jnp.issubdtype(rows.dtype, jnp.floating):
         raise UsageError(
-            f"{called} must be floating point, got {rows.dtype}; convert them with "
-            f"{called}.astype(...) if these numbers are what shall be stored"
+            f"{called} must be floating point, got {rows.dtype}; pass "
+            f"{called}.astype(...) to store these numbers"
         )
 
 
 def check_queries(storage: BlockStorage, batch: Batch, queries: jax.Array) -> None:
-    """Reject queries that are not one for each row, or that a mesh cannot share."""
+    """Refuse queries of a wrong shape or with heads that the mesh cannot divide."""
     sizes = {"R": batch.num_rows}
     sizes = expect("queries", queries, "R H D", sizes, why="R the rows of the batch")
     sharding = storage.sharding
@@ -126,16 +125,16 @@ def check_queries(storage: BlockStorage, batch: Batch, queries: jax.Array) -> No
         num_heads, num_devices = sizes["H"], sharding.mesh.shape[sharding.heads]
         if num_heads % num_devices:
             raise ValueError(
-                f"{num_heads} query heads cannot be shared evenly by the {num_devices} "
-                f"devices of mesh axis {sharding.heads!r}, over which init spread this "
-                f"cache's heads; use an axis whose size divides the query heads"
+                f"queries must have a number of heads divisible by the {num_devices} "
+                f"devices of mesh axis {sharding.heads!r}, got {num_heads} heads; pass "
+                f"init a mesh axis whose size divides the query heads"
             )
 
 
 def checked_window(
     group: BlockGroup, window: int | jax.Array | None
 ) -> int | jax.Array | None:
-    """Return the window of a call; refuse one that would look at what is gone."""
+    """Return the window of a call; refuse one larger than the cache's."""
     require_window(window)
     kept = group.window.length
     if kept is None:
@@ -144,15 +143,15 @@ def checked_window(
         return jnp.minimum(window, kept)
     if window is None or np.any(np.asarray(window) > kept):
         raise UsageError(
-            f"this cache keeps the last {kept} tokens of a sequence "
-            f"(CacheConfig.sliding_window), so attend needs window= of at most that, "
-            f"got {window}; layers that see more need a cache without a window"
+            f"window must be at most {kept}, the cache's CacheConfig.sliding_window, "
+            f"got {window}; layers with full attention or a larger window need another "
+            f"group or cache"
         )
     return window
 
 
 def any_layer(layer: Integer, batch: Batch) -> jax.Array:
-    """Return the layer, i32[], so that programs for different ones are alike."""
+    """Return the layer, i32[], not constant-folded, so that layers share programs."""
     number = requests.as_index(layer)
     is_traced = isinstance(batch.context_lengths, jax.core.Tracer)
     if isinstance(layer, jax.Array) or not is_traced:

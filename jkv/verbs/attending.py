@@ -1,4 +1,4 @@
-"""attend: the queries of one layer over the cached tokens of their sequences."""
+"""attend: causal attention of one layer's queries over the cached tokens."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from jkv.verbs.attention_plan import requests_of
 
 
 class _Options(TypedDict, total=False):
-    """The arguments by name on which no type depends."""
+    """Keyword arguments that do not change the return type."""
 
     scale: float | jax.Array | None
     window: int | jax.Array | None
@@ -78,36 +78,37 @@ def attend(
     return_lse: bool = False,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attend causally from each row of the batch over its own sequence.
+    """Compute causal attention of each row over the cached tokens of its sequence.
 
-    A row sees the cached tokens of its sequence up to its own position, itself
-    included, so `write` the layer first. Query head h reads kv head `h // (H / K)`.
-    Slots that were never written may hold NaN; a NaN in the values of a prompt's token
-    may reach earlier rows of the same prompt in this call (`paged_attention` says why).
+    A row attends to the cached tokens of its sequence up to and including its own
+    position, so `write` the layer first. Query head h reads kv head `h // (H / K)`.
+    Slots never written may hold NaN; a NaN in the values of a prompt's token may reach
+    earlier rows of the same prompt in this call (see `paged_attention`).
 
     Args:
       cache: the cache that `write` returned.
       layer: i32[] or int, 0 to L-1; may be traced.
-      batch: the plan that `append` returned.
+      batch: the plan from `append`.
       queries: [R, H, D], H a multiple of K.
       scale: of the scores, default 1/sqrt(D).
-      window: tokens a row sees, itself counted; may be traced. `None` for all. On a
-        cache with a sliding window it must be given, and no larger; a traced one counts
-        as no larger than that.
+      window: number of tokens that a row attends to, itself included; may be traced.
+        `None` is full attention. Required on a cache with a sliding window, and at most
+        that; a traced window is clipped to it.
       soft_cap: c in `c * tanh(score / c)`.
-      sinks: f32[H], a logit per head that takes part in the softmax with no value.
+      sinks: f32[H], a logit per head that enters the softmax without a value.
       return_lse: also return the log of the sum of exponentials, f32[R, H].
-      implementation: `None` picks; a name forces one and fails if it does not apply.
-        "cudnn" has cuDNN take long prompts without a past on a CUDA card.
+      implementation: `None` selects a backend; a name forces one and fails if it does
+        not support the call. "cudnn" uses cuDNN for long prompts without a past on CUDA
+        GPUs.
 
     Returns:
-      [R, H, Dv] in the queries' dtype; rows that no request owns are zero.
+      [R, H, Dv] in the queries' dtype; rows without a request are zero.
 
     Raises:
-      ValueError: for queries of the wrong shape, a batch of a cache of other sizes, a
-        layer known not to exist, a cache without storage, or a window that looks past
-        the cache's.
-      NotImplementedError: if the implementation named cannot do what is asked.
+      ValueError: if the queries have the wrong shape, the batch belongs to a cache of
+        other sizes, `layer` is an int out of range, the cache has no storage, or the
+        window exceeds the cache's.
+      NotImplementedError: if `implementation` does not support this call.
 
     Example:
       >>> import jax.numpy as jnp, jkv
@@ -158,16 +159,16 @@ def attend(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _Operands:
-    """The arrays of a call, and how devices divide them: each field says it."""
+    """The arrays of a call, each field with its sharding over devices."""
 
     queries: jax.Array = dataclasses.field(metadata=divided(ROWS))  # [R, H, D]
     # The arrays of a group by name, [L, N, K, T, ...].
     arrays: dict[str, jax.Array] = dataclasses.field(metadata=divided(POOL))
     sinks: jax.Array | None = dataclasses.field(metadata=divided(PER_HEAD))  # f32[H]
-    # Every device has the others whole.
+    # The other arrays are replicated.
     layer: jax.Array  # i32[]
     requests: Requests
-    plan: dict[str, Any] | None  # what was planned for the step
+    plan: dict[str, Any] | None  # the attention plan of the step
     scale: float | jax.Array | None
     window: int | jax.Array | None
 
@@ -180,10 +181,10 @@ def _attend_on_device(
     return_lse: bool,
     **static: Any,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attend with the query heads and the kv heads that are here, all or some.
+    """Attend with the query and kv heads on this device.
 
-    Where `context` is the mesh axis over which the tokens of a block are spread, to
-    those that are here, and join what all find.
+    If `context` is the mesh axis that shards the tokens of a block, attend to the local
+    tokens and combine the results of all devices.
     """
     arrays = operands.arrays
     attend_here = functools.partial(

@@ -1,4 +1,4 @@
-"""What attention finds out about a step once, for all of its layers."""
+"""Attention plans: work shared by all layers of a step."""
 
 import dataclasses
 from typing import Any
@@ -11,7 +11,7 @@ from jkv.state import Batch, BlockGroup, BlockStorage, Cache
 
 
 def plan_attention(cache: Cache, batch: Batch) -> Batch:
-    """Return a step that was planned with what backends find out about it."""
+    """Return the batch with the attention plan of each backend."""
     pairs = zip(cache.metadata.groups, cache.storage, strict=True)
     plans = tuple(
         _plan_group(group, storage, batch) if group.kind == "blocks" else {}
@@ -23,7 +23,7 @@ def plan_attention(cache: Cache, batch: Batch) -> Batch:
 def _plan_group(
     group: BlockGroup, storage: BlockStorage, batch: Batch
 ) -> dict[str, Any]:
-    """Return what attention to one group's layers shares, by backend."""
+    """Return the plan of one group's layers, by backend."""
     sharding = storage.sharding
     num_parts = 1 if sharding is None else sharding.num_parts
     step = StepShape(
@@ -40,7 +40,7 @@ def _plan_group(
 
 
 def pools_of(storage: BlockStorage) -> Pools:
-    """Return the pools of one group's layers as attention takes them."""
+    """Return the pools of one group's layers, as the attention interface's `Pools`."""
     return Pools(
         keys=storage.key_pool,
         values=storage.value_pool,
@@ -53,7 +53,7 @@ def pools_of(storage: BlockStorage) -> Pools:
 
 
 def requests_of(group: BlockGroup, batch: Batch) -> Requests:
-    """Return the requests of a step as attention to one group's layers takes them."""
+    """Return the requests of a step, as the attention interface's `Requests`."""
     return Requests(
         block_tables=group.block_tables,
         seq_ids=batch.seq_ids,

@@ -1,4 +1,4 @@
-"""commit: what a step wrote becomes visible to the index."""
+"""commit: add the blocks that a step filled to the prefix index."""
 
 from jkv.state import Batch, Cache
 from jkv.state.cache import Role
@@ -8,33 +8,38 @@ from jkv.verbs.arguments import check_batch
 
 @takes_cache(role=Role.COMMITS)
 def commit(cache: Cache, batch: Batch) -> Cache:
-    """Make the blocks that this step filled visible to prefix matching.
+    """Add the blocks that this step filled to the prefix index.
 
-    Call it after the last layer's `write`, and before a `fork` of what was written:
-    what was not written is found like anything else, and is garbage (`debug` notices).
-    A block equal to one that is visible already is given back, and its sequence goes on
-    with the other: equal prefixes are stored once. A full block that other sequences
-    share before it is visible is not entered unless it has such an equal, from before
-    or of an earlier request, as what comes before it may differ among them; its
-    sequence then adds no more. Without a prefix index there is nothing to make visible,
-    and the cache is returned as it is. With groups of layers the leading one decides:
-    the first that sees everything, or else the one that sees furthest. The blocks of
-    the others are found beside its own, and are exchanged for equal ones likewise; what
-    a window has given back is not found in its group. Of a sequence that the step left
-    at a multiple of `StateConfig.snapshot_every`, and that has that length still, the
-    states are copied to a place for snapshots, unless its text has one.
+    Call it after the last layer's `write`, and before a `fork` of the written tokens:
+    blocks committed without a write are found like any others and hold garbage (`debug`
+    reports it). Without a prefix index the cache is returned unchanged.
+
+    A block equal to an indexed one is released, and its sequence maps the indexed one:
+    equal prefixes are stored once. A full block that is already shared but not indexed
+    is indexed only if an equal block is, from an earlier step or request, as the
+    prefixes of its sequences may differ; otherwise its sequence commits no further
+    blocks.
+
+    With several groups of layers the leading group decides: the first with full
+    attention, or the one with the largest window. Blocks of the other groups are found
+    with the leader's and are deduplicated in the same way, except blocks outside their
+    window.
+
+    If the step left a sequence at a multiple of `StateConfig.snapshot_every`, and it
+    still has that length, its states are copied to a snapshot, unless one exists for
+    its tokens.
 
     Args:
-      cache: the cache that was written.
-      batch: the step. Of a sequence freed, cut back or reordered since, nothing becomes
-        visible.
+      cache: the cache after `write`.
+      batch: the step. Sequences freed, truncated or reordered since then commit
+        nothing.
 
     Returns:
-      The cache; itself without a prefix index.
+      The new cache; the same object without a prefix index.
 
     Raises:
-      ValueError: for the batch of a cache of other sizes; it may have had another
-        number of blocks, before a `resize`.
+      ValueError: if the batch belongs to a cache of other sizes; the number of blocks
+        may differ, after a `resize`.
 
     Example:
       >>> import jkv
@@ -45,7 +50,7 @@ def commit(cache: Cache, batch: Batch) -> Cache:
       >>> jkv.commit(cache, batch) is cache
       True
     """
-    # A step that was planned before a `resize` may still be committed.
+    # A step planned before a `resize` may still be committed.
     check_batch(cache, batch, resized=True)
     metadata, moves = cache.metadata.index.commit(cache.metadata, batch)
     return cache.follow(metadata, moves)

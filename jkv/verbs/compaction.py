@@ -1,8 +1,8 @@
-"""compact: live blocks to the front of the pool.
+"""compact: move live blocks to the front of the pool.
 
-The blocks of a group get new ids by one permutation, and everything that names or holds
-a block follows it: tables, reference counts, recorded tokens, prefix index, ring, keys
-and values. No result depends on the ids of blocks, so attention gives the same bits.
+One permutation renumbers the blocks of a group, in tables, reference counts, recorded
+tokens, prefix index, ring, keys and values. No result depends on block ids, so
+attention is bit-identical.
 """
 
 import jax
@@ -17,22 +17,21 @@ from jkv.state.entry import takes_cache
 
 @takes_cache()
 def compact(cache: Cache) -> Cache:
-    """Move live blocks to the front in sequence order, the free ones behind them.
+    """Move live blocks to the front in sequence order, followed by the free ones.
 
-    This is done in the pool of each group of layers. Live blocks are numbered as the
-    block tables first mention them, row by row, so that a sequence that shares nothing
-    has consecutive blocks. Free blocks follow in the order of the ring, which ascends
-    afterwards and hands them out in the same order as before, cached blocks included.
-    Pure, and fit for jit: donate the cache, and the storage is permuted in place with
-    one layer as scratch. A pool that is in order already is not touched.
+    Each group's pool is compacted. Live blocks are numbered by their first occurrence
+    in the block tables, row by row, so a sequence without shared blocks becomes
+    contiguous. Free blocks follow in eviction order, cached ones included, and the ring
+    is ascending afterwards. Works under jit: with donation the storage is permuted in
+    place, with one layer as scratch. A compact pool is not copied.
 
-    A `Batch` holds block ids: `write` and `commit` what you `append` before compacting.
+    A `Batch` holds block ids: `write` and `commit` a step before compacting.
 
     Args:
       cache: the cache.
 
     Returns:
-      The cache, same sequences, lengths and contents; the compactions are counted.
+      The cache with the same sequences, lengths and contents, and one more compaction.
 
     Example:
       >>> import jkv
@@ -56,12 +55,12 @@ def compact(cache: Cache) -> Cache:
 
 @jax.jit
 def _compact(metadata: Metadata) -> tuple[Metadata, dict[int, jax.Array]]:
-    """Return the compacted metadata, and by group i32[N]: its blocks' old ids."""
+    """Return the compacted metadata, and the blocks' old ids by group, i32[N]."""
     sources = {}
     for number in metadata.block_numbers:
         group = metadata.groups[number]
         source, num_live = in_order(group)
-        # The free blocks are those behind the live ones.
+        # The free blocks come after the live ones.
         rank, count = jnp.arange(len(source), dtype=jnp.int32), group.free_blocks.count
         ids = jnp.where(rank < count, rank + num_live, len(source))
         free = FreeBlocks(ids, count, group.free_blocks.fewest)
@@ -72,12 +71,12 @@ def _compact(metadata: Metadata) -> tuple[Metadata, dict[int, jax.Array]]:
 
 @jax.jit
 def _permute(array: jax.Array, source: jax.Array) -> jax.Array:
-    """Move blocks, [L, N, ...], in place: layer by layer, a layer's copy at a time."""
+    """Permute blocks, [L, N, ...], in place, with a copy of one layer at a time."""
 
     def permute_layer(layer: jax.Array, array: jax.Array) -> jax.Array:
         return array.at[layer].set(gather(array, (layer, source)))
 
-    # No trip where every block stays where it is.
+    # No trips if every block stays in place.
     in_order = jnp.all(source == jnp.arange(source.shape[0], dtype=jnp.int32))
     trips = jnp.where(in_order, jnp.int32(0), jnp.int32(array.shape[0]))
     return fori_loop(jnp.int32(0), trips, permute_layer, array)

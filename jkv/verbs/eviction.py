@@ -1,8 +1,8 @@
-"""Lifetimes of sequences: when each was last used, and which go when blocks run out.
+"""Lifetimes of sequences: last use, and eviction when blocks run out.
 
-Time is the cache's own clock, which goes on by one with each call that serves a
-request. Ages are differences of its low word, so they are right up to 2**32 calls. A
-host that wants to forget by the hour notes what the clock said an hour ago.
+Time is the cache's logical clock, incremented by each call that serves a request. Ages
+are differences of its low word, valid up to 2**32 calls. To expire sequences by wall
+time, the host records the clock at that time.
 """
 
 import jax
@@ -21,7 +21,7 @@ from jkv.status import Counter, Status
 
 @takes_cache()
 def clock(cache: Cache) -> jax.Array:
-    """Return the time by the cache's logical clock.
+    """Return the tick of the cache's logical clock.
 
     Args:
       cache: the cache.
@@ -44,7 +44,7 @@ def clock(cache: Cache) -> jax.Array:
 def touch(cache: Cache, seq_ids: Integers) -> tuple[Cache, jax.Array]:
     """Mark sequences as used now.
 
-    `append`, `fork` (its parents), `truncate` and `reorder` do so themselves.
+    `append`, `fork` (its parents), `truncate` and `reorder` do so as well.
 
     Args:
       cache: the cache.
@@ -52,10 +52,10 @@ def touch(cache: Cache, seq_ids: Integers) -> tuple[Cache, jax.Array]:
 
     Returns:
       The new cache and i32[B] of `Status`: OK, or INVALID_SEQUENCE for an id that is
-      not open or was named before in this call.
+      not open or is repeated in this call.
 
     Raises:
-      ValueError: for ids that are no integers, or have more than one axis.
+      ValueError: if the ids are not integral or have more than one axis.
 
     Example:
       >>> import jkv
@@ -75,19 +75,19 @@ def touch(cache: Cache, seq_ids: Integers) -> tuple[Cache, jax.Array]:
 def least_recently_used(
     cache: Cache, num_sequences: int, *, exclude: Integers = NO_SEQUENCE
 ) -> jax.Array:
-    """Return the open sequences that were used longest ago, that one first.
+    """Return the least recently used open sequences, oldest first.
 
     Args:
       cache: the cache.
-      num_sequences: static, how many to name.
-      exclude: i32[P] or int, sequences not to name; -1 is padding.
+      num_sequences: static number of sequences to return.
+      exclude: i32[P] or int, sequences to skip; -1 is padding.
 
     Returns:
-      i32[num_sequences], -1 where there are no more. Of sequences used in the same call
-      the one opened first comes first, then the lower id.
+      i32[num_sequences], padded with -1. Sequences used in the same call are ordered by
+      their opening, then by id.
 
     Raises:
-      ValueError: for a number of sequences below 0 or above `max_sequences`.
+      ValueError: if `num_sequences` is below 0 or above `max_sequences`.
 
     Example:
       >>> import jkv
@@ -100,8 +100,8 @@ def least_recently_used(
     """
     if not 0 <= num_sequences <= cache.max_sequences:
         raise ValueError(
-            f"num_sequences must be in 0..{cache.max_sequences}, the rows there are, "
-            f"got {num_sequences}"
+            f"num_sequences must be in 0..{cache.max_sequences} (max_sequences), got "
+            f"{num_sequences}"
         )
     (exclude,) = requests.broadcast(exclude=exclude)
     return _oldest_first(cache.metadata, exclude)[0][:num_sequences]
@@ -113,21 +113,21 @@ def evict(
 ) -> tuple[Cache, jax.Array]:
     """Free the least recently used sequences until enough blocks are free.
 
-    Blocks that other sequences share come free only with the last of them. If all that
-    may go are gone and blocks still lack, that is the result: ask `num_free_blocks`.
+    Shared blocks become free with their last sequence. If too few blocks are free after
+    all unprotected sequences are freed, that is the result: check `num_free_blocks`.
     With several groups of layers, each group needs that many free blocks.
 
     Args:
       cache: the cache.
-      num_blocks: i32[] or int, free blocks wanted, those already free included.
-      protect: i32[P] or int, sequences that must stay; -1 is padding.
+      num_blocks: i32[] or int, required free blocks, including those already free.
+      protect: i32[P] or int, sequences to keep; -1 is padding.
 
     Returns:
-      The new cache and the sequences freed, i32[max_sequences] in the order they went,
-      -1 after the last: the host tells their users, or computes them again.
+      The new cache and the freed sequences, i32[max_sequences] in eviction order,
+      padded with -1; the host reports or recomputes them.
 
     Raises:
-      ValueError: for ids that are no integers, or have more than one axis.
+      ValueError: if the ids are not integral or have more than one axis.
 
     Example:
       >>> import jkv
@@ -152,19 +152,19 @@ def evict(
 def evict_older_than(
     cache: Cache, age: Integer, *, protect: Integers = NO_SEQUENCE
 ) -> tuple[Cache, jax.Array]:
-    """Free the sequences that have not been used for more than `age` ticks.
+    """Free the sequences unused for more than `age` ticks.
 
     Args:
       cache: the cache.
-      age: u32[] or int, calls by the cache's clock; 0 frees what the last call that
-        served a request did not use.
-      protect: i32[P] or int, sequences that must stay; -1 is padding.
+      age: u32[] or int, ticks of the cache's clock; 0 frees sequences not used by the
+        last call that served a request.
+      protect: i32[P] or int, sequences to keep; -1 is padding.
 
     Returns:
       As `evict`.
 
     Raises:
-      ValueError: for an int below 0 or of more than 32 bits.
+      ValueError: if `age` is an int below 0 or of more than 32 bits.
 
     Example:
       >>> import jkv
@@ -203,15 +203,17 @@ def _touch(metadata: Metadata, seq_ids: jax.Array) -> tuple[Metadata, jax.Array]
 def _oldest_first(
     metadata: Metadata, exclude: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the open sequences not excluded, i32[S], oldest first, -1 after the last;
-    and their ages, u32[S], 0 there."""
+    """Return the open sequences not excluded and their ages, oldest first.
+
+    The ids, i32[S], are padded with -1, the ages, u32[S], with 0.
+    """
     row = jnp.where(exclude < 0, metadata.max_sequences, exclude)
     listed = scatter(metadata.is_open, row, False)
     sequences = metadata.sequences
     age = jnp.where(listed, sequences.now - sequences.last_used, jnp.uint32(0))
     life = jnp.where(listed, sequences.now - sequences.created, jnp.uint32(0))
     seq_ids = jnp.arange(metadata.max_sequences, dtype=jnp.int32)
-    # `sort` is ascending: what is to come first has the smallest bits.
+    # Ascending sort: complements put the oldest first.
     *_, seq_ids, age = jax.lax.sort(
         [(~listed).astype(jnp.int32), ~age, ~life, seq_ids, age], num_keys=4
     )
@@ -232,7 +234,7 @@ def _evict(
         counts = [num for part in parts for num in part.num_free(metadata)]
         return requests.any_of([num < num_blocks for num in counts])
 
-    # One by one, as what a sequence gives back depends on which share its blocks.
+    # One at a time: later sequences may hold the last reference to a block.
     def close_next(state: tuple[Metadata, jax.Array]) -> tuple[Metadata, jax.Array]:
         metadata, i = state
         seq_id = jax.lax.dynamic_slice(seq_ids, (i,), (1,))
@@ -260,7 +262,7 @@ def _evict_older_than(
 def _count_evicted(
     metadata: Metadata, seq_ids: jax.Array, num: jax.Array
 ) -> tuple[Metadata, jax.Array]:
-    """Count the first `num` sequences as evicted, and name only them."""
+    """Count the first `num` sequences as evicted; return only these."""
     rank = jnp.arange(seq_ids.shape[0], dtype=jnp.int32)
     ticks = jnp.minimum(num, 1)
     increments = {Counter.CLOCK: ticks, Counter.SEQUENCES_EVICTED: num}

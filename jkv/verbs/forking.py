@@ -1,10 +1,9 @@
-"""fork: new sequences that share the past of existing ones.
+"""fork: open sequences that share the tokens of existing ones.
 
-Full blocks are shared by naming them in two table rows. A partly filled tail would be
-written by both owners, so it is copied at once: after that no block which may be
-written has a second owner, and `append` and `write` need neither branch nor copy. (vLLM
-delays this copy until a write, as copy-on-write; copying early keeps the branch out of
-the step.)
+Full blocks are shared through the block tables. Both owners would write a partly filled
+last block, so it is copied at once: no writable block is shared, and `append` and
+`write` need neither branch nor copy. (vLLM copies on write; the early copy keeps the
+branch out of the step.)
 """
 
 from typing import NamedTuple
@@ -22,7 +21,7 @@ from jkv.status import Status
 
 
 class Fork(NamedTuple):
-    """What `fork` answers, one entry per request."""
+    """Result of `fork`, one entry per request."""
 
     seq_ids: jax.Array  # i32[B], the children, -1 where refused or padding
     status: jax.Array  # i32[B], `Status`
@@ -32,19 +31,19 @@ class Fork(NamedTuple):
 def fork(
     cache: Cache, seq_ids: Integers, lengths: Integers | None = None
 ) -> tuple[Cache, Fork]:
-    """Open new sequences that share the past of existing ones.
+    """Open sequences that share the tokens of existing ones.
 
-    A child has its parent's tokens but not its reserved blocks. It costs one block if
-    its last block is partly filled, none otherwise. Outside jit the host looks whether
-    a block must be copied, and if so the storage is copied: jit and donate.
+    A child has its parent's tokens but not its reserved blocks. It takes one block if
+    its last block is partly filled, none otherwise. Outside jit the host checks if a
+    block must be copied, and then copies the whole storage: jit and donate.
 
     Args:
       cache: the cache.
       seq_ids: i32[B] or int, the parents; one may appear many times, -1 is padding.
-      lengths: i32[B] or int, tokens that each child takes over, 0 to the parent's
-        context length; None takes all. With a sliding window what the row after them
-        sees must be kept, and layers with a state must have it there, as for
-        `truncate`.
+      lengths: i32[B] or int, number of the parent's tokens in each child, 0 to the
+        parent's context length; None is all. With a sliding window the window of the
+        next row must be in the cache, and recurrent-state layers need a state at this
+        length, as for `truncate`.
 
     Returns:
       The new cache and a `Fork`. Status: OK, INVALID_SEQUENCE, INVALID_ARGUMENT (a
@@ -52,8 +51,8 @@ def fork(
       OUT_OF_BLOCKS.
 
     Raises:
-      ValueError: for arguments that are no integers, have more than one axis, or differ
-        in length.
+      ValueError: if an argument is not integral, has more than one axis, or differs in
+        length.
 
     Example:
       >>> import jkv
@@ -85,7 +84,7 @@ def _fork(
     wrong = jnp.zeros(parents.shape, bool)
     if lengths is not None:
         wrongs = [mask for look in looks for mask in look.wrongs]
-        # A length that the parent does not have was clipped, and differs.
+        # Lengths outside the parent's were clipped, and differ.
         wrong = requests.any_of([length.tokens != lengths, *wrongs])
     status, served, plans = _judge(metadata, looks, parents, wrong)
     metadata, children = tables.open_rows(metadata, served, length.tokens)
@@ -102,7 +101,7 @@ def _fork(
 def _judge(
     metadata: Metadata, looks: list[Look], parents: jax.Array, wrong: jax.Array
 ) -> tuple[jax.Array, jax.Array, list[Judged]]:
-    """Return each request's status, i32[B], which are served, bool[B], and plans."""
+    """Return statuses, i32[B], a mask of served requests, bool[B], and plans."""
     padding = requests.is_padding(parents)
     live = requests.is_live(metadata, parents)
     eligible = live & ~wrong & ~padding

@@ -1,4 +1,4 @@
-"""Look-ups: from sequences and positions to blocks and slots."""
+"""Look-ups: blocks and slots of sequences and positions."""
 
 import functools
 from typing import NamedTuple
@@ -20,27 +20,27 @@ class BlockInfo(NamedTuple):
     """State of one block."""
 
     reference_count: jax.Array  # i32[], table entries that name the block
-    is_free: jax.Array  # bool[], whether `allocate` or `append` may take it
-    is_cached: jax.Array  # bool[], whether it is free and still found by its prefix
+    is_free: jax.Array  # bool[], True if `allocate` or `append` may take it
+    is_cached: jax.Array  # bool[], True if it is free and in the prefix index
 
 
 @takes_cache()
 def block_ids(cache: Cache, seq_id: Integer, *, group: int | None = None) -> jax.Array:
     """Return the blocks of a sequence in order.
 
-    Blocks reserved ahead of the tokens count as mapped.
+    Includes reserved blocks.
 
     Args:
       cache: the cache.
       seq_id: i32[] or int; may be traced.
-      group: the number of the group of layers; not needed where there is one.
+      group: index of the group of layers; optional if there is only one.
 
     Returns:
-      i32[M], N from the first column on that maps no block, and where a sliding window
-      has given blocks back; all N for a closed id.
+      i32[M], N for unmapped columns and for blocks released by a sliding window; all N
+      for a closed id.
 
     Raises:
-      UsageError: with several groups if none is named, or for one that does not exist.
+      UsageError: if `group` is missing and there are several, or it does not exist.
 
     Example:
       >>> import jkv
@@ -63,17 +63,17 @@ def slots(
     Args:
       cache: the cache.
       seq_ids: i32[B] or int.
-      positions: i32[B] or int; one past the tokens but in a reserved block has a slot.
-      group: the number of the group of layers; not needed where there is one.
+      positions: i32[B] or int; positions in reserved blocks have slots.
+      group: index of the group of layers; optional if there is only one.
 
     Returns:
-      `Slots` of i32[B] arrays; block N where the id is not open, nothing is mapped, or
-      a sliding window has given the token back.
+      `Slots` of i32[B] arrays; block N if the id is not open, the position is not
+      mapped, or a sliding window has released it.
 
     Raises:
-      ValueError: for arguments that are no integers, have more than one axis, or differ
-        in length.
-      UsageError: with several groups if none is named, or for one that does not exist.
+      ValueError: if an argument is not integral, has more than one axis, or differs in
+        length.
+      UsageError: if `group` is missing and there are several, or it does not exist.
 
     Example:
       >>> import jkv
@@ -98,12 +98,12 @@ def tokens(cache: Cache, seq_id: Integer) -> jax.Array:
       seq_id: i32[] or int; may be traced.
 
     Returns:
-      i32[max_context_length], -1 from the context length on, for tokens that `append`
-      was not told, and for those that a sliding window has given back. With several
-      groups the one that sees furthest records them.
+      i32[max_context_length], -1 from the context length on, for tokens appended
+      without ids, and for tokens released by a sliding window. With several groups the
+      one with the largest window records them.
 
     Raises:
-      ValueError: if the cache does not record tokens.
+      ValueError: if the cache records no tokens.
 
     Example:
       >>> import jax.numpy as jnp, jkv
@@ -132,13 +132,13 @@ def block_info(
     Args:
       cache: the cache.
       block_id: i32[] or int; may be traced.
-      group: the number of the group of layers; not needed where there is one.
+      group: index of the group of layers; optional if there is only one.
 
     Returns:
       A `BlockInfo`; an id outside the pool has count 0 and is not free.
 
     Raises:
-      UsageError: with several groups if none is named, or for one that does not exist.
+      UsageError: if `group` is missing and there are several, or it does not exist.
 
     Example:
       >>> import jkv
@@ -156,13 +156,13 @@ def block_info(
 
 @takes_cache()
 def context_lengths(cache: Cache) -> jax.Array:
-    """Return the number of tokens that each sequence has in the cache.
+    """Return the number of cached tokens of each sequence.
 
     Args:
       cache: the cache.
 
     Returns:
-      i32[max_sequences] by sequence id, 0 for those that are not open.
+      i32[max_sequences] by sequence id, 0 for closed ones.
 
     Example:
       >>> import jkv
@@ -173,28 +173,28 @@ def context_lengths(cache: Cache) -> jax.Array:
       >>> jkv.context_lengths(cache).tolist()
       [5, 2, 0]
     """
-    # A copy: the cache may be donated while the lengths are in use.
+    # A copy, because the cache may be donated while the lengths are in use.
     return jnp.copy(cache.metadata.context_lengths)
 
 
 @takes_cache()
 def kept_from(cache: Cache, *, group: int | None = None) -> jax.Array:
-    """Return the position from which each sequence has its tokens in the cache.
+    """Return the first position of each sequence that is cached without a gap.
 
-    Without a sliding window that is 0. With one, `append` gives back the blocks of the
-    tokens before it, but for those of the sinks, which come first.
+    0 without a sliding window. With one, `append` releases the blocks before it, except
+    those of the sinks at the beginning.
 
     Args:
       cache: the cache.
-      group: the number of a group of layers. None with several: the position from which
-        all of them have the tokens.
+      group: index of a group of layers. None with several: the position from which all
+        groups have the tokens.
 
     Returns:
-      i32[max_sequences] by sequence id, a multiple of `block_size`; 0 for sequences
-      that have all their tokens, and for those that are not open.
+      i32[max_sequences] by sequence id, a multiple of `block_size`; 0 for closed
+      sequences and for complete ones.
 
     Raises:
-      UsageError: for a group that does not exist.
+      UsageError: if the group does not exist.
 
     Example:
       >>> import jkv
@@ -219,14 +219,14 @@ def kept_from(cache: Cache, *, group: int | None = None) -> jax.Array:
 
 @takes_cache()
 def num_free_blocks(cache: Cache) -> jax.Array:
-    """Return the number of blocks that can be handed out.
+    """Return the number of blocks that can be allocated.
 
     Args:
       cache: the cache.
 
     Returns:
-      i32[]; cached blocks count as free. With several groups of layers the smallest of
-      their numbers; where no group has blocks, the largest i32.
+      i32[]; cached blocks count as free. With several groups of layers the smallest
+      number; if no group has blocks, the largest i32.
 
     Example:
       >>> import jkv
@@ -244,7 +244,7 @@ def num_free_blocks(cache: Cache) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="number")
 def table_of(metadata: Metadata, seq_id: jax.Array, *, number: int) -> jax.Array:
-    """Return a sequence's row of a group's block tables, i32[M], N if it is closed."""
+    """Return a sequence's row of a group's block tables, i32[M], all N if closed."""
     group = metadata.groups[number]
     return gather(group.block_tables, row_of(metadata, seq_id), fill=group.num_blocks)
 
@@ -294,24 +294,24 @@ def _block_info(metadata: Metadata, block_id: jax.Array, *, number: int) -> Bloc
 
 
 def row_of(metadata: Metadata, seq_ids: jax.Array) -> jax.Array:
-    """Return table rows for sequence ids, i32[...], S for those that are not open."""
+    """Return table rows of sequence ids, i32[...], S for closed ones."""
     return jnp.where(
         requests.is_live(metadata, seq_ids), seq_ids, metadata.max_sequences
     )
 
 
 def _group_of(cache: Cache, group: int | None, name: str) -> int:
-    """Return the number of the group that was asked about."""
+    """Return the checked index of a group with blocks."""
     numbers = cache.metadata.block_numbers
     num_groups = len(numbers)
     if group is None and num_groups == 1:
         return numbers[0]
     if group is None:
         raise UsageError(
-            f"each of the {num_groups} groups of layers has blocks of its own: name "
-            f"one, as in {name}(cache, ..., group=0)"
+            f"{name} needs group=, this cache has {num_groups} groups of layers with "
+            f"blocks; pass one, as in {name}(cache, ..., group=0)"
             if num_groups
-            else f"{name} is about blocks, and no group of layers of this cache has any"
+            else f"{name} needs a group with blocks, and this cache has none"
         )
     if not isinstance(group, int | np.integer):
         last = len(cache.storage) - 1

@@ -1,4 +1,4 @@
-"""over_pools: verbs on a cache that has a pool for each rank of a mesh axis."""
+"""over_pools: verbs on a cache with a pool for each rank of a mesh axis."""
 
 import dataclasses
 import functools
@@ -24,28 +24,27 @@ from jkv.storage.placement import put
 
 @explains_arguments
 def over_pools(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs on each rank's pools, with each rank's arguments.
+    """Map a function over the pools, with each rank's arguments.
 
-    Nothing crosses between ranks: block ids and sequence ids are those of the rank.
-    Jit a step of it and donate the cache, as ever.
+    Ranks do not communicate: block ids and sequence ids are local to a rank. Jit the
+    step and donate the cache, as usual.
 
     Args:
       function: `function(cache, *arguments, **whole)` for one pool, such as a verb or a
-        step; arguments and what it returns are pytrees of arrays and caches. What takes
-        its cache elsewhere (`beam_search`, `extend`) is called by a step of yours.
+        step; its arguments and result are pytrees of arrays and caches. Wrap
+        functions with the cache in another position (`beam_search`, `extend`) in a
+        step.
 
     Returns:
-      The same for a cache of `init(..., pools=...)`. Arguments by position are arrays
-      with an axis of ranks before their own, and so is what it returns. Keyword
-      arguments are the same for all ranks: arrays, such as weights that lie on the
-      mesh, are handed over whole; what is no array (numbers of Python, strings,
-      functions) is static. Arrays that a step closes over instead are constants to it,
-      which cannot lie on the mesh.
+      The same function for a cache of `init(..., pools=...)`. Positional arguments and
+      results are arrays with a leading axis of ranks. Keyword arguments are the same
+      for all ranks: arrays, such as weights on the mesh, are passed whole; other values
+      (Python numbers, strings, functions) are static. Arrays in the closure of a step
+      become constants, which cannot live on the mesh.
 
     Raises:
-      ValueError: when it is called with a cache that has no pools, with an argument
-        that has no axis of ranks, or by keyword with what is neither an array nor
-        hashable.
+      ValueError: when called with a cache without pools, a positional argument without
+        an axis of ranks, or a keyword argument that is neither an array nor hashable.
 
     Example:
       >>> import jax, jkv, numpy as np
@@ -84,7 +83,7 @@ def over_pools(function: Callable[..., Any]) -> Callable[..., Any]:
     def called(cache: Cache, *arguments: Any, **whole: Any) -> Any:
         if not isinstance(cache, Cache) or cache.pools is None:
             raise UsageError(
-                "over_pools is for a cache with a pool for each rank, of init(config, "
+                "over_pools needs a cache with a pool for each rank, from init(config, "
                 "mesh=mesh, pools=axis); call verbs on other caches directly"
             )
         _check_ranks(arguments, cache.pools)
@@ -95,14 +94,14 @@ def over_pools(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Keywords(NamedTuple):
-    """Keyword arguments without their arrays, hashable."""
+    """Keyword arguments without their arrays; hashable."""
 
-    structure: Any  # of the arguments by name, a leaf for each array or other value
-    others: tuple[Any, ...]  # by leaf: what is no array, and whether it is one
+    structure: Any  # tree of the arguments by name
+    others: tuple[Any, ...]  # by leaf: the value or None, and True for arrays
 
     @classmethod
     def of(cls, whole: dict[str, Any]) -> "tuple[_Keywords, list[Any]]":
-        """Take the arrays out of keyword arguments, and return them beside the rest."""
+        """Split keyword arguments into a hashable rest and a list of arrays."""
         for name, value in whole.items():
             for leaf in jax.tree.leaves(value):
                 if not _is_array(leaf) and not isinstance(leaf, Hashable):
@@ -126,7 +125,7 @@ def _is_array(leaf: object) -> bool:
 
 
 def _check_ranks(arguments: tuple[Any, ...], pools: PoolSharding) -> None:
-    """Reject arguments by position that are not of all ranks."""
+    """Refuse positional arguments without a leading axis of ranks."""
     for position, argument in enumerate(arguments, start=1):
         for leaf in jax.tree.leaves(argument):
             shape = np.shape(leaf)
@@ -134,18 +133,18 @@ def _check_ranks(arguments: tuple[Any, ...], pools: PoolSharding) -> None:
                 raise UsageError(
                     f"over_pools: argument {position} has an array of shape "
                     f"{list(shape)}, whose first axis must be the {pools.num_ranks} "
-                    f"ranks of mesh axis {pools.axis!r}; give by keyword what is the "
-                    f"same for all of them"
+                    f"ranks of mesh axis {pools.axis!r}; pass values common to all "
+                    f"ranks by keyword"
                 )
 
 
 def enter_pool(cache: Cache) -> Cache:
-    """Return the cache of one rank, which knows of no other."""
+    """Return the cache of one rank, without pools."""
     return dataclasses.replace(cache, pools=None)
 
 
 def leave_pool(answer: Any, pools: PoolSharding) -> Any:
-    """Return what a rank answers, its caches as those of one rank among others."""
+    """Mark the caches in a rank's result as one of several pools."""
 
     def leave(part: Any) -> Any:
         is_cache = isinstance(part, Cache)
@@ -158,18 +157,18 @@ def leave_pool(answer: Any, pools: PoolSharding) -> Any:
 def split_pools(cache: Cache) -> list[Cache]:
     """Return the pool of each rank as a cache of its own. For the host, outside jit.
 
-    They are copies: what the host does with `check`, `stats` and `save`, and what is
-    left of a mesh when it is taken down. Where ranks are on other processes, all of
-    them call it, and each gets the pools of all.
+    The caches are copies, for `check`, `stats` and `save` on the host, or for use after
+    the mesh is gone. In multi-process runs every process calls it, and each gets all
+    pools.
 
     Args:
-      cache: with a pool for each rank.
+      cache: a cache with a pool for each rank.
 
     Returns:
       The caches in the order of ranks, each on JAX's default device.
 
     Raises:
-      ValueError: for a cache that has no pools.
+      ValueError: if the cache has no pools.
 
     Example:
       >>> import jax, jkv
@@ -181,7 +180,7 @@ def split_pools(cache: Cache) -> list[Cache]:
       [4]
     """
     if not isinstance(cache, Cache) or cache.pools is None:
-        raise UsageError("split_pools is for a cache with a pool for each rank")
+        raise UsageError("split_pools needs a cache with a pool for each rank")
     ranks = range(cache.pools.num_ranks)
     arrays = jax.tree.map(bring_whole, dataclasses.replace(cache, pools=None))
     for number, storage in enumerate(arrays.storage):  # each head once, on no mesh

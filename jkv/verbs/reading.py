@@ -1,4 +1,4 @@
-"""read and read_slot: what is stored, for tests and export."""
+"""read and read_slot: stored keys and values, for tests and export."""
 
 import functools
 from collections.abc import Callable
@@ -55,18 +55,18 @@ def read(
       cache: the cache.
       layer: int, 0 to L-1; with one group of layers i32[], which may be traced.
       seq_id: i32[] or int; may be traced.
-      return_start: also return where the tokens begin that a sliding window has kept,
-        as `kept_from` says of the layer's group.
+      return_start: also return the first token in a sliding window, as `kept_from` for
+        the layer's group.
 
     Returns:
       Keys [max_context_length, K, D] and values [max_context_length, K, Dv] in the
       cache's dtype (float32 if it is quantized), zero from `length` on, and `length`,
-      i32[]: the context length, 0 for an id that is not open. What a sliding window has
-      given back is zero too: all before the start, i32[], but the blocks of the sinks.
+      i32[]: the context length, 0 for a closed id. Tokens released by a sliding window
+      are zero too: all before the start, i32[], except the blocks of the sinks.
 
     Raises:
-      ValueError: for a layer known not to exist, or a cache without storage; with
-        several groups for a traced layer, too.
+      ValueError: if `layer` is an int out of range or traced with several
+        groups, or the cache has no storage.
 
     Example:
       >>> import jkv
@@ -101,12 +101,11 @@ def read_slot(
 
     Returns:
       The key [K, D] and the value [K, Dv] in the cache's dtype, float32 if it is
-      quantized. A slot outside the storage reads as zeros; what one holds that was not
-      written is undefined.
+      quantized. Slots outside the storage read as zeros; unwritten slots are undefined.
 
     Raises:
-      ValueError: for a layer known not to exist, or a cache without storage; with
-        several groups for a traced layer, too.
+      ValueError: if `layer` is an int out of range or traced with several
+        groups, or the cache has no storage.
 
     Example:
       >>> import jkv
@@ -172,7 +171,7 @@ def _read_slot(
 def _restored(
     storage: BlockStorage, head_axis: int, read_pool: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return keys and values of what is gathered from each array, heads on one axis."""
+    """Decode keys and values after `read_pool` of each array, heads on `head_axis`."""
     found = {
         name: without_copies_of_heads(storage.sharding, read_pool(pool), head_axis)
         for name, pool in storage.arrays.items()

@@ -1,4 +1,4 @@
-"""reorder: the step of a beam search."""
+"""reorder: replace sequences by their parents, for beam search."""
 
 import jax
 import jax.numpy as jnp
@@ -18,28 +18,28 @@ from jkv.status import Status
 def reorder(
     cache: Cache, seq_ids: Integers, parents: Integers
 ) -> tuple[Cache, jax.Array]:
-    """Let sequence i continue from what its parent was before the call (beam search).
+    """Replace each sequence by its parent as before the call, for beam search.
 
-    All requests happen at once: sequences may swap. One that is its own parent stays as
-    it is, reservation, last use and prefix included, and needs no block; any other
-    gives up all its blocks and shares the parent's full ones, with a copy of a partly
-    filled last block. Blocks that the sequences of the call give up can be taken in the
-    same call. Outside jit this looks on the host whether a block must be copied, and
-    copies the storage if so: jit and donate.
+    All requests apply at once: sequences may swap. A sequence that is its own parent is
+    unchanged, including reservation, last use and prefix, and needs no block. Others
+    release their blocks and share the parent's full ones, with a copy of a partly
+    filled last block. Blocks released in the call can be taken in the same call.
+    Outside jit the host checks if a block must be copied, and then copies the whole
+    storage: jit and donate.
 
     Args:
       cache: the cache.
-      seq_ids: i32[B] or int, sequences to change; -1 is padding.
-      parents: i32[B] or int, open sequences, in the call or not; may repeat.
+      seq_ids: i32[B] or int, sequences to replace; -1 is padding.
+      parents: i32[B] or int, open sequences, which may repeat.
 
     Returns:
       The new cache and i32[B] of `Status`: OK, INVALID_SEQUENCE (either id) or
-      OUT_OF_BLOCKS. If not all fit, the requests that need no block and the longest run
-      of the others, in order, that fits together are served.
+      OUT_OF_BLOCKS. If not all fit, all requests without need of blocks are served, and
+      the longest prefix of the others that fits together.
 
     Raises:
-      ValueError: for arguments that are no integers, have more than one axis, or differ
-        in length.
+      ValueError: if an argument is not integral, has more than one axis, or differs in
+        length.
 
     Example:
       >>> import jkv
@@ -86,14 +86,14 @@ def _reorder(
 def _lacks_blocks(
     metadata: Metadata, plans: list[Exchanging], changes: jax.Array, needs: jax.Array
 ) -> jax.Array:
-    """Return which requests find no block for their tail in some pool, bool[B].
+    """Return requests without a free block for their tail in some pool, bool[B].
 
-    Those that change something need one in each pool, or none, bool[B]. Usually the
-    free blocks suffice and the loop makes no trip. Else ever fewer requests are tried,
-    with what they would give up.
+    A changing request needs one block in each pool, or none, `needs`. Usually the free
+    blocks suffice and the loop has no trips; otherwise it tries fewer and fewer
+    requests, counting the blocks that they would release.
     """
     parts = parts_of(metadata)
-    if not any(part.num_free(metadata) for part in parts):  # there is no pool
+    if not any(part.num_free(metadata) for part in parts):  # no pools
         return jnp.zeros_like(needs)
     rank = running_sum(needs.astype(jnp.int32))
     wanted = rank[-1] if rank.shape[0] else jnp.int32(0)

@@ -1,7 +1,7 @@
-"""resize: a pool of another size for the same sequences.
+"""resize: change the number of blocks of a cache.
 
-Arrays have new shapes, so this is for the host, between steps. Which blocks stay is
-planned in numpy; what names or holds a block then follows as in `compact`.
+Array shapes change, so this runs on the host, between steps. numpy plans which blocks
+stay; tables and storage follow as in `compact`.
 """
 
 import functools
@@ -26,27 +26,25 @@ logger = logging.getLogger("jkv.resizing")
 def resize(cache: Cache, num_blocks: int | Sequence[int]) -> Cache:
     """Return the cache with another number of blocks. For the host, outside jit.
 
-    Growing puts the new blocks at the head of the ring: they are taken before any
-    cached block. Shrinking drops free blocks, cached ones only when it must, and then
-    the oldest first. Live blocks keep their ids if they can; if one lies past the new
-    end, all are renumbered as by `compact`, and this counts as a compaction. Old and
-    new storage exist side by side until the old cache is let go. Shapes change, so
-    what was jitted for the old cache is traced again.
+    When growing, new blocks enter at the head of the ring and are taken before any
+    cached block. When shrinking, free blocks are dropped, cached ones last and in LRU
+    order. Live blocks keep their ids if possible; if one lies beyond the new end, all
+    are renumbered as by `compact`, which counts as a compaction. Old and new storage
+    coexist until the old cache is deleted. Functions jitted for the old shapes are
+    traced again.
 
-    With several groups of layers, each pool that stays as large as it is stays as it
-    is, its storage too.
+    With several groups of layers, a pool of unchanged size keeps its storage.
 
     Args:
       cache: a concrete cache.
-      num_blocks: blocks of the new pool, N; with several groups of layers one number
-        for each that has blocks, and none where all layers have a state.
+      num_blocks: new number of blocks, N; with several groups of layers one number for
+        each that has blocks; an empty sequence if all layers have a recurrent state.
 
     Returns:
-      The cache with the same sequences in pools of that size.
+      The cache with the same sequences and the new pool sizes.
 
     Raises:
-      ValueError: if there are more live blocks than that, or for a size that
-        `CacheConfig` would reject.
+      ValueError: if the live blocks do not fit, or `CacheConfig` would refuse the size.
 
     Example:
       >>> import jkv
@@ -60,14 +58,14 @@ def resize(cache: Cache, num_blocks: int | Sequence[int]) -> Cache:
     """
     metadata = cache.metadata
     sizes = _sizes_of_groups(metadata, num_blocks)
-    if not sizes:  # all layers have a state, and there is nothing to resize
+    if not sizes:  # only recurrent-state layers
         return cache
-    # All is judged before anything is done.
+    # Check all groups before changing any.
     orders = {
         number: _order_blocks(metadata, number, size) for number, size in sizes.items()
     }
     compacts = False
-    # What the leading group loses is found in no other any more.
+    # The leader first: blocks evicted there leave the index in all groups.
     for number in (metadata.leader, *metadata.followers):
         if sizes[number] != metadata.groups[number].num_blocks:
             block = jnp.arange(metadata.groups[number].num_blocks, dtype=jnp.int32)
@@ -81,13 +79,13 @@ def resize(cache: Cache, num_blocks: int | Sequence[int]) -> Cache:
 
 
 def _sizes_of_groups(metadata: Metadata, num_blocks: Any) -> dict[int, int]:
-    """Return the new size of each group's pool, or say what is to be given."""
+    """Return the new size of each group's pool; refuse a wrong number of sizes."""
     num_groups = len(metadata.block_numbers)
     given = list(num_blocks) if np.ndim(num_blocks) else [num_blocks]
     if len(given) != num_groups:
         raise UsageError(
             f"num_blocks must be one number for each of {num_groups} groups of layers, "
-            f"got {num_blocks!r}; now they are "
+            f"got {num_blocks!r}; the current sizes are "
             f"{[group.num_blocks for group in metadata.block_groups]}"
         )
     sizes = [checked_num_blocks(size, metadata.index.is_there) for size in given]
@@ -97,7 +95,7 @@ def _sizes_of_groups(metadata: Metadata, num_blocks: Any) -> dict[int, int]:
 def _order_blocks(
     metadata: Metadata, number: int, num_blocks: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the live blocks of a group in order, if they fit, and the free ones."""
+    """Return a group's live blocks in order and its free blocks; refuse misfits."""
     blocks, num_live = jax.device_get(in_order(metadata.groups[number]))
     if num_live > num_blocks:
         where = f" of group {number}" if len(metadata.block_numbers) > 1 else ""
@@ -111,7 +109,7 @@ def _order_blocks(
 def _apply(
     cache: Cache, number: int, source: np.ndarray, free: FreeBlocks, compacts: bool
 ) -> Cache:
-    """Return the cache with a pool of another size for one group."""
+    """Return the cache with one group's pool resized."""
     storage = cache.storage[number]
     moved = {name: _gather_pool(pool, source) for name, pool in storage.arrays.items()}
     resized = cache.with_metadata(_resize(cache.metadata, number, source, free))
@@ -132,16 +130,16 @@ def _apply(
 def _plan_resize(
     known: np.ndarray, live: np.ndarray, free: np.ndarray, num_blocks: int
 ) -> tuple[np.ndarray, FreeBlocks, bool]:
-    """Choose which free blocks stay, and whether live ones must move.
+    """Choose the free blocks to keep, and whether live blocks must move.
 
-    The index finds some of the old blocks, bool[N]. Live ones are in sequence order,
-    free ones in ring order, i32[...]; the new pool has room for the live ones. Returned
-    are the old id of each block, i32[N'], N or above for a new one; the free blocks;
-    and whether blocks are renumbered.
+    `known`, bool[N], marks indexed blocks. Live blocks are in sequence order, free ones
+    in ring order, i32[...]; the live blocks fit. Return the old id of each block,
+    i32[N'], N or above for new ones; the free blocks; and True if blocks are
+    renumbered.
     """
     num_old, new_ids = len(known), np.arange(num_blocks, dtype=np.int32)
-    # First to go is what is not cached, then the oldest: a stable sort keeps the ring's
-    # order among either kind.
+    # Blocks without an index entry leave first; the stable sort keeps LRU order within
+    # each kind.
     leaving = np.argsort(known[free], kind="stable")[: max(num_old - num_blocks, 0)]
     kept = np.delete(free, leaving)
     needed = np.concatenate([live, kept[known[kept]]])
@@ -167,12 +165,12 @@ def _resize(
     metadata: Metadata, number: int, source: jax.Array, free: FreeBlocks
 ) -> Metadata:
     """Return the metadata with a pool of N' blocks for one group."""
-    # The peak use stays what it was, as far as the pool is still that large.
+    # The peak use is kept, up to the size of the new pool.
     old = metadata.groups[number]
     fewest = old.free_blocks.fewest + (source.shape[0] - old.num_blocks)
     free = free._replace(fewest=jnp.maximum(fewest, 0))
     metadata = renumber(metadata, number, source, free)
-    # Only the leading group's blocks stand in hash tables, a row for each of them.
+    # The hash tables have one row per block of the leading group only.
     is_leader = number == metadata.leader
     return metadata.index.reenter(metadata) if is_leader else metadata
 
@@ -182,5 +180,5 @@ _count_compaction = jax.jit(count_compaction)
 
 @jax.jit
 def _gather_pool(array: jax.Array, source: jax.Array) -> jax.Array:
-    """Return a pool of other blocks, [L, N', ...]; a new one holds zeros."""
+    """Return the pool with blocks [L, N', ...] from `source`; new ones are zero."""
     return array.at[:, source].get(mode="fill", fill_value=0)

@@ -1,7 +1,6 @@
-"""Out and back: sequences leave for host memory and return, to this cache or another.
+"""swap_out and swap_in: move sequences to host memory, and back to any cache.
 
-What crosses is the blocks that hold tokens, each once however many of the sequences
-share it (`jkv.blocks.contents`).
+Only blocks with tokens are transferred, shared ones once (`jkv.blocks.contents`).
 """
 
 from typing import Any, NamedTuple
@@ -21,32 +20,31 @@ from jkv.verbs.allocation import free
 
 
 class SwapIn(NamedTuple):
-    """What `swap_in` answers, one entry per sequence, in the order swapped out."""
+    """Result of `swap_in`, one entry per sequence, in the order swapped out."""
 
-    seq_ids: jax.Array  # i32[B], the ids they have now, all -1 if refused
+    seq_ids: jax.Array  # i32[B], the new ids, all -1 if refused
     status: jax.Array  # i32[B], `Status`, the same for all
 
 
 @takes_cache(on_host=True)
 def swap_out(cache: Cache, seq_ids: Integers) -> tuple[Cache, Swapped]:
-    """Move sequences to the host; they are freed here. For the host, outside jit.
+    """Move sequences to the host and free them. For the host, outside jit.
 
-    Other sequences may share their blocks and stay. The blocks with tokens are gathered
-    on the device, which takes that much memory there until they have crossed.
+    Sequences that share their blocks may stay. The blocks with tokens are gathered on
+    the device, which needs that much memory until the transfer is done.
 
-    Recorded tokens and domains of the prefix index go along. What a sequence had made
-    visible in the index stays behind as cached blocks, for others to find as long as
-    the pool can spare them.
+    Recorded tokens and cache salts move along. Indexed blocks stay cached until
+    evicted.
 
     Args:
       cache: the cache.
-      seq_ids: i32[B] or int; -1 is padding and leaves no trace in the result.
+      seq_ids: i32[B] or int; -1 is padding and does not appear in the result.
 
     Returns:
-      The new cache, as `free` leaves it, and the sequences.
+      The new cache, as after `free`, and the sequences.
 
     Raises:
-      InvalidSequence: for an id that is not open or is named twice; nothing happened.
+      InvalidSequence: if an id is not open or is repeated; the cache is unchanged.
 
     Example:
       >>> import jkv
@@ -68,31 +66,30 @@ def swap_in(
 ) -> tuple[Cache, SwapIn]:
     """Open swapped sequences again, all or none. For the host, outside jit.
 
-    They may return to any cache with the same groups of layers, heads, sizes of head
-    and block, and dtype. Blocks that they shared among each other they share again;
-    what they shared with sequences that stayed, they now have for themselves. Tokens
-    that were not recorded read as -1 in a cache that records them.
+    They may enter any cache with the same groups of layers, heads, head and block
+    sizes, and dtype. Blocks shared among the swapped sequences are shared again; blocks
+    shared with other sequences become copies. Tokens without recorded ids read as -1 in
+    a cache that records them.
 
-    Reserved blocks are reserved again: a reservation promises that `append` will not be
-    refused, also after a time elsewhere (`truncate` to the current length gives it up).
-    The sequences are stamped by this cache's clock, as by `allocate`, and keep the
-    number of their uses. One that had begun to make blocks visible to the prefix index
-    makes no more of them visible.
+    Reserved blocks are reserved again, so that `append` is still not refused;
+    `truncate` to the current length drops the reservation. Sequences are stamped by
+    this cache's clock, as by `allocate`, and keep their use counts. A sequence with
+    committed blocks commits no further ones.
 
     Args:
       cache: the cache.
-      swapped: what `swap_out` returned; it stays valid.
-      donate: write in place of the old cache's storage, which is then gone, instead of
-        in a copy. Without it the device must hold the storage twice for a moment.
+      swapped: the result of `swap_out`; it stays valid.
+      donate: write in place of the old cache's storage, which becomes invalid, instead
+        of a copy. Otherwise the device temporarily holds the storage twice.
 
     Returns:
       The new cache and a `SwapIn`. Status: OK, CONTEXT_FULL (a sequence exceeds this
       cache's `max_context_length`), OUT_OF_SEQUENCES or OUT_OF_BLOCKS (in any group).
 
     Raises:
-      ValueError: for sequences from a cache of other groups, or another shape or dtype,
-        or that have given back what this cache's window sees: a larger window than
-        the one they left is judged by what was kept, whole blocks.
+      ValueError: if the sequences come from a cache of other groups, shape or dtype, or
+        lack tokens inside this cache's window: for a larger window than the source's,
+        the whole blocks that were kept count.
 
     Example:
       >>> import jkv
@@ -129,15 +126,15 @@ def swap_in(
 
 
 class _Entering(NamedTuple):
-    """Sequences on their way in, as `_open` needs them; all arrays on the host."""
+    """Sequences to open, as `_open` takes them; all arrays on the host."""
 
     context_lengths: Any  # i32[B]
     num_uses: Any  # u32[B]
     committed: Any  # i32[B]
     salts: Any  # i32[B]
     num_pending: Any  # i32[B]
-    too_long: Any  # bool[], whether one does not fit the block tables
-    brought: dict[int, Any]  # what parts have to know, by group
+    too_long: Any  # bool[], True if one exceeds the block tables
+    brought: dict[int, Any]  # arguments of `Part.enter`, by group
 
     @classmethod
     def of(
@@ -146,10 +143,9 @@ class _Entering(NamedTuple):
         """Fit swapped sequences to a cache."""
         columns, lengths = cache.max_blocks_per_sequence, swapped.context_lengths
         zeros, salts, pending = 0 * lengths, swapped.salts, swapped.num_pending
-        # Their blocks are not in the index of the cache they enter. They may not be
-        # replaced by equal ones that are, as the last bits of the contents can differ,
-        # and no block may be visible before its parent. So a sequence that had begun to
-        # make blocks visible is done with that (-1).
+        # The blocks are not in this cache's index. Equal indexed blocks cannot replace
+        # them, as the last bits may differ, and no block is indexed before its parent:
+        # a sequence with committed blocks stops committing (-1).
         visible = lengths if swapped.committed is None else swapped.committed
         return cls(
             context_lengths=lengths,
@@ -167,7 +163,7 @@ class _Entering(NamedTuple):
 def _open(
     metadata: Metadata, entering: _Entering
 ) -> tuple[Metadata, SwapIn, dict[int, jax.Array]]:
-    """Open sequences with blocks for all, or none; return new tables by group, too."""
+    """Open all sequences, or none; also return their block tables by group."""
     num_rows = entering.context_lengths.shape[0]
     parts = parts_of(metadata)
     plans = [part.enter(metadata, entering.brought) for part in parts]

@@ -1,4 +1,4 @@
-"""truncate: tokens dropped from the end of sequences."""
+"""truncate: drop tokens from the end of sequences."""
 
 import jax
 import jax.numpy as jnp
@@ -15,34 +15,32 @@ from jkv.status import Status
 def truncate(
     cache: Cache, seq_ids: Integers, lengths: Integers
 ) -> tuple[Cache, jax.Array]:
-    """Drop tokens from the end of sequences, and every block past the new length.
+    """Drop tokens from the end of sequences, and all blocks past the new length.
 
-    Reserved blocks go too. If the new last block is partly filled and shared, the
-    sequence gets a copy of its own, which takes a block free before the call. One that
-    no other sequence shares is kept, and what the prefix index knew past the cut is
-    forgotten.
-    Outside jit this looks on the host whether a block must be copied, and copies the
-    storage if so: jit and donate.
+    Reserved blocks are released too. If the new last block is partly filled and shared,
+    the sequence gets a copy, which takes a block that is free before the call. An
+    unshared one is kept, and its entry in the prefix index past the cut is removed.
+    Outside jit the host checks if a block must be copied, and then copies the whole
+    storage: jit and donate.
 
     Args:
       cache: the cache.
       seq_ids: i32[B] or int; -1 is padding.
       lengths: i32[B] or int, tokens to keep, 0 to the context length. With a sliding
-        window, what the row after them sees must be kept still: the last `append` can
-        always be undone, and a sequence can begin anew from 0. A length among the
-        first `num_sink_tokens` is too short, once blocks behind the sinks are given
-        back, though the sinks themselves are kept. Layers with a state have it at 0, at
-        the present length, at those of the tokens that are pending (`append`), and
-        where a snapshot of the text is (`snapshots`).
+        window the window of the next row must be cached: the last `append` can always
+        be undone, and 0 is always allowed; a length among the first `num_sink_tokens`
+        is too short once blocks after the sinks are released. Recurrent-state layers
+        have a state at 0, at the current length, at the pending tokens (`append`), and
+        at snapshots (`snapshots`).
 
     Returns:
       The new cache and i32[B] of `Status`: OK, INVALID_SEQUENCE, INVALID_ARGUMENT (a
-      length below 0, above the current one, below the window or where no state is) or
+      length below 0, above the current one, below the window or without a state) or
       OUT_OF_BLOCKS.
 
     Raises:
-      ValueError: for arguments that are no integers, have more than one axis, or differ
-        in length.
+      ValueError: if an argument is not integral, has more than one axis, or differs in
+        length.
 
     Example:
       >>> import jkv

@@ -1,4 +1,4 @@
-"""write: the keys and values of one layer go to the slots of the batch."""
+"""write: store the keys and values of one layer in the slots of the batch."""
 
 import dataclasses
 import functools
@@ -23,8 +23,8 @@ from jkv.state.cache import Role
 from jkv.state.entry import takes_cache
 from jkv.verbs import arguments
 
-# An environment variable: "0" has scatters store rows on every card, not the kernel.
-# It is read when a program is traced.
+# An environment variable, read at trace time: "0" stores rows with scatters instead of
+# the kernel on every device.
 WRITE_SWITCH = "JKV_WRITE_KERNEL"
 
 
@@ -40,18 +40,19 @@ def write(
 
     Args:
       cache: the cache that `append` returned with the batch, or a later one.
-      layer: i32[] or int, 0 to L-1; may be traced. Rows of any other layer are dropped.
-      batch: the plan.
+      layer: i32[] or int, 0 to L-1; may be traced. Rows of other layers are dropped.
+      batch: the plan from `append`.
       keys: [R, K, D], any float dtype, cast to the cache's, or quantized; invalid rows
         are dropped.
-      values: [R, K, Dv]. `None` for a cache whose values lie in its keys.
+      values: [R, K, Dv]. `None` for a cache with `values_in_keys`.
 
     Returns:
       The new cache. Under jit with donation the storage is updated in place.
 
     Raises:
-      ValueError: for rows of the wrong shape or no floats, a batch of a cache of other
-        sizes, a layer known not to exist, or a cache without storage.
+      ValueError: if rows have the wrong shape or are not floats, the batch belongs to a
+        cache of other sizes, `layer` is an int out of range, or the cache has no
+        storage.
 
     Example:
       >>> import jax.numpy as jnp, jkv
@@ -95,16 +96,16 @@ def read_rows(
     keys: jax.Array,
     values: jax.Array | None,
 ) -> tuple[GroupLayer, dict[str, jax.Array]]:
-    """Return where a layer is, and rows for its arrays, [R, K, D], heads copied."""
+    """Return the place of a layer, and rows for its arrays, [R, K, D], heads copied."""
     found = arguments.locate_layer(cache, layer)
     arguments.check_batch(cache, batch)
     storage = cache.storage[found.group]
     arguments.check_dtypes(storage)
     if (values is None) != (storage.value_pool is None):
         raise ValueError(
-            "this cache's values lie in its keys (values_in_keys): leave values out"
+            "values must be None, the cache has values_in_keys; omit values"
             if storage.value_pool is None
-            else "write needs values too; only with values_in_keys they lie in the keys"
+            else "values must be an array, got None; only values_in_keys omits them"
         )
     rows = {"key_pool": keys} | ({} if values is None else {"value_pool": values})
     for name, array in rows.items():
@@ -114,20 +115,20 @@ def read_rows(
 
 
 def may_use_kernel() -> bool:
-    """Return whether the environment lets a kernel store rows."""
+    """Return True unless the environment disables the kernel that stores rows."""
     return os.environ.get(WRITE_SWITCH) != "0"
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _Operands:
-    """The arrays of a call, and how devices divide them: each field says it."""
+    """The arrays of a call, each field with its sharding over devices."""
 
     # The arrays of a group by name, [L, N, K, T, ...].
     arrays: dict[str, jax.Array] = dataclasses.field(metadata=divided(POOL))
-    # What goes to those of keys and values, [R, K, D].
+    # Rows for the key and value arrays, [R, K, D].
     rows: dict[str, jax.Array] = dataclasses.field(metadata=divided(ROWS))
-    # Every device has the others whole.
+    # The other arrays are replicated.
     layer: jax.Array  # i32[]
     slots: Slots  # of each row
     valid: jax.Array  # bool[R]
@@ -137,10 +138,10 @@ class _Operands:
 def _write(
     operands: _Operands, *, formats: Formats, context: str | None, may_use_kernel: bool
 ) -> dict[str, jax.Array]:
-    """Store rows of keys and values, [R, K, D] each, in the slots of valid ones.
+    """Store rows of keys and values, [R, K, D] each, in the slots of valid rows.
 
-    Of those whose tokens lie here, where `context` is the mesh axis over which the
-    tokens of a block are spread. By the kernel, where there is one and it may be used.
+    If `context` is the mesh axis that shards the tokens of a block, store the local
+    ones. Use the kernel if one is available and allowed.
     """
     arrays, slots = operands.arrays, operands.slots
     slot_write = SlotWrite(

@@ -109,9 +109,9 @@ def test_a_symbolic_number_of_requests_is_refused_in_words():
     (count,) = export.symbolic_shape("count")
     ids = jax.ShapeDtypeStruct((count,), np.int32)
     for verb in (jkv.allocate, jkv.append, jkv.free, jkv.fork, jkv.touch):
-        with pytest.raises(jkv.UsageError, match=r"symbolic.*export it for the most"):
+        with pytest.raises(jkv.UsageError, match=r"symbolic.*export for the largest"):
             export.export(jax.jit(verb))(opened(3), ids)
-    with pytest.raises(jkv.UsageError, match=r"symbolic.*export it for the most"):
+    with pytest.raises(jkv.UsageError, match=r"symbolic.*export for the largest"):
         export.export(jax.jit(jkv.match))(
             opened(3, prefix_caching=True), jax.ShapeDtypeStruct((count, 4), np.int32)
         )

@@ -267,7 +267,10 @@ class TestContents:
 @pytest.mark.one_end
 class TestWrite:
     def test_a_latent_cache_takes_no_values(self):
-        for kind, fault in (("int8 latent", "leave values out"), ("int8", "needs")):
+        for kind, fault in (
+            ("int8 latent", "omit values"),
+            ("int8", "must be an array"),
+        ):
             cache = jkv.init(make_config(**KINDS[kind]))
             cache, opened = allocate(cache, 1)
             cache, step = append(cache, opened.seq_ids)

@@ -331,10 +331,10 @@ def test_mistakes_are_answered():
     _, of_another = jkv.append(plain_cache(), [-1] * WIDTH)
     with pytest.raises(ValueError, match="planned by append on another cache"):
         jkv.write(grown, 0, of_another, rows, rows)
-    with pytest.raises(ValueError, match="keeps the last 8 tokens"):
+    with pytest.raises(ValueError, match="window must be at most 8"):
         jkv.attend(grown, 0, batch, rows)
     for name in ("num_blocks", "num_kv_heads", "head_dim", "value_head_dim", "dtype"):
-        with pytest.raises(UsageError, match=f"cache.{name} is one number"):
+        with pytest.raises(UsageError, match=f"cache.{name} needs one group"):
             getattr(cache, name)
     with pytest.raises(UsageError, match="slots_of"):
         _ = batch.block_ids

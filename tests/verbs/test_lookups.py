@@ -166,7 +166,7 @@ class TestGroups:
             lambda **group: jkv.slots(cache, 0, 0, **group),
             lambda **group: jkv.block_info(cache, 0, **group),
         ):
-            with pytest.raises(ValueError, match="2 groups .* name one, as in"):
+            with pytest.raises(ValueError, match="2 groups .* pass one, as in"):
                 ask()
             for wrong in (2, -1, "full"):
                 with pytest.raises(ValueError, match=r"group must be in 0\.\.1"):
