@@ -120,6 +120,7 @@ if TYPE_CHECKING:  # imported on first access
         least_recently_used,
         touch,
     )
+    from jkv.verbs.page_tables import PageTable, page_table
     from jkv.verbs.pooling import over_pools, split_pools
     from jkv.verbs.resizing import resize
     from jkv.verbs.swapping import SwapIn, swap_in, swap_out
@@ -159,6 +160,7 @@ __getattr__ = imports_later(
         "jkv.trees": "TextTree",
         "jkv.verbs.compaction": "compact",
         "jkv.verbs.eviction": "clock evict evict_older_than least_recently_used touch",
+        "jkv.verbs.page_tables": "PageTable page_table",
         "jkv.verbs.pooling": "over_pools split_pools",
         "jkv.verbs.resizing": "resize",
         "jkv.verbs.swapping": "SwapIn swap_in swap_out",
@@ -219,6 +221,7 @@ __all__ = [
     "Model",
     "OutOfBlocks",
     "OutOfSequences",
+    "PageTable",
     "PrefixIndex",
     "PromptLookup",
     "Ring",
@@ -273,6 +276,7 @@ __all__ = [
     "measure_formats",
     "num_free_blocks",
     "over_pools",
+    "page_table",
     "paged_attention",
     "partition_specs",
     "raise_for_status",

@@ -50,7 +50,7 @@ def block_ids(cache: Cache, seq_id: Integer, *, group: int | None = None) -> jax
       >>> jkv.block_ids(cache, 0).tolist()
       [0, 1, 4, 4]
     """
-    chosen = _group_of(cache, group, "block_ids")
+    chosen = group_of(cache, group, "block_ids")
     return table_of(cache.metadata, requests.as_index(seq_id), number=chosen)
 
 
@@ -84,7 +84,7 @@ def slots(
       Slots(block_ids=Array([0, 1, 4], dtype=int32), offsets=Array([0, 1, 0], \
 dtype=int32))
     """
-    chosen = _group_of(cache, group, "slots")
+    chosen = group_of(cache, group, "slots")
     arrays = requests.broadcast(seq_ids=seq_ids, positions=positions)
     return _slots(cache.metadata, *arrays, number=chosen)
 
@@ -150,7 +150,7 @@ def block_info(
       >>> bool(jkv.block_info(cache, 2).is_free)
       True
     """
-    chosen = _group_of(cache, group, "block_info")
+    chosen = group_of(cache, group, "block_info")
     return _block_info(cache.metadata, requests.as_index(block_id), number=chosen)
 
 
@@ -209,7 +209,7 @@ def kept_from(cache: Cache, *, group: int | None = None) -> jax.Array:
     """
     groups = cache.metadata.block_groups
     if group is not None:
-        groups = (cache.metadata.groups[_group_of(cache, group, "kept_from")],)
+        groups = (cache.metadata.groups[group_of(cache, group, "kept_from")],)
     rows = jnp.arange(cache.max_sequences, dtype=jnp.int32)
     starts = [each.window.starts_of(rows, each.block_size) for each in groups]
     if not starts:
@@ -300,7 +300,7 @@ def row_of(metadata: Metadata, seq_ids: jax.Array) -> jax.Array:
     )
 
 
-def _group_of(cache: Cache, group: int | None, name: str) -> int:
+def group_of(cache: Cache, group: int | None, name: str) -> int:
     """Return the checked index of a group with blocks."""
     numbers = cache.metadata.block_numbers
     num_groups = len(numbers)
