@@ -265,8 +265,16 @@ class TestRefused:
             ("tokenizer.ggml.tokens", [1, 2], "a list of texts"),
             ("tokenizer.ggml.merges", "a b", "a list of texts"),
             ("tokenizer.ggml.scores", ["a"], "a list of numbers"),
-            ("tokenizer.ggml.token_type", [1, 1], "has 2 entries"),
-            ("tokenizer.ggml.eos_token_id", 128, "the file has 128 tokens"),
+            (
+                "tokenizer.ggml.token_type",
+                [1, 1],
+                "must have 128 entries, one for each token, got 2",
+            ),
+            (
+                "tokenizer.ggml.eos_token_id",
+                128,
+                "must be below 128, the number of tokens",
+            ),
             ("tokenizer.ggml.bos_token_id", [1], "an int of 0 or more"),
             ("tokenizer.ggml.add_bos_token", "yes", "true or false"),
             ("tokenizer.chat_template", 7, "a text"),
