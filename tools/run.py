@@ -76,7 +76,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     test.add_argument("--jobs", type=int, default=2, help="concurrent processes")
     for name, what in {
         "generate": "continue a prompt with the bundled model or a published one",
-        "lint": "ruff: rules and format",
+        "lint": "ruff: rules and format; words of the prose",
         "types": "mypy",
         "docs": "the documentation, in site/",
         "machine-code": "the kernels' machine code, without the GPUs",
@@ -105,7 +105,9 @@ def run_command(options: argparse.Namespace, arguments: list[str]) -> int:
         case "test":
             return run_tests(options, arguments)
         case "lint":
-            return run_tasks({name: CHECKS[name] for name in ("lint", "format")})
+            return run_tasks(
+                {name: CHECKS[name] for name in ("lint", "format", "prose")}
+            )
         case "types" | "docs" as name:
             return run_tasks({name: CHECKS[name]})
         case "machine-code" | "tunix" as name:

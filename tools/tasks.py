@@ -186,12 +186,16 @@ EXTRAS = (
     *FURTHER,
 )
 
+# Folders and files in plain English, measured by `prose.py`.
+PROSE = ("jkv", "benchmarks", "tools")
+
 CHECKS = {
     # Strict: broken links and undocumented names are errors.
     "docs": Task(("docs",), "zensical", ("build", "--strict", "--clean")),
     "types": Task(("oldest",), "mypy", ()),
     "lint": Task(("oldest",), "ruff", ("check", ".")),
     "format": Task(("oldest",), "ruff", ("format", "--check", ".")),
+    "prose": Task(("oldest",), "python", ("tools/prose.py", "--most", "4", *PROSE)),
 }
 
 
