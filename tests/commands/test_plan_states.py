@@ -105,7 +105,7 @@ def test_unknown_states_and_the_way_out(tmp_path, capsys):
         model_type="minimax", layer_types=["linear_attention", "full_attention"] * 24
     )
     path = folder(tmp_path, **settings)
-    with pytest.raises(ValueError, match="'minimax' have a state.*Give num_layers"):
+    with pytest.raises(ValueError, match="'minimax' have a state.*give num_layers"):
         make_plan(path, "192GiB")
     main(["--model", str(path), "--memory", "192GiB", "--num-layers", "24"])
     assert "24 layers" in capsys.readouterr().out

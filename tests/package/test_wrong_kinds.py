@@ -160,7 +160,7 @@ def test_what_wraps_an_array_is_taken():
         ),
         (lambda: attend(soft_cap="5"), "soft_cap must be a number or None"),
         (lambda: attend(scale=np.ones(2)), "scale must be one number"),
-        (lambda: attend(window=10**30), "below 2^31"),
+        (lambda: attend(window=10**30), "in 1..2^31-1"),
         (
             lambda: paged(4, [[0, 1], [0, 1]]),
             "block_tables must be an array, int32[S, M]",

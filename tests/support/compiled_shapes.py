@@ -1,10 +1,13 @@
-"""A pytest plugin: tests for the interpreter alone, and shapes of compiled kernels."""
+"""A pytest plugin: tests for the interpreter alone, and shapes of compiled kernels.
+
+It imports `served_shapes` late, which asks JAX for its devices: `tests/devices` sets
+their number after the plugin is loaded.
+"""
 
 import pytest
 
 from jkv.attention.kernel.tiles import tuning
 from support.paths import ROOT
-from support.served_shapes import IS_INTERPRETED, Shape, is_known
 
 ATTENTION = ROOT / "tests" / "attention"
 
@@ -12,16 +15,22 @@ ATTENTION = ROOT / "tests" / "attention"
 def pytest_runtest_setup(item):
     """Leave out what is for the interpreter where kernels are compiled."""
     mark = item.get_closest_marker("interpreted")
-    if mark is not None and not IS_INTERPRETED:
-        pytest.skip(f"for the interpreter alone: {mark.kwargs['reason']}")
+    if mark is not None:
+        from support.served_shapes import IS_INTERPRETED
+
+        if not IS_INTERPRETED:
+            pytest.skip(f"for the interpreter alone: {mark.kwargs['reason']}")
 
 
 @pytest.fixture(autouse=True)
 def only_known_shapes(request, monkeypatch):
     """Let tests interpret kernels only in shapes that they have asked the table for."""
     is_marked = request.node.get_closest_marker("interpreted") is not None
-    is_of_attention = ATTENTION in request.node.path.parents
-    if is_marked or not is_of_attention or not IS_INTERPRETED:
+    if is_marked or ATTENTION not in request.node.path.parents:
+        return
+    from support.served_shapes import IS_INTERPRETED, Shape, is_known
+
+    if not IS_INTERPRETED:
         return
 
     def watch(name, is_derived):
