@@ -126,7 +126,9 @@ def test_what_cannot_be_is_said_by_name():
         jkv.append(cache, -1, 1, num_pending=1)
     with pytest.raises(ValueError, match="snapshot_every must be a multiple"):
         make_config("keys+state", every=6)
-    with pytest.raises(ValueError, match="num_snapshots .* must be given to StateConfig"):
+    with pytest.raises(
+        ValueError, match="num_snapshots .* must be given to StateConfig"
+    ):
         make_config("keys+state", num_snapshots=0)
 
 

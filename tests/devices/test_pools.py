@@ -77,7 +77,15 @@ ON_HOST = {
     "swap_out": ([-1],),
 }
 # Called in a step, below.
-IN_STEPS = {"write", "attend", "commit", "add_prompts", "cancel", "preempt"}
+IN_STEPS = {
+    "write",
+    "attend",
+    "page_table",
+    "commit",
+    "add_prompts",
+    "cancel",
+    "preempt",
+}
 # Of a cache whose layers keep a state: `test_states_on_devices.py` has a model's steps.
 IN_STEPS |= {"fold_state", "read_state", "read_pending", "write_state"}
 CACHE_LATER = {"beam_search", "extend", "begin", "prefill", "decode"}
@@ -224,7 +232,8 @@ def take_step(cache, tokens, *, params, capacity):
     cache, batch = jkv.append(cache, opened.seq_ids, counts, capacity=capacity)
     rows = params["rows"].at[tokens.reshape(-1)].get(mode="clip")[:, None]
     cache = jkv.write(cache, 0, batch, rows, 2 * rows)
-    return jkv.commit(cache, batch), jkv.attend(cache, 0, batch, rows)
+    seen = jkv.attend(cache, 0, batch, rows)
+    return jkv.commit(cache, batch), seen, jkv.page_table(cache, batch)
 
 
 def test_a_step_gets_placed_weights_whole():
@@ -233,7 +242,8 @@ def test_a_step_gets_placed_weights_whole():
     step = jax.jit(
         jkv.over_pools(take_step), static_argnames="capacity", donate_argnums=0
     )
-    cache, found = step(init(), PROMPTS, params=params, capacity=6)
+    cache, found, pages = step(init(), PROMPTS, params=params, capacity=6)
+    assert np.diff(pages.query_indptr).tolist() == [[3, 2], [3, 1]]
     rows = np.asarray(params["rows"])
     for prompts, seen in zip(PROMPTS, np.asarray(found), strict=True):
         expected = []

@@ -39,7 +39,7 @@ ELSEWHERE = {
     *("note_given", "replay", "read_ahead", "fold_rows", "fold_alike", "trace_output"),
 }
 # Nothing about their fields is checked.
-NAMED_TUPLES = {"GroupLayer", "GroupedConfig"}
+NAMED_TUPLES = {"GroupLayer", "GroupedConfig", "PageTable"}
 # Of a mesh of processes, of event loops, or of what a run makes.
 METHODS_ELSEWHERE = {
     *("Engine.aevents", "Engine.astream", "Engine.follow", "Engine.resume"),

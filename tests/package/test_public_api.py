@@ -39,6 +39,7 @@ PUBLIC = """
     StateConfig StateStorage States fold_state read_pending read_state
     snapshots write_state Steering TextTree
     ExactDifference ExactReport check_exact FormatAccuracy measure_formats
+    PageTable page_table
     DraftModel PromptLookup UsageError jitted keep_compiled_programs
 """.split()
 

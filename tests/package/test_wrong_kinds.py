@@ -72,6 +72,7 @@ def calls():
         "attend": (stepped, 0, batch, rows),
         "write": (stepped, 0, batch, rows, rows),
         "commit": (stepped, batch),
+        "page_table": (stepped, batch),
         "match": (cache, [[1, 2, 3, 4]]),
         "read": (cache, 0, 0),
         "read_slot": (cache, 0, 0, 0),

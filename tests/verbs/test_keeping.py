@@ -56,7 +56,7 @@ def free_by(cache, seq_ids, keep, until=None):
         cache,
         np.array([*seq_ids, *[-1] * (4 - len(seq_ids))], np.int32),
         keep=np.array([*keep, *padding], np.int32),
-        keep_until=None if until is None else np.array([*until, *padding], np.int32),
+        keep_until=None if until is None else np.array([*until, *padding], np.uint32),
     )
     jkv.check(cache)
     return cache, status.tolist()[: len(keep)]
@@ -126,7 +126,7 @@ def test_what_is_demoted_stands_where_its_last_use_puts_it():
 
 def test_a_time_may_be_the_callers_and_the_latest_counts():
     cache = played(played(fresh(), A, keep=1, until=50), A, keep=1, until=70)
-    cache = played(cache, B, keep=1, until=-1)  # the latest there is
+    cache = played(cache, B, keep=1, until=2**32 - 1)  # the latest there is
     for time, num_kept in ((69, 4), (70, 2), (2**32 - 2, 2), (np.uint32(2**32 - 1), 0)):
         kept = jkv.demote(cache, time).metadata.groups[0].free_blocks.kept
         assert np.count_nonzero(kept.classes) == num_kept
@@ -197,7 +197,7 @@ def test_check_names_what_is_wrong(kind):
     elif kind == "no class":
         classes, text = (
             ring.kept.classes.at[child].set(3),
-            f"block {child} is of class 3",
+            f"block {child} has class 3 of 3",
         )
     else:
         cache, _ = allocate(cache, 0, tokens=[[*A]])

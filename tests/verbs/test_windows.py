@@ -445,7 +445,7 @@ class TestConfiguration:
         [
             (dict(sliding_window=0), "sliding_window must be at least 1"),
             (dict(sliding_window=2.5), "sliding_window must be an int"),
-            (dict(num_sink_tokens=4), "give sliding_window too"),
+            (dict(num_sink_tokens=4), "pass sliding_window"),
             (dict(sliding_window=8, num_sink_tokens=-1), "num_sink_tokens must be at"),
             (dict(sliding_window=4, prefix_caching=True), "above block_size: got 4"),
         ],

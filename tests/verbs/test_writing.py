@@ -98,7 +98,7 @@ def test_a_cache_that_was_cast_is_named(dtype, cast):
     (storage,) = cache.storage
     pool = storage.arrays[cast].astype(np.float16)
     cache = cache.with_storage((storage.with_arrays({cast: pool}),))
-    with pytest.raises(TypeError, match=f"{cast} has dtype float16, and {dtype} is"):
+    with pytest.raises(TypeError, match=f"{cast} must have dtype .* for {dtype}"):
         write_tokens(cache, step, [1])
     with pytest.raises(jkv.InvariantError, match=f"storage.0.{cast} is float16"):
         jkv.check(cache)
