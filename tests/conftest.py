@@ -55,12 +55,12 @@ def pytest_collection_finish():
 
 
 def _has_one_end(item):
-    """Whether a test is for one end: marked so, or an example of a docstring."""
+    """True if a test is for one end: marked so, or an example of a docstring."""
     return _is_example(item) or item.get_closest_marker("one_end")
 
 
 def _is_further(item):
-    """Whether it is for later: marked so, or an example that compiles whole loops.
+    """True if it is for later: marked so, or an example that compiles whole loops.
 
     The tests of their rooms compile those, too.
     """

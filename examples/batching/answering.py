@@ -70,7 +70,7 @@ class Batch:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the engine has a line."""
+        """True if the engine has a line."""
         return bool(self._running)
 
     def begin_lines(self, most: int) -> None:

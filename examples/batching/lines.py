@@ -109,7 +109,7 @@ class ResultLines:
         return sum(len(line) + 1 for line in whole)
 
     def _is_beginning(self, rest: bytes) -> bool:
-        """Whether a line without an end is how a result begins."""
+        """True if a line without an end is how a result begins."""
         pattern = rb'\{"line": (\d{1,18}), "asked": "(\w*)(.*)'
         found = re.fullmatch(pattern, rest, re.DOTALL)
         if found is None:  # then it ends before the digest

@@ -87,7 +87,7 @@ def render_chat(
 
 
 def has_chat_template(folder: str | Path) -> bool:
-    """Whether the checkpoint was taught to chat."""
+    """True if the checkpoint was taught to chat."""
     try:
         settings = read_tokenizer_settings(find_folder(folder))
         return bool(_find_template(folder, settings))
@@ -96,7 +96,7 @@ def has_chat_template(folder: str | Path) -> bool:
 
 
 def can_show_tools(folder: str | Path) -> bool:
-    """Whether the checkpoint's template tells the model of tools that it may call."""
+    """True if the checkpoint's template tells the model of tools that it may call."""
     settings = read_tokenizer_settings(find_folder(folder))
     source = _find_template(folder, settings, has_tools=True)
     return _shows_tools(source, tuple(_special_tokens(settings).items()))
@@ -104,7 +104,7 @@ def can_show_tools(folder: str | Path) -> bool:
 
 @functools.lru_cache(maxsize=16)
 def _shows_tools(source: str, special: tuple[tuple[str, str], ...]) -> bool:
-    """Whether a template writes the name of a tool; one that fails is not judged."""
+    """True if a template writes the name of a tool; one that fails is not judged."""
     name = "a_tool_to_be_shown"
     parameters = {"type": "object", "properties": {}, "required": []}
     function = {"name": name, "description": "A tool.", "parameters": parameters}

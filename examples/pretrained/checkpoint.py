@@ -219,7 +219,7 @@ def _refuse_unexpected(paths: dict[str, Path], config: DecoderConfig) -> None:
 
 
 def _is_of_others_keys(name: str, config: DecoderConfig) -> bool:
-    """Whether a layer would project keys and values that it does not use."""
+    """True if a layer would project keys and values that it does not use."""
     prefix = f"{ARCHITECTURES[config.architecture].prefix}layers."
     layer, _, rest = name.removeprefix(prefix).partition(".")
     if not name.startswith(prefix) or not layer.isdecimal():

@@ -48,7 +48,7 @@ class Run(NamedTuple):
 
     @property
     def has_attention(self) -> bool:
-        """Whether the layers have keys and values."""
+        """True if the layers have keys and values."""
         return ATTENTION in self.mixers
 
     @property
@@ -190,13 +190,13 @@ class DecoderConfig:
 
     @property
     def has_loops(self) -> bool:
-        """Whether layers alike share a loop; others' keys need a layer's own number."""
+        """True if layers alike share a loop; others' keys need a layer's own number."""
         is_told = self.key_layers or self.layer_heads
         return self.loop_layers and not (self.scan_layers or is_told)
 
     @property
     def has_states(self) -> bool:
-        """Whether layers are unlike in what they keep of a sequence."""
+        """True if layers are unlike in what they keep of a sequence."""
         return any(mixers != (ATTENTION,) for mixers in self.layer_mixers)
 
     @property
@@ -237,7 +237,7 @@ class DecoderConfig:
 
     @property
     def turns_neighbours(self) -> bool:
-        """Whether the pairs that positions turn are neighbours in a head."""
+        """True if the pairs that positions turn are neighbours in a head."""
         return any(rope is not None and rope.is_interleaved for rope in self.ropes)
 
     @property

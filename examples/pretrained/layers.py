@@ -59,7 +59,7 @@ class LayerAt(Mapping[str, jax.Array]):
         return jax.lax.switch(self._index, branches)
 
     def __contains__(self, name: object) -> bool:
-        """Whether the layers have an array of this name."""
+        """True if the layers have an array of this name."""
         return name in self._layers.each[0]
 
     def __iter__(self) -> Iterator[str]:

@@ -12,12 +12,12 @@ from typing import Any
 
 
 def is_int(value: Any) -> bool:
-    """Whether a value of a JSON file is a whole number; true and false are none."""
+    """True if a value of a JSON file is a whole number; true and false are none."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of a JSON file is a number."""
+    """True if a value of a JSON file is a number."""
     return is_int(value) or isinstance(value, float)
 
 

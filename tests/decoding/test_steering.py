@@ -138,7 +138,7 @@ def test_steered_texts_are_those_of_each_alone():
 
 
 def has_ended(automaton, new):
-    """Whether an automaton, not a stop token, ended a text."""
+    """True if an automaton, not a stop token, ended a text."""
     return new[-1:] != [2] and automaton.has_ended(new)
 
 

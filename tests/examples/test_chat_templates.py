@@ -213,7 +213,7 @@ PARTS = "{% for p in m.content %}{{ p.text }}{% endfor %}"
     ],
 )
 def test_a_template_is_read_for_the_form_of_its_messages(content, takes, tmp_path):
-    """Whether it goes through the parts of a content, or tests which it is."""
+    """True if it goes through the parts of a content, or tests which it is."""
     content += "{% endif %}" * (content.count("{% if") - content.count("{% endif"))
     form = read_form(EACH + content + END, _compile("").environment)
     assert form.takes_parts == (takes == "parts")

@@ -65,7 +65,7 @@ def derive(rules, name, depth, most):
 
 
 def accepts(host, text):
-    """Whether a text, in single characters, may end where it ends."""
+    """True if a text, in single characters, may end where it ends."""
     tokens = [LETTERS.index(sign) for sign in text]
     state = host.start()
     for token in tokens:

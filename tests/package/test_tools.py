@@ -41,7 +41,7 @@ def test_every_test_is_in_one_suite_of_the_oldest_jax() -> None:
 
 
 def is_given(file: str, arguments: tuple[str, ...]) -> bool:
-    """Whether pytest's arguments lead to a file."""
+    """True if pytest's arguments lead to a file."""
     given = [path for path in arguments if not path.startswith("--")]
     # What pyproject.toml leaves out runs where it is named.
     ignored = [
@@ -124,7 +124,7 @@ def test_an_interrupt_ends_all_processes(
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
+    """True if a process is there and no zombie."""
     try:
         stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:

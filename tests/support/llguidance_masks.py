@@ -84,7 +84,7 @@ def close(schema):
 
 
 def has_open_keys(schema):
-    """Whether an object names properties and has others: their keys are looser."""
+    """True if an object names properties and has others: their keys are looser."""
     if isinstance(schema, list):
         return any(map(has_open_keys, schema))
     if not isinstance(schema, dict):

@@ -87,5 +87,5 @@ class PlainSteering:
         return [token not in forbidden for token in self.vocabulary]
 
     def has_ended(self, new):
-        """Whether the text ends with its newest token."""
+        """True if the text ends with its newest token."""
         return new[-1] in self.ends

@@ -14,7 +14,7 @@ TOLERANCE = {
 
 
 def is_close(actual, expected) -> bool:
-    """Whether two arrays agree to the tolerance of the first one's dtype."""
+    """True if two arrays agree to the tolerance of the first one's dtype."""
     tolerance = TOLERANCE[str(actual.dtype)]
     return np.allclose(
         np.asarray(actual, np.float64),

@@ -296,7 +296,7 @@ class Cache:
         return OK if seq_ids[i] == PADDING or is_first else INVALID_SEQUENCE
 
     def _can_go_on(self, mine, length):
-        """Whether a sequence can go on from a length, in all groups."""
+        """True if a sequence can go on from a length, in all groups."""
         return (
             0 <= length <= len(mine.tokens)
             and (not self.states or self._base_at(mine, length) is not None)
@@ -323,7 +323,7 @@ class Cache:
         self.is_shut = False
 
     def _fits(self, needs, wants=False):
-        """Whether a request gets its blocks of all groups; who does not shuts the rest
+        """True if a request gets its blocks of all groups; who does not shuts the rest
         out. One that needs none, and wants none that is free, is always served."""
         if not wants and all(need <= 0 for need in needs):
             return True

@@ -51,7 +51,7 @@ class Group:
         return [i for i in range(length // self.block_size) if i not in gone]
 
     def can_go_on(self, table, length):
-        """Whether all that the row at this position sees is kept; at 0 it sees none."""
+        """True if all that the row at this position sees is kept; at 0 it sees none."""
         return length == 0 or table.count(None) <= len(self.gone(length))
 
     def kept_from(self, table):
