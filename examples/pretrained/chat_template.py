@@ -2,9 +2,9 @@
 
 Templates are programs of jinja2, written for the environment that `transformers` gives
 them: a sandbox with blocks trimmed, `break` and `continue`, the tag `generation`, a
-`tojson` that escapes nothing, `raise_exception` and `strftime_now`. They differ in what
-they take for a call's arguments (an object or a text), so these are both at once, and
-for a message's content (`template_reading.py`).
+`tojson` that escapes nothing, `raise_exception` and `strftime_now`. They differ in the
+type of a call's arguments (an object or a text), so these are both at once, and in that
+of a message's content (`template_reading.py`).
 """
 
 import datetime
@@ -58,8 +58,8 @@ def render_chat(
     Args:
         folder: a checkpoint with a chat_template.jinja, or with a ``chat_template`` in
             its tokenizer_config.json.
-        messages: a question, or what was said so far, as the API of OpenAI has it:
-            each with "role" and "content".
+        messages: a question, or the conversation, in the form of OpenAI's API: each
+            with "role" and "content".
         tools: that the model may call, as the API of OpenAI has them.
         variables: further ones that the template knows, such as "enable_thinking".
 
@@ -153,7 +153,7 @@ def _compile(source: str) -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}`: what the model said, which trainers mark."""
+        """`{% generation %}`: the model's words, which trainers mark."""
 
         tags = {"generation"}
 
@@ -199,7 +199,7 @@ def _read_call(call: Mapping[str, Any]) -> dict[str, Any]:
 def _read_arguments(given: Any) -> Any:
     """Return arguments, which come as JSON or as its text.
 
-    A text that is no object stays one: what a model wrote may have been cut.
+    A text that is no object stays one: the model's text may have been cut.
     """
     if given is None or given == "":
         given = {}

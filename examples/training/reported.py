@@ -23,7 +23,7 @@ MEASURES = {
 
 
 class ReportedLearner(grpo_learner.GRPOLearner):
-    """Takes the rollout's reported log-probabilities for those of the old policy.
+    """Takes the rollout's reported log-probabilities as the old policy's.
 
     tunix's takes the trainer's own, with a ratio of 1 for any rollout. The loss is
     `make_loss`'s: tunix's own leaves a padding token that was chosen inside a text out
