@@ -195,8 +195,7 @@ def _run_layers(
 
 
 def _mix(config, run, weights, x, turns, cache, number, batch, window):
-    """Return the output of a layer's mixers for rows [R, E], added up, and the
-    cache."""
+    """Return the sum of a layer's mixers for rows [R, E], and the cache."""
     parts = []
     # Layers that attend to others' keys run one by one: their numbers are known.
     of_keys = config.key_layers[number] if config.key_layers else number
