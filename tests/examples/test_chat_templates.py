@@ -1,4 +1,4 @@
-"""Chat templates: what published ones are written in, and as `transformers` has it.
+"""Chat templates: constructs of published ones, rendered as by `transformers`.
 
 The templates here are small and our own; each has constructs of published ones.
 """
@@ -44,7 +44,7 @@ EACH = "{% for m in messages %}"
 CALLS = "{% for c in m.tool_calls or [] %}{% set f = c.function %}"
 END = "{% endfor %}"
 
-# Constructs of published templates, by those that are known for them.
+# Constructs of published templates, by the models known for them.
 TEMPLATES = {
     "marked for training": EACH
     + "{%- if m.role == 'assistant' -%}{%- generation -%}<{{ m.content or 'called' }}>"
