@@ -243,8 +243,7 @@ def test_kernel_leaves_the_rows_of_a_prompt_out():
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])
 def test_what_is_not_finite_reaches_no_rows_before_it(number):
-    """A broken key or value of one kv head makes the prompt's own rows behind it
-    NaN."""
+    """A broken key or value of one kv head: the prompt's own rows behind it are NaN."""
     given, options = operands_of("one behind others")
     whole = np.asarray(jitted("prompts")(*given, **options))
     table, token = given[4][2], 17  # of the prompt, which begins at the second row

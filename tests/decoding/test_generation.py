@@ -1,8 +1,7 @@
 """Generation: against an eager loop and a model without a cache, limits, tiny pools.
 
 Compiling takes most of the time here, so almost all tests share one set of shapes:
-prompts are padded to `ROWS` by `WIDTH`, and a small pool is a large one that others
-fill.
+prompts are padded to `ROWS` by `WIDTH`, and others fill a large pool to make it small.
 """
 
 import functools

@@ -99,8 +99,7 @@ def test_scores_and_gradients_equal_a_dense_model():
 
 @pytest.mark.one_end
 def test_layers_in_groups_see_as_far_as_in_numpy():
-    """Tokens that a window would have released are there: the prompt's rows see
-    them."""
+    """Tokens that a window would release are there: rows of the prompt see them."""
     full = jkv.CacheConfig(num_blocks=12, max_sequences=1, **windowed_model.SIZES)
     windowed = dataclasses.replace(full, sliding_window=windowed_model.WINDOW)
     config = jkv.GroupedConfig(

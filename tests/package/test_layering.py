@@ -199,8 +199,7 @@ CORE = {
     *("config", "state", "metadata", "blocks", "storage", "verbs"),
     "xla_flags",
 }
-# Modules that other packages may use, of packages that have many, from the ground up:
-# each may use the ones before it.
+# Public modules of packages with many, bottom up; each may use the ones before it.
 DOORS: dict[str, tuple[str, ...]] = {
     "decoding": (
         "texts",

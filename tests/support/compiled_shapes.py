@@ -10,7 +10,7 @@ ATTENTION = ROOT / "tests" / "attention"
 
 
 def pytest_runtest_setup(item):
-    """Leave out what is for the interpreter where kernels are compiled."""
+    """Leave out tests for the interpreter where kernels are compiled."""
     mark = item.get_closest_marker("interpreted")
     if mark is not None and not IS_INTERPRETED:
         pytest.skip(f"for the interpreter alone: {mark.kwargs['reason']}")
@@ -18,7 +18,7 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture(autouse=True)
 def only_known_shapes(request, monkeypatch):
-    """Let tests interpret kernels only in shapes that they have asked the table for."""
+    """Interpret kernels only in shapes that tests have requested of the table."""
     is_marked = request.node.get_closest_marker("interpreted") is not None
     is_of_attention = ATTENTION in request.node.path.parents
     if is_marked or not is_of_attention or not IS_INTERPRETED:

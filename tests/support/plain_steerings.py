@@ -72,7 +72,7 @@ def spent_budgets(opening, closing, budget):
 
 
 class PlainSteering:
-    """What several such rules say of one text, as `PlainTexts` asks."""
+    """The rules of several such processors for one text, for `PlainTexts`."""
 
     def __init__(self, rules, prompt, vocabulary, ends=()):
         """Take the rules, and tokens that end the text."""
