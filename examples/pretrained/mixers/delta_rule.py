@@ -99,9 +99,9 @@ def correct_piece(memory: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Arr
 def invert_unit_triangle(below: jax.Array) -> jax.Array:
     """Invert the unit matrix plus a strictly lower triangle, [H, C, C].
 
-    Blocks of the diagonal are inverted by halves, blocks of one element first: of [[P,
-    0], [R, Q]] the inverse is [[P', 0], [-Q' R P', Q']]. Products alone, and none of
-    them grows beyond the inverse's own values, as powers of the triangle would.
+    Blocks of the diagonal are inverted by halves, blocks of one element first:
+    of [[P, 0], [R, Q]] the inverse is [[P', 0], [-Q' R P', Q']]. Products alone, and
+    none of them grows beyond the inverse's own values, as powers of the triangle would.
     """
     heads, size = below.shape[:2]
     inverse = jnp.ones((heads, size, 1, 1), below.dtype)
