@@ -1,4 +1,4 @@
-"""Two published models, as GGUF files: a user's results equal those of `transformers`.
+"""Two published models, as GGUF files: a user's results equal `transformers`' own.
 
 A suite of its own, `real-models`: it fetches 350 MB (`tools/models.py`).
 """

@@ -14,7 +14,7 @@ Models, and their texts without a cache:
   `plain_beam_search`, `plain_tree_search`, `plain_attention`: the algorithms in plain
     Python.
   `automata`, `derivatives`: logits processors, and regular expressions, in plain
-  Python.
+    Python.
   `cloned_texts`: texts of a tree search as dense arrays, the bundled model on them.
   `small_engines`: engines around the model of hashes.
 

@@ -72,6 +72,6 @@ def with_further(cases, *others):
 
 
 def runs_here(has_one_end, is_further):
-    """Whether a test runs at this end, now; the marks that it has, or has not."""
+    """True if a test runs at this end, now; the marks that it has, or has not."""
     is_now = is_further == FURTHER and not (has_one_end and IS_NEWEST)
     return ALL_CASES or is_now

@@ -1,7 +1,7 @@
 """A third kind of part: layers that keep a row of numbers for each sequence.
 
 It stands for future kinds, and touches no file of the package: a configuration with its
-sizes, the storage, the rows of sequences, the part with its plans, and the three names
+sizes, the storage, the data of sequences, the part with its plans, and the three names
 by which `jkv.making.kinds` and `GroupedConfig` know them.
 """
 
