@@ -3,10 +3,9 @@
     python examples/agent_tree.py --turns 8 --branches 8
 
 In each turn the bundled model samples a line for each branch. The calculator adds up
-the numbers of a line; one with numbers is worth 1, and the first of those goes on,
-behind the sum. The rollout notes the tree that it makes, and `jkv.score` computes each
-of its tokens once, forward and in the gradient of a policy's loss. The agent is in
-`agents/`.
+the numbers of a line; one with numbers is worth 1, and the first line with numbers goes
+on, behind the sum. The rollout records its tree, and `jkv.score` computes each token
+once, forward and in the gradient of a policy's loss. The agent is in `agents/`.
 """
 
 from functools import partial
@@ -51,7 +50,7 @@ def main():
 
 
 def show(options):
-    """Play, learn, and print what was shared."""
+    """Play, learn, and print the shared tokens."""
     model, params = pretrained.load(options.model, dtype=jnp.float32)
     tokenizer = pretrained.load_tokenizer(options.model)
     config = model.cache_config(
@@ -74,7 +73,7 @@ def show(options):
 
 
 def find_advantages(played):
-    """Return what each segment was worth more than its siblings, f32[S]."""
+    """Return each segment's value relative to its siblings, f32[S]."""
     advantages = np.zeros(played.record.tree.num_segments, np.float32)
     for segments in played.siblings:
         rewards = np.array([played.rewards[segment] for segment in segments])

@@ -2,10 +2,10 @@
 
     python examples/beam_search.py --beams 4 "The with statement"
 
-The beams of a prompt share the blocks of what they have in common; only a beam that
-branches copies a partly filled block. The script shows the texts, best first, beside
-the one that greedy search finds, and the blocks in use at the peak beside those that
-copies of the cache would take.
+The beams of a prompt share the blocks of their common prefix; only a beam that branches
+copies a partly filled block. The script shows the texts, best first, beside the one of
+greedy search, and the blocks in use at the peak beside the number that copies of the
+cache would take.
 """
 
 from pathlib import Path

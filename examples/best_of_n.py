@@ -4,8 +4,8 @@
     python examples/best_of_n.py --by majority --answer '\\b(\\w+)\\.' "A tuple is"
 
 Each prompt is computed once; its samples share its blocks (`fork`) and take their own
-as they grow. By majority the samples vote with what `--answer` finds in their texts
-first (self-consistency); without it, with their whole texts.
+as they grow. By majority the samples vote with the first match of `--answer` in their
+texts (self-consistency); without it, with their whole texts.
 """
 
 from pathlib import Path
@@ -52,7 +52,7 @@ def main():
 
 
 def show(options):
-    """Generate, choose, and print what was chosen among what."""
+    """Generate, choose, and print the chosen texts with their log-probabilities."""
     model, params = pretrained.load(options.model)
     tokenizer = pretrained.load_tokenizer(options.model)
     prompts = [tokenizer.encode(text).ids for text in options.prompts]

@@ -4,7 +4,7 @@
 
 One cell is a block. A letter, and a colour of its own, say which sequence holds it;
 `+` is a block of several sequences, `o` one that is free but still found by its prefix,
-and `.` a free one. What is played stands in `pool_map/game.py`.
+and `.` a free one. The operations are in `pool_map/game.py`.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""Chat with a checkpoint: what was said stays in the cache, what is new is computed.
+"""Chat with a checkpoint: the history stays in the cache, new tokens are computed.
 
     python examples/chat.py --model path/to/checkpoint
 
@@ -52,7 +52,7 @@ def main():
 
 
 def answer(chat, line):
-    """Do what a line says, or say why not; nothing is lost."""
+    """Run a line, or print why not; nothing is lost."""
     from chatting.commands import COMMANDS
 
     from jkv import CacheError

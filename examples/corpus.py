@@ -2,10 +2,10 @@
 
 The language reference topics of `pydoc_data.topics` (what `help("with")` prints), and
 the docstrings of the standard library: of its source files, read with `ast` so that
-nothing is imported, and of the modules in C that every build has. A topic is one
-document, and so is a module: its docstring, then each documented class and function,
-much as `help` shows them. Whole modules make documents long enough to fill a context
-of thousands of tokens.
+nothing is imported, and of the C modules in every build. A topic is one document, and
+so is a module: its docstring, then each documented class and function, much as `help`
+shows them. Whole modules make documents long enough to fill a context of thousands of
+tokens.
 
 The same text appears many times (the topic "compound" contains the topic "with",
 `_pydecimal` repeats `decimal`), and a held-out document must not have been trained on
@@ -152,7 +152,7 @@ def _describe_module(path: Path) -> str:
 
 
 def _describe(node: ast.AST) -> Iterator[str]:
-    """Yield the docstring of `node` and of what it defines, each under its heading."""
+    """Yield the docstring of `node` and of its members, each under its heading."""
     if isinstance(node, ast.Module):
         if docstring := ast.get_docstring(node):
             yield docstring

@@ -3,9 +3,9 @@
     python examples/data_parallel.py
     python examples/data_parallel.py --replicas 4 --tensor-parallel 1 "import os"
 
-Four devices: those that are there, or four simulated ones. Two share a replica of the
-bundled model (its weights and the kv heads are divided between them), so there are two
-replicas with a pool each. Blocks and sequences of one know nothing of the other's.
+The devices are four real or four simulated ones. Two share a replica of the bundled
+model (its weights and the kv heads are divided between them), so there are two replicas
+with a pool each. Blocks and sequences of one are independent of the other's.
 """
 
 import jax
@@ -30,7 +30,7 @@ NUM_BLOCKS, BLOCK_SIZE = 64, 16  # of each pool
 
 
 def main() -> None:
-    """Continue prompts on all replicas, and say what each did."""
+    """Continue prompts on all replicas, and print each one's texts and counts."""
     parser = Parser(__doc__)
     add, number = parser.add_argument, at_least(1)
     add("prompts", nargs="*", type=text, default=PROMPTS)
@@ -91,7 +91,7 @@ def main() -> None:
 def make_mesh(num_replicas: int, num_sharing: int) -> jax.sharding.Mesh:
     """Return a mesh with the axes "dp" and "tp", of simulated devices if need be."""
     count = num_replicas * num_sharing
-    # Only before JAX is asked for a device, and for CPUs only.
+    # Only before JAX initializes a device, and for CPUs only.
     jax.config.update("jax_num_cpu_devices", count)
     if jax.device_count() < count:
         raise ValueError(f"{count} devices wanted, {jax.device_count()} there")

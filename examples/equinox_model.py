@@ -77,7 +77,7 @@ class Decoder(eqx.Module):
 
 
 def model(params, tokens, cache, batch, *, all_rows=False):
-    """Run the rows of a batch: a `jkv.Model` whose parameters are a `Decoder`."""
+    """Run the rows of a batch: a `jkv.Model` with a `Decoder` as its parameters."""
 
     def attend(cache, layer, queries, keys, values):
         cache = jkv.write(cache, layer, batch, keys, values)

@@ -1,4 +1,4 @@
-"""What keys and values in fewer bits cost a model, and how many more tokens they give.
+"""Costs of keys and values in fewer bits, and how many more tokens they allow.
 
     python examples/formats.py
     python examples/formats.py --model FOLDER_OR_GGUF --text FILE --max-tokens 3000

@@ -5,7 +5,7 @@
     python examples/generate.py --chat "Why is the sky blue?" --model FOLDER --json
 
 Prompts are arguments or lines of a file; one is streamed, several run as one batch.
-What happens is in `generating/command.py`.
+The steps are in `generating/command.py`.
 """
 
 from generating.ending import ending_in_one_line

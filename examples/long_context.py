@@ -3,9 +3,9 @@
     python examples/long_context.py
     python examples/long_context.py --devices 8 --module argparse --tokens 1800
 
-The bundled model reads the documentation of a module and goes on with it: on the
-devices that are there, or on simulated ones. Model and loop are those for one device;
-only `jkv.init` is told of the mesh.
+The bundled model reads the documentation of a module and goes on with it: on real
+devices, or on simulated ones. Model and loop are the same as for one device; only
+`jkv.init` gets the mesh.
 """
 
 import argparse
@@ -25,7 +25,7 @@ BLOCK_SIZE = 16  # of each device's part
 
 
 def main() -> None:
-    """Continue a long text, and say what each device held of it."""
+    """Continue a long text, and print each device's share of it."""
     parser = Parser(__doc__)
     add, number = parser.add_argument, at_least(1)
     add("--devices", type=number, default=4, help="%(default)s")
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def document(name: str) -> str:
-    """Return what `help` says of a module."""
+    """Return the text of `help` about a module."""
     try:
         return pydoc.plain(pydoc.render_doc(name))
     except (ImportError, pydoc.ErrorDuringImport) as error:
@@ -91,7 +91,7 @@ def document(name: str) -> str:
 
 def make_mesh(count: int) -> jax.sharding.Mesh:
     """Return a mesh with the axis "cp", of simulated devices if need be."""
-    # Only before JAX is asked for a device, and for CPUs only.
+    # Only before JAX initializes a device, and for CPUs only.
     jax.config.update("jax_num_cpu_devices", count)
     if jax.device_count() < count:
         raise ValueError(f"{count} devices wanted, {jax.device_count()} there")

@@ -7,12 +7,12 @@
 
 The first starts two processes here, each with two simulated devices: the devices of one
 share the model (tensor parallel), each process has texts of its own (data parallel).
-The second is what it starts, one process, by hand; `--process 1` is the other, on
-another host too. Under SLURM, Open MPI or on a TPU JAX finds the others itself.
+The second is the command for one process, to start by hand; `--process 1` is the other,
+on another host too. Under SLURM, Open MPI or on a TPU JAX finds the others itself.
 
 State is saved to FOLDER every few steps. When a process ends before its work is done
-the others end, too; the same command then goes on where they stopped. What happens is
-in `processes/`: `launching.py` starts and watches, `generation.py` is what each does.
+the others end, too; the same command then goes on where they stopped. The code is in
+`processes/`: `launching.py` starts and watches, `generation.py` runs in each.
 """
 
 import sys

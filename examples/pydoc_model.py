@@ -83,8 +83,8 @@ def init_params(key: jax.Array, config: dict = CONFIG) -> Params:
     for (name, shape), k in zip(
         shapes.items(), jax.random.split(key, len(shapes)), strict=True
     ):
-        # What is added to the residual stream starts smaller, so that it does not grow
-        # with depth (Radford et al., 2019, section 2.3).
+        # Additions to the residual stream start smaller, so that it does not grow with
+        # depth (Radford et al., 2019, section 2.3).
         residual = name.endswith(("o_proj.weight", "down_proj.weight"))
         scale = 0.02 / math.sqrt(2 * config["num_hidden_layers"]) if residual else 0.02
         params[name] = (
@@ -98,7 +98,7 @@ def init_params(key: jax.Array, config: dict = CONFIG) -> Params:
 def forward(params: Params, tokens: jax.Array) -> jax.Array:
     """Return the logits f32[B, T, V] of tokens i32[B, T], each over its own past.
 
-    Of any width and number of layers; the heads' sizes are those of `CONFIG`.
+    Any width and number of layers; the heads have the sizes of `CONFIG`.
     """
     x = params["model.embed_tokens.weight"][tokens]
     for layer in range(sum(name.endswith("input_layernorm.weight") for name in params)):
@@ -168,7 +168,7 @@ def evaluate(
     """Return the summed loss, and the number of tokens, by position, both [context].
 
     Each document is cut into windows of `context` tokens, read one by one: the context
-    of a token is what precedes it in its window, never another document. Counted are
+    of a token is the part of its window before it, never another document. Counted are
     all tokens of a document and the end-of-text token after it.
     """
     losses, counts = np.zeros(context), np.zeros(context, int)
@@ -242,7 +242,7 @@ def measure(folder: Path) -> Iterator[str]:
 
 
 def write_card(folder: Path) -> str:
-    """Measure, and replace what the model card says below `MARKER`."""
+    """Measure, and replace the part of the model card below `MARKER`."""
     text = "".join(measure(folder))
     card = folder / "README.md"
     above = card.read_text().partition(MARKER)[0] if card.exists() else ""

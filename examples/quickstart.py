@@ -22,7 +22,7 @@ cache = jkv.init(config)
 print(cache)
 
 
-# Donated, the cache is updated in place; whatever its values, there is one compilation.
+# Donated, the cache is updated in place; all values share one compilation.
 @jax.jit(donate_argnames="cache")
 def step(
     cache: jkv.Cache, seq_ids: jax.Array, hidden: jax.Array
@@ -49,7 +49,7 @@ print("blocks of 0:", jkv.block_ids(cache, 0)[:2], "of 1:", jkv.block_ids(cache,
 cache, forked = jkv.fork(cache, opened.seq_ids[:1])
 print("blocks of its fork:", jkv.block_ids(cache, forked.seq_ids[0])[:2])
 
-# All three go on; what they attend to differs as soon as their tokens do.
+# All three go on; their context differs as soon as their tokens do.
 seq_ids = jnp.concatenate([opened.seq_ids, forked.seq_ids])
 cache, hidden, _ = step(cache, seq_ids, jax.random.normal(keys[5], (3, 64)))
 print("free blocks:", jkv.num_free_blocks(cache))

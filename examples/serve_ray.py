@@ -5,9 +5,9 @@
     python examples/serve_ray.py --model FOLDER --address auto --weights NEWER
 
 The endpoint is that of `serve_http.py`. A request goes to the replica that has most of
-its beginning, else to the one with most free blocks. The second form joins a cluster
-and lets the number of replicas follow the load; the third gives replicas that run other
-weights, one after the other. What happens is in `replicated/`.
+its beginning, else to the one with most free blocks. The second form joins a cluster,
+where the number of replicas follows the load; the third gives running replicas other
+weights, one after the other. The code is in `replicated/`.
 """
 
 import argparse

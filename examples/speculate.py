@@ -2,10 +2,10 @@
 
     python examples/speculate.py --max-new-tokens 200 "The with statement"
 
-The text is generated greedily three times: a token a step, with guesses looked up in
-the text itself, and with guesses drafted by a model of an eighth of the size, which
-`train_draft.py` trained to say what the bundled model says. The script shows the text,
-and for each way the steps, the share of guesses that were right, and the time.
+The text is generated greedily three times: a token a step, with draft tokens looked up
+in the text itself, and with draft tokens of a model of an eighth of the size, which
+`train_draft.py` trained to predict the bundled model's tokens. The script shows the
+text, and for each way the steps, the share of accepted draft tokens, and the time.
 """
 
 import time
@@ -36,7 +36,7 @@ generate = jkv.jitted.generate
 
 
 def make_cache(model, params, length, most_guesses):
-    """A cache for one text, of which as many tokens can be taken back."""
+    """Return a cache for one text that can roll back `most_guesses` tokens."""
     fields = dict(max_sequences=1, dtype=params["embedding"].dtype)
     return jkv.init(model.cache_config(length, max_pending=most_guesses, **fields))
 
@@ -57,7 +57,7 @@ def main():
 
 
 def show(options):
-    """Generate in three ways, and print the text and what each way took."""
+    """Generate in three ways, and print the text and each way's steps and time."""
     model, params = pretrained.load(options.model)
     drafter, draft_params = pretrained.load(options.draft)
     tokenizer = pretrained.load_tokenizer(options.model)

@@ -1,4 +1,4 @@
-"""Train the draft model of `speculate.py`: what the bundled model would say next.
+"""Train the draft model of `speculate.py` to predict the bundled model's tokens.
 
     python examples/train_draft.py
 
@@ -54,7 +54,7 @@ def cut(documents: list[np.ndarray]) -> np.ndarray:
 
 
 def go_on(windows: np.ndarray) -> np.ndarray:
-    """Return the windows with what the bundled model makes of their beginnings."""
+    """Return the windows with the bundled model's continuation of their beginnings."""
     model, params = pretrained.load(FOLDER)
     config = jkv.CacheConfig.for_context_length(
         WINDOW, max_sequences=RUNNING, dtype=jnp.float32, **model.cache_fields
@@ -97,7 +97,7 @@ def train(
 ) -> Iterator[Params]:
     """Train from scratch, for `minutes` or else for `num_steps`.
 
-    Yields what there is after 50 steps each, which the next step overwrites;
+    Yields the parameters after 50 steps each, which the next step overwrites;
     the last of it is the result.
     """
     optimizer = make_optimizer()
@@ -137,7 +137,7 @@ def train(
 
 
 def measure(params: Params, teacher: Params, windows: np.ndarray) -> np.ndarray:
-    """Return where the draft says what the teacher says, bool[N, T]."""
+    """Return where the draft agrees with the teacher, bool[N, T]."""
     return label(params, windows) == label(teacher, windows)
 
 

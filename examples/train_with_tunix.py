@@ -4,13 +4,13 @@
     python examples/train_with_tunix.py --engine jkv --seed 0
     python examples/train_with_tunix.py --reported [--exact]
 
-The model is asked for a letter ("say c") and rewarded for each letter of its answer
-that is the one; after a few dozen steps most are. The trainer is tunix's own: between
+The prompt names a letter ("say c"), and the reward is the share of the answer's letters
+that match it; after a few dozen steps most do. The trainer is tunix's own: between
 the two engines nothing differs but the argument `rollout_engine`.
 
-With `--reported` the importance ratios are those to what the rollout reported, and the
-last line says how far they are from 1: the bits of rollout and trainer differ. With
-`--exact` they do not.
+With `--reported` the importance ratios are relative to the rollout's reported values,
+and the last line shows their distance from 1: the bits of rollout and trainer differ.
+With `--exact` they do not.
 """
 
 import functools
@@ -61,7 +61,7 @@ class Alphabet:
 
 
 def reward(prompts: list[str], completions: list[str], **_: object) -> list[float]:
-    """Return for each answer the share of its letters that were asked for."""
+    """Return for each answer the share of its letters that match the prompt's."""
     pairs = zip(prompts, completions, strict=True)
     return [text.count(prompt[-1]) / ANSWER for prompt, text in pairs]
 

@@ -53,7 +53,7 @@ def main():
 
 
 def show(options):
-    """Search, and print the lines and what they took."""
+    """Search, and print the lines and their costs."""
     model, params = pretrained.load(options.model, dtype=jnp.float32, scan_layers=True)
     if model.config.has_states:
         raise ValueError(
@@ -84,7 +84,7 @@ def show(options):
 
 
 def choose_config(model, prompt_length, num_lines, settings):
-    """Return a cache for the trees, whose search never lacks a block.
+    """Return a cache for the trees: the search never lacks a block.
 
     A node has one block of its own: a copy of its parent's partly filled one, or a new
     one. A rollout has the blocks of a line until it is taken back.

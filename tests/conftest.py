@@ -1,4 +1,4 @@
-"""What all tests share: strict JAX, counted traces, and who runs what."""
+"""Fixtures of all tests: strict JAX, counted traces, and the tests of each suite."""
 
 import gc
 import itertools
@@ -15,7 +15,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 pytest_plugins = ["support.compiled_shapes"]
 
-# No tests; looking for doctests would import what optional extras bring.
+# No tests; looking for doctests would import the packages of optional extras.
 collect_ignore = ["support"]
 
 _played = itertools.count(1)
@@ -23,7 +23,7 @@ _compiled = []  # seconds of each program
 
 
 def pytest_configure():
-    """Let Ctrl-C reach processes that tests start: one in the background ignores it."""
+    """Enable Ctrl-C in child processes: one in the background ignores it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     jax.monitoring.register_event_duration_secs_listener(_note_compiled)
@@ -41,28 +41,28 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what the other end of the range of JAX runs, or a suite for later."""
+    """Leave out tests for the other end of the range of JAX, or of a later suite."""
     here = [item for item in items if runs_here(_has_one_end(item), _is_further(item))]
     config.hook.pytest_deselected(items=[item for item in items if item not in here])
     items[:] = here
 
 
 def pytest_collection_finish():
-    """Look for garbage seldom, and not among what was imported: traces make much."""
+    """Look for garbage seldom, and not among imported objects: traces make much."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
 
 
 def _has_one_end(item):
-    """Whether a test is for one end: marked so, or an example of a docstring."""
+    """True if a test is for one end: marked so, or an example of a docstring."""
     return _is_example(item) or item.get_closest_marker("one_end")
 
 
 def _is_further(item):
-    """Whether it is for later: marked so, or an example that compiles whole loops.
+    """True if it is for later: marked so, or an example that compiles whole loops.
 
-    The tests of their rooms compile those, too.
+    The tests of their packages compile them, too.
     """
     has_loops = item.nodeid.startswith(("jkv/decoding/", "jkv/trees/", "jkv/jitted"))
     is_marked = item.get_closest_marker("further") is not None
@@ -75,12 +75,12 @@ def _is_example(item):
 
 @pytest.fixture(autouse=True)
 def fresh_trace_counts():
-    """Let every test count the traces of its own functions."""
+    """Clear the trace counts before every test."""
     chex.clear_trace_counter()
 
 
 def pytest_runtest_teardown():
-    """Let go of compiled programs before the process has too many memory maps.
+    """Free compiled programs before the process has too many memory maps.
 
     Each program on CPU takes a few; Linux allows 65,530, and LLVM dies beyond them.
     Counting takes milliseconds, so it is done after every eighth test.

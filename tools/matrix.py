@@ -336,9 +336,8 @@ TABLES: dict[str, tuple[Row, ...]] = {
 }
 HEAD = """# Support
 
-What was shown for each feature, on which backend and with which dtype. This page is
-made of the table in `tools/matrix.py`, whose rows name the tests and the results that
-show it; `.ci/run` fails if one of these tests did not pass.
+Evidence for each feature, by backend and dtype. `tools/matrix.py` generates this page;
+its rows name the tests and results. `.ci/run` fails if one of these tests did not pass.
 
 | word | meaning |
 |---|---|

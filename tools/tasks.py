@@ -187,7 +187,7 @@ EXTRAS = (
 )
 
 # Folders and files in plain English, measured by `prose.py`.
-PROSE = ("jkv", "benchmarks", "tools")
+PROSE = ("README.md", "docs", "jkv", "examples", "tests", "benchmarks", "tools")
 
 CHECKS = {
     # Strict: broken links and undocumented names are errors.

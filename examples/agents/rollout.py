@@ -1,7 +1,7 @@
 """A rollout of turns and branches, noted as the tree that it makes.
 
-The cache holds the trunk. In each turn it is given what the tool said, forked, and each
-branch samples a line; the line that is best becomes the trunk, the others are freed.
+The cache holds the trunk. Each turn appends the tool's answer, forks, and samples a
+line in each branch; the best line becomes the trunk, the others are freed.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ extend = jkv.jitted.extend
 
 
 class Rollout(NamedTuple):
-    """What was done, and what it was worth."""
+    """The recorded trajectory tree, and its rewards."""
 
     record: trees.TreeRecord
     rewards: dict[int, float]  # of each segment that the model chose
@@ -53,7 +53,7 @@ class Agent(NamedTuple):
         cache, opened = jkv.allocate(cache, [0])
         record, trunk = trees.TreeRecord.empty(cache.max_sequences), opened.seq_ids
         record = trees.note_allocate(record, opened)
-        # Of the trunk's text, what is not in the cache.
+        # The tokens of the trunk that are not in the cache.
         waiting, told, rewards, siblings = [], self.write(prompt), {}, []
         for turn in range(num_turns):
             record, _ = trees.note_given(record, trunk, [told])
@@ -73,11 +73,11 @@ class Agent(NamedTuple):
         return cache, Rollout(record, rewards, siblings, int(record.tips[trunk[0]]))
 
     def branch(self, cache, record, trunk, waiting):
-        """Give the trunk what waits, but for the last token, and fork it."""
+        """Extend the trunk by the pending tokens, except the last, and fork it."""
         if len(waiting) > 1:
             padded = np.full((1, self.width), -1, np.int32)
             padded[0, : len(waiting) - 1] = waiting[:-1]
-            # What it generates behind them nobody wants.
+            # The token generated behind them is dropped.
             cache, _ = self.extend(cache, trunk, padded, max_new_tokens=1)
         record = trees.note_fed(record, trunk, len(waiting) - 1)
         parents = np.repeat(np.asarray(trunk), self.num_branches)
@@ -102,13 +102,13 @@ class Agent(NamedTuple):
         return extend(self.model, self.params, cache, *arguments, **options)
 
     def answer(self, line):
-        """Return what the tool says of a line."""
+        """Return the tool's answer to a line."""
         written = self.read(line)
         gap = "" if "\n" in written else "\n"
         return self.write(f"{gap}{calculate(written) or 0}\n>>>")
 
     def choose(self, cache, trunk, branches, best):
-        """Let a branch be the trunk, and free the others and the old one."""
+        """Make a branch the trunk, and free the others and the old one."""
         others = np.append(np.delete(np.asarray(branches), best), trunk)
         cache, status = jkv.free(cache, others)
         jkv.raise_for_status(status)

@@ -1,7 +1,7 @@
-"""Lines become requests, and what came of them results.
+"""From lines to requests, and from completions to results.
 
-A line is understood by the same code as a client's body. What steers it is prepared in
-another thread, while the engine goes on with others.
+A line is read by the same code as a client's body. Its logits processors are prepared
+in another thread, while the engine goes on with other lines.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ def answer_all(
     display: Display,
     max_running: int,
 ) -> None:
-    """Answer the lines that have no result yet, some ahead of those that run."""
+    """Answer the lines without a result, submitted ahead of the running ones."""
     batch = Batch(served, lines, results)
     while True:
         batch.begin_lines(AHEAD * max_running)
@@ -65,12 +65,12 @@ class Batch:
         self._served, self._lines, self._results = served, lines, results
         self._todo = (i for i in range(len(lines)) if i not in results.done)
         self._threads = ThreadPoolExecutor(AHEAD)
-        self._waiting: dict[Future[Held], Line] = {}  # for what steers them
+        self._waiting: dict[Future[Held], Line] = {}  # for logits processors
         self._running: dict[int, tuple[Line, Held]] = {}  # by request
 
     @property
     def has_begun(self) -> bool:
-        """Whether the engine has a line."""
+        """True if the engine has a line."""
         return bool(self._running)
 
     def begin_lines(self, most: int) -> None:
@@ -93,7 +93,7 @@ class Batch:
             self._waiting[held] = line
 
     def step(self) -> None:
-        """Let the engine go on; write what has ended."""
+        """Run a step of the engine; write finished results."""
         events = self._served.engine.step()
         for request_id in {event.request_id for event in events if event.reason}:
             found = self._served.engine.results(request_id, wait=False)
@@ -103,7 +103,7 @@ class Batch:
                 self._write(line, found)
 
     def wait(self) -> bool:
-        """Wait for what steers the next line; return whether there is one."""
+        """Wait for the next line's logits processor; return True if there is one."""
         wait(self._waiting, return_when=FIRST_COMPLETED)
         return bool(self._waiting)
 
@@ -117,7 +117,7 @@ class Batch:
             asked, shown = read_fields(self._served, fields, is_chat=is_chat)
             asked = form.kind.bound(self._served, form.body, asked)
             _check(asked, shown)
-        except Exception as error:  # whatever is wrong with it, others are answered
+        except Exception as error:  # after any error the others are answered
             self._fail(number, error)
             return None
         return Line(number, form, asked, shown)
@@ -160,7 +160,7 @@ class Batch:
         return None
 
     def _reply(self, line: Line) -> AnyReply:
-        """Return what tells of a line's texts."""
+        """Return the writer of a line's texts."""
         scored: Sequence[Scored] = ()
         if line.shown.has_prompt_logprobs and self._served.scorer is not None:
             scored = self._served.scorer.score(line.asked.prompts)
@@ -169,7 +169,7 @@ class Batch:
 
 
 def _check(asked: Asked, shown: Shown) -> None:
-    """Refuse what a result does not tell."""
+    """Refuse fields that a result does not have."""
     if len(asked.prompts) > 1:
         raise Refused("a line has one prompt", "prompt")
     if shown.is_streamed:
@@ -177,5 +177,5 @@ def _check(asked: Asked, shown: Shown) -> None:
 
 
 def _nothing() -> Completion:
-    """Return what comes of a text of no new tokens."""
+    """Return the completion of a text of no new tokens."""
     return Completion(-1, 0, [], [], FinishReason.LENGTH, "")

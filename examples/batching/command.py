@@ -21,10 +21,10 @@ MOST_GRAMMARS = 8  # at one time, if a line asks for one; others wait
 
 
 def serve(options: argparse.Namespace) -> None:
-    """Do what the command line says; end with status 1 if a line has an error."""
+    """Run the command line; end with status 1 if a line has an error."""
     if processes.is_follower():
         with answering_errors():
-            # What a line asks for decides what is compiled, here as well.
+            # The options of the lines determine the compiled programs, here as well.
             lines = read_lines(Path(options.prompts))
             processes.follow(load_for(options, lines).engine)
         return
@@ -42,7 +42,7 @@ def serve(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace, lines: list[str], results: ResultLines) -> None:
-    """Load the model, and answer what has no result yet."""
+    """Load the model, and answer the lines without a result."""
     served = load_for(options, lines)
     try:
         warm_up(served.engine)

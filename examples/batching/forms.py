@@ -22,7 +22,7 @@ OF_BATCHES = {"custom_id", "method", "url", "body"}
 
 
 class Form(NamedTuple):
-    """What a line asks for, and how its result is told."""
+    """A line's request, and the form of its result."""
 
     kind: Kind
     body: Mapping[str, Any]
@@ -35,10 +35,10 @@ class Form(NamedTuple):
 
 
 def read_form(line: str) -> Form:
-    """Return what a line asks for.
+    """Return the request of a line.
 
     Raises:
-        ValueError: when it is no object, or names what is not served of batches.
+        ValueError: for a line that is no object, or has fields not served of batches.
     """
     body = read_line(line)
     if not OF_BATCHES - {"method"} & body.keys():
@@ -82,7 +82,7 @@ def write_answer(
     Args:
         line: as it is in the file.
         form: of the line.
-        found: what came of each choice.
+        found: the completion of each choice.
         whole: the reply, as a client would have it.
 
     Raises:

@@ -1,8 +1,8 @@
 """Results as lines of JSON that survive an interrupt: none is lost, none comes twice.
 
-A line counts once its newline is on the disk. What a killed process left half-written
-is cut off when the next one begins; what a full disk did not take is cut off at once.
-Nothing is cut off that is not the beginning of a result.
+A line counts once its newline is on the disk. The half-written line of a killed process
+is cut off when the next one begins; that of a full disk at once. Only the beginning of
+a result is ever cut off.
 """
 
 import functools
@@ -16,12 +16,12 @@ from typing import Any
 
 from served.asking.fields import check_texts
 
-# Levels that are kept free, of what Python can nest: a result is written elsewhere.
+# Levels kept free of Python's nesting limit: a result nests them deeper.
 MARGIN = 50
 
 
 def digest(text: str) -> str:
-    """Return a name for what a line asks for."""
+    """Return a hash of a line's request."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -30,7 +30,7 @@ class ResultLines:
 
     Attributes:
         done: the numbers of the lines that have their results.
-        failed: of them, those whose result is an error.
+        failed: the number of them with an error as result.
     """
 
     def __init__(self, path: Path, asked: list[str]):
@@ -90,7 +90,7 @@ class ResultLines:
             self.failed.add(number)
 
     def _read(self, path: Path) -> int:
-        """Count what is done; return where the last whole line ends."""
+        """Count the finished lines; return where the last whole line ends."""
         *whole, rest = path.read_bytes().split(b"\n")
         for line in whole:
             try:
@@ -109,7 +109,7 @@ class ResultLines:
         return sum(len(line) + 1 for line in whole)
 
     def _is_beginning(self, rest: bytes) -> bool:
-        """Whether a line without an end is how a result begins."""
+        """True if a line without an end is how a result begins."""
         pattern = rb'\{"line": (\d{1,18}), "asked": "(\w*)(.*)'
         found = re.fullmatch(pattern, rest, re.DOTALL)
         if found is None:  # then it ends before the digest

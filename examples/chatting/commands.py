@@ -1,4 +1,4 @@
-"""What a line that begins with a slash does; each returns a line to print."""
+"""Commands: lines that begin with a slash; each returns a line to print."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ def undo(chat: Chat, _: str) -> str:
 
 
 def branch(chat: Chat, _: str) -> str:
-    """Go on in a copy, which shares the blocks of what was said."""
+    """Go on in a copy, which shares the blocks of the history."""
     old = chat.branch
     before = int(jkv.num_free_blocks(chat.cache))
     cache, forked = jkv.fork(chat.cache, [old.seq_id])
@@ -42,7 +42,7 @@ def switch(chat: Chat, number: str) -> str:
 
 
 def save(chat: Chat, path: str) -> str:
-    """Write keys and values to a file, and what was said to another beside it."""
+    """Write keys and values to a file, and the history to another beside it."""
     if not path:
         raise ValueError("/save needs the name of a file")
     jkv.save(path, chat.cache, [chat.branch.seq_id])

@@ -18,7 +18,7 @@ WIDTH = 64  # tokens are padded to a multiple of it: few programs to compile
 
 @dataclasses.dataclass
 class Branch:
-    """A conversation: its sequence, the tokens in the cache, and what was said."""
+    """A conversation: its sequence, the tokens in the cache, and the messages."""
 
     seq_id: int
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -27,10 +27,10 @@ class Branch:
 
 
 class Chat:
-    """All branches, one of which is spoken in."""
+    """All branches, and the current one."""
 
     def __init__(self, options: argparse.Namespace):
-        """Read the checkpoint, and open a conversation in which nothing was said."""
+        """Read the checkpoint, and open an empty conversation."""
         self.options = options
         loops = pretrained.prefers_loops()
         model, self._params = pretrained.load(options.model, loop_layers=loops)
@@ -86,7 +86,7 @@ class Chat:
         branch = self.branch
         messages = [*branch.messages, {"role": "user", "content": line}]
         ids = self._encode(messages)
-        # A token is computed at least: what follows the last one is asked for.
+        # At least one token is computed: its logits give the next one.
         pairs = zip(ids[:-1], branch.tokens, strict=False)
         kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         kept = self.cut(kept)

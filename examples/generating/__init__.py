@@ -1,4 +1,4 @@
-"""What `examples/generate.py` does, and what other examples share.
+"""Parts of `examples/generate.py`, shared by other examples.
 
 Files in reading order: ``command.py`` (the generation), ``prompts.py`` (texts become
 tokens), ``output.py`` (tokens become text), ``options.py`` (the command line); and for

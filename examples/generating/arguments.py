@@ -1,4 +1,4 @@
-"""Command lines whose mistakes are answered in one line, before anything is loaded."""
+"""Command lines with errors of one line, raised before anything is loaded."""
 
 import argparse
 import math
@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from .ending import BAD_VALUE
 
-# What is given, by bfloat16, and what it costs at most on two models, as in
+# The gain over bfloat16, and the largest cost on two models, as in
 # jkv/formats/table.py, which is not imported, so that --help comes at once.
 FORMATS = "int8 (1.9 times the tokens, perplexity +0.4%% at most), fp8 (1.9, +0.8%%)"
 VALUES = "int4 beside int8 (2.6 times the tokens, perplexity +1.0%%)"
@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def at_least(least: float, kind: type = int) -> Callable[[str], Any]:
-    """Return what reads a number from a smallest one on; infinity and NaN are none."""
+    """Return a parser of numbers >= `least`; it rejects infinity and NaN."""
 
     def read(text: str) -> Any:
         value = kind(text)
@@ -42,7 +42,7 @@ def at_least(least: float, kind: type = int) -> Callable[[str], Any]:
 
 
 def add_stored_dtypes(parser: argparse.ArgumentParser) -> None:
-    """Add how keys and values are stored, with what that costs and gives."""
+    """Add the dtypes of keys and values, with their costs and gains."""
     add = parser.add_argument
     add("--kv-dtype", help=f"of the cache: {FORMATS}; the model's")
     add("--value-dtype", help=f"of its values: {VALUES}; as --kv-dtype")
@@ -68,7 +68,7 @@ def pattern(given: str) -> re.Pattern[str]:
 
 
 def new_file(*endings: str) -> Callable[[str], Path]:
-    """Return what reads the name of a file to write, in a folder that is there."""
+    """Return a parser of names of new files, in an existing folder."""
 
     def read(given: str) -> Path:
         path = Path(given)

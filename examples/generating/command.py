@@ -1,4 +1,4 @@
-"""Continue prompts: read them, let an engine continue them, and show the texts."""
+"""Continue prompts: read them, run an engine on them, and show the texts."""
 
 import argparse
 import dataclasses
@@ -28,7 +28,7 @@ STEPS_A_WINDOW = 4
 
 
 class Task(NamedTuple):
-    """What is to be done."""
+    """The prompts and options of a run."""
 
     model: pretrained.Decoder
     params: pretrained.Params
@@ -42,7 +42,7 @@ class Task(NamedTuple):
 
 
 def generate(options: argparse.Namespace) -> None:
-    """Do what the command line says."""
+    """Run the command line."""
     jkv.keep_compiled_programs()
     console = Console(stderr=True)
     with answering_errors():

@@ -1,10 +1,10 @@
-"""How a command ends when it does not end by itself: in one line, whatever the cause.
+"""Abnormal ends of a command: one line of output, for every cause.
 
 Ctrl-C ends the process at once, by `os._exit`. JAX compiles on threads of its own: the
-main thread is interrupted, the compiler is not, and it takes up to half a minute. What
-Python and C++ do at exit destroys the client and the tables that it works with, and the
+main thread is interrupted, the compiler is not, and it takes up to half a minute. At
+exit Python and C++ destroy the client and the tables that it works with, and the
 process dies of a SIGSEGV. A client that is kept alive does not help: half of the
-processes then died in LLVM, whose own tables go when `exit` runs.
+processes then died in LLVM, as its own tables go when `exit` runs.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import NoReturn
 
-# What a shell reports of a process that a signal has ended: 128 and its number.
+# A shell's status for a process that a signal has ended: 128 and its number.
 INTERRUPTED, OUTPUT_CLOSED = 128 + 2, 128 + 13
 
-# A value that cannot be, as argparse has it; and what failed for another reason.
+# An invalid value, as in argparse; and a failure for another reason.
 BAD_VALUE, FAILED = 2, 1
 
 # New objects after which Python looks for cycles. Tracing makes many that stay: after
@@ -34,10 +34,10 @@ EXTRAS = {"tunix": "tunix", "starlette": "http", "uvicorn": "http"}
 
 @contextlib.contextmanager
 def ending_in_one_line() -> Iterator[None]:
-    """End with a line and the usual exit status on what is no fault of the program.
+    """End with a line and the usual exit status on errors outside the program.
 
-    That is Ctrl-C, a closed pipe, and a package that is not installed: import what is
-    not Python's own within.
+    They are Ctrl-C, a closed pipe, and a package that is not installed: import all
+    packages but Python's own within.
     """
     set_known_flags()
     gc.set_threshold(COLLECTED_AFTER)
@@ -51,7 +51,7 @@ def ending_in_one_line() -> Iterator[None]:
     except KeyboardInterrupt:
         end_now(INTERRUPTED, "\ninterrupted")
     except BrokenPipeError:
-        # What is still buffered goes nowhere; else Python complains when it exits.
+        # Buffered output goes nowhere; else Python complains when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print("\nstopped: the output was closed", file=sys.stderr)
         sys.exit(OUTPUT_CLOSED)

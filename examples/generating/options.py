@@ -14,7 +14,7 @@ SAMPLING = dict(
 
 
 def parse_arguments(description: str) -> argparse.Namespace:
-    """Return the options; those of `SAMPLING` are None unless given."""
+    """Return the options; the `SAMPLING` ones are None unless given."""
     parser = Parser(description, prog="generate.py")
     add = parser.add_argument
     add("prompts", nargs="*", help="texts to continue; without any, an example")

@@ -13,7 +13,7 @@ from jkv.serving import Completion, EngineStats, Event
 
 SEPARATOR = "\n\n---\n\n"
 
-# What a decoder makes of bytes that are no character, or only a part of one.
+# A decoder's replacement for bytes that are no character, or only a part of one.
 BROKEN = "\ufffd"
 
 # A character has at most four bytes, so at most three of them can be left over.
@@ -34,7 +34,7 @@ class TextStream:
         self._shown = self._decode(self._prompt) if is_chat else ""
 
     def advance(self, tokens: Sequence[int], *, has_ended: bool = False) -> str:
-        """Return what is new of the text, given all new tokens so far."""
+        """Return the new part of the text, given all new tokens so far."""
         ids = [*self._prompt, *tokens]
         num_waiting = self._count_bytes(ids)
         if has_ended:
@@ -63,7 +63,7 @@ class TextStream:
 
 
 class Shown:
-    """What is printed: one text as it comes, or each one when it ends."""
+    """Printed texts: one text as it comes, or each one when it ends."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Shown:
         self._num_shown = 0
 
     def advance(self, event: Event) -> None:
-        """Print what is new of the only text."""
+        """Print the new part of the only text."""
         stream = self._streams[0]
         if not self._num_shown and not self._options.chat:
             print(stream.advance([]), end="")
@@ -101,7 +101,7 @@ class Shown:
         sys.stdout.flush()
 
     def describe(self, prompt: int, completion: Completion) -> dict[str, object]:
-        """Return what became of a sequence, ready for JSON; the text is the new part.
+        """Return the result of a sequence, ready for JSON; the text is the new part.
 
         With --stop it is the engine's text, which ends before the stop.
         """
@@ -131,7 +131,7 @@ def show_closing_line(
     seconds_before: float,
     seconds: float,
 ) -> None:
-    """Say on standard error what it took."""
+    """Print counts and times on standard error."""
     empty = stats.empty_slots / max(1, stats.peak_blocks * block_size)
     print(
         f"\n\n{stats.generated_tokens} tokens, "

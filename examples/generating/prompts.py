@@ -1,4 +1,4 @@
-"""Texts become tokens: where prompts come from, and what is refused of them."""
+"""From texts to tokens: sources of prompts, and their checks."""
 
 import sys
 from collections.abc import Sequence
@@ -9,12 +9,12 @@ from tokenizers import Tokenizer
 
 EXAMPLE = "The with statement is used to"
 
-# Prompts are padded to a multiple: those of about a length share a compiled program.
+# Prompts are padded to a multiple: similar lengths share a compiled program.
 LENGTH_STEP = 64
 
 
 def read_texts(arguments: Sequence[str], file: str | None) -> list[str]:
-    """Return the texts of the command line, then those of a file; its blank lines not.
+    """Return the texts of the command line, then the nonblank lines of a file.
 
     Raises:
         OSError: when the file cannot be read.

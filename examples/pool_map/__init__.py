@@ -1,2 +1,2 @@
-"""What `examples/block_map.py` plays (`game.py`), in cells (`cells.py`) and pictures
-(`drawing.py`)."""
+"""Random operations for `examples/block_map.py` (`game.py`), in cells (`cells.py`)
+and pictures (`drawing.py`)."""

@@ -1,4 +1,4 @@
-"""The pool as cells: what each block is, in signs and colours for a terminal."""
+"""The pool as cells: the kind of each block, in signs and colours for a terminal."""
 
 import colorsys
 import string
@@ -19,7 +19,7 @@ COLOURS = np.array([[0.1] * 3, [0.5] * 3, [1.0] * 3, *HUES])
 
 
 def find_kinds(cache):
-    """Return what each block is, a row of COLOURS, int[N]."""
+    """Return the kind of each block, a row of COLOURS, int[N]."""
     (group,) = cache.metadata.groups
     cells = np.where(np.asarray(cache.metadata.index.hashes) == 0, FREE, CACHED)
     for seq_id, table in enumerate(np.asarray(group.block_tables)):

@@ -44,7 +44,7 @@ def open_one(cache, prompt):
 
 
 def play(cache, num_steps, seed):
-    """Yield the cache after each step, and what was done."""
+    """Yield the cache after each step, and the operation's name."""
     rng = np.random.default_rng(seed)
     starts = rng.integers(1000, size=(3, PROMPT - 8))  # prompts begin like one of them
     for step in range(1, num_steps + 1):

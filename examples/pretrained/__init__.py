@@ -8,15 +8,15 @@
 is read as it is: config.json, one or many safetensors files, tokenizer.json. So is a
 GGUF file (``gguf_reading``).
 
-Files in reading order: ``architecture.py`` and ``architectures.py`` (the table: in what
-each differs from Llama; some with experts in ``expert_architectures.py``, Gemma's in
-``gemma_architectures.py``, Mistral's newer ones in ``mistral_architectures.py``, those
-with a state in ``delta_architectures.py`` and ``mamba_architectures.py``, with readings
-of their own), ``config.py`` (what a config.json says; ``settings.py``, ``readings.py``,
-``windows.py``, ``rope_settings.py``, ``parts.py`` and, of models that also see,
-``text_part.py`` are for parts of it), ``model.py`` (the forward pass;
-``layers.py``, ``attention.py``, ``rope.py``, ``experts.py``, and ``mixers`` for layers
-with a state), ``caches.py`` (what is kept of a sequence), ``tensors.py`` and
+Files in reading order: ``architecture.py`` and ``architectures.py`` (the table: the
+differences of each from Llama; some with experts in ``expert_architectures.py``,
+Gemma's in ``gemma_architectures.py``, Mistral's newer ones in
+``mistral_architectures.py``, models with a state in ``delta_architectures.py`` and
+``mamba_architectures.py``, with readings of their own), ``config.py`` (a config.json;
+``settings.py``, ``readings.py``, ``windows.py``, ``rope_settings.py``, ``parts.py``
+and, of models that also see, ``text_part.py`` are for parts of it), ``model.py`` (the
+forward pass; ``layers.py``, ``attention.py``, ``rope.py``, ``experts.py``, and
+``mixers`` for layers with a state), ``caches.py`` (the cache), ``tensors.py`` and
 ``checkpoint.py`` (weights; ``files.py``, ``quantized.py``, and ``spreading.py`` for
 several devices), ``tokenizer.py`` (texts), ``chat_template.py`` (chats),
 ``sampling.py`` (generation_config.json), ``keeping.py`` (compiled programs).
@@ -91,7 +91,7 @@ def load(
         folder: a Hugging Face checkpoint, config.json and safetensors, or a GGUF file.
         dtype: type of weights and activations; float32 on a CPU and the checkpoint's
             own elsewhere when it is None.
-        mesh: devices over whose axis "tp" the weights are spread as they are read.
+        mesh: devices; the weights are sharded over its axis "tp" as they are read.
         scan_layers: for many layers: programs compile faster, and tokens take longer
             (`DecoderConfig`).
         loop_layers: for many layers on a CPU (`prefers_loops`): programs compile faster

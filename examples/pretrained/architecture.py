@@ -1,4 +1,4 @@
-"""What a row of the table of architectures says."""
+"""A row of the table of architectures."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -9,22 +9,22 @@ from .settings import Settings
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """What the checkpoints of a model type have in common.
+    """The common properties of the checkpoints of a model type.
 
-    defaults: what its class in transformers has for keys that config.json leaves out.
+    defaults: its transformers class's values for keys that config.json leaves out.
     aliases: how its files call keys that others have by the name given first.
     choices: fields of `DecoderConfig` that are the same in all of its checkpoints.
     read: returns the fields that follow from keys of its own.
     tensors: names of tensors that differ from Llama's, by parameter. Two parameters
         with one name are parts of that tensor.
     prefix: how names of tensors begin, but for that of the head.
-    fused_experts: of experts in one tensor, whether it is [experts, in, out] and what
-        belongs together alternates in the "columns", or it is [experts, out, in] and
-        one lies below the other in the "rows".
+    fused_experts: of experts in one tensor, whether it is [experts, in, out] with
+        matching "columns" alternating, or it is [experts, out, in] and one lies below
+        the other in the "rows".
     ignored: how names of tensors begin that are not read: layers that guess tokens.
     has_windows: whether layers may have the window that config.json speaks of.
-    biases: of the projections: those that config.json asks for, those of queries, keys
-        and values, or none.
+    biases: of the projections: as config.json requests, those of queries, keys and
+        values, or none.
     can_turn_partly: whether positions may turn a part of each head only.
     """
 

@@ -1,11 +1,11 @@
-"""The architectures: a row for each, in what its models differ from Llama.
+"""The architectures: a row for each, with its differences from Llama.
 
 To add an architecture, add a row; where its config.json has keys of its own, a
 function to `readings.py` that turns them into fields of `DecoderConfig`; and a tiny
 checkpoint to `tests/support/checkpoint_fixtures.py`, to show that transformers gives
-the logits. `docs/how-to/architectures.md` goes through it. Rows with
-Mamba 2 or short convolutions are in `mamba_architectures.py`, those with a gated delta
-rule in `delta_architectures.py`, and GLM, Hunyuan, ERNIE and others with experts in
+the logits. `docs/how-to/architectures.md` goes through it. Rows with Mamba 2 or short
+convolutions are in `mamba_architectures.py`, rows with a gated delta rule in
+`delta_architectures.py`, and GLM, Hunyuan, ERNIE and others with experts in
 `expert_architectures.py`.
 """
 

@@ -29,10 +29,10 @@ def attend(
         config: the model's settings.
         weights: of the layer.
         x: [R, E].
-        turns: what positions turn by.
+        turns: rotations by position.
         cache: the cache.
-        layer: i32[], the number in the cache of the layer whose keys it attends to.
-        batch: what ``append`` returned.
+        layer: i32[], the number in the cache of the layer that holds the keys.
+        batch: the batch from ``append``.
         window: tokens that a row sees, itself counted.
 
     Returns:
@@ -84,7 +84,7 @@ def _turn_heads(
     name: str,
     dim: int | None = None,
 ) -> jax.Array:
-    """Return turned queries [R, H, D], of which the dim is found, or keys [R, K, D]."""
+    """Return rotated queries [R, H, D], with D inferred, or keys [R, K, D]."""
     if config.qk_norm == "all":
         rows = norm(config, rows, weights, f"{name}_norm")
     heads = rows.reshape(rows.shape[0], -1, dim or rows.shape[-1] // config.num_heads)
@@ -108,11 +108,11 @@ def _shape_values(config: DecoderConfig, rows: jax.Array, dim: int) -> jax.Array
 def _project_latent(
     config: DecoderConfig, latent: Latent, weights: Weights, x: jax.Array, turns: Turns
 ) -> tuple[jax.Array, jax.Array]:
-    """Return queries [R, H, C + T] and keys [R, 1, C + T], of which C are the values.
+    """Return queries [R, H, C + T] and keys [R, 1, C + T]; C components are the values.
 
     A head's key without position is ``key_up @ latent``. Its product with a query is
     that of the latent vector with ``query @ key_up``: so queries come to the latent
-    vectors, and those alone are cached (https://arxiv.org/abs/2405.04434).
+    vectors, and only these are cached (https://arxiv.org/abs/2405.04434).
     """
     if latent.query_rank is None:
         queries = linear(x, weights, "query")

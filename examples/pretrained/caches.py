@@ -1,4 +1,4 @@
-"""What a model keeps of a sequence: keys and values, those of a window, states."""
+"""The cache of a sequence: keys and values, with or without a window, and states."""
 
 import dataclasses
 from typing import Any
@@ -51,10 +51,10 @@ def choose_config(
         max_context_length: most tokens of a sequence.
         max_sequences: sequences at one time, which never lack blocks.
         step_tokens: most tokens that a step adds to one sequence; then layers with a
-            window have a pool of their own, which forgets what nothing sees.
+            window have a pool of their own, which releases tokens outside the window.
         num_blocks: of the layers with keys and values, instead of enough for all.
         block_size: tokens of a block.
-        prefix_caching: whether later prompts find what earlier ones left.
+        prefix_caching: enables prefix cache hits of later prompts.
         max_pending: of layers with a state: tokens that may be taken back, as many as
             a step guesses.
         num_snapshots, snapshot_every: of layers with a state, for `prefix_caching`: how
@@ -172,7 +172,7 @@ def _group_by_mixer(
                 max_sequences=sizes["max_sequences"],
                 max_context_length=max_context_length,
                 block_size=sizes["block_size"],
-                # States are kept in float32, whatever the model computes in.
+                # States are kept in float32, for every dtype of the model.
                 **config.state.as_fields(
                     "float32", has_inputs=bool(of_states["max_pending"])
                 ),

@@ -2,9 +2,9 @@
 
 Templates are programs of jinja2, written for the environment that `transformers` gives
 them: a sandbox with blocks trimmed, `break` and `continue`, the tag `generation`, a
-`tojson` that escapes nothing, `raise_exception` and `strftime_now`. They differ in what
-they take for a call's arguments (an object or a text), so these are both at once, and
-for a message's content (`template_reading.py`).
+`tojson` that escapes nothing, `raise_exception` and `strftime_now`. They differ in the
+type of a call's arguments (an object or a text), so these are both at once, and in that
+of a message's content (`template_reading.py`).
 """
 
 import datetime
@@ -58,8 +58,8 @@ def render_chat(
     Args:
         folder: a checkpoint with a chat_template.jinja, or with a ``chat_template`` in
             its tokenizer_config.json.
-        messages: a question, or what was said so far, as the API of OpenAI has it:
-            each with "role" and "content".
+        messages: a question, or the conversation, in the form of OpenAI's API: each
+            with "role" and "content".
         tools: that the model may call, as the API of OpenAI has them.
         variables: further ones that the template knows, such as "enable_thinking".
 
@@ -87,7 +87,7 @@ def render_chat(
 
 
 def has_chat_template(folder: str | Path) -> bool:
-    """Whether the checkpoint was taught to chat."""
+    """True if the checkpoint was taught to chat."""
     try:
         settings = read_tokenizer_settings(find_folder(folder))
         return bool(_find_template(folder, settings))
@@ -96,7 +96,7 @@ def has_chat_template(folder: str | Path) -> bool:
 
 
 def can_show_tools(folder: str | Path) -> bool:
-    """Whether the checkpoint's template tells the model of tools that it may call."""
+    """True if the checkpoint's template tells the model of tools that it may call."""
     settings = read_tokenizer_settings(find_folder(folder))
     source = _find_template(folder, settings, has_tools=True)
     return _shows_tools(source, tuple(_special_tokens(settings).items()))
@@ -104,7 +104,7 @@ def can_show_tools(folder: str | Path) -> bool:
 
 @functools.lru_cache(maxsize=16)
 def _shows_tools(source: str, special: tuple[tuple[str, str], ...]) -> bool:
-    """Whether a template writes the name of a tool; one that fails is not judged."""
+    """True if a template writes the name of a tool; one that fails is not judged."""
     name = "a_tool_to_be_shown"
     parameters = {"type": "object", "properties": {}, "required": []}
     function = {"name": name, "description": "A tool.", "parameters": parameters}
@@ -153,7 +153,7 @@ def _compile(source: str) -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}`: what the model said, which trainers mark."""
+        """`{% generation %}`: the model's words, which trainers mark."""
 
         tags = {"generation"}
 
@@ -199,7 +199,7 @@ def _read_call(call: Mapping[str, Any]) -> dict[str, Any]:
 def _read_arguments(given: Any) -> Any:
     """Return arguments, which come as JSON or as its text.
 
-    A text that is no object stays one: what a model wrote may have been cut.
+    A text that is no object stays one: the model's text may have been cut.
     """
     if given is None or given == "":
         given = {}

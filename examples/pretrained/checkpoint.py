@@ -43,7 +43,7 @@ def read_params(
 
     Args:
         folder: holds model.safetensors, or shards and their index.
-        config: what ``read_config`` made of the folder's config.json.
+        config: ``read_config``'s result for the folder's config.json.
         dtype: floating type to cast to; float32 on a CPU and the checkpoint's own
             elsewhere when it is None.
         put: puts each parameter on its devices, as it is read.
@@ -166,7 +166,7 @@ def _read_stack(
 def _list_pieces(
     tensors: Tensors, source: Source, name: str
 ) -> Iterator[tuple[Any, Callable[[], np.ndarray]]]:
-    """Yield the indices in a parameter, and what reads the tensor for each."""
+    """Yield the indices in a parameter, and a function that reads each tensor."""
     if not source.num_experts:
         yield ..., partial(tensors.read, name, source.stored)
     for expert in range(source.num_experts):
@@ -219,7 +219,7 @@ def _refuse_unexpected(paths: dict[str, Path], config: DecoderConfig) -> None:
 
 
 def _is_of_others_keys(name: str, config: DecoderConfig) -> bool:
-    """Whether a layer would project keys and values that it does not use."""
+    """True if a layer would project keys and values that it does not use."""
     prefix = f"{ARCHITECTURES[config.architecture].prefix}layers."
     layer, _, rest = name.removeprefix(prefix).partition(".")
     if not name.startswith(prefix) or not layer.isdecimal():

@@ -1,8 +1,8 @@
-"""What a checkpoint's config.json says, checked.
+"""The settings of a checkpoint's config.json, checked.
 
 One frozen, hashable object holds every static setting of the model, so that it can be
-closed over by jit. Whatever the forward pass would compute wrongly is refused here, by
-name, instead of giving fluent nonsense later.
+closed over by jit. Settings that the forward pass would compute wrongly are refused
+here, by name, instead of giving fluent nonsense later.
 """
 
 import dataclasses
@@ -43,17 +43,17 @@ class Run(NamedTuple):
 
     start: int
     stop: int
-    mixers: tuple[str, ...]  # what mixes tokens: "attention", names in `MIXERS`
-    feeds: Literal["perceptron", "experts"] | None  # what every token goes through
+    mixers: tuple[str, ...]  # token mixers: "attention", names in `MIXERS`
+    feeds: Literal["perceptron", "experts"] | None  # part for every token
 
     @property
     def has_attention(self) -> bool:
-        """Whether the layers have keys and values."""
+        """True if the layers have keys and values."""
         return ATTENTION in self.mixers
 
     @property
     def state_mixers(self) -> tuple[str, ...]:
-        """What keeps a state, one at most."""
+        """The mixers with a state, one at most."""
         return tuple(name for name in self.mixers if name != ATTENTION)
 
 
@@ -66,8 +66,8 @@ class DecoderConfig:
     num_layers, num_heads, num_kv_heads, head_dim: ints, `L`, `H`, `K`, `D`.
     layer_heads: per layer, key-value heads and head dim, where layers differ in them;
         empty where `num_kv_heads` and `head_dim` say it.
-    key_layers: per layer, whose keys and values it attends to, its own or those of an
-        earlier layer that keeps some; empty for its own in all layers. The layers that
+    key_layers: per layer, the layer that holds its keys and values, itself or an
+        earlier one that keeps some; empty for its own in all layers. The layers that
         keep some are the first ones.
     values_of_keys: per layer, whether values are projected as keys are; empty for none.
     inner_sizes: per layer, `F`, where layers differ in it.
@@ -82,7 +82,7 @@ class DecoderConfig:
     state_norms: the same of layers with a state; None if they are like the others.
     norm_offset: float, added to the norms' weights.
     has_centred_norms, has_norm_bias: norms subtract the mean first; they add biases.
-    is_parallel: the perceptron takes what attention took, and both are added at once.
+    is_parallel: the perceptron takes attention's input, and both are added at once.
     qk_norm: queries and keys are normed: each "head", each of the "heads" by weights of
         its own, or "all" of them before they are turned, or each head after it is
         "turned".
@@ -92,25 +92,25 @@ class DecoderConfig:
         ``1 + b log(1 + p // n)`` times as long; None if they do not grow.
     soft_cap, logit_cap: floats, bounds of the scores and the logits; None for none.
     has_sinks: each head has a logit that takes part in the softmax with no value.
-    has_output_gate: what heads attended to is weighed, by sigmoids beside the queries.
+    has_output_gate: the heads' outputs are weighed, by sigmoids beside the queries.
     activation: one of ``ACTIVATIONS``.
-    is_gated: perceptrons and experts multiply what is activated by a second product.
+    is_gated: perceptrons and experts multiply the activated product by a second one.
     swiglu_limits: of gpt-oss, the sigmoid's slope and the bound of its arguments.
-    embedding_scale, residual_scale, logit_scale: floats that multiply embeddings, what
-        each half of a layer adds, and logits.
-    attention_scales: floats that multiply what goes into attention and comes out.
-    mlp_scales: floats that multiply gates of perceptrons and what comes out of these.
-    layer_inputs: what layers are told of a token besides; None for nothing.
-    has_layer_scales: what a layer returns is multiplied by a learnt number.
+    embedding_scale, residual_scale, logit_scale: floats that multiply embeddings, the
+        output of each half of a layer, and logits.
+    attention_scales: floats that multiply attention's input and its output.
+    mlp_scales: floats that multiply gates of perceptrons and the outputs of these.
+    layer_inputs: per-layer inputs about a token; None for nothing.
+    has_layer_scales: a layer's output is multiplied by a learnt number.
     latent: the sizes of latent attention; None for keys and values of each head.
     experts: the sizes of expert layers; None if there are none.
     expert_layers: per layer, whether it has experts.
-    mixers: per layer, what mixes tokens: "attention", a name in ``MIXERS``, both, or
+    mixers: per layer, its token mixers: "attention", a name in ``MIXERS``, both, or
         nothing; empty for attention in all layers.
     fed_layers: per layer, whether it has a perceptron or experts; empty for all layers.
-    delta_rule, state_space, convolution: the sizes of layers with those mixers; None if
-        there are none.
-    state: what a layer with a state keeps, as jkv reads it; None if none has one.
+    delta_rule, state_space, convolution: the sizes of layers with these mixers; None
+        without any.
+    state: the state of a layer, as jkv reads it; None if no layer has one.
     scan_layers: neighbouring layers with the same parameters share a ``lax.scan``: a
         program of many layers compiles faster, and each step copies their weights.
     loop_layers: they share a loop that reads the weights where they lie, for CPUs;
@@ -185,23 +185,23 @@ class DecoderConfig:
 
     @property
     def layer_mixers(self) -> tuple[tuple[str, ...], ...]:
-        """Per layer, what mixes tokens."""
+        """Per layer, its token mixers."""
         return self.mixers or ((ATTENTION,),) * self.num_layers
 
     @property
     def has_loops(self) -> bool:
-        """Whether layers alike share a loop; others' keys need a layer's own number."""
+        """True if layers alike share a loop; others' keys need a layer's own number."""
         is_told = self.key_layers or self.layer_heads
         return self.loop_layers and not (self.scan_layers or is_told)
 
     @property
     def has_states(self) -> bool:
-        """Whether layers are unlike in what they keep of a sequence."""
+        """True if layers are unlike in their cached data of a sequence."""
         return any(mixers != (ATTENTION,) for mixers in self.layer_mixers)
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """The layers in order, those together that one scan goes through.
+        """The layers in order, grouped by the scan that goes through them.
 
         Layers that keep unlike things of a sequence run one by one.
         """
@@ -212,7 +212,7 @@ class DecoderConfig:
         return tuple(Run(run[0], run[-1] + 1, *kinds[run[0]]) for run in layers)
 
     def _list_parts(self, layer: int) -> tuple[Any, Any]:
-        """Return what mixes a layer's tokens, and what they go through after it."""
+        """Return a layer's token mixers, and the part after them."""
         is_fed = not self.fed_layers or self.fed_layers[layer]
         has_experts = bool(self.expert_layers) and self.expert_layers[layer]
         feeds = ("experts" if has_experts else "perceptron") if is_fed else None
@@ -220,7 +220,7 @@ class DecoderConfig:
 
     @property
     def num_cached_layers(self) -> int:
-        """Layers that keep keys and values, of those that attend."""
+        """Number of attention layers that keep keys and values."""
         return len(set(self.key_layers)) or self.num_layers
 
     def find_heads(self, layer: int) -> tuple[int, int]:
@@ -237,7 +237,7 @@ class DecoderConfig:
 
     @property
     def turns_neighbours(self) -> bool:
-        """Whether the pairs that positions turn are neighbours in a head."""
+        """True if the pairs that positions turn are neighbours in a head."""
         return any(rope is not None and rope.is_interleaved for rope in self.ropes)
 
     @property
@@ -354,7 +354,7 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
         quantization=read_quantization(settings),
     )
     if "intermediate_size" not in fields:
-        # Models whose layers all have experts name no other size.
+        # Models with experts in all layers name no other size.
         general["intermediate_size"] = settings.count(
             "intermediate_size", settings.get("moe_intermediate_size")
         )
@@ -416,7 +416,7 @@ def _read_dtype(settings: Settings) -> str:
 
 
 def _supported_model_type(raw: Mapping[str, Any]) -> str:
-    """Return the model type, or refuse what this model does not compute."""
+    """Return the model type, or reject one that this model does not compute."""
     model_type = raw.get("model_type")
     if isinstance(model_type, str) and model_type in REFUSED:
         raise ValueError(

@@ -1,6 +1,6 @@
-"""What the config.json of a model with states says, a function for each architecture.
+"""Fields from the config.json of models with states, a function per architecture.
 
-They return fields of `DecoderConfig`, as those of `readings.py` do.
+They return fields of `DecoderConfig`, like the functions of `readings.py`.
 """
 
 import dataclasses
@@ -113,7 +113,7 @@ def _check_kimi_layers(linear: Settings, num_layers: int) -> None:
 
 
 def _read_mixers(settings: Settings) -> tuple[tuple[str, ...], ...]:
-    """Return what mixes tokens in each layer: attention, or the delta rule."""
+    """Return each layer's token mixer: attention, or the delta rule."""
     num_layers = settings.count("num_hidden_layers")
     kinds = list_kinds(settings, num_layers)
     names = {FULL: ("attention",), STATE: ("delta_rule",)}

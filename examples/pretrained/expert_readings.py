@@ -1,6 +1,6 @@
-"""What the config.json of a row of `expert_architectures.py` says.
+"""Fields from the config.json of a row of `expert_architectures.py`.
 
-They return fields of `DecoderConfig`, as those of `readings.py` do.
+They return fields of `DecoderConfig`, like the functions of `readings.py`.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ def read_glm4_moe(settings: Settings) -> dict[str, Any]:
 def read_hunyuan(settings: Settings) -> dict[str, Any]:
     """Read a base of the wavelengths that is stretched once, for texts of any length.
 
-    A file calls it "dynamic" beside its `alpha`; without one dynamic is what it is
+    A file calls it "dynamic" beside its `alpha`; without one dynamic means the same as
     elsewhere.
     """
     _refuse(settings, use_cla=False, use_qk_norm=True)

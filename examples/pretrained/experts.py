@@ -1,11 +1,11 @@
 """Expert layers: each row goes through a few of many perceptrons, and none is dropped.
 
-Rows are sorted by expert, and a loop goes through tiles of rows of one expert. What a
-layer costs is the rows times the experts each of them uses, rounded up to a tile for
+Rows are sorted by expert, and a loop goes through tiles of rows of one expert. The cost
+of a layer is the rows times the experts each of them uses, rounded up to a tile for
 each expert that is used at all; the weights of no other expert are read. A tile is as
-large as what an expert has on average: a step of 64 rows, 8 of 128 experts each, has up
-to 256 tiles of 4, twice the work of its 512 pairs; of 2,048 rows a few in a hundred are
-padding.
+large as an expert's average number of rows: a step of 64 rows, 8 of 128 experts each,
+has up to 256 tiles of 4, twice the work of its 512 pairs; of 2,048 rows a few in a
+hundred are padding.
 `jax.lax.ragged_dot` gives the same products, but on a CPU multiplies every row by every
 expert (`benchmarks/experts.py`).
 """
@@ -38,7 +38,7 @@ def mix_experts(
         weights: of the layer, without the experts'.
         stacks: of the experts, as `apply_experts` takes them.
         layer: i32[], the layer's number in the run.
-        hidden: [R, E], what was normed.
+        hidden: [R, E], the norm's input.
         x: [R, E], the same, normed.
         valid: bool[R].
     """
@@ -109,7 +109,7 @@ def apply_experts(
     gates: jax.Array,
     valid: jax.Array,
 ) -> jax.Array:
-    """Send rows through their experts and add up what comes back.
+    """Send rows through their experts and add up the outputs.
 
     Args:
         config: the model's settings.
@@ -121,7 +121,7 @@ def apply_experts(
         valid: bool[R]; other rows use no expert, and get zeros.
     """
     (num_rows, per_token), num_experts = chosen.shape, weights["expert_down"].shape[1]
-    # Pairs of a row and an expert, those of one expert together, invalid rows' last.
+    # Pairs of a row and an expert, grouped by expert, invalid rows' last.
     expert_of_pair = jnp.where(valid[:, None], chosen, num_experts).reshape(-1)
     pairs = jnp.argsort(expert_of_pair, stable=True)
     experts = jnp.arange(num_experts, dtype=jnp.int32)
@@ -173,11 +173,11 @@ def _run_expert(
 def _mix_sparsely(
     scores: jax.Array, per_token: int, jitter: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Choose experts one by one, each weighed among those that come close to it.
+    """Choose experts one by one, each weighed among the experts close to it.
 
-    What SparseMixer (https://arxiv.org/abs/2409.12136) does when it is not trained: an
-    expert's weight is its part in a softmax over those of the experts left whose scores
-    f32[R, N] are within twice the jitter of its own, relative to the larger of the two.
+    This is SparseMixer (https://arxiv.org/abs/2409.12136) outside training: an expert's
+    weight is its part in a softmax over the remaining experts with scores f32[R, N]
+    within twice the jitter of its own, relative to the larger of the two.
     """
     experts = jnp.arange(scores.shape[1], dtype=jnp.int32)
     left, choices, gates = scores, [], []

@@ -17,10 +17,10 @@ from .quantized import Quantization, decode_mxfp4, scale_blocks
 from .text_part import name_tensors
 
 FLOATS = ("F16", "BF16", "F32", "F64")
-# How names end of what weights are made whole without.
+# Endings of names of scales that dequantization does not need.
 IGNORED_SCALES = {"fp8": ("activation_scale",)}
 
-# What a quantized matrix has beside its own name.
+# Endings of a quantized matrix's other tensors.
 SUFFIXES = {"mxfp4": ("_blocks", "_scales"), "fp8": ("_scale_inv",)}
 
 
@@ -61,7 +61,7 @@ def find_tensors(folder: Path) -> dict[str, Path]:
 
 
 def _check_weight_map(index: Path, weight_map: Any) -> None:
-    """Refuse what does not name a file beside the index for each tensor.
+    """Reject an index that does not name a file beside it for each tensor.
 
     Raises:
         ValueError: with the key that is wrong.
@@ -79,7 +79,7 @@ def _check_weight_map(index: Path, weight_map: Any) -> None:
 
 
 class Tensors:
-    """The tensors of a checkpoint by name, each read and made whole when asked for."""
+    """The tensors of a checkpoint by name, each read and dequantized on demand."""
 
     def __init__(
         self, paths: dict[str, Path], quantization: Quantization | None

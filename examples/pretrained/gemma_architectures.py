@@ -34,7 +34,7 @@ GEMMA_ARCHITECTURES: dict[str, Architecture] = {
         GEMMA,
         defaults=GEMMA.defaults
         | dict(
-            # What the text parts of larger models leave out.
+            # Keys that the text parts of larger models leave out.
             vocab_size=262_208,
             hidden_size=2304,
             intermediate_size=9216,
@@ -50,7 +50,7 @@ GEMMA_ARCHITECTURES: dict[str, Architecture] = {
     ),
     "gemma4_text": Architecture(
         defaults=dict(
-            # What the text parts of models that also see may leave out.
+            # Keys that the text parts of models that also see may leave out.
             vocab_size=262_144,
             hidden_size=2304,
             intermediate_size=9216,

@@ -1,6 +1,6 @@
-"""What config.json says of Gemma's models.
+"""Fields from config.json of Gemma's models.
 
-They return fields of `DecoderConfig`; `gemma_architectures.py` says whose they are.
+They return fields of `DecoderConfig`; `gemma_architectures.py` names their models.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ ROPES = dict(
 
 
 def read_gemma(settings: Settings) -> dict[str, Any]:
-    """Read what Gemma 2 and 3 share."""
+    """Read the fields that Gemma 2 and 3 share."""
     return dict(
         scale=settings.number("query_pre_attn_scalar") ** -0.5,
         soft_cap=settings.maybe_number("attn_logit_softcapping"),
@@ -50,7 +50,7 @@ def read_gemma3(settings: Settings) -> dict[str, Any]:
 
 
 def read_gemma4(settings: Settings) -> dict[str, Any]:
-    """Read layers of two shapes, those that share keys, and what layers are told."""
+    """Read layers of two shapes, layers that share keys, and per-layer inputs."""
     if settings.get("use_bidirectional_attention") == "all":
         raise ValueError("config.json: bidirectional attention is not supported")
     num_layers = settings.count("num_hidden_layers")
@@ -74,9 +74,9 @@ def read_gemma4(settings: Settings) -> dict[str, Any]:
 
 
 def _share_keys(settings: Settings, windowed: Sequence[bool]) -> tuple[int, ...]:
-    """Return whose keys each layer attends to.
+    """Return the layer that holds each layer's keys.
 
-    The last ones attend to those of the last before them that has the same kind.
+    The last ones attend to the keys of the last one before them of the same kind.
     """
     first = len(windowed) - settings.count("num_kv_shared_layers", 0, least=0)
     producers = {
@@ -99,7 +99,7 @@ def _list_ropes(
     windowed: Sequence[bool],
     heads: Sequence[tuple[int, int]],
 ) -> tuple[Any, ...]:
-    """Return what each layer is turned by, which depends on its head dim too."""
+    """Return the rotation of each layer, which depends on its head dim too."""
     given = rope_parameters(settings) or ROPES
     if not set(given) >= set(ROPES):
         raise ValueError(

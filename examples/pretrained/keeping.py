@@ -1,4 +1,4 @@
-"""What was compiled for a checkpoint is kept, and the next start finds it."""
+"""Compiled programs of a checkpoint, kept for the next start."""
 
 from jkv.commands.compiled_programs import keep_compiled_programs
 from jkv.serving import KeptPrograms
@@ -13,8 +13,8 @@ def keep_programs(model: Decoder) -> KeptPrograms | None:
         model: the model.
 
     Returns:
-        What ``jkv.serving.Engine`` takes; None where JAX was told to keep programs
-        elsewhere, or nothing can be written.
+        An argument of ``jkv.serving.Engine``; None if JAX keeps programs elsewhere, or
+        nothing can be written.
     """
     folder = keep_compiled_programs()
     if folder is None:

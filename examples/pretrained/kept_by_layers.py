@@ -1,4 +1,4 @@
-"""What layers of a model keep, which jkv reads of a config.json.
+"""Cached data of a model's layers, which jkv reads from a config.json.
 
 Their kinds, windows, heads and states: a cache is planned by the same reader before the
 weights are there.
@@ -31,7 +31,7 @@ def list_kinds(settings: Settings, num_layers: int = 0) -> list[str] | None:
     """Return the kind of each layer, as `layer_types` names them; None if all attend.
 
     Args:
-        settings: those of config.json.
+        settings: the config.json.
         num_layers: which it must name; 0 for as many as it does.
 
     Raises:
@@ -53,7 +53,7 @@ def list_kinds(settings: Settings, num_layers: int = 0) -> list[str] | None:
 
 
 def read_windows(settings: Settings, num_layers: int) -> tuple[int | None, ...]:
-    """Return what each layer sees in tokens, itself counted; None is everything.
+    """Return each layer's window in tokens, itself counted; None is everything.
 
     Raises:
         ValueError: for settings that do not fit each other.
@@ -90,7 +90,7 @@ def list_windowed(settings: Settings, num_layers: int) -> tuple[bool, ...]:
 
 
 def read_state(settings: Settings, num_layers: int) -> LayerState | None:
-    """Return what each layer with a state keeps, None if there is none.
+    """Return the state of each layer that has one, None if there is none.
 
     Raises:
         ValueError: for sizes that are none.
@@ -119,7 +119,7 @@ def read_layer_heads(
     """Return the key-value heads and the head dim of each layer.
 
     Raises:
-        ValueError: for what single layers are said to differ in that is not known.
+        ValueError: for unsupported differences between single layers.
     """
     heads, dim = settings.count("num_key_value_heads"), settings.count("head_dim")
     usual = Heads(heads, dim, dim)

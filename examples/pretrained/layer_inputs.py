@@ -1,8 +1,8 @@
-"""What Gemma 4's small models tell every layer of a token besides.
+"""Per-layer inputs of Gemma 4's small models.
 
-A token has an embedding for each layer, much larger together than what the layers
-compute with, of which a step reads a few rows. To it comes a part of the token's usual
-embedding (https://ai.google.dev/gemma/docs/gemma-3n, where it is called per-layer
+A token has an embedding for each layer. Together these are much larger than the weights
+that the layers compute with, and a step reads a few rows of them. A part of the token's
+usual embedding is added (https://ai.google.dev/gemma/docs/gemma-3n: per-layer
 embeddings).
 """
 
@@ -20,7 +20,7 @@ def tell_layers(
     valid: jax.Array,
     hidden: jax.Array,
 ) -> jax.Array:
-    """Return what each layer is told of each row, [L, R, P].
+    """Return each layer's input about each row, [L, R, P].
 
     Args:
         config: the model's settings.
@@ -42,6 +42,6 @@ def tell_layers(
 def take_told(
     config: DecoderConfig, weights: Weights, hidden: jax.Array, told: jax.Array
 ) -> jax.Array:
-    """Return what a layer adds to its rows [R, E] for what it is told, [R, P]."""
+    """Return a layer's addition to its rows [R, E] for its input, [R, P]."""
     gated = bend(config, linear(hidden, weights, "told_gate")) * told
     return norm(config, linear(gated, weights, "told_output"), weights, "told_norm")

@@ -1,4 +1,4 @@
-"""What every part of the model is made of: products, norms and the gated perceptron."""
+"""The model's building blocks: products, norms and the gated perceptron."""
 
 import functools
 import itertools
@@ -29,7 +29,7 @@ class Layers:
     """
 
     def __init__(self, layers: Sequence[Weights]) -> None:
-        """Stack what is small."""
+        """Stack the small arrays."""
         self.each = layers
         self.stacks = {
             name: jnp.stack([layer[name] for layer in layers])
@@ -59,7 +59,7 @@ class LayerAt(Mapping[str, jax.Array]):
         return jax.lax.switch(self._index, branches)
 
     def __contains__(self, name: object) -> bool:
-        """Whether the layers have an array of this name."""
+        """True if the layers have an array of this name."""
         return name in self._layers.each[0]
 
     def __iter__(self) -> Iterator[str]:
@@ -117,7 +117,7 @@ def linear(x: jax.Array, weights: Weights, name: str) -> jax.Array:
 def linear_each(
     x: jax.Array, weights: Weights, shares: Mapping[str, int]
 ) -> dict[str, jax.Array]:
-    """Apply ``linear`` for those matrices that there are; one product where joined.
+    """Apply ``linear`` for the given matrices; one product where joined.
 
     Args:
         x: [R, in].
@@ -133,7 +133,7 @@ def linear_each(
 
 
 def join_names(names: Iterable[str]) -> str:
-    """Return what matrices are called that lie one after the other."""
+    """Return the name of matrices that lie one after the other."""
     return "_".join(names)
 
 
@@ -183,12 +183,12 @@ def perceptron(
 
 
 def activate(config: DecoderConfig, gate: jax.Array | None, up: jax.Array) -> jax.Array:
-    """Return what the last matrix of a perceptron is multiplied with.
+    """Return the factor of the last matrix of a perceptron.
 
     Args:
         config: the model's settings.
-        gate: what comes out of the first matrix; None if there are no gates.
-        up: what comes out of the second one.
+        gate: the output of the first matrix; None if there are no gates.
+        up: the output of the second one.
     """
     if gate is None:
         return bend(config, up)

@@ -1,4 +1,4 @@
-"""The rows of architectures with Mamba 2 layers, and of those with short convolutions.
+"""The rows of architectures with Mamba 2 layers, or with short convolutions.
 
 `architectures.py` has the others, and says how to add one.
 """
@@ -39,7 +39,7 @@ FEED_FORWARD = {
     name: f"feed_forward.{name}_proj.weight" for name in ("gate", "up", "down")
 } | dict(mlp_norm="pre_ff_layernorm.weight", final_norm="final_layernorm.weight")
 
-# Of models whose tensors begin with the name of their backbone.
+# For models with tensors that begin with the name of their backbone.
 BACKBONE = dict(
     embedding="embeddings.weight",
     final_norm="norm_f.weight",

@@ -1,7 +1,7 @@
-"""What the config.json of a model with Mamba 2 layers or short convolutions says.
+"""Fields from the config.json of models with Mamba 2 layers or short convolutions.
 
-A function for each architecture returns fields of `DecoderConfig`, as those of
-`readings.py` do. Sizes of Mamba 2 layers have the names that Bamba gives them; where
+A function for each architecture returns fields of `DecoderConfig`, like the functions
+of `readings.py`. Sizes of Mamba 2 layers have the names that Bamba gives them; where
 files have others, `mamba_architectures.py` lists them.
 """
 
@@ -19,7 +19,7 @@ from .settings import Settings, is_number
 
 ATTENTION, MAMBA, CONVOLUTION = ("attention",), ("mamba2",), ("short_convolution",)
 
-# What mixes tokens in a layer, by the kinds that config.json names.
+# The token mixers of a layer, by the kinds that config.json names.
 MIXERS = {
     "attention": ATTENTION,
     "full_attention": ATTENTION,
@@ -41,7 +41,7 @@ def read_bamba(settings: Settings) -> dict[str, Any]:
 
 
 def read_falcon_h1(settings: Settings) -> dict[str, Any]:
-    """Read layers that have both, and what multiplies each of their parts."""
+    """Read layers that have both, and the multipliers of their parts."""
     norm = "before" if settings.flag("mamba_norm_before_gate") else "after"
     inner = settings.get("mamba_d_ssm", 1024)
     if "mamba_d_ssm" in settings.raw and settings.raw["mamba_d_ssm"] is None:
@@ -104,7 +104,7 @@ def read_granite_hybrid(settings: Settings) -> dict[str, Any]:
 
 
 def read_mamba2(settings: Settings) -> dict[str, Any]:
-    """Read a model whose layers are Mamba 2 and nothing else."""
+    """Read a model of Mamba 2 layers alone."""
     num_layers = settings.count("num_hidden_layers")
     inner = settings.count("mamba_n_heads", 128) * settings.count("mamba_d_head", 64)
     return dict(
@@ -192,7 +192,7 @@ def read_lfm2_moe(settings: Settings) -> dict[str, Any]:
 
 
 def _read_mixers(settings: Settings) -> tuple[tuple[str, ...], ...]:
-    """Return what mixes tokens in each layer; without a word of them all attend."""
+    """Return each layer's token mixers; attention where the file names none."""
     num_layers = settings.count("num_hidden_layers")
     return _name_mixers(list_kinds(settings, num_layers) or ["attention"] * num_layers)
 

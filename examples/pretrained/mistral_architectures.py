@@ -1,4 +1,4 @@
-"""The rows of Mistral's models since Ministral 3, whose queries grow with positions.
+"""The rows of Mistral's models since Ministral 3: queries grow with positions.
 
 `architectures.py` has the others, and says how to add one.
 """

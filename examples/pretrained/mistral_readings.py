@@ -1,6 +1,6 @@
-"""What config.json says of Mistral's models since Ministral 3.
+"""Fields from config.json of Mistral's models since Ministral 3.
 
-They return fields of `DecoderConfig`; `mistral_architectures.py` says whose they are.
+They return fields of `DecoderConfig`; `mistral_architectures.py` names their models.
 """
 
 import math

@@ -55,7 +55,7 @@ class Decoder:
     def cache_config(
         self, max_context_length: int, **sizes: Any
     ) -> jkv.CacheConfig | jkv.GroupedConfig:
-        """Return what ``jkv.init`` takes, for layers with and without a state.
+        """Return the configuration for ``jkv.init``, with or without states.
 
         Args:
             max_context_length: most tokens of a sequence.
@@ -78,7 +78,7 @@ class Decoder:
         batch afterwards. Activations have the parameters' dtype.
 
         Args:
-            params: what ``load`` returned.
+            params: the parameters from ``load``.
             tokens: i32[R], packed as the batch's rows are; invalid rows may hold
                 anything. An id outside the vocabulary makes its sequence NaN.
             cache: the cache that ``append`` returned.
@@ -116,7 +116,7 @@ class Decoder:
 def _join_runs(
     config: DecoderConfig, layers: Sequence[Weights]
 ) -> list[tuple[Run, Weights | Layers]]:
-    """Return the runs with their arrays; those alike joined where a loop goes through.
+    """Return the runs with their arrays; equal ones joined where a loop goes through.
 
     Experts are read out of a stack.
     """
@@ -195,7 +195,7 @@ def _run_layers(
 
 
 def _mix(config, run, weights, x, turns, cache, number, batch, window):
-    """Return what a layer's mixers make of rows [R, E], added up, and the cache."""
+    """Return the sum of a layer's mixers for rows [R, E], and the cache."""
     parts = []
     # Layers that attend to others' keys run one by one: their numbers are known.
     of_keys = config.key_layers[number] if config.key_layers else number
@@ -220,7 +220,7 @@ def _run_alone(config, run, index, run_layer, carry, weights):
 
 
 def _pick(weights: Weights | Layers, index: Any) -> Weights:
-    """Return the arrays of one layer of a run, whose number may be traced."""
+    """Return the arrays of one layer of a run; the index may be traced."""
     if isinstance(weights, Layers):
         return weights.each[index] if isinstance(index, int) else weights.at(index)
     return {name: array[index] for name, array in weights.items()}
@@ -250,10 +250,10 @@ def _scan_layers(config, run, run_layer, carry, weights):
 
 
 def _scan_periods(config, run, run_layer, carry, weights):
-    """Run layers whose cache is one of groups, which must know each layer's window.
+    """Run layers of a grouped cache, which need each layer's window statically.
 
-    A step goes through as many layers as their windows take to repeat; those that are
-    left at the end follow one by one.
+    A step goes through as many layers as their windows take to repeat; the layers left
+    at the end follow one by one.
     """
     windows, num_layers = config.windows, run.stop - run.start
     period = next(
@@ -282,7 +282,7 @@ def _scan_periods(config, run, run_layer, carry, weights):
 
 
 def _stack_turns(config: DecoderConfig, batch: jkv.Batch) -> Turns:
-    """Return what kinds of layers turn by, f32[kinds, R, 1, turned dim / 2] each.
+    """Return the rotations of kinds of layers, f32[kinds, R, 1, turned dim / 2] each.
 
     Where kinds turn dims of other sizes, which run one by one, they are tuples.
     """

@@ -6,7 +6,7 @@ from typing import Literal
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experts:
-    """Perceptrons of which each token uses a few.
+    """Perceptrons, a few of them used by each token.
 
     count: int, experts of a layer.
     per_token: int, how many a token is sent to.
@@ -14,20 +14,20 @@ class Experts:
     latent: int, numbers of a token that experts see and return; None for the hidden
         size.
     shared_inner: int, of the perceptron that every token uses as well; 0 for none.
-    has_shared_gate: what that perceptron adds is weighed, by a sigmoid of the token.
+    has_shared_gate: that perceptron's output is weighed, by a sigmoid of the token.
     has_sigmoid: scores are sigmoids, chosen with a learnt bias, not softmaxes.
     has_choice_bias: softmaxes are chosen with a learnt bias too.
     jitter: float, of Phi's sparse mixer: an expert's weight is its part in a softmax
-        over those at most this far below it, relatively; None for one over all.
+        over the experts at most this far below it, relatively; None for one over all.
     is_normalised: the weights of a token's experts add up to one.
     epsilon: float, added to the sum that they are divided by.
-    least_sum: float, what they are divided by at least.
-    scale: float, multiplies those weights.
+    least_sum: float, their divisor at least.
+    scale: float, multiplies the weights.
     groups, groups_per_token: ints; a token's experts are all from that many groups.
     has_biases: the router and the experts add biases.
-    has_own_norms: experts and router take what came before the perceptron's norm, by
-        norms of their own, and what each of both returns is normed before they are
-        added; an expert's weight is multiplied by a learnt number (Gemma 4).
+    has_own_norms: experts and router take the input of the perceptron's norm, by norms
+        of their own, and both outputs are normed before they are added; an expert's
+        weight is multiplied by a learnt number (Gemma 4).
     """
 
     count: int
@@ -49,7 +49,7 @@ class Experts:
     has_own_norms: bool = False
 
     def __post_init__(self) -> None:
-        """Reject what cannot be chosen."""
+        """Reject a choice of experts that is impossible."""
         if self.count % self.groups or self.groups_per_token > self.groups:
             raise ValueError(
                 f"config.json: {self.count} experts cannot be split into {self.groups} "
@@ -64,10 +64,10 @@ class Experts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerInputs:
-    """What every layer is told of a token besides, as Gemma 4's small models are.
+    """Inputs of every layer about a token, as in Gemma 4's small models.
 
     vocab_size: int, tokens that have an embedding for each layer.
-    dim: int, components of what a layer is told.
+    dim: int, components of a layer's input.
     """
 
     vocab_size: int
@@ -76,7 +76,7 @@ class LayerInputs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Latent:
-    """Attention whose keys and values are one small vector for all heads.
+    """Attention with one small vector as the keys and values of all heads.
 
     rank: int, components of that vector, from which each head's key and value follow.
     query_rank: int, components that queries are squeezed to; None if they are not.
@@ -104,7 +104,7 @@ class StateSpace:
     norm: whether heads are normed, by groups, "before" or "after" they are gated; None
         if they are not.
     scales: floats that multiply gates, values, keys, queries and steps.
-    input_scale, output_scale: floats that multiply what goes in and what comes out.
+    input_scale, output_scale: floats that multiply the input and the output.
     """
 
     num_heads: int
@@ -144,7 +144,7 @@ class Convolution:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeltaRule:
-    """Layers whose state is a matrix of each head, corrected by every token.
+    """Layers with a matrix of each head as the state, corrected by every token.
 
     num_key_heads, num_heads: ints; a key head serves neighbouring heads of the state.
     key_dim, value_dim: ints, components of a head's key and value.
@@ -153,7 +153,7 @@ class DeltaRule:
         With it each channel of a key forgets by itself, else each head.
     strength: float, the most that a token corrects: 2 lets it turn the old value over.
     norm_epsilon: float, of the norm behind it.
-    gate: the function of the gate that multiplies what was normed.
+    gate: the function of the gate that multiplies the normed output.
     is_grouped: the projections of a key head and its heads lie together in a tensor.
     """
 

@@ -14,7 +14,7 @@ from .settings import Settings, is_int
 
 METHODS = ("mxfp4", "fp8")
 
-# What the low three bits mean; the fourth is the sign.
+# Values of the low three bits; the fourth is the sign.
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 VALUES = np.asarray([*MAGNITUDES, *(-m for m in MAGNITUDES)], np.float32)
 EXPONENT_OF_ONE = 127

@@ -1,6 +1,6 @@
-"""What an architecture's own keys of a config.json say, a function for each.
+"""Fields from an architecture's own keys of a config.json, a function for each.
 
-They return fields of `DecoderConfig`; `architectures.py` says whose they are.
+They return fields of `DecoderConfig`; `architectures.py` names their models.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from .settings import Settings
 
 
 def read_olmo3(settings: Settings) -> dict[str, Any]:
-    """Only layers without a window are turned and scaled as all are said to be."""
+    """The file's rotation and scaling apply only to layers without a window."""
     given = pair_rope_parameters(
         settings,
         full={"rope_theta": settings.number("rope_theta")},
@@ -32,7 +32,7 @@ def read_olmo3(settings: Settings) -> dict[str, Any]:
 
 
 def read_cohere(settings: Settings) -> dict[str, Any]:
-    """Read what is multiplied, and whether each head has a norm of its own."""
+    """Read the logits' scale, and whether each head has a norm of its own."""
     return dict(
         logit_scale=settings.number("logit_scale"),
         qk_norm="heads" if settings.flag("use_qk_norm") else None,
@@ -66,7 +66,7 @@ def read_smollm3(settings: Settings) -> dict[str, Any]:
 
 
 def read_exaone4(settings: Settings) -> dict[str, Any]:
-    """Beside layers with a window, those without one are not turned."""
+    """Beside layers with a window, layers without one are not turned."""
     rope = read_rope(settings, _head_dim(settings))
     num_layers = settings.count("num_hidden_layers")
     if settings.get("sliding_window") is None:
@@ -140,7 +140,7 @@ def read_deepseek(settings: Settings) -> dict[str, Any]:
 
 
 def list_expert_layers(settings: Settings, num_layers: int) -> tuple[bool, ...]:
-    """Return which layers have experts: those that are named, or all but the first."""
+    """Return which layers have experts: the named ones, or all but the first."""
     kinds = settings.get("mlp_layer_types")
     if kinds is None:
         first = settings.count("first_k_dense_replace", least=0)

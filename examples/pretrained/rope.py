@@ -1,11 +1,11 @@
-"""Rotary position embeddings: where a token stands, told by turning its vectors.
+"""Rotary position embeddings: a token's position as a rotation of its vectors.
 
 Pairs of components of a query or key of position p are turned by the angle
 ``p * frequency``, so that a dot product of two turned vectors depends on the distance
 of their positions alone (RoFormer, https://arxiv.org/abs/2104.09864). A model trained
 on short texts reads longer ones when its frequencies are scaled. Two of the scalings,
-"dynamic" and "longrope", depend on how long the text is; `turns` says what that means
-for a text that comes in pieces.
+"dynamic" and "longrope", depend on how long the text is; `turns` explains the effect on
+a text that comes in pieces.
 """
 
 import dataclasses
@@ -37,11 +37,11 @@ class Rope:
     factor: float, slow-down of the scaled frequencies; 1 for "default".
     original_context: int, tokens of context before scaling.
     low_freq_factor, high_freq_factor: floats, of "llama3": wavelengths above
-        ``original_context / low_freq_factor`` are scaled, those below
+        ``original_context / low_freq_factor`` are scaled, wavelengths below
         ``original_context / high_freq_factor`` are kept, between them it blends.
     fast_turns, slow_turns: floats, of "yarn": pairs that turn more often than
         `fast_turns` in the original context are kept, less than `slow_turns` scaled.
-    is_truncated: of "yarn": whether the bounds between those are whole pairs.
+    is_truncated: of "yarn": whether the bounds between these are whole pairs.
     part: float, of "proportional": of the pairs so many are turned, the first ones, at
         the frequencies that they have among all.
     magnitude: float, of "yarn" and "longrope": turned vectors are this much longer.
@@ -101,7 +101,7 @@ def frequencies(rope: Rope, length: int = 0) -> np.ndarray:
 
 
 def fix_length(rope: Rope, longest: int) -> Rope:
-    """Return a rope whose frequencies no longer depend on how long a text is.
+    """Return a rope with frequencies independent of a text's length.
 
     Of "longrope" all texts get the factors that one of `longest` tokens has, short
     texts too. Every other scaling is returned as it is.
@@ -160,7 +160,7 @@ def rotate(
 ) -> jax.Array:
     """Turn queries or keys [R, heads, D] by the angles of their rows.
 
-    Components past those that have angles stay as they are. Interleaved pairs come out
+    Components beyond the angles stay as they are. Interleaved pairs come out
     halves apart: queries and keys alike, so that their products are the same.
     """
     dim = 2 * cos.shape[-1]
@@ -176,7 +176,7 @@ def rotate(
 
 
 def _stretch(rope: Rope, length: int | jax.Array) -> float | jax.Array:
-    """Return by what "dynamic" multiplies theta in a text of `length` tokens."""
+    """Return the factor of theta for "dynamic" in a text of `length` tokens."""
     grown = rope.factor * length / rope.original_context - (rope.factor - 1)
     return grown ** (rope.dim / (rope.dim - 2))
 

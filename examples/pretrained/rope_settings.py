@@ -1,4 +1,4 @@
-"""What a config.json says of rotary positions, in its old or its new form.
+"""Settings of rotary positions in a config.json, in its old or its new form.
 
 Before transformers 5: ``rope_theta`` at the top, ``rope_scaling`` (null or a dict that
 names its kind as ``rope_type`` or ``type``). Since: all in ``rope_parameters``.
@@ -27,14 +27,14 @@ def rope_parameters(settings: Settings) -> Mapping[str, Any]:
 def pair_rope_parameters(
     settings: Settings, full: Mapping[str, Any], windowed: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what layers without and with a window turn by, as transformers reads it.
+    """Return the ropes of layers without and with a window, read as in transformers.
 
     A ``rope_scaling`` for all belongs to layers without a window. A ``rope_parameters``
     that does not name kinds of layers says nothing of either.
 
     Args:
         settings: the config.json.
-        full, windowed: what counts where it says nothing.
+        full, windowed: defaults where it says nothing.
     """
     of_kinds = [{**full}, {**windowed}]
     for name in ("rope_parameters", "rope_scaling"):
@@ -61,7 +61,7 @@ def read_rope(
     Args:
         settings: the config.json.
         dim: components of a head, before a part of them is left alone.
-        parameters: instead of those that `rope_parameters` finds.
+        parameters: used instead of the result of `rope_parameters`.
         can_be_partial: whether the architecture may leave a part alone.
 
     Raises:
@@ -99,7 +99,7 @@ def read_rope(
 
 
 def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
-    """Return what yarn lengthens queries and keys by, for a slow-down by `factor`."""
+    """Return yarn's scale of queries and keys, for a slow-down by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 

@@ -1,7 +1,7 @@
 """How a checkpoint wants its tokens chosen: generation_config.json.
 
 With ``transformers`` a file that has one of these settings decides about all of them:
-what it leaves out has the library's default, and without ``do_sample`` it is greedy.
+missing ones have the library's default, and without ``do_sample`` it is greedy.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""A config.json, each value checked when it is asked for.
+"""A config.json, each value checked when it is read.
 
 Keys that a file leaves out have the defaults of the architecture's class in
-transformers, which `architectures.py` lists. What is null there is null here.
+transformers, which `architectures.py` lists. A value that is null there is null here.
 """
 
 import dataclasses
@@ -12,12 +12,12 @@ from typing import Any
 
 
 def is_int(value: Any) -> bool:
-    """Whether a value of a JSON file is a whole number; true and false are none."""
+    """True if a value of a JSON file is a whole number; true and false are none."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of a JSON file is a number."""
+    """True if a value of a JSON file is a number."""
     return is_int(value) or isinstance(value, float)
 
 
@@ -27,11 +27,11 @@ class Settings:
 
     raw: Mapping[str, Any]
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    # What an architecture calls the keys that others have by another name.
+    # An architecture's own names of keys that others name differently.
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a value unchecked, or `default` for null and for what is not named."""
+        """Return a value unchecked, or `default` for null and for missing keys."""
         stored = key if key in self.raw else self.aliases.get(key, key)
         value = self.raw[stored] if stored in self.raw else self.defaults.get(key)
         return default if value is None else value
@@ -55,7 +55,7 @@ class Settings:
         return float(value)
 
     def maybe_number(self, key: str) -> float | None:
-        """Return a number above 0, or None: what is null is switched off."""
+        """Return a number above 0, or None: null switches it off."""
         return None if self.get(key) is None else self.number(key)
 
     def flag(self, key: str) -> bool:
@@ -97,7 +97,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_tokenizer_settings(folder: Path) -> dict[str, Any]:
-    """Read tokenizer_config.json, and what special_tokens_map.json says over it.
+    """Read tokenizer_config.json, and special_tokens_map.json, which overrides it.
 
     The second is older: it counts where the first does not list the added tokens.
     """

@@ -1,8 +1,8 @@
 """Weights spread over several devices while they are read: tensor parallel.
 
-The first matrices of attention and perceptron are divided by what comes out of them
-(heads, hidden units), the second ones by what goes in: then the sum over devices after
-each second matrix is all that a layer needs. Embedding, head and norms are on every
+The first matrices of attention and perceptron are divided by their outputs (heads,
+hidden units), the second ones by their inputs: then the only communication of a layer
+is the sum over devices after each second matrix. Embedding, head and norms are on every
 device, so that choosing tokens needs nothing of the others.
 """
 
@@ -33,14 +33,14 @@ DIVIDED = {
     **{f"short_{name}_bias": -1 for name in ("first", "second", "x", "taps")},
     **dict.fromkeys(("mamba_x_taps", "short_taps"), -3),
     "short_output": -1,
-    # Of layers with the delta rule, whose heads are divided as those of attention.
+    # Layers with the delta rule: heads are divided as in attention.
     **{f"delta_{name}": -2 for name in DELTA_ROWS},
     **{f"delta_{name}_taps": -3 for name in ("query", "key", "value")},
     **dict.fromkeys(("delta_offset", "delta_rate", "delta_output"), -1),
     "query_gate": -2,
 }
 
-# Those of kv heads, which stay whole where the devices are no divisor of them.
+# Matrices of kv heads, which stay whole if the devices are no divisor of them.
 OF_KV_HEADS = ("key", "value", "key_bias", "value_bias")
 
 
@@ -65,7 +65,7 @@ def make_mesh(num_devices: int) -> jax.sharding.Mesh:
 
 
 def spread_over(mesh: jax.sharding.Mesh, config: DecoderConfig) -> Put:
-    """Return what puts each parameter on the mesh, no device getting it whole.
+    """Return a function that shards each parameter; no device gets it whole.
 
     Args:
         mesh: with the axis "tp".
@@ -86,7 +86,7 @@ def spread_over(mesh: jax.sharding.Mesh, config: DecoderConfig) -> Put:
         if axis is not None:
             spec[axis] = "tp"
         where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
-        # Not `device_put`: between processes it would compare what they have.
+        # Not `device_put`: between processes it would compare their values.
         return jax.make_array_from_callback(
             array.shape, where, lambda part: array[part]
         )

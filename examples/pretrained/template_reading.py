@@ -1,6 +1,6 @@
 """The form of messages that a chat template is written for, read in its program.
 
-Most templates write a message's content as a text; those of models that see go through
+Most templates write a message's content as a text; templates of models that see read
 its parts; some test which it is. Some test if it is null, others would write "None".
 """
 
@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 CONTENT = "content"
 # Tests by which a template tells a text from parts.
 KIND_TESTS = ("string", "iterable", "sequence", "mapping")
-# Filters that take the parts of a message one by one, and those that write null.
+# Filters that take the parts of a message one by one, and filters that write null.
 PART_FILTERS = ("selectattr", "rejectattr", "map", "groupby")
 NULL_FILTERS = ("tojson", "default", "d")
 
 
 class Form(NamedTuple):
-    """What a template takes as a message's content."""
+    """The forms of a message's content that a template accepts."""
 
     takes_parts: bool  # a list of parts, never a text
     takes_null: bool  # null where there is no text, not an empty text
@@ -85,7 +85,7 @@ def _find_targets(target: Any, nodes: Any) -> Iterator[Any]:
 
 
 def _find_parted(tree: Any, nodes: Any) -> Iterator[Any]:
-    """Yield the expressions of which a template takes parts."""
+    """Yield the expressions that a template takes apart."""
     for loop in tree.find_all(nodes.For):
         node = loop.iter
         while isinstance(node, nodes.Filter):

@@ -1,8 +1,8 @@
-"""Which tensor of a checkpoint becomes which parameter, and what shape it must have.
+"""The tensor of a checkpoint for each parameter, and its required shape.
 
 Parameters are a dict: ``embedding [V, E]``, ``final_norm [E]``, ``head [V, E]`` unless
 tied, and ``layers``, for each of `DecoderConfig.runs` a dict of arrays stacked over its
-layers. Matrices keep the checkpoint's ``[out, in]``; those of experts are
+layers. Matrices keep the checkpoint's ``[out, in]``; matrices of experts are
 ``[experts, in, out]``.
 """
 
@@ -16,7 +16,7 @@ from .mixers import MIXERS
 from .parts import Experts, Latent
 from .sources import Shape, Source, list_whole
 
-# Llama's names, and those of parts that it has not: rows of `ARCHITECTURES` change
+# Llama's names, and names of parts that it has not: rows of `ARCHITECTURES` change
 # some. {} stands for the number of the expert.
 NAMES = {
     "embedding": "embed_tokens.weight",
@@ -167,7 +167,7 @@ def _attention(config: DecoderConfig, layer: int) -> dict[str, Source]:
     elif config.qk_norm:
         table |= list_whole(query_norm=(dim,), key_norm=(dim,))
     if config.key_layers and config.key_layers[layer] != layer:
-        # It attends to what an earlier layer keeps.
+        # It attends to the keys and values of an earlier layer.
         names = ("key", "value", "key_bias", "value_bias", "key_norm")
         table = {name: each for name, each in table.items() if name not in names}
     elif config.values_of_keys and config.values_of_keys[layer]:
@@ -214,7 +214,7 @@ def _latent(config: DecoderConfig, latent: Latent) -> dict[str, Source]:
             query_up=(heads * query_dim, latent.query_rank),
         )
 
-    # Each head's rows: first those of its key, then those of its value.
+    # Each head's rows: first the rows of its key, then the rows of its value.
     stored = (heads * (latent.plain_dim + latent.value_dim), latent.rank)
 
     def take(part: slice) -> Callable[[np.ndarray], np.ndarray]:
@@ -284,7 +284,7 @@ def _experts(config: DecoderConfig, experts: Experts) -> dict[str, Source]:
 
 
 def _share(table: dict[str, Source], fused_experts: str) -> dict[str, Source]:
-    """Let parameters with one name take their parts of that tensor.
+    """Give parameters with one name their parts of that tensor.
 
     Matrices lie below each other; experts in one tensor as `Architecture` says.
     """
@@ -321,7 +321,7 @@ def _share(table: dict[str, Source], fused_experts: str) -> dict[str, Source]:
 
 
 def _stack_rows(parameters: list[str], sources: list[Source]) -> dict[str, Source]:
-    """Return sources of experts whose matrices [out, in] lie below each other."""
+    """Return sources of experts with matrices [out, in] below each other."""
     rows = np.cumsum([0, *(source.stored[0] for source in sources)])
     return {
         parameter: source._replace(

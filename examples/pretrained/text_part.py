@@ -1,4 +1,4 @@
-"""The text part of a checkpoint whose model also sees.
+"""The text part of a checkpoint of a model that also sees.
 
 Gemma 3 from 4B on, Gemma 4, Qwen3.5, and Mistral's since Small 3.1 are such models.
 Their config.json holds the language model's settings as ``text_config``, and their
@@ -71,10 +71,10 @@ def find_text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def name_tensors(stored: Iterable[str]) -> dict[str, str]:
-    """Return the names that tensors are stored by, by those that a plain model has.
+    """Return the stored names of tensors, by the names of a plain model.
 
-    Tensors of the parts that see are left out. A plain model keeps all of its names;
-    those of one that was saved without its head do not begin with "model.".
+    Tensors of the parts that see are left out. A plain model keeps all of its names; in
+    one that was saved without its head they do not begin with "model.".
     """
     names = list(stored)
     if "embed_tokens.weight" in names:

@@ -10,8 +10,8 @@ from .gguf_reading import find_folder
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """Read the tokenizer.json of a checkpoint folder.
 
-    What it says of padding and truncation is for training, and is switched off: a model
-    would take the padding for text.
+    Its settings of padding and truncation are for training, and are switched off: a
+    model would take the padding for text.
 
     Raises:
         FileNotFoundError: when there is none.

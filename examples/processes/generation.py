@@ -1,4 +1,4 @@
-"""What each process does: the same program, on the devices of all of them."""
+"""The program of each process, the same in all, on the devices of all of them."""
 
 import argparse
 import functools
@@ -76,7 +76,7 @@ def open_texts(
     mesh: jax.sharding.Mesh,
     texts: Texts,
 ) -> jkv.Cache:
-    """Return a cache whose ranks have a sequence for each of their texts."""
+    """Return a cache with a sequence for each text of a rank."""
     _, each, longest = texts.tokens.shape
     config = jkv.CacheConfig.for_context_length(
         longest,

@@ -8,7 +8,7 @@ from jax.sharding import AxisType
 
 
 def join(options: argparse.Namespace) -> None:
-    """Connect with the other processes, before JAX is asked for anything.
+    """Connect with the other processes, before JAX initializes a device.
 
     A process that gives no sign of life for `--heartbeat` seconds counts as dead, and
     all others are ended by JAX then, wherever they wait.
@@ -35,11 +35,11 @@ def join(options: argparse.Namespace) -> None:
 
 
 def make_mesh(num_sharing: int | None) -> jax.sharding.Mesh:
-    """Return the devices of all processes, with those that share a model on "tp".
+    """Return the devices of all processes; the axis "tp" shares a model.
 
     Args:
-        num_sharing: how many do; None is those of one process.
+        num_sharing: size of that axis; None for the devices of one process.
     """
-    devices = np.asarray(jax.devices())  # those of a process side by side
+    devices = np.asarray(jax.devices())  # devices of a process side by side
     rows = devices.reshape(-1, num_sharing or jax.local_device_count())
     return jax.sharding.Mesh(rows, ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)

@@ -1,4 +1,4 @@
-"""Cache and texts in a folder, both or none: what a restart goes on from.
+"""Cache and texts in a folder, both or none: the state for a restart.
 
 Each state has a folder of its own, named by the number of steps. The cache is written
 first, by `jkv.save`, then the texts, under another name until they are whole. A folder
@@ -22,7 +22,7 @@ CACHE, TEXTS = "cache.safetensors", "texts.npz"
 def save_state(
     folder: pathlib.Path, cache: jkv.Cache, texts: Texts, num_steps: int
 ) -> None:
-    """Save what there is after so many steps; all processes call this."""
+    """Save the state after `num_steps` steps; all processes call this."""
     newest = folder / f"step-{num_steps:06}"
     if jax.process_index() == 0:
         newest.mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ def save_state(
 def load_state(
     folder: pathlib.Path, mesh: jax.sharding.Mesh
 ) -> tuple[jkv.Cache, Texts, int] | None:
-    """Return what was saved last, None if nothing was; all processes call this."""
+    """Return the newest saved state, None without one; all processes call this."""
     complete = sorted(file.parent for file in folder.glob(f"step-*/{TEXTS}"))
     if not complete:
         return None

@@ -1,4 +1,4 @@
-"""Processes are started and watched; if one ends too early it is said what happened."""
+"""Start and watch processes; report why one ended too early."""
 
 import argparse
 import pathlib
@@ -20,7 +20,7 @@ class Child(NamedTuple):
 
     number: int
     process: subprocess.Popen[bytes]
-    log: pathlib.Path  # what it writes
+    log: pathlib.Path  # its output
     reader: (
         threading.Thread | None
     )  # of process 0's standard output, which goes to ours
@@ -31,8 +31,8 @@ def launch(options: argparse.Namespace, listener: socket.socket | None = None) -
 
     Args:
         options: of the command line.
-        listener: where clients ask the first process, which gets it as `--listener`.
-            What asks while processes start again waits there, and is answered then.
+        listener: the socket for clients of the first process, passed to it as
+            `--listener`. Requests during a restart wait there, and are answered then.
 
     Returns:
         The exit status, 0 when all is done.
@@ -63,7 +63,7 @@ def start(
 ) -> None:
     """Start all processes; the first is the one that the others report to.
 
-    Each is on the list as soon as it runs, so that it is ended whatever comes next.
+    Each is on the list as soon as it runs, so that it is ended after any later error.
     """
     with socket.create_server(("localhost", 0)) as server:
         coordinator = f"localhost:{server.getsockname()[1]}"
@@ -92,7 +92,7 @@ def start(
 def watch(children: list[Child], patience: float, asked: list[int]) -> bool:
     """Wait until all have ended; after the first failure, no longer than `patience`.
 
-    A signal among those that ask for an end is answered with SystemExit.
+    A signal that requests an end raises SystemExit.
 
     Returns:
         Whether all have done their work.
@@ -138,7 +138,7 @@ def describe(status: int) -> str:
 
 
 def kill(children: list[Child]) -> None:
-    """End what still runs."""
+    """End all running processes."""
     for child in children:
         if child.process.poll() is None:
             child.process.kill()

@@ -35,7 +35,7 @@ def parse_arguments(doc: str | None) -> argparse.Namespace:
 
 
 def add_membership(parser: argparse.ArgumentParser, devices: int) -> None:
-    """Add what a process is told of the others, and the launcher of them all."""
+    """Add a process's options about the others, and the launcher of them all."""
     add, number = parser.add_argument, at_least(1)
     said = "simulated in each process, %(default)s; 0 takes those that are there"
     add("--devices", type=at_least(0), default=devices, help=said)

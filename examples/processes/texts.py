@@ -1,4 +1,4 @@
-"""Texts of several ranks, and the steps that continue those of one."""
+"""Texts of several ranks, and the steps that continue the texts of one."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -60,7 +60,7 @@ def take_steps(
         _: jax.Array, carry: tuple[jkv.Cache, Texts]
     ) -> tuple[jkv.Cache, Texts]:
         cache, (tokens, lengths, limits) = carry
-        # What the cache lacks of each text: its prompt, later its last token.
+        # Tokens that the cache lacks of each text: its prompt, later its last token.
         done = jkv.context_lengths(cache)
         counts = jnp.where(lengths < limits, jnp.minimum(lengths - done, CHUNK), 0)
         cache, batch = jkv.append(cache, numbers, counts, max_query_length=CHUNK)

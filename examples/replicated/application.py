@@ -52,7 +52,7 @@ def make_application(
 
     Args:
       options: of the command line.
-      api_key: what clients have to send; None lets everyone in.
+      api_key: the key that clients have to send; None admits all of them.
     """
 
     def build() -> Starlette:
@@ -65,7 +65,7 @@ def make_application(
     replicas = serve.deployment(Replica).options(
         **choose_number(options.replicas, options.max_running),
         user_config={"weights": str(options.weights or options.model)},
-        # What waits in an engine is in its order of priorities.
+        # Requests that wait in an engine are in its order of priorities.
         max_ongoing_requests=options.max_running + options.max_waiting,
         ray_actor_options={"num_cpus": options.cpus, "num_gpus": options.gpus},
         request_router_config=RequestRouterConfig(
@@ -104,7 +104,7 @@ def choose_number(replicas: tuple[int, int], places: int) -> Mapping[str, Any]:
 
 
 def run(application: serve.Application, host: str, port: int) -> None:
-    """Start it, or change what runs under its name; return when replicas are ready."""
+    """Start or replace the application of that name; return when replicas are ready."""
     serve.start(http_options=HTTPOptions(host=host, port=port))
     logging = LoggingConfig(log_level="WARNING", enable_access_log=False)
     serve.run(application, name=NAME, logging_config=logging)

@@ -1,8 +1,8 @@
 """The one address in front of the replicas.
 
 A request is handed to a replica and its answer handed back. A replica that dies before
-anything of its answer has reached the client loses nothing: another one is asked. What
-was answered in part ends with an error, as the rest would not go with it.
+the client has any part of the answer loses nothing: another one gets the request. An
+answer sent in part ends with an error, as the rest would not go with it.
 """
 
 import asyncio
@@ -30,13 +30,13 @@ from jkv.serving.prometheus import render
 from .forwarding import Forwarded
 from .prefixes import hash_beginnings, read_beginning
 
-# How long other replicas are asked after one has died: another one may have to start.
+# Time for retries after a replica has died: another one may have to start.
 RETRY_SECONDS = 120.0
 RETRY_PAUSE = 0.2
 
 
 class Told(NamedTuple):
-    """What a replica told of its engine."""
+    """A replica's information about its engine."""
 
     numbers: EngineStats
 
@@ -55,7 +55,7 @@ def make_endpoint(
 
     Args:
       find_replicas: returns Ray Serve's handle of the replicas.
-      api_key: what clients have to send; None lets everyone in.
+      api_key: the key that clients have to send; None admits all of them.
       bounds: of bodies, in time and bytes; connections are Ray Serve's affair.
     """
 
@@ -118,7 +118,7 @@ class Forwarder:
             if start is None:
                 await send_response(respond(lost), send)
             else:
-                # The length may have been told, then the connection is cut instead.
+                # The length may have been sent, then the connection is cut instead.
                 is_stream = b"text/event-stream" in dict(start["headers"]).get(
                     b"content-type", b""
                 )

@@ -1,4 +1,4 @@
-"""What goes from the endpoint to a replica, and a call of its app without HTTP."""
+"""The endpoint's message to a replica, and a call of its app without HTTP."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -18,7 +18,7 @@ class Forwarded(NamedTuple):
 
     @property
     def scope(self) -> dict[str, Any]:
-        """What an ASGI app is told of it."""
+        """The scope of the request for an ASGI app."""
         return {
             "type": "http",
             "asgi": {"version": "3.0"},
@@ -38,11 +38,11 @@ class Forwarded(NamedTuple):
 async def call_app(app: ASGIApp, request: Forwarded) -> AsyncIterator[Message]:
     """Yield an app's messages in answer to a request.
 
-    Who stops reading leaves: the app is told that the client has gone.
+    When the reader stops, the app gets a message that the client has gone.
 
     Args:
       app: an ASGI application.
-      request: what it is asked.
+      request: the request.
     """
     sent: asyncio.Queue[Message | None] = asyncio.Queue()
     gone = asyncio.Event()

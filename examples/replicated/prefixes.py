@@ -1,8 +1,8 @@
-"""What a router knows of the texts that replicas hold: hashes of their beginnings.
+"""A router's record of the texts that replicas hold: hashes of their beginnings.
 
 A text is cut into pieces, and each piece is known by a hash of all text up to its end.
 So two texts share as many hashes as pieces at their beginning. A router notes what it
-sends where. That is a guess: a replica's own index decides what is really found, by
+sends where. The record is a guess: a replica's own index finds the cached blocks, by
 the tokens themselves.
 """
 
@@ -17,7 +17,7 @@ PIECE_CHARACTERS = 64
 HASH_BYTES = 8
 # A token of English has some four characters.
 CHARACTERS_PER_TOKEN = 4
-# Replicas say this often what room they have.
+# Interval of the replicas' reports about their room.
 STATS_SECONDS = 0.5
 
 
@@ -33,10 +33,10 @@ def hash_beginnings(text: str) -> tuple[bytes, ...]:
 
 
 def read_beginning(body: bytes) -> str:
-    """Return what a request's prompt begins with, as text that stands for it.
+    """Return a request's prompt or its beginning, as text for hashing.
 
-    Bodies of the completions and the chat endpoint are told apart by their fields. What
-    cannot be read stands for nothing; the replica says what is wrong with it.
+    Fields distinguish bodies of the completions and the chat endpoint. The text of an
+    invalid body is empty; the replica reports the error.
 
     Args:
       body: JSON, as the client sent it.
@@ -80,7 +80,7 @@ class PrefixTable:
     def count(self, replica: str, hashes: Sequence[bytes]) -> int:
         """Return how many pieces at a text's beginning a replica was sent lately."""
         held = self._held.get(replica, {})
-        # What is before a held piece is held, too, as it is forgotten later.
+        # All pieces before a held piece are held, too: they are forgotten later.
         return bisect_left(hashes, True, key=lambda piece: piece not in held)
 
     def note(self, replica: str, hashes: Sequence[bytes]) -> None:
@@ -101,11 +101,11 @@ class PrefixTable:
         self._held = {name: self._held[name] for name in replicas if name in self._held}
 
     def forget(self, replica: str) -> None:
-        """Forget what a replica was sent: its weights have changed."""
+        """Forget a replica's texts: its weights have changed."""
         self._held.pop(replica, None)
 
     def count_bytes(self) -> int:
-        """Return the bytes of all hashes, and of what finds them."""
+        """Return the bytes of all hashes, and of their dictionaries."""
         tables = self._held.values()
         entries = sum(sys.getsizeof(piece) for held in tables for piece in held)
         return entries + sum(map(sys.getsizeof, tables))

@@ -65,7 +65,7 @@ class Replica:
                 raise RuntimeError("the engine has failed")
 
     def record_routing_stats(self) -> dict[str, int]:
-        """Say what the router asks: room, places and the version of the weights."""
+        """Return the router's inputs: room, places and the version of the weights."""
         stats = self._served.engine.stats()
         return {
             "free_blocks": stats.free_blocks,
@@ -74,7 +74,7 @@ class Replica:
         }
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Say what decides about the number of replicas: texts that run or wait."""
+        """Return the input of autoscaling: the number of running and waiting texts."""
         stats = self._served.engine.stats()
         return {"texts": float(stats.waiting + stats.running + stats.preempted)}
 

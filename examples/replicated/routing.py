@@ -1,8 +1,8 @@
 """Which replica gets a request: the one that has most of its beginning.
 
-Ray Serve asks a router for replicas in order of preference, and takes the first that
-has room (`ray.serve.request_router`, which Ray calls alpha: Ray is pinned therefore).
-Ray's own router by prefixes belongs to its server for vLLM, whose requests it reads.
+Ray Serve requests replicas in order of preference from a router, and takes the first
+that has room (`ray.serve.request_router`, which Ray calls alpha: Ray is pinned
+therefore). Ray's own router by prefixes reads the requests of its server for vLLM.
 """
 
 from collections import Counter
@@ -21,20 +21,20 @@ from .prefixes import PrefixTable
 
 
 class Standing(NamedTuple):
-    """What a router knows of a replica when a request comes."""
+    """A router's data about a replica when a request comes."""
 
     num_found: int  # pieces of the request that it was sent before
     num_ongoing: int  # requests that this router sent it, and that go on
-    free_blocks: int  # as the replica said last
+    free_blocks: int  # in the replica's last report
     places: int  # texts that it runs at one time
 
 
 def order(standings: Mapping[str, Standing]) -> list[str]:
     """Return replicas, the best one first.
 
-    Those come first that have a place; a replica whose places are all taken would
-    let the request wait while others idle. Then who has most of the request's
-    beginning, then who has most free blocks.
+    First come replicas with a free place; a full replica would delay the request while
+    others idle. Then come replicas with more of the request's beginning, then replicas
+    with more free blocks.
 
     Example:
       >>> order({
@@ -92,7 +92,7 @@ class PrefixRouter(RequestRouter):
         self._ongoing[name_of(replica_id)] -= 1
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Take the replicas that run now, and forget those that do not."""
+        """Take the running replicas, and forget the others."""
         super().update_replicas(replicas)
         self._keep_running()
 
@@ -111,10 +111,10 @@ class PrefixRouter(RequestRouter):
     def _judge(
         self, name: str, replica: RunningReplica, hashes: Sequence[bytes]
     ) -> Standing:
-        """Put together what is known of a replica for a request."""
+        """Collect the data about a replica for a request."""
         said = replica.routing_stats
         version = said.get("version", 0)
-        # With other weights a replica has forgotten what it had.
+        # New weights: the replica has forgotten its cached blocks.
         if self._versions.setdefault(name, version) != version:
             self._versions[name] = version
             self._table.forget(name)

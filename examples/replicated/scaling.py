@@ -5,7 +5,7 @@ from typing import Any
 
 from ray.serve.config import AutoscalingContext
 
-# A replica more is asked for before all places are taken, as it takes time to start.
+# One more replica starts before all places are taken, as a start takes time.
 SHARE_OF_PLACES = 0.8
 
 

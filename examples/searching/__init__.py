@@ -1,1 +1,1 @@
-"""Tree search over texts: what `tree_search.py` is made of."""
+"""Tree search over texts: parts of `tree_search.py`."""

@@ -1,8 +1,8 @@
 """Where the texts of a search are: in a paged cache, a sequence for each.
 
-What a node has of its text is an integer, the number of a sequence. The cache is one
-value, which the loop of the search carries. (mctx keeps what a node has, its embedding,
-in arrays with a row for each node. There every node would have a pool.)
+A node refers to its text by an integer, the number of a sequence. The cache is one
+value, carried by the loop of the search. (mctx keeps a node's data, its embedding, in
+arrays with a row for each node. There every node would have a pool.)
 
 Symbols: `B` texts of a call, `V` tokens in the vocabulary.
 """
@@ -71,7 +71,7 @@ class PagedTexts(NamedTuple):
         return self._replace(cache=cache)
 
     def count_blocks(self, cache: jkv.Cache) -> "PagedTexts":
-        """Take the cache of a step, and count what it has in use."""
+        """Take the cache of a step, and count its blocks in use."""
         used = cache.num_blocks - jkv.num_free_blocks(cache)
         alone = -(-cache.metadata.context_lengths // cache.block_size)
         return PagedTexts(

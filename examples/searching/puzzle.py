@@ -1,9 +1,9 @@
 """The puzzle: a sentence that fills its line, with words that a model finds likely.
 
 The full stop must stand in a given column, and every token must be one of the few that
-the model finds likeliest behind those before. A model writes from left to right and
-knows of no column. Whether the words so far can be followed by others that end there
-shows only at the end of the line, where greedy text is stuck.
+the model finds likeliest behind the text so far. A model writes from left to right,
+with no knowledge of columns. Only the end of the line shows if words that end there can
+follow, and greedy text is stuck there.
 
 Symbols: `B` lines, `V` tokens in the vocabulary, `A` tokens that may follow, `W` most
 tokens of a line.
@@ -21,7 +21,7 @@ IN_SENTENCES = LETTERS | frozenset(" ,-'")
 
 
 class Line(NamedTuple):
-    """What was written of each line."""
+    """The written part of each line."""
 
     tokens: jax.Array  # i32[B, W], -1 behind the last one
     num_tokens: jax.Array  # i32[B]
@@ -31,7 +31,7 @@ class Line(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """What may follow in each line: the likeliest tokens, less those that cannot."""
+    """Next tokens of each line: the likeliest ones, without impossible ones."""
 
     tokens: jax.Array  # i32[B, A], the likeliest first
     logprobs: jax.Array  # f32[B, A], -inf where the token cannot follow
@@ -55,7 +55,7 @@ class Choices(NamedTuple):
 
 
 class Puzzle(NamedTuple):
-    """The lines to fill, and what the tokenizer says of their tokens."""
+    """The lines to fill, and the tokenizer's data about their tokens."""
 
     widths: jax.Array  # i32[B], the columns of the full stops
     sizes: jax.Array  # i32[V], characters of each token
@@ -70,7 +70,7 @@ class Puzzle(NamedTuple):
         return Line(tokens, none, none, none.astype(jnp.float32), none > 0)
 
     def choose(self, logits: jax.Array, line: Line, num_choices: int) -> Choices:
-        """Return what may follow in each line, by the model's logits, f32[B, V]."""
+        """Return the next tokens of each line, by the model's logits, f32[B, V]."""
         likely = jnp.where(self.is_allowed, jax.nn.log_softmax(logits), -jnp.inf)
         logprobs, tokens = jax.lax.top_k(likely, num_choices)
         place = jnp.maximum(line.num_tokens - 1, 0)[:, None]

@@ -1,11 +1,11 @@
-"""Monte Carlo tree search whose nodes are texts, for B puzzles in one loop.
+"""Monte Carlo tree search with texts as nodes, for B puzzles in one loop.
 
 A simulation adds one node to each tree. It selects an action, branches off the text of
 its node, and extends the branch by the action's token, all B in one call of the model.
-The node's value is what the line is worth when the model writes it to its end greedily:
-a short rollout, whose tokens are then taken back. The puzzle's rule is exact, so no
-value has to be learnt. The likelihood of an unfinished line would be no value: it says
-nothing of the column that the line must end in.
+The node's value is that of the line after a greedy completion by the model: a short
+rollout, rolled back afterwards. The puzzle's rule is exact, so no value has to be
+learnt. The likelihood of an unfinished line would be no value: it is unrelated to the
+column that the line must end in.
 
 A node needs its text as long as it may get a child. One that has tried all its actions
 gives it up, and so does one that nothing can follow.
@@ -25,7 +25,7 @@ NO_TEXT = -1
 
 
 class Texts(Protocol):
-    """Where texts are: a pytree whose methods return it anew.
+    """Storage of texts: a pytree with methods that return it anew.
 
     A text is a number; for NO_TEXT nothing is done. `paged_texts.py` has the one that
     this example uses.
@@ -56,7 +56,7 @@ class Settings(NamedTuple):
 
 
 class Writer(NamedTuple):
-    """A model with its weights, and the puzzles that say what it may write."""
+    """A model with its weights, and the puzzles that restrict its text."""
 
     model: Any
     params: Any
@@ -66,7 +66,7 @@ class Writer(NamedTuple):
     def write(
         self, texts: Texts, seq_ids: jax.Array, tokens: jax.Array, line: Line
     ) -> tuple[Texts, Choices, Line]:
-        """Extend texts by a token, and see what becomes of their lines.
+        """Extend texts by a token, and update their lines.
 
         Args:
           texts: where they are.
@@ -75,7 +75,7 @@ class Writer(NamedTuple):
           line: the lines, with the tokens.
 
         Returns:
-          The texts with the tokens, what may follow them, and the lines at their ends.
+          The texts with the tokens, their next choices, and the lines at their ends.
         """
 
         def goes_on(carry):
@@ -138,7 +138,7 @@ class Found(NamedTuple):
 
 
 class Search(NamedTuple):
-    """What the loop carries."""
+    """Carry of the loop."""
 
     tree: Tree
     texts: Texts
@@ -151,13 +151,13 @@ def search(
     """Search a line for each puzzle.
 
     Args:
-      writer: what writes, and how far to search.
+      writer: the model, and the sizes of the search.
       texts: where the texts are.
       seq_ids: i32[B], the texts that the lines continue. They are given up.
       logits: f32[B, V], after those texts.
 
     Returns:
-      The trees, the texts without those of the search, and the best lines.
+      The trees, the texts after the search is freed, and the best lines.
     """
     settings = writer.settings
     line = writer.puzzle.begin(settings.max_tokens)

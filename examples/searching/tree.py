@@ -1,8 +1,8 @@
-"""Trees of fixed size in arrays: which action to try next, and what came of it.
+"""Trees of fixed size in arrays: the next action to try, and its result.
 
 A simulation of Monte Carlo tree search walks down from the root, adds one node, and
-adds the node's value to all above it. On its way it weighs the values found against
-what the model thinks likely. The rule is PUCT, as in AlphaZero (Silver et al., 2017,
+adds the node's value to all above it. On its way it weighs these values against the
+model's probabilities. The rule is PUCT, as in AlphaZero (Silver et al., 2017,
 arXiv:1712.01815) and MuZero (Schrittwieser et al., 2019, arXiv:1911.08265, appendix B),
 with a constant weight. All trees take each step together, as in mctx
 (github.com/google-deepmind/mctx).
@@ -29,7 +29,7 @@ class Tree(NamedTuple):
     visits: jax.Array  # i32[B, N], simulations that passed the node or ended there
     totals: jax.Array  # f32[B, N], sum of their values
     choices: Choices  # [B, N, A]
-    lines: Any  # what the caller has of each node, a pytree of [B, N, ...]
+    lines: Any  # the caller's data of each node, a pytree of [B, N, ...]
     seq_ids: jax.Array  # i32[B, N], the node's text, -1 if it has none (any more)
 
     @property
@@ -52,7 +52,7 @@ def init_tree(num_nodes: int, num_actions: int, line: Any) -> Tree:
     Args:
       num_nodes: N.
       num_actions: A.
-      line: what the caller has of a node of each tree, a pytree of [B, ...].
+      line: the caller's data of one node of each tree, a pytree of [B, ...].
     """
     num_trees = jax.tree.leaves(line)[0].shape[0]
     nodes, actions = (num_trees, num_nodes), (num_trees, num_nodes, num_actions)
@@ -92,7 +92,7 @@ def hang(tree: Tree, nodes: jax.Array, place: Place) -> Tree:
 
 
 def score_actions(tree: Tree, nodes: jax.Array, exploration: float) -> jax.Array:
-    """Return what PUCT thinks of a node's actions, f32[B, A]; -inf of illegal ones.
+    """Return the PUCT score of a node's actions, f32[B, A]; -inf of illegal ones.
 
     The mean value that the action had, 0 if it was never tried, and a bonus: the more
     likely the model thinks the action, and the less it was tried, the higher.
@@ -118,7 +118,7 @@ def select(tree: Tree, exploration: float) -> tuple[jax.Array, jax.Array]:
     """Walk down from the roots to an action without a child, or with one at an end.
 
     Args:
-      tree: the trees, whose roots have actions.
+      tree: the trees, with actions at their roots.
       exploration: as for `score_actions`.
 
     Returns:

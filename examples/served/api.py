@@ -44,8 +44,8 @@ def make_app(
 
     Args:
         served: the model.
-        api_key: what clients have to send; None lets everyone in.
-        bounds: what a client may take.
+        api_key: the key that clients have to send; None admits all of them.
+        bounds: limits for a client.
         allowed_origins: pages that may ask from a browser; "*" is all.
     """
     bounds = bounds or Bounds()
@@ -89,7 +89,7 @@ def make_app(
 def _list_middleware(
     api_key: str | None, allowed_origins: Sequence[str], bounds: Bounds
 ) -> list[Middleware]:
-    """Return what stands before the endpoints; the first is the outermost."""
+    """Return the middleware before the endpoints; the first is the outermost."""
     found = [
         Middleware(tell_of_end),
         Middleware(name_request),
@@ -110,7 +110,7 @@ def _list_middleware(
 
 
 async def tell_status(request: Request, error: Exception) -> Response:
-    """Answer what no endpoint takes: another address, or another method."""
+    """Answer requests without an endpoint: another address, or another method."""
     assert isinstance(error, HTTPException)
     text = f"{request.method} {request.url.path}: {error.detail}"
     headers = dict(error.headers or {})

@@ -1,4 +1,4 @@
-"""What people see: what is compiled, how far a batch is, how fast, the pool's map."""
+"""Progress for people: compilation, a batch's progress, speed, the pool's map."""
 
 import time
 from types import TracebackType

@@ -51,8 +51,8 @@ class Served(NamedTuple):
     stop_tokens: tuple[int, ...] = ()  # the model's own
     max_waiting: int | None = None  # most sequences that wait; None is any number
     longest_token: int = 1  # characters
-    steered: Steered | None = None  # what steers texts
-    has_languages: bool = False  # whether texts can be asked to be of one
+    steered: Steered | None = None  # the logits processors of texts
+    has_languages: bool = False  # True if requests may name a language
     has_rules: bool = False  # whether requests can have rules of their own
     vocabulary_size: int = 0  # tokens that the model knows
     tool_tags: tuple[str, str] = TOOL_TAGS  # before and behind a call of a tool
@@ -60,7 +60,7 @@ class Served(NamedTuple):
 
     @property
     def keep_classes(self) -> int:
-        """Classes of what stays cached."""
+        """Retention priorities of cached blocks."""
         return self.engine.cache.metadata.num_classes
 
     @property
@@ -74,7 +74,7 @@ class Served(NamedTuple):
         rules: Rules | None = None,
         seconds: float = ROOM_SECONDS,
     ) -> Held:
-        """Return what steers the texts of a request, kept until it is released.
+        """Return the logits processors of a request, kept until they are released.
 
         Args:
             language: of the texts.
@@ -90,7 +90,7 @@ class Served(NamedTuple):
         return self.steered.hold(self.engine, language, rules, deadline)
 
     def begin(self) -> None:
-        """Begin to start what grammars are compiled by."""
+        """Start the processes that compile grammars."""
         if self.steered is not None:
             self.steered.start()
 
@@ -107,7 +107,7 @@ class Served(NamedTuple):
 
 
 def add_options(parser: argparse.ArgumentParser, *, may_share: bool = True) -> None:
-    """Add what all servers take to a command line.
+    """Add the options of all servers to a command line.
 
     Args:
         parser: of the command line.
@@ -186,7 +186,7 @@ def load(
         max_waiting: of `jkv.serving.Engine`.
         max_grammars: languages that requests have at one time; 0 steers no text.
         max_rules: requests with rules of their own at one time; 0 for none.
-        tool_tags: what stands before and behind a call of a tool.
+        tool_tags: the text before a call of a tool, and the text behind it.
         **changes: further arguments of `jkv.serving.Engine`.
 
     Raises:
@@ -263,9 +263,9 @@ def read_max_new_tokens(folder: str | Path) -> int | None:
 def _find_begin_tokens(
     tokenizer: Tokenizer, stop_tokens: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Return what a text begins with that has nothing before it.
+    """Return the first tokens of a text that has nothing before it.
 
-    It is what the tokenizer puts before texts; else what ends them, as GPT-2 has it.
+    They are the tokenizer's own prefix; else the first end token, as in GPT-2.
     """
     before = tokenizer.encode("").ids
     return tuple(before) or stop_tokens[:1]

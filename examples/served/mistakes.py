@@ -1,10 +1,10 @@
-"""What the API says of a request that it does not answer."""
+"""Errors of the API for requests that it does not answer."""
 
 from typing import Any
 
 
 class Refused(ValueError):
-    """A request that is not answered: the text says what to change.
+    """A request that is not answered, with a message about the fix.
 
     Attributes:
         param: the field that is wrong, if it is one.

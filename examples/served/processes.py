@@ -24,7 +24,7 @@ from jkv.serving import Engine, EngineError
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what several processes take to a command line."""
+    """Add the options of several processes to a command line."""
     add = parser.add_argument
     said = "processes that share the model; %(default)s"
     add("--processes", dest="num_processes", type=int, default=1, help=said)
@@ -43,7 +43,7 @@ def begin(
     Args:
         parser: of the command line.
         options: of it.
-        listen: opens what clients of the first process connect to. It stays open while
+        listen: opens the socket for clients of the first process. It stays open while
             processes start again, so that clients wait instead of being refused.
     """
     if problem := find_wrong_membership(options):
@@ -80,5 +80,5 @@ def follow(engine: Engine, read_weights: Callable[[], Any] | None = None) -> Non
     try:
         engine.follow(find_params=find)
     except EngineError as error:
-        # At once: what ends a process of several would wait for the others.
+        # At once: the usual end of one of several processes would wait for the others.
         end_now(FAILED, f"error: {error}")

@@ -13,7 +13,7 @@ from .loading import Served, read_model
 
 
 def renew_when_asked(served: Served, options: argparse.Namespace) -> None:
-    """Let SIGUSR1 read the weights of `--model` anew, in a thread of its own.
+    """On SIGUSR1, read the weights of `--model` anew, in a thread of its own.
 
     Requests that run go on with the new weights. Weights of another model are refused,
     and the old ones stay.

@@ -1,4 +1,4 @@
-"""A server runs until it is asked to end, or until its engine cannot go on."""
+"""Run a server until a signal ends it, or until its engine cannot go on."""
 
 import argparse
 import os
@@ -24,7 +24,7 @@ class Server(uvicorn.Server):
         self._engine = engine
 
     async def on_tick(self, counter: int) -> bool:
-        """Return whether it is over; asked ten times a second."""
+        """Return True if the server should stop; called ten times a second."""
         return await super().on_tick(counter) or self._engine.has_failed
 
 
@@ -59,7 +59,7 @@ def run(served: Served, options: argparse.Namespace) -> None:
     else:
         server.run([socket.socket(fileno=options.listener)])
     if served.engine.has_failed:
-        # At once: what ends a process of several would wait for the others.
+        # At once: the usual end of one of several processes would wait for the others.
         end_now(FAILED, "error: the engine cannot go on; above is why")
 
 

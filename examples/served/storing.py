@@ -23,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def make_store(options: argparse.Namespace) -> jkv.BlockStore | None:
-    """Return what the command line asks for; None if it does not.
+    """Return the store of the command line; None without one.
 
     Raises:
         ValueError: for a folder of other weights.
@@ -48,10 +48,10 @@ def name_weights(store: jkv.BlockStore | None, model: str | Path) -> str | None:
 
 
 def find_version(model: str | Path) -> str:
-    """Return what tells a checkpoint from others: its weights and configuration.
+    """Return a hash of a checkpoint: of its weights and configuration.
 
-    Files are read whole, at about a second for a gigabyte, and with them goes the
-    version of jkv, whose reading of a configuration may have been mended.
+    Files are read whole, at about a second for a gigabyte. The hash includes the
+    version of jkv, as its reading of a configuration may have been mended.
     """
     path = Path(model)
     paths = [path] if path.is_file() else sorted(path.iterdir())
@@ -72,7 +72,7 @@ def _hash_file(path: Path) -> str:
 
 
 def keep(store: jkv.BlockStore | None) -> None:
-    """Write what is in memory to the folder, as the server ends."""
+    """Write the blocks in memory to the folder, as the server ends."""
     if store is not None and store.has_folder:
         print(f"{human_bytes(store.nbytes)} of blocks go to the folder", flush=True)
         store.save()

@@ -20,7 +20,7 @@ def read_flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
 
 
 def is_tokens(value: Any) -> bool:
-    """Whether this is a list of integers, one or more."""
+    """True if this is a list of integers, one or more."""
     return (
         isinstance(value, list)
         and bool(value)

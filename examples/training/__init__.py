@@ -1,1 +1,1 @@
-"""What a trainer compares: log-probabilities of the rollout, and of its own pass."""
+"""Log-probabilities for a trainer: of the rollout, and of its own pass."""

@@ -1,4 +1,4 @@
-"""GRPO beside what the rollout reported: tunix's learner, and a loss with its bits."""
+"""GRPO on the rollout's reported values: tunix's learner, and a loss with its bits."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from tunix.rl.rl_cluster import Mode
 
 from jkv.integrations.tunix import JkvRollout
 
-# What a loss tells of each step, and how a step of several parts is told.
+# Measures of a loss in each step, and how parts of a step are reduced.
 MEASURES = {
     "pg_clipfrac": np.mean,
     "log_ratio/abs_max": np.max,
@@ -23,11 +23,11 @@ MEASURES = {
 
 
 class ReportedLearner(grpo_learner.GRPOLearner):
-    """Takes the rollout's reported log-probabilities for those of the old policy.
+    """Takes the rollout's reported log-probabilities as the old policy's.
 
-    tunix's takes the trainer's own, whose ratio is 1 whatever the rollout drew from.
-    The loss is `make_loss`'s: tunix's own leaves a padding token that was chosen inside
-    a text out of attention, which changes what follows by far more than rounding does.
+    tunix's takes the trainer's own, with a ratio of 1 for any rollout. The loss is
+    `make_loss`'s: tunix's own leaves a padding token that was chosen inside a text out
+    of attention, which changes later tokens by far more than rounding does.
     """
 
     def __init__(self, cluster: Any, options: Any, reward: Any) -> None:
@@ -93,7 +93,7 @@ def make_loss(rollout: JkvRollout) -> Callable[..., tuple[jax.Array, dict[str, A
 
 
 def read_measures(cluster: Any) -> dict[str, list[float]]:
-    """Return what the loss told of each step of a run."""
+    """Return the loss's measures of each step of a run."""
     told = cluster.actor_trainer.metrics_logger
     return {
         name: told.get_metric_history("actor", name, "train").tolist()

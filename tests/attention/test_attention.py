@@ -165,7 +165,7 @@ def test_equals_the_plain_loop(name, implementation):
         again, _ = attend(*positional)
         np.testing.assert_array_equal(again, output)
 
-        # The tolerance is smaller than what these mistakes change.
+        # The tolerance is smaller than the changes by these mistakes.
         if batch == "decode":
             shifted, permuted = list(positional), list(positional)
             shifted[8] = np.maximum(positional[8] - 1, 1)
@@ -320,7 +320,7 @@ ONE_BYTE = ["int8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"]
 
 
 def quantized(positional, dtype):
-    """The same arguments with quantized pools, their scales, and what both mean."""
+    """The same arguments with quantized pools, their scales, and the decoded values."""
     dtype = jnp.dtype(dtype)
     stored = [quantize(pool, dtype) for pool in positional[1:3]]
     (keys, key_scales), (values, value_scales) = stored
@@ -336,7 +336,7 @@ def quantized(positional, dtype):
 @pytest.mark.parametrize("implementation", few(IMPLEMENTATIONS, None))
 @pytest.mark.parametrize("dtype", dealt(ONE_BYTE, share=4))
 def test_one_byte_pools(dtype, implementation):
-    """Attention over quantized pools is that over what they mean; NaN scales around."""
+    """Attention over quantized pools equals that over decoded ones; NaN around them."""
     for batch in ("decode", "mixed"):
         operands = small_operands(batch, group=2, block_size=4)
         positional, scales, meaning = quantized(arguments(operands), dtype)
@@ -347,7 +347,7 @@ def test_one_byte_pools(dtype, implementation):
         )
         for one, other in zip(found, expected, strict=True):
             assert_close(one, other)
-        # The tolerance is smaller than what scales of other tokens change.
+        # The tolerance is smaller than the changes by scales of other tokens.
         scales["value_scales"] = np.roll(scales["value_scales"], 1, axis=3)
         wrong, _ = paged_attention(
             *positional, **scales, implementation=implementation, **options
@@ -384,7 +384,7 @@ def test_scales_of_any_float_dtype(implementation):
 
 @pytest.mark.one_end
 def test_small_scales_survive_half_precision_queries():
-    """A weight times a scale of a millionth is below what float16 holds in full."""
+    """A weight times a scale of a millionth is below float16's full precision."""
     positional = arguments(small_operands(shape=HALF_BYTES))
     positional[0] = positional[0].astype(np.float16)
     positional[2] = positional[2] * np.float32(1e-4)
@@ -413,7 +413,7 @@ def test_fp8_without_scales(dtype):
 
 
 def test_gradients_pass_through_quantized_pools():
-    """Queries get those of attention over what the pools mean; the pools get none."""
+    """Queries get the gradients of attention over decoded pools; the pools get none."""
     positional, scales, meaning = quantized(arguments(small_operands()), "int8")
 
     def gradient(call, **options):

@@ -1,4 +1,4 @@
-"""Derivatives of the fast path against those of the reference."""
+"""Derivatives of the fast path against the reference's."""
 
 import jax
 import jax.numpy as jnp
@@ -113,7 +113,7 @@ def test_shared_blocks_collect_from_all_their_readers():
 
 @pytest.mark.one_end
 def test_raw_bits_have_gradients_of_queries_and_sinks():
-    """The same numbers as bfloat16, whose pools get gradients of their dtype."""
+    """The same numbers as bfloat16, where pools get gradients of their dtype."""
     operands, (queries, keys, values, sinks, scale) = make_variables()
     pools = [pool.astype(jnp.bfloat16) for pool in (keys, values)]
     bits = [pool.view(np.uint16) for pool in pools]
@@ -131,7 +131,7 @@ def test_raw_bits_have_gradients_of_queries_and_sinks():
 
 
 def test_second_derivatives():
-    """Of the plain path; the kernels have none, and say what has."""
+    """Of the plain path; the kernels have none, and their error names it."""
 
     def loss(factor, implementation):
         rows = jnp.sin(jnp.arange(2 * 64, dtype=jnp.float32)).reshape(2, 1, 64)

@@ -1,8 +1,8 @@
 """One text's broken numbers stay its own: NaN and infinity in a sequence's arrays.
 
 Other sequences have the bits that they have without, and so have rows of the same
-sequence that do not see the broken token. What sees it is NaN or infinite where the
-reference is: a text whose numbers broke must not go on with wrong ones.
+sequence that do not see the broken token. Rows that see it are NaN or infinite where
+the reference is: a text with broken numbers must not go on with wrong ones.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ ARRAYS = "queries", "keys", "values", "key_scales", "value_scales"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """What a call is compiled for."""
+    """The static arguments of a call."""
 
     dtype: str = "float32"  # of the pools
     is_latent: bool = False  # values in the keys
@@ -95,7 +95,7 @@ def make_call(this: Case, batch: str, seed: int = 0):
         max_blocks=MAX_BLOCKS,
     )
     if batch in BRANCHING:
-        # Which of two blocks has the lower number decides who comes first.
+        # The lower number of two blocks decides which comes first.
         first = operands.block_tables[0]
         ends = np.sort(first[[4, 2]])
         first[[4, 2]] = ends if batch == "branches, a leaf last" else ends[::-1]
@@ -107,7 +107,7 @@ def make_call(this: Case, batch: str, seed: int = 0):
     pools = dict(keys=operands.key_pool, values=operands.value_pool)
     for name, pool in pools.items():
         if this.dtype in ("int8", "float8_e4m3fn"):
-            # Rubbish is what is in slots without a token.
+            # Slots without a token hold rubbish.
             pool = np.nan_to_num(pool, nan=7.0)
             pool, scales = formats.quantize(pool, jnp.dtype(this.dtype))
             arrays[f"{name.removesuffix('s')}_scales"] = np.array(
@@ -145,7 +145,7 @@ def attend(this: Case, operands, arrays, **options):
 
 
 def find_plan(operands):
-    """What is found when a step is planned."""
+    """The shared prefixes that the plan of a step finds."""
     tables, *rows = operands[3:7]
     requests = Requests(tables, np.arange(4, dtype=np.int32), *rows)
     columns = np.arange(MAX_BLOCKS) * BLOCK_SIZE < operands.context_lengths[:, None]
@@ -179,7 +179,7 @@ def break_one(arrays, operands, name: str, request: int, position: int, value):
 
 
 def list_breaks(arrays):
-    """What can be broken: names and values that the arrays can hold."""
+    """Numbers to break: names and values that the arrays can hold."""
     for name in ARRAYS:
         # The scale of a row with infinity in it is stored as NaN, too.
         for value in BROKEN[:1] if name.endswith("scales") else BROKEN:
@@ -192,14 +192,14 @@ def list_breaks(arrays):
 
 
 def play(arrays, operands, lengths):
-    """All breaks of a batch: what it is, the broken arrays, and the rows that see."""
+    """All breaks of a batch: a name, the broken arrays, and the rows that see it."""
     has_branches = any(lengths is BATCHES[batch] for batch in BRANCHING)
     victims = [request for request, (length, _) in enumerate(lengths) if length]
     for number, (name, value) in enumerate(list_breaks(arrays)):
         for request in (victims[number % len(victims)], victims[-1 - number % 2]):
             length, context = lengths[request]
-            # The newest token, one that several rows see, an old one; of those that
-            # share blocks also what some of them share.
+            # The newest token, one that several rows see, an old one; with shared
+            # blocks also one that some of the sharing rows share.
             position = (context - 1, context - 1 - length // 2, 0)[number % 3]
             if has_branches and request:
                 position = (BRANCHES[request] - number % 2) * BLOCK_SIZE - 1
@@ -210,7 +210,7 @@ def play(arrays, operands, lengths):
 @pytest.mark.parametrize("way, name", [*CHOSEN, *further(OTHERS)])
 @pytest.mark.one_end
 def test_rows_that_do_not_see_it_have_the_same_bits(way, name):
-    """And those that see it are broken where the reference is."""
+    """And rows that see it are broken where the reference is."""
     this, num_hit = CASES[name], 0
     for batch, lengths in BATCHES.items():
         arrays, operands = make_call(this, batch)
@@ -261,7 +261,7 @@ def make_gradients(this: Case, arrays, operands):
 
 
 def break_rows_and_tokens(arrays, operands, cotangents, value):
-    """All breaks: what it is, the arguments, and which rows and tokens it may reach."""
+    """All breaks: a name, the arguments, and the rows and tokens that it may reach."""
     nothing = range(0)
     for number, name in enumerate(("d_output", "d_lse")):
         for row, request in ((NUM_ROWS - 1, None), (4, 1)):

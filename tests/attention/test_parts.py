@@ -1,4 +1,4 @@
-"""Parts of blocks: what several devices find is what one finds that has the whole."""
+"""Parts of blocks: several devices' results join to those of one with the whole."""
 
 import jax
 import numpy as np

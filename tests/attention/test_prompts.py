@@ -1,9 +1,9 @@
 """Prompts without a past by an attention over contiguous keys and values.
 
-The way there, what is read back, and which rows go it are compared with the reference,
-with `jax.nn.dot_product_attention(implementation="xla")` in cuDNN's place. Of cuDNN
-itself, which no machine here has, the calls are lowered for CUDA: JAX's question for
-its version is answered by the test.
+The way there, the rows read back, and the choice of rows are compared with the
+reference, with `jax.nn.dot_product_attention(implementation="xla")` in cuDNN's place.
+Of cuDNN itself, which no machine here has, the calls are lowered for CUDA: the test
+answers JAX's check of its version.
 """
 
 import dataclasses
@@ -64,7 +64,7 @@ def by_xla(queries, keys, values, scale):
 
 
 def in_sevens(queries, *_):
-    """What no attention gives: it shows which rows come from here."""
+    """A result that no attention gives: it shows which rows come from here."""
     return jnp.full_like(queries, 7.0)
 
 
@@ -210,7 +210,7 @@ def test_what_is_read_back_is_what_is_stored(dtype, kv_dtype):
 @pytest.mark.one_end
 def test_gradients_are_those_of_the_paged_attention():
     given, options = operands_of("one before others")
-    # What is not there is NaN, and 0 * NaN is NaN.
+    # Missing entries are NaN, and 0 * NaN is NaN.
     arrays = [jnp.nan_to_num(each) for each in given[:3]]
 
     def differentiate(implementation):
@@ -243,10 +243,10 @@ def test_kernel_leaves_the_rows_of_a_prompt_out():
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])
 def test_what_is_not_finite_reaches_no_rows_before_it(number):
-    """A key or a value of one kv head, of which a prompt's own rows behind are NaN."""
+    """A broken key or value of one kv head: the prompt's own rows behind it are NaN."""
     given, options = operands_of("one behind others")
     whole = np.asarray(jitted("prompts")(*given, **options))
-    table, token = given[4][2], 17  # of the prompt, whose first row is the second
+    table, token = given[4][2], 17  # of the prompt, which begins at the second row
     for which in (1, 2):
         arrays = [np.array(each) for each in given[:3]]
         arrays[which][LAYER, table[token // 4], 1, token % 4, 5] = number
@@ -279,7 +279,7 @@ ROWS = 4_096
 
 @pytest.fixture
 def has_cudnn(monkeypatch):
-    """A version of cuDNN, of which JAX only asks whether there is one."""
+    """A version of cuDNN; JAX only checks that there is one."""
     from jax._src.cudnn import fused_attention_stablehlo
 
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91300)
@@ -442,7 +442,7 @@ def test_cudnn_says_what_it_is_for():
 def test_cudnn_is_the_default_for_long_prompts():
     long = {"implementation": None}
     assert len(find_cudnn(lower_cudnn(options=long))) == 1
-    # Neither for small steps, nor where bits or a log-sum-exp are asked for.
+    # Neither for small steps, nor for calls by position or with a log-sum-exp.
     assert not find_cudnn(lower_cudnn(rows=ROWS - 1, options=long))
     assert not find_cudnn(lower_cudnn(options=long | {"by_position": True}))
     assert not find_cudnn(lower_cudnn(options=long | {"return_lse": True}))

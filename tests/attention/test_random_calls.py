@@ -1,7 +1,7 @@
 """Calls drawn at random, of any shape, against float64 arithmetic on plain arrays.
 
-Nothing here is shared with the package: elements and scales are drawn as bits and mean
-what numpy's types say, and a row is computed from the tokens that it sees. A few calls
+Nothing here is shared with the package: elements and scales are drawn as bits with the
+values of numpy's types, and a row is computed from the tokens that it sees. A few calls
 in each run, as every one is a compilation; `JKV_RANDOM_CALLS=200` plays that many.
 """
 
@@ -35,7 +35,7 @@ STORED = (
 
 
 class Drawn(NamedTuple):
-    """A call, and what its operands mean."""
+    """A call, and its decoded operands."""
 
     positional: list  # of `paged_attention`
     options: dict
@@ -45,7 +45,7 @@ class Drawn(NamedTuple):
 
 
 def draw_pool(rng, shape, stored, used):
-    """Stored elements, their scales, and what they mean; NaN where nothing is used."""
+    """Stored elements, their scales, and decoded values; NaN where nothing is used."""
     dtype = np.dtype(getattr(ml_dtypes, stored, stored))
     if dtype.itemsize > 1:
         meant = rng.standard_normal(shape).astype(dtype)

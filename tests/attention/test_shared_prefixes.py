@@ -1,4 +1,4 @@
-"""What several requests share is read once: who shares what, and the same results."""
+"""Prefixes shared by several requests are read once: the prefixes, and results."""
 
 import dataclasses
 import functools
@@ -47,7 +47,7 @@ def make_requests(tables, counts):
 
 
 def find(tables, counts, fewest=3, has_branches=True):
-    """What is found of them, as on a CPU or, without branches, on a card."""
+    """Return the shared prefixes, as on a CPU or, without branches, on a GPU."""
     requests = make_requests(tables, counts)
     used = np.arange(NUM_COLUMNS)[None] < counts[:, None]
     owners = np.bincount(tables[used], minlength=tables.max() + 1).astype(np.int32)
@@ -121,7 +121,7 @@ def test_where_nothing_is_shared_pieces_are_as_without():
 
 
 def test_what_is_shared_is_what_tables_have_in_common():
-    """Of random trees; a block that was exchanged in one row ends what it shares."""
+    """Of random trees; a block that was exchanged in one row ends its shared prefix."""
     rng, total = np.random.default_rng(1), 0
     for _ in range(40):
         tables, counts = draw_tables(rng)
@@ -180,7 +180,7 @@ def test_random_trees_give_what_the_reference_gives(implementation):
         )
         output = attend_listed()
         assert_close(output, attend(tables, contexts, implementation="reference"))
-        # What is not finite in a block reaches those that have it, and no others.
+        # Values that are not finite reach the requests with that block, and no others.
         row = rng.integers(NUM_REQUESTS)
         block = tables[row, rng.integers(counts[row])]
         used = np.arange(NUM_COLUMNS)[None] < counts[:, None]
@@ -214,7 +214,7 @@ def test_groups_of_groups_lie_side_by_side():
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """A cache, and what its attention is asked for."""
+    """A cache, and its attention's arguments."""
 
     group: int = 1  # query heads of a kv head
     soft_cap: float | None = None
@@ -255,9 +255,9 @@ def make_config(case: Case):
 
 @functools.cache
 def make_branches(case: Case, lengths=(41, 30, 20)):
-    """A cache of ten texts, nine of which branch off one, and a step of all of them.
+    """A cache of ten texts, nine of them branching off one, and a step of all of them.
 
-    Lengths of the one, of the tenth, and of what five have in common beside it.
+    Lengths of the one, of the tenth, and of the part that five share beside it.
     """
     config, rng = make_config(case), np.random.default_rng(0)
 
@@ -323,7 +323,7 @@ def with_tables(cache, tables):
 @pytest.mark.parametrize("name", ["sinks, soft cap, grouped", *further(FURTHER)])
 @pytest.mark.one_end
 def test_attention_finds_what_it_finds_without(name):
-    """And reads what is shared by one table: others may hold anything there."""
+    """And reads shared blocks by one table: others may hold anything there."""
     case = CASES[name]
     cache, batch, queries = make_branches(case)
     found = batch.plan[0]["xla"]
@@ -345,7 +345,7 @@ def test_attention_finds_what_it_finds_without(name):
 
     order, common = np.asarray(found.order), np.asarray(found.common)
     seq_ids = np.asarray(batch.seq_ids)[order]
-    # Nine are tiles of five and of four, whose first lanes are read.
+    # Nine are tiles of five and of four, read by the tables of their first lanes.
     begin = int(np.flatnonzero(common)[0]) - 1 + 5
     for place, (seq_id, count) in enumerate(zip(seq_ids, common, strict=True)):
         if place != begin:
@@ -381,7 +381,7 @@ SAVED = {
 @pytest.mark.one_end
 @pytest.mark.interpreted(reason="its steps are planned for the interpreter's tiles")
 def test_the_kernel_reads_what_lanes_share_once(name):
-    """By the table of the first: those of the others may hold anything there."""
+    """By the table of the first: the others' may hold anything there."""
     case = CASES[name]
     cache, batch, queries = make_branches(case, (170, 30, 90))
     batch = plan_on_a_card(cache, batch)
@@ -420,7 +420,7 @@ def test_windows_are_read_for_each():
 @pytest.mark.one_end
 @pytest.mark.interpreted(reason="its steps are planned for the interpreter's tiles")
 def test_kernels_have_the_bits_of_those_without_lanes():
-    """Where nothing is shared, in the program that reads what is."""
+    """Where nothing is shared, in the program that can read shared blocks."""
     case = CASES["sinks, soft cap, grouped"]
     cache, batch, queries = make_branches(case, (170, 30, 90))
     alone = np.asarray(batch.plan[0]["xla"].common) == 0
@@ -439,7 +439,7 @@ def test_kernels_have_the_bits_of_those_without_lanes():
 
 @pytest.mark.one_end
 def test_where_nothing_is_shared_bits_are_as_without():
-    """In the same program: a step of ten texts, of which two are alive."""
+    """In the same program: a step of ten texts, two of them alive."""
     case = CASES["sinks, soft cap, grouped"]
     cache, batch, queries = make_branches(case)
     alone = np.asarray(batch.plan[0]["xla"].common) == 0

@@ -1,7 +1,7 @@
-"""What a program for TPUs does with pools: they keep the last two axes in tiles.
+"""Pools in a program for TPUs, which keep the last two axes in tiles.
 
-A view that joins these axes, which is free elsewhere, copies a pool there. What XLA's
-compiler for TPUs makes of a step is in `benchmarks/results/tpu_compile.json`.
+A view that joins these axes, which is free elsewhere, copies a pool there. The result
+of XLA's compiler for TPUs for a step is in `benchmarks/results/tpu_compile.json`.
 """
 
 import functools
@@ -69,7 +69,7 @@ def test_no_pool_is_brought_to_other_tiles(num_rows):
     pool = jax.eval_shape(lambda: jkv.init(CONFIG)).storage[0].key_pool
     text = lower("tpu", num_rows)
     assert not find_tail_changes(text, pool)
-    # Heads are no part of what a scatter into a pool moves.
+    # A scatter into a pool does not move heads.
     assert "update_window_dims = [1, 2]" not in text
     elsewhere = lower("cpu", num_rows)
     assert find_tail_changes(elsewhere, pool), "the flat view, which is free there"

@@ -1,4 +1,4 @@
-"""python -m jkv.doctor: a report of what was found, and an exit status."""
+"""python -m jkv.doctor: a report of its findings, and an exit status."""
 
 import functools
 import json
@@ -112,7 +112,7 @@ def test_lost_blocks_are_reported(tmp_path, monkeypatch):
 
 @pytest.mark.one_end
 def test_what_the_store_gets_wrong_is_reported():
-    """With what differs, and how to do without the kernel."""
+    """With the difference, and the way to do without the kernel."""
     case = stores.Case("bytes", (16, 16), block_size=2, dtype="int8")
     kernel = functools.partial(store_rows, way=Way(interpret=True))
 
@@ -191,7 +191,7 @@ def negate(attend):
 
 @pytest.mark.one_end
 def test_a_quick_look_is_a_small_part():
-    """Less than a tenth of the time, the kernel among what is looked at."""
+    """Less than a tenth of the time, the kernel among the checks."""
     quick, whole = (
         diagnosis.plan_steps(is_quick=is_quick) for is_quick in (True, False)
     )

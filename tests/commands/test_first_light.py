@@ -95,7 +95,7 @@ def test_each_fault_is_named_with_its_cure(broken_machine, capsys):
     found = {each["what"]: each for each in report["findings"]}
     assert found[probes.LOOPS]["detail"].startswith("crashed: SIGSEGV | in <path>")
     assert "cure" in found[probes.LOOPS] and "cure" not in found[WITHOUT_BUFFERS]
-    # What came after the loops ran with the flag that they need.
+    # Steps after the loops ran with the flag that they need.
     assert NO_COMMAND_BUFFERS in found["generate"]["detail"]
     assert any("39634" in each["what"] for each in report["findings"])
     time.sleep(3.5)
@@ -120,7 +120,7 @@ def test_what_was_found_is_set_or_said_the_next_time(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         xla_flags.warn_of_missing_flags()
-    # A machine that was mended forgets it; what the user set is no hint.
+    # A mended machine forgets it; the user's own setting is no hint.
     mended = MACHINE.replace('"buffer" not in', '"nothing" in')
     monkeypatch.setattr(first_light, "COMMAND", (sys.executable, "-c", mended))
     main(["--first-light"])
@@ -169,7 +169,7 @@ def test_the_whole_ends_in_its_time(broken_machine, monkeypatch):
     assert broken_machine.exists()
 
 
-# A child of jkv's own, with tries that stand for what a card does.
+# A child of jkv's own, with tries in place of a GPU's results.
 CHILD = """
 import os, sys
 from jkv.commands.children import answer
@@ -196,7 +196,7 @@ def test_a_child_answers_what_its_tries_do():
 
 
 def test_probes_tell_wrong_numbers_from_right_ones(monkeypatch):
-    """What a card gives is the CPU's, with one bit or one row of it changed."""
+    """A GPU's results are the CPU's, with one bit or one row of them changed."""
     monkeypatch.setattr(probes, "TALL", (600, 8, 4))
     probes.multiply_tall()
     probes.draw_numbers()
@@ -228,7 +228,7 @@ def test_each_kernel_has_a_try():
         assert any(part in name for name in names), part
     wanted = {"kernel: derivative, float32, sinks", "kernel: rows stored, int8"}
     assert wanted | {"generate", "jkv's own lowering: int8"} <= {*names}
-    # Those on a CPU are among the names that a child knows.
+    # The tries on a CPU are among the names that a child knows.
     assert len(probes.list_tries(is_on_cpu=True)) < 10
 
 

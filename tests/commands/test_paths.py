@@ -1,4 +1,4 @@
-"""python -m jkv.doctor --model: what it says, and what a program for the card has."""
+"""python -m jkv.doctor --model: its report, and the parts of a program for the GPU."""
 
 import jax
 import jax.numpy as jnp

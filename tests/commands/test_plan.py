@@ -1,4 +1,4 @@
-"""python -m jkv.plan: what fits, and why not."""
+"""python -m jkv.plan: the sizes that fit, and the reasons against others."""
 
 import importlib
 import os
@@ -117,8 +117,8 @@ def test_windows_are_shown_beside_what_is_kept(tmp_path):
     head = "context length   sequences at once   bytes of each   all tokens kept"
     assert head in found.report()
     assert found.notes[-1].startswith("5 of 6 layers have a window of 1024 tokens")
-    # An index takes a little of what the groups have; a window for all layers is one
-    # pool of all.
+    # An index takes a little of the groups' memory; a window for all layers is one pool
+    # of all.
     indexed = make_plan(path, "80GB", weights="1GB", prefix_caching=True)
     assert indexed.groups is not None and indexed.groups.prefix_caching
     assert indexed.sequences[131_072] <= found.sequences[131_072]
@@ -126,7 +126,7 @@ def test_windows_are_shown_beside_what_is_kept(tmp_path):
     assert plain.windows is None and plain.groups is None
 
 
-# Layers, those with a window, its tokens, kv heads, head dim, longest context; and the
+# Layers, layers with a window, its tokens, kv heads, head dim, longest context; and the
 # bytes of one longest sequence by hand: tokens of full layers, then of windows in
 # blocks of 16 of (window + 1,021) // 16 + 2, times keys and values of 2 bytes.
 MODELS = {
@@ -187,7 +187,7 @@ def test_the_command_prints_what_fits(tmp_path):
     rows = [line.split() for line in lines if line[:14].strip("0123456789, ") == ""]
     lengths = [int(row[0].replace(",", "")) for row in rows if len(row) == 6]
     assert lengths == [1024, 4096, 16_384, 65_536, 131_072]
-    # 128 KiB a token, of which all layers keep 4,095 and two steps of 512.
+    # 128 KiB a token; all layers keep 4,095 of them and two steps of 512.
     assert rows[-1][2:] == ["644.0", "MiB", "16.0", "GiB"]
     assert lines[-1].startswith("note: 32 of 32 layers have a window of 4096 tokens")
 

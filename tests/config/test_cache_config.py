@@ -1,4 +1,4 @@
-"""CacheConfig: what it refuses, what it makes, and bytes by hand."""
+"""CacheConfig: its errors, its arrays, and bytes by hand."""
 
 import dataclasses
 import math

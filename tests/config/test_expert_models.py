@@ -1,4 +1,4 @@
-"""Caches of published models whose config.json has keys of its own, by hand."""
+"""Caches of published models with their own keys in config.json, by hand."""
 
 import pytest
 from support import published_models as published

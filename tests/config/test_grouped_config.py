@@ -1,4 +1,4 @@
-"""GroupedConfig: what it refuses, and the arrays and bytes of what it makes."""
+"""GroupedConfig: its errors, and the arrays and bytes of its caches."""
 
 import dataclasses
 
@@ -36,7 +36,7 @@ def test_bytes_by_hand():
     groups = 64 + 16 + 2 * 24 + 32 + 16 + 64 + 16 + 2 * 32 + 32
     assert config.storage_bytes == storage
     assert config.metadata_bytes == sequences + groups
-    # What the docstring says of an index, and three rows of 4.
+    # The docstring's bytes for an index, and three rows of 4.
     found = dataclasses.replace(config, prefix_caching=True)
     more = 32 * 4 + 8 * (116 + 4) + 6 * 12 + 3 * 16
     assert found.bytes == config.bytes + more

@@ -137,7 +137,7 @@ def test_the_bundled_model_and_its_cache():
             ),
             (32, 8, 128, 32_768, "float16"),
         ),
-        # Of a class whose heads are not the hidden size: gpt-oss 20B.
+        # A class where the heads are not the hidden size: gpt-oss 20B.
         (
             dict(
                 model_type="gpt_oss",
@@ -167,7 +167,7 @@ def test_the_bundled_model_and_its_cache():
             | dict(layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 12),
             (12, 8, 128, 131_072, "bfloat16"),
         ),
-        # The last layers read what earlier ones stored: Gemma 3n.
+        # The last layers read the keys of earlier ones: Gemma 3n.
         (LLAMA | dict(num_kv_shared_layers=10), (22, 8, 128, 131_072, "bfloat16")),
     ],
 )
@@ -222,7 +222,7 @@ def test_windows_by_many_names(tmp_path, settings, expected):
 @pytest.mark.parametrize(
     "settings, expected",
     [
-        # Of four layers: the last sees everything, those from the second on do not,
+        # Of four layers: the last sees everything, the second and later ones do not,
         # the first and third do not, and one of three that attend.
         (dict(sliding_window=8, sliding_window_pattern=4), (8, 8, 8, None)),
         (dict(sliding_window=8, max_window_layers=1), (None, 8, 8, 8)),

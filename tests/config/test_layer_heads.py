@@ -1,4 +1,4 @@
-"""Models whose layers differ in their heads, beside the classes of transformers."""
+"""Models with heads that differ by layer, beside the classes of transformers."""
 
 import importlib.util
 
@@ -136,7 +136,7 @@ def test_one_pool_of_different_layers_is_refused(tmp_path, settings):
         with pytest.raises(ValueError, match="25 have 4 kv|9 have 4 kv") as refused:
             ask()
         assert "GroupedConfig.from_model" in str(refused.value)
-    # Heads that are given are those of every layer.
+    # Given heads apply to every layer.
     given = jkv.CacheConfig.from_model(path, num_blocks=1, num_kv_heads=8, head_dim=512)
     assert given.bytes_per_token == given.num_layers * 8 * 512 * 2 * 2
 
@@ -197,7 +197,7 @@ def test_windows_of_the_later_or_the_earlier_layers(tmp_path, model_type, late):
 @needs_transformers
 @pytest.mark.parametrize("model_type", list_types(families.all_windowed))
 def test_windows_of_all_layers(tmp_path, model_type):
-    """Whatever else a file says of windows, as classes of transformers ignore it."""
+    """For any other window keys in a file, as classes of transformers ignore them."""
     changes = dict(sliding_window=8, max_window_layers=1, sliding_window_pattern=2)
     if model_type == "qwen3_moe":
         changes |= dict(use_sliding_window=True)

@@ -14,8 +14,8 @@ BFLOAT16 = dict(torch_dtype="bfloat16", max_position_embeddings=262_144)
 
 NEMOTRON_NANO_9B = "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"
 
-# What config.json says, the layers that attend and those with a state, and the bytes of
-# one state: of its memories, and of the tokens that its convolutions keep.
+# The settings of config.json, the layers that attend, the layers with a state, and the
+# bytes of one state: of its memories, and of the tokens that its convolutions keep.
 MODELS = {
     # 36 layers, 32 heads of 128 x 128; 3 tokens of 2 x 16 + 32 heads of 128.
     "Qwen3-Next-80B-A3B": (
@@ -239,7 +239,7 @@ def test_a_state_beside_keys_and_values(tmp_path):
 
 
 def test_a_token_that_may_be_taken_back_is_small(tmp_path):
-    """Four tokens of what a state follows from take at most a tenth of the state."""
+    """The pending inputs of four tokens take at most a tenth of the state."""
     for name in ("Qwen3-Next-80B-A3B", "granite-4.0-h-small", "Falcon-H1-34B"):
         path = folder(tmp_path, **BFLOAT16 | MODELS[name][0])
         layers = read_sizes(path, {}, with_states=True).layers
@@ -252,7 +252,7 @@ def test_a_token_that_may_be_taken_back_is_small(tmp_path):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_groups_of_published_models(tmp_path, name):
-    """Each layer is in the groups of what it keeps; bytes are those of the arrays."""
+    """Each layer is in the groups of its cached data; bytes equal the arrays'."""
     settings, (num_attending, num_with_state), states = MODELS[name]
     path = folder(tmp_path, **BFLOAT16 | settings)
     config = jkv.GroupedConfig.from_model(
@@ -312,7 +312,7 @@ def test_a_model_without_attention_is_no_single_pool(tmp_path):
 
 
 def test_keys_and_values_alone(tmp_path):
-    """With num_layers given, or unasked, nothing is said of states."""
+    """With num_layers given, or by default, there are no states."""
     path = folder(tmp_path, **BFLOAT16 | MODELS["Bamba-9B"][0])
     given = read_sizes(path, {"num_layers": 3}, with_states=True)
     unasked = read_sizes(path, {})

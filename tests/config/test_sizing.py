@@ -1,4 +1,4 @@
-"""Configurations from budgets, and what fits into one."""
+"""Configurations from budgets, and the number of tokens that fit."""
 
 import dataclasses
 
@@ -78,7 +78,7 @@ def test_said_in_human_units():
         "4 sequences of up to 14 tokens",
     ]
     assert lines[3].startswith(human_bytes(config.bytes))
-    # `repr` still says what to write to get it.
+    # `repr` still shows the arguments that give it.
     assert repr(config).startswith("CacheConfig(num_layers=3, ")
 
 

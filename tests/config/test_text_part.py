@@ -1,4 +1,4 @@
-"""Sizes that a config.json leaves out, beside those of the installed transformers."""
+"""Sizes that a config.json leaves out, compared with the installed transformers."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""Arguments as values are what their fields by name are; mistakes are named."""
+"""Arguments as values equal their fields by name; errors name mistakes."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Beam search: against plain Python, in tiny pools, and what it is asked wrongly.
+"""Beam search: against plain Python, in tiny pools, and with invalid arguments.
 
 `test_beam_parity.py` compares with transformers. One program serves nearly all tests
 here: prompts are padded, and a small pool is a large one that others fill.
@@ -101,7 +101,7 @@ def expected(prompt, penalty=1.0, stops=STOPS, **options):
 
 
 def assert_found(result, i, wanted):
-    """Texts and scores of prompt i are those wanted."""
+    """Texts and scores of prompt i are as expected."""
     lengths = result.lengths[i]
     texts = [row[:n].tolist() for row, n in zip(result.tokens[i], lengths, strict=True)]
     assert texts == [tokens for _, tokens in wanted]
@@ -166,7 +166,7 @@ def test_logits_that_are_no_numbers_end_a_search_alone():
 
 @pytest.mark.one_end
 def test_waiting_for_blocks_and_rows_loses_nothing():
-    """Whatever the pool: texts as with room for all, or it would not fit alone."""
+    """In every pool where it fits alone: texts are the same as with room for all."""
     rng = np.random.default_rng(0)
     restarts = out_of_blocks = 0
     for _ in range(8):
@@ -178,7 +178,7 @@ def test_waiting_for_blocks_and_rows_loses_nothing():
         restarts += int(result.statistics.restarts)
         for i, prompt in enumerate(prompts):
             if result.reasons[i] == FinishReason.OUT_OF_BLOCKS:
-                # Alone it needs a block for each beam beside what they share.
+                # Alone it needs a block for each beam beside the shared ones.
                 shared, longest = len(prompt) // 4, -(-(len(prompt) + NEW_TOKENS) // 4)
                 assert shared + NUM_BEAMS * (longest - shared) > blocks
                 out_of_blocks += 1

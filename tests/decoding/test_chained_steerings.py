@@ -1,6 +1,6 @@
 """A chain of small steerings in the loop: each text is the one of plain Python.
 
-What is steered is the model of `test_generation`, in the shapes of `test_steering`.
+The model is that of `test_generation`, in the shapes of `test_steering`.
 """
 
 import dataclasses

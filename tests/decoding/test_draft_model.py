@@ -1,7 +1,7 @@
 """A draft model: greedy texts are the model's own, sampled ones have its distribution.
 
-The distributions are those of two tables that know nothing of each other, whose texts
-can be reckoned by hand.
+The distributions come from two independent tables, with texts that can be reckoned by
+hand.
 """
 
 import jax
@@ -104,7 +104,7 @@ def table_model(params, tokens, cache, batch, *, all_rows=False):
 
 
 def chances(logits, temperature, top_k):
-    """What follows each token, [V, V], after temperature and top-k."""
+    """The distribution after each token, [V, V], after temperature and top-k."""
     scaled = logits.astype(np.float64) / temperature
     if top_k:
         scaled[scaled < np.sort(scaled)[:, [-top_k]]] = -np.inf
@@ -161,12 +161,12 @@ def test_sampled_texts_have_the_models_distribution(temperature, top_k):
     third = first @ wanted @ wanted
     expected = (third[:, None] * wanted).reshape(-1)
     assert chi_squared(pairs, expected) < LIMITS[(expected > 0).sum() - 1]
-    # What each token and its neighbour would be without a look at what came before.
+    # Each token's and its neighbour's distribution, ignoring the tokens before.
     alone = (third[:, None] * (third @ wanted)[None]).reshape(-1)
     assert chi_squared(pairs, alone) > 10 * LIMITS[24]
 
 
-# What chi-squared exceeds once in a thousand times, by degrees of freedom.
+# Values that chi-squared exceeds once in a thousand times, by degrees of freedom.
 LIMITS = {4: 18.47, 14: 36.12, 24: 51.18}
 
 

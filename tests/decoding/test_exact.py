@@ -1,4 +1,4 @@
-"""`exact=`: the bits of a text do not depend on what else is computed."""
+"""`exact=`: the bits of a text do not depend on other work in the batch."""
 
 import dataclasses
 
@@ -58,7 +58,7 @@ def run(prompts, seeds, cache=None, **options):
 
 @pytest.fixture(scope="module")
 def known():
-    """What came of all prompts at once."""
+    """The results of all prompts at once."""
     return run(make_prompts(), range(6))[1]
 
 
@@ -80,7 +80,7 @@ def test_order_and_number_do_not_matter(known):
 
 @pytest.mark.further
 def test_usual_steps_are_not_of_the_same_bits(known):
-    """What each costs as it comes: the test before can fail."""
+    """Steps without `exact=`: the test before can fail."""
     usual = run(make_prompts()[ORDER], ORDER, max_running=3, exact=False)[1]
     assert (np.asarray(usual.logprobs) != np.asarray(known.logprobs)[ORDER]).any()
 
@@ -274,7 +274,7 @@ def make_state_config(**fields):
 
 
 def state_model(weights, tokens, cache, batch):
-    """A sum that decays, in two forms whose bits differ."""
+    """A sum that decays, in two forms with different bits."""
     rows = jnp.take(weights, tokens, axis=0)
 
     def rule(state, given):

@@ -67,8 +67,8 @@ def continued(text, limit):
 def test_random_conversations():
     """Messages, undone turns and branches in a pool that is often full.
 
-    Whatever happens, the cache holds the tokens of each text, and each answer is that
-    of a dense model which reads the whole text.
+    After any operations the cache holds the tokens of each text, and each answer is
+    that of a dense model which reads the whole text.
     """
     rng = np.random.default_rng(5)
     cache = fresh_cache()
@@ -111,7 +111,7 @@ def test_random_conversations():
 
 
 def _judge(texts, seq_id, given, limit, tokens, reason):
-    """Compare an answer with a dense model's, and note what the cache holds then."""
+    """Compare an answer with a dense model's, and note the cache's new contents."""
     text = texts[seq_id]
     if not tokens:
         expected = {FinishReason.OUT_OF_BLOCKS}
@@ -182,7 +182,7 @@ def test_one_text_for_each_sequence():
 
 
 def count_in_circles(_params, tokens, cache, batch, *, all_rows=False):
-    """A model whose texts repeat themselves: after a token its next of seven."""
+    """A model of texts that repeat themselves: after a token its next of seven."""
     logits = jax.nn.one_hot((tokens - 9) % 7 + 10, VOCABULARY) * 9.0
     return (logits if all_rows else logits[batch.last_rows]), cache
 

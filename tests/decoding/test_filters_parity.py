@@ -1,4 +1,4 @@
-"""Filters of logits leave what those of transformers leave."""
+"""Filters of logits keep the same tokens as those of transformers."""
 
 import numpy as np
 import pytest

@@ -1,7 +1,7 @@
 """Generation: against an eager loop and a model without a cache, limits, tiny pools.
 
-Compiling is what costs time here, so almost all tests share one set of shapes: prompts
-are padded to `ROWS` by `WIDTH`, and a small pool is a large one that others fill.
+Compiling takes most of the time here, so almost all tests share one set of shapes:
+prompts are padded to `ROWS` by `WIDTH`, and others fill a large pool to make it small.
 """
 
 import functools
@@ -55,7 +55,7 @@ def counting_model(_, tokens, cache, batch, *, all_rows=False):
 
 
 def fresh_cache(free_blocks=64, free_rows=ROWS, **changes):
-    """64 blocks of 4 tokens filled with NaN, 8 rows; others hold what is not free."""
+    """64 blocks of 4 tokens filled with NaN, 8 rows; others hold the blocks in use."""
     fields = dict(
         num_layers=LAYERS,
         num_kv_heads=KV_HEADS,
@@ -105,7 +105,7 @@ def per_row(num_rows=ROWS, **options):
 
 
 def arguments(prompts, stops=(98, 99), limits=None, **options):
-    """What `generate` and `prefill` take after the cache, in the shared shapes."""
+    """Arguments of `generate` and `prefill` after the cache, in the shared shapes."""
     limits = (limits or [NEW_TOKENS] * len(prompts)) + [0] * (ROWS - len(prompts))
     return dict(
         prompts=padded(prompts),
@@ -117,7 +117,7 @@ def arguments(prompts, stops=(98, 99), limits=None, **options):
 
 
 def assert_as_before(cache, before):
-    """Every block and row is back; what others hold is still theirs."""
+    """Every block and row is free again; others still hold theirs."""
     jkv.check(cache)
     assert int(jkv.num_free_blocks(cache)) == int(jkv.num_free_blocks(before))
     np.testing.assert_array_equal(cache.metadata.is_open, before.metadata.is_open)
@@ -379,7 +379,7 @@ def test_the_youngest_make_room_when_blocks_run_out():
 @pytest.mark.one_end
 def test_a_sequence_waits_for_blocks_of_one_that_ends():
     # The first needs 3 blocks in the end, the second 3: 4 do for both, one after the
-    # other, and the texts are what they are with room for all.
+    # other, and the texts are the same as with room for all.
     limits = [6, 12]
     tight = run(attention_model, PROMPTS[:2], fresh_cache(4), limits=limits)
     wide = run(attention_model, PROMPTS[:2], limits=limits)
@@ -478,7 +478,7 @@ def test_a_generation_can_be_left_at_any_step():
         return go_on(attention_model, params, cache, state, sampling, 2)
 
     cache, state = two_steps(*prefill(attention_model, params, before, **options))
-    # What stopped is closed already: its id is padding now.
+    # Stopped sequences are closed already: their ids are padding now.
     assert state.is_running.tolist() == [True, True, False, True] + [False] * 4
     # Where the cache records tokens, the ones fed to the model are there.
     recorded = jkv.tokens(cache, state.seq_ids[1]).tolist()

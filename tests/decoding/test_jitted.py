@@ -15,7 +15,7 @@ pytestmark = pytest.mark.one_end
 PROMPTS = [[3, 4, 5], [6]]
 ROWS = (8,)
 
-# What a loop has beside static arguments: arrays, or trees of them.
+# Arguments of a loop beside static ones: arrays, or trees of them.
 TRACED = {
     *("params", "cache", "state", "prompts", "tokens", "continuations", "seq_ids"),
     *("limits", "stop_tokens", "stop_sequences", "salts", "variants", "num_steps"),
@@ -111,7 +111,7 @@ WRAPS = 2**32  # added to a number, it is that number again in 32 bits
 @pytest.mark.parametrize("make", [list, np.array], ids=["list", "numpy"])
 @pytest.mark.parametrize("room", [jkv, jitted], ids=["plain", "jitted"])
 class TestNumbersOf64Bits:
-    """They are refused or mean what they say; none is taken for its last 32 bits."""
+    """They are refused or keep their value; none is cut to its last 32 bits."""
 
     def test_as_tokens(self, room, make) -> None:
         model, params = attention_model, attention_params()

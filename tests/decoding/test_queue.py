@@ -1,8 +1,8 @@
 """The queue of `generate`, against a plain-Python generator and scheduler.
 
 One compiled loop serves nearly all tests: 1,008 sequences of three samples each, five
-of which run at one time. What varies is values: prompts, limits, blocks that others
-hold, what stops, how often logits are NaN.
+of them running at one time. Only values vary: prompts, limits, blocks that others hold,
+stop conditions, the frequency of NaN in logits.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ STATIC = (
     "chunk_size",
     "row_counts",
 )
-# What a step says of the pool, and what the plain queue tells of it.
+# Statistics of the pool in a step, which the plain queue also counts.
 COUNTED = (
     "num_steps sequence_steps prompt_tokens recomputed_tokens preemptions "
     "peak_blocks queue_steps idle_places"
@@ -112,7 +112,7 @@ def padded(rows, width):
 
 
 def arguments(call, max_running=RUNNING, row_counts=ROW_COUNTS):
-    """What `generate` and `prefill` take after the cache."""
+    """Arguments of `generate` and `prefill` after the cache."""
     return dict(
         prompts=padded(call.prompts, WIDTH),
         max_new_tokens=call.max_new_tokens,
@@ -161,14 +161,14 @@ def run(call, cache):
 
 
 def assert_given_back(before, after):
-    """Every block and row is free again; what others hold is still theirs."""
+    """Every block and row is free again; others still hold theirs."""
     jkv.check(after)
     assert int(jkv.num_free_blocks(after)) == int(jkv.num_free_blocks(before))
     np.testing.assert_array_equal(after.metadata.is_open, before.metadata.is_open)
 
 
 def assert_texts(result, texts):
-    """Tokens and reasons are those of each sequence alone, logprobs nearly."""
+    """Tokens and reasons equal those of each sequence alone, logprobs nearly."""
     count = len(texts.new)
     assert [FinishReason(r).name for r in result.reasons] == [
         r.name for r in texts.reasons
@@ -190,7 +190,7 @@ def assert_same(result, other):
 
 
 def assert_played(result, game):
-    """The loop did what the plain queue did, step for step."""
+    """The loop equals the plain queue, step for step."""
     found = {name: int(getattr(result.statistics, name)) for name in COUNTED}
     expected = dict(game.statistics)
     expected["peak_blocks"] += BLOCKS - game.call.num_blocks
@@ -247,7 +247,7 @@ def test_a_thousand_sequences_end_as_each_does_alone():
     }
     statistics = result.statistics
     assert statistics.preemptions > 10 and statistics.recomputed_tokens > 100
-    # A prompt is computed once for its three samples, but for what was preempted.
+    # A prompt is computed once for its three samples, except after preemption.
     assert game.statistics["prompt_tokens"] < 1.2 * sum(map(len, call.prompts))
     # A pool of any size gives the same bits.
     assert_same(run(call, pool()), result)
@@ -281,7 +281,7 @@ def test_the_loop_updates_the_pool_in_place():
     assert memory.temp_size_in_bytes < cache.storage[0].key_pool.nbytes
     assert memory.alias_size_in_bytes >= 2 * cache.storage[0].key_pool.nbytes
     # A step of single tokens plans the rows of prompts, and computes nothing for them:
-    # what a loop within the step computes has not moved in front of it.
+    # the work of a loop within the step has not moved in front of it.
     planned = in_the_steps_of_a_loop(compiled().as_text(), str(ROW_COUNTS[1]))
     moved = [line for line in planned if line.count("while/body") > 1]
     assert planned and moved == []
@@ -321,7 +321,7 @@ def test_what_never_fits_ends_and_blocks_no_other():
 
 @pytest.mark.one_end
 def test_windows_cancel_and_add_as_a_host_does():
-    """Sequences are those of one call, whatever else comes and goes between windows."""
+    """Sequences equal those of one call, with any others between windows."""
     rng = np.random.default_rng(11)
     call = draw_call(rng, 30, num_blocks=12)
     texts = PlainTexts(call)
@@ -390,7 +390,7 @@ def test_stops_of_added_prompts_have_the_first_shape():
         with pytest.raises(ValueError, match=words):
             try_to(own, **wrong)
     with pytest.raises(ValueError, match=words):
-        try_to(values, **both)  # those hold for all
+        try_to(values, **both)  # both hold for all
     with pytest.raises(ValueError, match=f"one row for each of {PROMPTS} prompts"):
         try_to(values | dict(stop_tokens=tokens[:3]))
 

@@ -16,7 +16,7 @@ from jkv.decoding import Sampling, spread_seeds
 from jkv.decoding.sampling import draws
 from jkv.decoding.sampling.draws import find_best
 
-# Compiled once for each shape, whatever the parameters.
+# Compiled once for each shape, with any parameters.
 filter_logits = jax.jit(decoding.filter_logits)
 sample = jax.jit(decoding.sample)
 
@@ -79,7 +79,7 @@ def reference(
     min_p=0.0,
     repetition_penalty=1.0,
 ):
-    """One row after another, by sorting, in float64: what the filters mean."""
+    """The filters' definition: one row after another, by sorting, in float64."""
     rows = []
     for row, row_seen in zip(
         np.asarray(logits, np.float64), np.asarray(seen), strict=True
@@ -132,7 +132,7 @@ def test_a_small_example_by_hand():
 
 
 def own_logprobs(logits, tokens):
-    """What the model says of the tokens, f32[B]."""
+    """The model's log-probabilities of the tokens, f32[B]."""
     rows = np.arange(len(logits))
     return log_softmax(logits, axis=-1)[rows, np.asarray(tokens)]
 

@@ -75,7 +75,7 @@ def weigh(scores):
 
 @pytest.mark.one_end
 def test_scores_and_gradients_equal_a_dense_model():
-    """All weights: those before the keys and values of a prompt that three share."""
+    """All weights, also before the keys and values of a prompt that three share."""
     params = attention_params()
 
     @functools.partial(jax.value_and_grad, has_aux=True)
@@ -99,7 +99,7 @@ def test_scores_and_gradients_equal_a_dense_model():
 
 @pytest.mark.one_end
 def test_layers_in_groups_see_as_far_as_in_numpy():
-    """What a window would have given back is there: rows of the prompt see it."""
+    """Tokens that a window would release are there: rows of the prompt see them."""
     full = jkv.CacheConfig(num_blocks=12, max_sequences=1, **windowed_model.SIZES)
     windowed = dataclasses.replace(full, sliding_window=windowed_model.WINDOW)
     config = jkv.GroupedConfig(

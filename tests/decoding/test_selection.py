@@ -47,7 +47,7 @@ def plain_choice(result, prompt, by, answers):
 
 @pytest.mark.parametrize("answers", ["tokens", "numbers", None])
 def test_equals_the_plain_choice(answers):
-    """Ties too: the first of those that are alike."""
+    """Ties too: the first of equal ones."""
     rng = np.random.default_rng(7)
     result = random_result(rng)
     given = {

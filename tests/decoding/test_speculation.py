@@ -1,8 +1,8 @@
-"""Speculative decoding: the text of plain decoding, whatever is guessed.
+"""Speculative decoding: the text of plain decoding, with any draft tokens.
 
 One program plays the games of `PromptLookup`: three sequences run at a time, two of
-each prompt, in pools in which others hold what is not free. The model recounts the
-cache that each step gives it. Each text alone, and the steps without guesses, are found
+each prompt, in pools where others hold the blocks in use. The model recounts the cache
+that each step gives it. Each text alone, and the steps without draft tokens, are found
 in plain Python.
 """
 
@@ -94,7 +94,7 @@ def test_texts_are_those_without_guesses_in_every_pool():
         cache = fresh_cache(blocks, 8, prefix_caching=True)
         sampling = per_row(PROMPTS * SAMPLES, **options)
         alone, num_steps = run_alone(prompts, limits, sampling)
-        for turn in range(2):  # the second finds what the first has left behind
+        for turn in range(2):  # the second finds the cached blocks of the first
             cache, result = run(prompts, cache, limits, sampling)
             assert texts(result) == alone.new
             assert reasons(result) == [reason.name for reason in alone.reasons]
@@ -115,7 +115,7 @@ def test_the_longest_and_latest_run_is_looked_up():
         [7, 8, 9, 1, 8, 9, 2, 7, 8, 9],  # three tokens agree, then two
         [8, 9, 1, 5, 8, 9, 2, 5, 8, 9],  # of two that agree the later one
         [1, 2, 3, 4, 5, 6, 7, 8, 9, 0],  # nothing recurs
-        [4, 4, 4, -1, -1, -1, -1, -1, -1, -1],  # what repeats goes on repeating
+        [4, 4, 4, -1, -1, -1, -1, -1, -1, -1],  # repetition goes on
         [6, -1, -1, -1, -1, -1, -1, -1, -1, -1],
     ]
     texts = np.array(rows, np.int32)
@@ -137,7 +137,7 @@ def guess(counts, certain=0):
 
 
 def play(right, num_steps, present=8):
-    """Guess seven tokens for eight texts; who was guessed for, bool[steps, 8].
+    """Draft seven tokens for eight texts; return the drafted texts, bool[steps, 8].
 
     Args:
       right: of each text's seven guesses, i32[8].
@@ -252,5 +252,5 @@ def test_guesses_that_cannot_fail_are_always_made_and_tell_nothing_of_others():
     # Where nothing is looked up nothing is learnt.
     same = pace.after_guesses(guess([3] * 8, forced), forced, EIGHT, COST)
     np.testing.assert_array_equal(same.typical, pace.typical)
-    # What was looked up alone is not tried any more.
+    # Look-up alone is not tried any more.
     assert not pace.choose(guess([7] * 8), EIGHT, COST).any()

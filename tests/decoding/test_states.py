@@ -1,7 +1,7 @@
-"""Loops over a model of which some layers keep a state: exact, whatever happens to it.
+"""Loops over a model with states in some layers: exact after any operations.
 
 The next token follows exactly from all tokens before it. `support.state_table` has each
-loop beside sequences of each kind of groups; here is what takes prompts of its own.
+loop beside sequences of each kind of groups; here are tests with prompts of their own.
 """
 
 import numpy as np
@@ -30,7 +30,7 @@ FEW_BLOCKS = 14
 
 @pytest.mark.parametrize("kind", ["state", *further(["keys+state", "window+state"])])
 def test_samples_guesses_and_hits(kind):
-    """All at once, cold and warm: the tokens are those of the fold."""
+    """All at once, cold and warm: the tokens equal the fold's."""
     sizes = {} if kind == "state" else {"num_blocks": FEW_BLOCKS}
     cache = jkv.init(make_config(kind, pending=4, **sizes))
     options = dict(
@@ -48,7 +48,7 @@ def test_samples_guesses_and_hits(kind):
         assert found[1] > found[0] > 0
         # Each prompt is computed once, also for samples that have no place yet.
         assert int(cold.statistics.prompt_tokens) + found[0] == of_all
-    else:  # there are too few blocks to keep much of what was
+    else:  # there are too few blocks to keep many cached ones
         assert sum(found) > 0
 
 

@@ -1,6 +1,6 @@
 """Steered texts: each is the one that plain Python makes of it alone.
 
-Random automata allow tokens, force them and end texts. What is steered is the model of
+Random automata allow tokens, force them and end texts. The model is that of
 `test_generation`, in its shapes.
 """
 
@@ -102,7 +102,7 @@ def test_steered_texts_are_those_of_each_alone():
         limits = rng.integers(1, NEW_TOKENS + 1, PROMPTS)
         alone = run_alone(prompts, limits, sampling, automata, variants)
         cache = fresh_cache([64, 9, 12, 8][game % 4], 8, prefix_caching=True)
-        for _ in range(2):  # the second finds what the first has left behind
+        for _ in range(2):  # the second finds the cached blocks of the first
             found_wrong.clear()
             after, result = generate(
                 checked_model,
@@ -138,13 +138,13 @@ def test_steered_texts_are_those_of_each_alone():
 
 
 def has_ended(automaton, new):
-    """Whether an automaton, not a stop token, ended a text."""
+    """True if an automaton, not a stop token, ended a text."""
     return new[-1:] != [2] and automaton.has_ended(new)
 
 
 @pytest.mark.further
 def test_greedy_texts_with_a_draft_are_steered_alike():
-    """The draft is steered, too: what it guesses may come next."""
+    """The draft is steered, too: its tokens may come next."""
     rng = np.random.default_rng(5)
     accepted = drafted = 0
     generate = jax.jit(jkv.generate, static_argnames=STATIC)

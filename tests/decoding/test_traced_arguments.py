@@ -1,4 +1,4 @@
-"""Loops traced by a plain `jax.jit`, whose caller gives lists or arrays.
+"""Loops traced by a plain `jax.jit`, with lists or arrays as arguments.
 
 Under `jax.jit` a list of numbers is a list of tracers. Nothing is compiled here: an
 argument is read while the loop is traced.
@@ -46,7 +46,7 @@ OF_PROMPTS = dict(salts=[3, 4], limits=[2, 1])
 STOPS = dict(stop_tokens=[5, 2], stop_sequences=[[6, 1], [3, 2]])
 STOPS_OF_EACH = dict(stop_tokens=[[5], [2]], stop_sequences=[[[6, 1]], [[3, 2]]])
 STEPS = dict(max_new_tokens=2, chunk_size=4)
-# Each loop with the arguments that are not traced, and those that are.
+# Each loop with its static arguments, and the traced ones.
 LOOPS = {
     "generate": (jkv.generate, dict(max_running=2, **STEPS), OF_PROMPTS | STOPS),
     "generate, stops of each": (jkv.generate, STEPS, OF_PROMPTS | STOPS_OF_EACH),

@@ -36,11 +36,11 @@ class Rollout:
 
     def __init__(self, count):
         self.cache, self.record = open_cache(count)
-        self.texts = {seq_id: [] for seq_id in range(count)}  # with what waits
+        self.texts = {seq_id: [] for seq_id in range(count)}  # with the pending tokens
         self.waiting = {seq_id: [] for seq_id in range(count)}
 
     def extend(self, seq_ids, tokens):
-        """Give sequences what waits and these tokens."""
+        """Extend sequences by the pending tokens and these."""
         given = np.full((len(seq_ids), 12), -1, np.int32)
         for row, seq_id, more in zip(given, seq_ids, tokens, strict=True):
             whole = self.waiting[seq_id] + more
@@ -72,7 +72,7 @@ class Rollout:
         return forked.seq_ids.tolist()
 
     def check(self):
-        """The tips have the texts, and the cache lacks what waits."""
+        """The tips have the texts, and the cache lacks the pending tokens."""
         lengths, tips = jkv.context_lengths(self.cache), self.record.tips
         for seq_id, text in self.texts.items():
             assert trees.read_text(self.record.tree, int(tips[seq_id])) == text
@@ -82,7 +82,7 @@ class Rollout:
 
 
 def test_sequences_are_followed():
-    """Turns, forks, tools whose answer branches share, and a refusal."""
+    """Turns, forks, tools with an answer that branches share, and a refusal."""
     played = Rollout(2)
     played.extend([0, 1], [[3, 1, 4, 1, 5], [9, 2]])
     played.check()

@@ -91,7 +91,7 @@ def test_no_number_stands_for_no_value():
 
 @pytest.mark.one_end
 def test_random_trees_equal_a_dense_model():
-    """Of one compiled program; those of a tree with another parent do not."""
+    """By one compiled program; scores of a tree with another parent differ."""
     params, rng = attention_params(), np.random.default_rng(11)
     weights = jax.device_get(params)
     for _ in range(10):
@@ -125,7 +125,7 @@ def traced_rows(tree):
 
 @pytest.mark.one_end
 def test_each_distinct_token_is_a_row_once():
-    """A prompt of 512, 8 turns of 8 samples of 64 tokens, of which one goes on."""
+    """A prompt of 512, 8 turns of 8 samples of 64 tokens; one sample goes on."""
     assert traced_rows(TREE) == ([NUM_TOKENS], (NUM_TOKENS,))
     rng, trunk = np.random.default_rng(0), 0
     tree = jkv.TextTree.of(rng.integers(0, 9, (1, 512), np.int32))
@@ -230,7 +230,7 @@ def test_parts_add_up_to_the_whole():
 
 @pytest.mark.one_end
 def test_branches_are_repeated_little():
-    """The trunk is dealt last in each turn, so parts repeat what leads to them."""
+    """The trunk is dealt last in each turn, so parts repeat their path."""
     texts, parents = [[1] * 8], [-1]
     for turn in range(4):
         trunk = 4 * turn
@@ -357,7 +357,7 @@ def test_what_is_wrong_inside_jit_is_nan_and_nothing_else():
 
 @pytest.mark.one_end
 def test_trees_grow_inside_jit():
-    """With a row for each place; what is scored is the same."""
+    """With a row for each place; the scored tokens are the same."""
 
     @jax.jit
     def run(params, prompts, texts, parents):

@@ -1,6 +1,6 @@
 """Loops on caches that give blocks back, beside the same models in numpy.
 
-A window of a cache does not change a text whose layers see no further.
+A window of a cache does not change a text if its layers see no further.
 """
 
 import jax
@@ -63,7 +63,7 @@ def test_texts_outgrow_the_pool():
 def generate():
     """Samples of all prompts, four at a time, with guesses; one program for all pools.
 
-    Plain steps alone are what the engine's test takes.
+    The engine's test covers plain steps alone.
     """
     return jax.jit(
         lambda cache, limits: jkv.generate(

@@ -1,4 +1,4 @@
-"""Tests on eight devices, which a CPU simulates if it is told so before JAX starts.
+"""Tests on eight devices, simulated on a CPU by a flag set before JAX starts.
 
 So they run in a process of their own: `make test` does.
 """
@@ -7,7 +7,7 @@ import os
 
 NUM_DEVICES = 8
 
-# Before JAX is asked for a device.
+# Before JAX initializes a device.
 os.environ["XLA_FLAGS"] = " ".join(
     [
         f"--xla_force_host_platform_device_count={NUM_DEVICES}",
@@ -17,7 +17,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 
 
 def pytest_sessionstart():
-    """Say what is wrong where another test had asked JAX for a device before."""
+    """Report an error if another test has initialized JAX's devices before."""
     import jax
 
     assert jax.device_count() == NUM_DEVICES, "run tests/devices in its own process"

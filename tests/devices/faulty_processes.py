@@ -1,9 +1,9 @@
-"""What each of two processes does until one is ended: run by `test_engine_faults.py`.
+"""The program of each of two processes until one is ended, for `test_engine_faults.py`.
 
     python faulty_processes.py PROCESS PORT
 
-The first continues texts for ever, the second follows. Who finds that the other is gone
-says so and ends with status 3; JAX may be faster.
+The first continues texts for ever, the second follows. The process that finds the other
+gone prints it and ends with status 3; JAX may be faster.
 """
 
 import os

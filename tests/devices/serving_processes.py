@@ -1,11 +1,11 @@
-"""What each of two processes does with an engine: run by `test_engine_processes.py`.
+"""The program of each of two processes with an engine, for `test_engine_processes.py`.
 
     python serving_processes.py PROCESS PORT AXES
 
-AXES are `heads`, `context` or `heads,context`: mesh axes of two devices, over which
-lies what they are named after. The first of them spans the processes. The first process
-plays a game on the engine of both and on one of its own, and compares; the second
-follows.
+AXES are `heads`, `context` or `heads,context`: mesh axes of two devices, named after
+the axis that is sharded over them. The first of them spans the processes. The first
+process plays a game on the engine of both and on one of its own, and compares; the
+second follows.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ PROMPTS = [[5, 9, 5, 1], [11, 7, 3, 8], [4], [5, 9, 5, 1, 7], [2, 6, 4], [4, 4]]
 
 
 class Clock:
-    """Seconds that pass when they are told to."""
+    """A clock that the test sets."""
 
     def __init__(self):
         self.now = 0.0
@@ -76,7 +76,7 @@ def make_engine(mesh, clock, **changes):
 
 
 def play(engine, clock):
-    """Requests of each kind, ended in each way; return what came of them."""
+    """Requests of each kind, ended in each way; return their results."""
     from support.small_attention_model import attention_params
 
     from jkv.decoding import Sampling
@@ -157,7 +157,7 @@ def lead(engine, mesh, clock):
     engine.close()
     engine.close()  # the second says nothing
 
-    # The second follows again, and is let go while a text is under way.
+    # The second follows again, and is released while a text is under way.
     async def read_some():
         engine.submit([3, 1])
         async for _ in engine.astream([5, 9, 5]):
@@ -172,7 +172,7 @@ def lead(engine, mesh, clock):
 
 
 def assert_refused(call, says):
-    """A call is answered with what is wrong."""
+    """A call raises the expected error."""
     try:
         call()
     except ValueError as error:
@@ -182,7 +182,7 @@ def assert_refused(call, says):
 
 
 def misuse(engine, mesh, process):
-    """What cannot be is answered by name, on each process."""
+    """Invalid calls raise errors by name, on each process."""
     from jkv.serving import KeptPrograms
 
     if process == 0:

@@ -48,7 +48,7 @@ def make_call(is_alone):
 
 
 def attend_shared(cache, keys, values, queries, sinks, implementation=None):
-    """A chunk and a token of each of two, behind what they share."""
+    """A chunk and a token of each of two, behind their shared prefix."""
     cache, batch = jkv.append(cache, [0, 1], [7, 1], capacity=NUM_ROWS)
     cache = jkv.write(cache, 1, batch, keys, -values)
     options = dict(soft_cap=2.0, sinks=sinks, implementation=implementation)
@@ -189,7 +189,7 @@ def test_groups_and_debug_mode_on_a_mesh():
 
 @pytest.mark.one_end
 def test_the_example_of_the_page_runs():
-    """What docs/how-to/devices.md shows of one sequence over several devices."""
+    """The code of docs/how-to/devices.md for one sequence over several devices."""
     page = (ROOT / "docs" / "how-to" / "devices.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     (block,) = (block for block in blocks if 'context="cp"' in block)

@@ -84,8 +84,8 @@ def test_a_donated_step_equals_one_device(name):
         assert leaf.sharding.is_fully_replicated
     assert_in_place(compiled, cache, num_shares)
 
-    # In the body of the loop over the layers, each once: what attention joins where
-    # tokens are spread, and the model's own sum where heads are.
+    # In the body of the loop over the layers, each once: attention's join where tokens
+    # are sharded, and the model's own sum where heads are.
     axes, sums = dict(layout.axes), collections.Counter()
     if "cp" in axes:
         num_heads = NUM_HEADS // axes.get("tp", 1)

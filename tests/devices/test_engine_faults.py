@@ -14,7 +14,7 @@ from support.processes import SECONDS, find_port, start
 
 SCRIPT = pathlib.Path(__file__).with_name("faulty_processes.py")
 LEADER, FOLLOWER = 0, 1
-# The heartbeat's ten, what JAX takes to tell, and a busy machine.
+# The heartbeat's ten, the time that JAX needs to report, and a busy machine.
 SECONDS_TO_END = 30
 SAID = (
     "EngineError: the first process of the mesh stopped responding",

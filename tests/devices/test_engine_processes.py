@@ -1,4 +1,4 @@
-"""The engine on several processes: what one tells the others, and what comes of it."""
+"""The engine on several processes: messages from one to the others, and results."""
 
 import pathlib
 
@@ -40,12 +40,12 @@ SIZES = find_sizes(
 @pytest.mark.one_end  # the second process finds no compiled program: JAX writes one's
 @pytest.mark.parametrize("axes", ["heads", *further(["context", "heads,context"])])
 def test_an_engine_of_two_processes_gives_what_one_gives(axes):
-    """What each does is in `serving_processes.py`, which has assertions of its own."""
+    """The program of each, with its assertions, is in `serving_processes.py`."""
     run_pair(SCRIPT, axes)
 
 
 class Loopback(Broadcast):
-    """What one process sends itself, kept until it is taken."""
+    """Messages of one process to itself, kept until received."""
 
     def __init__(self):
         mesh = jax.sharding.Mesh(
@@ -80,7 +80,7 @@ def test_orders_of_any_length_arrive(count):
 
 
 def make_change(rng, count):
-    """What the device would be told of so many requests."""
+    """Return the message to the device about `count` requests."""
     dispatched = []
     for lane in range(count):
         request = Request(
@@ -124,5 +124,5 @@ def test_a_window_is_unpacked_as_it_was(counts):
     for ours, theirs in zip(*leaves, strict=True):
         assert ours.dtype == theirs.dtype
         np.testing.assert_array_equal(ours, theirs)
-    # A window without a change is a few words, whatever the sizes are.
+    # A window without a change is a few words, at any sizes.
     assert len(pack_window([], 5)) == 2

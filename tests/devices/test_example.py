@@ -1,4 +1,4 @@
-"""A checkpoint whose weights are spread as they are read."""
+"""A checkpoint with weights that are sharded as they are read."""
 
 import functools
 

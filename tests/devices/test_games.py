@@ -9,7 +9,7 @@ from support.random_operations import SHAPES, Game, make_verbs
 
 @pytest.mark.one_end
 def test_random_operations_on_a_mesh(tmp_path):
-    """One kv head on two pairs of devices, of which each has half of every block."""
+    """One kv head on two pairs of devices; each device has half of every block."""
     devices = np.asarray(jax.devices()[:4]).reshape(2, 2)
     mesh = jax.sharding.Mesh(devices, ("tp", "cp"), (AxisType.Explicit,) * 2)
     game = Game(

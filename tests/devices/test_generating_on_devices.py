@@ -25,7 +25,7 @@ from jkv.decoding.texts.prompts import Prompts
 PROMPTS = [[3, 1, 4, 1, 5, 9], [2, 6], [5, 3, 5, 8, 9, 7, 9], [1], [], [7, 7]]
 NUM_ROWS, NUM_SEQUENCES = 5, len(PROMPTS)
 CONFIG = dataclasses.replace(AUTO.config, num_blocks=40)
-# Two ranks, each with a pool whose heads two pairs of devices share, each of the pair
+# Two ranks, each with a pool: two pairs of devices share its heads, each of the pair
 # half of every block. (Before JAX 0.12 a mesh of Explicit axes is refused.)
 LAYOUT = AUTO._replace(
     axes=(("dp", 2), ("tp", 2), ("cp", 2)),
@@ -54,7 +54,7 @@ def init():
 
 
 def assert_as_on_one_device(result):
-    """Tokens, reasons and logprobs are those of a cache without a mesh."""
+    """Tokens, reasons and logprobs equal those of a cache without a mesh."""
     weights = jax.device_put(make_weights(8, 16))
     _, wanted = jax.jit(generate)(jkv.init(CONFIG), weights)
     for name in ("tokens", "lengths", "reasons"):
@@ -77,7 +77,7 @@ def on_spread_heads():
 
 
 def on_two_pools():
-    """Results in the order asked; a collective before the loop, some after it."""
+    """Results in the prompts' order; a collective before the loop, some after it."""
     cache, weights = init(), place_weights(LAYOUT)
     before = cache.storage[0].key_pool.sharding
     # The first rank has reserved blocks for others.
@@ -121,7 +121,7 @@ def test_generate_on_a_mesh_equals_one_device(play):
 
 
 def follow_a_table(params, tokens, cache, _batch, *, all_rows=False):
-    """A model whose texts soon go round in circles: each token has one that follows."""
+    """A model of texts that soon go round in circles: each token has one successor."""
     following = (tokens * 3 + 1) % 8
     logits = params * jax.nn.one_hot(following, 16)  # prompts have tokens up to 9
     return (logits if all_rows else logits.at[_batch.last_rows].get(mode="clip")), cache
@@ -154,7 +154,7 @@ def by_looking_up(*_):
 @pytest.mark.one_end
 @pytest.mark.parametrize("guess", [by_draft, *further([by_looking_up])])
 def test_each_rank_guesses_tokens_of_its_own_texts(guess):
-    """Texts are what the table says."""
+    """Texts follow the table."""
     mesh = AUTO._replace(axes=(("dp", 2),)).mesh
     config = dataclasses.replace(CONFIG, max_context_length=64)
     wanted = np.full((NUM_SEQUENCES, 9), -1)

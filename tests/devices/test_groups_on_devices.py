@@ -43,7 +43,7 @@ def grow(cache, seq_ids, keys):
 
 @functools.cache
 def pools_and_rows():
-    """A cache of which each rank has tokens of its own, and their keys."""
+    """A cache with tokens of its own on each rank, and their keys."""
     cache = jkv.init(config_of(), mesh=LAYOUT.mesh, **AXES)
     rng = np.random.default_rng(2)
     keys = rng.standard_normal((2, 8, 4, 8), np.float32)

@@ -100,7 +100,7 @@ MESHES = itertools.product([AxisType.Auto, AxisType.Explicit], [1, 2])
 def test_each_card_launches_the_kernel_for_what_it_has(axis_type, context):
     """Without a word from the user: eight ROCm cards, each with one of eight heads.
 
-    Or pairs of cards with two heads each, of which both have half of every block.
+    Or pairs of GPUs with two heads each; both have half of every block.
     """
     config = dataclasses.replace(
         AUTO.config, head_dim=64, value_head_dim=64, dtype="bfloat16"

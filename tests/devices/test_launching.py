@@ -1,4 +1,4 @@
-"""`multiprocess.py`: what it takes, how its children end, and where it listens.
+"""`multiprocess.py`: its options, the ends of its children, and its address.
 
 Here, as `tools/` has a module of the name of its package: this is another process.
 """
@@ -17,7 +17,7 @@ from support.paths import EXAMPLES
 
 pytestmark = pytest.mark.one_end
 
-# The launcher, and what it starts: the same script with --coordinator.
+# The launcher, and its child: the same script with --coordinator.
 SCRIPT = """
 import argparse, sys, time
 

@@ -1,4 +1,4 @@
-"""The table of what runs on which mesh: the page has it, and each cell is run here."""
+"""The table of functions by mesh: the page has it, and each cell is run here."""
 
 import re
 
@@ -11,7 +11,7 @@ from jkv.status import UsageError
 pytestmark = pytest.mark.one_end
 
 EQUAL = "equal"
-# What is refused, with words of the error.
+# Refused calls, with words of the error.
 REFUSALS = {
     ("debug", "pools"): "debug works on one pool",
     ("Engine", "pools"): "create an engine for each rank",

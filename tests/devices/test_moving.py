@@ -42,7 +42,7 @@ def filled(layout, where):
 
 
 def contents(cache):
-    """What is read of the second layer, and the metadata: no trace of a mesh."""
+    """The rows of the second layer, and the metadata: no trace of a mesh."""
     rows = [jkv.read(cache, LAYER, seq_id)[:2] for seq_id in (1, 2)]
     return [np.asarray(leaf) for leaf in jax.tree.leaves((rows, cache.metadata))]
 

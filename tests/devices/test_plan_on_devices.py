@@ -1,4 +1,4 @@
-"""What `jkv.plan` says of a mesh is what the devices of one hold."""
+"""The sizes by `jkv.plan` for a mesh equal the devices' own."""
 
 import collections
 import dataclasses
@@ -37,7 +37,7 @@ AXES = dict(tensor_parallel="heads", context_parallel="context", data_parallel="
 
 
 def bytes_on_devices(cache):
-    """What each device has of a cache."""
+    """Return each device's bytes of a cache."""
     found = collections.Counter()
     for leaf in jax.tree.leaves(cache):
         for shard in leaf.addressable_shards:
@@ -72,7 +72,7 @@ def test_each_device_holds_what_the_plan_says(tmp_path, layers, name):
     found = bytes_on_devices(init_whole(shown, sizes, SMALL["num_key_value_heads"]))
     assert len(found) == np.prod([*sizes.values()])
     assert set(found.values()) == {plan.cache_bytes}
-    # It fits, and what comes next in size does not.
+    # It fits, and the next size does not.
     assert plan.cache_bytes <= plan.budget
     if layers:
         each = plan.cache_bytes / shown.max_sequences

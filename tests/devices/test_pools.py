@@ -1,4 +1,4 @@
-"""Functions on a cache with several pools: what is said of each works."""
+"""Functions on a cache with several pools: each works as its table entry states."""
 
 import dataclasses
 import functools
@@ -28,9 +28,9 @@ CONFIG = jkv.CacheConfig(
 )
 IDS = np.int32([[0, 1], [1, -1]])
 ONE = np.int32([0, 1])  # a number for each rank
-# Those that take a cache with pools as it is.
+# Functions that take a cache with pools as it is.
 WHOLE = {"generate", "load", "partition_specs", "raise_for_status", "save"}
-# Called through over_pools: arguments of each rank, and those of all.
+# Called through over_pools: arguments of each rank, and arguments of all.
 OF_RANKS = {
     "allocate": ([np.int32([[3, 9], [5, -1]])], {}),
     "append": ([IDS, np.int32([[5, 3], [4, 0]])], dict(capacity=8)),
@@ -86,7 +86,7 @@ IN_STEPS = {
     "cancel",
     "preempt",
 }
-# Of a cache whose layers keep a state: `test_states_on_devices.py` has a model's steps.
+# Functions on layers with a state: `test_states_on_devices.py` has a model's steps.
 IN_STEPS |= {"fold_state", "read_state", "read_pending", "write_state"}
 CACHE_LATER = {"beam_search", "extend", "begin", "prefill", "decode"}
 
@@ -137,7 +137,7 @@ def test_a_function_of_the_host_takes_a_copy(name):
 
 
 def count_on(params, tokens, cache, batch):
-    """A model that writes and attends, and whose next token is one more."""
+    """A model that writes and attends, with the next token one more."""
     rows = params["rows"].at[tokens].get(mode="clip")[:, None]
     cache = jkv.write(cache, 0, batch, rows, rows)
     seen = jkv.attend(cache, 0, batch, rows)
@@ -162,7 +162,7 @@ def go_on(cache, seq_ids, texts, *, params, model):
 
 
 def in_windows(cache, prompts, *, params, model):
-    """The other functions that take their cache later, and those with a state."""
+    """The other functions that take their cache later, and functions of states."""
     options = dict(max_new_tokens=3, max_running=2)
     state = jkv.decoding.begin(model, params, cache, prompts, **options)
     state = jkv.decoding.add_prompts(cache, state, [0], prompts[:1] + 1)
@@ -181,7 +181,7 @@ def play_extend(cache, prompts, *, params, model):
 
 
 def play_windows(cache, prompts, *, params, model):
-    """The other functions that take their cache later, and those with a state."""
+    """The other functions that take their cache later, and functions of states."""
     options = dict(max_new_tokens=3, max_running=2)
     state = jkv.decoding.begin(model, params, cache, prompts, **options)
     state = jkv.decoding.add_prompts(cache, state, [0], prompts[:1] + 1)
@@ -237,7 +237,7 @@ def take_step(cache, tokens, *, params, capacity):
 
 
 def test_a_step_gets_placed_weights_whole():
-    """Beside numpy: rows of two texts that see themselves and those before them."""
+    """Beside numpy: rows of two texts that see themselves and the rows before them."""
     params = place_params()
     step = jax.jit(
         jkv.over_pools(take_step), static_argnames="capacity", donate_argnums=0

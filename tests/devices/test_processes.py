@@ -60,7 +60,7 @@ def run(folder, *, deaths=()):
 
 
 def assert_said(lines, deaths):
-    """The launcher says who was killed and how the other ended, and starts again."""
+    """The launcher prints the killed process and the other's end, and starts again."""
     said = "\n".join(line for line in lines if line.startswith("launcher: "))
     attempts = []
     for death in deaths:
@@ -94,7 +94,7 @@ def texts_of_one_device(folder):
 def test_processes_print_what_one_device_prints(deaths, tmp_path):
     """With a process killed in the middle, too: the other ends, none hangs.
 
-    Both are started again and go on with what was saved.
+    Both are started again and continue from the saved state.
     """
     state, steps = tmp_path / "state", 0
     if deaths:
@@ -116,7 +116,7 @@ def test_processes_print_what_one_device_prints(deaths, tmp_path):
 def test_files_of_several_processes_are_those_of_one(tmp_path):
     """Byte by byte, with heads or pools spread over processes; sequences swapped out.
 
-    What each process does is in `two_processes.py`, which has assertions of its own.
+    The program of each process is in `two_processes.py`, which has its own assertions.
     """
     layout = Layout("repeated", (("dp", 2), ("tp", 2)), AxisType.Auto, "int8")
     alone = filled(layout, {})
@@ -147,7 +147,7 @@ def test_files_of_several_processes_are_those_of_one(tmp_path):
 
 @pytest.mark.one_end
 def test_files_of_pools_are_loaded_as_pools(tmp_path):
-    """On as many ranks, of an Explicit axis too; else the error says what to do."""
+    """On as many ranks, of an Explicit axis too; else the error contains the fix."""
     layout = Layout("sharded", (("dp", 2), ("tp", 4)), AxisType.Explicit)
     path, config = tmp_path / "pools", small(layout)
     cache = jkv.init(config, mesh=layout.mesh, pools="dp")

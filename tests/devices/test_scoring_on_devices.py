@@ -24,7 +24,7 @@ import jkv
 
 PROMPTS = np.array([[3, 1, 4, 1], [2, 6, -1, -1]], np.int32)
 CONTINUATIONS = np.array([[5, 9, 2], [6, 5, -1]], np.int32)
-# The prompts' rows, and those of all tokens but the last.
+# The prompts' rows, and the rows of all tokens but the last.
 NUM_ROWS = 2 * 4 + 2 * 2
 
 

@@ -1,4 +1,4 @@
-"""The servers on two processes: the same texts, and a restart with what was open."""
+"""The servers on two processes: the same texts, and a restart with open requests."""
 
 import json
 import os
@@ -65,7 +65,7 @@ def run_batch(prompts, results, *options, death=None):
 
 @pytest.mark.parametrize("death", [0, 1])
 def test_a_batch_goes_on_after_a_process_has_died(death, tmp_path):
-    """With what was open; no line is lost, none is there twice."""
+    """With the open requests; no line is lost, none is there twice."""
     prompts = write_prompts(tmp_path / "prompts")
     options = [*PAIR, "--restarts=1", "--logs", tmp_path / "logs"]
     lines, texts = run_batch(prompts, tmp_path / "pair", *options, death=death)

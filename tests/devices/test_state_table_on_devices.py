@@ -25,7 +25,7 @@ ROWS = {
 
 @pytest.mark.parametrize("name", ROWS)
 def test_cells(name, tmp_path):
-    """A row of one kind of groups, whose newest tokens are pending."""
+    """A row of one kind of groups, with pending newest tokens."""
     row = ROWS[name]
     for letter, place in zip(row.places, PLACES, strict=True):
         row.play(letter, guess, tmp_path, **WHERE[place])

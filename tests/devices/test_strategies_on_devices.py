@@ -1,6 +1,6 @@
 """The engine, guesses and beams on a mesh: heads spread, and tokens of blocks.
 
-Texts are those of plain Python around the same model without a cache.
+Texts equal plain Python's around the same model without a cache.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""What each of two processes does with files: run by `test_processes.py`.
+"""The program of each of two processes with files, for `test_processes.py`.
 
     python two_processes.py PROCESS PORT FOLDER
 
@@ -15,7 +15,7 @@ import numpy as np
 
 
 def write_again(process: int, folder: pathlib.Path) -> None:
-    """Load, look, and save; process 0 also leaves what leaves the mesh."""
+    """Load, look, and save; process 0 also saves values without a mesh."""
     import jkv
 
     devices = np.asarray(jax.devices())
@@ -41,7 +41,7 @@ def write_again(process: int, folder: pathlib.Path) -> None:
     jkv.save(folder / "pools again", pools)
     assert (folder / "pools again").read_bytes() == (folder / "pools").read_bytes()
     assert [jkv.stats(pool).live_sequences for pool in jkv.split_pools(pools)] == [2, 1]
-    # A fault of the one that writes is told by all.
+    # All processes report a fault of the one that writes.
     try:
         jkv.save(folder / "nowhere" / "cache", pools)
     except OSError as error:

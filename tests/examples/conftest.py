@@ -1,4 +1,4 @@
-"""What tests of examples share."""
+"""Fixtures of the tests of examples."""
 
 import functools
 import io
@@ -18,7 +18,7 @@ import jkv
 
 @pytest.fixture
 def scanned_layers(monkeypatch):
-    """Let layers run in a scan unless a script says otherwise: half of the compiling.
+    """Run layers in a scan unless a script disables it: half of the compiling.
 
     Scripts in processes of their own run them one by one, as users do.
     """
@@ -30,7 +30,7 @@ def scanned_layers(monkeypatch):
 
 @pytest.fixture
 def run_here(monkeypatch, capsys, request):
-    """Run scripts in this process, and return what they wrote, `out` and `err`."""
+    """Run scripts in this process, and return their output, `out` and `err`."""
 
     request.getfixturevalue("scanned_layers")
 
@@ -47,7 +47,7 @@ def run_here(monkeypatch, capsys, request):
 
 @pytest.fixture
 def one_size(monkeypatch):
-    """Let steps of `generate.py` have one size: a third of the compiling."""
+    """Give steps of `generate.py` one size: a third of the compiling."""
     from generating import command
 
     engine = functools.partial(command.Engine, row_counts=(16,))
@@ -56,7 +56,7 @@ def one_size(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def ending_this_test_alone(monkeypatch):
-    """Let `os._exit`, by which scripts end after Ctrl-C, not end all tests."""
+    """`os._exit`, by which scripts end after Ctrl-C, does not end all tests."""
     monkeypatch.setattr(os, "_exit", sys.exit)
 
 
@@ -104,7 +104,7 @@ def nothing_is_left(served):
 
 @pytest.fixture
 def continued(served):
-    """Tell what the engine gives, greedily."""
+    """Return a function that continues prompts with the engine, greedily."""
 
     def ask(prompt, **options):
         ids = served.tokenizer.encode(prompt).ids
@@ -115,7 +115,7 @@ def continued(served):
 
 @pytest.fixture
 def post(address):
-    """Tell what the server answers to bytes: the status, and the JSON."""
+    """Return a function that posts bytes to the server: the status, and the JSON."""
 
     def ask(body, path="/v1/completions", method="POST", **headers):
         request = urllib.request.Request(

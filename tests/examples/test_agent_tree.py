@@ -1,4 +1,4 @@
-"""The agent of the examples: its rollout is a tree, and the tree is what it said."""
+"""The agent of the examples: its rollout is recorded as a tree of its tokens."""
 
 import collections
 import functools
@@ -24,7 +24,7 @@ def test_the_calculator_adds_up():
 
 @pytest.mark.further
 def test_a_rollout_becomes_a_gradient():
-    """What is scored is what was sampled, and each distinct token is there once."""
+    """The scored tokens are the sampled ones, and each distinct token is there once."""
     model, params = pretrained.load(BUNDLED, dtype=jnp.float32, scan_layers=True)
     agent = Agent(
         model,

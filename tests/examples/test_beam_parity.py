@@ -1,6 +1,6 @@
 """Beam search finds the texts and scores that transformers finds, prompts of a batch.
 
-What transformers found is committed; where it is installed it is asked again.
+The results of transformers are committed; where it is installed it runs again.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""`block_map.py`: the cells are those of the pool, and each step is told in words."""
+"""`block_map.py`: the cells match the pool, and each step is described in words."""
 
 import importlib
 import re
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.one_end
 
 @pytest.fixture
 def pool_map():
-    """The module that draws the pool in signs, with what it needs at hand."""
+    """The module that draws the pool in signs, and its imports."""
     for package in ("matplotlib", "PIL"):
         pytest.importorskip(package)
     return importlib.import_module("pool_map.cells")
@@ -40,7 +40,7 @@ def test_block_map_draws_the_pool(pool_map, run_here, monkeypatch, tmp_path):
     lines = output.splitlines()
     assert re.match(rf"Step {steps}: \w.*; \d+ sequences are open$", lines[0])
     assert "+ shared" in lines[1]
-    # Without colours each block is still told by its sign.
+    # Without colours the sign still identifies each block.
     rows = [line.split() for line in lines[2:10]]
     assert {len(row) for row in rows} == {20}
     assert {"o", "+"} < set(sum(rows, [])) <= set(pool_map.SIGNS)
@@ -50,7 +50,7 @@ def test_block_map_draws_the_pool(pool_map, run_here, monkeypatch, tmp_path):
         colours = picture.convert("RGB").getcolors(maxcolors=2**20)
         assert len(colours) > 5
 
-    # Each step is told in words.
+    # Each step has its description.
     said = [words for _, words in frames]
     assert len(said) == steps
     assert all(re.fullmatch(r"Step \d+: .*; \d+ sequences are open", s) for s in said)

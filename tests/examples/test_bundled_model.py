@@ -1,8 +1,8 @@
 """The bundled checkpoint, its corpus and the script that trained it.
 
 That its logits equal those of transformers through the cache is shown in
-`test_llama_parity.py`. Here: the files are what the model card says, the held-out text
-was kept apart, and the model has learnt to read.
+`test_llama_parity.py`. Here: the files match the model card, the held-out text was kept
+apart, and the model has learnt to read.
 """
 
 import hashlib

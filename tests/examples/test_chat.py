@@ -1,4 +1,4 @@
-"""`chat.py`: turns compute what is new, and what is kept gives the same answers."""
+"""`chat.py`: turns compute new tokens only, and cached ones give the same answers."""
 
 import runpy
 import shutil
@@ -83,7 +83,7 @@ def _open(chat):
 
 
 def _run(folder, lines, monkeypatch, chats):
-    """Run the script on lines until they end; `chats` gets what it made."""
+    """Run the script on lines until they end; append its chats to `chats`."""
     typed = iter(lines)
 
     def read(_):

@@ -1,4 +1,4 @@
-"""Chat templates: what published ones are written in, and as `transformers` has it.
+"""Chat templates: constructs of published ones, rendered as by `transformers`.
 
 The templates here are small and our own; each has constructs of published ones.
 """
@@ -44,7 +44,7 @@ EACH = "{% for m in messages %}"
 CALLS = "{% for c in m.tool_calls or [] %}{% set f = c.function %}"
 END = "{% endfor %}"
 
-# Constructs of published templates, by those that are known for them.
+# Constructs of published templates, by the models known for them.
 TEMPLATES = {
     "marked for training": EACH
     + "{%- if m.role == 'assistant' -%}{%- generation -%}<{{ m.content or 'called' }}>"
@@ -213,7 +213,7 @@ PARTS = "{% for p in m.content %}{{ p.text }}{% endfor %}"
     ],
 )
 def test_a_template_is_read_for_the_form_of_its_messages(content, takes, tmp_path):
-    """Whether it goes through the parts of a content, or tests which it is."""
+    """True if it goes through the parts of a content, or tests which it is."""
     content += "{% endif %}" * (content.count("{% if") - content.count("{% endif"))
     form = read_form(EACH + content + END, _compile("").environment)
     assert form.takes_parts == (takes == "parts")

@@ -1,4 +1,4 @@
-"""What published config.json files of models with a gated delta rule say."""
+"""Published config.json files of models with a gated delta rule."""
 
 import pretrained
 import pytest

@@ -71,7 +71,7 @@ def test_both_forms(rates, scale, most):
 
 @pytest.mark.one_end
 def test_tokens_that_do_not_count():
-    """With strength and decay 0 a token changes nothing, whatever its key is."""
+    """With strength and decay 0 a token changes nothing, for any key."""
     memory, tokens = draw_tokens(5, 1)
     past = np.arange(C) >= 23
     tokens = tokens._replace(

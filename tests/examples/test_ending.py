@@ -1,4 +1,4 @@
-"""How scripts end on Ctrl-C: in one line, at once, whatever runs on other threads."""
+"""Scripts end on Ctrl-C in one line, at once, even while other threads run."""
 
 import importlib
 import os

@@ -1,8 +1,8 @@
-"""The scripts of examples/ as a user runs them, and what they say to bad input.
+"""The scripts of examples/ as a user runs them, and their errors for bad input.
 
-What a user's start is like, warnings being errors, is seen of those that run in a
-process of their own (`run_example`). The others run in this one (`run_here`), which
-has imported and compiled already what they share.
+A user's start, with warnings as errors, is tested by the scripts that run in a process
+of their own (`run_example`). The others run in this one (`run_here`), with the shared
+modules imported and compiled already.
 """
 
 import functools
@@ -18,7 +18,7 @@ from support.paths import EXAMPLES, ROOT
 
 import jkv
 
-# What else lies in examples/, and the test that runs it.
+# Other scripts of examples/, and the test that runs each.
 TESTED_ELSEWHERE = {
     "agent_tree.py": "test_agent_tree",
     "block_map.py": "test_block_map",
@@ -40,7 +40,7 @@ TESTED_ELSEWHERE = {
 
 
 def run_example(script, *arguments):
-    """Run a script in a process of its own, and return what it wrote."""
+    """Run a script in a process of its own, and return its output."""
     done = subprocess.run(
         [sys.executable, "-W", "error", str(EXAMPLES / script), *arguments],
         stdin=subprocess.DEVNULL,
@@ -72,7 +72,7 @@ def complaint(monkeypatch, capsys):
 
 @pytest.fixture
 def nothing_is_loaded(monkeypatch):
-    """Let a model that is read, or a program that is compiled, fail the test."""
+    """Fail the test if a model is read or a program compiled."""
 
     def refuse(*_, **__):
         raise AssertionError("too early")
@@ -147,7 +147,7 @@ def test_data_parallel_says_what_each_replica_did():
 @pytest.mark.further
 @pytest.mark.one_end
 def test_a_long_context_lies_on_all_devices():
-    """On four simulated ones: each has a quarter of the keys, whatever the length."""
+    """On four simulated ones: each has a quarter of the keys, at every length."""
     options = ("--tokens", "150", "--max-new-tokens", "4")
     text, devices = run_example("long_context.py", *options).stdout.split(
         "\n\n154 tokens in blocks of 64 on 4 devices:\n"
@@ -165,7 +165,7 @@ GREEDY = ("--max-new-tokens", "24", "--temperature", "0")
 
 @pytest.fixture(scope="module")
 def streamed():
-    """What a process of its own streams of one prompt."""
+    """The output that a separate process streams for one prompt."""
     return run_example("generate.py", *GREEDY)
 
 
@@ -296,7 +296,7 @@ def test_bad_input_is_answered_in_one_sentence(complaint, tmp_path):
     assert re.search(r"prompt 1 has \d{4} tokens, the context is 2048", says(long))
 
 
-# Of each script a value that cannot be, and words of what is said of it.
+# For each script an invalid value, and words of its error message.
 BAD_VALUES = {
     "serve_ray.py": [
         ("--replicas 0", "--replicas must be 3 or 1-8, got '0'"),
@@ -391,7 +391,7 @@ def test_files_that_are_none_are_answered_in_one_line(complaint, tmp_path):
 @pytest.mark.one_end
 @pytest.mark.usefixtures("nothing_is_loaded")
 def test_every_script_says_what_it_is_for(monkeypatch, capsys):
-    """With --help; without doing anything, or needing what only trainers bring."""
+    """With --help; without doing anything, or importing packages of trainers."""
     for path in sorted(EXAMPLES.glob("*.py")):
         if path.name in ("train_with_tunix.py", "multiprocess.py"):
             continue  # the latter in `test_launching.py`

@@ -1,4 +1,4 @@
-"""Programs on GLM, Hunyuan, ERNIE and others: tokens are those of transformers.
+"""Programs on GLM, Hunyuan, ERNIE and others: tokens equal transformers'.
 
 In a queue, two at a time, in chunks of four tokens, cold and with warm prefixes; on a
 plain cache, or with a pool for each window where layers have some.

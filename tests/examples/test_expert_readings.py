@@ -1,4 +1,4 @@
-"""What published config.json files of GLM, Hunyuan, ERNIE and others say."""
+"""Published config.json files of GLM, Hunyuan, ERNIE and others."""
 
 import dataclasses
 import json
@@ -66,7 +66,7 @@ def test_hunyuan():
     assert (experts.count, experts.per_token, experts.inner) == (64, 8, 3072)
     assert experts.shared_inner == 3072 and experts.is_normalised
     assert all(moe.expert_layers)
-    # Without an alpha it is what it is elsewhere.
+    # Without an alpha it has the usual meaning.
     rope_scaling = dict(type="dynamic", factor=2.0)
     assert parse("HUNYUAN_1_8B", rope_scaling=rope_scaling).ropes[0].scaling == (
         "dynamic"

@@ -47,7 +47,7 @@ def example(request):
 def expected(example):
     """Each text's logits by plain attention."""
     dense = jax.jit(example[-1])
-    # Padded to one length: no token sees those after it.
+    # Padded to one length: no token sees the padding after it.
     padded = [text + [0] * (len(TEXTS[0]) - len(text)) for text in TEXTS]
     rows = [np.asarray(dense(jnp.asarray(text, jnp.int32))) for text in padded]
     return [row[: len(text)] for row, text in zip(rows, TEXTS, strict=True)]
@@ -55,7 +55,7 @@ def expected(example):
 
 @pytest.fixture(scope="module")
 def step(example):
-    """One jitted step whose tokens believe to stand one earlier from `start` on."""
+    """One jitted step; from `start` on, tokens have positions one too low."""
     _, model, params, _ = example
 
     @jax.jit

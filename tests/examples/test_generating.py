@@ -1,4 +1,4 @@
-"""What `generate.py` takes, refuses and shows: prompts, options, texts and endings."""
+"""`generate.py`: prompts, options, errors, texts and endings."""
 
 import argparse
 import contextlib
@@ -37,7 +37,7 @@ def byte_tokenizer():
 
 
 def pieces(tokenizer, prompt, tokens, **options):
-    """What is shown after each token, and at the end."""
+    """Return the text shown after each token, and at the end."""
     stream = output.TextStream(tokenizer, prompt, is_chat=False, **options)
     shown = [stream.advance(tokens[:count]) for count in range(len(tokens) + 1)]
     return [*shown, stream.advance(tokens, has_ended=True)]
@@ -137,7 +137,7 @@ def test_new_tokens_are_bounded_by_the_context(monkeypatch):
 def test_layers_with_windows_have_a_pool_of_their_own(monkeypatch, tmp_path):
     """Two of three layers see eight tokens; an engine takes cache and prompts.
 
-    `test_pretrained_parity.py` shows that the texts are those of transformers.
+    `test_pretrained_parity.py` shows that the texts equal transformers'.
     """
     folder = FIXTURES / "checkpoints" / "gemma3"
     for file in [*folder.iterdir(), BUNDLED / "tokenizer.json"]:

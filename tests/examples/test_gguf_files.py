@@ -22,7 +22,7 @@ from jkv.config.gguf_file import read_file
 
 pytestmark = pytest.mark.one_end
 FULL = dict(use_sliding_window=False, layer_types=None)
-# What a file of the architecture cannot say otherwise than its models have it.
+# Settings that a file of the architecture cannot change.
 CASES = {
     "llama2": {},
     "llama_linear": {},
@@ -174,7 +174,7 @@ def test_text_is_cut_as_by_the_tokenizer_that_the_file_was_made_of(tmp_path):
 
 
 class TestRefused:
-    """By name, before any weight is read, and with what to do instead."""
+    """By name, before any weight is read, and with the fix."""
 
     def model(self):
         return writing.read_checkpoint(fixtures.FIXTURES / "qwen3")

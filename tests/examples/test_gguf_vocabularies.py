@@ -1,4 +1,4 @@
-"""What a GGUF file does not say of its vocabulary and RoPE has llama.cpp's defaults."""
+"""Keys missing from a GGUF file's vocabulary and RoPE have llama.cpp's defaults."""
 
 import logging
 from pathlib import Path
@@ -90,7 +90,7 @@ def test_sentencepiece_has_defaults_of_its_own():
 )
 @pytest.mark.parametrize("kind", [1, 3, 4])
 def test_turns_end_by_the_texts_of_tokens(text, kind):
-    """Whatever their type is said to be; and a text of it is that token."""
+    """For any type in the file; and a text of it is that token."""
     tokens = ["<x>", text]
     file = make_file(tokens, token_type=[1] * len(LETTERS) + [1, kind])
     assert find_ends(file) == [11]
@@ -117,7 +117,7 @@ def test_the_end_of_a_part_is_no_end_where_others_are():
         assert ends("<|end|>", *others) == {*others}
     assert ends("<|end|>", "<|call|>") == {"<|end|>", "<|call|>"}
     assert ends("</s>", "<|tool_response>") == {"<|tool_response>"}
-    # Those of an answer's parts are shown, as they are no end.
+    # Tokens of an answer's parts are shown, as they are no end.
     parts = (
         "<|start|>",
         "<|channel|>",
@@ -133,7 +133,7 @@ def test_the_end_of_a_part_is_no_end_where_others_are():
 
 
 def test_tokens_of_other_characters_than_bytes_are_written_in_stay_whole():
-    """As DeepSeek's, whose vocabularies are of bytes."""
+    """As in DeepSeek's vocabularies of bytes."""
     special = ["<｜User｜>", "<｜begin▁of▁sentence｜>"]
     file = make_file(special, token_type=[1] * len(LETTERS) + [3, 3])
     assert make_tokenizer(file).encode(f"{special[1]}a{special[0]}b").ids == [

@@ -1,4 +1,4 @@
-"""Programs on a model whose layers keep a state: tokens are those of transformers.
+"""Programs on a model with states in its layers: tokens equal transformers'.
 
 Cold and warm, with guesses that are taken back, and in a conversation that goes back.
 """
@@ -27,7 +27,7 @@ NUM_NEW = 12
 @pytest.mark.further  # decoding/test_states.py has a small model
 @pytest.mark.slow
 def test_prompts_cold_and_warm_with_guesses():
-    """In a queue, two at a time: every text is what it is alone and computed whole."""
+    """Two at a time in a queue: every text equals the one computed alone and whole."""
     folder = fixtures.checkpoint_folder(NAME)
     model, params = pretrained.load(folder)
     expected = dict(np.load(fixtures.FIXTURES / NAME / "expected.npz"))

@@ -1,4 +1,4 @@
-"""Layers alike in one loop, whose matrices are read where they lie."""
+"""Equal layers in one loop that reads matrices where they lie."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""What files of models with Mamba 2 or short convolutions say, old ones too."""
+"""Files of models with Mamba 2 or short convolutions, old ones too."""
 
 import math
 

@@ -106,7 +106,7 @@ def test_the_rule_of_one_token(layer):
 
 @pytest.mark.one_end
 def test_what_a_piece_depends_on(layer, read_piece):
-    """Each part of the state and each input changes what comes out or stays."""
+    """Each part of the state and each input changes an output or the new state."""
     _, state, inputs = layer
     whole = read_piece(state, inputs, jnp.int32(C))
     for name in state:

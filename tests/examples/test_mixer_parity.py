@@ -54,7 +54,7 @@ MAMBA_NAMES |= dict(
 SHORT_NAMES = {f"short_{name}": "in_proj.weight" for name in ("first", "second", "x")}
 SHORT_NAMES |= dict(short_taps="conv.weight", short_output="out_proj.weight")
 
-# What the module is made of, and what its layer is here.
+# The module's parts in transformers, and its layer here.
 CASES = {
     "bamba": ("bamba", "BambaConfig", "BambaMixer", MAMBA, {}),
     "granite": (
@@ -111,7 +111,7 @@ CASES = {
 
 
 def make_module(folder, config_name, name, settings):
-    """Return a module of transformers with random weights, and those in numpy."""
+    """Return a module of transformers with random weights, and these in numpy."""
     path = f"transformers.models.{folder}."
     modeling = importlib.import_module(f"{path}modeling_{folder}")
     configuration = importlib.import_module(f"{path}configuration_{folder}")

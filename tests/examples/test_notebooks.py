@@ -30,7 +30,7 @@ def test_there_are_two() -> None:
 def test_a_notebook_runs(
     path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each asserts what it shows: equal logits, rewards that rise."""
+    """Each asserts its results: equal logits, rewards that rise."""
     names: dict[str, object] = {}
     sources = []
     for number, cell in enumerate(read_cells(path)):

@@ -1,4 +1,4 @@
-"""What a router of replicas knows of texts: hashes of their beginnings."""
+"""A router's record of the texts on replicas: hashes of their beginnings."""
 
 import json
 

@@ -1,8 +1,8 @@
 """Texts that pass the length before scaling, beside `transformers.generate`.
 
 The parity tests show that greedy steps on the cache give the committed tokens; here
-`generate` of transformers gives the same, for each kind of scaling. Longrope, of which
-it changes its mind within a text, is in `test_pretrained_longrope.py`.
+`generate` of transformers gives the same, for each kind of scaling. Longrope, which it
+switches within a text, is in `test_pretrained_longrope.py`.
 """
 
 import numpy as np
@@ -49,7 +49,7 @@ def read_texts(name):
 
 
 def continue_text(model, prompt, num_tokens):
-    """Return what `transformers.generate` appends to a prompt."""
+    """Return the continuation of a prompt by `transformers.generate`."""
     import torch
 
     rows = torch.tensor(np.asarray(prompt))[None].long()
@@ -73,7 +73,7 @@ def test_every_scaling_is_listed():
     assert scalings | {"longrope"} == set(pretrained.rope.SCALINGS)
 
 
-# Kinds of which another one has the parts.
+# Kinds with parts that another one has.
 OTHERS = [kind for kind in LENGTHS if "," in kind]
 
 

@@ -1,6 +1,6 @@
-"""Reading config.json, safetensors and tokenizer.json, and refusing what is not read.
+"""Reading config.json, safetensors and tokenizer.json, and refusing unknown values.
 
-Whatever the model would compute wrongly has to be refused by name when it is loaded.
+Settings that the model would compute wrongly have to be refused by name on loading.
 """
 
 import dataclasses
@@ -248,7 +248,7 @@ def test_jkv_finds_the_cache_that_the_model_asks_for(path):
 
 
 def assert_layers_alike(model, path, **options):
-    """Each layer keeps the same in the model's configuration and in what jkv reads."""
+    """Each layer keeps the same in the model's configuration and in jkv's reading."""
     sizes = dict(max_sequences=2, dtype="float32") | options
     expected = model.cache_config(64, **sizes)
     found = jkv.GroupedConfig.from_model(path, max_context_length=64, **sizes)
@@ -256,7 +256,7 @@ def assert_layers_alike(model, path, **options):
 
 
 def list_layers(config):
-    """Return what each layer keeps, whatever the order of the groups is."""
+    """Return each layer's cached data, in any order of the groups."""
     layers = []
     for numbers in config.groups_of_layers:
         groups = [config.groups[number] for number in numbers]

@@ -49,7 +49,7 @@ def load_oracle(folder):
 
 
 def generate_whole(oracle, prompt, num_tokens):
-    """Return a prompt and what `transformers.generate` appends to it."""
+    """Return a prompt and its continuation by `transformers.generate`."""
     import torch
 
     rows = torch.tensor(prompt)[None].long()
@@ -115,8 +115,8 @@ def continue_in_two_calls(folder, prompt, whole):
 def test_phimoe_where_its_class_is_told_the_length(prompts, tmp_path):
     """transformers 5.24 takes PhiMoE's short factors for texts of any length.
 
-    Its rotary class does not hand the length on that chooses the factors, as that of
-    transformers 4 did; told it, the texts are the same.
+    Its rotary class does not hand on the length that chooses the factors, as that of
+    transformers 4 did; with the length, the texts are the same.
     """
     folder = Path(shutil.copytree(fixtures.FIXTURES / "phimoe", tmp_path / "phimoe"))
     settings = json.loads((folder / "config.json").read_text())
@@ -153,7 +153,7 @@ def test_lengths_choose_the_factors():
         assert fixed.max_context_length == longest
         (chosen,) = set(fixed.ropes)
         assert chosen.short_factors == chosen.long_factors == factors
-    # Other scalings are what they were.
+    # Other scalings are unchanged.
     llama = fixtures.FIXTURES / "llama_dynamic"
     shorter = pretrained.load(llama, max_context_length=8)[0].config
     assert shorter.ropes == pretrained.read_config(llama).ropes

@@ -37,7 +37,7 @@ NAMES = (*fixtures.CASES, "pydoc")
 
 
 def in_suites(names):
-    """Names of checkpoints, those marked whose parts others have together as well."""
+    """Names of checkpoints; a mark if others together have the same parts."""
     cases = {name: fixtures.CASES.get(name) for name in names}
     return [
         *(
@@ -47,7 +47,7 @@ def in_suites(names):
     ]
 
 
-# With transformers at hand the committed files are compared with what it gives now.
+# With transformers at hand the committed files are compared with its results.
 CHECKPOINTS = in_suites(NAMES if HAS_TRANSFORMERS else few(NAMES, "gemma3", "lfm2_moe"))
 
 # Tokens that each prompt of the tiny checkpoints gets in each call. Where frequencies
@@ -60,7 +60,7 @@ STRETCHED = ("llama_dynamic", "phi3")
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A loaded checkpoint with what transformers computed from it."""
+    """A loaded checkpoint with the results of transformers."""
 
     name: str
     model: Any
@@ -82,7 +82,7 @@ class Checkpoint:
 def load_committed(name: str) -> Checkpoint:
     folder = fixtures.checkpoint_folder(name)
     expected = dict(np.load(fixtures.FIXTURES / name / "expected.npz"))
-    # Beside transformers layers run one by one, as they do unless asked.
+    # Beside transformers layers run one by one, as they do by default.
     loaded = pretrained.load(folder, scan_layers=True)
     return Checkpoint(name, *loaded, expected)
 
@@ -315,7 +315,7 @@ class Shifted:
 
 
 def wrong_models(checkpoint):
-    """Yield mistakes a port could make: what, and the wrong model and parameters."""
+    """Yield mistakes of a port: a name, and the wrong model and parameters."""
     yield from (
         (what, checkpoint.model, params) for what, params in wrong_params(checkpoint)
     )
@@ -407,7 +407,7 @@ def wrong_params(checkpoint):
 
 
 def wrong_settings(config):
-    """Yield settings of which each compiles a model, those that a checkpoint shows."""
+    """Yield settings that need a model each, if a checkpoint shows them."""
 
     def every_rope(**changes):
         ropes = (rope and dataclasses.replace(rope, **changes) for rope in config.ropes)
@@ -468,7 +468,7 @@ def wrong_settings(config):
         if experts.jitter is not None:
             other = dict(jitter=experts.jitter / 10)
         other = dataclasses.replace(experts, **other)
-        if not experts.has_own_norms:  # which undo what all weights are multiplied by
+        if not experts.has_own_norms:  # which undo a factor of all weights
             yield "other weights of experts", dict(experts=other)
         if experts.groups > 1:
             one_group = dict(groups=1, groups_per_token=1)

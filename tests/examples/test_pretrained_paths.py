@@ -1,6 +1,6 @@
 """Layers in groups, warm prefixes, chunked prompts and a queue, all in one program.
 
-The greedy tokens are those that `transformers` chose for each prompt alone, by its own
+The greedy tokens equal those of `transformers` for each prompt alone, with its own
 cache.
 """
 
@@ -37,7 +37,7 @@ def test_greedy_tokens_are_those_of_transformers(name):
         prefix_caching=True,
         dtype=jnp.float32,
     )
-    # With room for what earlier texts left.
+    # With room for the cached blocks of earlier texts.
     roomy = (
         dataclasses.replace(group, num_blocks=3 * group.num_blocks)
         for group in config.groups

@@ -14,7 +14,7 @@ import jkv
 
 pytestmark = pytest.mark.one_end
 PLAIN = fixtures.FIXTURES / "gemma3"
-# By whom names are written: the models' authors and transformers, and transformers 5.0.
+# Writers of names: the models' authors and transformers, and transformers 5.0.
 FORMS = {
     "authors": dict(model="language_model.model.", head="language_model.lm_head."),
     "newer": dict(model="model.language_model.", head="lm_head."),
@@ -129,7 +129,7 @@ def test_transformers_computes_the_same_with_eyes(tmp_path):
     model.to(torch.float16).save_pretrained(tmp_path)
     assert_is_the_plain_one(tmp_path)
 
-    # The plain one's logits are those of the parity tests.
+    # The plain one's logits are tested by the parity tests.
     expected = np.load(PLAIN / "expected.npz")
     first = int(expected["prompt_lengths"][:1].sum())
     rows = slice(first, first + int(expected["prompt_lengths"][1]))
@@ -139,7 +139,7 @@ def test_transformers_computes_the_same_with_eyes(tmp_path):
     np.testing.assert_allclose(logits.numpy(), expected["prefill"][rows], atol=2e-4)
 
 
-# Models that also see, of what they see with, and the class of their text part.
+# Models that also see: their vision settings, and the class of their text part.
 WITH_EYES = {
     "gemma4": (
         "Gemma4",
@@ -155,7 +155,7 @@ WITH_EYES = {
 @pytest.mark.skipif(not HAS_TRANSFORMERS, reason="no transformers")
 @pytest.mark.parametrize("name", WITH_EYES)
 def test_folders_that_transformers_writes_with_eyes(tmp_path, name):
-    """Names of tensors and settings are those of the whole models' classes."""
+    """Names of tensors and settings equal the whole models' classes."""
     import torch
     import transformers
 

@@ -99,7 +99,7 @@ def test_quantized_checkpoints_need_their_settings(tmp_path, name, method):
 
 def test_a_lost_scale_is_named(tmp_path):
     folder = shutil.copytree(CHECKPOINTS / "deepseek_v3", tmp_path / "checkpoint")
-    # numpy's reader has no type for what is stored: its bytes do as well here.
+    # numpy's reader has no type for the stored dtype: its bytes do as well here.
     path = folder / "model.safetensors"
     header, first = files._read_header(path)
     name = next(name for name in header if name.endswith("q_a_proj.weight_scale_inv"))
@@ -148,7 +148,7 @@ def test_loading_takes_the_weights_and_one_tensor(tmp_path, monkeypatch, dtype):
         return result
 
     monkeypatch.setattr(checkpoint.jax, "device_put", put_and_compare)
-    pretrained.load(tmp_path, dtype)  # what is imported and read once
+    pretrained.load(tmp_path, dtype)  # imported and read once
     tracemalloc.start()
     _, params = pretrained.load(tmp_path, dtype)
     _, peak = tracemalloc.get_traced_memory()
@@ -244,7 +244,7 @@ def test_no_row_is_dropped_when_all_choose_one_expert():
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-3)
     assert np.abs(expected).max() > 10
 
-    # A row that is not a number leaves those of the same expert alone.
+    # A row that is not a number leaves the expert's other rows alone.
     spoilt = apply(
         config, weights, jnp.int32(1), rows.at[3].set(jnp.nan), chosen, gates, valid
     )
@@ -253,7 +253,7 @@ def test_no_row_is_dropped_when_all_choose_one_expert():
 
 
 def test_only_experts_that_are_used_are_computed():
-    """The work of a step follows its rows: tiles, counted by what the loop runs."""
+    """The work of a step follows its rows: tiles, counted by the loop's trips."""
     config, weights, rows = tiny_experts(num_rows=40)
     gates = np.ones((40, 2), np.float32)
     trips = []
@@ -301,7 +301,7 @@ def test_random_params_are_structured_as_loaded_ones(name):
     "name", ["gemma2", "phi3", "granite", "gpt_oss", "deepseek_v3"]
 )
 def test_activations_have_the_dtype_of_the_parameters(name):
-    """Traced in bfloat16: strict promotion refuses what two types would be mixed in."""
+    """Traced in bfloat16: strict promotion rejects mixed dtypes."""
     model = pretrained.Decoder(pretrained.read_config(CHECKPOINTS / name))
     draw = partial(pretrained.random_params, model.config, dtype=jnp.bfloat16)
     params = jax.eval_shape(draw, jax.random.key(0))

@@ -1,6 +1,6 @@
 """config.json files in the shape of published ones: the model's and the cache's sizes.
 
-Numbers are those of the models named; keys that neither reads are left out.
+Numbers are from the models named; keys that neither reads are left out.
 """
 
 import pretrained
@@ -106,7 +106,7 @@ SEED_OSS_36B = dict(
 
 
 def with_eyes(**text):
-    """What is around the language models of Mistral's that also see."""
+    """The settings around the language models of Mistral's that also see."""
     return dict(
         model_type="mistral3",
         architectures=["Mistral3ForConditionalGeneration"],
@@ -257,7 +257,7 @@ ALL = dict(
 
 @pytest.mark.parametrize("name", ALL)
 def test_the_cache_is_that_of_the_model(tmp_path, name):
-    """What jkv reads by itself are the sizes and windows that the model will need."""
+    """jkv's own reading gives the sizes and windows that the model needs."""
     path, model = folder(tmp_path, **ALL[name]), pretrained.parse_config(ALL[name])
     sizes = read_sizes(path, dict(dtype="bfloat16"))
     assert sizes.layer_windows == model.windows
@@ -319,13 +319,13 @@ def test_gemma_4_has_a_group_for_each_kind_of_layer(tmp_path, settings):
 
 def test_gemma_4_shares_keys():
     config = pretrained.parse_config(GEMMA_4_E2B)
-    # The last layers attend to what layers 13 and 14 keep.
+    # The last layers attend to the keys of layers 13 and 14.
     assert config.key_layers == (*range(15), *([13] * 4 + [14]) * 4)
     assert config.inner_sizes == (6144,) * 15 + (12_288,) * 20
     assert (config.layer_inputs.dim, config.stop_tokens) == (256, (1, 106))
     turned, whole = config.ropes[:1][0], config.ropes[4]
     assert (turned.dim, whole.dim, whole.part) == (256, 512, 0.25)
-    # What stands beside the two kinds of layers is for none, as in `transformers`.
+    # Settings beside the two kinds of layers are unused, as in `transformers`.
     text = GEMMA_4_E2B["text_config"]
     ropes = text["rope_parameters"] | dict(rope_theta=5.0, rope_type="linear")
     raw = GEMMA_4_E2B | dict(text_config=text | dict(rope_parameters=ropes))

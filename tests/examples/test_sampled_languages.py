@@ -1,7 +1,7 @@
 """Texts drawn by the bundled model at a high temperature are of their languages.
 
-llguidance follows every token: what it takes is the beginning of a text. What an end
-token ended is read by Python, too.
+llguidance follows every token: accepted tokens are the beginning of a text. Texts with
+an end token are read by Python, too.
 """
 
 import json
@@ -37,7 +37,7 @@ SCHEMAS = [
     },
     {"type": "array", "items": {"type": "integer"}, "maxItems": 4},
 ]
-# Characters of two, three and four bytes, of which a token may be a part.
+# Characters of two, three and four bytes; a token may be a part of one.
 PATTERNS = [r"[A-Z][a-z]{2,8}( [a-z]+){0,3}\.", "(é|日本|😀)+!", "(yes|no, never)"]
 MOST, RUNNING = 24, 64
 
@@ -81,7 +81,7 @@ def read_integers(text):
     [pytest.param(1, id="few"), pytest.param(34, marks=pytest.mark.further, id="many")],
 )
 def test_texts_at_a_high_temperature_are_of_their_languages(num_rounds):
-    """About 10,000 of them, of which some rounds guess and have one spelling."""
+    """About 10,000 of them; some rounds speculate and have one spelling."""
     model, params = pretrained.load(BUNDLED, jnp.float32, scan_layers=True)
     tokenizer = pretrained.load_tokenizer(BUNDLED)
     vocabulary = vocabulary_of(tokenizer, tuple(model.config.stop_tokens))

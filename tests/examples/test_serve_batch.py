@@ -1,4 +1,4 @@
-"""`serve_batch.py`: results are neither lost nor repeated, whatever interrupts it."""
+"""`serve_batch.py`: results are neither lost nor repeated after any interruption."""
 
 import argparse
 import contextlib
@@ -24,7 +24,7 @@ from jkv.serving import Completion, EngineError, Event
 
 pytestmark = pytest.mark.one_end
 
-# As in test_serve_http.py: what is compiled serves both.
+# As in test_serve_http.py, to share compiled programs.
 SIZES = "--context 64 --max-running 4 --max-new-tokens 24 --blocks 12 --rows 8"
 SIZES = [*SIZES.split(), "--scan-layers"]
 NUM_LINES = 24
@@ -56,7 +56,7 @@ def options(prompts, results):
 
 
 def serve_with_errors(prompts, results, chosen=None):
-    """Serve lines of which some have errors: that is told by the exit status."""
+    """Serve lines, some with errors; the exit status reports them."""
     with pytest.raises(SystemExit) as ended:
         batch.serve(chosen or options(prompts, results))
     assert ended.value.code == 1
@@ -148,7 +148,7 @@ def test_a_file_of_something_else_is_never_cut(tmp_path, content):
     """Its last line may have no newline, as half of a result has none."""
     path = tmp_path / "mine.jsonl"
     path.write_text(content)
-    is_ours = content == OWN[-1]  # what a killed process may leave
+    is_ours = content == OWN[-1]  # a killed process may leave it
     if not is_ours:
         with pytest.raises(ValueError, match="give another file"):
             lines.ResultLines(path, ["a", "b"])
@@ -196,7 +196,7 @@ class Echo:
 
 @pytest.fixture
 def echo(monkeypatch):
-    """Let `serve` have an engine that computes nothing."""
+    """Give `serve` an engine that computes nothing."""
     tokenizer = pretrained.load_tokenizer(loading.BUNDLED)
     folder = pathlib.Path(loading.BUNDLED)
     served = loading.Served(
@@ -297,7 +297,7 @@ def test_lines_of_batches_have_answers_of_that_form(tmp_path, capsys):
         assert told["response"]["status_code"] == status, told
         assert told["error"]["message"] == told["response"]["body"]["error"]["message"]
     assert f"1 of {len(asked)} lines" in capsys.readouterr().err
-    # What failed is not tried again, and nothing is written twice.
+    # Failed lines are not tried again, and nothing is written twice.
     before = results.read_bytes()
     serve_with_errors(prompts, results)
     assert results.read_bytes() == before
@@ -409,7 +409,7 @@ def test_the_picture_shows_progress_speed_and_pool(monkeypatch):
     from jkv.serving.scheduler.measures import Measures
 
     class Engine:
-        """What the picture looks at."""
+        """The fields that the picture reads."""
 
         cache = jkv.init(
             jkv.CacheConfig(

@@ -78,7 +78,7 @@ def test_chats_as_the_client_reads_them(client, continued):
 
 
 def test_sixty_clients_at_once_some_of_which_leave(served, address, continued):
-    """Each gets what it would get alone; those that leave take nothing with them."""
+    """Each gets the text that it would get alone; clients that leave change nothing."""
     prompts = [f"The {i % 7} import" for i in range(60)]
 
     async def ask(client, i):
@@ -169,7 +169,7 @@ def test_oversized_and_malformed_requests_are_refused(served, address, client, p
     with pytest.raises(openai.NotFoundError):
         client.embeddings.create(model="pydoc", input="a")
     assert served.engine.stats().finished == before
-    # Somebody who hangs up in the middle of a request.
+    # A client hangs up in the middle of a request.
     host, port = address.removeprefix("http://").split(":")
     for sent in (
         b"POST /v1/completions HTTP/1.1\r\nContent-Length: 99\r\n\r\n{",
@@ -182,7 +182,7 @@ def test_oversized_and_malformed_requests_are_refused(served, address, client, p
 
 
 def test_when_too_many_wait_the_next_is_told(post, address):
-    """What never finds room is refused for good, what may later for now."""
+    """Requests that never fit are refused for good, others for now."""
     body = json.dumps({"prompt": ["The"] * 32, "n": 4, "max_tokens": 8}).encode()
     status, said = post(body)
     assert status == 400 and "at one time, 100" in said["error"]["message"]
@@ -241,7 +241,7 @@ def test_the_script_serves_what_it_is_told_to(served, monkeypatch, capsys):
 
 
 def test_a_signal_reads_the_weights_anew(served, client, capsys):
-    """The folder's, with what runs; a folder that is none changes nothing."""
+    """The folder's weights, while requests run; an invalid folder changes nothing."""
     before = signal.getsignal(signal.SIGUSR1)
     options = argparse.Namespace(model=served.folder, scan_layers=True)
     version = served.engine.stats().version

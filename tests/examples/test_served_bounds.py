@@ -63,7 +63,7 @@ def connected(address, sent):
 
 
 def read_to_end(connection):
-    """What comes until the other side closes."""
+    """Return the bytes until the other side closes."""
     found = b""
     with contextlib.suppress(ConnectionError):
         while part := connection.recv(2**16):
@@ -171,7 +171,7 @@ def test_sigterm_ends_the_server_with_300_half_sent_requests(served, serving):
             time.sleep(0.001)
         assert len(server.server_state.connections) == 301
         start = time.monotonic()
-        server.handle_exit(signal.SIGTERM, None)  # what the signal does
+        server.handle_exit(signal.SIGTERM, None)  # the signal's handler
         assert b"200 OK" in read_to_end(last)
         thread.join(timeout=20)
         assert not thread.is_alive() and time.monotonic() - start < 5
@@ -194,7 +194,7 @@ def test_a_reply_that_takes_too_long_is_told_of_the_end(serving, monkeypatch):
 
 
 def test_long_prompts_hold_nothing_up(post, monkeypatch):
-    """They are refused by their length; what is tokenized is so in another thread."""
+    """They are refused by their length; tokenizing runs in another thread."""
     start = time.monotonic()
     for _ in range(5):
         status, said = post(json.dumps({"prompt": "a b " * 250_000}).encode())
@@ -259,7 +259,7 @@ def test_a_server_whose_engine_failed_says_so(served, serving, monkeypatch):
 
 
 def test_a_server_whose_engine_failed_ends(served):
-    """Nobody is refused for ever; what watches it can start another one."""
+    """No request is refused for ever; a supervisor can start another server."""
     engine = SimpleNamespace(has_failed=False)
     server = running.Server(make_config(make_app(served)), engine)
     assert not asyncio.run(server.on_tick(1))

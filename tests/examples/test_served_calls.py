@@ -1,4 +1,4 @@
-"""Calls of tools that a chat asks for: offered, chosen, told whole and in pieces."""
+"""Tool calls of a chat: offered, chosen, returned whole and in pieces."""
 
 import contextlib
 import json
@@ -43,7 +43,7 @@ def ask(client, **options):
 
 
 def read(pieces, begin="<t>", end="</t>", **options):
-    """What is told of a text that comes in pieces: free text, and calls."""
+    """Return the results for a text in pieces: free text, and calls."""
     reader, content, calls = CallReader(begin, end, **options), "", []
     for place, piece in enumerate(pieces):
         told = reader.advance(piece, is_last=place == len(pieces) - 1)
@@ -75,7 +75,7 @@ HEAD = '{"name": "f", "arguments": '
                 True,
             ),
         ),
-        # Cut by a limit: what is known is told.
+        # Cut by a limit: the known part is returned.
         ("a <t>" + HEAD + '{"a": "', ("a", [["f", '{"a": "']], False)),
         ("<t>" + HEAD[:-6], ("", [["f", ""]], False)),
         ('so |<t>{"name": "f"', ("so", [["f", ""]], False)),

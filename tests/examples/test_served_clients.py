@@ -389,7 +389,7 @@ BODIES = {
 
 @pytest.fixture
 def send(address):
-    """Tell what the server answers: the status, and the text."""
+    """Return a function that sends to the server: the status, and the text."""
     import urllib.error
     import urllib.request
 

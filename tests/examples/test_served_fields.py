@@ -1,4 +1,4 @@
-"""Each field of the API's bodies does what it says, or is refused by its name."""
+"""Each field of the API's bodies has its effect, or is refused by its name."""
 
 import json
 import math
@@ -82,7 +82,7 @@ def test_what_is_not_served_is_refused_by_name(post, served):
         body = json.dumps({"messages": CHAT, name: value}).encode()
         with pytest.raises(Refused, match=f"^{name} is not served here.*{flag}"):
             read_request(bare, body, is_chat=True)
-    # What asks for nothing is served.
+    # Values without an effect are served.
     neutral = {n: r.neutral[0] for n, r in fields.REFUSED.items() if r.neutral}
     nothing = dict.fromkeys(fields.REFUSED.keys() - neutral.keys())
     body = {"messages": CHAT, "max_tokens": 1, **neutral, **nothing}
@@ -265,7 +265,7 @@ def test_options_reach_the_engine(post, served, monkeypatch):
         assert post(json.dumps(body | changes).encode())[0] == 200
     asked = {**told[0]}
     sampling = asked.pop("sampling")
-    # What the server has taken of it counts.
+    # Time spent in the server counts.
     assert 249.0 < asked.pop("timeout") < 250.0
     assert asked == dict(
         tokens=[5, 6],

@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.usefixtures("nothing_is_left"),
 ]
 
-# What a random body is made of: each field has values that are served and others.
+# Parts of a random body: each field has values that are served and others.
 PROMPTS = ["The with", "", "a\ud800", "\0\u200d", ["a", "b"], [5, 6, 7], [[5], [6, 7]]]
 PROMPTS += [[], [99999], [-1], None, 5, {}, [None], ["a", 5], "a " * 90, [0], [[]]]
 CONTENTS = [
@@ -54,7 +54,7 @@ ODD += [
 
 
 def make_body(chance):
-    """Make a body of which most fields are as they should be."""
+    """Make a body with mostly valid fields."""
     body = {"max_tokens": 2, "seed": 1}
     if chance.random() < 0.7:
         body["prompt"] = pick(PROMPTS, chance)
@@ -83,7 +83,7 @@ def damage(text, chance):
 
 
 def test_500_random_bodies_are_answered(address):
-    """By what was asked for, or by a mistake in the API's words; never by a crash."""
+    """With a result, or with an error in the API's words; never by a crash."""
     chance = random.Random(7)
     bodies = [make_body(chance) for _ in range(500)]
     sent = [

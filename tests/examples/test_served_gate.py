@@ -1,4 +1,4 @@
-"""What stands before the endpoints: names of requests, origins, lengths, proxies."""
+"""Checks before the endpoints: names of requests, origins, lengths, proxies."""
 
 import functools
 import http.client
@@ -115,7 +115,7 @@ def test_pages_of_named_origins_may_ask(served, ask):
         preflight["Origin"] = "https://b.org"
         status, headers, _ = ask("OPTIONS", path, port=port, **preflight)
         assert status == 400 and "access-control-allow-origin" not in headers
-        # What is refused can be read by the page, too.
+        # The page can read refusals, too.
         status, headers, _ = ask(path="/v1/models", port=port, Origin="https://a.org")
         assert status == 401
         assert headers["access-control-allow-origin"] == "https://a.org"

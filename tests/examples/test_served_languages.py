@@ -110,7 +110,7 @@ def test_languages_come_and_go(client, served, monkeypatch):
         patch.setattr(continuing, "ROOM_SECONDS", 0.2)
         with pytest.raises(openai.RateLimitError, match="all room for grammars"):
             ask(client, extra_body={"guided_choice": ["d"]})
-    # Those that are there are served all the same.
+    # Loaded languages are served all the same.
     assert ask(client, extra_body={"guided_choice": ["a"]}) == [("a", "stop")]
     for each in held:
         each.release()

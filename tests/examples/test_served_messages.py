@@ -33,7 +33,7 @@ BODY = {
 
 @pytest.fixture
 def say(post):
-    """Tell what the server answers to a body."""
+    """Return a function that posts a body to the server."""
 
     def ask(path=PATH, **fields):
         return post(json.dumps({**BODY, **fields}).encode(), path)
@@ -104,7 +104,7 @@ def test_calls_are_blocks(say, stream, choice):
     assert {part["type"] for part in parts} == {"input_json_delta"}
     given = json.loads("".join(part["partial_json"] for part in parts))
     assert given == call["input"]
-    # The call, and what came of it, are taken again.
+    # The call and its result are accepted again.
     result = {"type": "tool_result", "tool_use_id": call["id"], "content": "noon"}
     history = [
         *BODY["messages"],

@@ -126,7 +126,7 @@ def test_calls_are_items(client, choice):
     pieces = [e for e in events if e.type == "response.function_call_arguments.delta"]
     assert "".join(e.delta for e in pieces) == call.arguments
     assert events[-1].response.output[0].arguments == call.arguments
-    # The call, and what came of it, are taken again.
+    # The call and its result are accepted again.
     history = [
         {"role": "user", "content": "The with"},
         *[item.model_dump(exclude_none=True) for item in whole.output],
@@ -137,7 +137,7 @@ def test_calls_are_items(client, choice):
 
 
 def test_items_become_messages(served, tmp_path):
-    """A call belongs to what was said before it, thoughts to what follows."""
+    """A call belongs to the message before it, thoughts to the next one."""
     call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
     items = [
         {"role": "user", "content": "a"},
@@ -175,7 +175,7 @@ def test_every_field_of_the_real_client_is_served_or_refused():
     names = set(typing.get_type_hints(params))
     assert names <= reading.SERVED | set(reading.REFUSED)
     assert not reading.SERVED & set(reading.REFUSED)
-    # What is refused of chats is not handed on to them.
+    # Fields that chats refuse are not handed on to them.
     both = reading.SERVED & set(fields.REFUSED) - fields.SERVED_OF_CHATS
     assert not both, both
 
@@ -263,7 +263,7 @@ def test_tokens_of_an_input_are_counted(client, served):
         count = client.responses.input_tokens.count(model="pydoc", **asked)
         used = client.responses.create(max_output_tokens=1, **asked, **GREEDY).usage
         assert count.input_tokens == used.input_tokens > 0
-    # Also of what is longer than the context.
+    # Also for a prompt longer than the context.
     long = client.responses.input_tokens.count(model="pydoc", input="The " * 150)
     assert long.input_tokens > served.context
 

@@ -49,7 +49,7 @@ def test_biases_are_added(ask, served, continued):
     assert ask(logit_bias={str(first[0]): 100}) == ("!" * MOST, "length")
     plain = continued(PROMPT, max_new_tokens=MOST)
     assert ask(logit_bias={str(plain.tokens[0]): -100})[0] != plain.text
-    # A number that is small changes nothing, and so do those of nobody.
+    # A small number changes nothing, and neither do empty values.
     assert ask(logit_bias={str(first[0]): -0.5})[0] == plain.text
     for nothing in ({"logit_bias": {}}, {"min_tokens": 0}, {"bad_words": []}):
         assert ask(**nothing)[0] == plain.text
@@ -71,7 +71,7 @@ def test_bad_words_do_not_come(ask, continued):
 
 
 def test_a_text_has_its_least_length(ask, served):
-    """The end is what would be chosen, but for the least length."""
+    """The end token is the likeliest, but for the least length."""
     end = {str(served.stop_tokens[0]): 100}
     assert ask(logit_bias=end) == ("", "stop")
     text, reason = ask(logit_bias=end, min_tokens=5)
@@ -104,7 +104,7 @@ def test_tokens_that_came_are_less_likely(ask, continued):
         assert ask(**fields)[0] != plain.text
     for fields in ({"presence_penalty": 0}, {"frequency_penalty": 0.0}):
         assert ask(**fields)[0] == plain.text
-    # What a text may not have comes again and again where that is rewarded.
+    # Penalized tokens come again and again where penalties are negative.
     found, _ = ask(frequency_penalty=-2, presence_penalty=-2)
     assert found != plain.text
 

@@ -35,7 +35,7 @@ def judged():
 
 
 def check(found, ids, judged, num_top, text_of):
-    """Check what is told of a prompt and the token behind it."""
+    """Check the logprobs of a prompt and the token behind it."""
     expected = judged(ids)
     assert len(found.tokens) == len(ids) + 1
     assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
@@ -61,7 +61,7 @@ def test_prompts_are_scored_as_transformers_scores_them(
     found = client.completions.create(
         prompt=prompts, max_tokens=1, logprobs=num_top, echo=True, seed=1, **GREEDY
     )
-    # The token behind each is the likeliest: the engine is not asked.
+    # The token behind each is the likeliest: the engine is not used.
     assert served.engine.stats().num_windows == before
     for choice, ids, text in zip(found.choices, prompts, TEXTS, strict=True):
         check(choice.logprobs, ids, judged, num_top, served.spelling.find_text)
@@ -104,7 +104,7 @@ def test_no_token_and_many_tokens(client, served):
     assert told.token_logprobs[len(ids) :] == pytest.approx(
         plain.logprobs.token_logprobs, abs=1e-4
     )
-    # Without echo nothing is told of the prompt.
+    # Without echo the prompt has no logprobs.
     bare = client.completions.create(prompt=ids, max_tokens=6, logprobs=2, **GREEDY)
     assert bare.choices[0].text == plain.text
     assert all(len(top) == 2 for top in bare.choices[0].logprobs.top_logprobs)

@@ -85,7 +85,7 @@ def test_a_version_changes_with_weights_and_configuration_alone(tmp_path):
 
 
 def test_weights_that_are_read_anew_share_no_block_with_those_before(tmp_path):
-    """Nor do two servers of one folder, of which one has read its weights anew."""
+    """Nor do two servers of one folder, if one has read its weights anew."""
     model = copy_model(tmp_path / "model")
     words = tmp_path / "kept", "--model", str(model)
     first, second = load(*words), load(*words)
@@ -102,7 +102,7 @@ def test_weights_that_are_read_anew_share_no_block_with_those_before(tmp_path):
     first.end()
     (again,) = second.engine.generate([prompt], max_new_tokens=3)
     assert again.tokens == before.tokens  # of the old weights
-    third = load(*words)  # the next start finds what the first left
+    third = load(*words)  # the next start finds the blocks of the first
     (again,) = third.engine.generate([prompt], max_new_tokens=3)
     assert again.tokens == found.tokens and again.cached_tokens == 48
 

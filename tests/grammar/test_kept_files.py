@@ -43,7 +43,7 @@ def make(name, folder, vocabulary=VOCABULARY):
 
 
 def bytes_of(grammar):
-    """What a grammar is made of, to be compared."""
+    """The parts of a grammar, to be compared."""
     return {
         name: getattr(value, "tobytes", lambda value=value: value)()
         for name, value in vars(grammar).items()
@@ -51,7 +51,7 @@ def bytes_of(grammar):
 
 
 def compiling_fails(monkeypatch):
-    """From now on what is not kept cannot be had."""
+    """From now on a grammar that is not kept raises an error."""
 
     def fail(path, _):
         raise AssertionError(f"{path} is compiled")
@@ -82,7 +82,7 @@ def test_another_vocabulary_has_files_of_its_own(tmp_path):
         grammar = make("pattern", tmp_path, vocabulary)
         assert len([*tmp_path.iterdir()]) == count
         assert grammar.vocabulary_size == len(vocabulary.tokens)
-    # Not the object decides, but what it says.
+    # Contents, not the object's identity, are the key.
     make("pattern", tmp_path, Vocabulary([b"a", b"b", b"ab", None], end_tokens=[3]))
     assert len([*tmp_path.iterdir()]) == count
 
@@ -152,7 +152,7 @@ def test_what_is_no_json_is_refused_with_a_folder_too(tmp_path):
 
 
 def test_max_bytes_hold_for_what_is_kept(tmp_path):
-    """A process with less room does not load what another one has compiled."""
+    """A process with less room does not load a larger grammar of another one."""
     from_regex("[ab]{60}", VOCABULARY, folder=tmp_path)
     with pytest.raises(TooLarge, match="max_bytes 1,000 exceeded: the cached"):
         from_regex("[ab]{60}", VOCABULARY, folder=tmp_path, max_bytes=1000)

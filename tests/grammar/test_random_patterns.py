@@ -1,4 +1,4 @@
-"""Masks of random patterns are those of an automaton in plain Python.
+"""Masks of random patterns equal an automaton's in plain Python.
 
 The automaton itself is held against `re`, which matches whole texts alone.
 """
@@ -18,7 +18,7 @@ from jkv.grammar import NoText, Vocabulary, from_regex
 pytestmark = pytest.mark.one_end
 # Bytes of broken UTF-8 among them: the second half of é, and its first half.
 PIECES = [b"a", b"b", b"ab", b"ba", b"aa", b"\xc3", b"\xa9", "é".encode(), b"b\xc3"]
-LENGTH = 4  # of the texts that `re` is asked about, in tokens
+LENGTH = 4  # of the texts that `re` matches, in tokens
 
 # A pattern and its expression. All characters that the pieces can spell are a, b and é.
 LEAVES = st.sampled_from(

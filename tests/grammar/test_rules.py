@@ -1,4 +1,4 @@
-"""Rules in llama.cpp's notation: texts are those that plain Python derives."""
+"""Rules in llama.cpp's notation: texts equal the ones that plain Python derives."""
 
 import functools
 import itertools
@@ -65,7 +65,7 @@ def derive(rules, name, depth, most):
 
 
 def accepts(host, text):
-    """Whether a text, in single characters, may end where it ends."""
+    """True if a text, in single characters, may end where it ends."""
     tokens = [LETTERS.index(sign) for sign in text]
     state = host.start()
     for token in tokens:
@@ -94,7 +94,7 @@ def list_texts(host, most):
 def test_texts_are_those_that_the_rules_derive(name):
     text, rules = CASES[name]
     is_repetition = "recursion" in name
-    # What goes through another rule goes back once a level.
+    # A path through another rule goes back once a level.
     depth = 8 if is_repetition else 2
     expected = derive(rules, "root", dict.fromkeys(rules, depth), 7)
     host = HostGrammar(from_gbnf(text, VOCABULARY))
@@ -129,7 +129,7 @@ def test_repetitions(bounds, counts):
     assert len(list_texts(between, 3)) == 6
 
 
-# llama.cpp's own example of JSON, with what it says of white space and numbers.
+# llama.cpp's own example of JSON, with its rules of white space and numbers.
 JSON = r"""
 root   ::= object
 value  ::= object | array | string | number | ("true" | "false" | "null") ws
@@ -168,7 +168,7 @@ def test_the_example_of_json_gives_json():
         assert accepts(host, text) and isinstance(json.loads(text), dict)
     for text in ["", "[]", '{"a":01}', "{a:1}", '{"a":1,}']:
         assert not accepts(host, text)
-    assert not accepts(host, '{"a":[[[[[[1]]]]]]}')  # deeper than said
+    assert not accepts(host, '{"a":[[[[[[1]]]]]]}')  # deeper than given
 
 
 WRONG = {

@@ -47,7 +47,7 @@ _advance = jax.jit(lambda grammar, *row: grammar.advance(*(x[None] for x in row)
 
 
 def make_steps(grammar):
-    """How a text begins, goes on, and what it may go on with, on the host."""
+    """Return functions for a text's begin, its next state and its mask, on the host."""
 
     @functools.cache
     def advance(state, token):

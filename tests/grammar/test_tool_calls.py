@@ -49,7 +49,7 @@ VOCABULARY = Vocabulary([*PIECES, None], end_tokens=[END])
 
 
 def is_text(data, *, is_whole):
-    """Whether bytes are UTF-8 without an opening tag, or begin such a text."""
+    """True if bytes are UTF-8 without an opening tag, or begin such a text."""
     try:
         codecs.getincrementaldecoder("utf-8")().decode(data, is_whole)
     except UnicodeDecodeError:
@@ -58,7 +58,7 @@ def is_text(data, *, is_whole):
 
 
 def judge(text, names, *, has_text, is_single):
-    """Whether bytes begin a text of the language, and whether they are one.
+    """True if bytes begin a text of the language, and whether they are one.
 
     Calls are found from the left.
     """

@@ -1,4 +1,4 @@
-"""What the tokens of tokenizers spell, of both kinds that are served."""
+"""Spellings of tokenizers' tokens, of both kinds that are served."""
 
 import pytest
 from support.grammar_reading import HostGrammar
@@ -71,7 +71,7 @@ def test_sentencepiece_tokens_spell_bytes(make):
     assert [tokens[tokenizer.token_to_id(word)] for word in WORDS] == spelled
     # An added token is decoded as others are; it is no byte, as it is longer.
     assert tokens[added] == b" <0x0A>"
-    # What tokens spell is what their decoder makes of them, but for the first space.
+    # A token's spelling equals its decoder's result, but for the first space.
     for text in ("ab a", "a\nb é", "é€ ab", "b  b"):
         ids = tokenizer.encode(text).ids
         found = b"".join(tokens[token] for token in ids).decode()

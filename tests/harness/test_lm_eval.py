@@ -1,7 +1,7 @@
 """lm-eval's `local-completions` runs tasks against the server, with nothing from a hub.
 
 One task of each kind that it has: a choice among continuations, the likelihood of whole
-texts, and texts that are generated. What it computes is computed here from `jkv.score`.
+texts, and texts that are generated. Its results are recomputed here from `jkv.score`.
 """
 
 import json
@@ -53,7 +53,7 @@ def served(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(served, tmp_path_factory):
-    """What lm-eval says of the tasks."""
+    """The results of lm-eval for the tasks."""
     folder = tmp_path_factory.mktemp("tasks")
     data = folder / "rows.jsonl"
     data.write_text("\n".join(map(json.dumps, ROWS)))

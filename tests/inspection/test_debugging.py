@@ -1,4 +1,4 @@
-"""Debug mode finds what is wrong only at run time, and costs nothing when it is off."""
+"""Debug mode finds faults that show only at run time, and costs nothing when off."""
 
 import functools
 import logging
@@ -49,7 +49,7 @@ def step(cache):
 
 
 def found_by(cache):
-    """What `check` raises, and once only."""
+    """Return the error of `check`, raised only once."""
     with pytest.raises(jkv.DebugError) as caught:
         jkv.check(cache)
     jkv.check(cache)
@@ -229,7 +229,7 @@ def test_a_pool_that_is_not_donated():
 
 @pytest.mark.one_end
 def test_refusals_are_the_callers_matter():
-    """A status may be looked at or not; the cache counts what was refused."""
+    """A status may be read or not; the cache counts refusals."""
     cache, opened = jkv.allocate(watched(), np.zeros(3, np.int32))
     assert opened.status.tolist() == [0, 0, 2]
     cache, _ = jkv.append(cache, np.array([9], np.int32))

@@ -121,7 +121,7 @@ def test_the_ring_of_a_group():
 
 
 class TestBeside:
-    """What stands beside the indexed blocks is what their sequences have there."""
+    """Data beside the indexed blocks equal their sequences' own data there."""
 
     def with_beside(self, cache, **changes):
         (beside,) = cache.metadata.index.followers
@@ -187,7 +187,7 @@ def test_the_shapes_of_a_group():
 
 
 def recount(cache, number):
-    """What `stats` says of a group, counted entry by entry in plain Python."""
+    """The statistics of a group, counted entry by entry in plain Python."""
     group = cache.metadata.groups[number]
     entries = [
         b for b in group.block_tables.reshape(-1).tolist() if b < group.num_blocks
@@ -254,7 +254,7 @@ def test_fragmentation_is_of_all_groups():
 
 
 class TestDebugMode:
-    """What is found on one group is found on several."""
+    """A fault found on one group is found on several."""
 
     def watched(self, prefix_caching=False):
         cache = jkv.debug(grouped_cache(prefix_caching=prefix_caching))
@@ -266,7 +266,7 @@ class TestDebugMode:
         return jnp.ones((batch.num_rows, 1, 6), jnp.float32)
 
     def findings(self, cache):
-        """What `check` raises; eager steps copy the pools, which is no matter here."""
+        """Return the error of `check`; eager steps may copy the pools."""
         try:
             jkv.check(cache)
         except jkv.DebugError as error:

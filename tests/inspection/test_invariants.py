@@ -1,4 +1,4 @@
-"""check: whatever entry of the metadata is wrong, it is found."""
+"""check: every wrong entry of the metadata is found."""
 
 import dataclasses
 
@@ -38,7 +38,7 @@ def changed(array, index, value):
 
 
 def find_array(cache, name, group=0):
-    """What the sequences or a group have by a name."""
+    """Return an array of the sequences or of a group by its name."""
     parts = cache.metadata.sequences, cache.metadata.groups[group]
     return next(getattr(part, name) for part in parts if hasattr(part, name))
 
@@ -75,7 +75,7 @@ def test_any_wrong_number_of_a_ring_is_found(name):
         if index == 3 and 0 <= value <= int(ring.count):
             continue  # the ring may have been that short once
         if index > 3:
-            continue  # what left the ring cannot be counted again
+            continue  # a block outside the ring cannot be counted again
         wrong = dataclasses.replace(ring, bounds=jnp.asarray(array))
         with pytest.raises(jkv.InvariantError):
             jkv.check(with_metadata(cache, **{name: wrong}))

@@ -37,7 +37,7 @@ def churned(**changes):
 
 
 def recounted(cache):
-    """What `stats` says of the state, counted entry by entry in plain Python."""
+    """The statistics of the state, counted entry by entry in plain Python."""
     meta = cache.metadata
     rows = [
         [b for b in row if b != cache.num_blocks]
@@ -132,7 +132,7 @@ def test_indexed_blocks_are_pinned_or_cached():
 
 
 def test_one_small_transfer_whatever_the_size(monkeypatch):
-    # Whatever reads an array on the host, be it int() or np.asarray, asks `_value`.
+    # Every read of an array on the host, int() or np.asarray, uses `_value`.
     kind, fetched = type(jnp.zeros(1)), []
     read = kind._value.fget
 

@@ -6,7 +6,7 @@ tunix's models promote dtypes and ranks, so JAX is not strict here.
 import importlib.util
 import os
 
-# Before JAX is asked for a device: one test shards weights over two.
+# Before JAX initializes a device: one test shards weights over two.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2 " + os.environ.get(
     "XLA_FLAGS", ""
 )
@@ -21,7 +21,7 @@ else:
 
 
 def pytest_configure(config):
-    """Warnings are errors here, too, but for what is old in the trainer itself."""
+    """Warnings are errors here, too, except the trainer's own deprecations."""
     for module in (
         "tunix",
         "qwix",

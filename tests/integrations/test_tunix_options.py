@@ -1,4 +1,4 @@
-"""What a rollout reads of tunix's options, and which prompts it takes for equal."""
+"""Tunix's options that a rollout reads, and the prompts that it takes for equal."""
 
 import jax
 import jax.numpy as jnp

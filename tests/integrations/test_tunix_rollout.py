@@ -79,7 +79,7 @@ def shared_rollout(module):
 
 @pytest.fixture
 def rollout(shared_rollout):
-    """An engine that has forgotten what other tests asked, and their weights."""
+    """An engine without other tests' requests and their weights."""
     weights = nnx.state(make_model("qwen3"), nnx.Param)
     shared_rollout.update_params(weights, (nnx.Param,))
     shared_rollout._num_calls = 0
@@ -138,7 +138,7 @@ def test_logprobs_at_a_temperature_equal_the_trainers(rollout, module):
     ):
         seen = len(tokens) if PAD not in tokens else tokens.tolist().index(PAD)
         np.testing.assert_allclose(row[:seen], logps[:seen], atol=TOLERANCE)
-    # Those of the rollout's own are at temperature 1, as vanilla's.
+    # The rollout's own are at temperature 1, as vanilla's.
     ours = rollout.get_per_token_logps(
         jnp.array(output.left_padded_prompt_tokens), jnp.array(completions)
     )
@@ -153,7 +153,7 @@ def test_logps_equal_vanilla_a_prompt_is_computed_once(name):
     rng = np.random.default_rng(3)
     draw = [rng.integers(3, 20, n).tolist() for n in (9, 9, 9, 6, 6, 6)]
     long, short = draw[0], [PAD] * 3 + draw[3]
-    if name == "gemma2":  # whose window tunix measures from the padding on
+    if name == "gemma2":  # tunix measures its window from the padding on
         short = draw[1]
     prompts = np.array([long, short, short, long, long, short], np.int32)
     completions = rng.integers(3, 20, (6, 7)).astype(np.int32)
@@ -181,7 +181,7 @@ def test_logps_equal_vanilla_a_prompt_is_computed_once(name):
 
 
 def test_logps_behind_a_pad_that_is_a_token_are_those_drawn(rollout, module):
-    """A padding token inside a text is one of its tokens; those outside are not."""
+    """A padding token inside a text is one of its tokens; one outside is not."""
     rng = np.random.default_rng(5)
     prompts = rng.integers(3, 20, (3, 6)).astype(np.int32)
     prompts[0, [1, 2]] = prompts[1, 5] = PAD

@@ -27,8 +27,8 @@ def test_rollouts_follow_the_weights_of_the_trainer():
     trained = cluster.actor_trainer.model
     assert rl_utils.is_sharing_weights(trained, cluster.rollout.model())
     assert (before != trained.embedder.input_embedding[...]).all()
-    # Each step had new weights: nothing of the step before was taken for cached, and
-    # what equal prompts of a step share was computed once.
+    # Each step had new weights: it had no cache hits on the step before, and equal
+    # prompts of a step were computed once.
     tokens = len("say c")
     computed = int(cluster.rollout.statistics.prompt_tokens)
     assert computed <= tokens * train_with_tunix.PROMPTS

@@ -1,4 +1,4 @@
-"""What varies is a value with a face: a kind of part that the package does not know.
+"""Variation through an interface: a kind of part that the package does not know.
 
 `support.marks` is one. Beside blocks and a state it goes through every verb, to the
 host and to a file and back, and no file of the package says its name.

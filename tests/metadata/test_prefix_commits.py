@@ -1,5 +1,5 @@
-"""Commits of many blocks at once: requests are served in order, whatever trip they fall
-in, and lanes of one call with equal keys."""
+"""Commits of many blocks at once: requests are served in order in any trip, and lanes
+of one call may have equal keys."""
 
 import dataclasses
 

@@ -44,7 +44,7 @@ def test_a_ring_is_a_deque():
         state = pop(state, jnp.int32(num))
         fewest = min(fewest, len(expected))
 
-        # Some of those outside come back, in the order they stand among the others.
+        # Some of the outside ones come back, in their order among the others.
         lanes = np.array((outside + [-1] * batch)[:batch], np.int32)
         entering = (random.random(batch) < 0.5) & (lanes >= 0)
         state = push(state, lanes, jnp.asarray(entering))

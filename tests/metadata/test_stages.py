@@ -12,7 +12,7 @@ from support.compiled_hlo import ALL_PASSES
 import jkv
 from jkv.metadata.xla_cpu import stage, unknown
 
-# What XLA on CPU runs in order, without another thread.
+# Operations that XLA on CPU runs in order, without another thread.
 MOST_OPERATIONS = 8
 RUNS = re.compile(r" (?:fusion|copy|call|scatter|while|conditional)\(")
 
@@ -80,7 +80,7 @@ def test_only_a_cpu_gets_computations_of_its_own():
 
 
 def test_append_keeps_to_one_thread():
-    # Wide enough to tempt XLA, which splits what it takes for work over threads.
+    # Wide enough to tempt XLA, which splits large work over threads.
     num_sequences = 1024
     config = jkv.CacheConfig(
         num_layers=1,
@@ -97,7 +97,7 @@ def test_append_keeps_to_one_thread():
     )
     text = compiled.as_text()
     stages = set(re.findall(r" call\(.*to_apply=%([\w.]+)", text))
-    assert len(stages) >= 4, "append has stages"
+    assert len(stages) >= 3, "append has stages"
     seen = set()
     for computation in re.split(r"\n(?=(?:ENTRY |%))", text):
         name = computation[1:].split(" ")[0]
@@ -105,7 +105,7 @@ def test_append_keeps_to_one_thread():
         if name in stages:
             seen.add(name)
             assert len(runs) <= MOST_OPERATIONS, computation
-        # Only where requests share blocks are those looked for.
+        # Shared blocks are searched for only if requests share any.
         if "find_shared_prefixes)/cond/branch_1" in computation:
             continue
         for line in runs:

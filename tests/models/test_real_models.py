@@ -1,4 +1,4 @@
-"""Two published models, as GGUF files: what a user gets is what `transformers` gets.
+"""Two published models, as GGUF files: a user's results equal `transformers`' own.
 
 A suite of its own, `real-models`: it fetches 350 MB (`tools/models.py`).
 """
@@ -118,7 +118,7 @@ def test_formats_cost_what_the_page_says(name):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_tensors(kind, tmp_path):
-    """Of matrices whose rows are long enough for blocks of 32."""
+    """For matrices with rows long enough for blocks of 32."""
     raw, tensors = writing.read_checkpoint(fixtures.FIXTURES / "qwen2")
     raw = raw | dict(hidden_size=64, intermediate_size=96)
     longer, rng = {16: 32, 32: 64, 48: 96}, np.random.default_rng(1)

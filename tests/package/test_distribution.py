@@ -1,4 +1,4 @@
-"""What is installed under which name, and what a wheel and an sdist ship."""
+"""The distribution's name, and the contents of a wheel and an sdist."""
 
 import pathlib
 import re
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.one_end
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 STEM = f"{PROJECT['name'].replace('-', '_')}-{jkv.__version__}"
-# What an sdist has beside the package.
+# Contents of an sdist beside the package.
 BESIDE = ("CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml")
 # A cache is used, without a model and without any extra.
 USE = """
@@ -39,7 +39,7 @@ print(importlib.metadata.version(sys.argv[1]), jkv.__version__)
 
 
 def pages() -> dict[str, str]:
-    """What users read, by name: pages, and all code that says what to install."""
+    """Texts for users, by name: pages, and all code with install commands."""
     folders = [ROOT / name for name in ("docs", "jkv", "examples", "benchmarks")]
     found = [path for folder in folders for path in folder.rglob("*.*")]
     kept = [path for path in found if path.suffix in {".md", ".py", ".ipynb"}]
@@ -66,7 +66,7 @@ def test_one_place_says_the_name_and_one_the_version() -> None:
 
 
 def test_nothing_says_to_install_what_is_not_published() -> None:
-    """A checkout is what there is: `pip install .`, with extras or without."""
+    """There is only a checkout: `pip install .`, with extras or without."""
     for name, text in pages().items():
         for wrong in (r"jkv\[", r"jkv-cache\[", r"pip install (-U )?['\"]?jkv"):
             assert not re.search(rf"pip install[^\n]*{wrong}|^{wrong}", text), name
@@ -92,7 +92,7 @@ def make_environment(folder: pathlib.Path) -> pathlib.Path:
 
 
 def run(*command: object) -> str:
-    """What a command says; an error if it fails."""
+    """Return the output of a command; an error if it fails."""
     done = subprocess.run([*map(str, command)], capture_output=True, text=True)
     assert not done.returncode, done.stdout + done.stderr
     return done.stdout
@@ -122,7 +122,7 @@ def test_a_wheel_ships_the_package_alone(built: pathlib.Path) -> None:
     of_it = {f"{STEM}.dist-info/{name}" for name in information}
     assert shipped == package_files() | of_it
     assert "jkv/py.typed" in shipped
-    # As an index shows it: the README, and what is needed without any extra.
+    # As an index shows it: the README, and the packages needed without any extra.
     assert "# jkv" in about and "Requires-Dist: jax>=0.10.2" in about
 
 
@@ -134,7 +134,7 @@ def test_a_bare_environment_runs_the_wheel(
     python = make_environment(tmp_path / "bare")
     wheel = built / f"{STEM}-py3-none-any.whl"
     run(python, "-m", "pip", "install", "--quiet", wheel)
-    # Isolated: neither this checkout nor what PYTHONPATH names is looked at.
+    # Isolated: neither this checkout nor PYTHONPATH is on the path.
     said = run(python, "-I", "-c", USE, PROJECT["name"]).split()
     assert said == [jkv.__version__, jkv.__version__]
     assert sys.version_info >= (3, 11)

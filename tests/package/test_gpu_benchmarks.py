@@ -1,4 +1,4 @@
-"""What is to be timed on a card: parts that go on, chained calls, a whole model."""
+"""Benchmarks for a GPU: parts that go on, chained calls, a whole model."""
 
 import json
 import subprocess
@@ -36,7 +36,7 @@ def test_parts_go_on_where_they_were_stopped(tmp_path):
     assert run_parts(parts, notes, limit=5) == 2
     ended = {name: one["status"] for name, one in json.loads(notes.read_text()).items()}
     assert ended == {"well": 0, "fails": 3, "too long": -1, "behind them": 0}
-    # What failed is tried again, and may be done then; the others are not.
+    # A failed part is tried again, and may be done then; the others are not.
     parts[1] = Part("fails", write(trace, "c"))
     assert run_parts([*parts[:2], parts[3]], notes, limit=5) == 0
     assert trace.read_text() == "abc"

@@ -32,7 +32,7 @@ RETURNED = {
     *("Stats", "Status", "Steering", "SwapIn", "Swapped", "Times", "TreeParts"),
     *("TreeRecord",),
 }
-# What runs for long, or takes values that only a run makes; `jkv` has its own test.
+# Functions that run for long, or take results of a run; `jkv` has its own test.
 ELSEWHERE = {
     *("beam_search", "check_exact", "extend", "generate", "measure_formats", "score"),
     *("note_allocate", "note_extend", "note_fed", "note_fork", "note_generate"),
@@ -40,7 +40,7 @@ ELSEWHERE = {
 }
 # Nothing about their fields is checked.
 NAMED_TUPLES = {"GroupLayer", "GroupedConfig", "PageTable"}
-# Of a mesh of processes, of event loops, or of what a run makes.
+# Methods of a mesh of processes, of event loops, or of a run's results.
 METHODS_ELSEWHERE = {
     *("Engine.aevents", "Engine.astream", "Engine.follow", "Engine.resume"),
     *("Engine.replace_steering", "BlockStore.belong", "Catalog.add", "Catalog.remove"),
@@ -110,7 +110,7 @@ def spilled():
 
 
 def generation():
-    """What came of one prompt."""
+    """The result of one prompt."""
     cache, texts = made()["cache"], [[1, 2]]
     return jkv.generate(count_on, None, cache, texts, max_new_tokens=2)[1]
 
@@ -252,7 +252,7 @@ def list_public():
 
 
 def find_hints(function):
-    """The annotations of a call's arguments, those of a TypedDict among them."""
+    """The annotations of a call's arguments, including those of a TypedDict."""
     target = function.__init__ if inspect.isclass(function) else function
     target = inspect.unwrap(target)
     hints = dict(typing.get_type_hints(target))
@@ -284,7 +284,7 @@ COMPILING = ("from_tools", "from_json_schema", "from_json_object")
 
 
 def run(function, good):
-    """Call it; what yields is read to its end."""
+    """Call it; read an iterator to its end."""
     bound = inspect.signature(function).bind_partial()
     kinds = inspect.signature(function).parameters
     for name, value in good.items():

@@ -15,7 +15,7 @@ import jkv
 pytestmark = pytest.mark.one_end
 PACKAGE = pathlib.Path(jkv.__file__).parent
 
-# The rooms from the ground up, with what each may import of the others.
+# The packages from the ground up, with the others that each may import.
 ALLOWED: dict[str, set[str]] = {
     "status": set(),
     "signatures": set(),
@@ -81,7 +81,7 @@ ALLOWED: dict[str, set[str]] = {
         "status",
         "storage",
     },
-    # What a cache may have besides.
+    # Optional parts of a cache.
     "states": {
         "arguments",
         "formats",
@@ -184,7 +184,7 @@ ALLOWED: dict[str, set[str]] = {
     "doctor": {"commands"},
     "plan": {"commands"},
 }
-# What a user of the cache reads: it knows kinds of things by their faces alone.
+# Packages that users of the cache read: they use kinds only through interfaces.
 CORE = {
     "indexing",
     *(
@@ -199,7 +199,7 @@ CORE = {
     *("config", "state", "metadata", "blocks", "storage", "verbs"),
     "xla_flags",
 }
-# The doors of rooms that have many, from the ground up: each may use those before it.
+# Public modules of packages with many, bottom up; each may use the ones before it.
 DOORS: dict[str, tuple[str, ...]] = {
     "decoding": (
         "texts",
@@ -223,7 +223,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "serving": ("request", "device", "scheduler", "prometheus", "threads", "engine"),
 }
 RUN_TIME = {"jax", "jaxlib", "numpy", "chex", "jkv"}
-# What an extra brings, and the one file that imports it.
+# Packages of the extras, and the one file that imports each.
 EXTRAS = {
     "prometheus_client": "serving/prometheus.py",
 }
@@ -236,7 +236,7 @@ def name_room(module: str) -> str:
 
 @functools.cache
 def find_imports(path: pathlib.Path) -> tuple[ast.Import | ast.ImportFrom, ...]:
-    """Return a file's imports at any depth, but for those of type checkers alone."""
+    """Return a file's imports at any depth, except those for type checkers alone."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
@@ -331,7 +331,7 @@ def test_rooms_have_no_circles_inside() -> None:
 
 
 def test_loops_are_those_that_work_inside_shard_map() -> None:
-    """`lax` has its own for `jkv.sharding.loops`, and for what is no part of a step."""
+    """`lax` has its own for `jkv.sharding.loops`, and for code outside a step."""
     kernels = (
         *("isolation", "join", "query_gradients", "scores", "token_gradients"),
         "walk",
@@ -346,7 +346,7 @@ def test_loops_are_those_that_work_inside_shard_map() -> None:
 
 @functools.cache
 def _with_members(path: pathlib.Path) -> frozenset[str]:
-    """Return the modules that a file imports, those named as members of one too."""
+    """Return the modules that a file imports, including members of one by name."""
     found = {*imported_modules(path)}
     for node in find_imports(path):
         if isinstance(node, ast.ImportFrom):

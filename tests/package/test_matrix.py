@@ -1,4 +1,4 @@
-"""The support matrix: every row has tests that exist, and its page is what it says."""
+"""The support matrix: every row has existing tests, and its page is generated."""
 
 import importlib.util
 import sys
@@ -6,7 +6,7 @@ import sys
 import pytest
 from support.paths import ROOT
 
-# What tests share is a package of the same name: this one is loaded by its path.
+# The tests' own helpers are a package of the same name: this one is loaded by path.
 _SPEC = importlib.util.spec_from_file_location("matrix", ROOT / "tools" / "matrix.py")
 matrix = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(matrix)

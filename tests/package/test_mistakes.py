@@ -1,4 +1,4 @@
-"""What a newcomer gets wrong is answered when it is done, with what to change."""
+"""A newcomer's mistakes raise errors at once, with the fix."""
 
 import dataclasses
 import functools
@@ -195,7 +195,7 @@ class TestPrompts:
 
 @pytest.mark.one_end
 class TestOptions:
-    """An option of another type is answered with what it should be."""
+    """An option of another type raises an error with the expected type."""
 
     @pytest.mark.parametrize(
         ("options", "said"),
@@ -385,7 +385,7 @@ class TestRows:
         for function in (loss, jax.jit(loss)):
             with pytest.raises(ValueError, match=f"{dtype}.*dtype='float32'"):
                 jax.eval_shape(jax.grad(lambda k, f=function: f(k, k)), queries)
-        # What is cut off, and the queries, are no matter of the storage.
+        # Neither a stopped gradient nor that of the queries depends on the storage.
         for function in (stopped, jax.jit(stopped)):
             found = jax.eval_shape(jax.grad(function), queries)
             assert found.shape == queries.shape
@@ -563,7 +563,7 @@ class TestCalls:
 
 
 class TestRepresentation:
-    """`repr(cache)` never raises, whatever JAX put in the place of the arrays."""
+    """`repr(cache)` never raises, with anything that JAX put in the arrays' place."""
 
     def fields(self, text):
         """The arrays named, a line each."""

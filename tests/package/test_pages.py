@@ -22,7 +22,7 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_a_page_is_read_at_one_time() -> None:
-    """What is longer tells a history, or is two pages."""
+    """A longer page contains a history, or should be two pages."""
     sizes = {path: path.stat().st_size for path in (ROOT / "docs").rglob("*.md")}
     assert not [path.name for path, size in sizes.items() if size > 20_000]
     assert sum(sizes.values()) <= 260_000
@@ -76,7 +76,7 @@ def test_the_design_page_has_a_row_for_every_room() -> None:
 
 
 def test_the_rooms_of_the_design_page_import_down() -> None:
-    """A row uses those below it; attention and grammar are one room each."""
+    """A row uses the rows below it; attention and grammar are one package each."""
     rows = re.findall(r"^\| `([\w/]+)` \|.*\|$", DESIGN, re.MULTILINE)
     ranks = {room: rank for rank, room in enumerate(rows)}
     for path in (ROOT / "jkv").rglob("*.py"):
@@ -117,12 +117,12 @@ def test_results_are_kept_with_machine_and_versions() -> None:
         entries = dict(names_and_values(json.loads(path.read_text())))
         versions = {name for name in entries if "jax" in name or "triton" in name}
         assert any(re.match(r"\d+\.\d+", entries[name]) for name in versions), path.name
-        # What was only compiled has a target in place of a device.
+        # A result that was only compiled has a target in place of a device.
         assert {"device", "devices", "target", "targets"} & set(entries), path.name
 
 
 def names_and_values(value: object, name: str = "") -> Iterator[tuple[str, str]]:
-    """Walk through what JSON holds: each name in lower case, and what it has."""
+    """Walk through the contents of JSON: each name in lower case, and its value."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield key.lower(), str(inner)

@@ -53,7 +53,7 @@ def test_a_ratio_above_one_is_more_work_in_the_same_time(tmp_path) -> None:
 
 
 def test_every_kept_result_is_read(capsys, monkeypatch) -> None:
-    """The files have more than the table names; what it names it finds."""
+    """The files have more names than the table; the table's names are all found."""
     for name, read in peer_table.READERS.items():
         runs = peer_table.read_runs(peer_table.RESULTS, name)
         assert any([*read(run)] for run in runs), name

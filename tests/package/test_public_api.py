@@ -106,7 +106,7 @@ RAISE_NOTHING = {
 
 
 def public_functions() -> dict[str, Callable[..., object]]:
-    """All public functions by name, those of the rooms too."""
+    """All public functions by name, including those of the packages."""
     names = {name: getattr(jkv, name) for name in jkv.__all__}
     for room in (decoding, steering, trees):
         names |= {name: getattr(room, name) for name in room.__all__}

@@ -1,4 +1,4 @@
-"""What a host of repositories reads: workflows, the form for faults, who to cite."""
+"""Files for a host of repositories: workflows, the issue form, the citation."""
 
 import re
 import sys
@@ -80,7 +80,7 @@ def test_only_a_tag_publishes_and_only_that_job_may() -> None:
     assert sum("gh-action-pypi-publish" in step for step in steps) == 1
     text = (GITHUB / "workflows" / "release.yml").read_text()
     assert "secrets." not in text and "password:" not in text
-    # Started by hand (`True` is what YAML makes of `on`), it is a dry run.
+    # Started by hand (YAML reads `on` as `True`), it is a dry run.
     assert "workflow_dispatch" in workflow[True]
 
 
@@ -96,7 +96,7 @@ def test_the_form_asks_for_the_report_of_the_doctor() -> None:
 def test_what_is_cited_is_this_version() -> None:
     text = (ROOT / "CITATION.cff").read_text()
     assert f"\nversion: {jkv.__version__}\n" in text
-    # The changelog begins with what comes next, or with this version and its day.
+    # The changelog begins with "Unreleased", or with this version and its day.
     heads = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     known = [head for head in heads if head != "Unreleased"]
     assert re.fullmatch(rf"{re.escape(jkv.__version__)} - \d{{4}}-\d\d-\d\d", known[0])
@@ -104,7 +104,7 @@ def test_what_is_cited_is_this_version() -> None:
 
 
 def test_what_is_trusted_is_said() -> None:
-    """Folders whose contents are run are named with what runs them."""
+    """Folders with contents that are run are named, beside the code that runs them."""
     text = (ROOT / "SECURITY.md").read_text()
     unpickled = [
         path.stem

@@ -48,7 +48,7 @@ def test_the_port_of_the_readme_is_the_tutorials() -> None:
     for name, block in (("before", before), ("after", after)):
         assert f"<!-- {name} -->\n```python\n{block}```" in TUTORIAL
     assert find_blocks((DOCS / "index.md").read_text()) == [before, after, usage]
-    # What follows is traced: it opens, steps, forks and frees on a cache of 4 GB.
+    # The next part is traced: it opens, steps, forks and frees on a cache of 4 GB.
     names: dict[str, object] = {}
     exec("\n".join(find_blocks(TUTORIAL)[:4]), names)
     names["tokens"] = np.array([1, 2])
@@ -56,8 +56,8 @@ def test_the_port_of_the_readme_is_the_tutorials() -> None:
     assert names["logits"].shape == (2, 64)
 
 
-# What a trainer needs is in an environment of its own, and so is the test of its page
-# (`make tunix`). Replicas are started in a shell.
+# The packages for a trainer are in an environment of their own, and so is the test of
+# its page (`make tunix`). Replicas are started in a shell.
 WITHOUT = {"trainer", "replicas"}
 PAGES = sorted({path.stem for path in (DOCS / "how-to").glob("*.md")} - WITHOUT)
 # These compile whole loops of decoding, which the tests of their rooms have, too.
@@ -122,7 +122,7 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 def test_blocks_are_copied_without_prompts() -> None:
-    """The theme reads what is visible; the page's style hides prompts and output."""
+    """The theme reads the visible text; the page's style hides prompts and output."""
     settings = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]
     styles = "".join((DOCS / name).read_text() for name in settings["extra_css"])
     assert "[data-md-copying] .gp" in styles and "[data-md-copying] .go" in styles

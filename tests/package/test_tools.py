@@ -41,9 +41,9 @@ def test_every_test_is_in_one_suite_of_the_oldest_jax() -> None:
 
 
 def is_given(file: str, arguments: tuple[str, ...]) -> bool:
-    """Whether pytest's arguments lead to a file."""
+    """True if pytest's arguments lead to a file."""
     given = [path for path in arguments if not path.startswith("--")]
-    # What pyproject.toml leaves out runs where it is named.
+    # Paths that pyproject.toml leaves out run where they are named.
     ignored = [
         path.removeprefix("--ignore=") for path in arguments if path not in given
     ]
@@ -60,7 +60,7 @@ def test_everything_has_all_but_the_extras() -> None:
     assert {*tasks.choose_everything(None, ["tunix"])} - {*everything} == {"tunix"}
     newest = tasks.choose_everything("newest", [])
     assert newest and all(task.layers == tasks.NEWEST for task in newest.values())
-    # A page whose links lead nowhere is an error.
+    # A page with broken links is an error.
     assert "--strict" in everything["docs"].arguments
 
 
@@ -91,7 +91,7 @@ def test_a_failure_is_shown_and_stops_what_needs_it(
 def test_an_interrupt_ends_all_processes(
     number: signal.Signals, tmp_path: pathlib.Path
 ) -> None:
-    # A process whose child waits, too.
+    # A process with a child that waits, too.
     code = "sleep 60 & echo $$ $! > $$; mv $$ pids.$$; wait"
     script = (
         "import pathlib, sys, parallel, run\n"
@@ -124,7 +124,7 @@ def test_an_interrupt_ends_all_processes(
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
+    """True if a process is there and no zombie."""
     try:
         stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:

@@ -15,8 +15,8 @@ HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent.parent
 SCRIPTS = [ROOT / "examples" / "quickstart.py", HERE / "typed_port.py"]
 
-# What `jax.jit` returns has no type for pyright, nor have its own arguments: parts of
-# JAX are not written in Python. That nothing of jkv is unknown is asked of itself.
+# The result of `jax.jit` has no type for pyright, nor have its own arguments: parts of
+# JAX are not written in Python. jkv itself is checked for unknown types separately.
 PYRIGHT = {
     "include": [str(script) for script in SCRIPTS],
     "typeCheckingMode": "strict",
@@ -25,7 +25,7 @@ PYRIGHT = {
     "reportUnknownVariableType": False,
     "reportUnknownArgumentType": False,
 }
-# What the settings of the package leave out of mypy's strict mode.
+# Flags of mypy's strict mode that the package's settings leave out.
 STRICTER = "disallow-untyped-calls, warn-return-any, warn-unused-ignores"
 
 WRONG = """
@@ -54,9 +54,9 @@ NUM_OF_FLOATS = 6
 
 
 def run(tool, *arguments):
-    """Run a type checker of this environment; its exit code and what it says."""
+    """Run a type checker of this environment; its exit code and its output."""
     command = [pathlib.Path(sys.executable).with_name(tool), *arguments]
-    # Where it is asked about the package itself, pyright overlooks editable installs.
+    # When checking the package itself, pyright overlooks editable installs.
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     result = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True
@@ -74,7 +74,7 @@ def test_the_port_does_what_it_is_typed_to_do():
 
 @pytest.mark.slow
 def test_mypy_in_strict_mode(tmp_path):
-    """With the settings of the package, whose results mypy keeps, made stricter."""
+    """With the package's settings, made stricter; mypy keeps their results."""
     scripts = {script.name: script.read_text() for script in SCRIPTS}
     for name, text in (scripts | {"wrong.py": WRONG}).items():
         (tmp_path / name).write_text(f"# mypy: {STRICTER}\n{text}")

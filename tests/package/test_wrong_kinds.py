@@ -110,7 +110,7 @@ WRONG = (
     *("5", object(), {"a": 1}, [object()], np.array(["x"]), 10**30),
     *((1, 2, "3"), np.ones((3, 3, 3, 3), np.float32), float("nan"), 1j, None),
 )
-# What no value is wrong for: a model's own business.
+# Arguments without wrong values: a model's own business.
 FREE = {"params"}
 EXPECTED = (ValueError, NotImplementedError, jkv.CacheError, OSError)
 

@@ -114,7 +114,7 @@ def play_with(cache: jkv.Cache) -> jax.Array:
 
 
 def look_at(cache: jkv.Cache) -> str:
-    """What a script asks on the host."""
+    """Read values as a script does on the host."""
     stats, profile = jkv.stats(cache), jkv.memory_profile(cache)
     assert len(stats.groups) == len(cache.storage) == 1
     assert stats.groups[0].live_blocks == stats.live_blocks

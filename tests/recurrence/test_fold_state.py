@@ -1,7 +1,7 @@
-"""The state of a sequence is the fold of its tokens, whatever was taken back.
+"""The state of a sequence is the fold of its tokens, after any roll-back.
 
-A plain loop over the tokens of each sequence, in numpy, is what the cache must equal:
-after steps of uneven rows, guesses that are cut off again, forks and new sequences in
+The reference is a plain loop over the tokens of each sequence, in numpy: the cache must
+equal it after steps of uneven rows, rejected draft tokens, forks and new sequences in
 rows that were used before.
 """
 
@@ -74,14 +74,14 @@ def make_step(has_chunks):
 
 
 class Texts:
-    """What each sequence has read, and what a plain loop makes of it."""
+    """The tokens of each sequence, and a plain loop's state after them."""
 
     def __init__(self, generator):
         self.generator = generator
         self.tokens = {}
 
     def draw(self, counts):
-        """Return tokens for rows of the step, NaN in those of nobody."""
+        """Return tokens for rows of the step, NaN in unused ones."""
         draw = self.generator.normal
         inputs = dict(
             x=draw(size=(R, DIM)), scale=draw(size=R), query=draw(size=(R, DIM))
@@ -139,7 +139,7 @@ def test_steps_and_tokens_taken_back(max_pending, has_chunks):
         expected = texts.read(seq_ids.tolist(), counts, inputs)
         np.testing.assert_allclose(outputs, expected, rtol=1e-5, atol=1e-5)
 
-        # Some of what was pending is taken back, or nothing is.
+        # Some of the pending tokens are rolled back, or none.
         for i, seq_id in enumerate(seq_ids.tolist()):
             if counts[i]:
                 before[seq_id] = int(pending[i])

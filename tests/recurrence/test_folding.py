@@ -1,4 +1,4 @@
-"""States folded over ragged rows are those of a plain loop over each request's tokens.
+"""States folded over ragged rows equal a plain loop over each request's tokens.
 
 Rows of nobody and states without rows are full of NaN: none of it may be seen.
 """
@@ -34,7 +34,7 @@ def rule(state, given):
 
 
 def chunk_rule(state, inputs, count):
-    """The same for pieces; what is past the count would be noticed."""
+    """The same for pieces; inputs past the count would change the result."""
 
     def step(state, given):
         state, output = rule(state, given)

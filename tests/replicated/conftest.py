@@ -18,7 +18,7 @@ PORT = 8765
 
 @pytest.fixture(scope="session")
 def make_options():
-    """Make what the command line of `serve_ray.py` gives."""
+    """Make the options of the command line of `serve_ray.py`."""
     from served.loading import add_options
 
     parser = argparse.ArgumentParser()
@@ -43,7 +43,7 @@ def cluster(tmp_path_factory):
 
     programs = str(tmp_path_factory.mktemp("programs"))
     with pytest.MonkeyPatch.context() as patch:
-        # Replicas compile alike, and keep what they compiled in one place.
+        # Replicas compile alike, and share one folder of compiled programs.
         patch.setenv("XDG_CACHE_HOME", programs)
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         join_cluster()
@@ -54,7 +54,7 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def deploy(request, make_options):
-    """Run replicas; those of before are changed to what is asked for."""
+    """Run replicas; running ones are changed to the requested options."""
     from replicated.application import make_application, run
 
     request.getfixturevalue("cluster")
@@ -74,7 +74,7 @@ def replicas(deploy):
 
 @pytest.fixture(scope="session")
 def alone(make_options):
-    """Tell what one engine answers: the app of a server on one machine."""
+    """Return the answers of one engine: the app of a server on one machine."""
     from replicated.forwarding import Forwarded, call_app
     from served.api import make_app
     from served.loading import load
@@ -103,7 +103,7 @@ def url():
 
 @pytest.fixture
 def ask(url):
-    """Tell what the endpoint answers: the status, and the JSON."""
+    """Return a function that posts to the endpoint: the status, and the JSON."""
     import httpx
 
     async def send(client, body):
@@ -122,7 +122,7 @@ def ask(url):
 
 @pytest.fixture
 def find_processes():
-    """Return what returns the process ids of the replicas."""
+    """Return a function that finds the process ids of the replicas."""
     return find_replicas
 
 

@@ -1,4 +1,4 @@
-"""`serve_ray.py`: replicas that die, change weights, and find what they had."""
+"""`serve_ray.py`: replicas that die, change weights, and find cached prefixes."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ def write_requests(num_prompts, repeats):
 
 
 def wait_for_replicas(find_processes):
-    """Wait until Ray has started others for those that died."""
+    """Wait until Ray has replaced the dead replicas."""
     end = time.monotonic() + 120
     while len(find_processes()) < 3:
         assert time.monotonic() < end

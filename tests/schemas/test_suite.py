@@ -25,10 +25,10 @@ DIALECTS = {
     "draft7": "http://json-schema.org/draft-07/schema#",
     "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
 }
-# By the standard these are annotations, which say nothing of what is valid.
+# By the standard these are annotations, which do not affect validity.
 ANNOTATIONS = {"content.json"}
-# Of the schemas so many are served, and of their valid instances so many are texts:
-# the others have properties of which the schema does not speak, in other orders.
+# Served share of the schemas, and share of their valid instances that are texts: the
+# others have properties that the schema does not name, in other orders.
 LEAST = {
     ("draft4", "."): (0.94, 0.65),
     ("draft7", "."): (0.95, 0.6),

@@ -103,7 +103,7 @@ def test_smaller_priorities_first_equal_ones_in_order():
     events = run_all(engine)
     ended = [event.request_id for event in events if event.reason]
     assert [order.index(number) for number in ended] == [5, 2, 4, 3, 0, 1]
-    # Those that are on the device already give way, too, unless they have begun.
+    # Requests on the device already give way, too, unless they have begun.
     group = engine.submit([5], n=2, max_new_tokens=12)
     later = engine.submit([6], max_new_tokens=5, priority=5)
     engine.step()
@@ -194,7 +194,7 @@ def test_a_request_is_in_one_state_at_a_time():
 @pytest.mark.parametrize("seed", [0, *further([1, 2])])
 @pytest.mark.one_end
 def test_stop_strings_are_trimmed_exactly(seed):
-    """Wherever a window ends; the texts are those of plain Python, cut by hand."""
+    """At any end of a window; the texts equal plain Python's, cut by hand."""
     rng, letters = np.random.default_rng(seed), "abcdefghijklmnopqrstuvwxyz .!"
     engine = make_engine(detokenize=lambda ids: "".join(letters[i] for i in ids))
     requests = {}

@@ -1,4 +1,4 @@
-"""An engine on a cache whose groups of layers differ in their windows."""
+"""An engine on a cache with groups of layers of different windows."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What goes wrong: steps that raise, consumers that leave, time that runs out."""
+"""Faults: steps that raise, consumers that leave, time that runs out."""
 
 import asyncio
 import functools
@@ -38,7 +38,7 @@ class Boom(Exception):
 
 
 def failing_once(function, error=Boom, *, after):
-    """Raise instead of returning, at one call; what was donated is gone then."""
+    """Raise instead of returning, at one call; donated arrays are gone then."""
     calls = iter(range(10**9))
 
     def wrapped(*args):
@@ -306,7 +306,7 @@ def test_many_requests_leave_memory_and_blocks_free():
             run_all(engine)
         gc.collect()
         arrays = sorted((a.shape, str(a.dtype)) for a in jax.live_arrays())
-        # What other tests have left goes and comes, too.
+        # Objects of other tests go and come, too.
         ours = tracemalloc.Filter(inclusive=True, filename_pattern="*/jkv/serving/*")
         taken = tracemalloc.take_snapshot().filter_traces([ours])
         return sum(trace.size for trace in taken.traces), arrays

@@ -1,8 +1,8 @@
-"""Engines that guess: the texts are those of engines that do not.
+"""Engines with speculative decoding: the texts equal plain decoding's.
 
-Two texts run at a time, in pools of which others hold what is not free; one program for
-each way to guess. Samples, prefixes and stops meet guesses in `test_speculation.py`.
-The draft model is the model, but for what follows every third position.
+Two texts run at a time, in pools where others hold the remaining blocks; one program
+for each kind of draft. Samples, prefixes and stops meet them in `test_speculation.py`.
+The draft model is the model, but for the successor of every third position.
 """
 
 import functools
@@ -88,7 +88,7 @@ def assert_given_back(engine, free_blocks):
 
 
 def test_looked_up_texts_are_what_they_are_alone():
-    """Sampled ones too, NaN, and those that are cancelled."""
+    """Sampled ones too, NaN, and cancelled ones."""
     totals = np.zeros(3, int)
     for seed, free_blocks in enumerate([5, 24, 6, 24]):
         rng, nan_every = np.random.default_rng(seed), 17 * (seed // 2)
@@ -133,7 +133,7 @@ def test_a_reused_number_drafts_nothing_older():
     others, text = [[1], [2], [3]], [9] * 9
 
     def count():
-        """What the text is, and the guesses for it; nothing is drafted for others."""
+        """Return the text and its draft tokens; nothing is drafted for others."""
         before = engine.stats()
         (found,) = engine.generate([text], max_new_tokens=8)
         after = engine.stats()

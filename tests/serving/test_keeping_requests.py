@@ -1,4 +1,4 @@
-"""What stays cached of a request by its class, and for how long."""
+"""Cached blocks of a request by its retention priority, and their lifetime."""
 
 import functools
 
@@ -48,14 +48,14 @@ def engine_of_classes(clock=None, **options):
 
 
 def press(engine):
-    """Let other texts take all blocks once over."""
+    """Fill all blocks once with other texts."""
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, VOCABULARY, (24, WIDTH)).tolist()
     engine.generate(prompts, max_new_tokens=6)
 
 
 def found(engine):
-    """How many tokens of the text, whose end is within a third block, the cache has."""
+    """How many tokens of the text, which ends within a third block, the cache has."""
     return int(jkv.match(engine.cache, np.array([TEXT], np.int32))[0])
 
 
@@ -71,7 +71,7 @@ def test_what_was_kept_is_found_behind_all_that_was_not(keep):
     press(engine)  # it keeps its class when it is found
     assert found(engine) == (9 if keep else 0)
     kept = engine.cache.metadata.groups[0].free_blocks.kept
-    # With what was generated three blocks are full; the newest token has none.
+    # With the generated tokens three blocks are full; the newest token has none.
     assert np.count_nonzero(kept.classes) == (3 if keep else 0)
 
 
@@ -91,12 +91,12 @@ def test_a_time_ends_a_class_and_the_longest_time_counts():
 
 @pytest.mark.parametrize("late", [True, False])
 def test_a_time_ends_a_class_in_the_store_too(late):
-    """What comes back after its time is of class 0, else when its time comes."""
+    """Blocks restored after their time are of class 0, else when their time comes."""
     clock, store = Clock(), jkv.BlockStore(2**20)
     engine = engine_of_classes(clock, store=store)
     engine.results(engine.submit(TEXT, max_new_tokens=5, keep=1, keep_seconds=50.0))
     engine.close()
-    engine = engine_of_classes(clock, store=store)  # it was not asked to keep it
+    engine = engine_of_classes(clock, store=store)  # no request keeps it here
     clock.now = 60.0 if late else 0.0
 
     def count_kept():

@@ -1,4 +1,4 @@
-"""Executables in a folder: found again, and only for what they were made of."""
+"""Executables in a folder: found again, and only for the same inputs."""
 
 import functools
 import importlib.util

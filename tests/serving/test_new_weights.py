@@ -1,4 +1,4 @@
-"""Weights that change while requests run: whose keys and values a text attends to."""
+"""Weights that change while requests run: the version of the attended keys."""
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ PROMPT = [9, 2, 6, 5, 3, 5, 8, 9, 7]
 
 
 def finish(engine, number):
-    """What comes of a request with one sequence, and the oldest version by token."""
+    """Return the completion of a request, and the oldest version by token."""
     (found,) = engine.results(number)
     assert found.reason == FinishReason.LENGTH
     return found, read_ages(PROMPT, found)
@@ -46,8 +46,8 @@ def test_what_runs_goes_on_and_what_waits_finds_nothing_old():
         assert {*oldest} == {0} == {*found.context_versions}
     found, oldest = finish(engine, waiting)
     assert {*found.versions} == {*oldest} == {1} == {*found.context_versions}
-    # The blocks of the texts that went on are found by no other: what is found of such
-    # a text is where the new one is like it.
+    # No other request finds the blocks of the texts that went on: a prefix cache hit in
+    # such a text covers the part that the new one shares.
     before = engine.stats().cached_tokens
     old = engine.results(running[0])[0].tokens[:7]
     alike = [a == b for a, b in zip(old, found.tokens, strict=False)].index(False)

@@ -38,7 +38,7 @@ def park_one(engine, prompt=PROMPT, **options):
 
 
 def resume(engine, number, tokens, **options):
-    """What comes of a text that goes on, and the tokens that it found."""
+    """Return the completion of a resumed text, and the number of cached tokens."""
     before = engine.stats().cached_tokens
     again = engine.resume(number, tokens, **options)
     (found,) = engine.results(again)
@@ -73,7 +73,7 @@ def test_a_text_goes_on_as_if_nothing_had_happened(place):
 
 
 def wipe(engine):
-    """Let nothing be found on the device."""
+    """Evict all cached blocks on the device."""
     engine._scheduler.loop.forget_cached()
 
 
@@ -85,7 +85,7 @@ def alone(prompt, count):
 
 
 def test_parked_blocks_go_to_the_host_before_anything_waits_or_is_preempted():
-    """Texts of eight blocks, of which three fill the pool."""
+    """Texts of eight blocks; three fill the pool."""
     engine = make_engine(park_seconds=1e9)
     numbers, texts = zip(
         *(park_one(engine, [i, *PROMPT, *PROMPT]) for i in range(3)), strict=True
@@ -210,7 +210,7 @@ def test_what_is_on_the_host_outlives_a_failed_step():
 
 
 def draft_of(kind):
-    """What guesses: the model itself, in a cache of its own."""
+    """The draft: the model itself, in a cache of its own."""
     cache = jkv.init(make_config(kind, pending=4))
     return DraftModel(
         model=MODELS[kind], params=None, cache=cache, num_tokens=2, cost=1.0
@@ -226,7 +226,7 @@ LAYERS = [(kind, is_drafted) for kind in KINDS for is_drafted in (False, True)]
     with_further(LAYERS, *(case for case in LAYERS if case != USUAL)),
 )
 def test_layers_of_all_kinds_and_drafts(kind, is_drafted):
-    """A turn from the device, one from the host, one whose blocks are nowhere."""
+    """A turn from the device, one from the host, one with its blocks lost."""
     clock = Clock()
     engine = Engine(
         MODELS[kind],
@@ -265,7 +265,7 @@ def test_layers_of_all_kinds_and_drafts(kind, is_drafted):
         all_found.append(engine.stats().cached_tokens - before)
         number, text = again, [*text, *found.tokens]
     print(kind, is_drafted, all_found)
-    # Windows are not found again from the host, and what is nowhere never is.
+    # Windows are not restored from the host, and lost blocks never are.
     on_device, from_host, nowhere = (found > 0 for found in all_found)
     assert on_device and from_host == ("window" not in kind) and not nowhere
     assert engine.stats().parked == 1

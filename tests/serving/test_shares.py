@@ -1,4 +1,4 @@
-"""Whose request goes next: against plain sums, and in an engine that one floods."""
+"""Fair turns of clients: against plain sums, and in an engine that one floods."""
 
 import math
 
@@ -164,7 +164,7 @@ def test_an_idle_client_saves_nothing_up():
     flood(waiting, asked, "b", 100)
     served = serve(waiting, asked, cost, 20)
     assert served["a"] == served["b"] == 100
-    # Nor is what one had too much of forgotten, should it leave for a moment.
+    # A client's excess is not forgotten when it leaves for a moment.
     waiting, asked = Waiting({}), {}
     flood(waiting, asked, "a", 1)
     flood(waiting, asked, "b", 5)
@@ -226,10 +226,10 @@ def test_a_share_is_a_number_above_0(share):
 
 
 def test_a_flood_of_one_client_holds_no_other_up():
-    """Counted in windows: what is ahead of the queue is waited for, and no more."""
+    """Counted in windows: it waits for the requests ahead of the queue, no more."""
     asked = dict(tokens=[5, 6], max_new_tokens=3)  # a window each
     turns = {}
-    for name in ("few", "many"):  # the second is what came first, comes first
+    for name in ("few", "many"):  # the second is first come, first served
         engine = make_engine()
         for _ in range(60):
             engine.submit(**asked, client="many")
@@ -262,7 +262,7 @@ def test_tokens_are_shared_out_as_the_shares_say():
     for request, (client, size) in clients.items():
         if engine.state(request).value == "finished":
             had[client] += size
-    # What is under way, or ahead of the queue, is counted on neither side.
+    # Requests under way, or ahead of the queue, are counted on neither side.
     beside = 18 * (RUNNING + AHEAD)
     assert abs(had["long"] / 3 - had["short"]) < beside / 3 + 18
     assert had["long"] > 2 * had["short"] > 0
@@ -304,14 +304,14 @@ def test_waits_follow_how_fast_requests_begin():
     for now in range(6):
         begun.add(4, float(now))
     assert [room.find_wait(begun, 5.0) for _ in range(3)] == [0.25, 0.5, 0.75]
-    # What was promised has gone by, and the rate is of the last ten seconds.
+    # The promised time has gone by, and the rate is of the last ten seconds.
     assert room.find_wait(begun, 10.0) == pytest.approx(10 / 20)
     assert room.find_wait(begun, 30.0) == 1.0
     assert begun.read(30.0) == 0.0
 
 
 def test_waits_fall_when_requests_begin_faster():
-    """Places that were promised while it was slow are taken by what is measured now."""
+    """The newest rate replaces places that were promised while it was slow."""
     begun, room = Rate(), NextRoom()
     begun.add(1, 0.0)
     begun.add(1, 8.0)

@@ -1,4 +1,4 @@
-"""What an engine compiles to begin: a few copies of the model, and nothing later."""
+"""Programs that an engine compiles to begin: a few copies of the model, none later."""
 
 import collections
 
@@ -67,14 +67,14 @@ def make_engine(max_running=64, windows="one pool", **options):
 
 
 def shape_beginning(engine):
-    """What a window takes, as shapes."""
+    """Return a window's arguments, as shapes."""
     loop = engine._scheduler.loop
     return loop, loop._begin.find_shapes(**loop._beginning)
 
 
 @pytest.mark.parametrize("kind", ["plain", "windows", "grammar, lookup", "draft"])
 def test_an_engine_has_few_copies_of_the_model(kind):
-    """At most 8 in all that it runs, whatever the lengths of its prompts."""
+    """At most 8 in all that it runs, for any lengths of its prompts."""
     draft, options = None, {}
     if kind == "draft":
         draft = CountedModel([None])

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.one_end
 
 
 def test_steered_requests_get_the_texts_they_get_alone():
-    """With look-up, cancelled ones, refills, and what steers replaced in between."""
+    """With look-up, cancelled ones, refills, and processors replaced in between."""
     rng = np.random.default_rng(6)
     automata, reasons = make_automata(0, 3, VOCABULARY), set()
     lookup = PromptLookup(num_tokens=2, min_ngram=1, cost=1.0)
@@ -39,11 +39,11 @@ def test_steered_requests_get_the_texts_they_get_alone():
             found = engine.results(number)
             assert_alone(found, request, nan_every=17, automata=automata)
             reasons |= {each.reason for each in found}
-        # The programs are those of the first arrays.
+        # The programs are the same as for the first arrays.
         traces = exchange._cache_size(), run_window._cache_size()
         assert num_traces in (None, traces)
         num_traces = traces
-    # Logits without numbers are told from those of which nothing is allowed.
+    # Logits of NaN and logits with all tokens masked have different reasons.
     expected = "STOP", "NOTHING_ALLOWED", "NAN_LOGITS"
     assert {FinishReason[name] for name in expected} <= reasons
     assert_given_back(engine)

@@ -48,7 +48,7 @@ def test_what_the_pool_loses_is_found_again():
 @pytest.mark.parametrize("free_blocks", [6, 8, 10])
 @pytest.mark.parametrize("share", [0.05, 0.3])
 def test_nothing_is_handed_out_before_it_has_left(free_blocks, share):
-    """One text after the other, of which the pool holds one or two."""
+    """One text after the other; the pool holds one or two."""
     store = jkv.BlockStore(2**20)
     engine = make_engine(free_blocks=free_blocks, store=store, store_share=share)
     found = [
@@ -61,7 +61,7 @@ def test_nothing_is_handed_out_before_it_has_left(free_blocks, share):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_random_requests_are_answered_as_without_a_store(seed):
-    """Some are cancelled, some are late; whoever is not is answered as ever."""
+    """Some are cancelled, some are late; the others are answered as ever."""
     results = []
     for store in (None, jkv.BlockStore(3000)):
         rng, ended = np.random.default_rng(seed), {}
@@ -122,7 +122,7 @@ def hash_of(text):
 
 
 def fill(store, version, **options):
-    """An engine whose blocks of a text are in the store."""
+    """An engine with the blocks of a text in the store."""
     engine = make_versioned(store=store, store_share=1.0, **options)
     if version:
         engine.update_params(weights(version))
@@ -142,7 +142,7 @@ def count_restored(engine):
 
 
 def test_engines_of_other_weights_share_a_folder_and_no_block(tmp_path):
-    """Each reads what engines of its own weights wrote, before and after an update."""
+    """Each reads the files of engines with its own weights, also after an update."""
     fill(folder_of(tmp_path), 0)
     fill(folder_of(tmp_path), 1)
     engine = make_versioned(store=folder_of(tmp_path), store_share=1.0)
@@ -167,7 +167,7 @@ def test_engines_of_one_store_object_share_no_block_of_other_weights():
 
 
 def test_weights_are_named_by_whom_it_is_said(tmp_path):
-    """Named alike they share, whatever they are; named differently they do not."""
+    """With one name they share, for any weights; with different names they do not."""
     fill(folder_of(tmp_path), 0, store_version="a")
     for name, restored in (("a", 12), ("b", 0), (None, 0)):
         store = folder_of(tmp_path)
@@ -184,7 +184,7 @@ def test_weights_are_named_by_whom_it_is_said(tmp_path):
 
 
 def test_blocks_of_several_weights_are_kept_from_those_of_one(tmp_path):
-    """With keep_cached what is stored goes on, under a name of its own."""
+    """With keep_cached stored blocks remain, under a name of their own."""
     store = jkv.BlockStore(2**20, folder=tmp_path, max_folder_bytes=2**20)
     engine = make_versioned(store=store, store_share=1.0)
     engine.generate([TEXT])
@@ -229,7 +229,7 @@ def test_salts_are_texts_or_numbers_from_0():
     for salt in (-1, 2**31):
         with pytest.raises(ValueError, match="salt must be a str or an int from 0"):
             engine.submit(TEXT, salt=salt)
-    engine.submit(TEXT, salt="another")  # what was refused changes nothing
+    engine.submit(TEXT, salt="another")  # a refused request changes nothing
     with pytest.raises(ValueError, match=r"salt must be an int or a str, got 1\.0"):
         engine.submit(TEXT, salt=1.0)
     numbers = Domains()

@@ -1,4 +1,4 @@
-"""Texts in pieces: never taken back, trimmed exactly, whatever comes in a window."""
+"""Texts in pieces: never taken back, trimmed exactly, for any pieces in a window."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def draw_tokens(rng, count):
 
 
 def first_stop(tokens, stops):
-    """The fewest tokens whose text has a stop string, and the text before it."""
+    """Return the fewest tokens with a stop string, and the text before it."""
     for count in range(1, len(tokens) + 1):
         text = decode(tokens[:count]).rstrip(BROKEN)
         places = [text.find(stop) for stop in stops]
@@ -85,7 +85,7 @@ def as_bytes(text):
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 36])
 @pytest.mark.parametrize("length", [0, 1, 5, 30])
 def test_characters_of_single_bytes_are_kept_whole(length, size):
-    """Whatever the prompt, which may end inside one, and however many come at once."""
+    """For any prompt, which may end inside one, and any number of tokens at once."""
     half = as_bytes("\u732b")[:2]
     prompt = [0, *as_bytes("\u3042" * length), *half]
     text = "\u732b" + "\u3042\u3044\u3046" * 12 + "a"

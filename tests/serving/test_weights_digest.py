@@ -55,7 +55,7 @@ def make_model(base, turns=None, *, scale=1.0):
 
 
 class Settings:
-    """A model whose text has its address, and its setting."""
+    """A model with its address in its text, and its setting."""
 
     def __init__(self, base):
         self.base = base

@@ -47,7 +47,7 @@ def padded(lists, width):
 
 
 def play(steered, plain_of, seed=0):
-    """Compare what is allowed after each of the new tokens of random texts.
+    """Compare the allowed tokens after each of the new tokens of random texts.
 
     Args:
       steered: a `Steering`.
@@ -55,7 +55,7 @@ def play(steered, plain_of, seed=0):
       seed: of the texts.
 
     Returns:
-      The share of tokens that were forbidden, and what was forced in each step, with
+      The share of tokens that were forbidden, and the forced tokens of each step, with
       the texts: (prompt, new, token).
     """
     rng = np.random.default_rng(seed)
@@ -113,7 +113,7 @@ def test_ngrams_of_a_text_past_its_limit_forget_the_oldest_tokens():
     state = pairs.begin(np.int32([0]), np.int32([[1, 2, 3]]))
     for token in (2, 1):
         state = pairs.advance(state, np.int32([token]))
-    # Of 1 2 3 2 1 the first is forgotten, and with it what came behind it.
+    # Of 1 2 3 2 1 the first is forgotten, and so are the tokens behind it.
     assert np.isfinite(pairs.steer(state, np.zeros((1, 5), np.float32))).all()
     state = pairs.advance(state, np.int32([3]))
     assert pairs.steer(state, np.zeros((1, 5), np.float32))[0, 2] == -np.inf
@@ -404,7 +404,7 @@ def test_wrong_fields_are_named(wrong, message):
 
 
 def test_each_is_a_pytree_of_what_may_change():
-    """What is static is in the structure, so that programs tell it apart."""
+    """Static fields are in the structure, so that programs tell it apart."""
     structures = {
         jax.tree.structure(NoRepeatedNgrams(size, most))
         for size, most in ((2, 8), (3, 8), (2, 9))

@@ -1,4 +1,4 @@
-"""What transformers forbids is forbidden here, and nothing else."""
+"""The tokens that transformers forbids are forbidden here, and no others."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def random_tokens():
 
 
 def find_forbidden(steering, num_prompt_tokens):
-    """Which tokens may not come behind random texts, the end of which is new."""
+    """Return the forbidden tokens behind random texts with a new end."""
     tokens = random_tokens()
     state = steering.begin(np.zeros(TEXTS, np.int32), tokens[:, :num_prompt_tokens])
     for column in range(num_prompt_tokens, LENGTH):

@@ -1,4 +1,4 @@
-"""Cached blocks by text: in memory and in a folder, whatever happens to its files."""
+"""Cached blocks by text: in memory and in a folder, with damaged or missing files."""
 
 import errno
 import functools
@@ -26,7 +26,7 @@ T = 4
 
 @functools.cache
 def spilled_of(texts, salt=0):
-    """What is spilled of texts whose blocks hold their tokens."""
+    """Return the spilled blocks of texts; each holds its tokens."""
     cache = small_cache(num_blocks=24, prefix_caching=True)
     for text in texts:
         cache, opened = allocate(cache, 0, tokens=[list(text)], salts=salt)
@@ -68,7 +68,7 @@ def expect(model, prompt, salt):
 
 @pytest.mark.parametrize("where", ["memory", "folder", "both"])
 def test_what_was_put_is_found_to_the_bit(where, tmp_path):
-    """A dictionary of texts says what there is; the folder has what memory has not."""
+    """A dictionary of texts is the reference; the folder has all that memory lacks."""
     max_bytes = {"memory": 2**30, "folder": 0, "both": 2000}[where]
     in_folder = dict(folder=tmp_path, max_folder_bytes=2**30)
     store = jkv.BlockStore(max_bytes, **({} if where == "memory" else in_folder))
@@ -159,11 +159,11 @@ def test_a_damaged_file_is_skipped_and_named(damage, tmp_path):
     store = jkv.BlockStore(0, folder=tmp_path, max_folder_bytes=2**20)
     with pytest.warns(RuntimeWarning, match=f"skipped: .*{paths[0].name}"):
         assert len(find_columns(store, text, 0)) == 2
-    assert len(find_columns(store, text, 0)) == 2  # said once
+    assert len(find_columns(store, text, 0)) == 2  # logged once
 
 
 def test_a_damaged_file_is_found_again_when_it_is_written_anew(tmp_path):
-    """By this process or another; damaged is what was read, not its name."""
+    """By this process or another; the read contents were damaged, not the name."""
     text, fields = tuple(range(5)), dict(folder=tmp_path, max_folder_bytes=2**20)
     store, other = (jkv.BlockStore(0, **fields) for _ in "12")
     for writer in (store, other):
@@ -201,14 +201,14 @@ def test_a_file_that_cannot_be_read_now_is_read_later(cause, tmp_path, monkeypat
         with pytest.warns(RuntimeWarning, match="could not read"):
             assert store.find(text) is None
         with pytest.warns(RuntimeWarning, match="could not write"):
-            store.put(spilled_of((text,)))  # it could lack what the file has
+            store.put(spilled_of((text,)))  # it could lack entries of the file
             store.flush()
     assert [*tmp_path.glob("*.safetensors")][0].read_bytes() == before
     assert len(find_columns(store, text, 0)) == 1
 
 
 def test_a_digest_only_proposes(tmp_path, monkeypatch):
-    """A file of another text is never found, whatever its name."""
+    """A file of another text is never found, even under the same name."""
     monkeypatch.setattr(stores, "next_digest", lambda digest, _: digest)
     store = jkv.BlockStore(0, folder=tmp_path, max_folder_bytes=2**20)
     store.put(spilled_of(((1, 1, 1, 1, 1),)))
@@ -243,7 +243,7 @@ def columns_in(path):
 
 
 def usage_of(monkeypatch, path, size):
-    """A disk of so many bytes, of which nobody else takes any."""
+    """A disk of `size` bytes that no other process uses."""
 
     def tell(_):
         used = sum(each.stat().st_size for each in path.iterdir())
@@ -254,7 +254,7 @@ def usage_of(monkeypatch, path, size):
 
 @pytest.mark.parametrize("is_told", [True, False])
 def test_a_full_disk_takes_the_newest_for_the_oldest(is_told, tmp_path, monkeypatch):
-    """Of whoever wrote it; and the store grows when there is room again.
+    """From any writer; and the store grows when there is room again.
 
     Either the disk says how much is free, or a write fails, as with a quota.
     """
@@ -309,8 +309,8 @@ def test_a_disk_without_any_room_is_no_error(tmp_path, monkeypatch):
     store.flush()
     later = jkv.BlockStore(0, folder=tmp_path, max_folder_bytes=2**20)
     assert later.find([1] * 5).num_blocks == 1
-    for each in (store, later):  # whoever wrote the layout
-        shutil.rmtree(tmp_path)  # as someone may who needs the room
+    for each in (store, later):  # either may have written the layout
+        shutil.rmtree(tmp_path)  # as a user may for room
         each.put(spilled_of(((2,) * 5,)))
         each.flush()
         fresh = jkv.BlockStore(0, folder=tmp_path, max_folder_bytes=2**20)
@@ -440,7 +440,7 @@ print(num, len(files._damaged))
 
 
 def test_a_process_that_is_killed_leaves_whole_files(tmp_path):
-    """A hundred times, at any moment: what lies there is whole."""
+    """A hundred times, at any moment: every file there is whole."""
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(KILLED), tmp_path, "1"],
         capture_output=True,

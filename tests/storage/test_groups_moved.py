@@ -85,7 +85,7 @@ def padded(rows):
 
 
 def write_text(cache, seq_id, text):
-    """Let one sequence grow by a text."""
+    """Append a text to one sequence."""
     if not text:
         return cache
     ids, counts = np.int32([seq_id, -1, -1]), np.int32([len(text), 0, 0])
@@ -95,7 +95,7 @@ def write_text(cache, seq_id, text):
 
 
 def find_text(cache, text):
-    """Open a sequence with what is found of a text, and say how much that is."""
+    """Open a sequence with a text's cached prefix; return its length as well."""
     nobody = [[]] * (WIDTH - 1)
     cache, opened = allocate(cache, padded([text, *nobody]))
     jkv.raise_for_status(opened)
@@ -105,16 +105,16 @@ def find_text(cache, text):
 
 
 def open_text(cache, text):
-    """Open a sequence for a text and compute what is not found of it."""
+    """Open a sequence for a text and compute its uncached tokens."""
     cache, seq_id, found = find_text(cache, text)
     return write_text(cache, seq_id, text[found:]), seq_id, found
 
 
 @functools.cache
 def busy(**changes):
-    """Three sequences, two of which share; some of the first have been given back.
+    """Three sequences, two with shared blocks; some of the first are released.
 
-    One was closed, and what was found of it again left holes in the rings.
+    One was closed, and its cached part, opened again, left holes in the rings.
     """
     cache, _, _ = open_text(fresh(**changes), A)
     cache, other, _ = open_text(cache, B)
@@ -129,7 +129,7 @@ def busy(**changes):
 
 
 def assert_stored(cache, texts):
-    """Sequences hold these texts, of which a window may have given back the start."""
+    """Sequences hold these texts; a window may have released the start."""
     found = jax.device_get(read_all(cache))
     for seq_id, text in texts.items():
         for layer, (keys, values, lengths) in enumerate(found):
@@ -240,7 +240,7 @@ class TestSwapping:
             assert int(jnp.sum(was.num_kept_blocks)) == int(
                 jnp.sum(now.num_kept_blocks)
             )
-        # Both share what they shared, in each group.
+        # Both still share the same blocks, in each group.
         for group in swapped.groups:
             kept = group.block_tables[group.block_tables < group.num_blocks]
             assert len(np.unique(kept)) == group.num_blocks < len(kept)
@@ -304,7 +304,7 @@ class TestNewPools:
         assert [group.num_blocks for group in resized.metadata.groups] == [*sizes]
         changed = sizes.index(next(n for n in sizes if n not in (9, 12)))
         assert resized.storage[1 - changed] is cache.storage[1 - changed]
-        # What is found of a text is true: it goes on from there.
+        # A prefix cache hit is correct: the text continues from there.
         resized, _ = jkv.free(resized, [0])
         for text in ([*A, 77], [*B, 77]):
             (expected,) = found_of(resized, text[:-1])
@@ -337,7 +337,7 @@ class TestNewPools:
 
 
 def test_a_group_can_be_told_from_another():
-    """What `assert_same` and `assert_stored` would say of groups in another order."""
+    """Results of `assert_same` and `assert_stored` for groups in another order."""
     cache = busy()
     first, second = cache.metadata.groups
     metadata = dataclasses.replace(cache.metadata, groups=(second, first))

@@ -1,4 +1,4 @@
-"""What left a cache is a value: a pytree of arrays, which can be pickled."""
+"""Values outside a cache: pytrees of arrays, which can be pickled."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""int8, fp8 and int4: what a row becomes, and that its scale goes where it goes."""
+"""int8, fp8 and int4: the encoding of a row, and scales that move with it."""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ restore = jax.jit(formats.restore, static_argnums=2)
 
 
 def meaning(rows, dtype):
-    """What rows are once they are stored."""
+    """Return the decoded values of stored rows."""
     return np.asarray(restore(*quantize(rows, dtype), dtype))
 
 
@@ -61,7 +61,7 @@ def make_config(**changes):
 
 
 def random_rows(cache, num_rows, seed=0):
-    """Keys and values whose rows differ a million times in size."""
+    """Keys and values with rows that differ a million times in size."""
     rng = np.random.default_rng(seed)
 
     def rows(width):

@@ -1,4 +1,4 @@
-"""A file of every kind of cache that can be configured: what was saved is loaded.
+"""Save and load a file of every kind of cache that can be configured.
 
 Each kind has its life first: one sequence has parted from another, which was closed,
 one was cut back if it can be, and one only has blocks that are reserved.
@@ -45,7 +45,7 @@ def state(pending=0, snapshots=0, **changes):
 
 
 def with_state(*keys, pending=0, snapshots=0, **options):
-    """Layers with a state, one of which attends, too."""
+    """Layers with a state; one of them attends, too."""
     layers = ((0, 1), (), 0) if keys else (0, 0)
     groups = state(pending, snapshots), *keys
     return grouped(*groups, layers=layers, **options)
@@ -100,7 +100,7 @@ KINDS = {
 }
 
 
-# What `make test` plays in full; of all others, only that an empty one is loaded.
+# Kinds that `make test` plays in full; of all others, it only loads an empty one.
 FIRST = (
     *("groups", "two states", "state"),
     "state, keys, pending, no index",
@@ -110,7 +110,7 @@ LATER = [kind for kind in KINDS if kind not in FIRST]
 
 @jax.jit
 def step(cache, seq_ids, counts, tokens):
-    """Append tokens, and write in each layer what follows from them."""
+    """Append tokens, and write in each layer rows computed from them."""
     pending = cache.metadata.max_pending
     cache, batch = jkv.append(
         cache, seq_ids, counts, capacity=ROWS, tokens=tokens, num_pending=pending
@@ -183,7 +183,7 @@ def assert_same(found, expected):
 
 
 def apart(cache, seq_ids):
-    """What sequences have, whatever they are called and an index knows of them."""
+    """Return the contents of sequences, without their ids and the index."""
     swapped = jkv.swap_out(cache, seq_ids)[1]
     return {**vars(swapped), "seq_ids": None, "committed": None}
 

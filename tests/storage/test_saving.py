@@ -127,7 +127,7 @@ class TestAWholeCache:
         jkv.save(path, cache)
         device = jax.devices()[0]
         loaded = jkv.load(path, device=device)
-        with open(path, "r+b") as file:  # what is mapped would change under us
+        with open(path, "r+b") as file:  # a mapped file would change under us
             file.write(b"\xff" * path.stat().st_size)
         assert loaded.devices == {device}
         assert loaded.storage[0].key_pool.committed
@@ -309,7 +309,7 @@ class TestTheFile:
         assert " of 0 MB " in text and "all 0 MB" in text
 
     def test_a_large_cache_is_never_on_the_host_twice(self, path, monkeypatch):
-        """What goes to the file is one layer of one array at a time."""
+        """The file is written from one layer of one array at a time."""
         cache = small_cache(num_layers=6, num_blocks=256, head_dim=16)
         sizes = []
         chunks = files._chunks
@@ -451,7 +451,7 @@ class TestRefusedFiles:
 
 
 def test_the_comparison_can_fail(path):
-    """What `assert_same` and `stored_tokens` would say of a wrong file."""
+    """Results of `assert_same` and `stored_tokens` for a wrong file."""
     cache = busy()
     jkv.save(path, cache)
     zeros = with_storage_filled(jkv.load(path), 0.0)

@@ -1,4 +1,4 @@
-"""Swapping out and in: what crosses, what stays, and that decoding goes on."""
+"""Swapping out and in: the moved blocks, the remaining ones, and decoding after it."""
 
 import dataclasses
 import functools
@@ -43,7 +43,7 @@ def state(cache):
 
 
 def fragmented(**changes):
-    """A larger cache whose free blocks are 12 13 14 8 7 3 2 1 0."""
+    """A larger cache with the free blocks 12 13 14 8 7 3 2 1 0."""
     cache = opened(9, 3, 12, 5, 7, num_blocks=15, max_sequences=7, **changes)
     cache, _ = free(cache, [3, 1, 0])
     return grow(cache, 4, range(900, 902))
@@ -195,7 +195,7 @@ class TestSharing:
             assert stored_tokens(cache, seq_id) == list(range(9))
 
     def test_only_the_blocks_concerned_cross(self):
-        """The bytes held are those of the blocks, to the byte."""
+        """The bytes held are the blocks' bytes exactly."""
         cache = opened(9, 14, 2, num_layers=3, value_head_dim=1)
         pools = jax.tree.leaves(cache.storage)
         per_block = sum(pool.nbytes for pool in pools) // cache.num_blocks
@@ -203,7 +203,7 @@ class TestSharing:
         stored = jax.tree.leaves(swapped.groups[0].contents)
         assert sum(a.nbytes for a in stored) == 4 * per_block
         assert all(type(a) is np.ndarray for a in stored)
-        # Tables, ids, lengths, uses and what was given back.
+        # Tables, ids, lengths, uses and released columns.
         rows = 2 * (cache.max_blocks_per_sequence + 4) * 4
         assert swapped.nbytes == 4 * per_block + rows
 
@@ -407,7 +407,7 @@ class TestTheHostValue:
 
     @pytest.mark.parametrize("dtype", few(DTYPES, jnp.bfloat16), ids=NAME)
     def test_pinned_memory(self, monkeypatch, dtype):
-        """The way of an accelerator: a CPU has such memory too, if asked for."""
+        """The path of an accelerator: a CPU has such memory too, on request."""
         cache = opened(9, 14, num_layers=2, dtype=dtype)
         device = next(iter(cache.devices))
         if "pinned_host" not in {m.kind for m in device.addressable_memories()}:
@@ -500,7 +500,7 @@ class TestCost:
 @pytest.mark.one_end
 class TestWithAPrefixIndex:
     def computed(self, cache, prompt, salt):
-        """Allocate a prompt and compute what is not found; (cache, seq_id, found)."""
+        """Allocate a prompt, compute its uncached tokens; (cache, seq_id, found)."""
         cache, opened = allocate(cache, 0, tokens=[prompt], salts=salt)
         jkv.raise_for_status(opened)
         rest = prompt[int(opened.num_cached[0]) :]
@@ -524,7 +524,7 @@ class TestWithAPrefixIndex:
         assert stored_tokens(other, seq_id) == list(range(40, 49))
 
     def test_what_was_visible_stays_behind(self):
-        """Others find it until the pool needs it; what returns adds nothing more."""
+        """Others find it until the pool needs it; the restored text adds no entry."""
         cache = small_cache(prefix_caching=True)
         prompt = list(range(40, 49))
         cache, seq_id, _ = self.computed(cache, prompt, 7)
@@ -587,7 +587,7 @@ class TestWithAPrefixIndex:
 
 @pytest.mark.one_end
 def test_groups_in_another_order_are_refused():
-    """What has blocks is no state, however many groups there are of each."""
+    """A group with blocks is no state, for any number of groups of each."""
     sizes = dict(max_sequences=2, max_context_length=16, block_size=4)
     blocks = jkv.CacheConfig(
         num_layers=1, num_kv_heads=1, head_dim=8, num_blocks=4, **sizes

@@ -1,6 +1,6 @@
-"""What tests share: none of it is a test.
+"""Helpers of the tests: none of it is a test.
 
-Caches and what is played on them:
+Caches and the games played on them:
   `small_caches`: caches of one shape, and the verbs on them with padded requests.
   `random_operations`, `random_reuse`: games of random calls, checked by the oracle.
   `oracle`: the cache in plain Python.
@@ -13,12 +13,12 @@ Models, and their texts without a cache:
   `plain_queue`: a model of hashes, and the serving loop in plain Python.
   `plain_beam_search`, `plain_tree_search`, `plain_attention`: the algorithms in plain
     Python.
-  `automata`, `derivatives`: what steers texts, and regular expressions, in plain
+  `automata`, `derivatives`: logits processors, and regular expressions, in plain
     Python.
   `cloned_texts`: texts of a tree search as dense arrays, the bundled model on them.
   `small_engines`: engines around the model of hashes.
 
-What is computed, and how far off it may be:
+Expected results and tolerances:
   `attention_workloads`: the shapes of attention, which benchmarks share.
   `tolerances`: how close two results must be, by dtype.
   `jax_versions`: which tests run with the oldest JAX, and which with the newest.

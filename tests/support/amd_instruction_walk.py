@@ -4,7 +4,7 @@ A model, not a measurement: instructions of one wave in order, each with the cyc
 which its unit takes it (gfx9: a vector instruction of 64 lanes takes 4 cycles of a SIMD
 of 16), loads that answer after a latency, and waits as they stand in the code. On gfx11
 and gfx12 only the round trips mean something: their waits are read, their cycles are
-those of gfx9.
+gfx9's.
 """
 
 import re
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 # Cycles until an answer.
 SHARED_LATENCY, SCALAR_LATENCY = 100, 200
-# What a unit's shared memory is taken to move in a cycle, in banks.
+# Assumed throughput of a unit's shared memory in a cycle, in banks.
 SHARED_BYTES, BANK_BYTES, LANES = 128, 4, 64
 # Products that the matrix unit of a SIMD of gfx942 adds in a cycle: a unit's 2,048
 # operations of 16-bit numbers, which make 1,307 TFLOP/s, and 256 of float32, for each
@@ -34,7 +34,7 @@ class Step(NamedTuple):
     issue_cycles: int  # in which instructions are issued, waits left out
     matrix_cycles: int  # of the matrix unit
     vector_cycles: int  # in which the SIMD takes vector and matrix instructions
-    shared_cycles: int  # in which the unit's shared memory moves what the wave asks
+    shared_cycles: int  # in which the unit's shared memory serves the wave
 
 
 def walk(loop: list[str], memory_latency: int) -> Step:
@@ -99,7 +99,7 @@ def count_round_trips(loop: list[str]) -> float:
 def _allowed(
     name: str, operands: str, vector: list[int], local: list[int]
 ) -> list[tuple[list[int], int]]:
-    """Return for each queue that an instruction of gfx12 waits for what may be out."""
+    """Return for each queue of a waiting instruction of gfx12 the number left open."""
     count = int(operands.split()[0], 0)
     if name == "s_wait_loadcnt_dscnt":
         return [(vector, count >> 8), (local, count & 0xFF)]
@@ -107,7 +107,7 @@ def _allowed(
 
 
 def _wait(operands: str, counter: str, answers: list[int], now: int) -> int:
-    """Let answers come until no more are out than the instruction allows."""
+    """Complete answers until no more are out than the instruction allows."""
     allowed = re.search(rf"{counter}\((\d+)\)", operands)
     while allowed and len(answers) > int(allowed.group(1)):
         now = max(now, answers.pop(0))
@@ -124,7 +124,7 @@ def _matrix_cycles(name: str) -> int:
 
 
 def _shared_cycles(name: str) -> int:
-    """Return the cycles in which shared memory moves what a wave asks for."""
+    """Return the cycles in which shared memory serves a wave's access."""
     width = re.search(r"_[bui](\d+)", name)
     num_bytes = int(width.group(1)) // 8 if width else BANK_BYTES
     num_bytes *= 2 if "read2" in name or "write2" in name else 1

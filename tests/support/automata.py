@@ -19,7 +19,7 @@ NUM_STATES, DEAD, END = 9, 7, 8
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Automata(jkv.Steering):
-    """Automata of which each text has one, or none."""
+    """Automata; each text has one, or none."""
 
     follows: jax.Array  # i32[A, S, V], the next state, -1 where a token is not allowed
     ends: jax.Array  # bool[A, S], where texts have ended
@@ -84,7 +84,7 @@ def make_automata(seed, num_variants, vocabulary):
 
 
 class PlainAutomaton:
-    """What one automaton says of one text."""
+    """One automaton's masks for one text."""
 
     def __init__(self, automata, variant, prompt):
         self.follows, self.ends = automata.follows[variant], automata.ends[variant]

@@ -3,8 +3,8 @@
     PYTHONPATH=tests python tests/support/beam_fixtures.py
 
 writes ``tests/fixtures/beams.json``. ``transformers`` is imported only when something
-is written; the parity test compares what is committed with what it finds on the spot
-where it is installed.
+is written; the parity test compares the committed results with new ones where it is
+installed.
 """
 
 import json
@@ -56,7 +56,7 @@ def prompts_and_stops(name: str) -> tuple[list[list[int]], list[int]]:
 
 
 def expected(search: Search) -> dict[str, Any]:
-    """What transformers finds, all beams of each prompt, for each penalty."""
+    """The results of transformers, all beams of each prompt, for each penalty."""
     import torch
     import transformers
 

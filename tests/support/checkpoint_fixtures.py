@@ -1,4 +1,4 @@
-"""Tiny checkpoints of every architecture and what transformers computes from them.
+"""Tiny checkpoints of every architecture, and the results of transformers.
 
     python tests/support/checkpoint_fixtures.py [NAME ...]
 
@@ -30,8 +30,8 @@ NUM_STEPS = 50
 VOCAB_SIZE = 128
 # A batch of unequal prompts: one token, one longer than every window, one between.
 PROMPT_LENGTHS = (1, 26, 11)
-# Decode logits are kept for this one (the others' greedy tokens tell enough), and in
-# the committed files only those of a few steps.
+# Decode logits are kept for this one (the others' greedy tokens suffice), and in the
+# committed files only the logits of a few steps.
 DETAILED = 1
 COMMITTED_STEPS = (0, 12, 23, 36, 49)
 PYDOC_PROMPTS = ("A class that", "Return a list of the")
@@ -45,13 +45,13 @@ SMALL = dict(
     max_position_embeddings=128,
 )
 
-# Of classes whose own are beyond the small vocabulary.
+# For classes with ids beyond the small vocabulary.
 NO_IDS = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One checkpoint: what it is made of and in which form it is saved."""
+    """One checkpoint: its settings and the form in which it is saved."""
 
     model_type: str
     settings: dict[str, Any]
@@ -69,7 +69,7 @@ class Case:
     without: tuple[str, ...] = ()
     # Whether other cases have its parts, so that it is one of the suite "further".
     is_sibling: bool = False
-    # Small against what the layers add: a tied model would echo its last token.
+    # Small against the layers' outputs: a tied model would echo its last token.
     embedding_scale: float = 0.3
     # The class of transformers, where it is none of its models of texts.
     class_name: str = "AutoModelForCausalLM"
@@ -82,7 +82,7 @@ STATES = dict(
     layer_types=["linear_attention", "full_attention"],
 )
 
-# Fewer key heads than heads of the state, whose values are longer than its keys.
+# Fewer key heads than heads of the state, with values longer than its keys.
 QWEN_STATES = STATES | dict(
     head_dim=16,
     linear_num_key_heads=2,
@@ -938,12 +938,12 @@ def expected(
     kept: Sequence[int] = range(NUM_STEPS),
     generated: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
-    """Compute with transformers, in float32, what the paged model has to equal.
+    """Compute with transformers, in float32, the results that the model has to equal.
 
     Args:
         name: of the case, or "pydoc".
         folder: where its checkpoint lies.
-        kept: steps of which the logits are returned.
+        kept: steps with returned logits.
         generated: the tokens, if they are known: a whole text is one call. That each
             is the likeliest after those before it shows that greedy steps choose it.
             Not for ropes that stretch with the text.

@@ -11,7 +11,7 @@ ALL_PASSES = {"xla_disable_hlo_passes": ""}
 # One operation of a compiled module: its result's type, a tuple's too, and its name.
 OPERATION = re.compile(r"= (.+?) ([\w-]+)\(")
 SHAPE = re.compile(r"\w+\[([\d,]+)\]")
-# What asks the host, or waits for it, in StableHLO and in a compiled module.
+# Operations that call the host, or wait for it, in StableHLO and in a compiled module.
 OF_HOST = re.compile(
     r"[\w.]*callback[\w.]*|\b(?:infeed|outfeed|send|recv)(?:-done)?(?=\W*\()"
 )
@@ -43,7 +43,7 @@ def pool_sized_operations(compiled, size):
 
 
 def host_operations(text):
-    """What a module asks the host: calls of Python, infeeds, sends and so on."""
+    """A module's calls of the host: calls of Python, infeeds, sends and so on."""
     # Not the names of files and functions that instructions come from.
     lines = (line.partition(" metadata={")[0] for line in text.splitlines())
     return [found for line in lines for found in OF_HOST.findall(line)]
@@ -52,7 +52,7 @@ def host_operations(text):
 def in_the_steps_of_a_loop(text, size):
     """Instructions with a dimension of this size, in each trip of an outermost loop.
 
-    Those of loops within it are left out: they may have no trip.
+    Operations of loops within it are left out: they may have no trip.
     """
     lines = collections.defaultdict(list)
     for line in text.splitlines():

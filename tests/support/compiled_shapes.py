@@ -13,7 +13,7 @@ ATTENTION = ROOT / "tests" / "attention"
 
 
 def pytest_runtest_setup(item):
-    """Leave out what is for the interpreter where kernels are compiled."""
+    """Leave out tests for the interpreter where kernels are compiled."""
     mark = item.get_closest_marker("interpreted")
     if mark is not None:
         from support.served_shapes import IS_INTERPRETED
@@ -24,7 +24,7 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture(autouse=True)
 def only_known_shapes(request, monkeypatch):
-    """Let tests interpret kernels only in shapes that they have asked the table for."""
+    """Interpret kernels only in shapes that tests have requested of the table."""
     is_marked = request.node.get_closest_marker("interpreted") is not None
     if is_marked or ATTENTION not in request.node.path.parents:
         return

@@ -1,8 +1,8 @@
-"""A checkpoint of which only the settings are there."""
+"""A checkpoint with settings alone."""
 
 import json
 
-# What the settings of well-known models come to, by hand.
+# Expected sizes of well-known models, by hand.
 LLAMA = dict(  # Llama 3.1 8B
     model_type="llama",
     num_hidden_layers=32,

@@ -82,12 +82,12 @@ def derive(expression, byte):
 
 
 def derive_by(expression, spelled):
-    """What goes on behind several bytes."""
+    """Return the rest of an expression behind several bytes."""
     return functools.reduce(derive, spelled, expression)
 
 
 class TokenAutomaton:
-    """Which tokens may come next; what is left of an expression is a state."""
+    """Tokens that may come next; the rest of an expression is a state."""
 
     def __init__(self, expression, tokens):
         self.tokens, self.start = tokens, expression

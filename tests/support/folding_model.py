@@ -1,4 +1,4 @@
-"""A model whose next token follows, exactly, from all tokens before it.
+"""A model with a next token that follows, exactly, from all tokens before it.
 
 Layers with a state keep a fold of the tokens; a layer that attends sums a number of
 each token and position that it sees, all or those of a window. A state that stands
@@ -66,16 +66,16 @@ def _rule(state, given):
 
 
 def number_of(token, position):
-    """What a layer that attends sums: small, so that sums in float32 are exact."""
+    """The summand of a layer that attends: small, so that float32 sums are exact."""
     return (7 * token + 3 * position) % 13
 
 
 def attend(cache, layer, batch, tokens, *, window):
-    """Write rows of a layer, and return the sums of what each row sees, i32[R]."""
+    """Write rows of a layer, and return the sums over each row's tokens, i32[R]."""
     shape = (tokens.shape[0], 2, 4)
     numbers = number_of(tokens, batch.positions).astype(jnp.float32)
     values = jnp.broadcast_to(numbers[:, None, None], shape)
-    # Queries of zeros see all tokens alike: what is attended is the mean.
+    # Queries of zeros see all tokens alike: the output is the mean.
     keys, queries = jnp.ones(shape), jnp.zeros(shape)
     cache = jkv.write(cache, layer, batch, keys, values)
     means = jkv.attend(cache, layer, batch, queries, window=window).mean(axis=(1, 2))

@@ -14,7 +14,7 @@ def quantize(rows, dtype):
 
 
 def restore(elements, scales, dtype):
-    """What `jkv.read` makes of them; of elements alone, what these are."""
+    """Return `jkv.read`'s values; of elements alone, their own."""
     if scales is None:
         return Numbers(jnp.dtype(dtype)).read({"pool": elements})
     return FORMATS[jnp.dtype(dtype)].read({"pool": elements, "scales": scales})

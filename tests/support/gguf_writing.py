@@ -10,7 +10,7 @@ import numpy as np
 import safetensors.numpy
 from gguf.quants import quantize
 
-# What transformers calls an architecture, and GGUF.
+# Names of architectures in transformers, and in GGUF.
 NAMES = {
     "gemma3_text": "gemma3",
     "mixtral": "llama",

@@ -1,13 +1,13 @@
 """Which tests run with the oldest JAX supported, which with the newest, which later.
 
 The oldest, which compiles in half the time, runs all tests but those dealt to the
-newest. The newest runs what may differ there, each kind of it once:
+newest. The newest runs the parts that may differ there, each kind of it once:
 
-    what the test is about                           oldest  newest          said by
+    subject of the test                              oldest  newest          marked by
     ----------------------------------------------  ------  --------------  ----------
     names and arguments of JAX: each room, public    all     one of each
       verb, example, and library of models
-    what XLA makes of donation, aliasing, loops,     all     one for plain,
+    XLA's results of donation, aliasing, loops,      all     one for plain,
       collectives (compiled modules)                           raw, scaled
     Pallas: lowering for each kind of operands, an   all     one of each
       interpreted call, an export
@@ -28,10 +28,10 @@ or a file; examples in docstrings have it all. `few(cases, *chosen)` and `dealt(
 make the cases of a parametrised test. `JKV_ALL_CASES=1` runs everything with the JAX
 at hand.
 
-`@pytest.mark.further`, `further(cases)` and `with_further(cases, *others)` are for what
-repeats a claim at more values, each with programs of its own to compile. `make test`
-leaves it to the suites of that name, which `.ci/run` runs; `JKV_FURTHER=1` runs it
-alone.
+`@pytest.mark.further`, `further(cases)` and `with_further(cases, *others)` are for
+tests that repeat a claim at more values, each with programs of its own to compile.
+`make test` leaves them to the suites of that name, which `.ci/run` runs;
+`JKV_FURTHER=1` runs them alone.
 """
 
 import os
@@ -65,13 +65,13 @@ def further(cases):
 
 
 def with_further(cases, *others):
-    """The same cases in their order, of which the others are further ones."""
+    """The same cases in their order, with the others marked as further ones."""
     cases = list(cases)
     assert all(other in cases for other in others)
     return [*(further([case])[0] if case in others else case for case in cases)]
 
 
 def runs_here(has_one_end, is_further):
-    """Whether a test runs at this end, now; the marks that it has, or has not."""
+    """True if a test runs at this end, now; the marks that it has, or has not."""
     is_now = is_further == FURTHER and not (has_one_end and IS_NEWEST)
     return ALL_CASES or is_now

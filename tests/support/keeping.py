@@ -28,7 +28,7 @@ def make_keeping_verbs(mode):
 
 
 class Keeping:
-    """What a game plays otherwise: sequences are freed by classes, and blocks age."""
+    """Changes to a game: sequences are freed by classes, and blocks age."""
 
     keep_classes = NUM_CLASSES
 

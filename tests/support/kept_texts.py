@@ -1,4 +1,4 @@
-"""Sequences of the folding model with a past, of which each text is known.
+"""Sequences of the folding model with a past, and each one's known text.
 
 A cache is a value: to see whether each sequence still goes on as its text does, a step
 is taken, looked at, and forgotten.
@@ -22,9 +22,9 @@ TEXT, OTHER = [*SHARED, 4, 2], [2, 1, 0, 4, 4, 1, 3, 0, 1, 1, 2]
 
 @dataclasses.dataclass
 class KeptTexts:
-    """A cache, and what was put in each of its sequences.
+    """A cache, and the tokens of each of its sequences.
 
-    Pools of a mesh are asked the same, and must answer the same.
+    Pools of a mesh get the same calls, and must return the same.
     """
 
     kind: str
@@ -42,7 +42,7 @@ class KeptTexts:
         )
 
     def call(self, verb, *arguments, **options):
-        """Call a verb that returns a cache; return what else it says."""
+        """Call a verb that returns a cache; return its other results."""
         arguments = jax.tree.map(np.asarray, arguments)
         if self.cache.pools is None:
             answer = verb(self.cache, *arguments, **options)

@@ -241,8 +241,8 @@ def _read_kernel(config):
         text = ir.Module.parse(code).operation.get_asm(
             enable_debug_info=False, print_generic_op_form=True
         )
-    # What belongs to a dialect that is not registered here is printed as no parser
-    # takes it.
+    # Operations of a dialect that is not registered here are printed in a form that no
+    # parser accepts.
     text = re.sub(r'("gpu.barrier"\(\)) <.*> (: \(\) -> \(\))', r"\1 \2", text)
     return Kernel(
         name=ir.StringAttr(config["name"]).value,

@@ -1,4 +1,4 @@
-"""What kernels are compiled of: shapes that reach each row of the table, and cards."""
+"""Inputs of compiled kernels: shapes that reach each row of the table, and GPUs."""
 
 import functools
 import json
@@ -108,7 +108,7 @@ BACKWARD_SHAPES = [
 BACKWARD_SHAPES += [
     (72, 72, {"dtype": "float16", "has_bits": False, "group": 3, "block_size": 24})
 ]
-# bfloat16 in two ways: as numbers, and as bits, of which only queries have gradients.
+# bfloat16 in two ways: as numbers, and as bits, where only queries have gradients.
 BACKWARD_SHAPES += [(128, 128, {"has_bits": bits, **HARDEST}) for bits in (False, True)]
 if os.environ.get("JKV_ALL_SHAPES"):
     BACKWARD_SHAPES += [
@@ -143,7 +143,7 @@ TARGETS = [
     ("cuda", "sm_90", "sm_90", SHAPES),
     *(("rocm", t, None, FEW) for t in ("gfx90a", "gfx942", "gfx950", "gfx1100")),
     *(("cuda", t, None, FEW) for t in ("sm_80", "sm_89", "sm_90")),
-    # Cards that share a family's rows with those above.
+    # GPUs that share a family's rows with the ones above.
     ("rocm", "gfx1250", "gfx1250", FEW),
     *(("cuda", t, t, FEW) for t in ("sm_100", "sm_120")),
 ]

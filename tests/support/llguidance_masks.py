@@ -28,7 +28,7 @@ class Matcher:
     """Masks of a schema, or of a regular expression, step by step."""
 
     def __init__(self, tokenizer, text, num_tokens):
-        # Without forcing, all tokens are allowed that spell what must come.
+        # Without forcing, all tokens are allowed that spell the required bytes.
         text = '%llguidance {"no_forcing": true}\n' + text
         grammar = llguidance.LLMatcher.grammar_from_lark(text)
         self.matcher = llguidance.LLMatcher(tokenizer, grammar)
@@ -58,7 +58,7 @@ def of_schema(schema):
 
 
 def close(schema):
-    """Say in a schema what jkv takes for granted: types, and that nothing else is."""
+    """Add to a schema jkv's defaults: types, and no other properties."""
     if isinstance(schema, list):
         return [close(part) for part in schema]
     if not isinstance(schema, dict):
@@ -84,7 +84,7 @@ def close(schema):
 
 
 def has_open_keys(schema):
-    """Whether an object names properties and has others: their keys are looser."""
+    """True if an object names properties and has others: their keys are looser."""
     if isinstance(schema, list):
         return any(map(has_open_keys, schema))
     if not isinstance(schema, dict):

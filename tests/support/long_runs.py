@@ -1,8 +1,8 @@
 """Long runs in small: rollouts of several turns, parked in between, under new weights.
 
-The model's tokens tell how old the blocks are that they attend to (`versioned_model`).
-A rollout is a prompt and some turns; each turn goes on from the text before and what a
-tool said. Some are cancelled, some given up while they are parked.
+The model's tokens show the age of the blocks that they attend to (`versioned_model`). A
+rollout is a prompt and some turns; each turn goes on from the text before and a tool's
+answer. Some are cancelled, some given up while they are parked.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ class Rollout:
 
 @dataclasses.dataclass
 class Counts:
-    """What was played."""
+    """Numbers of played events."""
 
     rollouts: int = 0
     updates: int = 0
@@ -44,7 +44,7 @@ class Counts:
     given_up: int = 0
     cancelled: int = 0
     tokens: int = 0
-    of_older_versions: int = 0  # tokens whose context was older than they are
+    of_older_versions: int = 0  # tokens with a context older than they are
 
 
 class Game:

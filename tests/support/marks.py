@@ -1,8 +1,8 @@
 """A third kind of part: layers that keep a row of numbers for each sequence.
 
-It stands for what is still to come, and touches no file of the package: a configuration
-with its sizes, the storage, what sequences take along, the part with its plans, and the
-three names by which `jkv.making.kinds` and `GroupedConfig` know them.
+It stands for future kinds, and touches no file of the package: a configuration with its
+sizes, the storage, the data of sequences, the part with its plans, and the three names
+by which `jkv.making.kinds` and `GroupedConfig` know them.
 """
 
 import dataclasses
@@ -214,7 +214,7 @@ class Growing(NamedTuple):
 
 
 def make_known(monkeypatch):
-    """Let caches have groups with marks, as long as a test runs."""
+    """Allow groups with marks in caches, as long as a test runs."""
     groups = (*grouped_config.KINDS, MarkConfig)
     monkeypatch.setattr(grouped_config, "KINDS", groups)
     monkeypatch.setitem(kinds.PARTS, Marks, OfMarks)

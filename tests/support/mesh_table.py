@@ -1,7 +1,7 @@
-"""What is done on meshes: a call for each row of the table in docs/how-to/devices.md.
+"""Functions on meshes: a call for each row of the table in docs/how-to/devices.md.
 
 A play takes caches, prompts and weights, and returns the cache and arrays that are the
-same whatever the devices are.
+same on any devices.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ CHANGES = {
     "int8 and int4": {"dtype": "int8", "value_dtype": "int4"},
     "window and index": {"sliding_window": WINDOW, "prefix_caching": True},
 }
-# Of the table: which mesh axes a cache is told.
+# Columns of the table: the mesh axes of a cache.
 COLUMNS = {
     "heads": dict(heads="tp"),
     "context": dict(context="cp"),
@@ -180,14 +180,14 @@ PLAYS = {
     "window and index": generate_again,
     "Engine": serve,
 }
-# Each rank is given its own arguments (`over_pools`): what takes no pools as they are.
+# Each rank is given its own arguments (`over_pools`): functions that take no pools.
 BY_RANK = ("extend", "beam_search")
 
 
 class Place(NamedTuple):
     """Where a row is played: on a mesh, or on one device."""
 
-    where: dict[str, str]  # the mesh axes, by what lies on them
+    where: dict[str, str]  # the mesh axes, by the sharded dimension
 
     @property
     def mesh(self):
@@ -219,7 +219,7 @@ class Place(NamedTuple):
         return params
 
     def play(self, row):
-        """Return what a row gives, on the host, and its cache; None where it has none.
+        """Return a row's results, on the host, and its cache; None where it has none.
 
         Args:
           row: of the table.
@@ -285,17 +285,17 @@ class Place(NamedTuple):
 
 @functools.cache
 def play_alone(row):
-    """What one device gives, as leaves on the host."""
+    """Return one device's results, as leaves on the host."""
     _, found = Place({}).play(row)
     return [np.asarray(leaf) for leaf in jax.tree.leaves(found)]
 
 
 def assert_cell(row, column):
-    """See that a row gives on a mesh what it gives on one device."""
+    """Assert that a row's results on a mesh equal one device's."""
     place = Place(COLUMNS[column])
     cache, found = place.play(row)
-    # What is stored in few bits may be rounded the other way, as sums over heads are
-    # added up in another order.
+    # Values in few bits may be rounded the other way, as sums over heads are added up
+    # in another order.
     dtype = CHANGES.get(row, {}).get("dtype")
     tolerance = 10 * TOLERANCE["bfloat16" if dtype else "float32"]
     leaves = jax.tree.leaves(found)

@@ -12,11 +12,11 @@ It is run by hand, from any checkout of the repository, and takes an hour or so:
     python tests/support/mutations.py --first-tests likely.json --output results.json
     python tests/support/mutations.py --only NAME --tests tests/attention
 
-`--check` plays nothing and only says whether each snippet is still found, and once.
+`--check` plays nothing and only reports whether each snippet is still found, and once.
 `--first-tests` names a JSON file, `{name: [test files]}`: the tests that should notice,
-which are run before all others. `--tests` names what to run in place of the whole
-suite. Results are written after every fault; those of faults that are not played again
-are kept.
+which are run before all others. `--tests` names tests to run in place of the whole
+suite. Results are written after every fault; results of faults that are not played
+again are kept.
 
 The fault is found by its text, not by its file: the snippet `find` must occur once in
 the whole package, whichever way it is indented or broken into lines. A snippet that is
@@ -42,7 +42,7 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACKAGE = "jkv"
-# A test that says nothing for so long hangs: a loop whose condition never fails.
+# A test without output for so long hangs: a loop with a condition that never fails.
 PATIENCE_SECONDS = 900.0
 
 
@@ -52,7 +52,7 @@ class Mutation:
 
     name: str
     room: str  # the part of the package that it belongs to
-    fault: str  # what goes wrong, in a sentence
+    fault: str  # the fault, in a sentence
     find: str  # occurs once in the package, but for white space
     replace: str
 
@@ -423,7 +423,7 @@ MUTATIONS = (
         "a[1] + b[1] + (total < a[0]).astype(jnp.uint32)",
         "a[1] + b[1]",
     ),
-    # Sizes, layout, presets, what a model's config.json says.
+    # Sizes, layout, presets, a model's config.json.
     Mutation(
         "storage-bytes-without-scales",
         "config",
@@ -541,7 +541,7 @@ MUTATIONS = (
         "delta -= d_lse",
         "delta -= 0 * d_lse",
     ),
-    # Kernels written for Triton: what their modules say.
+    # Kernels written for Triton: their modules.
     Mutation(
         "triton-forgets-signs",
         "attention/kernel",
@@ -912,7 +912,7 @@ MUTATIONS = (
         "may_take = ~gather(has_more_samples(state, loads), lanes.prompts)",
         "may_take = jnp.ones_like(lanes.forks)",
     ),
-    # What steers texts.
+    # Logits processors.
     Mutation(
         "steering-state-not-advanced",
         "decoding",
@@ -1089,7 +1089,7 @@ def places(mutation: Mutation) -> list[tuple[pathlib.Path, tuple[int, int]]]:
 
 @contextlib.contextmanager
 def played(mutation: Mutation) -> Iterator[None]:
-    """Have the fault in the package, and take it out again whatever happens."""
+    """Have the fault in the package, and take it out again in any case."""
     ((path, (start, stop)),) = places(mutation)
     before = path.read_bytes()
     text = before.decode("utf-8")
@@ -1189,7 +1189,7 @@ def kept_results(path: pathlib.Path | None) -> dict[str, Any]:
 
 
 def write_results(path: pathlib.Path, results: dict[str, Any]) -> None:
-    """Write the results with what they were found on."""
+    """Write the results with their commit, Python and JAX."""
     command = ["git", "rev-parse", "--short", "HEAD"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     found = {

@@ -1,4 +1,4 @@
-"""Attention by the textbook, for what the implementations are compared with."""
+"""Attention by the textbook, the reference of the implementations."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Beam search in plain Python, over whole texts, after what transformers documents.
+"""Beam search in plain Python, over whole texts, after transformers' documentation.
 
 One prompt at a time, lists and sorts; `next_logprobs(tokens)` is the model.
 """
@@ -20,8 +20,8 @@ def search(
 ):
     """Return the best texts that have ended, [(score, new tokens)], best first.
 
-    With `has_ended(new tokens)` texts end where it says so, too, with one of so many
-    tokens. A text whose log-probability is -inf is none.
+    With `has_ended(new tokens)` texts also end where it returns True, with one of
+    `num_end_tokens` tokens. A text with a log-probability of -inf is none.
     """
     running, ended = [(0.0, [])], []
     num_candidates = max(2, 1 + len(stop_tokens) + num_end_tokens) * num_beams

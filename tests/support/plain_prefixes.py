@@ -1,4 +1,4 @@
-"""What requests share, found in plain Python from the block tables of a step."""
+"""Prefixes shared by requests, found in plain Python from a step's block tables."""
 
 import numpy as np
 
@@ -12,7 +12,7 @@ def count_common(one, other):
 
 
 def check_prefixes(found, tables, fewest):
-    """Assert that an order, `common` and `sizes` say what these tables share.
+    """Assert that an order, `common` and `sizes` match these tables' shared parts.
 
     Args:
       found: `SharedPrefixes`.
@@ -37,7 +37,7 @@ def check_prefixes(found, tables, fewest):
         behind = common[place + 1 :]
         run = next((n for n, c in enumerate(behind) if c <= common[place]), len(behind))
         assert size == run + 1
-    # Those of one first block are neighbours.
+    # Requests with one first block are neighbours.
     if any(common):
         firsts = [table[0] for table in in_order if table]
         changes = sum(a != b for a, b in zip(firsts, firsts[1:], strict=False))

@@ -1,4 +1,4 @@
-"""The serving loop in plain Python: what it generates, and who runs when.
+"""The serving loop in plain Python: its texts, and the order of its sequences.
 
 `PlainTexts` continues each prompt by itself, without a cache. `PlainQueue` knows how
 long each text becomes and plays the queue: lists of sequences, blocks with owners. Both
@@ -18,7 +18,7 @@ from jkv.decoding import FinishReason, sample
 VOCABULARY = 29
 
 
-# A model whose logits depend on every token of its context, and on nothing else. It
+# A model with logits that depend on every token of its context, and on nothing else. It
 # stores tokens and positions as keys, so that a block of another sequence, a lost token
 # or a wrong position shows in the next one. All of it is integers: no rounding.
 
@@ -86,7 +86,7 @@ def _with_nan(logits, hashes, every, xp):
 
 @dataclasses.dataclass
 class Call:
-    """What a call of `generate` asks for."""
+    """The arguments of a call of `generate`."""
 
     prompts: list  # of lists of tokens
     limits: list
@@ -243,7 +243,7 @@ HOLDER = "holder"
 
 
 class PlainQueue:
-    """The queue, played with lists; `statistics` are what the loop has to report."""
+    """The queue, played with lists; `statistics` are the expected ones of the loop."""
 
     def __init__(self, call, texts, num_places, row_counts, num_rows=10**9):
         self.call, self.texts = call, texts
@@ -376,7 +376,7 @@ class PlainQueue:
         self.running = stays
 
     def hand_over(self, prompt, ended, stays):
-        """What one that ends has of a prompt goes to another that wants it."""
+        """Hand the prompt's blocks of an ended sequence to another that wants them."""
         members = [i for i in stays if self.prompt(i) == prompt]
         if any(i in self.pool.blocks for i in members):
             return
@@ -445,7 +445,7 @@ class PlainQueue:
         return True
 
     def open_seated(self):
-        """Those that wait for their prompt fork as soon as somebody has it."""
+        """Sequences that wait for their prompt fork as soon as another one has it."""
         for i in self.running:
             if i in self.pool.blocks:
                 continue

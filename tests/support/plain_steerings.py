@@ -72,7 +72,7 @@ def spent_budgets(opening, closing, budget):
 
 
 class PlainSteering:
-    """What several such rules say of one text, as `PlainTexts` asks."""
+    """The rules of several such processors for one text, for `PlainTexts`."""
 
     def __init__(self, rules, prompt, vocabulary, ends=()):
         """Take the rules, and tokens that end the text."""
@@ -87,5 +87,5 @@ class PlainSteering:
         return [token not in forbidden for token in self.vocabulary]
 
     def has_ended(self, new):
-        """Whether the text ends with its newest token."""
+        """True if the text ends with its newest token."""
         return new[-1] in self.ends

@@ -14,7 +14,7 @@ NONE = np.float32(-np.inf)
 
 @dataclasses.dataclass
 class Rules:
-    """A line to fill, and how far to search it. The fields are those of the example."""
+    """A line to fill, and sizes of its search, with the example's fields."""
 
     width: int
     sizes: np.ndarray
@@ -27,7 +27,7 @@ class Rules:
     exploration: float
 
     def choose(self, logits, line):
-        """Return what may follow a line: pairs of a token and its log-probability."""
+        """Return a line's next tokens: pairs of a token and its log-probability."""
         if len(line) == self.max_tokens or line[-1:] == [self.full_stop]:
             return []
         shifted = logits - logits.max()
@@ -77,7 +77,7 @@ def search(model: Callable, prompt: list[int], rules: Rules):
 
     Args:
         model: the logits of a text's last token, float32[V].
-        prompt: what the lines continue.
+        prompt: the tokens that the lines continue.
         rules: of the line.
     """
     root = Node([], [], rules.choose(model(prompt), []))

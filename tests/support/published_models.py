@@ -1,4 +1,4 @@
-"""What published config.json files say, without what nothing here reads.
+"""Published config.json files, without the keys that nothing here reads.
 
 Of models in `expert_architectures.py`; their names are those on the model hub.
 """

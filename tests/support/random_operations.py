@@ -40,7 +40,7 @@ NUM_CONTENTS = 4096
 FAR_IDS = [-2, -7, -(2**31), 2**31 - 1]
 FAR_COUNTS = [-1, -2, -(2**31), 2**31 - 1, 2**31 - 2, 2**30]
 
-# What the contents of a game are stored as; all else is float32.
+# Stored dtypes of the contents of a game; all else is float32.
 DTYPES = {
     "few blocks": ("int8", "int4"),
     "blocks of one": "fp8",
@@ -58,7 +58,7 @@ SHAPES = {
     "many sequences": (9, 4, 9, 18),
     "blocks of 16": (4, 16, 5, 37),
 }
-# A shape whose sequences outgrow the pool, a window, and tokens of sinks.
+# A shape where sequences outgrow the pool, a window, and tokens of sinks.
 WINDOWED = {
     "window": ((7, 3, 4, 31), (4, 0)),
     "window and sinks": ((12, 4, 6, 47), (6, 3)),
@@ -155,7 +155,7 @@ def can_allocate(cache, num_tokens):
 
 
 def read(cache, seq_id):
-    """What `read` finds of a sequence in each layer, and its recorded tokens."""
+    """`read`'s results for a sequence in each layer, and its recorded tokens."""
     recorded = cache.metadata.tokens is not None
     tokens = jkv.tokens(cache, seq_id) if recorded else None
     return tokens, [
@@ -231,12 +231,12 @@ def make_verbs(mode, changing=CHANGING, looking=LOOKING):
 
 @functools.partial(jax.jit, static_argnums=1)
 def stored(rows, dtype):
-    """What is read back of rows, quantized or not."""
+    """Return rows as they are read back, quantized or not."""
     return formats.restore(*formats.quantize(rows, dtype), dtype)
 
 
 class Game:
-    """One cache and one oracle that are told the same."""
+    """One cache and one oracle that get the same calls."""
 
     prefix_caching = False
     keep_classes = 1
@@ -288,14 +288,14 @@ class Game:
             for g, pool in enumerate(groups)
         )
         config = self.make_config(configs)
-        # On which devices, as `init` and `load` are told.
+        # The devices, as `init` and `load` take them.
         self.where = where or {}
         fresh = jkv.init(config, storage=storage, **self.where)
         self.cache = with_storage_filled(fresh, np.nan)
         self.has_storage = storage
         self.has_tokens = record_tokens or self.prefix_caching
         self.donate = donate
-        # Sequences and caches that left, each with what the oracle knows of it.
+        # Sequences and caches that left, each with the oracle's copy of it.
         self.outside, self.saved = [], []
         self.folder = folder  # where caches are saved, None: nowhere
         self.oracle = Oracle(
@@ -307,7 +307,7 @@ class Game:
         )
         self.verbs = verbs
         self.rng = np.random.default_rng(seed)
-        # What a token stores is a row of each layer's tables; no two rows are alike.
+        # A token stores a row of each layer's tables; no two rows are alike.
         self.keys, self.values = (
             [
                 self.rng.standard_normal(
@@ -320,7 +320,7 @@ class Game:
                 [VALUE_HEAD_DIM for _ in self.layer_groups],
             )
         )
-        # And what is read back, quantized or not.
+        # And rows as they are read back, quantized or not.
         storage = self.cache.block_storage[0] if groups else None
         kept = (
             (storage.dtype, storage.value_dtype) if groups else (np.dtype(dtype),) * 2
@@ -334,7 +334,7 @@ class Game:
         self.num_shared = 0  # blocks that requests of a step have in common
 
     def make_config(self, configs):
-        """What `init` is given for the configuration of each group."""
+        """The argument of `init` for the configuration of each group."""
         if len(configs) == 1:
             return configs[0]
         return jkv.GroupedConfig(
@@ -411,7 +411,7 @@ class Game:
     def play_step(self, name, max_query_length, seq_ids, counts, contents):
         """Append, write, and perhaps commit and attend."""
         expected = self.oracle.append(seq_ids, counts, contents, max_query_length)
-        # What a token stores stands for its id as well.
+        # A token's stored row stands for its id as well.
         tokens = i32(contents) if self.has_tokens else None
         self.cache, batch = self.verbs[name](
             self.cache, i32(seq_ids), i32(counts), tokens
@@ -520,7 +520,7 @@ class Game:
             jkv.save(path, self.cache)
             self.saved.append((self.oracle.copy(), path))
             return
-        # What is saved stays: the oracle lets a copy of itself swap out.
+        # Saved sequences stay: a copy of the oracle swaps them out.
         seq_ids = self.pick_seq_ids()[:2]
         expected = self.oracle.copy().swap_out(seq_ids)
         if expected is None:
@@ -608,7 +608,7 @@ class Game:
         return self.verbs[name](self.cache, *map(i32, arguments))
 
     def plays(self):
-        """What is played, and how often."""
+        """The operations, and their frequency."""
         return [
             (self.play_allocate, 5),
             (self.play_append_packed, 6),
@@ -631,7 +631,7 @@ class Game:
         """Play random operations and compare everything after each."""
         plays = self.plays()
         weights = np.array([weight for _, weight in plays], np.float64)
-        if any(pool.window for pool in self.pools):  # to be left by those that grow
+        if any(pool.window for pool in self.pools):  # for growing ones to leave it
             grows = [play.__name__.startswith("play_append") for play, _ in plays]
             weights[grows] *= 5
         for _ in range(num_operations):
@@ -672,7 +672,7 @@ class Game:
             assert length == 0 or int(batch.last_rows[i]) == last_row
 
     def compare_prefixes(self):
-        """What a step of all sequences would find that they share, tables say too."""
+        """Shared prefixes found by a step of all sequences match the tables."""
         oracle, size = self.oracle, self.oracle.block_size
         # With numbers of its own: the game is the same without it.
         rng = np.random.default_rng(oracle.clock)
@@ -735,7 +735,7 @@ class Game:
             self.compare_all_contents()
 
     def compare_group(self, found, g):
-        """What the sequences have in a group, and its free blocks in their order."""
+        """The contents of the sequences in a group, and its free blocks in order."""
         oracle, group = self.oracle, self.oracle.groups[g]
         for seq_id in range(oracle.max_sequences):
             table = self.table_of(seq_id, g)

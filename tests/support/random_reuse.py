@@ -2,8 +2,8 @@
 
 The tokens are few, so that prompts often begin alike. Steps are committed late or
 never, aborted and rolled back; old batches are committed again. After each call the
-visible blocks, the order in which free blocks will be taken and all contents must be
-those of the oracle, which knows prefixes by their tokens and nothing of hashes.
+visible blocks, the order in which free blocks will be taken and all contents must equal
+the oracle's, which finds prefixes by their tokens, without hashes.
 """
 
 import jax
@@ -64,16 +64,16 @@ class ReuseGame(Game):
         super().__init__(*args, **options)
         self.pending = []  # steps that were not committed, or again and again
         self.num_hits = 0
-        self.num_beyond = 0  # hits of prompts whose first blocks no row sees
+        self.num_beyond = 0  # hits of prompts with first blocks that no row sees
 
     def pick_contents(self):
         contents = self.rng.integers(NUM_TOKENS, size=CAPACITY).tolist()
-        if self.rng.random() < 0.05:  # a token that is not told
+        if self.rng.random() < 0.05:  # an unknown token
             contents[int(self.rng.integers(CAPACITY))] = -1
         return contents
 
     def pick_prompt(self):
-        """Visible tokens, or those of some sequence, and a few more; and a domain."""
+        """Visible tokens, or a sequence's tokens, and a few more; and a salt."""
         salt = int(self.rng.integers(NUM_SALTS))
         known = [(each.salt, each.tokens) for each in self.oracle.open.values()]
         if self.oracle.index and self.rng.random() < 0.7:
@@ -123,7 +123,7 @@ class ReuseGame(Game):
             self.play_rest_of_prompts(seq_ids, prompts, num_cached)
 
     def play_rest_of_prompts(self, seq_ids, prompts, num_cached):
-        """Append what was not found of prompts, as far as the step has rows."""
+        """Append a prompt's uncached tokens, as far as the step has rows."""
         self.compare_state()
         self.before = without_refusals(self.cache)
         pairs = zip(prompts, num_cached, strict=True)

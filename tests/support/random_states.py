@@ -1,9 +1,9 @@
-"""The game of random operations on a cache of which some layers keep a state.
+"""The game of random operations on a cache with states in some layers.
 
 The state of a sequence is an exact fold of its tokens. After each call it must be the
 oracle's: the fold up to the sequence's base, with the inputs of the tokens after it;
-so must those of all snapshots, in the order in which they will be given up. Rows of no
-sequence, and of sequences whose state stands at nothing, are full of rubbish.
+so must those of all snapshots, in eviction order. Rows of no sequence, and of sequences
+with a state at no tokens, are full of rubbish.
 """
 
 import dataclasses
@@ -71,7 +71,7 @@ def write_states(cache, batch, states, inputs):
 
 
 def make_state_verbs(mode):
-    """The verbs of `ReuseGame`, and those of states."""
+    """The verbs of `ReuseGame`, and the verbs of states."""
     verbs = make_reuse_verbs(mode)
     for verb in (
         append_packed_pending,
@@ -100,7 +100,7 @@ NOTHING = {"fold": np.zeros(2, np.int32), "last": np.asarray(0, jnp.bfloat16)}
 
 
 class StateGame(ReuseGame):
-    """A game of a model of which three layers keep a state, one of them beside keys."""
+    """A game of a model with states in three layers, one of them beside keys."""
 
     def __init__(self, groups, shape, states, verbs, seed, *, place=0, **options):
         """The group of states has a place among the others."""
@@ -139,7 +139,7 @@ class StateGame(ReuseGame):
         """The number of a group with blocks: the others come after that of states."""
         return g + (g >= self.place)
 
-    # What is played.
+    # The operations.
 
     def pick_prompt(self):
         """Often one that goes on from a snapshot."""
@@ -177,7 +177,7 @@ class StateGame(ReuseGame):
         return counts
 
     def pick_pending(self):
-        """Mostly what can be, seldom more."""
+        """Mostly valid counts, seldom more."""
         most, pending = self.rules.max_pending, []
         for _ in range(BATCH_SIZE):
             wrong = self.rng.random() < 0.05
@@ -236,7 +236,7 @@ class StateGame(ReuseGame):
         self.pending = [*self.pending[-3:], (batch, expected)]
 
     def step_states(self, batch, expected, before, contents):
-        """Read the states as they were, and write those of after the step."""
+        """Read the states as they were, and write the states after the step."""
         found = jax.device_get(self.verbs["read_states"](self.cache, batch))
         states = []
         for layer, (state, pending) in enumerate(found):

@@ -1,8 +1,8 @@
-"""What is said of each keyword of JSON Schema on the page, with the texts that show it.
+"""The page's text about each keyword of JSON Schema, with the texts that show it.
 
     python tests/support/schema_keywords.py     # write the page's table anew
 
-A row is (keywords, what is served, cases); a case is (schema, texts that are its own,
+A row is (keywords, supported part, cases); a case is (schema, texts that are its own,
 texts that are not), texts parted by blanks.
 """
 

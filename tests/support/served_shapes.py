@@ -42,7 +42,7 @@ class Shape(NamedTuple):
     is_derived: bool = False  # a call that is differentiated, too
 
 
-# What tests of this process call, and what nothing else stands for.
+# Calls of this process's tests, and calls that nothing else stands for.
 FITTED: set[Shape] = set()
 REQUIRED: set[Shape] = set()
 
@@ -70,7 +70,7 @@ def is_served(shape: Shape) -> bool:
 
 
 def is_known(shape: Shape) -> bool:
-    """Return whether a test has asked for a shape, or for its derivative, too."""
+    """Return True if a test has requested a shape, or its derivative, too."""
     return bool({shape, shape._replace(is_derived=True)} & (FITTED | REQUIRED))
 
 

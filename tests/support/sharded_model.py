@@ -1,4 +1,4 @@
-"""A model of two layers whose heads can be spread over a mesh, and caches for it."""
+"""A model of two layers with heads that a mesh can shard, and caches for it."""
 
 import collections
 import functools
@@ -24,7 +24,7 @@ NUM_KV_HEADS = {"sharded": 8, "repeated": 2, "latent": 1}
 
 
 class Layout(NamedTuple):
-    """How a cache lies on devices, and what is stored in it."""
+    """A cache's layout on devices, and its stored dtypes."""
 
     heads: str  # one of NUM_KV_HEADS
     axes: tuple[tuple[str, int], ...]  # of the mesh: heads "tp", tokens of blocks "cp"
@@ -58,7 +58,7 @@ class Layout(NamedTuple):
 
     @property
     def where(self):
-        """What lies on which axis, as `init` is told."""
+        """The sharded dimensions by axis, as arguments of `init`."""
         names = {"heads": "tp", "context": "cp"}
         return {what: axis for what, axis in names.items() if axis in dict(self.axes)}
 
@@ -182,7 +182,7 @@ def compile_alone(config):
 
 @functools.cache
 def play_alone(config):
-    """What one device answers: the cache and the logits."""
+    """One device's results: the cache and the logits."""
     step, weights = compile_alone(config)
     return play(jkv.init(config), weights, step)
 
@@ -195,7 +195,7 @@ ARRAY = re.compile(r"\w+\[[\d,]*\]")
 
 
 def collectives(compiled):
-    """How often each collective is in a compiled module, with what it brings."""
+    """How often each collective is in a compiled module, with its arrays."""
     found = COLLECTIVE.findall(compiled.as_text())
     return collections.Counter(
         (name, re.sub(r"\{.*?\}", "", kind)) for kind, name in found
@@ -203,7 +203,7 @@ def collectives(compiled):
 
 
 def arrays_joined(compiled):
-    """What all-reduces bring, array by array: XLA does those of one time together."""
+    """Arrays of all-reduces, one by one: XLA joins simultaneous ones."""
     found = collectives(compiled)
     assert {name for name, _ in found} == {"all-reduce"}
     return collections.Counter(
@@ -219,10 +219,10 @@ def joined(num_rows, num_heads, value_dim):
 
 
 def assert_near(found, wanted, dtype):
-    """Two results of a model agree as far as what is stored in this dtype lets them.
+    """Assert that two results of a model agree within this stored dtype's tolerance.
 
-    Sums over all heads are added up in another order on several devices, and what was
-    rounded to few bits may then be rounded the other way.
+    Sums over all heads are added up in another order on several devices, and values in
+    few bits may then be rounded the other way.
     """
     tolerance = TOLERANCE[dtype if dtype in TOLERANCE else "bfloat16"]
     found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)

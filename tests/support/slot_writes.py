@@ -12,7 +12,7 @@ from support.kernel_lowering import shape
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of one write: what the arrays are and what goes there."""
+    """Of one write: the arrays and the rows."""
 
     dtype: str = "bfloat16"
     value_dtype: str | None = None
@@ -28,7 +28,7 @@ class Sizes:
 
 
 def make_write(sizes, draw):
-    """A write of whatever `draw` makes of a shape and a dtype, nothing shared."""
+    """A write of arrays that `draw` makes of a shape and a dtype, nothing shared."""
     head_dims = sizes.head_dims
     dtypes = map(jnp.dtype, (sizes.dtype, sizes.value_dtype or sizes.dtype))
     formats = Formats(*(FORMATS[each] for each in dtypes))

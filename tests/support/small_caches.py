@@ -1,11 +1,11 @@
 """Small caches, and the verbs on them with requests of one shape.
 
-Compiling is what costs time in these tests, and a verb is compiled once for each shape
-of its cache and of its requests. So nearly all tests share `small_config`; the verbs
-here pad a call to WIDTH requests with -1, the rows of a step to ROWS and prompts to
-PROMPT tokens, and take the padding off what is answered. A small pool is a large one
-that others fill (`with_free_blocks`). What is about numbers of requests or rows calls
-`jkv` itself.
+Compiling takes most of the time in these tests, and a verb is compiled once for each
+shape of its cache and of its requests. So nearly all tests share `small_config`; the
+verbs here pad a call to WIDTH requests with -1, the rows of a step to ROWS and prompts
+to PROMPT tokens, and take the padding off the results. A small pool is a large one that
+others fill (`with_free_blocks`). Tests about numbers of requests or rows call `jkv`
+itself.
 
 Caches are values, so `small_cache` and `opened` make each one once; a test that donates
 one takes it `copied`.
@@ -51,7 +51,7 @@ def small_cache(**changes):
 
 @functools.cache
 def opened(*lengths, **changes):
-    """A small cache whose sequences 0, 1, ... hold that many tokens.
+    """A small cache with that many tokens in sequences 0, 1, ...
 
     Token p of sequence s is the number 100 * s + p.
     """
@@ -70,11 +70,11 @@ def copied(cache):
 
 
 def with_free_blocks(cache, count):
-    """Let other sequences reserve all free blocks but `count`."""
+    """Reserve all free blocks but `count` for other sequences."""
     surplus = free_count(cache) - count
     most = cache.metadata.max_blocks_per_sequence
     kept = cache.metadata.groups[0].window.most_blocks(cache.block_size, 1)
-    most = min(most, kept or most)  # a window reserves what it keeps
+    most = min(most, kept or most)  # a window reserves the blocks it keeps
     shares = [min(most, surplus - start) for start in range(0, surplus, most)]
     tokens = [min(cache.max_context_length, n * cache.block_size) for n in shares]
     cache, result = allocate(cache, tokens)
@@ -84,7 +84,7 @@ def with_free_blocks(cache, count):
 
 
 def with_free_rows(cache, count):
-    """Let other sequences, without a token, take all rows but `count`."""
+    """Give all rows but `count` to other sequences, without a token."""
     rows = cache.max_sequences - int(np.asarray(cache.metadata.is_open).sum())
     cache, result = allocate(cache, [0] * (rows - count))
     jkv.raise_for_status(result.status)
@@ -94,8 +94,8 @@ def with_free_rows(cache, count):
 def with_storage_filled(cache, value, blocks=None, group=None):
     """Fill the K/V arrays with one value, such as the NaN of recycled memory.
 
-    With scales these are filled, and the elements' bits are those of a one. Given
-    blocks, only those are filled. All groups of layers, or one.
+    With scales these are filled, and the elements' bits are a one's. Given blocks, only
+    they are filled. All groups of layers, or one.
     """
     for number, storage in enumerate(cache.storage):
         if storage.kind == "blocks" and group in (None, number):
@@ -108,7 +108,7 @@ def with_storage_filled(cache, value, blocks=None, group=None):
 
 
 def _bits_of(name, pool, storage, value):
-    """What stands for a value in one of the arrays of a group."""
+    """The bits of a value in one of the arrays of a group."""
     if storage.key_scales is not None and name in ("key_pool", "value_pool"):
         return np.ones((), storage.dtype).view(pool.dtype)
     if pool.dtype == np.uint16:
@@ -153,7 +153,7 @@ def with_metadata(cache, group=0, **changes):
 
 
 class Step(NamedTuple):
-    """What `append` answers, without the padding, and the batch itself."""
+    """The results of `append`, without the padding, and the batch itself."""
 
     status: np.ndarray  # i32[B], likewise all up to `context_lengths`
     query_starts: np.ndarray
@@ -256,13 +256,13 @@ def _without_padding(result, count):
     return jax.tree.map(lambda array: np.asarray(array)[:count], result)
 
 
-# Contents, and what is found of them.
+# Contents, and reading them back.
 
 
 def write_tokens(cache, step, contents):
     """Write rows of one number each: keys are +number, values -number.
 
-    `step` is what `append` above or `jkv.append` answered, and may be traced. The rows
+    `step` is a result of `append` above or of `jkv.append`, and may be traced. Rows
     past `contents` are zeros.
     """
     batch = step.batch if isinstance(step, Step) else step

@@ -1,7 +1,7 @@
 """Engines around the model of hashes, all of one size, and requests at random.
 
-What varies is values: prompts, limits, stops, the blocks and rows that others hold. So
-the engines of all tests share three compiled programs.
+Only values vary: prompts, limits, stops, the blocks and rows that others hold. So the
+engines of all tests share three compiled programs.
 """
 
 import functools
@@ -64,7 +64,7 @@ def make_engine(free_blocks=BLOCKS, free_rows=ROWS, nan_every=0, cache=None, **o
 
 
 def draw_request(rng, **changes):
-    """What `submit` takes; prompts begin alike, so that some are found again."""
+    """Arguments of `submit`; prompts begin alike, so that some are cache hits."""
     starts = np.random.default_rng(0).integers(0, VOCABULARY, (3, WIDTH))
     length = rng.integers(1, WIDTH + 1)
     prompt = [*starts[rng.integers(3)][:8], *rng.integers(0, VOCABULARY, 2)][:length]
@@ -133,7 +133,7 @@ def expected(request, free_blocks=BLOCKS, nan_every=0, automata=None):
 
 
 def assert_alone(completions, request, **pool_of):
-    """Each sequence is what it is alone; a cancelled one up to where it ended."""
+    """Each sequence equals the one alone; a cancelled one up to where it ended."""
     tokens, logprobs, reasons = expected(request, **pool_of)
     assert len(completions) == request["n"]
     for i, found in enumerate(completions):
@@ -150,7 +150,7 @@ def assert_alone(completions, request, **pool_of):
 
 
 def assert_given_back(engine, free_blocks=BLOCKS, free_rows=ROWS):
-    """Blocks and rows are free again, what others hold is theirs, nothing is left."""
+    """Blocks and rows are free again, others still hold theirs, nothing is left."""
     before, after = pool(free_blocks, free_rows), engine.cache
     jkv.check(after)
     assert int(jkv.num_free_blocks(after)) == free_blocks
@@ -160,15 +160,15 @@ def assert_given_back(engine, free_blocks=BLOCKS, free_rows=ROWS):
 
 
 def come_and_go(engine, rng, left):
-    """Submit requests at random and cancel some; return all by number, and what was.
+    """Submit requests at random and cancel some; return all by number, and events.
 
     Args:
       engine: an engine without requests.
-      rng: what decides.
+      rng: the source of decisions.
       left: requests, taken from the end.
 
     Returns:
-      The requests, the events, and the numbers of those cancelled.
+      The requests, the events, and the numbers of cancelled ones.
     """
     requests, events, cancelled = {}, [], set()
     while left or not engine.is_idle:

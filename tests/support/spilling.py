@@ -8,7 +8,7 @@ from support.random_states import StateGame
 
 
 def texts_of(spilled):
-    """The domain and all tokens of each column of what was spilled, in order."""
+    """The salt and all tokens of each spilled column, in order."""
     return [
         (int(spilled.salts[node]), tuple(spilled.text_of(node).tolist()))
         for node in range(len(spilled.parents))
@@ -16,11 +16,11 @@ def texts_of(spilled):
 
 
 class Spilling:
-    """What a game plays beside: a host that keeps what the pool is about to lose."""
+    """A game's addition: a host that keeps blocks before the pool loses them."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        self.kept = []  # what was spilled, and what the oracle says of it
+        self.kept = []  # spilled blocks, and the oracle's copy of them
         self.num_restored = 0
 
     def play_spill(self):

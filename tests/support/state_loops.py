@@ -1,4 +1,4 @@
-"""What each loop does beside kept texts: the rows of the table of loops."""
+"""Each loop beside kept texts: the rows of the table of loops."""
 
 import functools
 

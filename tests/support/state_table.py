@@ -1,4 +1,4 @@
-"""What is done with sequences, by what their layers keep and by what they went through.
+"""Operations on sequences, by the data of their layers and by their past.
 
 A letter is a cell: `+` is exact, as the oracle of the folding model says, with each
 sequence of the cache as it must be; any other letter is a reason in `REASONS`. The
@@ -63,12 +63,12 @@ REASONS = {
     "s": (UsageError, "layer 0 keeps no state"),
     # No state stands there: it has every token in it, and none of them is pending.
     "n": (jkv.InvalidArgument, "INVALID_ARGUMENT"),
-    # The window gave back what the row after the cut would see.
+    # The window released tokens that the row after the cut would see.
     "w": (jkv.InvalidArgument, "INVALID_ARGUMENT"),
     # A sequence leaves its text behind when it goes to the host: which of the snapshots
     # are its own is not known any more. Prompts still find them.
     "t": (jkv.InvalidArgument, "INVALID_ARGUMENT"),
-    # What is done on the host is done to one pool.
+    # Operations on the host take one pool.
     "p": (UsageError, "works on one pool"),
     "i": (UsageError, "seq_ids is not supported for a cache with"),
     # On several devices a loop is its verbs: they are played with each kind, and the
@@ -103,7 +103,7 @@ class Row(NamedTuple):
         kept.check()
 
     def _run(self, kept, folder):
-        """Do what the row is named after."""
+        """Run the row's operation."""
         module = state_loops if hasattr(state_loops, self.name) else state_verbs
         function = getattr(module, self.name)
         more = [folder] if "folder" in inspect.signature(function).parameters else []

@@ -1,4 +1,4 @@
-"""What each verb does with kept texts: the rows of the table of verbs."""
+"""Each verb with kept texts: the rows of the table of verbs."""
 
 import dataclasses
 
@@ -108,7 +108,7 @@ def reorder(kept):
 
 
 def free(kept):
-    """A sequence that begins in the same row sees nothing of what was there."""
+    """A sequence that begins in the same row sees nothing of the old contents."""
     jkv.raise_for_status(kept.call(jkv.free, [0]))
     del kept.texts[0]
     kept.check()
@@ -138,7 +138,7 @@ def clear_prefixes(kept):
 
 
 def _forget(kept, verb):
-    """What no sequence has is not found; what one has is never lost to it."""
+    """Unused blocks are not found; blocks in use are never lost to their sequence."""
     jkv.raise_for_status(kept.call(jkv.free, [0]))
     del kept.texts[0]
     assert int(kept.ask(jkv.match, _row(TEXT))[0]) > 0

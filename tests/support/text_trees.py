@@ -1,4 +1,4 @@
-"""Trees as lists of (tokens, parent), and what a dense model says of their texts."""
+"""Trees as lists of (tokens, parent), and a dense model's scores of their texts."""
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +69,7 @@ def list_texts(segments):
 
 
 def dense_scores(params, segments=SEGMENTS, xp=np):
-    """Each segment's text alone: the scores of all tokens, 0 for what begins a text."""
+    """Each segment's text alone: scores of all tokens, 0 for a text's first ones."""
     texts, found = list_texts(segments), []
     # Tokens behind the end: rows see none that follow.
     padded = np.zeros((len(texts), LONGEST + 1), np.int32)

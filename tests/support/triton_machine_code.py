@@ -1,7 +1,7 @@
 """Triton modules to machine code with the `triton` wheel: no GPU, no ROCm, no CUDA.
 
-The same compiler that XLA embeds (another revision of it), so registers and spills are
-close to what a card would see, and instructions can be counted.
+The compiler is the one that XLA embeds (another revision of it), so registers and
+spills are close to a GPU's, and instructions can be counted.
 """
 
 import functools
@@ -21,7 +21,7 @@ from triton.compiler.compiler import make_backend  # noqa: E402
 
 from support.amd_instruction_walk import count_round_trips  # noqa: E402
 
-# What a program may take of a compute unit's shared memory, in bytes.
+# A program's limit of a compute unit's shared memory, in bytes.
 SHARED_LIMIT = {
     **dict.fromkeys(("gfx90a", "gfx942", "gfx950"), 64 * 1024),
     **dict.fromkeys(("gfx1100", "gfx1201", "gfx1250"), 64 * 1024),
@@ -59,7 +59,7 @@ _PTX_LOOPS = r"^(\$\w+):", r"\bbra(?:\.uni)?\s+(\$\w+)"
 
 
 class Code(NamedTuple):
-    """What became of one kernel on one target."""
+    """The code of one kernel on one target."""
 
     registers: int  # per lane; on AMD the accumulation registers are added
     spills: int  # vector registers that do not fit, and bytes of private memory
@@ -149,9 +149,9 @@ def _number(pattern, text):
 def find_loop(assembly, label_pattern, branch_pattern, kinds):
     """Find one step of the attention loop: its lines.
 
-    A loop is what lies between a label and a branch back to it; of those with the most
-    matrix instructions (or exponentials, where a kernel has none) of their own, not of
-    loops in them, the shortest counts.
+    A loop is the part between a label and a branch back to it; among loops with the
+    most matrix instructions (or exponentials, if a kernel has none) of their own, not
+    of loops in them, the shortest counts.
     """
     lines = assembly.splitlines()
     labels, loops = {}, []
@@ -164,7 +164,7 @@ def find_loop(assembly, label_pattern, branch_pattern, kinds):
                 loops.append((start, number))
 
     def find_own(start, end):
-        """Its lines without those of loops in it."""
+        """Its lines without the lines of loops in it."""
         inner = [loop for loop in loops if start < loop[0] and loop[1] < end]
         return [
             line

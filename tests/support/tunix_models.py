@@ -96,8 +96,8 @@ def make_gemma3(**fields):
     return gemma3.Gemma3(config, rngs=nnx.Rngs(0))
 
 
-# Each with a seed whose texts are varied, and without the padding token: tunix does not
-# let later tokens see one, even where the model itself chose it.
+# Each with a seed that gives varied texts, and without the padding token: tunix does
+# not let later tokens see one, even where the model itself chose it.
 MODELS = {
     "qwen3": (make_qwen3, 2),
     "llama3": (make_llama3, 17),

@@ -1,4 +1,4 @@
-"""A model whose tokens tell which versions of the weights made what they attend to.
+"""A model with tokens that show which weights' versions made their context.
 
 Its weights are a version. Each key holds a token, its position and the version that
 computed it. The next token is a hash of the text, and the age of the oldest version in
@@ -50,7 +50,7 @@ def read_ages(prompt, completion):
 
     Args:
       prompt: the tokens that were continued.
-      completion: what came of it.
+      completion: its result.
     """
     text, oldest = [*prompt], []
     for token, version in zip(completion.tokens, completion.versions, strict=True):

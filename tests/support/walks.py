@@ -2,9 +2,9 @@
 
     python tests/support/walks.py [DOOR]      files and lines, a file each for one door
 
-A reader reads what runs, not what is imported. As a module `list_walks` returns the
-lines that run in each file; it is called in a process of its own, as what a process has
-traced before is not traced again.
+A reader reads the lines that run, not the imports. As a module `list_walks` returns the
+lines that run in each file; it is called in a process of its own, as traces of earlier
+calls are not repeated.
 """
 
 import json

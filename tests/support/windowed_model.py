@@ -1,4 +1,4 @@
-"""Models whose layers may have windows, their texts by hand, and caches for them."""
+"""Models with or without windows in their layers, their texts by hand, and caches."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +15,7 @@ EMBEDDING = EMBEDDING.astype("float32")
 
 
 def make_model(windows):
-    """A layer of attention for each window, whose values differ from its keys."""
+    """A layer of attention for each window, with values that differ from its keys."""
 
     def model(params, tokens, cache, batch, *, all_rows=False):
         params = jnp.asarray(params)
@@ -54,7 +54,7 @@ def find_logits(text, windows):
 
 
 def expect(windows, prompts=PROMPTS, samples=1):
-    """What a generation with samples of each prompt says."""
+    """The expected result of a generation with samples of each prompt."""
     texts = [continue_by_hand(prompt, windows, NEW_TOKENS) for prompt in prompts]
     assert all(len(set(text)) > 5 for text in texts)
     return [text for text in texts for _ in range(samples)]

@@ -201,7 +201,7 @@ def test_ten_thousand_cycles_end_with_the_full_pool():
     assert free_count(cache) == 8
     assert not np.asarray(cache.metadata.is_open).any()
     assert not np.asarray(cache.metadata.groups[0].reference_counts).any()
-    # Some truncations asked for more tokens than there were; nothing else went wrong.
+    # Some truncations requested more tokens than there were; nothing else went wrong.
     assert set(np.flatnonzero(refusal_counts(cache))) == {Status.INVALID_ARGUMENT}
     jkv.check(cache)
 
@@ -229,7 +229,7 @@ def test_sequences_are_isolated_after_churn():
 
 
 def test_metadata_without_storage():
-    """It is decided alike; what needs contents says that there are none."""
+    """Decisions are the same; functions that need contents raise errors."""
     bare, full = jkv.init(small_config(), storage=False), small_cache()
     assert bare.nbytes == sum(leaf.nbytes for leaf in jax.tree.leaves(bare.metadata))
     for verb, *arguments in (

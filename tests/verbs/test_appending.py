@@ -35,7 +35,7 @@ def num_taken(cache):
 
 class TestRows:
     def test_know_when_they_decode(self):
-        """From the call, not from values: what attends then leaves prefill out."""
+        """From the call, not from values: attention then leaves prefill out."""
         cache = opened(1, 2)
         ids, ones = i32(0, 1), i32(1, 1)
         for arguments, options, expected in (
@@ -106,7 +106,7 @@ class TestRows:
     def test_that_are_invalid_have_no_slot(self):
         _, batch = jkv.append(opened(3), i32(-1, 0, 9))
         assert batch.block_ids.tolist() == [8, 0, 8]
-        assert batch.seq_ids.tolist() == [-1, 0, 9]  # as asked
+        assert batch.seq_ids.tolist() == [-1, 0, 9]  # as requested
 
 
 def test_context_lengths_of_requests_not_served():

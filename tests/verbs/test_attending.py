@@ -1,4 +1,4 @@
-"""attend: what a step sees of the cache."""
+"""attend: the tokens of the cache that a step sees."""
 
 import functools
 
@@ -19,7 +19,7 @@ from support.small_caches import (
 
 import jkv
 
-# Compiled once for all tests, whatever the window.
+# Compiled once for all tests and all windows.
 attend = jax.jit(jkv.attend, static_argnames="scale")
 QUERIES = np.random.default_rng(0).standard_normal((ROWS, 2, 2)).astype(np.float32)
 NUMBERS = np.random.default_rng(1).standard_normal(ROWS).astype(np.float32)

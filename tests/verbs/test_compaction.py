@@ -96,7 +96,7 @@ def read_all(cache):
 
 
 def contents(cache):
-    """The same, what is valid of it, as bytes."""
+    """The valid part of the same, as bytes."""
     keys, values, lengths = jax.device_get(read_all(cache))
     return [
         (length, keys[place][:length].tobytes(), values[place][:length].tobytes())
@@ -208,7 +208,7 @@ class TestCompact:
         compacted = jkv.compact(cache)
         expected = attention(cache, counts, implementation)
         assert attention(compacted, counts, implementation) == expected
-        # What a wrong permutation or length would give is something else.
+        # A wrong permutation or length would give another result.
         unmoved = compacted.with_storage(cache.storage)
         assert attention(unmoved, counts, implementation) != expected
         lengths = np.array(compacted.metadata.context_lengths)
@@ -412,9 +412,9 @@ A, B, C = [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9], [7, 7, 7, 7, 6, 6,
 
 
 def open_prompt(cache, prompt, salt=0):
-    """Open a sequence for a prompt, and compute what is not found of it.
+    """Open a sequence for a prompt, and compute its uncached tokens.
 
-    A token's content is its id. Returns the cache, the sequence and what was found.
+    A token's content is its id. Returns the cache, the sequence and the cached length.
     """
     cache, opened = allocate(cache, 0, tokens=[prompt], salts=salt)
     jkv.raise_for_status(opened.status)
@@ -456,7 +456,7 @@ class TestPrefixIndex:
         assert (stats.prefix_queries, stats.prefix_hits) == (3, 4)
 
     def assert_true(self, cache, *prompts):
-        """What is found holds what the prompt says, a step on."""
+        """Cached blocks hold the prompt's tokens, a step on."""
         for prompt in prompts:
             (expected,) = found_of(cache, prompt)
             cache, seq_id, found = open_prompt(cache, prompt + [0])
@@ -588,7 +588,7 @@ class ResizingGame(ReuseGame):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [43, *further([44])])
 def test_random_operations_between_resizes(seed):
-    """Contents and order after each are the oracle's, at whatever size."""
+    """Contents and order after each are the oracle's, at every size."""
     verbs = make_reuse_verbs("eager")
     # One trace for each size, not for all.
     verbs["read_all"] = jax.jit(random_operations.read_all)

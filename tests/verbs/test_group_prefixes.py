@@ -1,4 +1,4 @@
-"""Prompts found again where layers differ: each group has what the next row sees.
+"""Prefix cache hits with unlike layers: each group has the tokens the next row sees.
 
 One group sees all tokens, the other a window of five: row 12 sees from 8 on. Blocks
 have four tokens, and layer 0 is the windowed one.
@@ -34,7 +34,7 @@ TEXT = list(range(50, 66))
 
 @functools.cache
 def fresh(num_blocks=16):
-    """Sixteen blocks for all tokens, twelve for those of windows; NaN in all."""
+    """Sixteen blocks for all tokens, twelve for windows; NaN in all."""
     sizes = dict(max_sequences=8, max_context_length=32)
     config = jkv.GroupedConfig(
         groups=(
@@ -48,7 +48,7 @@ def fresh(num_blocks=16):
 
 
 def compute(cache, seq_id, text, size=4):
-    """Append what a sequence lacks of a text, some tokens at a time; commit each."""
+    """Append a text's missing tokens, some at a time; commit each."""
     start = int(jkv.context_lengths(cache)[seq_id])
     for begin in range(start, len(text), size):
         part = text[begin : begin + size]
@@ -61,7 +61,7 @@ def compute(cache, seq_id, text, size=4):
 
 @functools.cache
 def remembering():
-    """A cache that has computed TEXT, and has let go of it."""
+    """A cache that has computed TEXT, and has freed it."""
     cache, _ = allocate(fresh(), 0)
     cache, _ = free(compute(cache, 0, TEXT), 0)
     jkv.check(cache)
@@ -69,7 +69,7 @@ def remembering():
 
 
 def without_window_blocks(cache, count):
-    """Let others take so many blocks for windows, the oldest first."""
+    """Allocate `count` window blocks to others, the oldest first."""
     while count:
         tokens = 4 * min(count, 3)  # no more are reserved for a sequence
         cache, opened = allocate(cache, tokens)
@@ -94,7 +94,7 @@ def test_a_text_is_found_in_all_groups():
     assert stored(cache, 0, seq_id) == [None] * 8 + TEXT[8:15]
     assert table(cache, seq_id, FULL)[:3] == [0, 1, 2]
     assert table(cache, seq_id, WINDOWED)[0] == 2
-    # Five blocks for all tokens; three for the window, of which one was found.
+    # Five blocks for all tokens; three for the window, one of them cached.
     assert len(table(cache, seq_id, FULL)) == 5
     assert len(table(cache, seq_id, WINDOWED)) == 3
     jkv.check(cache)
@@ -103,7 +103,7 @@ def test_a_text_is_found_in_all_groups():
 
 
 def test_the_longest_prefix_that_all_groups_have():
-    """Of the windowed blocks only those of columns 3 and 2 are left, let go last."""
+    """Only the windowed blocks of columns 3 and 2 are left, freed last."""
     texts = [TEXT[:9], TEXT[:13], TEXT]
     assert match(remembering(), texts) == [8, 12, 15]
     cache = without_window_blocks(remembering(), 10)
@@ -200,10 +200,10 @@ def test_evicting_what_is_cached_in_each_group():
 
 
 def test_no_group_gives_a_block_that_was_promised():
-    """What is found is pinned in all groups before any takes a block."""
+    """Cached blocks are pinned in all groups before any takes a block."""
     cache = without_window_blocks(remembering(), 8)
-    # The four windowed blocks that are left are those of the text. Of these one is
-    # found, and two are taken: one is left for the other.
+    # The four windowed blocks that are left belong to the text. One of these is a hit,
+    # and two are taken: one is left for the other.
     _, found = allocate(cache, [20, 8], tokens=[TEXT, [9, 9]])
     assert names(found.status) == ["OK", "OUT_OF_BLOCKS"]
     cache, found = allocate(cache, [20, 4], tokens=[TEXT, [9, 9]])

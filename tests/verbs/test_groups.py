@@ -1,7 +1,7 @@
 """Groups of layers: a pool of blocks for each window, and the same sequences in all.
 
-What a plain cache says, which keeps all tokens of all layers, is what groups must say:
-the same statuses, lengths and positions, and the same attention of each layer.
+Groups must give the same results as a plain cache, which keeps all tokens of all
+layers: the same statuses, lengths and positions, and the same attention of each layer.
 """
 
 import dataclasses
@@ -87,7 +87,7 @@ def same(found, expected):
 
 
 def test_groups_say_what_one_cache_says():
-    """Random steps and changes; only who goes back below a window is refused more."""
+    """Random steps and changes; only rolling back below a window is refused more."""
     rng = np.random.default_rng(3)
     plain, groups = plain_cache(), grouped_cache()
     assert groups.find_layer(2) == (1, 1) and groups.find_layer(3) == (0, 1)
@@ -110,7 +110,7 @@ def test_groups_say_what_one_cache_says():
                 others = lengths[seq_ids] - rng.integers(0, 5, WIDTH)
                 others = others.astype(np.int32)
             after, found = change(groups, kind, seq_ids, others)
-            # Who would go back below the window is refused by groups alone.
+            # Rolling back below the window is refused by groups alone.
             below = np.asarray(found[3]) == jkv.Status.INVALID_ARGUMENT
             num_refused += below.sum()
             told = np.where(below & (kind == 2), -1, seq_ids).astype(np.int32)
@@ -165,7 +165,7 @@ def test_who_lacks_a_block_leaves_its_row(num_blocks):
 
 
 def test_who_is_cut_off_leaves_its_row():
-    """Of a text of 24 tokens the windowed layers have those from 12 on."""
+    """Of a text of 24 tokens the windowed layers have the tokens from 12 on."""
     cache, _ = jkv.allocate(grouped_cache(), [0, 0, 0])
     for _ in range(6):
         cache, _ = jkv.append(cache, 0, 4, capacity=4)
@@ -241,7 +241,7 @@ def test_layers_may_be_scanned_by_their_periods():
 
 
 def test_sequences_leave_and_come_back_in_all_groups():
-    """What was given back in one group and kept in the other goes along."""
+    """Blocks released in one group and kept in the other move along."""
     cache, _ = allocate(grouped_cache(), np.zeros(WIDTH, np.int32))
     rows = np.arange(ROWS * 2, dtype=np.float32).reshape(ROWS, 1, 2)
     for _ in range(5):
@@ -284,7 +284,7 @@ def test_eviction_goes_on_until_every_group_has_enough():
 
 
 def test_nothing_is_refused_for_groups(tmp_path):
-    """What is asked of a whole cache is asked of one with groups, too."""
+    """Arguments for a whole cache also work for one with groups."""
     cache, _ = allocate(grouped_cache(), np.zeros(WIDTH, np.int32))
     rows = np.arange(ROWS * 2, dtype=np.float32).reshape(ROWS, 1, 2)
     cache, _, _ = step(cache, np.int32([0, 1, 2]), np.int32([4, 2, 2]), rows)

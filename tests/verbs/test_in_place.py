@@ -2,7 +2,7 @@
 
 XLA shows every copy it makes. The pools here have an element count that nothing else
 reaches, so an operation of that size that is not an in-place update is a copy of the
-pool, whatever its name. A verb is compiled once for all that is asked of it.
+pool, under any name. A verb is compiled once for all its questions.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ IDS = jax.ShapeDtypeStruct((BATCH_SIZE,), jnp.int32)
 
 @functools.cache
 def make_cache(dtype, **changes):
-    """The shapes of a cache whose pool dwarfs the working memory of a step."""
+    """The shapes of a cache with a pool that dwarfs the working memory of a step."""
     config = jkv.CacheConfig(
         num_layers=NUM_LAYERS,
         num_kv_heads=NUM_KV_HEADS,
@@ -55,7 +55,7 @@ def pool_bytes(cache):
 
 @functools.cache
 def compile_donated(function, cache, *arguments):
-    """The program whose first argument is donated; arguments are told by identity."""
+    """The program with its first argument donated; arguments are found by identity."""
     return (
         jax.jit(function, donate_argnums=0).lower(cache, *arguments).compile(ALL_PASSES)
     )
@@ -76,14 +76,14 @@ def assert_in_place(function, *arguments):
 
 
 def copied_metadata(function, *arguments):
-    """What the compiled function copies of the tables and of arrays by block."""
+    """Copies that the compiled function makes of tables and of arrays by block."""
     compiled = compile_donated(function, *arguments)
     operations = pool_sized_operations(compiled, NUM_BLOCKS)
     return [each for each in operations if each.startswith("copy")]
 
 
 def attend_layer(cache, layer, batch, hidden):
-    """What a model does per layer: project, write, attend, add."""
+    """A model's work per layer: project, write, attend, add."""
     kv = (BATCH_SIZE, NUM_KV_HEADS, HEAD_DIM)
     keys = hidden[:, :NUM_KV_HEADS].reshape(kv)
     cache = jkv.write(cache, layer, batch, keys, keys * 2)
@@ -118,7 +118,7 @@ def step_in_a_loop(cache, seq_ids, hidden):
     )
 
 
-# Layers one after the other: of the dtypes whose rows are written in different ways.
+# Layers one after the other: for the dtypes with different ways to write rows.
 CASES = [(step_scanned, dtype) for dtype in DTYPES]
 CASES += [(step_unrolled, dtype) for dtype in (jnp.float32, jnp.bfloat16, jnp.int8)]
 CASES += [(step_scanned, jnp.int4)]
@@ -218,7 +218,7 @@ def test_a_donated_verb_copies_no_pool(verb, prefix_caching):
 
 @pytest.mark.parametrize("verb", few(["append", "free"], "append"))
 def test_a_donated_verb_copies_nothing_with_a_window(verb):
-    """What is given back is not looked for in the pool."""
+    """Released blocks are not searched for in the pool."""
     cache = make_cache(jnp.float32, sliding_window=9)
     assert copied_metadata(VERBS[verb], cache, IDS) == []
 
@@ -283,7 +283,7 @@ def test_a_donated_step_in_groups_updates_in_place():
     assert_in_place(step, make_groups(prefix_caching=True), IDS, hidden)
 
 
-# All but `reorder`, which tries on a copy who finds a block.
+# All but `reorder`, which tries on a copy which rows find a block.
 IN_GROUPS = [verb for verb in REUSING if verb != "reorder"]
 
 

@@ -1,6 +1,6 @@
-"""Classes of cached blocks: who is handed out when, and what stays of a class.
+"""Retention priorities of cached blocks: eviction order, and the kept part of a class.
 
-What a block's class is after any calls is the games' matter (`support/keeping.py`);
+The random games compute a block's class after any calls (`support/keeping.py`);
 here each rule stands alone.
 """
 
@@ -230,7 +230,7 @@ def test_classes_leave_and_come_back(tmp_path):
     kept = bare.metadata.groups[0].free_blocks.kept
     assert sorted(kept.classes.tolist()) == [0, 0, 0, 0, 1, 1, 2, 2]
     assert found(pressed(bare, 6), A, B) == [8, 0]
-    # A cache of fewer classes has those that there are.
+    # In a cache of fewer classes a block has one of these.
     other, _ = jkv.restore(small_cache(prefix_caching=True), store.find([*A]))
     assert found(other, A) == [8]
 

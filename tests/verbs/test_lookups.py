@@ -149,8 +149,8 @@ class TestGroups:
 
     def test_blocks_and_slots_are_of_a_group(self):
         cache = self.grown()
-        # 18 tokens are columns 0 to 4. The second step began at position 11, whose row
-        # sees positions 4 and later: column 0 was given back, and taken again.
+        # 18 tokens are columns 0 to 4. The second step began at position 11, and its
+        # row sees positions 4 and later: column 0 was given back, and taken again.
         full, windowed = (jkv.block_ids(cache, 1, group=i).tolist() for i in (0, 1))
         assert full == [3, 4, 5, 6, 7] + [44] * 7
         assert windowed == [20, 4, 5, 6, 7] + [20] * 7

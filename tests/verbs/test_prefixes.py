@@ -50,7 +50,7 @@ def told(cache, seq_id, numbers, commit=True):
 
 
 def started(*texts, **changes):
-    """A cache whose sequences 0, 1, ... hold these committed tokens."""
+    """A cache with these committed tokens in sequences 0, 1, ..."""
     cache = reusing(**changes)
     for seq_id, text in enumerate(texts):
         cache, _ = allocate(cache, 0)
@@ -103,7 +103,7 @@ def test_nothing_is_found_before_its_commit():
     cache, batch = told(cache, 0, PROMPT, commit=False)
     assert found(cache, PROMPT) == [0]
     assert found(jkv.commit(cache, batch), PROMPT) == [8]
-    # A sequence dropped before its commit leaves nothing, whoever has its row by then.
+    # A sequence dropped before its commit leaves nothing, even if another has its row.
     dropped, _ = free(cache, 0)
     dropped, _ = allocate(dropped, [0] * 4)
     dropped, _ = append(dropped, range(4), 10)
@@ -124,7 +124,7 @@ def test_a_sequence_with_a_gap_adds_no_more():
     cache, _ = told(cache, 0, PROMPT[4:6], commit=False)
     cache, _ = told(cache, 0, PROMPT[6:])
     assert found(cache, PROMPT) == [4]
-    # Cut back to what is visible, it goes on.
+    # Cut back to the visible part, it goes on.
     cache, _ = truncate(cache, 0, 4)
     cache, _ = told(cache, 0, PROMPT[4:])
     assert found(cache, PROMPT) == [8]
@@ -148,7 +148,7 @@ def test_domains_share_nothing():
     assert found(cache, PROMPT, PROMPT, PROMPT, salts=[0, 7, 8]) == [8, 8, 0]
     cache = jkv.invalidate(cache, 7)
     assert found(cache, PROMPT, PROMPT, salts=[0, 7]) == [8, 0]
-    # What the domain's open sequences hold is out of date, and stays so.
+    # The contents of the salt's open sequences are out of date, and stay so.
     cache, _ = told(cache, 1, [1, 2, 3])
     assert found(cache, [*PROMPT, 1, 2, 3], salts=7) == [0]
     cache = jkv.clear_prefixes(cache)
@@ -190,7 +190,7 @@ def test_equal_prefixes_of_one_step_are_stored_once(count, length, expected):
 
 
 def test_a_decoding_step_is_committed_like_any_other():
-    """A lane for each request, which is known of it, does what runs of blocks do."""
+    """Known to be one lane for each request, it gives the result of runs of blocks."""
     cache = started(PROMPT[:3], PROMPT[:7], [*PROMPT[:2], 99], PROMPT[:3])
     last = [PROMPT[3], PROMPT[7], 5, PROMPT[3]]
     cache, batch = jkv.append(cache, list(range(4)), tokens=jnp.asarray(last))
@@ -216,7 +216,7 @@ def test_a_write_never_reaches_a_shared_cached_block():
 
 
 def test_a_cut_into_an_unshared_block_needs_no_other():
-    """In a full pool roll-back works; what was cached past the cut is forgotten."""
+    """In a full pool roll-back works; cached blocks past the cut are forgotten."""
     cache = started(PROMPT)
     cache, result = allocate(cache, 0, tokens=[PROMPT[:8]])  # and another end, cached
     cache, _ = told(cache, int(result.seq_ids[0]), [77, 78, 79, 80])
@@ -327,7 +327,7 @@ def take_turns(carry, num_tokens, change):
 
 @pytest.mark.parametrize("name", ["salts", "parents", "tokens"])
 def test_a_hash_only_proposes(name):
-    """What an entry says of itself must be what the prompt asks for."""
+    """An entry's own salt, parent and tokens must be the prompt's."""
     cache = started(PROMPT)
     assert found(cache, PROMPT) == [8]
     metadata, second = cache.metadata, table(cache, 0)[1]

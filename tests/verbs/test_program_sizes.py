@@ -1,9 +1,9 @@
-"""How many instructions the verbs compile to: what a cache does not have costs none.
+"""Numbers of compiled instructions of verbs: absent parts of a cache cost none.
 
-A part of a model, an index and a window are values that the verbs ask. Those that are
-not there answer with constants, which XLA folds away: so a plain cache's programs have
-not one instruction of theirs. The plain cache's numbers, with the oldest JAX, are those
-of before there were such values; fewer are welcome, and the table then says so.
+A part of a model, an index and a window are values that the verbs use. Absent ones
+return constants, which XLA folds away: so a plain cache's programs have none of their
+instructions. The plain cache's numbers, with the oldest JAX, are the ones from before
+there were such values; fewer are welcome, and the table then says so.
 """
 
 import functools
@@ -47,7 +47,7 @@ def fresh(kind):
     return jkv.init(jkv.GroupedConfig(groups=groups, layer_groups=(0, 1)))
 
 
-# What suites leave out to compile quickly changes these numbers.
+# Passes that suites leave out to compile quickly change these numbers.
 OPTIONS = ALL_PASSES | {"xla_cpu_use_fusion_emitters": True}
 MOST = {
     "plain": {

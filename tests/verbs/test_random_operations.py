@@ -140,7 +140,7 @@ def test_random_operations_without_storage(name, tmp_path):
 
 @functools.cache
 def played_game(name):
-    """A game whose longest sequence has more than one block."""
+    """A game with more than one block in its longest sequence."""
     game = Game(SHAPES[name], make_verbs("eager"), seed=11)
     game.play(num_operations=40)
     while not game.oracle.open or game.oracle.block_size >= max(

@@ -63,7 +63,7 @@ CUT_SHORT = {
     dealt(further([("window", "donated"), ("window and sinks", "jitted")])),
 )
 def test_random_reuse_with_a_window(name, mode, tmp_path):
-    """A prompt is found where what its next row sees is there, though it began before.
+    """A prompt is found if its next row's tokens are there, though it began before.
 
     The oracle knows prefixes by all of their tokens.
     """
@@ -94,7 +94,7 @@ ALL_GROUPS = [(name, mode) for name in GROUPED for mode in MODES]
 @pytest.mark.parametrize("name, mode", PLAYED_GROUPS if EFFORT == 1 else ALL_GROUPS)
 @pytest.mark.one_end
 def test_random_reuse_in_groups(name, mode, tmp_path):
-    """A prompt is found where each group has what its next row sees."""
+    """A prompt is found if each group has its next row's tokens."""
     verbs = make_reuse_verbs(mode)
     groups, shape = GROUPED[name]
     num_hits = num_beyond = 0
@@ -118,7 +118,7 @@ def test_random_reuse_in_groups(name, mode, tmp_path):
 @pytest.mark.parametrize("mask", [0, 1], ids=["constant", "one bit"].__getitem__)
 @pytest.mark.one_end
 def test_a_hash_that_collides_never_gives_a_wrong_hit(mask, monkeypatch):
-    """What is found is what the prompt says, and its blocks keep the invariants."""
+    """A hit has the prompt's tokens, and its blocks keep the invariants."""
     good, traced = hashing.column_hash, []
 
     def poor(tokens, column):

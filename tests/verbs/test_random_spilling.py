@@ -25,7 +25,7 @@ from jkv.prefixes import hashing
 
 # Of one group; `test_keeping.py` plays the same with classes.
 CASES = further([("roomy", "donated"), ("few blocks", "jitted")])
-# Those with states are played below.
+# Groups with states are played below.
 GROUPS = further([("full and window", "jitted"), ("three", "donated")])
 GROUPS += further([("two full", "jitted")])
 

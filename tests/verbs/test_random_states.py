@@ -1,4 +1,4 @@
-"""Random operations on caches of which some layers keep a state.
+"""Random operations on caches with states in some layers.
 
 `JKV_RANDOM_OPERATIONS=20` plays all in all modes, twenty times each.
 """
@@ -26,7 +26,7 @@ ALL_CASES = [(name, mode) for name in GAMES for mode in MODES]
 @pytest.mark.parametrize("name, mode", CASES if EFFORT == 1 else ALL_CASES)
 @pytest.mark.one_end
 def test_random_states(name, mode, tmp_path):
-    """The state of a sequence is the fold of its tokens, whatever happens to it."""
+    """The state of a sequence is the fold of its tokens, after any operations."""
     groups, place, shape, rules = GAMES[name]
     verbs, num_hits, num_cuts = make_state_verbs(mode), 0, 0
     for seed in range(EFFORT):
@@ -44,5 +44,5 @@ def test_random_states(name, mode, tmp_path):
         num_hits += game.num_hits
         num_cuts += game.num_cuts_to_snapshots
     assert num_hits > 0 or name == "window"
-    # A window has mostly given back what the row after a snapshot would see.
+    # A window has mostly released the tokens that the row after a snapshot would see.
     assert num_cuts > 0 or "window" in name

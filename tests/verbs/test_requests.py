@@ -1,4 +1,4 @@
-"""What holds for every verb: batches, padding, refusals, and who is served first."""
+"""Rules of every verb: batches, padding, refusals, and the order of service."""
 
 import jax
 import jax.numpy as jnp
@@ -199,7 +199,7 @@ class TestAnyVerb:
         assert refusal_counts(cache)[Status.INVALID_SEQUENCE] == 2**32 + 1
 
     def test_values_compile_nothing_new(self):
-        """Eager calls with other values, ints too, find what was compiled."""
+        """Eager calls with other values, ints too, reuse the compiled programs."""
         compiled = []
 
         def listen(event, _, **__):
@@ -275,7 +275,7 @@ class TestOrderOfCauses:
 class TestWhoGetsTheLastBlocks:
     def test_requests_are_served_in_order(self):
         cache = with_free_blocks(opened(4, 4, 4), 2)
-        first, second = range(6, 8)  # what is left in the ring
+        first, second = range(6, 8)  # the ones left in the ring
         cache, step = append(cache, [2, 0, 1])
         assert names(step.status) == ["OK", "OK", "OUT_OF_BLOCKS"]
         assert table(cache, 2)[-1] == first and table(cache, 0)[-1] == second
@@ -285,7 +285,7 @@ class TestWhoGetsTheLastBlocks:
         answer = allocate(cache, [13, 1, 4])
         assert_refused(cache, answer, *["OUT_OF_BLOCKS"] * 3)
         assert free_count(answer[0]) == 3
-        # What does fit takes the last one.
+        # A fitting request takes the last one.
         cache, result = allocate(cache, 12)
         assert names(result.status) == ["OK"] and free_count(cache) == 0
 

@@ -58,7 +58,7 @@ def found(cache, prompt):
 
 
 def open_and_feed(cache, prompt):
-    """Open a sequence for a prompt and feed what was not found of it."""
+    """Open a sequence for a prompt and feed its uncached tokens."""
     cache, opened = allocate(cache, padded(prompt))
     seq_id, start = opened.seq_ids[0], int(opened.num_cached[0])
     cache, status, total = feed(cache, seq_id, padded(prompt[start:]))
@@ -79,7 +79,7 @@ def test_two_sequences_share_a_snapshot_and_part():
     assert start == other == EVERY
     cache, status, total = feed(cache, second, padded([4]))
     assert int(status) == Status.OK and int(total) == 5 + 1 + 2 + 3 + 9 + 4
-    # The first may go back to it, the others to what they share.
+    # The first may go back to it, the others to their shared part.
     cache, status = jkv.truncate(cache, jnp.stack([first, second, third]), [4, 4, 5])
     assert status.tolist() == [Status.OK, Status.OK, Status.INVALID_ARGUMENT]
     cache, _, total = feed(cache, second, padded([1]))

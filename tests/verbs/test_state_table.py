@@ -1,4 +1,4 @@
-"""Everything by everything: what is done, what layers keep, and what came before.
+"""All combinations: the operation, the kind of layers, and the earlier operations.
 
 The table is `support.state_table`. Where a cell is refused, nothing has changed.
 """
@@ -16,10 +16,10 @@ ROWS = {
     f"{row.name}, {row.kind}": row
     for table in (VERBS, LOOPS)
     for row in read_table(table)
-    # The engine's other kinds are what `tests/serving` is about.
+    # The engine's other kinds are tested in `tests/serving`.
     if row.name != "engine" or row.kind == "state"
 }
-# What `make test` plays: where layers attend beside a state, the verbs and scores. The
+# Cases of `make test`: for layers that attend beside a state, the verbs and scores. The
 # random games have states alone.
 FIRST_KIND, FIRST_LOOPS = "keys+state", {"score"}
 LATER = [

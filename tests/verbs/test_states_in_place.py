@@ -59,7 +59,7 @@ def fold_piece(state, given, count):
 
 
 def take_step(cache, seq_ids, counts, tokens, layers):
-    """Prompts and single tokens, of which some can be taken back."""
+    """Prompts and single tokens, some of them pending."""
     cache, batch = jkv.append(cache, seq_ids, counts, capacity=ROWS, tokens=tokens)
     x = tokens.astype(jnp.float32)[:, None] * jnp.ones((1, WIDTH))
     for layer in layers:

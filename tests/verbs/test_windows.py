@@ -1,4 +1,4 @@
-"""What a sliding window gives back, in small pictures; random games play the rest."""
+"""Blocks that a sliding window releases, in small pictures; games play the rest."""
 
 import dataclasses
 
@@ -56,7 +56,7 @@ class TestReserving:
         jkv.check(cache)
 
     def test_what_is_reserved_suffices_token_by_token(self):
-        """Others have all the rest: what it gives back it takes again."""
+        """Others have all the rest: it takes its own released blocks again."""
         cache, _ = allocate(small_cache(**WINDOW), 40)
         cache = with_free_blocks(cache, 0)
         for _ in range(40):
@@ -65,7 +65,7 @@ class TestReserving:
         assert free_count(cache) == 1  # row 39 sees from 32 on: two blocks
 
     def test_what_is_found_is_part_of_what_is_reserved(self):
-        """Of the text two blocks are found, one and a part; three are what it keeps."""
+        """Two blocks of the text are cached, one and a part; it keeps three."""
         cache, found = allocate(remembering(), 32, tokens=[TEXT])
         assert found.num_cached.tolist() == [15]
         assert columns(cache, 1) == [2, 3, 4] and free_count(cache) == 5
@@ -104,7 +104,7 @@ class TestAppending:
         assert_refused(cache, (refused, step), "CONTEXT_FULL", "INVALID_SEQUENCE")
 
     def test_blocks_free_before_the_call_decide(self):
-        """What a call gives back serves the next one."""
+        """Blocks that a call releases serve the next one."""
         cache = grow_to(20)  # holds columns 2, 3 and 4; the next row begins a block
         cache, filler = allocate(cache, [12, 8])
         jkv.raise_for_status(filler.status)
@@ -281,7 +281,7 @@ class TestAttending:
         assert shapes == [(16, 1, 2)] * 2
 
     def test_a_traced_window_looks_no_further(self):
-        """Free blocks hold NaN, and so do those that were given back."""
+        """Free blocks hold NaN, and so do released ones."""
         cache = grow_to(20)
         cache, step = append(cache, 0)
         cache = jkv.write(
@@ -311,7 +311,7 @@ class TestMoving:
                 jkv.swap_in(small_cache(**WINDOW | changes), swapped)
         with pytest.raises(ValueError, match="num_sink_tokens of the seq"):
             jkv.swap_in(small_cache(**WINDOW, num_sink_tokens=2), swapped)
-        # The row after 20 tokens sees those from 8 on, with a window of 12 or 13.
+        # The row after 20 tokens sees tokens 8 and later, with a window of 12 or 13.
         for window in (9, 13):
             wider = small_cache(**WINDOW | dict(sliding_window=window))
             wider, back = jkv.swap_in(wider, swapped)
@@ -331,7 +331,7 @@ class TestCounting:
         assert sharing.sharing == 1.0 and sharing.internal == 0.0
         profile = jkv.memory_profile(cache)
         assert (profile.tokens, profile.cells) == (12, 12)
-        assert jkv.stats(cache).tokens == 20  # a length counts what is gone
+        assert jkv.stats(cache).tokens == 20  # a length counts released tokens
 
 
 def attend_with_sinks(cache, batch, queries, window, num_sinks):
@@ -364,7 +364,7 @@ TEXT = list(range(50, 66))
 
 
 def remembering(**changes):
-    """A cache that has computed TEXT, and has let its four blocks go: 0, 1, 3, 2."""
+    """A cache that has computed TEXT, and has freed its four blocks: 0, 1, 3, 2."""
     cache, _ = allocate(small_cache(**REUSED | changes), 0, tokens=[TEXT[:4]])
     for start in range(0, 16, 4):
         cache, step = append(cache, 0, 4, tokens=TEXT[start : start + 4])
@@ -375,7 +375,7 @@ def remembering(**changes):
 
 
 def without_the_beginning(cache):
-    """Others take all but the two blocks that were let go last."""
+    """Others take all but the two blocks that were freed last."""
     return with_free_blocks(cache, 2)
 
 

@@ -114,7 +114,7 @@ def test_what_was_never_written_is_never_read():
     found = np.asarray(jkv.attend(cache, 0, step.batch, queries))[:2]
     assert np.isfinite(found).all() and found.all()
     assert stored_tokens(cache, 0) == list(range(6))
-    # After reuse the slots hold what another sequence left: not seen either.
+    # After reuse the slots hold another sequence's values: not seen either.
     cache, _ = free(with_storage_filled(cache, 1e30), [0, 1])
     cache, _ = allocate(cache, 0)
     cache = grow(cache, 2, [1.0, 2.0])

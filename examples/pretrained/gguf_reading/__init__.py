@@ -1,9 +1,9 @@
 """GGUF files: a file is unpacked into a folder like any other checkpoint's.
 
-The folder holds what a Hugging Face checkpoint has beside its weights (config.json,
-tokenizer.json, the chat template), made of the file's own metadata, and says where the
-tensors lie; they stay in the file and are dequantized one at a time, when they are
-asked for. So nothing that reads a folder knows of GGUF but `pretrained/files.py`.
+The folder holds the files of a Hugging Face checkpoint beside its weights (config.json,
+tokenizer.json, the chat template), made of the file's own metadata, and names the
+tensors' places; they stay in the file and are dequantized one at a time, when they are
+read. So no reader of a folder depends on GGUF but `pretrained/files.py`.
 """
 
 from .folders import find_folder

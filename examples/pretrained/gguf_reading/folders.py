@@ -16,13 +16,13 @@ def find_folder(model: str | Path) -> Path:
     """Return the folder of a checkpoint, which may be a GGUF file.
 
     Args:
-        model: a checkpoint's folder, a GGUF file, the first of those that one was split
-            into, or a folder that holds one.
+        model: a checkpoint's folder, a GGUF file, the first of several parts of one, or
+            a folder that holds one.
 
     Raises:
         ModuleNotFoundError: for a GGUF file without the package gguf.
         FileNotFoundError: for a file that is not there.
-        ValueError: for a file that is damaged or holds what is not served.
+        ValueError: for a file that is damaged or not supported.
     """
     path = find_file(model) or Path(model)
     if path.suffix.lower() in PICKLED:

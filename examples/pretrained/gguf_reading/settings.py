@@ -1,7 +1,7 @@
 """The config.json that a GGUF file's metadata amount to, for each architecture.
 
-What the metadata do not say is known of the architecture: which layers have a window,
-how far those are turned.
+The architecture gives the settings that the metadata lack: which layers have a window,
+and their rotation.
 """
 
 import math
@@ -20,13 +20,13 @@ class Kind(NamedTuple):
 
     class_name: str
     read: Callable[[GGUFile], dict[str, Any]] | None = None
-    says: Mapping[str, Any] = {}  # what no file of the architecture says
+    says: Mapping[str, Any] = {}  # keys that no file of the architecture has
     is_permuted: bool = False  # rows of queries and keys: neighbours are turned
     norm_offset: float = 0.0  # added to norms when the file was written
 
 
 def make_config(file: GGUFile) -> dict[str, Any]:
-    """Return what the config.json of a model's checkpoint would say."""
+    """Return the config.json of an equivalent model checkpoint."""
     sizes, kind = describe_model(file), KINDS[file.model_type]
     head_dim = sizes["head_dim"]
     tokens = file.metadata.get("tokenizer.ggml.tokens")
@@ -62,7 +62,7 @@ def _read_scaling(file: GGUFile) -> dict[str, Any] | None:
     older = file.get("rope.scale_linear", 0.0)
     factor = file.get("rope.scaling.factor", older) or 1.0
     if (name := "rope_freqs.weight") in file.tensors:
-        # What Llama 3 makes of its settings, worked out: a factor a pair of components.
+        # Llama 3's scaling, worked out: a factor a pair of components.
         over = factor if scaling == "linear" else 1.0
         each = [over * float(one) for one in np.ravel(read_tensor(file, name))]
         length = file.need("context_length")
@@ -97,7 +97,7 @@ def _read_scaling(file: GGUFile) -> dict[str, Any] | None:
 
 
 def _read_yarn_factor(file: GGUFile) -> float:
-    """Return what the scores' own factor, 0.1 ln(factor) + 1, is multiplied by."""
+    """Return the multiplier of the scores' own factor, 0.1 ln(factor) + 1."""
     keys = "rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"
     return math.prod(float(file.get(key, 1.0)) for key in keys)
 
@@ -126,7 +126,7 @@ def _read_gemma(file: GGUFile, every: int) -> dict[str, Any]:
     """Read windows of all layers but one of so many, and the scale of scores."""
     layers, heads = file.need("block_count"), file.need("attention.head_count")
     head_dim = file.need("attention.key_length")
-    # The largest of each generation divides by what a head has of the hidden size.
+    # The largest of each generation divides by a head's share of the hidden size.
     is_largest = layers == {2: 46, 6: 62}[every]
     pattern = file.get("attention.sliding_window_pattern", every)
     if not isinstance(pattern, list):

@@ -14,7 +14,7 @@ KINDS = (
     *("F32", "F16", "BF16"),
     *("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
 )
-BYTES_AT_A_TIME = 2**16  # that a row of what is dequantized has at most
+BYTES_AT_A_TIME = 2**16  # that a row to dequantize has at most
 EXTRA = "GGUF files need the package gguf: pip install gguf"
 
 
@@ -43,7 +43,7 @@ def read_file(path: Path) -> GGUFile:
 
 
 def read_tensor(file: GGUFile, name: str, index: int | None = None) -> np.ndarray:
-    """Return a tensor's numbers, float32 or float16, or those of a part of it.
+    """Return a tensor's numbers, float32 or float16, or a part of them.
 
     Args:
         file: that holds it.

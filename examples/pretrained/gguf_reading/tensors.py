@@ -13,7 +13,7 @@ from jkv.config.gguf_file import GGUFile
 from .settings import KINDS
 from .stored import read_file, read_tensor
 
-# Worked out of what the config says.
+# Computed from the config.
 ROPES = ("freqs", "factors_short", "factors_long")
 DERIVED = {f"rope_{name}.weight" for name in ROPES}
 # An expert of a layer, by a checkpoint's name; files have one tensor of all experts.
@@ -28,8 +28,8 @@ def name_tensors(file: GGUFile, known: set[str]) -> dict[str, str]:
     """Return the names in the file by those of a checkpoint.
 
     Args:
-        file: all of its tensors are named, those that nobody knows as they are, but for
-            those of layers that guess further tokens.
+        file: all of its tensors are named, unknown ones by their own names, except
+            layers for speculative decoding.
         known: the checkpoint's names.
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
@@ -53,7 +53,7 @@ def name_tensors(file: GGUFile, known: set[str]) -> dict[str, str]:
 
 
 class GGUFTensors:
-    """What `safetensors.safe_open` gives, of a GGUF file."""
+    """The interface of `safetensors.safe_open` for a GGUF file."""
 
     def __init__(self, index: Path) -> None:
         """Map the file that an index names."""
@@ -84,7 +84,7 @@ class GGUFTensors:
 
 
 class _Stored:
-    """A tensor of floats, whatever it is stored as."""
+    """A tensor of floats, stored in any format."""
 
     def __init__(self, read: Any) -> None:
         self._read = read

@@ -1,4 +1,4 @@
-"""What a checkpoint's folder has beside its weights, written from a GGUF file."""
+"""The files of a checkpoint's folder beside its weights, written from a GGUF file."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ def unpack(path: Path, folder: Path) -> None:
     Raises:
         ModuleNotFoundError: without the package gguf.
         FileNotFoundError: when a part of a file that was split is missing.
-        ValueError: for a file that is damaged or holds what is not served.
+        ValueError: for a file that is damaged or not supported.
     """
     file = read_file(path)
     config = make_config(file)

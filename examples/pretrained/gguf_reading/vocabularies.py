@@ -1,8 +1,8 @@
 """The tokenizer that a GGUF file's metadata describe, as a tokenizer.json.
 
-Two families: pieces of bytes, whose merges are in the file, and SentencePiece's pieces
-with bytes as the last resort, whose merges follow from the vocabulary. What a file does
-not say has llama.cpp's defaults (`src/llama-vocab.cpp` there).
+Two families: pieces of bytes, with merges in the file, and SentencePiece's pieces with
+bytes as the last resort, with merges that follow from the vocabulary. Keys missing from
+a file have llama.cpp's defaults (`src/llama-vocab.cpp` there).
 """
 
 import logging
@@ -26,7 +26,7 @@ logger = logging.getLogger("pretrained")
 
 # Of `tokenizer.ggml.token_type`.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
-# Texts of tokens that end a text or a turn, whatever their type is said to be.
+# Texts of tokens that end a text or a turn, regardless of their type in the file.
 ENDS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>"),
     *("<|end_of_text|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "</s>"),
@@ -39,7 +39,7 @@ ENDS = (
     ),
     "[e~[",
 )
-# Keys of ends, and texts of those that a file without the key may have.
+# Keys of ends, and possible texts of these in a file without the key.
 END_KEYS = {
     **dict.fromkeys(("eos_token_id", "eot_token_id", "eom_token_id"), ()),
     "fim_pad_token_id": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
@@ -56,7 +56,7 @@ NO_ENDS = (
     ("<|end|>", ("<|flush|>", "<|calls|>")),
     ("</s>", ("<|tool_response>",)),
 )
-# What a text shows of the parts of an answer, as gpt-oss writes them.
+# Visible tokens between the parts of an answer, as gpt-oss writes them.
 SHOWN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
 SPACE = "\u2581"  # stands for a space in SentencePiece's pieces
 SPECIAL_TOKENS = {
@@ -66,13 +66,13 @@ SPECIAL_TOKENS = {
     "pad_token": "padding_token_id",
 }
 # How text is cut before pieces of bytes are merged, by `tokenizer.ggml.pre`. The
-# patterns are those of the models' own tokenizer.json.
+# patterns come from the models' own tokenizer.json.
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _LLAMA3 = rf"{_ENDINGS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
 _QWEN = rf"{_ENDINGS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
-# These take a whole word that is a token, whatever its merges would give, and begin
-# with the token that begins texts.
+# These take a whole word that is a token, regardless of its merges, and begin with the
+# token that begins texts.
 AS_LLAMA3 = (
     *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral"),
     *("midm-2.0", "lfm2", "jina-v5-nano"),
@@ -137,7 +137,7 @@ def make_tokenizer(file: GGUFile) -> Tokenizer:
 
 
 def make_settings(file: GGUFile) -> dict[str, Any]:
-    """Return what tokenizer_config.json would say: special tokens, the template."""
+    """Return tokenizer_config.json's contents: special tokens, the template."""
     said = _said(file)
     named = {
         name: said["tokens"][said[key]]
@@ -178,7 +178,7 @@ def _find_ends(said: Mapping[str, Any]) -> set[int]:
 
 
 def _find_kinds(said: Mapping[str, Any]) -> list[int]:
-    """Return the types of all tokens, as they are whatever the file says."""
+    """Return the actual types of all tokens, which a file may have wrong."""
     tokens = said["tokens"]
     kinds = list(said.get("token_type") or [NORMAL] * len(tokens))
     numbers = {token: number for number, token in enumerate(tokens)}
@@ -195,7 +195,7 @@ def _find_kinds(said: Mapping[str, Any]) -> list[int]:
 
 
 def _said(file: GGUFile) -> dict[str, Any]:
-    """Return what a file says of its tokenizer, and the defaults of its family."""
+    """Return a file's tokenizer metadata, with the defaults of its family."""
     prefix = "tokenizer.ggml."
     said = {
         name.removeprefix(prefix): value
@@ -222,7 +222,7 @@ def _said(file: GGUFile) -> dict[str, Any]:
 
 
 def _check_different(file: GGUFile, tokens: list[str]) -> None:
-    """Reject a vocabulary in which two tokens are alike: one could not be told."""
+    """Reject a vocabulary with two equal tokens: they would be ambiguous."""
     numbers: dict[str, int] = {}
     for number, token in enumerate(tokens):
         first = numbers.setdefault(token, number)
@@ -307,7 +307,7 @@ def _decode_pieces() -> list[decoders.Decoder]:
 
 
 def _find_merges(tokens: list[str], scores: Any) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that make a token, those of the best tokens first."""
+    """Return all pairs of tokens that make a token, the best tokens first."""
     vocabulary = {token: number for number, token in enumerate(tokens)}
     found = []
     for token, score in zip(tokens, scores, strict=True):
@@ -319,7 +319,7 @@ def _find_merges(tokens: list[str], scores: Any) -> list[tuple[str, str]]:
 
 
 def _add_tokens(tokenizer: Tokenizer, said: Mapping[str, Any]) -> None:
-    """Add what is never cut: tokens of the model's own, and those users defined."""
+    """Add the tokens that are never cut: the model's own, and user-defined ones."""
     kinds, known = _find_kinds(said), tokenizer.get_vocab(False)
     # Phi 3 takes the white space behind most of them.
     is_phi3 = any(name in said["name"] for name in ("phi-3", "phi3"))

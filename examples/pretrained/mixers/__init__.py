@@ -1,6 +1,6 @@
-"""What mixes the tokens of a layer that keeps a state instead of keys and values.
+"""Token mixers of layers that keep a state instead of keys and values.
 
-`mixer.py` says what each of them tells; `MIXERS` names them.
+`mixer.py` defines the interface of each; `MIXERS` names them.
 """
 
 from .delta_layer import DELTA_RULE

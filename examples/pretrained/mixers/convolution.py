@@ -1,4 +1,4 @@
-"""A short causal convolution of each channel: what a layer with a state begins with.
+"""A short causal convolution of each channel: the start of a layer with a state.
 
 A token's output is a weighted sum of its own input and of the `K - 1` before it, which
 are the state. Symbols: `C` tokens of a piece, `...` axes of channels.

@@ -1,8 +1,8 @@
 """Layers with the gated delta rule: Qwen3-Next, Qwen3.5, OLMo Hybrid, Kimi Linear.
 
-Queries, keys and values go through a short convolution each, whose newest inputs are a
-part of the state; a head's matrix is the other. Queries, keys and values have arrays of
-their own in it, so that devices can share their heads.
+Queries, keys and values go through a short convolution each, and its newest inputs are
+a part of the state; a head's matrix is the other. Queries, keys and values have arrays
+of their own in it, so that devices can share their heads.
 
 Symbols: `R` rows, `E` hidden size, `G` key heads, `H` heads of the matrix, `D` and `V`
 components of a key and a value, `K` tokens that the convolution sees.
@@ -57,7 +57,7 @@ class _Rules:
     def read_token(
         self, state: dict[str, jax.Array], given: dict[str, jax.Array]
     ) -> tuple[dict[str, jax.Array], jax.Array]:
-        """Return the state after a token, and what its query found, [H, V]."""
+        """Return the state after a token, and its query's result, [H, V]."""
         past, convolved = {}, {}
         for name in CONVOLVED:
             old, taps = state[f"past_{name}"], self._find_taps(name)
@@ -93,7 +93,7 @@ class _Rules:
     def _make_tokens(
         self, convolved: dict[str, jax.Array], decays: jax.Array, strengths: jax.Array
     ) -> Tokens:
-        """Return what the rule takes of a token, or of a piece."""
+        """Return the rule's inputs about a token, or about a piece."""
         query, key, value = (jax.nn.silu(convolved[name]) for name in CONVOLVED)
         sharing = self._sizes.num_heads // self._sizes.num_key_heads
         query, key = (
@@ -122,7 +122,7 @@ def list_tensors(config: DecoderConfig) -> dict[str, Source]:
         delta_norm=(sizes.value_dim,),
         delta_output=(hidden, values),
     )
-    # One rate for each head, whatever axes of one element stand beside them.
+    # One rate for each head, with any number of axes of one element beside them.
     stored = (sizes.num_heads,) if sizes.gates is None else (1, 1, sizes.num_heads, 1)
     table["delta_rate"] = Source((sizes.num_heads,), stored, np.ravel)
     if sizes.gates is not None:
@@ -137,7 +137,7 @@ DELTA_RULE = Mixer(list_tensors, apply)
 
 
 def _project(sizes: DeltaRule, weights: Weights, x: jax.Array) -> dict[str, jax.Array]:
-    """Return what the rule gets of each row, in float32."""
+    """Return the rule's inputs of each row, in float32."""
     inputs = {
         name: linear(x, weights, f"delta_{name}").reshape(x.shape[0], *heads)
         for name, heads in _list_heads(sizes).items()
@@ -180,7 +180,7 @@ def _scale_to_one(x: jax.Array) -> jax.Array:
 
 
 def _list_heads(sizes: DeltaRule) -> dict[str, tuple[int, int]]:
-    """Return heads and components of what is convolved."""
+    """Return heads and components of the convolved rows."""
     keys = sizes.num_key_heads, sizes.key_dim
     return dict(query=keys, key=keys, value=(sizes.num_heads, sizes.value_dim))
 

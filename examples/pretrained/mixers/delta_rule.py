@@ -1,14 +1,14 @@
 """The gated delta rule: a matrix that each token reads, corrects and lets fade.
 
-A head keeps a matrix that maps keys to values. A token lets it fade, takes what it has
-for the token's key, and moves that towards the token's value; what its query finds then
-is the output (Gated Delta Networks, https://arxiv.org/abs/2412.06464, section 3.1).
+A head keeps a matrix that maps keys to values. A token lowers it by its decay, reads
+the value for the token's key, and moves that towards the token's value; its query then
+reads the output (Gated Delta Networks, https://arxiv.org/abs/2412.06464, section 3.1).
 With a rate for each channel of the key it is Kimi Delta Attention
 (https://arxiv.org/abs/2510.26692).
 
-Many tokens at once: what a token changes depends on what those before it changed, by
-products of their keys. In a piece of `C` tokens that is one triangular system for all
-changes together, and everything else are products of matrices (the WY representation,
+Many tokens at once: a token's change depends on the changes before it, by products of
+their keys. In a piece of `C` tokens that is one triangular system for all changes
+together, and everything else are products of matrices (the WY representation,
 https://arxiv.org/abs/2406.06484, section 3.2, with the rates of 2412.06464, section
 3.3).
 
@@ -21,19 +21,19 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Where rates are those of channels, tokens are compared in blocks of so many.
+# With a rate for each channel, tokens are compared in blocks of this size.
 BLOCK = 16
 
 PRECISE = jax.lax.Precision.HIGHEST
 
 
 class Tokens(NamedTuple):
-    """What the rule gets of tokens, each array with or without the axis of a piece."""
+    """The rule's inputs of tokens, each array with or without the axis of a piece."""
 
     queries: jax.Array  # [C, H, D], scaled
     keys: jax.Array  # [C, H, D], of length 1
     values: jax.Array  # [C, H, V]
-    decays: jax.Array  # [C, H, 1] or [C, H, D], the logarithm of what is left
+    decays: jax.Array  # [C, H, 1] or [C, H, D], the logarithm of the remaining share
     strengths: jax.Array  # [C, H], how far a value is corrected
 
 
@@ -59,7 +59,7 @@ def correct_once(memory: jax.Array, token: Tokens) -> tuple[jax.Array, jax.Array
 
 
 def correct_piece(memory: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
-    """Read all tokens of a piece, whose number is a power of two.
+    """Read all tokens of a piece; their number is a power of two.
 
     A token that does not count has the strength 0 and the decay 0.
 
@@ -78,8 +78,8 @@ def correct_piece(memory: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Arr
     size = keys.shape[1]
     earlier = jnp.tril(jnp.ones((1, size, size), bool), -1)
 
-    # Each change is what its value lacks: of what the old matrix has for the key, and
-    # of what the changes before it in the piece have added to that.
+    # Each change is the difference of its value from the old matrix's value for the key
+    # plus the additions of earlier changes in the piece.
     between = _compare(keys, keys, faded) * strengths[..., None]
     lacking = values - jnp.einsum("hcd,hdv->hcv", keys * left, memory)
     solver = invert_unit_triangle(jnp.where(earlier, between, 0.0))
@@ -99,9 +99,9 @@ def correct_piece(memory: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Arr
 def invert_unit_triangle(below: jax.Array) -> jax.Array:
     """Invert the unit matrix plus a strictly lower triangle, [H, C, C].
 
-    Blocks of the diagonal are inverted by halves, those of one element first:
+    Blocks of the diagonal are inverted by halves, blocks of one element first:
     of [[P, 0], [R, Q]] the inverse is [[P', 0], [-Q' R P', Q']]. Products alone, and
-    none of them grows beyond what the inverse holds, as powers of the triangle would.
+    none of them grows beyond the inverse's own values, as powers of the triangle would.
     """
     heads, size = below.shape[:2]
     inverse = jnp.ones((heads, size, 1, 1), below.dtype)
@@ -127,7 +127,7 @@ def _compare(rows: jax.Array, keys: jax.Array, faded: jax.Array) -> jax.Array:
     """Return products of rows with keys that faded up to the row, [H, C, C].
 
     That is ``sum_d rows[i, d] keys[j, d] exp(faded[i, d] - faded[j, d])`` for keys j up
-    to the row i; what stands elsewhere is finite and means nothing.
+    to the row i; the other entries are finite and mean nothing.
 
     Args:
         rows: [H, C, D].
@@ -145,8 +145,8 @@ def _compare_channels(rows: jax.Array, keys: jax.Array, faded: jax.Array) -> jax
     """Return `_compare` where each channel fades by its own rate.
 
     Neither factor of ``exp(faded[i]) exp(-faded[j])`` can be had alone: the second
-    overflows. So a block of rows has both of them from its first row, of which no
-    exponent of an earlier key is above 0; and inside a block the sum is taken as it is.
+    overflows. So a block of rows has both of them from its first row, where no exponent
+    of an earlier key is above 0; and inside a block the sum is taken as it is.
     """
     heads, size, dim = rows.shape
     width = min(BLOCK, size)

@@ -1,9 +1,9 @@
 """Layers of Mamba 2: Granite 4, Nemotron-H, Falcon-H1, Bamba, and Mamba2 itself.
 
-Values, keys and queries go through a short convolution each, whose newest inputs are a
-part of the state; the heads' memories are the other. All have arrays of their own in
-it, so that devices can share the heads: those of keys and queries, which groups of
-heads have in common, are on every device.
+Values, keys and queries go through a short convolution each, and its newest inputs are
+a part of the state; the heads' memories are the other. All have arrays of their own in
+it, so that devices can share the heads: keys and queries, which groups of heads have in
+common, are on every device.
 
 Symbols as in `state_space.py`; `R` rows, `E` hidden size, `K` tokens that the
 convolution sees.
@@ -88,11 +88,11 @@ class Rules:
         return stored.reshape(*_list_heads(self._sizes)[name], self._sizes.width)
 
     def _find_rate(self) -> jax.Array:
-        """Return by what heads forget, f32[H]."""
+        """Return the rate of each head's decay, f32[H]."""
         return -jnp.exp(self._weights["mamba_rate"].astype(jnp.float32))
 
     def _activate(self, name: str, sums: jax.Array) -> jax.Array:
-        """Return what follows from sums of a convolution, of a token or a piece."""
+        """Return the activation of a convolution's sums, of a token or a piece."""
         bias = self._weights.get(f"mamba_{name}_taps_bias")
         if bias is not None:
             heads = bias.astype(jnp.float32).reshape(_list_heads(self._sizes)[name])
@@ -100,7 +100,7 @@ class Rules:
         return jax.nn.silu(sums)
 
     def _skip(self, outputs: jax.Array, x: jax.Array) -> jax.Array:
-        """Add what of the values passes by the memory."""
+        """Add the share of the values that passes by the memory."""
         skip = self._weights["mamba_skip"].astype(jnp.float32)[:, None]
         return outputs + x * jnp.expand_dims(skip, range(x.ndim - skip.ndim))
 
@@ -108,7 +108,7 @@ class Rules:
 def project(
     sizes: StateSpace, weights: Weights, x: jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Return what rows are gated with, and what the rule reads of them.
+    """Return the gates of rows, and the rule's inputs.
 
     Args:
         sizes: of the layer.
@@ -142,7 +142,7 @@ def gather_heads(
     outputs: jax.Array,
     gates: jax.Array,
 ) -> jax.Array:
-    """Gate and norm what the rule put out, and come back to the hidden size.
+    """Gate and norm the rule's output, and project it to the hidden size.
 
     Args:
         sizes: of the layer.
@@ -192,6 +192,6 @@ MAMBA2 = Mixer(list_tensors, apply)
 
 
 def _list_heads(sizes: StateSpace) -> dict[str, tuple[int, int]]:
-    """Return heads and their dim, or groups and theirs, of what is convolved."""
+    """Return heads and their dim, or groups and theirs, of the convolved rows."""
     shared = sizes.num_groups, sizes.state_dim
     return dict(x=(sizes.num_heads, sizes.head_dim), b=shared, c=shared)

@@ -1,4 +1,4 @@
-"""What the model needs to know of a kind of layer with a state."""
+"""The model's interface to a kind of layer with a state."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,18 +9,18 @@ from ..config import DecoderConfig
 from ..layers import Weights
 from ..sources import Source
 
-# Takes states along, as ``jkv.fold_state`` does those of a layer of a cache:
-# (rule, inputs, chunk_rule=, chunk_size=) -> (outputs, what holds the new states).
+# Carries states along, as ``jkv.fold_state`` does for a layer of a cache: (rule,
+# inputs, chunk_rule=, chunk_size=) -> (outputs, the holder of the new states).
 Fold = Callable[..., tuple[Any, Any]]
 
 
 class Mixer(NamedTuple):
-    """A kind of layer with a state: its parameters, and what it computes of a rule.
+    """A kind of layer with a state: its parameters, and its computation with a rule.
 
-    What it keeps is `DecoderConfig.state`, with the names that the rule has.
+    Its state is `DecoderConfig.state`, with the names that the rule has.
     """
 
     # config -> where its parameters come from, by names that begin alike.
     list_tensors: Callable[[DecoderConfig], dict[str, Source]]
-    # (config, weights, x [R, E], fold) -> [R, E], and what fold returns beside outputs.
+    # (config, weights, x [R, E], fold) -> [R, E], and fold's second result.
     apply: Callable[[DecoderConfig, Weights, jax.Array, Fold], tuple[jax.Array, Any]]

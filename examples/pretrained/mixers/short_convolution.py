@@ -1,7 +1,7 @@
 """Layers of LFM2 that look back a few tokens only (https://arxiv.org/abs/2511.23404).
 
-Between two gates, which are products of the layer's input like what they open for, each
-channel is convolved with its last tokens. Those are all of the state.
+Between two gates, which are products of the layer's input like the gated rows, each
+channel is convolved with its last tokens. These are all of the state.
 
 Symbols: `R` rows, `E` hidden size, `K` tokens that the convolution sees, `C` tokens of
 a piece.
@@ -65,7 +65,7 @@ class Rules:
 
 
 def project(weights: Weights, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Return the second gate of rows [R, E], and what the rule reads: ``x`` f32[E]."""
+    """Return the second gate of rows [R, E], and the rule's input: ``x`` f32[E]."""
     first, second, opened = (linear(x, weights, f"short_{n}") for n in PROJECTED)
     return second, {"x": (first * opened).astype(jnp.float32)}
 

@@ -1,8 +1,8 @@
-"""Mamba 2: each head remembers outer products of what it reads and where to keep it.
+"""Mamba 2: each head remembers outer products of values and keys.
 
 A head's memory [P, N] decays by one number a token, and the token adds the product of
-its value x [P] and its key b [N], times its step; what comes out is the memory times
-the query c [N]. Heads share keys and queries in groups.
+its value x [P] and its key b [N], times its step; the output is the memory times the
+query c [N]. Heads share keys and queries in groups.
 
 One token follows that recurrence. Several at once are computed in the dual form, in
 which the decays between two tokens are a mask on the scores of queries and keys, so
@@ -23,9 +23,9 @@ EXACT = dict(precision="highest", preferred_element_type=jnp.float32)
 
 
 class Tokens(NamedTuple):
-    """What is read of a token or, with a leading axis C, of a piece.
+    """The rule's inputs of a token or, with a leading axis C, of a piece.
 
-    A token whose step is 0 changes nothing.
+    A token with a step of 0 changes nothing.
     """
 
     x: jax.Array  # f32[H, P], values
@@ -36,7 +36,7 @@ class Tokens(NamedTuple):
 
 
 def remember_token(memory: jax.Array, token: Tokens) -> tuple[jax.Array, jax.Array]:
-    """Return the memory f32[H, P, N] after a token, and what its query finds [H, P]."""
+    """Return the memory f32[H, P, N] after a token, and its query's result [H, P]."""
     heads, dim, state_dim = memory.shape
     groups = token.b.shape[0], heads // token.b.shape[0]
     kept = jnp.exp(token.rate * token.step).reshape(*groups, 1, 1)
@@ -49,7 +49,7 @@ def remember_token(memory: jax.Array, token: Tokens) -> tuple[jax.Array, jax.Arr
 
 
 def remember_piece(memory: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
-    """Return the memory f32[H, P, N] after a piece, and what is found [C, H, P]."""
+    """Return the memory f32[H, P, N] after a piece, and the outputs [C, H, P]."""
     (size, heads), (_, dim, state_dim) = tokens.step.shape, memory.shape
     groups = tokens.b.shape[1], heads // tokens.b.shape[1]
     grouped = memory.reshape(*groups, dim, state_dim)
@@ -58,16 +58,16 @@ def remember_piece(memory: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Ar
     since_start = jnp.exp(decays.cumsum(axis=0)).reshape(size, *groups, 1)
     between = jnp.exp(_sum_spans(decays)).reshape(*groups, size, size)
 
-    # What tokens of the piece have added, decayed until each later one.
+    # Additions of the piece's tokens, decayed until each later one.
     scores = jnp.einsum("lgn,sgn->gls", tokens.c, tokens.b, **EXACT)
     masked = scores[:, None] * between
     output = jnp.einsum("gjls,sgjp->lgjp", masked, added, **EXACT)
 
-    # What was in the memory before, decayed until each token.
+    # The memory before the piece, decayed until each token.
     earlier = jnp.einsum("lgn,gjpn->lgjp", tokens.c, grouped, **EXACT)
     output = output + earlier * since_start
 
-    # What is left of both behind the last token.
+    # The remainder of both behind the last token.
     left = added * between[:, :, -1].transpose(2, 0, 1)[..., None]
     new = jnp.einsum("sgjp,sgn->gjpn", left, tokens.b, **EXACT)
     grouped = grouped * since_start[-1][..., None] + new

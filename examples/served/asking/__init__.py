@@ -1,6 +1,6 @@
-"""What a line of a batch or a client's body asks for.
+"""Request options of a batch line or a client's body.
 
 ``showing.py`` reads all of it: ``fields.py`` (each is served, or refused by name),
-``body.py`` (what the engine is asked: ``prompts.py``, ``tools.py``), ``languages.py``
-and ``rules.py`` (what steers the texts), and what a reply shows.
+``body.py`` (arguments of the engine: ``prompts.py``, ``tools.py``), ``languages.py``
+and ``rules.py`` (logits processors), and the fields that a reply shows.
 """

@@ -1,6 +1,6 @@
-"""What a line of a batch or a client of the API asks for, in the API's words.
+"""Request options of a batch line or a client's body, in the API's words.
 
-Both give an `Ask` of the engine; what only a reply has is in `showing.py`.
+Both become an `Ask` of the engine; fields of a reply alone are in `showing.py`.
 """
 
 import random
@@ -37,20 +37,20 @@ class Asked(NamedTuple):
     tools: Tools | None = None  # that a chat may call
     language: Language | None = None  # of all texts
     rules: Rules | None = None  # likewise
-    told: tuple[str, ...] = ()  # what the client should know of the language
+    told: tuple[str, ...] = ()  # warnings for the client about the language
 
     @property
     def has_calls(self) -> bool:
-        """Whether a text may call tools."""
+        """True if a text may call tools."""
         return self.tools is not None and self.tools.language is not None
 
     @property
     def has_answer(self) -> bool:
-        """Whether a text that calls none is an answer after a schema."""
+        """True if a text that calls none is an answer after a schema."""
         return self.has_calls and self.language != self.tools.language
 
     def warn(self, served: Served) -> dict[str, list[str]]:
-        """Return what a client should know of its answer; nothing where all is well."""
+        """Return warnings for the client; empty if there are none."""
         told = [*self.told]
         if self.has_calls and not pretrained.can_show_tools(served.folder):
             told.append(
@@ -62,7 +62,7 @@ class Asked(NamedTuple):
 
 
 def read_body(served: Served, body: Any, *, is_chat: bool) -> Asked:
-    """Understand what the engine is asked for.
+    """Read the engine's arguments from a body.
 
     Args:
         served: the model.
@@ -70,7 +70,7 @@ def read_body(served: Served, body: Any, *, is_chat: bool) -> Asked:
         is_chat: whether "messages" are continued, not a "prompt".
 
     Raises:
-        ValueError: for what cannot be, in words for the client.
+        ValueError: for invalid options, in words for the client.
     """
     if not isinstance(body, Mapping):
         raise Refused("the body must be an object")
@@ -107,7 +107,7 @@ def read_body(served: Served, body: Any, *, is_chat: bool) -> Asked:
 def _read_most_tokens(
     served: Served, body: Mapping[str, Any], longest: int, *, is_chat: bool
 ) -> int:
-    """Return how many tokens a text may have: all that the context leaves, if asked."""
+    """Return the largest number of tokens of a text; by request, all that fit."""
     names = [
         name
         for name in ("max_completion_tokens", "max_tokens")
@@ -134,7 +134,7 @@ def _read_most_tokens(
 
 
 def read_sampling(served: Served, body: Mapping[str, Any]) -> jkv.Sampling:
-    """Read how tokens are drawn; what is not said is as the checkpoint says."""
+    """Read the sampling parameters; the checkpoint gives the defaults."""
     seed = body.get("seed")
     if seed is None:
         seed = random.getrandbits(31)
@@ -166,7 +166,7 @@ def _read_stops(body: Mapping[str, Any]) -> list[str]:
 
 
 def _read_stop_tokens(served: Served, body: Mapping[str, Any]) -> list[int]:
-    """Return the tokens that end a text: the model's own, and those that are given."""
+    """Return the tokens that end a text: the model's own, and the given ones."""
     given = body.get("stop_token_ids")
     given = [] if given is None else given
     if given != [] and not is_tokens(given):
@@ -181,7 +181,7 @@ def _read_stop_tokens(served: Served, body: Mapping[str, Any]) -> list[int]:
 
 
 def _read_client(body: Mapping[str, Any]) -> str | None:
-    """Return who asks: the field's older name, or its newer one."""
+    """Return the client's name: from the field's older name, or its newer one."""
     names = []
     for field in ("user", "safety_identifier"):
         name = body.get(field)

@@ -1,7 +1,7 @@
-"""The fields of the API's bodies: those that are served, and why the others are not.
+"""The fields of the API's bodies: the served ones, and the reasons against others.
 
-No field is ignored: one that is not served is refused by its name, unless its value
-asks for nothing (null, or what stands behind the reason here).
+No field is ignored: one that is not served is refused by its name, unless its value has
+no effect (null, or a value listed behind the reason here).
 """
 
 import json
@@ -20,10 +20,10 @@ class Refusal(NamedTuple):
 
 
 # `user` and the two beside it name a client for the API's owner. No text depends on
-# them, and the first two say whose turn it is (`Engine.submit(client=)`). Nothing is
-# stored, with `metadata` or without, and there is one `service_tier`.
+# them, and the first two name the client for fair turns (`Engine.submit(client=)`).
+# Nothing is stored, with `metadata` or without, and there is one `service_tier`.
 LABELS = ("user", "safety_identifier", "prompt_cache_key", "service_tier")
-# What is computed of a prompt is cached in any case.
+# Prompts are cached in any case.
 OBJECTS = ("metadata", "cache_control")
 
 SERVED = {
@@ -64,7 +64,7 @@ REFUSED = {
     "parallel_tool_calls": Refusal(_OF_CHATS, (True, False)),
     "functions": Refusal(_OLD, ([],)),
     "function_call": Refusal(_OLD, ("none", "auto")),
-    # What the model or the loop does not do.
+    # Not supported by the model or the loop.
     "top_logprobs": Refusal("is of chats; of texts logprobs is a number", (0,)),
     "prompt_logprobs": Refusal("is not served; echo with logprobs is"),
     "suffix": Refusal("is not served: texts are continued, not filled in", ("",)),
@@ -98,7 +98,7 @@ REFUSED = {
     "include_stop_str_in_output": Refusal(
         "is not served: a text ends before its stop", (False,)
     ),
-    # What is around a reply.
+    # Fields around a reply.
     **OF_CACHED_PROMPTS,
     "request_id": Refusal("is not served: ids are made here"),
     "kv_transfer_params": Refusal("is not served: there is one engine"),
@@ -107,7 +107,7 @@ REFUSED = {
 
 
 def check_fields(body: Mapping[str, Any], *, is_chat: bool) -> None:
-    """Refuse what is asked for and not served.
+    """Refuse fields that are not served.
 
     Raises:
         Refused: with the field's name, and why.
@@ -163,7 +163,7 @@ def check_texts(body: Mapping[str, Any]) -> None:
 
 
 def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
-    """Whether a value is one of these: 1.0 is 1, and 0 is not False."""
+    """True if a value is one of these: 1.0 is 1, and 0 is not False."""
     return any(
         isinstance(value, bool) == isinstance(each, bool) and value == each
         for each in values

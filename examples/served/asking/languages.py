@@ -1,4 +1,4 @@
-"""What the texts of a request must be: JSON, JSON of a schema, a pattern, a choice."""
+"""Structured output of a request: JSON, JSON of a schema, a pattern, a choice."""
 
 import contextlib
 import json
@@ -26,9 +26,9 @@ from ..values import refuse_unknown
 FIELDS = {"response_format", "structured_outputs", "tools"}
 FIELDS |= {"guided_json", "guided_regex", "guided_choice"}
 
-MOST_CHARACTERS = 2**16  # of what describes a language
+MOST_CHARACTERS = 2**16  # of a language's description
 MOST_BYTES = 2**26  # that its tables and its compiling take
-# Of these bytes, what one of many tools may take where all take too much.
+# Shares of these bytes for one of many tools, if all together take too much.
 SHARES = (1, 4, 16, 64)
 
 
@@ -36,14 +36,14 @@ class Compiled(NamedTuple):
     """A language's grammar."""
 
     grammar: Grammar
-    told: tuple[str, ...] = ()  # what clients should know of it
+    told: tuple[str, ...] = ()  # warnings for clients about it
 
 
 class Language(NamedTuple):
-    """A language that texts can be asked to be of."""
+    """A language for constrained decoding."""
 
     kind: str  # a key of `_COMPILERS`
-    text: str  # JSON of what describes it
+    text: str  # JSON of the description
     param: str  # the field that asks for it
 
     def compile(self, vocabulary: Vocabulary) -> Compiled:
@@ -68,7 +68,7 @@ def _compile_tools(
 ) -> Compiled:
     """Make the grammar of calls.
 
-    Where nothing must be called, a tool whose schema is not served does not refuse the
+    If no call is required, a tool with an unsupported schema does not refuse the
     others, unless it is strict: its arguments are any JSON object.
     """
     asked = {"vocabulary": vocabulary, "max_bytes": max_bytes, **described}
@@ -92,7 +92,7 @@ def _list_refused(
 ) -> Iterator[Mapping[str, ValueError]]:
     """Yield which tools may have free arguments instead: the fewest that help first.
 
-    They are those whose schemas are not served, then the largest ones, too.
+    First the tools with unsupported schemas, then the largest ones, too.
     """
     strict = {each["name"] for each in tools if each.get("strict")}
     known = frozenset[str]()
@@ -126,7 +126,7 @@ def read_language(
         calls: the language of texts that call tools, if some may be called.
 
     Raises:
-        Refused: for what describes none, and for two.
+        Refused: for an invalid description, and for two.
     """
     answer = _read_response_format(body.get("response_format"))
     if calls is not None and answer is not None:
@@ -217,8 +217,8 @@ def describe(kind: str, value: Any, param: str) -> Language:
     """Return a language.
 
     Args:
-        kind: of what describes it.
-        value: what describes it.
+        kind: kind of the description.
+        value: the description.
         param: the field that asks for it.
 
     Raises:

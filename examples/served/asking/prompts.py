@@ -17,8 +17,8 @@ from ..values import is_tokens, read_flag
 
 MOST_PROMPTS = 2048
 
-# What of a message no template of texts can tell. Whatever else a message has, such as
-# thoughts, is told if the template knows it.
+# Parts of a message that no template of texts can render. Other parts, such as
+# thoughts, are rendered if the template has them.
 NOT_OF_TEXTS = ("audio", "images", "videos", "function_call")
 
 # Parts of a message that are texts, and where each has its text.
@@ -30,7 +30,7 @@ def read_prompts(served: Served, body: Mapping[str, Any]) -> list[list[int]]:
     """Return the prompts: a text, tokens, or several of one kind; none is empty.
 
     Raises:
-        Refused: for anything else, and for what is too long.
+        Refused: for anything else, and for a prompt that is too long.
     """
     prompt = _list_prompts(body)
     if all(isinstance(text, str) for text in prompt):
@@ -61,7 +61,7 @@ def read_prompt_texts(served: Served, body: Mapping[str, Any]) -> list[str]:
 def read_chat(
     served: Served, body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] = ()
 ) -> list[list[int]]:
-    """Return what was said as the checkpoint's own template has it.
+    """Return the conversation, rendered by the checkpoint's own template.
 
     Args:
         served: the model.
@@ -69,8 +69,8 @@ def read_chat(
         tools: that the template tells the model of.
 
     Raises:
-        Refused: for what are no messages of texts, for what is too long, and when the
-            template refuses them.
+        Refused: for messages that are no texts, for a prompt that is too long, and if
+            the template refuses them.
     """
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -142,8 +142,8 @@ def _read_message(message: Any) -> dict[str, Any]:
             "that has a name, and arguments as a text",
             "messages",
         )
-    # Null is what an assistant says that only called tools, thought or refused, and
-    # what a tool answers that has nothing to say.
+    # Null is the content of an assistant that only called tools, thought or refused,
+    # and of a tool without a result.
     if content is None and message["role"] in ("tool", "function"):
         content = ""
     if content is not None or message["role"] != "assistant":
@@ -152,7 +152,7 @@ def _read_message(message: Any) -> dict[str, Any]:
 
 
 def _is_call(call: Any) -> bool:
-    """Whether this is a call of a tool; its arguments may be cut, or none."""
+    """True if this is a call of a tool; its arguments may be cut, or none."""
     function = call.get("function") if isinstance(call, Mapping) else None
     return (
         isinstance(function, Mapping)
@@ -171,7 +171,7 @@ def _read_content(content: Any) -> str:
 
 
 def _is_part(part: Any) -> bool:
-    """Whether this is a part of a message that is a text."""
+    """True if this is a part of a message that is a text."""
     if not isinstance(part, dict):
         return False
     name = PARTS.get(str(part.get("type", "text")))

@@ -1,4 +1,4 @@
-"""What a request asks of its tokens by numbers: biases, penalties, bans and others."""
+"""Rules about a request's tokens by numbers: biases, penalties, bans and others."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -37,7 +37,7 @@ def read_rules(
         has_language: whether they must be of one, which the model's own tokens end.
 
     Raises:
-        Refused: for what are no rules, and where the server has no room for any.
+        Refused: for invalid rules, and if the server has no room for any.
     """
     given = [
         name

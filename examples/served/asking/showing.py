@@ -1,4 +1,4 @@
-"""What a client of the API asks for: checked field by field, and how it is shown."""
+"""Request options of an API client, checked field by field, and display options."""
 
 import dataclasses
 import json
@@ -18,18 +18,18 @@ from .tools import read_tools
 
 
 class Shown(NamedTuple):
-    """What a reply shows of what comes."""
+    """Display options of a reply."""
 
     num_choices: int  # of each prompt
-    echoes: list[str] | None  # what each prompt's choices begin with
-    num_top: int | None  # tokens whose logprobs are told beside each one; None for none
+    echoes: list[str] | None  # the text that each prompt's choices begin with
+    num_top: int | None  # alternatives with logprobs at each token; None for none
     is_streamed: bool
     has_usage: bool = False  # at the end of a stream
     has_running_usage: bool = False  # with every piece of it
 
     @property
     def has_prompt_logprobs(self) -> bool:
-        """Whether the tokens of the prompts are shown with their logprobs."""
+        """True if the tokens of the prompts are shown with their logprobs."""
         return self.echoes is not None and self.num_top is not None
 
 
@@ -66,7 +66,7 @@ def read_fields(
     """Understand the fields of a body.
 
     Raises:
-        Refused: for what cannot be or is not served, in words for the client.
+        Refused: for invalid or unsupported fields, in words for the client.
         ValueError: likewise.
     """
     check_fields(fields, is_chat=is_chat)
@@ -97,7 +97,7 @@ def count_chat(served: Served, fields: Mapping[str, Any]) -> int:
     """Return the tokens of a chat's prompt, which may be more than the context.
 
     Raises:
-        Refused: for what cannot be or is not served.
+        Refused: for invalid or unsupported fields.
     """
     check_fields(fields, is_chat=True)
     check_model(served, fields.get("model"))
@@ -137,7 +137,7 @@ def _read_shown(
 
 
 def _read_num_top(body: Mapping[str, Any], *, is_chat: bool) -> int | None:
-    """Return how many tokens are told at each place; None for no logprobs at all."""
+    """Return the number of alternatives at each place; None for no logprobs."""
     if is_chat:
         num_top: int = read_number(body, "top_logprobs", 0, int, 0, MOST_TOP)
         if read_flag(body, "logprobs", False):

@@ -1,7 +1,7 @@
-"""The tools of a chat: what a client offers, and when the model calls them.
+"""The tools of a chat: the client's tools, and when the model calls them.
 
-Calls are steered: a grammar lets the model write free text and calls between tags, or
-calls alone, whose arguments follow each tool's schema (`jkv.grammar.from_tools`).
+Calls are constrained: a grammar allows free text and calls between tags, or calls
+alone, with arguments that follow each tool's schema (`jkv.grammar.from_tools`).
 """
 
 import re
@@ -21,7 +21,7 @@ class Tools(NamedTuple):
     """Tools that a chat may call."""
 
     listed: list[dict[str, Any]]  # as the client gave them, for the template
-    language: Language | None  # of the texts; None where no call is asked for
+    language: Language | None  # of the texts; None without calls
 
 
 def read_tools(body: Mapping[str, Any], tags: tuple[str, str]) -> Tools | None:
@@ -29,10 +29,10 @@ def read_tools(body: Mapping[str, Any], tags: tuple[str, str]) -> Tools | None:
 
     Args:
         body: the fields.
-        tags: what stands before and behind a call.
+        tags: the text before a call, and the text behind it.
 
     Raises:
-        Refused: for what are no tools, and for a choice that cannot be.
+        Refused: for invalid tools, and for an impossible choice.
     """
     is_parallel = read_flag(body, "parallel_tool_calls", True)
     listed = body.get("tools")

@@ -1,8 +1,8 @@
 """Connections that end: uvicorn's, with limits in time and bytes.
 
 uvicorn bounds a head's bytes, idle connections, their number and the time of its end.
-What it lets go on is bounded here: a head that comes slowly, what a client sends after
-its answer, a client that does not read, and half a body when the server ends.
+The rest is bounded here: a head that comes slowly, data of a client after its answer, a
+client that does not read, and half a body when the server ends.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from ..mistakes import Refused
 
 
 class Bounds(NamedTuple):
-    """What a client may take."""
+    """Limits for a client."""
 
     head_seconds: float = 10.0  # for a head, from its first byte or the connection's
     head_bytes: int = 2**14
@@ -30,7 +30,7 @@ class Bounds(NamedTuple):
     # request may be lost with it; httpx keeps one for 5 seconds.
     idle_seconds: int = 75
     closing_seconds: int = 5  # for replies under way when the server ends
-    connections: int = 512  # at one time; more are told to come later
+    connections: int = 512  # at one time; more are answered to come later
 
 
 def make_config(
@@ -39,8 +39,8 @@ def make_config(
     """Return uvicorn's settings.
 
     Args:
-        app: what answers.
-        bounds: what a client may take.
+        app: the application.
+        bounds: limits for a client.
         **options: of `uvicorn.Config`, such as host and port.
     """
     bounds = bounds or Bounds()
@@ -57,7 +57,7 @@ def make_config(
 
 
 class Connection(H11Protocol):
-    """A connection whose client has to go on."""
+    """A connection with a deadline for its client."""
 
     def __init__(self, bounds: Bounds, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -69,7 +69,7 @@ class Connection(H11Protocol):
 
     @property
     def is_answering(self) -> bool:
-        """Whether a request is here that has no answer yet."""
+        """True if a request is here that has no answer yet."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:
@@ -89,7 +89,7 @@ class Connection(H11Protocol):
             self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP as other mistakes are answered, and close."""
+        """Answer malformed HTTP like other mistakes, and close."""
         if self.conn.our_state is not h11.IDLE and self.conn.our_state is not (
             h11.SEND_RESPONSE
         ):

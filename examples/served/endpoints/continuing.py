@@ -38,8 +38,8 @@ Answer = Callable[[Request], Awaitable[Response]]
 # A proxy hands on each part as it comes, and keeps none.
 OF_STREAMS = {"X-Accel-Buffering": "no", "Cache-Control": "no-cache"}
 
-# Threads of requests that wait for a grammar or a row of rules, and of those that are
-# scored: nobody else's wait behind them.
+# Threads of requests that wait for a grammar or a row of rules, and of scored ones: no
+# other request waits behind them.
 _HOLDING = ThreadPoolExecutor(256, "jkv-holding")
 _SCORING = ThreadPoolExecutor(4, "jkv-scoring")
 
@@ -118,7 +118,7 @@ def make_endpoint(served: Served, bounds: Bounds, path: str) -> Answer:
                     found = list_events(known)
                 reply = kind.reply(served, fields, asked, shown, scored)
                 if shown.is_streamed:
-                    # A client may leave before the first piece is asked for.
+                    # A client may leave before the first piece.
                     return StreamingResponse(
                         stream(found, reply),
                         media_type="text/event-stream",
@@ -142,7 +142,7 @@ def make_endpoint(served: Served, bounds: Bounds, path: str) -> Answer:
 
 
 async def _score(served: Served, asked: Asked, shown: Shown) -> Sequence[Scored]:
-    """Return what the model says of the prompts, if it is told."""
+    """Return the scores of the prompts, if the reply shows them."""
     if not shown.has_prompt_logprobs or served.scorer is None:
         return ()
     loop = asyncio.get_running_loop()
@@ -150,7 +150,7 @@ async def _score(served: Served, asked: Asked, shown: Shown) -> Sequence[Scored]
 
 
 async def _hold(served: Served, asked: Asked, arrived: float) -> Held:
-    """Return what steers the texts of a body; there may be none for a while.
+    """Return the logits processors of a body; there may be none for a while.
 
     Raises:
         Refused: if there is no room for it in time.
@@ -171,7 +171,7 @@ async def _hold(served: Served, asked: Asked, arrived: float) -> Held:
 
 
 def _leave_time(asked: Asked, arrived: float) -> Asked:
-    """Return what is asked for in the time that is left of it.
+    """Return the request with the time that is left of its deadline.
 
     Raises:
         Refused: if none is.

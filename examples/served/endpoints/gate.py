@@ -1,4 +1,4 @@
-"""What stands before the endpoints: the key, a body's limits, the end of the server."""
+"""Checks before the endpoints: the key, a body's limits, the end of the server."""
 
 import asyncio
 import hmac
@@ -22,7 +22,7 @@ def respond(error: Refused) -> JSONResponse:
 
 
 def ask_for_key(app: ASGIApp, key: str) -> ASGIApp:
-    """Let through who has the key, as `Authorization: Bearer KEY` or `x-api-key: KEY`.
+    """Admit clients with the key, as `Authorization: Bearer KEY` or `x-api-key: KEY`.
 
     The scheme's case does not matter (RFC 9110, section 11.1).
     """
@@ -50,7 +50,7 @@ def ask_for_key(app: ASGIApp, key: str) -> ASGIApp:
 
 
 def tell_of_end(app: ASGIApp) -> ASGIApp:
-    """Answer those whose request the server's end has cancelled."""
+    """Answer the requests that the server's end has cancelled."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         has_begun = False
@@ -133,7 +133,7 @@ async def read_bytes(request: Request, bounds: Bounds) -> bytes:
     """Read a body, as far and as long as it may go.
 
     Raises:
-        Refused: beyond that; what still comes is the connection's affair.
+        Refused: beyond that; the connection handles the remaining bytes.
         ClientDisconnect: when the client has left.
     """
     body = bytearray()

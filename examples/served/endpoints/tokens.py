@@ -18,7 +18,7 @@ from ..values import is_tokens, read_flag
 from .connections import Bounds
 from .gate import read_bytes, respond
 
-# Each in the words of vLLM, whose endpoints they are.
+# Each with the names of vLLM, the origin of these endpoints.
 OF_TEXTS = {"model", "prompt", "add_special_tokens", "return_token_strs"}
 OF_CHATS = {"model", "messages", "tools", "add_special_tokens", "return_token_strs"}
 OF_CHATS |= {"chat_template_kwargs", "add_generation_prompt"}

@@ -1,5 +1,5 @@
 """The endpoint `/v1/messages`: chats in the words of Anthropic's API.
 
-``reading.py`` makes a chat's fields of a body, ``writing.py`` a message, or the events
-of a stream, of what comes.
+``reading.py`` makes a chat's fields of a body, ``writing.py`` a message or the events
+of a stream from the result.
 """

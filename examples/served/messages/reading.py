@@ -26,7 +26,7 @@ _OWN = ("max_tokens", "messages", "system", "stop_sequences", "tools", "tool_cho
 _OWN += ("metadata", "thinking", "output_config", "output_format", "service_tier")
 SERVED = {*_SAME, *_OWN, "context_management", "betas"}
 
-# What fields of chats are called here.
+# Names of chat fields here.
 NAMES = {"stop": "stop_sequences", "max_completion_tokens": "max_tokens"}
 NAMES |= {"response_format": "output_config", "reasoning_effort": "output_config"}
 NAMES |= {"response_format.json_schema": "output_config", "user": "metadata"}
@@ -47,7 +47,7 @@ def read_message_body(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a chat that asks for the same, but for `max_tokens`.
 
     Raises:
-        Refused: for what is not served, by its name.
+        Refused: for an unsupported field, by its name.
     """
     for name, value in body.items():
         if value is not None and name not in SERVED:
@@ -75,7 +75,7 @@ def read_most_tokens(body: Mapping[str, Any]) -> int:
 
 
 def list_message_warnings(body: Mapping[str, Any]) -> list[str]:
-    """Return what a client should know of fields that are taken and not followed."""
+    """Return warnings for the client about accepted fields that have no effect."""
     told = [
         f"tools of type {kind!r} are not served: the model is not told of them"
         for kind in dict.fromkeys(_list_hosted(body))
@@ -277,7 +277,7 @@ def _read_choice(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_output(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the answer must be, and how much effort goes into it."""
+    """Return the format of the answer, and the effort for it."""
     config = body.get("output_config")
     config = {} if config is None else config
     if not isinstance(config, Mapping):
@@ -301,7 +301,7 @@ def _read_output(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_user(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return who asks; of a name that is too long a hash stands for it."""
+    """Return the client's name; a hash replaces a name that is too long."""
     given = body.get("metadata")
     given = {} if given is None else given
     name = given.get("user_id") if isinstance(given, Mapping) else 0
@@ -316,7 +316,7 @@ def _read_user(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_thinking(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a template knows of thoughts: whether there are any."""
+    """Return the template's variable for thoughts: True if there are any."""
     given = body.get("thinking")
     if given is None:
         return {}

@@ -1,4 +1,4 @@
-"""From what comes of a text to a message, whole or as the events of a stream.
+"""From the result of a text to a message, whole or as the events of a stream.
 
 A message has blocks: texts, and the calls between them.
 """
@@ -57,7 +57,7 @@ class Block:
 
 
 class MessageReply:
-    """A message; its methods are those of `Reply`."""
+    """A message, with the methods of `Reply`."""
 
     is_scored = False
 
@@ -115,14 +115,14 @@ class MessageReply:
         return _event("error", error=told)
 
     def _take(self, new: Completion | Event) -> Iterator[str]:
-        """Take what has come; yield its events."""
+        """Take a new piece; yield its events."""
         self._tokens += new.tokens
         self._text += new.text or ""
         self._num_cached = new.cached_tokens
         written = self._choice.write(new, "delta")
         delta = written["delta"]
         calls = list(delta.get("tool_calls", ()))
-        # The rest of the call that is open comes before what is behind it.
+        # The rest of the open call comes before the next parts.
         while (
             calls and self._open is not None and calls[0]["index"] == self._open.number
         ):
@@ -184,7 +184,7 @@ class MessageReply:
             return
         decode = self._served.tokenizer.decode
         text = decode([*self._prompt, *self._tokens])[len(decode(self._prompt)) :]
-        rest = text[len(self._text) :]  # the stop, and what is behind it in its token
+        rest = text[len(self._text) :]  # the stop, and the rest of its token
         stops = [stop for stop in ask.stop_strings if rest.startswith(stop)]
         if stops:
             self._stop_reason, self._stop_sequence = "stop_sequence", stops[0]
@@ -204,7 +204,7 @@ class MessageReply:
         }
 
     def _count(self) -> dict[str, Any]:
-        """Return the tokens of the message; those that were cached are apart."""
+        """Return the tokens of the message, with the cached ones counted separately."""
         return {
             "input_tokens": len(self._prompt) - self._num_cached,
             "cache_creation_input_tokens": 0,

@@ -1,4 +1,4 @@
-"""From what the engine is asked to a reply, whole or streamed.
+"""From the engine's arguments to a reply, whole or streamed.
 
 ``answers.py`` waits for the engine (``known.py`` does without it). ``replies.py``
 writes texts and chats, ``kinds.py`` has the forms of all endpoints. ``calls.py`` are

@@ -1,7 +1,7 @@
 """A request's way through the engine: submitted, waited for or streamed, cancelled.
 
-What a client has left is cancelled: a stream is closed by its server, and the
-connection of a whole reply is watched meanwhile.
+A request is cancelled when its client has left: a stream is closed by its server, and
+the connection of a whole reply is watched meanwhile.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ def submit_all(served: Served, asked: Asked, variant: int) -> list[int]:
 
     Raises:
         Refused: when too many wait, for now or always; when the engine has failed.
-        RequestRefused: for what can never be served.
+        RequestRefused: for a request that can never be served.
     """
     most, num = served.max_waiting, asked.ask.n
     if most is not None and (len(asked.prompts) - 1) * num >= most:
@@ -65,22 +65,22 @@ def submit_all(served: Served, asked: Asked, variant: int) -> list[int]:
 
 
 async def list_events(events: Sequence[tuple[int, Event]]) -> Found:
-    """Yield events that are known, as `read_events` does those of the engine."""
+    """Yield known events, as `read_events` does the engine's."""
     for event in events:
         check_reason(event[1].reason)
         yield event
 
 
 def cancel_all(served: Served, numbers: list[int]) -> None:
-    """Cancel requests; those that have ended stay as they are."""
+    """Cancel requests; finished ones stay as they are."""
     for number in numbers:
         served.engine.cancel(number)
 
 
 async def read_events(served: Served, numbers: list[int], n: int) -> Found:
-    """Yield what comes of requests, each with its text's number; n texts a request.
+    """Yield events of requests, each with its text's number; n texts a request.
 
-    To leave cancels what goes on.
+    Leaving the generator cancels unfinished requests.
 
     Raises:
         Refused: when a text was not ended by its model or its limit.
@@ -124,7 +124,7 @@ async def read_events(served: Served, numbers: list[int], n: int) -> Found:
 async def gather(
     found: Found, asked: Asked, shown: Shown
 ) -> tuple[list[Completion], int]:
-    """Return what came of each choice, and the tokens that all texts took."""
+    """Return the completion of each choice, and the tokens that all texts took."""
     n = asked.ask.n
     texts = [
         Completion(number, sample, [], [], FinishReason.RUNNING, "")
@@ -148,7 +148,7 @@ async def gather(
 
 
 async def filter_events(found: Found) -> AsyncGenerator[tuple[int, Event], None]:
-    """Yield what came, and nothing where nothing did."""
+    """Yield the events that are not empty."""
     async for each in found:
         if each is not None:
             yield each
@@ -167,7 +167,7 @@ async def reply_whole(
         # To write logprobs takes a tokenizer's time.
         return await asyncio.to_thread(reply.whole, *work.result())
     finally:
-        # What was asked for is cancelled with the task that waits for it.
+        # Both tasks are cancelled with the task that waits for them.
         for task in (work, gone):
             task.cancel()
         await asyncio.gather(work, gone, return_exceptions=True)

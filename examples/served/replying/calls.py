@@ -1,7 +1,7 @@
 """Calls of tools in a text that comes in pieces, as `jkv.grammar.from_tools` has it.
 
-A call is `{"name": ..., "arguments": {...}}` between two tags. What is told of a text
-does not depend on the pieces in which it came.
+A call is `{"name": ..., "arguments": {...}}` between two tags. The result does not
+depend on the pieces in which the text came.
 """
 
 import json
@@ -24,28 +24,28 @@ class CallPart(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What a piece of a text adds."""
+    """The new parts of a piece of a text."""
 
     content: str
     calls: list[CallPart]
 
 
 class CallReader:
-    """Reads one text; each state is a method that takes what it can of what is left."""
+    """Reads one text; each state is a method that consumes a part of the rest."""
 
     def __init__(self, begin: str, end: str, *, has_answer: bool = False) -> None:
         """Begin with free text.
 
         Args:
             begin: the tag before a call.
-            end: the tag behind one; white space behind it is not told, nor that
-                before a call.
+            end: the tag behind one; white space behind it, and before a call, is
+                dropped.
             has_answer: whether a text that does not begin with a call has none, as an
                 answer after a schema, which may have the tag in it.
         """
         self._begin = begin
         self._tail = re.compile(rf"\s*\}}\n?{re.escape(end)}")
-        self._left = ""  # what is not understood yet
+        self._left = ""  # not parsed yet
         self._read = self._read_first if has_answer else self._read_free
         self._is_behind_call = False
         self._content = ""
@@ -54,11 +54,11 @@ class CallReader:
 
     @property
     def has_called(self) -> bool:
-        """Whether the text has calls, and none that is cut."""
+        """True if the text has calls, and none that is cut."""
         return 0 < self._num_begun == self._num_done
 
     def advance(self, text: str, *, is_last: bool) -> Told:
-        """Read a piece of the text; the last one leaves nothing to be told."""
+        """Read a piece of the text; the last one leaves nothing unread."""
         self._left += text
         while self._read():
             pass

@@ -21,15 +21,15 @@ AnyReply = Reply | ResponseReply | MessageReply
 
 
 class Kind(NamedTuple):
-    """What an endpoint makes of a body, and of what comes."""
+    """An endpoint's functions: from a body to a request, from results to a reply."""
 
     is_chat: bool
     read: Callable[[Fields], Fields]  # the fields, in the words of completions
-    # From the body, what was asked for and is shown, and what is known of the prompts.
+    # From the body, the request, the display options and the scores of the prompts.
     reply: Callable[[Served, Fields, Asked, Shown, Sequence[Scored]], AnyReply]
     names: Mapping[str, str] = {}  # of fields that it has in other words
     write_error: Callable[[Refused], dict[str, Any]] = lambda error: error.body
-    # What is asked for, within what a body bounds.
+    # The request, within the limits of a body.
     bound: Callable[[Served, Fields, Asked], Asked] = lambda _, __, asked: asked
 
     def rename(self, error: Refused) -> Refused:
@@ -63,7 +63,7 @@ def _reply_in_message(
 
 
 def _bound_message(served: Served, body: Fields, asked: Asked) -> Asked:
-    """Return what is asked for with as many tokens as the context leaves."""
+    """Return the request with as many tokens as the context leaves."""
     # The last token needs no room.
     room = served.context - len(asked.prompts[0]) + 1
     most = min(read_most_tokens(body), room)

@@ -1,4 +1,4 @@
-"""What comes of a request without the engine."""
+"""Results of a request that need no engine."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from .scoring import Scored
 def tell_known(
     served: Served, asked: Asked, scored: Sequence[Scored]
 ) -> list[tuple[int, Event]] | None:
-    """Return what comes without the engine; None where it is asked.
+    """Return the results that need no engine; None if it is needed.
 
     Nothing comes of texts that are only shown again; and a single token, if it is the
     most likely one, is known with the logprobs of the prompt.

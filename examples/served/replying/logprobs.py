@@ -9,14 +9,14 @@ from jkv.serving.request.texts import TextStream
 from ..loading import Served
 from .scoring import Scored
 
-LEAST_LOGPROB = -9999.0  # as the API writes what is less likely
+LEAST_LOGPROB = -9999.0  # as the API writes all smaller ones
 
 
 class Told(NamedTuple):
-    """What is told of a token."""
+    """The logprobs of a token, as shown."""
 
     token: int
-    text: str  # those of all tokens join to the text
+    text: str  # the texts of all tokens join to the text
     start: int  # characters before it
     logprob: float | None  # None for the first token of a prompt
     top: list[tuple[int, float]]  # the most likely tokens in its place
@@ -31,7 +31,7 @@ class TokenTeller:
         Args:
             served: the model.
             prompt: token ids.
-            num_top: tokens that are told beside each one.
+            num_top: alternatives shown beside each token.
         """
         self._served, self._prompt, self._num_top = served, list(prompt), num_top
         self._stream = TextStream(served.tokenizer.decode, prompt, ())
@@ -39,7 +39,7 @@ class TokenTeller:
         self._num_new = 0
 
     def tell_prompt(self, scored: Scored, echo: str) -> list[Told]:
-        """Return what is told of the prompt, which then stands before the text.
+        """Return the logprobs of the prompt, which then stands before the text.
 
         A special token has its name where the text that is shown has it, too.
         """
@@ -62,7 +62,7 @@ class TokenTeller:
     def tell(
         self, tokens: Sequence[int], logprobs: Sequence[float], scored: Scored | None
     ) -> list[Told]:
-        """Return what is told of new tokens.
+        """Return the logprobs of new tokens.
 
         Args:
             tokens: that follow.

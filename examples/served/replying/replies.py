@@ -27,7 +27,7 @@ REASONS = {
 
 
 class Reply:
-    """One reply: what all of its parts have in common, and its choices."""
+    """One reply: the fields that its parts have in common, and its choices."""
 
     def __init__(
         self,
@@ -42,8 +42,8 @@ class Reply:
 
         Args:
             served: the model.
-            asked: what the engine was asked for.
-            shown: what is told of it.
+            asked: the engine's arguments.
+            shown: the display options.
             scored: of each prompt, if they are shown with their logprobs.
             is_chat: whether it is of a chat.
         """
@@ -73,15 +73,15 @@ class Reply:
 
     @property
     def is_scored(self) -> bool:
-        """Whether the model is asked again for the tokens beside each one."""
+        """True if the model runs again for the alternatives at each token."""
         return bool(self._shown.num_top)
 
     def whole(self, found: Sequence[Completion], num_new: int) -> dict[str, Any]:
         """Return the whole reply.
 
         Args:
-            found: what came of each choice.
-            num_new: tokens, those of texts that are not shown, too.
+            found: the completion of each choice.
+            num_new: tokens, including texts that are not shown.
         """
         pairs = list(zip(self._choices, found, strict=True))
         for index, each in enumerate(found):
@@ -105,7 +105,7 @@ class Reply:
         return write_event(self._piece(index, event))
 
     def write_closing(self) -> str:
-        """Return the last events of a stream, what it took if that is asked for."""
+        """Return the last events of a stream, with the token counts if requested."""
         closing = ""
         if self._shown.has_usage:
             usage = {"usage": self._count(self._num_new)}
@@ -128,13 +128,13 @@ class Reply:
         return found | ({"usage": None} if self._shown.has_usage else {})
 
     def _note_cached(self, index: int, new: Completion | Event) -> None:
-        """Note what of a choice's prompt was cached; samples may share their prompt."""
+        """Note the cached tokens of a choice's prompt; samples may share a prompt."""
         prompt = index // self._shown.num_choices
         known = self._num_cached[prompt]
         self._num_cached[prompt] = max(known, new.cached_tokens)
 
     def _score(self, texts: list[list[int]]) -> list[Scored | None]:
-        """Return what the model says of texts, where others' logprobs are told."""
+        """Return the scores of texts, if alternatives are shown."""
         if not self.is_scored or self._served.scorer is None:
             return [None] * len(texts)
         return [*self._served.scorer.score(texts)]
@@ -202,10 +202,10 @@ class Choice:
     def write(
         self, new: Completion | Event, part: str, scored: Scored | None = None
     ) -> dict[str, Any]:
-        """Return what is new, or all, in the API's words.
+        """Return the new parts, or all, in the API's words.
 
         Args:
-            new: what has come.
+            new: the new event or completion.
             part: "message" for a whole one, "delta" for a piece.
             scored: of `text_before`.
         """
@@ -220,7 +220,7 @@ class Choice:
         else:
             written = {"text": text}
         if self._is_chat and not self._is_begun:
-            # Only the first piece says who speaks: clients join what pieces have.
+            # Only the first piece names the role: clients join the fields of pieces.
             written[part] = {"role": "assistant", **written[part]}
         logprobs = self._write_logprobs(new, scored)
         self._is_begun = True
@@ -230,7 +230,7 @@ class Choice:
     def _write_calls(
         self, calls: CallReader, new: Completion | Event, part: str
     ) -> dict[str, Any]:
-        """Return the message, or what is new of it: free text, and calls of tools."""
+        """Return the message, or its new parts: free text, and calls of tools."""
         is_last = new.reason != FinishReason.RUNNING
         told = calls.advance(new.text or "", is_last=is_last)
         written: dict[str, Any] = {"content": told.content}
@@ -258,7 +258,7 @@ class Choice:
 
 
 def join_parts(parts: Sequence[CallPart]) -> list[dict[str, Any]]:
-    """Return what parts say of each call, in the API's words."""
+    """Return each call, joined from its parts, in the API's words."""
     calls: dict[int, dict[str, Any]] = {}
     for part in parts:
         call = calls.setdefault(part.index, {"index": part.index, "function": {}})
@@ -285,7 +285,7 @@ def check_reason(reason: FinishReason) -> None:
     """Refuse to tell of a text that was not ended by its model or its limit.
 
     Raises:
-        Refused: with what ended it.
+        Refused: with the cause of the end.
     """
     if reason in REASONS:
         return
@@ -310,7 +310,7 @@ def check_reason(reason: FinishReason) -> None:
 
 
 def tell_deadline() -> Refused:
-    """Return what is told of a request whose time is over."""
+    """Return the error of a request after its deadline."""
     return Refused(
         "the text was not done within its timeout",
         status=504,

@@ -1,7 +1,7 @@
 """Log-probabilities of texts that are there: `jkv.score` of a tree of texts.
 
-Texts that begin alike share what they have in common, as the answers to one question
-do. Trees are padded to few sizes, each of which is compiled when it first comes.
+Texts share the segments of their common prefix, as the answers to one question do.
+Trees are padded to few sizes, each of which is compiled when it first comes.
 """
 
 import functools
@@ -18,16 +18,16 @@ import numpy as np
 import jkv
 from jkv.config.grouped_config import as_grouped
 
-MOST_TOP = 20  # tokens that are told at each place, as in the API
+MOST_TOP = 20  # alternatives at each place, as in the API
 LEAST_ROWS, LEAST_SEGMENTS = 64, 16
 MOST_LOGITS = 2**28  # bytes of one call, unless one text alone takes more
 
 
 class Scored(NamedTuple):
-    """What the model says of a text of P tokens.
+    """The model's scores of a text of P tokens.
 
-    At place i the tokens before it are known, from none to all of them: nothing is said
-    at place 0.
+    Place i has the tokens before it as context, from none to all of them: place 0 has
+    no score.
     """
 
     logprobs: list[float]  # [P], of each token; NaN of the first
@@ -56,7 +56,7 @@ class Scorer:
         self._lock = threading.Lock()
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
-        """Return what the model says of each text, of one token or more."""
+        """Return the scores of each text, of one token or more."""
         found: dict[int, Scored] = {}
         with self._lock:
             for numbers in self._deal(texts):
@@ -108,7 +108,7 @@ class Scorer:
 
 
 def make_scorer(model: Any, params: Any, config: Any) -> Scorer | None:
-    """Return a scorer; None for models with states, whose trees have a program each."""
+    """Return a scorer; None for models with states: each tree needs a program."""
     config = as_grouped(config)
     return None if config.state_groups else Scorer(model, params, config)
 
@@ -116,7 +116,7 @@ def make_scorer(model: Any, params: Any, config: Any) -> Scorer | None:
 def grow(
     texts: Sequence[tuple[int, ...]],
 ) -> tuple[list[list[int]], list[int], dict[tuple[int, ...], list[int]]]:
-    """Return a tree that has what texts begin with in common once.
+    """Return a tree that holds each common prefix of the texts once.
 
     Returns:
         The tokens of each segment, its parent's number (-1 for none), and the segments
@@ -126,7 +126,7 @@ def grow(
     segments: list[list[int]] = []
     parents: list[int] = []
     paths: dict[tuple[int, ...], list[int]] = {}
-    # Texts that have so many tokens in common, those of a path of segments.
+    # Texts with a common prefix of this length, the tokens of a path of segments.
     todo: list[tuple[list[tuple[int, ...]], int, list[int]]] = [(ordered, 0, [])]
     while todo:
         alike, depth, path = todo.pop()

@@ -1,4 +1,4 @@
-"""What single tokens spell: their bytes, and a text for each that no other has."""
+"""Spellings of single tokens: their bytes, and a distinct text for each."""
 
 import functools
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ class Spelling:
         self._tokenizer = tokenizer
 
     def find_bytes(self, token: int) -> bytes:
-        """Return what a token spells; nothing for one that is no text."""
+        """Return the bytes of a token; none for one that is no text."""
         known = self._bytes
         if known is None:
             return self._tokenizer.decode([token]).encode()
@@ -36,7 +36,7 @@ class Spelling:
     def _bytes(self) -> Sequence[bytes | None] | None:
         """Bytes of each token; None where the tokenizer has another kind of decoder."""
         try:
-            # No end is asked for: it would only be left out.
+            # No end token is needed: it would only be left out.
             return vocabulary_of(self._tokenizer, [0]).tokens
         except ValueError:
             return None

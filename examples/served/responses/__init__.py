@@ -1,5 +1,5 @@
-"""The endpoint `/v1/responses`: chats in other words, of which nothing is stored.
+"""The endpoint `/v1/responses`: chats with other names, stored nowhere.
 
-``reading.py`` makes a chat's fields of a body, ``writing.py`` a response, or the events
-of a stream, of what comes.
+``reading.py`` makes a chat's fields of a body, ``writing.py`` a response or the events
+of a stream from the result.
 """

@@ -1,8 +1,8 @@
 """The tools of a response's body, and the functions that stand for them in a chat.
 
-The model can call functions. A custom tool, whose input is any text, is a function of
-one text, and those of a namespace are functions like others. Hosted tools, which the
-API's owner would run, are left out where none must be called.
+The model can call functions. A custom tool, with any text as its input, is a function
+of one text, and the functions of a namespace are like others. Hosted tools, which the
+API's owner would run, are left out unless one must be called.
 """
 
 import json
@@ -36,7 +36,7 @@ class Offered(NamedTuple):
 
     functions: list[dict[str, Any]]  # as chats have them
     origins: dict[str, Origin]  # by the function's name
-    told: tuple[str, ...]  # what the client should know
+    told: tuple[str, ...]  # warnings for the client
     left: list[Any]  # the tools of the body that are not left out
 
     def find(self, origin: Origin) -> str:
@@ -51,7 +51,7 @@ def read_offered(body: Mapping[str, Any]) -> Offered:
     """Return the tools of a body.
 
     Raises:
-        Refused: for what are no tools, and for hosted tools where one must be called.
+        Refused: for invalid tools, and for hosted tools if one must be called.
     """
     given = body.get("tools")
     given = [] if given is None else given
@@ -123,7 +123,7 @@ def read_custom_input(arguments: str) -> str:
 
 
 def _add_namespace(offered: Offered, tool: Mapping[str, Any]) -> list[str]:
-    """Add the tools of a namespace; return the types of those that are left out."""
+    """Add the tools of a namespace; return the types that are left out."""
     name, tools = tool.get("name"), tool.get("tools")
     if not isinstance(name, str) or not isinstance(tools, list):
         raise Refused("a tool of type namespace has a name and tools", "tools")

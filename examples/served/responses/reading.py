@@ -1,7 +1,7 @@
 """From a body of `/v1/responses` to the fields of a chat.
 
-Input items become messages: a call belongs to the assistant's message before it, and
-what a tool answered is a message of the role `tool`.
+Input items become messages: a call belongs to the assistant's message before it, and a
+tool's answer is a message of the role `tool`.
 """
 
 import json
@@ -40,14 +40,14 @@ _NOT_HERE = {"messages", "max_tokens", "max_completion_tokens", "n", "logprobs"}
 _NOT_HERE |= {"response_format", "reasoning_effort", "stream_options"}
 SERVED = (SERVED_OF_CHATS - _NOT_HERE) | {*_OWN, *_DROPPED, "stream_options"}
 
-# What fields of chats are called here.
+# Names of chat fields here.
 NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
 NAMES |= {"response_format": "text", "reasoning_effort": "reasoning"}
 NAMES |= {"response_format.json_schema": "text"}
 
 LOGPROBS = "message.output_text.logprobs"
-# What `include` may name: nothing comes of the others, since thoughts are not hidden
-# and nothing is called here.
+# The values allowed in `include`: the others have no effect, since thoughts are not
+# hidden and nothing is called here.
 INCLUDED = (
     LOGPROBS,
     "reasoning.encrypted_content",
@@ -59,8 +59,8 @@ INCLUDED = (
     "message.input_image.image_url",
 )
 
-# Items of a history that tell the model nothing: what they found is said elsewhere, or
-# is for their maker alone. A call of these that has a `call_id` is one like others.
+# Items of a history that are not for the model: their findings appear elsewhere, or are
+# for their maker alone. A call of these that has a `call_id` is one like others.
 SKIPPED = (
     *("web_search_call", "file_search_call", "code_interpreter_call"),
     *("image_generation_call", "computer_call", "mcp_call", "tool_search_call"),
@@ -77,7 +77,7 @@ def read_response(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a chat that asks for the same.
 
     Raises:
-        Refused: for what is not served, by its name.
+        Refused: for an unsupported field, by its name.
     """
     for name, value in body.items():
         if value is not None and name not in SERVED:
@@ -85,7 +85,7 @@ def read_response(body: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(body.get("client_metadata"), Mapping | None):
         raise Refused("client_metadata must be an object", "client_metadata")
     offered = read_offered(body)
-    # A response always says what it took: `stream_options` ask for nothing.
+    # A response always has its token counts: `stream_options` have no effect.
     own = {*_OWN, *_DROPPED, *REFUSED, "stream_options", "tools", "tool_choice"}
     fields = {n: v for n, v in body.items() if n not in own and v is not None}
     messages = _read_instructions(body) + _read_input(body.get("input"), offered)
@@ -102,7 +102,7 @@ def read_response(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def list_warnings(body: Mapping[str, Any]) -> list[str]:
-    """Return what a client should know of fields that are taken and not followed."""
+    """Return warnings for the client about accepted fields that have no effect."""
     text = body.get("text")
     verbosity = text.get("verbosity") if isinstance(text, Mapping) else None
     told = [*read_offered(body).told]
@@ -199,13 +199,13 @@ def _read_output(item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_thoughts(item: Mapping[str, Any]) -> str:
-    """Return what a model thought, as far as it was told."""
+    """Return the model's thoughts, as far as they were shown."""
     parts = [*(item.get("content") or []), *(item.get("summary") or [])]
     return "".join(p.get("text") or "" for p in parts if isinstance(p, Mapping))
 
 
 def _read_text(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the answer must be."""
+    """Return the format of the answer."""
     given = body.get("text")
     if given is None:
         return {}

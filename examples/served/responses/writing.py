@@ -1,4 +1,4 @@
-"""From what comes of a text to a response, whole or as the events of a stream.
+"""From the result of a text to a response, whole or as the events of a stream.
 
 A response has a message, where the text is free, and an item for each call.
 """
@@ -20,7 +20,7 @@ from ..replying.replies import Choice, write_event
 from .offered import Origin, read_custom_input, read_offered
 from .reading import list_warnings
 
-# What of a body its response repeats, and what it has where the body does not say.
+# Fields of a body that its response repeats, with their defaults.
 REPEATED = {
     "instructions": None,
     "metadata": {},
@@ -48,7 +48,7 @@ class Item:
 
     @property
     def is_custom(self) -> bool:
-        """Whether it calls a custom tool."""
+        """True if it calls a custom tool."""
         return self.origin is not None and self.origin.is_custom
 
     def write(self, status: str) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class Item:
 
 
 class ResponseReply:
-    """A response; its methods are those of `Reply`."""
+    """A response, with the methods of `Reply`."""
 
     def __init__(
         self, body: Mapping[str, Any], served: Served, asked: Asked, shown: Shown
@@ -160,7 +160,7 @@ class ResponseReply:
         return self._event("response.failed", response=failed)
 
     def _take(self, new: Completion | Event) -> Iterator[str]:
-        """Take what has come; yield its events."""
+        """Take a new piece; yield its events."""
         scored = None
         if self.is_scored and self._served.scorer is not None:
             (scored,) = self._served.scorer.score([self._choice.text_before(new)])
@@ -206,7 +206,7 @@ class ResponseReply:
         if function["arguments"]:
             item.text += function["arguments"]
             if item.is_custom:
-                return  # its input is told whole, at the end
+                return  # its input is written whole, at the end
             yield self._of_item(
                 "response.function_call_arguments.delta",
                 item,

@@ -1,5 +1,5 @@
-"""What steers the texts of an engine.
+"""Logits processors of an engine.
 
-``variants.py`` holds it for a request: ``grammars.py`` (those that are there, compiled
+``variants.py`` holds them for a request: ``grammars.py`` (the loaded grammars, compiled
 by ``compiling.py``) and ``rule_table.py`` (``penalties.py`` among the rules).
 """

@@ -1,7 +1,7 @@
 """Grammars are compiled in processes of their own, so that nobody waits for another's.
 
-A schema can take many seconds of Python. Here it takes those of another process, which
-is ended when its time is over; the server's own threads only wait.
+A schema can take many seconds of Python. Another process compiles it here and is ended
+after its deadline; the server's own threads only wait.
 """
 
 import multiprocessing
@@ -38,7 +38,7 @@ class Compilers:
         self._give_back(self._take_worker())
 
     def close(self) -> None:
-        """End all processes; what they compile fails."""
+        """End all processes; their compilations fail."""
         with self._lock:
             workers = list(self._workers)
             self._workers, self._idle = set(), []
@@ -46,7 +46,7 @@ class Compilers:
             worker.end()
 
     def compile(self, language: Language, deadline: float) -> Compiled:
-        """Return a language's grammar; who asks for it meanwhile gets the same.
+        """Return a language's grammar, compiled once for simultaneous calls.
 
         Args:
             language: it.
@@ -133,14 +133,14 @@ class _Worker:
         return found
 
     def end(self) -> None:
-        """End the process, whatever it does."""
+        """End the process, even while it compiles."""
         self._process.kill()
         self._process.join()
         self._pipe.close()
 
 
 def _work(pipe: Connection, vocabulary: Vocabulary) -> None:
-    """Compile what comes until the server has ended."""
+    """Compile the incoming languages until the server has ended."""
     import jax
     import numpy as np
 

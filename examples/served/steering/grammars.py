@@ -64,7 +64,7 @@ class Languages:
         self._catalog.remove(self._entries.pop(language).variant)
 
     def _remove_oldest(self) -> bool:
-        """Give up the grammar that was named least recently, of those nobody has."""
+        """Remove the least recently used of the grammars that no request holds."""
         for language, entry in self._entries.items():
             if not entry.num_held:
                 self.remove(language)

@@ -16,7 +16,7 @@ from jkv.steering import Steering
 
 
 class _Rows(NamedTuple):
-    """What is known of N texts."""
+    """Variants and token counts of N texts."""
 
     variants: jax.Array  # i32[N]
     counts: jax.Array  # i32[N, V], how often each has each token
@@ -58,6 +58,6 @@ class CountPenalties(Steering):
     def advance(self, state: _Rows, tokens: jax.Array) -> _Rows:
         """Count a token of each text."""
         row = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-        # What is no token has a column of its own to be dropped.
+        # Values that are no tokens go to a column of their own, to be dropped.
         column = jnp.where(tokens >= 0, tokens, self.vocabulary_size)
         return state._replace(counts=state.counts.at[row, column].add(1, mode="drop"))

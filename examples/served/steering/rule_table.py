@@ -1,6 +1,6 @@
 """Rules of requests in a table of fixed size, which an engine takes without compiling.
 
-A rule says by numbers what tokens a text may have: biases, penalties, a least length,
+A rule restricts by numbers the tokens of a text: biases, penalties, a least length,
 bans, a choice of tokens.
 """
 
@@ -88,7 +88,7 @@ class RuleTable:
 
     @property
     def steering(self) -> Steering:
-        """What steers by the rows as they are now, a variant for each."""
+        """The logits processor of the rows as they are now, a variant for each."""
         copy = np.copy  # a device may look at the memory of the array itself
         return chain(
             TokenBias(copy(self._biased), copy(self._biases)),

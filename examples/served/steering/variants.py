@@ -1,4 +1,4 @@
-"""What steers the texts of an engine: languages, and rules of single requests.
+"""Logits processors of an engine: languages, and rules of single requests.
 
 A variant is a grammar alone, or a row of rules, perhaps with a grammar. Both come and
 go while the engine runs. A request for which there is no room waits until another ends.
@@ -22,7 +22,7 @@ from .rule_table import Rules, RuleTable
 
 
 class Held:
-    """What steers a request, until it is released; nothing at first."""
+    """The logits processor of a request, until released; none at first."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Held:
         release: Callable[[], None] = lambda: None,
         told: tuple[str, ...] = (),
     ) -> None:
-        """Keep a variant, what gives it back, and what clients should know of it."""
+        """Keep a variant, the function that releases it, and warnings for clients."""
         self.variant, self._releases, self.told = variant, [release], told
 
     def release(self) -> None:
@@ -40,7 +40,7 @@ class Held:
 
 
 class Steered:
-    """What steers the texts of an engine. Any thread may call the methods."""
+    """The logits processors of an engine. Any thread may call the methods."""
 
     def __init__(self, languages: Languages | None, table: RuleTable) -> None:
         """Make room.
@@ -59,18 +59,18 @@ class Steered:
         self._row_of = np.array([*(-1 for _ in grammars), *rows], np.int32)
         # Held while the engine is given something else, which takes a window.
         self._changing = threading.Lock()
-        # Held for a moment, to look at what is held, or to change it.
+        # Held for a moment, to look at the held entries, or to change them.
         self._room = threading.Condition()
         self._num_released = 0
         self._num_closed = 0
 
     def start(self) -> None:
-        """Begin to start what grammars are compiled by."""
+        """Start the processes that compile grammars."""
         if self._compilers is not None:
             self._compilers.start()
 
     def close(self) -> None:
-        """End it, and refuse those that wait for room."""
+        """Close it, and refuse the requests that wait for room."""
         if self._compilers is not None:
             self._compilers.close()
         with self._room:
@@ -98,7 +98,7 @@ class Steered:
         rules: Rules | None,
         deadline: float,
     ) -> Held:
-        """Return what steers a request, kept until it is released.
+        """Return the logits processor of a request, kept until it is released.
 
         Args:
             engine: which is steered.
@@ -137,7 +137,7 @@ class Steered:
         rules: Rules | None,
         deadline: float,
     ) -> Held | None:
-        """Hold what steers a request; None if its grammar was given up meanwhile."""
+        """Hold a request's processor; None if its grammar was removed meanwhile."""
         while True:
             with self._changing:
                 seen = self._num_released
@@ -152,7 +152,7 @@ class Steered:
     def _wait_for_release(
         self, seen: int, deadline: float, rules: Rules | None
     ) -> None:
-        """Wait until a request has given back what it held since so many had."""
+        """Wait until more requests have released their processors than `seen`."""
 
         closed = self._num_closed
 
@@ -180,7 +180,7 @@ class Steered:
         compiled: Compiled | None,
         rules: Rules | None,
     ) -> Held | None:
-        """Hold what steers a request; None where there is no room."""
+        """Hold a request's processor; None if there is no room."""
         with self._room:
             if rules is not None and not self._free:
                 return None
@@ -215,7 +215,7 @@ class Steered:
         return held
 
     def _note(self, entry: Entry | None, row: int | None) -> Held:
-        """Return what gives a grammar and a row back."""
+        """Return a record that releases a grammar and a row."""
 
         def release() -> None:
             with self._room:

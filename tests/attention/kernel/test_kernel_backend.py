@@ -1,7 +1,7 @@
-"""What the kernel is written in: whether JAX still has it, and where another goes.
+"""The kernel's language: whether JAX still has it, and where another goes.
 
-Nothing here imports it, so that this file says what is missing on the first JAX that
-ships without it, when the kernel's other tests cannot even be imported.
+Nothing here imports it, so that this file reports the missing parts on the first JAX
+that ships without it, when the kernel's other tests cannot even be imported.
 """
 
 import dataclasses
@@ -119,7 +119,7 @@ def test_a_backend_is_a_value():
 
     for function in (call, named):  # of the scaled queries
         assert_close(differentiate(function), jnp.full_like(queries, 7 / 48**0.5))
-    # What it does not take goes to the plain path, and so do calls by position.
+    # Calls that it does not take go to the plain path, and so do calls by position.
     call, rows = attend(3)
     assert_close(call(rows), attend(3, implementation="xla")[0](rows))
     exact = attend(1, by_position=True)[0](queries)

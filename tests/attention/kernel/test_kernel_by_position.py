@@ -1,4 +1,4 @@
-"""The kernel by position: a row's bits, whatever is beside it and however it comes."""
+"""The kernel by position: a row's bits are the same beside any rows, in any batch."""
 
 import functools
 
@@ -26,7 +26,7 @@ ROWS, REQUESTS, BLOCK, COLUMNS = 12, 4, PIECE // 2, 9
 HEADS, KV_HEADS = 6, 2
 TILE_ROWS = cut_rows(HEADS // KV_HEADS, TUNING.position_tile(None))[1]
 LENGTHS = (66, 39, 17)  # of the sequences: in pieces of 16, whole ones and others
-# Tokens before those, where pieces are larger: as many pieces, which end at the same.
+# Tokens before these, where pieces are larger: as many pieces, with the same ends.
 BEFORE = tuple(length // 16 * (PIECE - 16) for length in LENGTHS)
 OPTIONS = {
     "plain": {},
@@ -39,7 +39,7 @@ WITHOUT_WINDOW = {
 
 
 def draw():
-    """Queries of every token, and a pool whose blocks are in random order."""
+    """Queries of every token, and a pool with blocks in random order."""
     rng = np.random.default_rng(3)
     counts = [-(-sum(n) // BLOCK) for n in zip(LENGTHS, BEFORE, strict=True)]
     tables = np.full((len(LENGTHS), COLUMNS), 2**31 - 1, np.int32)
@@ -80,7 +80,7 @@ def make_attend(options, implementation="pallas", by_position=True):
 
 
 def compute(attend, asked):
-    """What a call gives the rows of requests (sequence, first position, rows)."""
+    """Return a call's result for rows of requests (sequence, first position, rows)."""
     queries, pools, tables = draw()
     rows = np.full((ROWS, HEADS, DIM), 7.0, DTYPE)
     ids, starts, counts, contexts = np.zeros((4, REQUESTS), np.int32)
@@ -164,7 +164,7 @@ def list_branches(arguments):
 
 @pytest.mark.parametrize("options", few([*WITHOUT_WINDOW, "everything"], "plain"))
 def test_what_is_shared_is_read_in_one_tile_with_the_same_bits(options):
-    """By the table of the first of a tile: those of the others are not looked at."""
+    """By the table of the first of a tile: the others' tables are not read."""
     attend, arguments = make_attend(options), make_branches()
     expected = attend(*arguments)
     listed = list_branches(arguments)
@@ -175,7 +175,7 @@ def test_what_is_shared_is_read_in_one_tile_with_the_same_bits(options):
         assert_same_bits(one, other)
     end, first = np.asarray(listed.lanes.end), np.asarray(listed.lanes.first)
     read = np.maximum(end - first[:, None], 0)
-    # What rows see, and what programs are taken to: each program once for its tile.
+    # Tiles that rows see, and tiles that programs read: each program once for its tile.
     assert read.sum() == 5 + 5 + 5 + 4 + 4 + 4 + 4 + 5 * 3
     assert read.max(axis=1).sum() == 27
     if options == "everything":  # windows are of each row: nothing is shared
@@ -212,7 +212,7 @@ def test_pieces_follow_from_the_longest_context():
 
 @pytest.mark.one_end
 def test_every_row_is_in_one_tile():
-    """Ragged requests in tiles of 4, as many as there can be; what each row joins."""
+    """Ragged requests in tiles of 4, as many as possible; the tile of each row."""
     requests = Requests(
         block_tables=jnp.zeros((4, 9), jnp.int32),
         seq_ids=jnp.arange(4),

@@ -44,14 +44,14 @@ seen = []
 
 
 def read_new(folder):
-    """What the stand-in wrote down since the last time."""
+    """Return the stand-in's new lines since the last call."""
     lines = (folder / "log").read_text().splitlines()
     new, seen[:] = lines[len(seen) :], lines
     return new
 
 
 def test_buffers_arrive_in_their_order(folder):
-    """The stand-in adds up what all hold but the last, and stores it there."""
+    """The stand-in adds up all buffers but the last, and stores the sum there."""
     numbers = [np.int32([n, 0, 0]) for n in (5, 70, 900)]
     (found,) = run(KERNEL, *numbers)
     assert found[0] == 975
@@ -60,7 +60,7 @@ def test_buffers_arrive_in_their_order(folder):
         "find jkv_store in ELF for gfx942",
         "launch jkv_store 7 2 1 by 256 with 1024",
     ]
-    # The last of two results, of which the first is the second operand's memory.
+    # The last of two results; the first is the second operand's memory.
     results = (
         jax.ShapeDtypeStruct((3,), jnp.int32),
         jax.ShapeDtypeStruct((2, 2), "int32"),

@@ -24,7 +24,7 @@ WORDS = CODES.view(np.int32)
 
 
 def meaning(kv_dtype):
-    """What the codes mean, by ml_dtypes: f32[256]."""
+    """The values of the codes, by ml_dtypes: f32[256]."""
     return CODES.view(kv_dtype).astype(np.float32)
 
 
@@ -109,7 +109,7 @@ def test_powers_of_two_in_pairs(interpret):
         # XLA on a GPU makes a number of it; `test_kernel_isolation` has NaN in kernels.
         with np.errstate(invalid="ignore"):
             assert np.isnan(power_of(np.nan))
-    # Whatever it is where results would be subnormal, it is nothing to a 16-bit sum.
+    # Where results would be subnormal, any value is nothing to a 16-bit sum.
     least = power_of(np.linspace(-127.0, -126.0, 1_001))
     assert np.all((least >= 0.0) & (least < 2.1 * 2.0**-126))
 

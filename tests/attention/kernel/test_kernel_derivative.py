@@ -188,7 +188,7 @@ def test_equal_those_of_the_plain_path(name):
     assert not actual[1][np.isnan(variables[1])].any()
     assert not actual[0][sum(ROWS) :].any()
 
-    # The tolerance is smaller than what these mistakes change.
+    # The tolerance is smaller than the changes by these mistakes.
     tables, starts, lengths, contexts = requests
     shifted = [tables, starts, lengths, np.maximum(contexts - 1, lengths)]
     rolled = np.concatenate([np.roll(tables[:3], 1, axis=0), tables[3:]])

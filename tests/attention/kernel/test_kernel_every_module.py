@@ -1,7 +1,7 @@
 """All kernels of the table by both lowerings: the same modules, started alike.
 
-Minutes of lowering: a suite of its own, for each end of the range of JAX. What a module
-is compiled to is said by `test_kernel_machine_code.py`, of Pallas' lowering.
+Minutes of lowering: a suite of its own, for each end of the range of JAX. The machine
+code of a module is tested by `test_kernel_machine_code.py`, of Pallas' lowering.
 """
 
 import functools

@@ -1,8 +1,8 @@
 """Numbers that are not finite stay with the rows that see them, and are not hidden.
 
 One text's key, value, query or scale is NaN or infinite. Rows of all other texts, and
-those of its own that do not see it, have the bits that they have without; rows that see
-it are NaN or infinite where the reference is.
+its own rows that do not see it, have the bits that they have without; rows that see it
+are NaN or infinite where the reference is.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ quantize = jax.jit(formats.quantize, static_argnums=1)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """What a call is compiled for."""
+    """The static arguments of a call."""
 
     storage: str = "float32"
     queries: str = "float32"
@@ -247,7 +247,7 @@ def check(this):
     assert played > 30
 
 
-# What these have others have, too, in another company.
+# Cases that others cover, too, in another combination.
 FURTHER = "bfloat16", "int8", "latent", "by position", "by position, latent"
 
 
@@ -273,13 +273,13 @@ def test_as_on_cdna(monkeypatch):
     as_triton.maximum, as_triton.max = jnp.fmax, jnp.nanmax
     for module in (walk, join):
         monkeypatch.setattr(module, "jnp", as_triton)
-    # A shape that no other test has, whose traces would be taken.
+    # A shape that no other test has, as their traces would be reused.
     check(Case(storage="bfloat16", queries="bfloat16", dim=48))
 
 
 @pytest.mark.parametrize("name", with_further(GRADIENTS, "float32", "latent"))
 def test_gradients_are_broken_where_it_is_seen(name):
-    """And those of tokens where a broken row sees them."""
+    """And gradients of tokens where a broken row sees them."""
     this = GRADIENTS[name]
     differentiate, reference = map(this.differentiate, ("pallas", "reference"))
     whole = jax.device_get(differentiate(this.arguments))

@@ -1,4 +1,4 @@
-"""What the kernel becomes for GPUs that are not there: lowered, addressed, exported."""
+"""Programs of the kernel for absent GPUs: lowered, addressed, exported."""
 
 import functools
 import re
@@ -37,7 +37,7 @@ ROWS = [
     for number, row in enumerate(TABLE[family].rows)
     for kind in row.kinds
 ]
-# What each kind of call is lowered with here.
+# Dtypes that each kind of call is lowered with here.
 DTYPES = {
     "half": {},
     "float32": {"dtype": "float32"},

@@ -1,4 +1,4 @@
-"""Machine code of what would be dispatched, for cards that are not there.
+"""Machine code of the kernels to dispatch, for GPUs that are not there.
 
 Needs the `triton` wheel (`pip install '.[amd-compile]'`, 1 GB): XLA embeds the same
 compiler, in another revision. With `JKV_KEEP_RESULTS=1` the table that is printed goes
@@ -48,8 +48,8 @@ from support.triton_machine_code import (  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results" / "kernel_code.json"
 # Of a carried step of bytes in one block, where it waits for memory more than once.
 MORE_WAITS = {("gfx1100", 48): 3, ("gfx1100", 96): 2}
-# Launched with every prompt, but what follows a look for NaN hardly ever runs: it may
-# keep registers in memory where the kernel beside it has none left.
+# Launched with every prompt, but the part behind the check for NaN hardly ever runs: it
+# may keep registers in memory where the kernel beside it has none left.
 RARE = "jkv_isolate", "jkv_isolate_queries"
 store = functools.partial(store_rows, way=PALLAS)
 table: list[dict[str, object]] = []
@@ -57,7 +57,7 @@ table: list[dict[str, object]] = []
 
 @pytest.fixture(scope="module", autouse=True)
 def keep_table():
-    """Print the table after the last test, and keep it if asked to."""
+    """Print the table after the last test, and keep it on request."""
     yield
     for entry in table:
         print(*entry.values())
@@ -69,7 +69,7 @@ def keep_table():
 
 
 def _with_the_others():
-    """The table, and of cards that were not compiled for now what was kept of them."""
+    """The table, with the kept entries of GPUs not compiled for now."""
     cards = [(target, known or "unknown") for _, target, known, _ in TARGETS]
     kept = json.loads(RESULTS.read_text())["kernels"]
     made = set(map(_find_part, table))
@@ -177,7 +177,7 @@ def test_no_derivative_spills(platform, target, known, shapes):
         as_text = json.dumps(fields, sort_keys=True)
         given = platform, tuning, head_dim, value_dim, as_text
         kernels = kernels_of(*given, lower=lower_derivative)
-        # Of queries two: what they are, and what NaN of keys made of them.
+        # Of queries two: as they are, and after NaN of keys.
         assert len(kernels) == (3 if pools.keys.dtype != jnp.uint16 else 2)
         for kernel in kernels:
             code = compile_kernel(kernel, target)

@@ -1,4 +1,4 @@
-"""jkv's own lowering: beside Pallas', without it, and what it refuses."""
+"""jkv's own lowering: beside Pallas', without it, and its refusals."""
 
 import functools
 import re
@@ -74,13 +74,13 @@ def call_shapes(num_rows):
 
 
 def without_modules(lowered):
-    """A program but for its modules of Triton, whose text Pallas keeps as bytecode."""
+    """A program without its modules of Triton, which Pallas keeps as bytecode."""
     return re.sub(r'ir = "(?:[^"\\]|\\.)*"', "", lowered.as_text())
 
 
 @pytest.mark.parametrize("name", few(PROGRAMS, "bytes", "floats", "store"))
 def test_programs_are_the_same_as_by_pallas(name):
-    """Modules byte for byte, grids, warps, operands, layouts and what is in place.
+    """Modules byte for byte, grids, warps, operands, layouts and in-place operands.
 
     `test_kernel_every_module.py` compares the modules of the whole table.
     """
@@ -97,7 +97,7 @@ def test_programs_are_the_same_as_by_pallas(name):
 @pytest.mark.one_end
 @pytest.mark.interpreted(reason="it lowers for cards that are not here")
 def test_arrays_on_a_mesh_change_nothing():
-    """JAX then puts what says how arrays lie into jaxprs, those of kernels too."""
+    """JAX then puts the arrays' shardings into jaxprs, those of kernels too."""
     mesh = jax.sharding.Mesh(jax.devices()[:1], ("tp",))
     lie = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     arguments = jax.tree.map(
@@ -117,7 +117,7 @@ def test_arrays_on_a_mesh_change_nothing():
 
 
 def launch_toy(kernel, way, *arrays, grid=(3, 2)):
-    """Run a kernel of which nothing is kept but what it stores in f32[8, 16]."""
+    """Run a kernel and keep only its result, stored in f32[8, 16]."""
     results = (jax.ShapeDtypeStruct((8, 16), jnp.float32),)
     compilation = backend.Compilation(1, 1, way)
     (out,) = backend.launch(
@@ -170,7 +170,7 @@ def operate(x_ref, y_ref, out_ref):
 
 
 def convert(x_ref, out_ref):
-    """What conversions there are, through numbers of every kind."""
+    """All conversions, through numbers of every kind."""
     x = x_ref[index_all()]
     tiles = [x, x > 0, (x != 0).astype(jnp.int8)]
     for name in FLOATS + (INTEGERS if x.dtype.name in INTEGERS else []):
@@ -179,7 +179,7 @@ def convert(x_ref, out_ref):
 
 
 def reshape_and_sum(x_ref, out_ref):
-    """What kernels do with tiles of float32, and with numbers."""
+    """Kernels' operations on tiles of float32, and on numbers."""
     x, row = x_ref[index_all()], x_ref[backend.program_id(1), jnp.arange(16)]
     bits = lax.bitcast_convert_type(x, jnp.int32)
     number = jnp.max(row) + lax.squeeze(jnp.sum(row[None, :], axis=1), [0])
@@ -307,11 +307,11 @@ def test_what_has_no_rule_is_said(what, dtype, said):
 
 @pytest.mark.one_end
 def test_chosen_where_pallas_is_missing(monkeypatch):
-    """What is to be done on that day: `unasked` is said of another class."""
+    """The change for that day: `unasked` moves to another class."""
     monkeypatch.setattr(Pallas, "_why_missing", lambda *_: "it is gone")
     assert not find_kernels(lower(paged_attention, call_shapes(5), "rocm"))
     monkeypatch.setattr(Triton, "unasked", Pallas.unasked)
-    # Of other shapes: what was traced before is kept.
+    # Of other shapes: earlier traces are kept.
     assert len(find_kernels(lower(paged_attention, call_shapes(6), "rocm"))) == 4
 
 

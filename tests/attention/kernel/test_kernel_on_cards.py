@@ -41,7 +41,7 @@ TARGETS = "sm_90", "gfx942", "gfx1100", "gfx1201"
 def load_shapes(path, monkeypatch):
     """The shapes that a suite asks for."""
     monkeypatch.setattr(served_shapes, "FITTED", asked := set())
-    monkeypatch.syspath_prepend(path.parent)  # suites share what is in their folder
+    monkeypatch.syspath_prepend(path.parent)  # suites share the modules of their folder
     spec = importlib.util.spec_from_file_location(f"{path.stem}_again", path)
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
     return asked

@@ -62,7 +62,7 @@ def step(
     is_exact=False,
     **sizes,
 ):
-    """Three sequences of 6, 0 and 3 tokens, then a step; what a layer answers."""
+    """Three sequences of 6, 0 and 3 tokens, then a step; return a layer's result."""
     config = small_config(num_kv_heads=2, head_dim=16, num_layers=2, **sizes)
     cache, opened = jkv.allocate(jkv.init(config), np.zeros(3, np.int32))
     rng = np.random.default_rng(0)
@@ -87,7 +87,7 @@ def sizes_of(lists, kind):
     return [each.sizes for each in lists if isinstance(each.sizes, kind)]
 
 
-# What a call adds to a step with one token each, or some, of three sequences.
+# A call's changes to a step with one token each, or some, of three sequences.
 CALLS = {
     "decode": {},
     "mixed": {"num_tokens": [1, 2, 1, 0]},
@@ -182,9 +182,9 @@ def test_without_a_card_nothing_is_listed():
 @pytest.mark.one_end
 @pytest.mark.usefixtures("with_mi300x")
 def test_lists_are_not_computed_anew():
-    """What layers read of them comes out of a barrier, which XLA does not repeat.
+    """Layers read them from a barrier, which XLA does not repeat.
 
-    `benchmarks/rocm_compile.py` counts what becomes of it.
+    `benchmarks/rocm_compile.py` counts the result.
     """
     cache = jax.eval_shape(lambda: jkv.init(CONFIG))
     traced = jax.jit(lambda cache: jkv.append(cache, [0, 1])[1].plan).trace(cache)

@@ -15,7 +15,7 @@ from jkv.formats.scaled import count_units_apart, round_rows
 
 
 def draw_quotients(dtype, random):
-    """Rows whose elements lie at, and just beside, the middles of two numbers."""
+    """Rows with elements at, and just beside, the middles of two numbers."""
     numbers = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float64)
     numbers = np.unique(np.abs(numbers[np.isfinite(numbers)]))
     middles = np.concatenate([numbers, (numbers[1:] + numbers[:-1]) / 2])

@@ -310,7 +310,7 @@ DERIVATIVES = {
 
 @pytest.mark.parametrize("kind", few(DERIVATIVES, "forward", "many"))
 def test_derivatives_are_those_of_the_scatter(kind):
-    """Of the arrays and of the rows, from what was stored."""
+    """Of the arrays and of the rows, from the stored values."""
     stored = WithStore(dict.fromkeys(("cpu", "rocm", "cuda"), here))
     numbers = stored.write.arrays, stored.write.rows
     pair = draw_numbers(numbers, 0), draw_numbers(numbers, 1)

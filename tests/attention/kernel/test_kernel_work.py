@@ -86,7 +86,7 @@ def test_decode_pieces_cover_every_context_once(window):
                 longest = max(longest, work.end[piece] - work.first[piece])
             if found:
                 assert found == expected[row][1]
-        # Whatever belongs to nobody does nothing.
+        # Unused entries do nothing.
         assert work.num_rows.sum() == (pieces.end - pieces.first).sum()
         idle = work.num_rows == 0
         assert not work.first[idle].any() and not work.end[idle].any()
@@ -122,7 +122,7 @@ def test_prefill_tiles_cover_every_row_once():
 @pytest.mark.one_end
 @pytest.mark.parametrize("window", [None, 70])
 def test_one_list_serves_every_part_of_the_blocks(window):
-    """Pieces reach all that a part holds of what a row sees, and little more."""
+    """Pieces reach all tokens of a part that a row sees, and little more."""
     num_parts, part_size = 3, 4
     rng = np.random.default_rng(2)
     sizes = size_decode_work(12, 9, MAX_TOKENS // num_parts, 20)

@@ -116,7 +116,7 @@ class Case:
         return arrays + [*operands[4:7], *scales]
 
     def expect(self, operands, arguments):
-        """What all rows are, in float64, by what the rounded operands mean in numpy."""
+        """The expected rows, in float64, from the rounded operands in numpy."""
 
         def read(pool, scales, dtype):
             if dtype == "int4":
@@ -350,7 +350,7 @@ def test_equals_the_plain_loop(name):
         is_coarse = is_rotated and not IS_INTERPRETED
         assert_close(lse.astype(jnp.float16) if is_coarse else lse, expected_lse)
 
-        # The tolerance is smaller than what these mistakes change.
+        # The tolerance is smaller than the changes by these mistakes.
         if batch == "decode":
             again, lse_again = attend(*arguments)
             np.testing.assert_array_equal(again, output)
@@ -387,7 +387,7 @@ def test_equals_the_plain_loop(name):
     ),
 )
 def test_pieces_by_position_equal_the_plain_loop(name):
-    """What it adds up is a matter of `test_kernel_by_position.py`."""
+    """Their sums are tested by `test_kernel_by_position.py`."""
     this = CASES[name]
     attend = jax.jit(this.attend("pallas", by_position=True))
     for batch in BATCHES:
@@ -425,7 +425,7 @@ def test_tiles_that_are_carried_from_trip_to_trip(monkeypatch, kernel):
     )
     tuning = dataclasses.replace(tile_table.INTERPRETED, **{kernel: tile})
     monkeypatch.setattr(tile_table, "INTERPRETED", tuning)
-    # Shapes that no other test has, whose traces would be taken.
+    # Shapes that no other test has, as their traces would be reused.
     this = case(
         group=3,
         head_dim=48,
@@ -449,7 +449,7 @@ def test_tiles_that_are_carried_from_trip_to_trip(monkeypatch, kernel):
 @pytest.mark.one_end
 @pytest.mark.interpreted(reason="it changes the interpreter's tiles")
 def test_prompts_as_on_cdna(monkeypatch):
-    """Tiles of two blocks, a negative scale, and a key whose scores are -inf."""
+    """Tiles of two blocks, a negative scale, and a key with scores of -inf."""
     tile = dataclasses.replace(tile_table.INTERPRETED.prefill, ways=OF_PROMPTS)
     tuning = dataclasses.replace(tile_table.INTERPRETED, prefill=tile)
     monkeypatch.setattr(tile_table, "INTERPRETED", tuning)
@@ -553,9 +553,9 @@ def test_gradients_are_those_of_the_plain_path():
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 @pytest.mark.one_end
 def test_values_in_the_keys_are_a_slice_of_them(implementation):
-    """A latent cache equals one whose values were stored apart; gradients too.
+    """A latent cache equals one with values stored apart; gradients too.
 
-    What the kernel makes of both is a case of the test above; it has no gradient of its
+    The kernel's result for both is a case of the test above; it has no gradient of its
     own.
     """
     latent = CASES["latent, dims in eights, blocks of 3"]

@@ -18,7 +18,7 @@ class Sequence:
 
     # Its blocks in each group, None where a window gave one back.
     tables: list[list[int | None]]
-    tokens: list[Any] = dataclasses.field(default_factory=list)  # those stored
+    tokens: list[Any] = dataclasses.field(default_factory=list)  # the stored ones
     created: int = 0  # the clock when it was opened
     last_used: int = 0  # and when it was last used
     epoch: int = 0  # and when it was opened or lost tokens
@@ -26,14 +26,14 @@ class Sequence:
     # None once its chain has a gap.
     salt: int = 0
     visible: int | None = 0
-    # For layers with a state: at how many tokens it stands, and the tokens as they were
-    # told, -1 where this cache was not told them.
+    # For layers with a state: at how many tokens it stands, and the given tokens, -1
+    # where this cache did not get them.
     base: int = 0
     text: list[Any] = dataclasses.field(default_factory=list)
 
 
 class StateRules(NamedTuple):
-    """What layers with a state can do."""
+    """Limits of layers with a state."""
 
     max_pending: int = 0  # tokens that can be taken back
     num_snapshots: int = 0
@@ -50,7 +50,7 @@ class Row(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What `append` promises; a row without a token is None."""
+    """The results of `append`; a row without a token is None."""
 
     seq_ids: list[int]
     status: list[int]
@@ -136,7 +136,7 @@ class Cache:
                 batch.pending_after[-1] = min(num_pending[i], known)
                 mine.base = length + served - batch.pending_after[-1]
             start += max(count, 0)
-        # First what no row sees goes back. It is behind all of its class.
+        # First, blocks that no row sees are released, behind all of their class.
         for seq_id, _, _ in grows:
             for g, group in enumerate(self.groups):
                 table = self.open[seq_id].tables[g]
@@ -183,7 +183,7 @@ class Cache:
     def free(self, seq_ids, keep=None, until=None):
         """Close sequences; a block comes back with its last reference.
 
-        What is known of them is kept by classes, up to times or to now.
+        Their cached blocks are kept by classes, up to times or to now.
         """
         keep = keep or [0] * len(seq_ids)
         until = until or [self.clock + 1] * len(seq_ids)
@@ -214,7 +214,7 @@ class Cache:
         return self._settle(status, used=self._served(seq_ids, status))
 
     def reorder(self, seq_ids, parents):
-        """Sequence i continues from what parent i was before the call."""
+        """Sequence i continues from parent i's tokens before the call."""
         status, moves = [], []
         for i, (seq_id, parent) in enumerate(zip(seq_ids, parents, strict=True)):
             cause = self._why_not_first(seq_ids, i)
@@ -225,8 +225,8 @@ class Cache:
                 past = self.open[parent]
                 moves.append((i, seq_id, self._past(past, len(past.tokens))))
             status.append(cause)
-        # Moves that need no block are served. Of those that need one, as many as fit,
-        # the first ones: they may also take what the served sequences give up.
+        # Moves that need no block are served. Of moves that need one, as many as fit,
+        # the first ones: they may also take blocks that the served sequences give up.
         needy = [move for move in moves if any(self._tails(len(move[2].tokens)))]
         for num_served in range(len(needy), -1, -1):
             refused = needy[num_served:]
@@ -241,7 +241,7 @@ class Cache:
                 break
         for i, _, _ in refused:
             status[i] = OUT_OF_BLOCKS
-        # One step for all: drop what nobody keeps, then share, then take the new tails.
+        # One step for all: drop unused blocks, then share, then take the new tails.
         for _, seq_id, _ in served:
             for g, table in enumerate(self.open[seq_id].tables):
                 self._shrink(g, table, 0, kept[g])
@@ -296,7 +296,7 @@ class Cache:
         return OK if seq_ids[i] == PADDING or is_first else INVALID_SEQUENCE
 
     def _can_go_on(self, mine, length):
-        """Whether a sequence can go on from a length, in all groups."""
+        """True if a sequence can go on from a length, in all groups."""
         return (
             0 <= length <= len(mine.tokens)
             and (not self.states or self._base_at(mine, length) is not None)
@@ -323,7 +323,7 @@ class Cache:
         self.is_shut = False
 
     def _fits(self, needs, wants=False):
-        """Whether a request gets its blocks of all groups; who does not shuts the rest
+        """True if a request gets its blocks of all groups; a refused one shuts the rest
         out. One that needs none, and wants none that is free, is always served."""
         if not wants and all(need <= 0 for need in needs):
             return True
@@ -333,7 +333,7 @@ class Cache:
             self.available = [room - max(need, 0) for room, need in pairs]
         return not self.is_shut
 
-    # What becomes of one that is served.
+    # Effects of served requests.
 
     def _open(self):
         seq_id = self.free_ids.pop(0)
@@ -347,7 +347,7 @@ class Cache:
         self.free_ids.append(seq_id)
 
     def _past(self, sequence, length):
-        """What another takes over: tokens up to a length, and the full blocks."""
+        """The shared past: tokens up to a length, and the full blocks."""
         full = length // self.block_size
         return dataclasses.replace(
             sequence,
@@ -392,7 +392,7 @@ class Cache:
         return OK
 
     def _extend(self, mine, counts):
-        """Put so many blocks of each group behind those that a sequence has."""
+        """Append to a sequence `counts` blocks of each group."""
         for g, count in enumerate(counts):
             mine.tables[g] += self._take(g, count)
 
@@ -416,7 +416,7 @@ class Cache:
             self.groups[g].free += [] if block in kept else [block]
 
     def _forget(self, g, blocks):
-        """What these blocks held is found no more."""
+        """Forget these blocks: they are found no more."""
         for key, found in list(self.index.items()):
             if found[g] in blocks:
                 found[g] = None
@@ -424,7 +424,7 @@ class Cache:
                     del self.index[key]
 
     def _forget_from(self, g, block):
-        """Nor is what this block held, or in a chain that proves it what followed."""
+        """Forget this block, and its successors in a chain that it proves."""
         if g == self.leader and self.groups[g].window is None:
             for salt, tokens in [k for k, b in self.index.items() if b[g] == block]:
                 for domain, text in list(self.index):

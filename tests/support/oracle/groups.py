@@ -1,4 +1,4 @@
-"""A pool of blocks for a group of layers, and what a window of theirs needs."""
+"""A pool of blocks for a group of layers, and the needs of its window."""
 
 from collections import Counter
 
@@ -20,12 +20,12 @@ class Group:
         return sorted(self.free, key=lambda block: self.classes[block])
 
     def keep(self, block, keep, until):
-        """Let a block be of no lower class, and for no shorter time."""
+        """Raise a block to this class and time, if they are higher than its own."""
         self.classes[block] = max(self.classes[block], keep)
         self.kept_until[block] = max(self.kept_until[block], until)
 
     def lower(self, blocks):
-        """What is forgotten is of class 0, and the last of it to leave."""
+        """Forgotten blocks get class 0, and leave last in it."""
         for block in blocks:
             if self.classes[block] and block in self.free:
                 self.free.remove(block)
@@ -33,12 +33,12 @@ class Group:
             self.reset([block])
 
     def reset(self, blocks):
-        """Let blocks be of class 0."""
+        """Set blocks to class 0."""
         for block in blocks:
             del self.classes[block], self.kept_until[block]
 
     def gone(self, length):
-        """The columns that no row from this length on sees, those of sinks apart."""
+        """The columns that no row from this length on sees, except sinks."""
         if self.window is None:
             return range(0)
         return range(
@@ -51,7 +51,7 @@ class Group:
         return [i for i in range(length // self.block_size) if i not in gone]
 
     def can_go_on(self, table, length):
-        """Whether all that the row at this position sees is kept; at 0 it sees none."""
+        """True if all that the row at this position sees is kept; at 0 it sees none."""
         return length == 0 or table.count(None) <= len(self.gone(length))
 
     def kept_from(self, table):

@@ -45,7 +45,7 @@ class Oracle(PrefixCache):
         return gone
 
     def evict_older_than(self, age, protect):
-        """Free what has not been used for more than `age` ticks."""
+        """Free the blocks unused for more than `age` ticks."""
         order = self.least_recently_used(protect)
         gone = [i for i in order if self.clock - self.open[i].last_used > age]
         for seq_id in gone:
@@ -61,13 +61,13 @@ class Oracle(PrefixCache):
     def resize(self, *num_blocks):
         """Pools of other sizes; False where live blocks would not fit.
 
-        Free blocks leave, first those that are not known, then in order. Ids change
-        only if they must.
+        Free blocks leave, first the unknown ones, then in order. Ids change only if
+        they must.
         """
         sizes = list(zip(self.groups, num_blocks, strict=True))
         if any(group.num_blocks - len(group.free) > size for group, size in sizes):
             return False
-        # What the leading group loses is found in no other.
+        # Blocks that the leading group loses are found in no other.
         for g in sorted(range(len(sizes)), key=lambda g: g != self.leader):
             (group, size), known = sizes[g], self.known(g)
             leaving = sorted(group.order, key=lambda block: block in known)
@@ -94,7 +94,7 @@ class Oracle(PrefixCache):
 
     def swap_in(self, swapped):
         """Open such sequences again, all or none; returns (seq_ids, status)."""
-        # Their blocks only tell apart what is shared. Each is taken once, all that hold
+        # Their blocks only distinguish shared ones. Each is taken once, all that hold
         # tokens before the reserved ones.
         old, most = [], self._blocks_for(self.max_context)
         for g in range(len(self.groups)):
@@ -130,7 +130,7 @@ class Oracle(PrefixCache):
         return seq_ids, self._settle([cause] * len(swapped), opened=seq_ids)
 
     def spill(self, num_blocks):
-        """Forget what would be taken first, and with the leader's all that is beside.
+        """Forget the next blocks to evict; those beside the leader's go along.
 
         Returns which groups held each text's last block, by domain and tokens; of
         snapshots at how many tokens each stands; and the class of each text's last
@@ -147,7 +147,7 @@ class Oracle(PrefixCache):
             [block for block in group.order if block in known[g]][:count]
             for g, group in enumerate(self.groups)
         ]
-        # What goes is the last to leave, in the order in which it goes.
+        # Spilled blocks are the last to leave, in the order in which they go.
         beside = {blocks[self.leader]: blocks for blocks in self.index.values()}
         for g, group in enumerate(self.groups):
             pairs = [beside[block][g] for block in cached[self.leader]]
@@ -177,7 +177,7 @@ class Oracle(PrefixCache):
         return spilled, places, kept
 
     def restore(self, texts, spilled, places, kept, snapshots):
-        """Make known again what was spilled, as far as blocks that hold nothing go.
+        """Restore spilled blocks, as far as there are unused blocks.
 
         Args:
           texts: domain and tokens up to the end of each column, in order.
@@ -226,7 +226,7 @@ class Oracle(PrefixCache):
         )
 
     def _restore_snapshots(self, named, places):
-        """Put snapshots in the places of those that the call does not name."""
+        """Put snapshots in the places of snapshots that the call does not name."""
         new = [key for key in named if key not in self.snapshots]
         most = self.states.num_snapshots - len(named) + len(new) if named else 0
         new = new[max(len(new) - most, 0) :]

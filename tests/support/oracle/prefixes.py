@@ -9,7 +9,7 @@ from support.oracle.groups import held
 
 
 class PrefixCache(Cache):
-    """The cache, and the verbs that ask and change what is known."""
+    """The cache, and the verbs that read and change the known blocks."""
 
     def allocate(self, num_tokens, prompts=None, salts=None):
         """Open one sequence per request; returns (seq_ids, status, num_cached)."""
@@ -45,7 +45,7 @@ class PrefixCache(Cache):
             seq_ids.append(seq_id)
             status.append(cause)
             num_cached.append(length)
-        # What was found is pinned before any block is taken.
+        # Cached blocks are pinned before any block is taken.
         for group, blocks in zip(self.groups, claimed, strict=True):
             group.free = [block for block in group.free if block not in blocks]
         for mine, fresh in opened:
@@ -53,12 +53,12 @@ class PrefixCache(Cache):
         return seq_ids, self._settle(status, opened=seq_ids), num_cached
 
     def can_allocate(self, num_tokens):
-        """What `allocate` would serve, nothing changed."""
+        """The requests that `allocate` would serve, nothing changed."""
         return [cause == OK for cause in self.copy().allocate(num_tokens)[1]]
 
     def find(self, prompt, salt):
         """The known blocks of a prompt's beginning, of each group, and how many tokens
-        are found, those of a block that only begins like the rest included.
+        are found, including a block that only begins like the rest.
 
         None stands for a block that no row behind them sees, known or not.
         """
@@ -112,7 +112,7 @@ class PrefixCache(Cache):
                 or mine.epoch != batch.epochs[i]
                 or mine.visible != start
                 or len(mine.tokens) < end
-                # A later step gave back what this one went on from.
+                # A later step released the blocks before this one.
                 or (
                     self.groups
                     and start >= T
@@ -153,7 +153,7 @@ class PrefixCache(Cache):
                 self._take_snapshot(mine)
 
     def _take_snapshot(self, mine):
-        """Keep the state of a sequence whose length is a multiple."""
+        """Keep the state of a sequence if its length is a multiple."""
         if len(mine.tokens) % self.states.snapshot_every:
             return
         key = mine.salt, tuple(mine.text)
@@ -165,7 +165,7 @@ class PrefixCache(Cache):
         self.snapshots[key] = mine.base
 
     def forget(self, salt=None):
-        """Forget one domain, or all; what its sequences hold never becomes visible."""
+        """Forget one salt, or all; its sequences' blocks never become visible."""
         for domain, text in list(self.snapshots):
             if salt in (None, domain):
                 del self.snapshots[domain, text]
@@ -178,7 +178,7 @@ class PrefixCache(Cache):
         self.demote(-1)
 
     def demote(self, time):
-        """What holds nothing is of class 0, and what is free and was kept until then.
+        """Unindexed blocks get class 0, and so do free ones kept until then.
 
         It stands there as if it had always been.
         """
@@ -199,8 +199,8 @@ class PrefixCache(Cache):
             group.lower(cached[: max(num_blocks, 0)])
 
     def _fresh(self, count, tables, length):
-        """How many blocks of each group a text takes beside those found: as many as it
-        needs at one time, and one at least for a part of a block that was found."""
+        """How many blocks of each group a text takes beside the cached ones: as many
+        as it needs at one time, at least one for a cached part of a block."""
         total = self._blocks_for(max(count, length))
         part = int(length % self.block_size > 0)
         return [
