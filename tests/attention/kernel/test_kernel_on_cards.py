@@ -32,7 +32,6 @@ SUITES = [
     HERE / "test_kernel_derivative.py",
     HERE / "test_kernel_isolation.py",
     HERE.parent / "test_attention.py",
-    HERE.parent / "test_parts.py",
     HERE.parent / "test_shared_prefixes.py",
 ]
 TARGETS = "sm_90", "gfx942", "gfx1100", "gfx1201"
