@@ -46,7 +46,8 @@ def page_table(cache: Cache, batch: Batch, *, group: int | None = None) -> PageT
       group: index of the group of layers; optional if there is only one.
 
     Returns:
-      A `PageTable` of static shapes; jit compatible.
+      A `PageTable` of static shapes; jit compatible. A refused request keeps its rows,
+      and the pages from before the step: ignore the op's result there.
 
     Raises:
       ValueError: if the batch belongs to a cache of other sizes.
