@@ -187,7 +187,16 @@ EXTRAS = (
 )
 
 # Folders and files in plain English, measured by `prose.py`.
-PROSE = ("README.md", "docs", "jkv", "examples", "tests", "benchmarks", "tools")
+PROSE = (
+    "README.md",
+    "CHANGELOG.md",
+    "docs",
+    "jkv",
+    "examples",
+    "tests",
+    "benchmarks",
+    "tools",
+)
 
 CHECKS = {
     # Strict: broken links and undocumented names are errors.
