@@ -5,7 +5,7 @@ no effect (null, or a value listed behind the reason here).
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from ..mistakes import Refused
@@ -113,10 +113,7 @@ def check_fields(body: Mapping[str, Any], *, is_chat: bool) -> None:
         Refused: with the field's name, and why.
     """
     served = SERVED_OF_CHATS if is_chat else SERVED_OF_TEXTS
-    for name, value in body.items():
-        if value is None or name in served:
-            continue
-        refuse(name, value, REFUSED)
+    refuse_unserved(body, served, REFUSED)
     for name in LABELS:
         if not isinstance(body.get(name), str | None):
             raise Refused(f"{name} must be a text", name)
@@ -126,25 +123,32 @@ def check_fields(body: Mapping[str, Any], *, is_chat: bool) -> None:
     read_flag(body, "store", False)
 
 
-def refuse(name: str, value: Any, refused: Mapping[str, Refusal]) -> None:
-    """Refuse a field that is not served, unless its value asks for nothing.
+def refuse_unserved(
+    body: Mapping[str, Any],
+    served: Collection[str],
+    refused: Mapping[str, Refusal],
+) -> None:
+    """Refuse fields that are not served, unless they are null or ask for nothing.
 
     Raises:
         Refused: with the field's name, and why.
     """
-    refusal = refused.get(name)
-    if refusal is None:
-        raise Refused(
-            f"{name[:60]!r} is no field of this endpoint; leave it out",
-            name[:60],
-            code="unknown_parameter",
-        )
-    if not _is_one_of(value, refusal.neutral):
-        raise Refused(
-            f"{name} {refusal.reason}; leave it out",
-            name,
-            code="unsupported_parameter",
-        )
+    for name, value in body.items():
+        if value is None or name in served:
+            continue
+        refusal = refused.get(name)
+        if refusal is None:
+            raise Refused(
+                f"{name[:60]!r} is no field of this endpoint; leave it out",
+                name[:60],
+                code="unknown_parameter",
+            )
+        if not _is_one_of(value, refusal.neutral):
+            raise Refused(
+                f"{name} {refusal.reason}; leave it out",
+                name,
+                code="unsupported_parameter",
+            )
 
 
 def check_texts(body: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from ..asking.fields import refuse
+from ..asking.fields import refuse_unserved
 from ..asking.prompts import read_chat, read_prompts
 from ..asking.showing import check_model, read_json
 from ..asking.tools import read_tools
@@ -86,7 +86,5 @@ def detokenize(served: Served, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check(served: Served, body: Mapping[str, Any], known: set[str]) -> None:
-    for name, value in body.items():
-        if name not in known and value is not None:
-            refuse(name, value, {})
+    refuse_unserved(body, known, {})
     check_model(served, body.get("model"))

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..asking.body import MOST_NAME
-from ..asking.fields import Refusal, refuse
+from ..asking.fields import Refusal, refuse_unserved
 from ..mistakes import Refused
 from ..values import read_number, refuse_unknown
 
@@ -49,9 +49,7 @@ def read_message_body(body: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         Refused: for an unsupported field, by its name.
     """
-    for name, value in body.items():
-        if value is not None and name not in SERVED:
-            refuse(name, value, REFUSED)
+    refuse_unserved(body, SERVED, REFUSED)
     fields = {name: body[name] for name in _SAME if body.get(name) is not None}
     fields["messages"] = _read_system(body) + _read_messages(body.get("messages"))
     if body.get("stop_sequences") is not None:

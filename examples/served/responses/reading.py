@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ..asking.fields import OF_CACHED_PROMPTS, SERVED_OF_CHATS, Refusal, refuse
+from ..asking.fields import OF_CACHED_PROMPTS, SERVED_OF_CHATS, Refusal, refuse_unserved
 from ..mistakes import Refused
 from ..values import refuse_unknown
 from .offered import Offered, Origin, read_choice, read_offered
@@ -79,9 +79,7 @@ def read_response(body: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         Refused: for an unsupported field, by its name.
     """
-    for name, value in body.items():
-        if value is not None and name not in SERVED:
-            refuse(name, value, REFUSED)
+    refuse_unserved(body, SERVED, REFUSED)
     if not isinstance(body.get("client_metadata"), Mapping | None):
         raise Refused("client_metadata must be an object", "client_metadata")
     offered = read_offered(body)
