@@ -25,6 +25,7 @@ from jkv.steering.tables import (
     find_newest,
     find_rows,
     forbid,
+    mark_tokens,
     push,
 )
 
@@ -69,9 +70,7 @@ class AllowedTokens(Unchanging):
     def steer(self, state: jax.Array, logits: jax.Array) -> jax.Array:
         """Mask all other tokens."""
         tokens = find_rows(jnp.asarray(self.tokens, jnp.int32), 1, state)
-        mask = jnp.zeros(logits.shape, bool)
-        mask = mask.at[find_columns(tokens, logits)].set(True, mode="drop")
-        return jnp.where(mask, logits, -jnp.inf)
+        return jnp.where(mark_tokens(tokens, logits), logits, -jnp.inf)
 
 
 class _BanRows(NamedTuple):

@@ -85,6 +85,15 @@ def ends_with(
     return jnp.all(last == tokens[None], axis=1)
 
 
+def mark_tokens(
+    tokens: jax.Array,  # i32[K, E], -1 for none
+    logits: jax.Array,  # f32[K, V]
+) -> jax.Array:
+    """Return True for the tokens of each row, bool[K, V]."""
+    mask = jnp.zeros(logits.shape, bool)
+    return mask.at[find_columns(tokens, logits)].set(True, mode="drop")
+
+
 def find_columns(
     tokens: jax.Array,  # i32[K, E], -1 for none
     logits: jax.Array,  # f32[K, V]
@@ -103,6 +112,4 @@ def forbid(
     Scattering into a mask instead of the logits avoids a copy of the logits, which are
     read again and have four times the bytes.
     """
-    mask = jnp.zeros(logits.shape, bool)
-    mask = mask.at[find_columns(tokens, logits)].set(True, mode="drop")
-    return jnp.where(mask, -jnp.inf, logits)
+    return jnp.where(mark_tokens(tokens, logits), -jnp.inf, logits)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.indexing import gather
+from jkv.indexing import gather, scatter
 from jkv.state import Batch, Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.verbs import arguments
@@ -79,10 +79,8 @@ def _page_table(metadata: Metadata, batch: Batch, *, number: int) -> PageTable:
     column = jnp.arange(blocks.shape[1], dtype=jnp.int32)[None]
     is_read = (column * size < lengths[:, None]) & (blocks < group.num_blocks)
     place = jnp.cumsum(is_read, dtype=jnp.int32).reshape(is_read.shape) - 1
-    indices = jnp.zeros(blocks.size, jnp.int32)
-    indices = indices.at[jnp.where(is_read, place, blocks.size)].set(
-        blocks, mode="drop"
-    )
+    place = jnp.where(is_read, place, blocks.size)
+    indices = scatter(jnp.zeros(blocks.size, jnp.int32), place, blocks)
     ends = jnp.cumsum(jnp.sum(is_read, axis=1, dtype=jnp.int32), dtype=jnp.int32)
     last_row = batch.query_starts[-1:] + batch.query_lengths[-1:]
     starts = jnp.concatenate([batch.query_starts, last_row])
