@@ -190,6 +190,7 @@ EXTRAS = (
 PROSE = (
     "README.md",
     "CHANGELOG.md",
+    "CONTRIBUTING.md",
     "docs",
     "jkv",
     "examples",

@@ -175,7 +175,7 @@ def paged_attention(
         requests of several rows is not compiled.
       block_part: (i, n) if the pools hold the i-th of n equal parts of each block, as
         on one of n devices that share a sequence: T tokens of n * T. i may be traced.
-        Lengths and tables are those of whole sequences. Join the results by their
+        Lengths and tables describe whole sequences. Join the results by their
         log-sum-exp; add `sinks`, which count once, in the join.
       work_lists: the plan that `append` computed for these requests, one of
         `Batch.plan`.

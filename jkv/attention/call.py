@@ -118,7 +118,7 @@ class Call:
     window: jax.Array | None  # i32[]
     sinks: jax.Array | None  # f32[H]
     # i32[], the part of each block that the pools hold; None: whole blocks. Positions
-    # and lengths are those of whole sequences.
+    # and lengths count whole sequences.
     part: jax.Array | None = None
     # Plans of the step by backend name.
     plans: dict[str, Any] = dataclasses.field(default_factory=dict)

@@ -3,7 +3,7 @@
 Inside `shard_map` the type of each value has the manual mesh axes over which it varies.
 Most operations promote these types; `while_loop` and branches require them to agree. An
 initial carry, often zeros, varies over fewer axes than a trip's result, so it is cast
-until the types agree. Outside `shard_map` the loops are those of `lax`.
+until the types agree. Outside `shard_map` these are the loops of `lax`.
 """
 
 from collections.abc import Callable

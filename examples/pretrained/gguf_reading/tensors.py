@@ -25,7 +25,7 @@ ROWS = ("mlp.shared_expert_gate.weight", "moe_statics.e_score_correction_bias")
 
 
 def name_tensors(file: GGUFile, known: set[str]) -> dict[str, str]:
-    """Return the names in the file by those of a checkpoint.
+    """Map a checkpoint's tensor names to the names in the file.
 
     Args:
         file: all of its tensors are named, unknown ones by their own names, except

@@ -5,10 +5,10 @@ a time. Pieces are cut at multiples of a fixed number of tokens and joined in or
 the result of a row does not depend on the other lanes. All calls but decoding in a
 large cache use this loop, in different sizes:
 
-* Small calls, whose contexts all fit into what one trip of `decode.py` gathers. All
-  lanes proceed together, some columns of the block tables at a time, up to the longest
-  context: this needs no work list, and a fifth of the operations to compile. A lane is
-  a row, or a tile if requests have a few rows each, as in verifying draft tokens.
+* Small calls, with contexts that fit into one trip of `decode.py`. All lanes proceed
+  together, some columns of the block tables at a time, up to the longest context: this
+  needs no work list, and a fifth of the operations to compile. A lane is a row, or a
+  tile if requests have a few rows each, as in verifying draft tokens.
 * Batch-invariant calls (`by_position`). Float sums depend on their order. With sizes
   independent of the step, all products have one shape in every step, and the result of
   a row depends on its own context only (`jkv.generate(exact=)`). On the need for fixed

@@ -248,7 +248,7 @@ def free_beams(cache: Cache, state: SearchState, ended: jax.Array) -> Cache:
 
 
 def count_blocks(cache: Cache, state: SearchState) -> SearchState:
-    """Record the blocks in use, and those of beams without sharing."""
+    """Record the blocks in use, and the number without sharing."""
     old = state.statistics
     lengths, size = (
         state.prompts.lengths + state.length,

@@ -94,7 +94,7 @@ class Exact(NamedTuple):
         more = (0, self.num_requests - seq_ids.shape[0])
         if counts is None:
             counts = (seq_ids >= 0).astype(jnp.int32)
-            # Pack the rows, without those of absent sequences.
+            # Pack the rows of present sequences.
             row = jnp.cumsum(counts, dtype=jnp.int32) - 1
             row = jnp.where(counts > 0, row, self.num_rows)
             rows = jnp.zeros((self.num_rows,), jnp.int32)

@@ -48,9 +48,9 @@ def add_prompts(
 ) -> GenerationState:
     """Replace finished prompts by new ones and enqueue them.
 
-    New sequences wait behind those of the same priority. The results of the replaced
-    ones are discarded. A server starts with empty prompts and replaces them as requests
-    arrive.
+    New sequences wait behind waiting ones of the same priority. The results of the
+    replaced ones are discarded. A server starts with empty prompts and replaces them as
+    requests arrive.
 
     Args:
       cache: the cache.

@@ -1,4 +1,4 @@
-"""Scores that are bit-identical to those of `generate(exact=)`.
+"""Scores, bit-identical to `generate(exact=)`.
 
 `score` computes everything in one step with a row for each token, which sums in another
 order than decoding. Here prompts and completions pass through a cache in calls of one
