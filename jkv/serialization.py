@@ -18,6 +18,7 @@ from jax import export
 
 from jkv import state
 from jkv.attention.choice import BACKENDS
+from jkv.attention.masks import CausalMask, MixedMask, SpanMask, StepMask, TreeMask
 from jkv.decoding.sampling.options import Sampling
 from jkv.decoding.speculation.options import PromptLookup
 from jkv.decoding.texts.results import (
@@ -44,6 +45,7 @@ DATACLASSES: tuple[type, ...] = (
     *(state.Everything, state.SlidingWindow),
     *(state.States, state.BlockStorage, state.StateStorage),
     *(state.Batch, Sampling, PromptLookup),
+    *(StepMask, CausalMask, SpanMask, TreeMask, MixedMask),
     *filter(dataclasses.is_dataclass, _PLANNED),
 )
 NAMED_TUPLES: tuple[type, ...] = (

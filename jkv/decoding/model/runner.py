@@ -101,14 +101,14 @@ class Runner(NamedTuple):
             self.exact.check_cache(cache)
             seq_ids, tokens, counts = self.exact.pad(seq_ids, tokens, counts)
         # Without counts rows are sequences, which costs less.
-        rows = {} if counts is None else {"capacity": tokens.shape[0]}
+        num_rows = None if counts is None else tokens.shape[0]
         cache, batch = append(
             cache,
             seq_ids,
             1 if counts is None else counts,
             tokens=tokens if records else None,
             num_pending=num_pending,
-            **rows,
+            capacity=num_rows,
         )
         return cache, batch, tokens
 

@@ -70,7 +70,8 @@ class Walk(NamedTuple):
     @property
     def has_full_loop(self) -> bool:
         """True if a loop without mask precedes, over tiles visible to all rows."""
-        return Ways.FULL_FIRST in self.variant.tile.ways and self.window is None
+        is_causal = self.window is None and not self.variant.has_past
+        return Ways.FULL_FIRST in self.variant.tile.ways and is_causal
 
     def load(self, trip: jax.Array, *, is_whole: bool = False) -> TokenTile:
         """Load a tile; `is_whole` requires a range that begins at token 0."""

@@ -35,6 +35,7 @@ class Variant:
     # By position: tokens of a piece, and pieces of the longest context; else 0.
     piece_tokens: int = 0
     num_pieces: int = 0
+    has_past: bool = False  # the work list limits the tokens of each row
 
     @property
     def interpret(self) -> bool:
@@ -83,7 +84,8 @@ def decode_variant(call: Call, tuning: Tuning, num_lanes: int, *, way: Way) -> V
 def prefill_variant(call: Call, tuning: Tuning, *, way: Way) -> Variant:
     """Return the variant for requests of several rows."""
     row_heads, row_tokens = cut_rows(call.heads_per_kv, tuning.prefill)
-    return _make_variant(call, tuning.prefill, row_heads, row_tokens, False, way)
+    variant = _make_variant(call, tuning.prefill, row_heads, row_tokens, False, way)
+    return dataclasses.replace(variant, has_past=call.past is not None)
 
 
 def position_variant(
@@ -94,7 +96,10 @@ def position_variant(
     row_heads, row_tokens = cut_rows(call.heads_per_kv, tile)
     variant = _make_variant(call, tile, row_heads, row_tokens, False, way)
     return dataclasses.replace(
-        variant, piece_tokens=piece_tokens, num_pieces=num_pieces
+        variant,
+        piece_tokens=piece_tokens,
+        num_pieces=num_pieces,
+        has_past=call.past is not None,
     )
 
 
