@@ -19,13 +19,14 @@ from jkv.metadata.entries import find_owners
 from jkv.metadata.part import Done, Granted, Growing, Step, parts_of
 from jkv.metadata.requests import Integers
 from jkv.state import NO_SEQUENCE, Batch, Cache, Metadata, SequenceRow
+from jkv.state.cache import Role
 from jkv.state.entry import takes_cache
 from jkv.status import Status, UsageError
 from jkv.verbs.attention_plan import plan_attention
 from jkv.verbs.masking import read_mask, read_span
 
 
-@takes_cache()
+@takes_cache(role=Role.PLANS)
 def append(
     cache: Cache,
     seq_ids: Integers,

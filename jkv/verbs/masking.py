@@ -137,12 +137,12 @@ def _with_mask(batch: Batch, mask: Mask | None, *, max_span: int) -> Batch:
 
 def _number_rows(batch: Batch) -> tuple[Rows, jax.Array]:
     """Return the rows of a batch, and the tokens before the step, i32[B]."""
-    row = jnp.arange(batch.num_rows, dtype=jnp.int32)
-    # Requests without rows share the first row of the next one.
-    starts = batch.query_starts[None]
-    owns = (starts <= row[:, None]) & (row[:, None] < starts + batch.query_lengths)
+    row = jnp.arange(batch.num_rows, dtype=jnp.int32)[:, None]
+    starts, lengths = batch.query_starts[None], batch.query_lengths[None]
+    owns = (starts <= row) & (row < starts + lengths)
     request = jnp.argmax(owns, axis=1).astype(jnp.int32)
-    rank = jnp.where(owns.any(axis=1), row - gather(batch.query_starts, request), -1)
+    rank = row[:, 0] - gather(batch.query_starts, request)
+    rank = jnp.where(owns.any(axis=1), rank, -1)
     rows = Rows(rank, gather(batch.query_lengths, request), request)
     past = batch.context_lengths - batch.query_lengths
     return rows, past if batch.mask is None else batch.mask.past

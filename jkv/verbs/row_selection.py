@@ -51,7 +51,7 @@ def keep_rows(
       >>> tree = jkv.TreeMask(jnp.array([-1, 0, 0]))
       >>> cache, batch = jkv.append(cache, opened.seq_ids, 3, capacity=3, mask=tree)
       >>> cache, path, status = jkv.keep_rows(cache, batch, jnp.array([[0, 2]]))
-      >>> path.query_lengths.tolist(), int(jkv.context_lengths(cache, 0))
+      >>> path.query_lengths.tolist(), int(jkv.context_lengths(cache)[0])
       ([2], 2)
     """
     check_batch(cache, batch)

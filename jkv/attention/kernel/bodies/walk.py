@@ -88,7 +88,7 @@ class Walk(NamedTuple):
         if self.seen is not None:
             return see(self.seen, token)
         visible = token < self.tokens.end
-        if self.window is not None:
+        if self.window is not None or self.variant.has_past:
             visible &= token >= self.tokens.first
         return visible[None, :]
 

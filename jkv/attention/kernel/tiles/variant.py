@@ -78,7 +78,10 @@ def decode_variant(call: Call, tuning: Tuning, num_lanes: int, *, way: Way) -> V
     """Return the variant for one-row requests, some of which may share a tile."""
     row_heads = count_decode_heads(call.heads_per_kv, tuning) // num_lanes
     tile = tuning.decode_tile(call.soft_cap)
-    return _make_variant(call, tile, row_heads, num_lanes, True, way)
+    variant = _make_variant(call, tile, row_heads, num_lanes, True, way)
+    # Ranges end at their last visible token anyway.
+    has_past = call.past is not None and call.past.first is not None
+    return dataclasses.replace(variant, has_past=has_past)
 
 
 def prefill_variant(call: Call, tuning: Tuning, *, way: Way) -> Variant:
