@@ -92,6 +92,7 @@ if TYPE_CHECKING:  # imported on first access
     from jkv.inspection.memory import MemoryProfile, memory_profile
     from jkv.inspection.statistics import GroupStats, Stats, stats
     from jkv.inspection.utilisation import Fragmentation, fragmentation, should_compact
+    from jkv.logits_processors import LogitsProcessor
     from jkv.making.initialization import init, partition_specs
     from jkv.making.saving import load, save
     from jkv.prefixes.verbs import (
@@ -104,7 +105,6 @@ if TYPE_CHECKING:  # imported on first access
     )
     from jkv.states.folding import fold_state
     from jkv.states.verbs import read_pending, read_state, write_state
-    from jkv.steering import Steering
     from jkv.storage.files import FileError
     from jkv.storage.swapped import Swapped
     from jkv.tiers.restoring import restore
@@ -150,7 +150,7 @@ __getattr__ = imports_later(
         ),
         "jkv.states.folding": "fold_state",
         "jkv.states.verbs": "read_pending read_state write_state",
-        "jkv.steering": "Steering",
+        "jkv.logits_processors": "LogitsProcessor",
         "jkv.storage.files": "FileError",
         "jkv.storage.swapped": "Swapped",
         "jkv.tiers.restoring": "restore",
@@ -173,7 +173,7 @@ __getattr__ = imports_later(
         "making",
         "recurrence",
         "serving",
-        "steering",
+        "logits_processors",
         "trees",
     ),
 )
@@ -234,7 +234,7 @@ __all__ = [
     "States",
     "Stats",
     "Status",
-    "Steering",
+    "LogitsProcessor",
     "SwapIn",
     "Swapped",
     "TextTree",

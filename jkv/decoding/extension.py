@@ -17,18 +17,19 @@ from jkv.decoding.arguments.asked import Asked, How
 from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.model.steps import ExactShape, Steps
+from jkv.decoding.processors.rows import begin_rows, resume_rows
 from jkv.decoding.sampling.next_token import Bounds, judge_prompts
 from jkv.decoding.sampling.options import Sampling
 from jkv.decoding.scheduler.queue import make_queue
 from jkv.decoding.scheduler.state import GenerationState, Holder, Places, note_texts
 from jkv.decoding.speculation.loop import Speculation, begin_speculation, run_steps
 from jkv.decoding.speculation.options import DraftModel
-from jkv.decoding.steering.rows import begin_rows, resume_rows
 from jkv.decoding.texts import blocks
 from jkv.decoding.texts.blocks import BlockSize, Held
 from jkv.decoding.texts.prompts import Prompts
 from jkv.decoding.texts.results import FinishReason, Generation
 from jkv.indexing import gather
+from jkv.logits_processors import LogitsProcessor
 from jkv.metadata import requests
 from jkv.metadata.part import Lack
 from jkv.metadata.requests import Integers
@@ -36,7 +37,6 @@ from jkv.signatures import set_defaults
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.state.entry import takes_cache
 from jkv.status import UsageError
-from jkv.steering import Steering
 from jkv.verbs.lookups import context_lengths
 
 
@@ -52,12 +52,12 @@ class OfExtension(TypedDict, total=False):
     stop_sequences: requests.Texts | None
     variants: Integers | None
     sampling: Sampling
-    steering: Steering | None
+    logits_processor: LogitsProcessor | None
     speculate: Speculation | None
-    steering_state: Any  # from an earlier result
+    processor_state: Any  # from an earlier result
 
 
-set_defaults(OfExtension, Prompts.of, Steps, How, steering_state=None)
+set_defaults(OfExtension, Prompts.of, Steps, How, processor_state=None)
 
 
 @takes_cache(argument=2)
@@ -97,7 +97,7 @@ def extend(
         tokens given and generated in this call, stop sequences only the generated ones.
         A `DraftModel` is not supported.
       fields: the fields of `Steps`, `How` and `Prompts.of` as keyword arguments; and
-        `steering_state` of an earlier result, to continue its logits processor, which
+        `processor_state` of an earlier result, to continue its logits processor, which
         then skips the given tokens.
 
     Returns:
@@ -135,9 +135,9 @@ def extend(
     (ids,) = requests.broadcast(seq_ids=seq_ids)
     runner = Runner(model, params)
     state = _begin(runner, cache, jnp.asarray(ids), asked)
-    if (left := fields.get("steering_state")) is not None:
-        begun = resume_rows(how.steering, state.result.steering_state, left)
-        result = state.result._replace(steering_state=begun)
+    if (left := fields.get("processor_state")) is not None:
+        begun = resume_rows(how.logits_processor, state.result.processor_state, left)
+        result = state.result._replace(processor_state=begun)
         state = dataclasses.replace(state, result=result)
     cache, state = run_steps(
         runner,
@@ -173,7 +173,7 @@ def _begin(
     num_blocks = tuple(jnp.int32(group.num_blocks) for group in groups)
     bounds = Bounds(cache.max_context_length - before, size, num_blocks)
     vocabulary = runner.count_vocabulary(cache, num_places)
-    reasons = judge_prompts(given, bounds, vocabulary, how.steering)
+    reasons = judge_prompts(given, bounds, vocabulary, how.logits_processor)
     reasons = _judge(cache, seq_ids, before + given.lengths, reasons, size)
     is_running = reasons == FinishReason.RUNNING
     places = Places.of_open(jnp.where(is_running, seq_ids, NO_SEQUENCE), num_places)
@@ -182,7 +182,7 @@ def _begin(
     )
     if partings is not None:
         partings = jnp.pad(partings, (0, num_places - num_sequences))
-    begun = begin_rows(how.steering, given, 1)
+    begun = begin_rows(how.logits_processor, given, 1)
     none = jnp.zeros((num_sequences,), bool)
     state = GenerationState(
         result=Generation.empty(reasons, steps.max_new_tokens, begun),

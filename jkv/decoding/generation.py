@@ -20,12 +20,12 @@ from jkv.decoding.arguments.asked import Asked, Fields, How, OfHow, check_names,
 from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.model.steps import Steps
+from jkv.decoding.processors.rows import begin_rows, check_processor_presence
 from jkv.decoding.sampling.next_token import Bounds, judge_prompts
 from jkv.decoding.scheduler.data_parallel import generate_on_pools
 from jkv.decoding.scheduler.queue import make_queue
 from jkv.decoding.scheduler.state import GenerationState, Holder, Places
 from jkv.decoding.speculation.loop import begin_speculation, run_steps
-from jkv.decoding.steering.rows import begin_rows, check_steering_of
 from jkv.decoding.texts.blocks import count_free_blocks, find_block_size
 from jkv.decoding.texts.prompts import Prompts
 from jkv.decoding.texts.results import FinishReason, Generation
@@ -259,7 +259,7 @@ def decode(
     most = jnp.asarray(as_index(num_steps))
     check_names("decode", fields, OfHow)
     how = take(how, How, OfHow, fields).check()
-    check_steering_of(state.result.steering_state, how.steering)
+    check_processor_presence(state.result.processor_state, how.logits_processor)
     return run_steps(
         Runner(model, params),
         cache,
@@ -282,15 +282,15 @@ def begin_generation(runner: Runner, cache: Cache, asked: Asked) -> GenerationSt
     size = find_block_size(cache, row_counts)
     bounds = Bounds(cache.max_context_length, size, num_blocks)
     vocabulary = runner.count_vocabulary(cache, num_places)
-    reasons = judge_prompts(prompts, bounds, vocabulary, how.steering)
+    reasons = judge_prompts(prompts, bounds, vocabulary, how.logits_processor)
     num_rows = cache.metadata.sequences.free_rows.count
     has_no_row = (reasons == FinishReason.RUNNING) & (num_rows == 0)
     reasons = jnp.where(has_no_row, jnp.int32(FinishReason.OUT_OF_SEQUENCES), reasons)
     reasons = jnp.repeat(reasons, num_samples)
     has_snapshots = cache.metadata.index.snapshot_every is not None
-    steered = begin_rows(how.steering, prompts, num_samples)
+    processor = begin_rows(how.logits_processor, prompts, num_samples)
     state = GenerationState(
-        result=Generation.empty(reasons, steps.max_new_tokens, steered),
+        result=Generation.empty(reasons, steps.max_new_tokens, processor),
         prompts=prompts,
         stops=stops,
         places=Places.empty(num_places),

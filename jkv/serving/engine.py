@@ -24,6 +24,7 @@ from jkv.decoding.arguments.asked import How
 from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.steps import CHUNK_SIZE, ExactShape, Steps
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
+from jkv.logits_processors import LogitsProcessor
 from jkv.metadata.requests import Integers, Texts, check_counts
 from jkv.serving.device.kept_programs import KeptPrograms
 from jkv.serving.device.loop import Loop, Progress
@@ -49,7 +50,6 @@ from jkv.sharding.processes import find_shared_mesh
 from jkv.signatures import lists_arguments
 from jkv.state import Cache
 from jkv.status import UsageError
-from jkv.steering import Steering
 from jkv.tiers.store import BlockStore
 
 
@@ -112,7 +112,7 @@ class Engine:
         row_counts: tuple[int, ...] | None = None,
         exact: ExactShape = False,
         speculate: PromptLookup | DraftModel | None = None,
-        steering: Steering | None = None,
+        logits_processor: LogitsProcessor | None = None,
         stop_tokens: Integers = (),
         stop_sizes: StopSizes = StopSizes(),  # noqa: B008 (a tuple cannot change)
         detokenize: Detokenize | None = None,
@@ -149,7 +149,8 @@ class Engine:
           speculate: as for `jkv.generate`; a step may yield several tokens of a
             sequence. A draft model's cache needs `max_running` rows and is owned by the
             engine.
-          steering: as for `jkv.generate`; each request selects one of its variants.
+          logits_processor: as for `jkv.generate`; each request selects one of its
+            variants.
           stop_tokens: default for requests without their own, such as the model's
             end-of-sequence token.
           stop_sizes: largest number of stop tokens and stop sequences of a request.
@@ -203,7 +204,7 @@ class Engine:
             stop_sizes=stop_sizes,
             speculate=speculate,
         )
-        how = How(steering=steering, speculate=speculate)
+        how = How(logits_processor=logits_processor, speculate=speculate)
         loop: Loop
         if find_shared_mesh(cache) is None:
             loop = Loop(model, params, cache, sizes, how, kept_programs)
@@ -563,20 +564,22 @@ class Engine:
         )
         return self._turns.with_turn(lambda: self._scheduler.update_params(update))
 
-    def replace_steering(self, steering: Steering) -> None:
+    def replace_logits_processor(self, logits_processor: LogitsProcessor) -> None:
         """Replace the arrays of the logits processor, without recompilation.
 
         Change the meaning of a variant only while no request uses it: the state of a
         running request is kept.
 
         Args:
-          steering: of the same type, with arrays of the same shapes and dtypes.
+          logits_processor: of the same type, with arrays of the same shapes and dtypes.
 
         Raises:
           EngineError: for any other.
         """
         self._check_leads()
-        self._turns.with_turn(lambda: self._scheduler.loop.replace_steering(steering))
+        self._turns.with_turn(
+            lambda: self._scheduler.loop.replace_logits_processor(logits_processor)
+        )
 
     def start(self) -> None:
         """Start a background thread that runs the steps while there is work."""

@@ -10,14 +10,14 @@ from support.small_caches import opened, small_cache
 import jkv
 from jkv import decoding
 from jkv.decoding import How, Prompts, Steps
-from jkv.steering import TokenBias
+from jkv.logits_processors import TokenBias
 
 pytestmark = pytest.mark.one_end
 TEXTS = [[1, 2, 3], [4]]
 OF_PROMPTS = dict(limits=[2, 1], salts=[3, 4], stop_tokens=[5], stop_sequences=[[6, 1]])
 OF_STEPS = dict(max_new_tokens=2, num_samples=2, max_running=3, row_counts=(4,))
 OF_HOW = dict(
-    steering=TokenBias(np.array([1]), np.array([1.0], np.float32)),
+    logits_processor=TokenBias(np.array([1]), np.array([1.0], np.float32)),
     speculate=jkv.PromptLookup(num_tokens=3),
 )
 VALUES = dict(steps=Steps(**OF_STEPS), how=How(**OF_HOW))

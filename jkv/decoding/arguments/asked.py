@@ -11,16 +11,16 @@ from typing import Any, NamedTuple, TypedDict, TypeVar
 import jax
 
 from jkv.decoding.model.steps import OfSteps, Steps
+from jkv.decoding.processors.rows import as_logits_processor, with_variants
 from jkv.decoding.sampling.draws import Choice
 from jkv.decoding.sampling.options import GREEDY, Sampling, check_sampling
 from jkv.decoding.speculation.loop import Speculation
 from jkv.decoding.speculation.options import check_speculation
-from jkv.decoding.steering.rows import as_steering, with_variants
 from jkv.decoding.texts.prompts import OfPrompts, Prompts, Stops
+from jkv.logits_processors import LogitsProcessor
 from jkv.metadata.requests import Texts
 from jkv.signatures import set_defaults
 from jkv.status import UsageError
-from jkv.steering import Steering
 
 Value = TypeVar("Value")
 
@@ -33,9 +33,9 @@ class How:
     Attributes:
       sampling: sampling options, scalars or one value for each sequence; greedy by
         default.
-      steering: a logits processor (`Steering`) that masks tokens; None allows all. With
-        `speculate`, a token that it forces becomes a draft token that is never
-        rejected.
+      logits_processor: a logits processor (`LogitsProcessor`) that masks tokens; None
+        allows all. With `speculate`, a token that it forces becomes a draft token that
+        is never rejected.
       speculate: speculative decoding, by `PromptLookup` or `DraftModel`; None is off.
         The model must take `all_rows`. With several pools each drafts for its own
         sequences, and a draft model's cache spans the whole mesh.
@@ -48,7 +48,7 @@ class How:
     """
 
     sampling: Sampling = GREEDY
-    steering: Steering | None = None
+    logits_processor: LogitsProcessor | None = None
     speculate: Speculation | None = None
 
     def check(self) -> "How":
@@ -56,18 +56,20 @@ class How:
         check_sampling(self.sampling)
         if self.speculate is not None:
             check_speculation(self.speculate)
-        return dataclasses.replace(self, steering=as_steering(self.steering))
+        return dataclasses.replace(
+            self, logits_processor=as_logits_processor(self.logits_processor)
+        )
 
     def choice(self, num_rows: int | None = None) -> Choice:
         """Return the sampling options and processor, for `num_rows` rows at a time."""
-        return Choice(self.sampling, self.steering, num_rows)
+        return Choice(self.sampling, self.logits_processor, num_rows)
 
 
 class OfHow(TypedDict, total=False):
     """The fields of `How` as keyword arguments of a loop."""
 
     sampling: Sampling
-    steering: Steering | None
+    logits_processor: LogitsProcessor | None
     speculate: Speculation | None
 
 
@@ -108,7 +110,7 @@ class Asked(NamedTuple):
         else:
             prompts = Prompts.of(prompts, **select(OfPrompts, fields))
         prompts, stops = prompts.divide(steps.max_new_tokens)
-        return cls(with_variants(prompts, how.steering), stops, steps, how)
+        return cls(with_variants(prompts, how.logits_processor), stops, steps, how)
 
 
 def check_names(loop: str, fields: Mapping[str, Any], kind: Any) -> None:

@@ -16,18 +16,18 @@ from jkv.decoding.beams.rounds import Searcher, run_round
 from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.runner import Runner
 from jkv.decoding.model.steps import Steps
+from jkv.decoding.processors.rows import begin_rows
 from jkv.decoding.sampling.next_token import Bounds, judge_prompts
-from jkv.decoding.steering.rows import begin_rows
 from jkv.decoding.texts.blocks import count_free_blocks, find_block_size
 from jkv.decoding.texts.prompts import Prompts, Stops, as_stop_tokens
 from jkv.decoding.texts.results import BeamSearch
+from jkv.logits_processors import LogitsProcessor
 from jkv.metadata.requests import Integers, Texts, check_counts
 from jkv.sharding.loops import while_loop
 from jkv.signatures import set_defaults
 from jkv.state import Cache
 from jkv.state.entry import takes_cache
 from jkv.status import UsageError
-from jkv.steering import Steering
 
 _STOPS = "stop_tokens must be i32[E], shared by all prompts; omit stop_sequences"
 
@@ -43,7 +43,7 @@ class OfSearch(TypedDict, total=False):
     salts: Integers
     variants: Integers | None
     stop_tokens: Integers
-    steering: Steering | None
+    logits_processor: LogitsProcessor | None
 
 
 set_defaults(
@@ -53,7 +53,7 @@ set_defaults(
     length_penalty=1.0,
     early_stopping=False,
     num_return=1,
-    steering=None,
+    logits_processor=None,
 )
 
 
@@ -102,9 +102,9 @@ def beam_search(
           beam is scored at G tokens. Static.
         * `num_return`: completions to return of each prompt, at most K, default 1;
           static.
-        * `steering`: a logits processor, as for `generate`. A search with all tokens of
-          all beams masked ends with its finished hypotheses; without any, with its
-          beams and NOTHING_ALLOWED.
+        * `logits_processor`: a logits processor, as for `generate`. A search with all
+          tokens of all beams masked ends with its finished hypotheses; without any,
+          with its beams and NOTHING_ALLOWED.
 
     Returns:
       The cache, with all sequences of this call freed, and a `BeamSearch`. A search
@@ -131,12 +131,12 @@ def beam_search(
         raise UsageError(_STOPS)
     asked = Asked.of("beam_search", prompts, steps, None, fields, OfSearch)
     texts, stops, steps, how = asked
-    steering, num_return = how.steering, fields.get("num_return", 1)
+    logits_processor, num_return = how.logits_processor, fields.get("num_return", 1)
     steps.check_only("beam_search", "max_new_tokens", "chunk_size")
     check_counts(num_beams=num_beams, num_return=num_return)
     rules = _make_rules(num_beams, steps.max_new_tokens, stops, fields)
-    if steering is not None:
-        rules = rules._replace(num_end_tokens=steering.num_end_tokens)
+    if logits_processor is not None:
+        rules = rules._replace(num_end_tokens=logits_processor.num_end_tokens)
     if num_return > num_beams:
         raise UsageError(
             f"num_return must be at most num_beams, got {num_return} and {num_beams}; "
@@ -147,12 +147,12 @@ def beam_search(
     bounds = Bounds(cache.max_context_length, size, count_free_blocks(cache))
     runner = Runner(model, params)
     vocabulary = runner.count_vocabulary(cache, texts.lengths.shape[0] * num_beams)
-    reasons = judge_prompts(texts, bounds, vocabulary, steering)
+    reasons = judge_prompts(texts, bounds, vocabulary, logits_processor)
     state = SearchState.begin(texts, reasons, num_beams, steps.max_new_tokens)
     state = dataclasses.replace(
-        state, steering_state=begin_rows(steering, texts, num_beams)
+        state, processor_state=begin_rows(logits_processor, texts, num_beams)
     )
-    searcher = Searcher(runner, rules, num_rows, vocabulary, size, steering)
+    searcher = Searcher(runner, rules, num_rows, vocabulary, size, logits_processor)
     cache, state = while_loop(
         lambda carry: jnp.any(carry[1].is_open),
         lambda carry: run_round(searcher, *carry),

@@ -13,7 +13,7 @@ import numpy as np
 from jkv.decoding.sampling.options import SAMPLING_DTYPES
 from jkv.decoding.texts.results import FinishReason, Statistics
 from jkv.serving.device.sizes import EngineSizes
-from jkv.serving.request.ask import NOT_STEERED
+from jkv.serving.request.ask import NO_VARIANT
 from jkv.serving.request.limits import StopSizes
 from jkv.serving.request.request import Request, RequestState, SequenceNews
 
@@ -60,7 +60,7 @@ class Arrivals(NamedTuple):
             num_samples=filled(0),
             salts=filled(0),
             priorities=filled(0),
-            variants=filled(NOT_STEERED),
+            variants=filled(NO_VARIANT),
             sampling={
                 name: np.zeros((count, samples), dtype)
                 for name, dtype in SAMPLING_DTYPES.items()
