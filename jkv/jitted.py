@@ -46,7 +46,7 @@ STATIC = frozenset(
     {
         "model",
         "config",
-        "steps",
+        "generation_config",
         "max_new_tokens",
         "num_samples",
         "max_running",

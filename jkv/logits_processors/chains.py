@@ -170,7 +170,7 @@ class _RenumberedRows(NamedTuple):
     """State of N sequences."""
 
     inner: Any  # a pytree of arrays [N, ...]
-    has_processor: jax.Array  # bool[N]
+    applies: jax.Array  # bool[N]
 
 
 @jax.tree_util.register_dataclass
@@ -198,18 +198,18 @@ class Renumbered(LogitsProcessor):
 
     def process(self, state: _RenumberedRows, logits: jax.Array) -> jax.Array:
         processed = self.processor.process(state.inner, logits)
-        return jnp.where(state.has_processor[:, None], processed, logits)
+        return jnp.where(state.applies[:, None], processed, logits)
 
     def advance(self, state: _RenumberedRows, tokens: jax.Array) -> _RenumberedRows:
-        tokens = jnp.where(state.has_processor, tokens, -1)
+        tokens = jnp.where(state.applies, tokens, -1)
         return state._replace(inner=self.processor.advance(state.inner, tokens))
 
     def ended(self, state: _RenumberedRows) -> jax.Array | None:
         """Return True for ended sequences, bool[K]."""
         ended = self.processor.ended(state.inner)
-        return None if ended is None else ended & state.has_processor
+        return None if ended is None else ended & state.applies
 
     def forced(self, state: _RenumberedRows) -> jax.Array | None:
         """Return the forced tokens, i32[K], -1 for none."""
         forced = self.processor.forced(state.inner)
-        return None if forced is None else jnp.where(state.has_processor, forced, -1)
+        return None if forced is None else jnp.where(state.applies, forced, -1)

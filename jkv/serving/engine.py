@@ -20,9 +20,9 @@ import numpy as np
 
 from jkv.arguments import explains_class
 from jkv.commands.compiled_programs import keep_compiled_programs
-from jkv.decoding.arguments.asked import How
+from jkv.decoding.arguments.loop_arguments import DecodingOptions
 from jkv.decoding.model.protocol import Model
-from jkv.decoding.model.steps import CHUNK_SIZE, ExactShape, Steps
+from jkv.decoding.model.steps import CHUNK_SIZE, ExactShape, GenerationConfig
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.logits_processors import LogitsProcessor
 from jkv.metadata.requests import Integers, Texts, check_counts
@@ -193,7 +193,7 @@ class Engine:
         most_tokens = cache.max_context_length
         check_counts(max_samples=max_samples)
         sizes = find_sizes(
-            Steps(
+            GenerationConfig(
                 max_new_tokens, max_samples, max_running, chunk_size, row_counts, exact
             ),
             num_ahead=num_ahead,
@@ -204,12 +204,14 @@ class Engine:
             stop_sizes=stop_sizes,
             speculate=speculate,
         )
-        how = How(logits_processor=logits_processor, speculate=speculate)
+        decoding = DecodingOptions(
+            logits_processor=logits_processor, speculate=speculate
+        )
         loop: Loop
         if find_shared_mesh(cache) is None:
-            loop = Loop(model, params, cache, sizes, how, kept_programs)
+            loop = Loop(model, params, cache, sizes, decoding, kept_programs)
         elif kept_programs is None:
-            loop = SharedLoop(model, params, cache, sizes, how, checks=checks)
+            loop = SharedLoop(model, params, cache, sizes, decoding, checks=checks)
         else:
             raise UsageError(
                 "kept_programs is not supported on a mesh of several processes; pass "

@@ -88,7 +88,7 @@ class PlainAutomaton:
 
     def __init__(self, automata, variant, prompt):
         self.follows, self.ends = automata.follows[variant], automata.ends[variant]
-        self.start, self.has_processor = sum(prompt) % DEAD, variant >= 0
+        self.start, self.applies = sum(prompt) % DEAD, variant >= 0
 
     def find_state(self, new):
         """The state after new tokens, -1 past one that was not allowed."""
@@ -100,7 +100,7 @@ class PlainAutomaton:
     def allowed(self, new):
         """Which tokens may come next, bool[V]."""
         allowed = self.follows[self.find_state(new)] >= 0
-        return allowed if self.has_processor else np.ones_like(allowed)
+        return allowed if self.applies else np.ones_like(allowed)
 
     def has_ended(self, new):
-        return self.has_processor and bool(self.ends[self.find_state(new)])
+        return self.applies and bool(self.ends[self.find_state(new)])

@@ -29,25 +29,25 @@ class ProcessorRows(NamedTuple):
 
     processor: LogitsProcessor
     state: Any  # a pytree of arrays [K, ...]
-    has_processor: jax.Array  # bool[K], False for rows without a processor
+    applies: jax.Array  # bool[K], False for rows without a processor
 
     def pick(self, rows: jax.Array) -> "ProcessorRows":
         """Return the given rows, i32[...], flattened."""
         rows = rows.reshape(-1)
-        state, has_processor = jax.tree.map(
-            lambda array: gather(array, rows), (self.state, self.has_processor)
+        state, applies = jax.tree.map(
+            lambda array: gather(array, rows), (self.state, self.applies)
         )
-        return self._replace(state=state, has_processor=has_processor)
+        return self._replace(state=state, applies=applies)
 
     def process(self, logits: jax.Array) -> jax.Array:
         """Return the processed logits, f32[K, V]."""
         processed = self.processor.process(self.state, logits)
         _check_array(self.processor, "process", processed, logits.shape, jnp.float32)
-        return jnp.where(self.has_processor[:, None], processed, logits)
+        return jnp.where(self.applies[:, None], processed, logits)
 
     def advance(self, tokens: jax.Array) -> "ProcessorRows":
         """Return the rows after one more token each, i32[K], -1 for none."""
-        tokens = jnp.where(self.has_processor, tokens, -1)
+        tokens = jnp.where(self.applies, tokens, -1)
         state = self.processor.advance(self.state, tokens)
         _check_same(self.processor, self.state, state)
         state = jax.tree.map(lambda new, old: new.astype(old.dtype), state, self.state)
@@ -66,29 +66,23 @@ class ProcessorRows(NamedTuple):
             return jnp.stack(arrays, axis=1).reshape(-1, *arrays[0].shape[1:])
 
         state = jax.tree.map(stack, *(each.state for each in rows))
-        return self._replace(
-            state=state, has_processor=jnp.repeat(self.has_processor, len(rows))
-        )
+        return self._replace(state=state, applies=jnp.repeat(self.applies, len(rows)))
 
     def has_ended(self) -> jax.Array | None:
         """Return True for sequences that end with their newest token, bool[K]."""
         ended = self.processor.ended(self.state)
         if ended is None:
             return None
-        _check_array(
-            self.processor, "ended", ended, self.has_processor.shape, jnp.bool_
-        )
-        return ended & self.has_processor
+        _check_array(self.processor, "ended", ended, self.applies.shape, jnp.bool_)
+        return ended & self.applies
 
     def find_forced(self) -> jax.Array | None:
         """Return the only allowed next tokens, i32[K], -1 where several are allowed."""
         forced = self.processor.forced(self.state)
         if forced is None:
             return None
-        _check_array(
-            self.processor, "forced", forced, self.has_processor.shape, jnp.int32
-        )
-        return jnp.where(self.has_processor, forced, -1)
+        _check_array(self.processor, "forced", forced, self.applies.shape, jnp.int32)
+        return jnp.where(self.applies, forced, -1)
 
 
 def rows_of(
@@ -110,8 +104,8 @@ def all_rows(
 ) -> ProcessorRows:
     """Return the rows of all sequences, `num_each` of each prompt in turn."""
     assert prompts.variants is not None, "prompts with a logits processor have variants"
-    has_processor = jnp.repeat(prompts.variants >= 0, num_each)
-    return ProcessorRows(processor, state, has_processor)
+    applies = jnp.repeat(prompts.variants >= 0, num_each)
+    return ProcessorRows(processor, state, applies)
 
 
 def mark_refused(
@@ -182,9 +176,8 @@ def with_variants(prompts: Prompts, processor: LogitsProcessor | None) -> Prompt
         wrong = np.asarray(given)[find_unknown(np.asarray(given), processor)]
         if wrong.size:
             raise UsageError(
-                f"variants of {_name(processor)} must be from 0 to "
-                f"{processor.num_variants - 1}, or -1 for none, "
-                f"got {int(wrong[0])}"
+                f"variants of {_name(processor)} must be -1 (none) or below "
+                f"{processor.num_variants}, got {int(wrong[0])}"
             )
     return dataclasses.replace(prompts, variants=jnp.asarray(given))
 
@@ -226,10 +219,7 @@ def resume_rows(processor: LogitsProcessor | None, begun: Any, given: Any) -> An
 
 
 def _check_same(
-    processor: LogitsProcessor,
-    old: Any,
-    new: Any,
-    what: str = "what `advance` returns",
+    processor: LogitsProcessor, old: Any, new: Any, what: str = "what `advance` returns"
 ) -> None:
     """Check that a state has the structure, shapes and dtypes of the one before."""
 

@@ -23,7 +23,7 @@ from jkv.decoding.scheduler.queue import (
     order_queue,
 )
 from jkv.decoding.scheduler.state import GenerationState
-from jkv.decoding.texts.prompts import OfPrompts, Prompts
+from jkv.decoding.texts.prompts import PromptFields, Prompts
 from jkv.decoding.texts.results import FinishReason, Generation
 from jkv.indexing import gather, scatter
 from jkv.logits_processors import LogitsProcessor
@@ -44,7 +44,7 @@ def add_prompts(
     num_samples: Integers | None = None,
     priorities: Integers = 0,
     logits_processor: LogitsProcessor | None = None,
-    **fields: Unpack[OfPrompts],
+    **fields: Unpack[PromptFields],
 ) -> GenerationState:
     """Replace finished prompts by new ones and enqueue them.
 

@@ -255,7 +255,7 @@ class Prompts:
         return dataclasses.replace(self, limits=limits, stops=None), stops
 
 
-class OfPrompts(TypedDict, total=False):
+class PromptFields(TypedDict, total=False):
     """The arguments of `Prompts.of`, as keyword arguments of a loop."""
 
     limits: Integers | None
@@ -265,7 +265,7 @@ class OfPrompts(TypedDict, total=False):
     stop_sequences: Texts | None
 
 
-set_defaults(OfPrompts, Prompts.of)
+set_defaults(PromptFields, Prompts.of)
 
 
 def count_tokens(texts: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.decoding.arguments.asked import How
+from jkv.decoding.arguments.loop_arguments import DecodingOptions
 from jkv.decoding.model.protocol import Model
 from jkv.decoding.processors.rows import as_logits_processor
 from jkv.decoding.speculation.options import DraftModel
@@ -40,15 +40,15 @@ class Loop:
         params: Any,
         cache: Cache,
         sizes: EngineSizes,
-        how: How,
+        options: DecodingOptions,
         kept: KeptPrograms | None,
     ):
         self.sizes, self.cache = sizes, cache  # newest value, perhaps not computed yet
-        draft = how.speculate if isinstance(how.speculate, DraftModel) else None
+        draft = options.speculate if isinstance(options.speculate, DraftModel) else None
         draft_params = None if draft is None else draft.params
         self._draft_cache = None if draft is None else draft.cache
         self._given = programs.Given(
-            params, draft_params, as_logits_processor(how.logits_processor)
+            params, draft_params, as_logits_processor(options.logits_processor)
         )
         static = {"model": model, "sizes": sizes}
         self._model = model
@@ -99,7 +99,7 @@ class Loop:
         logits_processor = self._given.logits_processor
         return Limits(
             max_prompt_tokens=self.sizes.max_prompt_tokens,
-            max_new_tokens=self.sizes.steps.max_new_tokens,
+            max_new_tokens=self.sizes.config.max_new_tokens,
             max_context_length=self.cache.max_context_length,
             num_blocks=self.num_blocks,
             block_size=self.block_size,
@@ -179,7 +179,7 @@ class Loop:
 
     def digest_weights(self) -> str:
         """Return a digest of weights, model and `exact`, the same in every process."""
-        exact = self.sizes.steps.exact
+        exact = self.sizes.config.exact
         return digest_weights(self._model, self._given.params, exact)
 
     def forget_cached(self) -> None:

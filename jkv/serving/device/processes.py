@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.decoding.arguments.asked import How
+from jkv.decoding.arguments.loop_arguments import DecodingOptions
 from jkv.decoding.model.protocol import Model
 from jkv.decoding.speculation.options import DraftModel
 from jkv.inspection.invariants import check
@@ -45,21 +45,21 @@ class SharedLoop(Loop):
         params: Any,
         cache: Cache,
         sizes: EngineSizes,
-        how: How,
+        options: DecodingOptions,
         *,
         checks: bool,
     ):
         mesh = find_shared_mesh(cache)
         assert mesh is not None, "a cache on devices of several processes"
         self._mesh, self._checks = mesh, checks
-        params, speculate = self._spread(params), how.speculate
+        params, speculate = self._spread(params), options.speculate
         if isinstance(speculate, DraftModel):
             draft_params = self._spread(speculate.params)
             speculate = dataclasses.replace(speculate, params=draft_params)
-        how = How(
-            logits_processor=self._spread(how.logits_processor), speculate=speculate
+        options = DecodingOptions(
+            logits_processor=self._spread(options.logits_processor), speculate=speculate
         )
-        super().__init__(model, params, cache, sizes, how, None)
+        super().__init__(model, params, cache, sizes, options, None)
         # Arrays of the last call, ready when it has run; None: unknown.
         self._newest: Any = None
         broadcast = self._broadcast = Broadcast(mesh)
@@ -68,8 +68,8 @@ class SharedLoop(Loop):
             {
                 "params": _describe(params),
                 "cache": _describe(cache),
-                "logits_processor": _describe(how.logits_processor),
-                "speculate": _describe(how.speculate),
+                "logits_processor": _describe(options.logits_processor),
+                "speculate": _describe(options.speculate),
                 "checks": repr(checks),
                 "one of the sizes": repr(sizes),
             },

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv import decoding
-from jkv.decoding import How, Prompts
+from jkv.decoding import DecodingOptions, Prompts
 from jkv.decoding.model.protocol import Model
 from jkv.decoding.sampling.options import SAMPLING_DTYPES, Sampling
 from jkv.decoding.scheduler.state import GenerationState
@@ -50,7 +50,7 @@ def begin_empty(
 ) -> tuple[GenerationState, Sampling]:
     """Create the state of a generation with empty prompts only."""
     stops, empty = sizes.stops, (sizes.num_prompts, sizes.max_prompt_tokens)
-    how = How(
+    options = DecodingOptions(
         logits_processor=given.logits_processor,
         speculate=_restore_guessing(sizes, given, draft_cache),
     )
@@ -64,7 +64,12 @@ def begin_empty(
         variants=NO_VARIANT,
     )
     state = decoding.begin(
-        model, given.params, cache, prompts, steps=sizes.steps, how=how
+        model,
+        given.params,
+        cache,
+        prompts,
+        generation_config=sizes.config,
+        options=options,
     )
     fields = {
         name: jnp.zeros((sizes.num_sequences,), dtype)
@@ -132,9 +137,9 @@ def run_window(
     guessing = state.speculation
     draft_cache = None if guessing is None else guessing.draft_cache
     speculate = _restore_guessing(sizes, given, draft_cache)
-    how = How(sampling, given.logits_processor, speculate)
+    options = DecodingOptions(sampling, given.logits_processor, speculate)
     cache, state = decoding.decode(
-        model, given.params, cache, state, num_steps=num_steps, how=how
+        model, given.params, cache, state, num_steps=num_steps, options=options
     )
     result, places = state.result, state.places
     ahead = jnp.arange(sizes.max_window_tokens, dtype=jnp.int32)[None]

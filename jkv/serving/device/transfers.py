@@ -46,7 +46,7 @@ class Arrivals(NamedTuple):
         # prompt; the samples have their sequence indices
         dispatched: list[tuple[Request, int]],
     ) -> "Arrivals":
-        count, samples, stops = sizes.num_lanes, sizes.steps.num_samples, sizes.stops
+        count, samples, stops = sizes.num_lanes, sizes.config.num_samples, sizes.stops
 
         def filled(value: int, *shape: int) -> np.ndarray[Any, Any]:
             return np.full((count, *shape), value, np.int32)
