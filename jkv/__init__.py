@@ -111,7 +111,7 @@ if TYPE_CHECKING:  # imported on first access
     from jkv.tiers.spilled import Spilled
     from jkv.tiers.spilling import spill
     from jkv.tiers.store import BlockStore
-    from jkv.trees import TextTree
+    from jkv.trees import TrajectoryTree
     from jkv.verbs.compaction import compact
     from jkv.verbs.eviction import (
         clock,
@@ -157,7 +157,7 @@ __getattr__ = imports_later(
         "jkv.tiers.spilled": "Spilled",
         "jkv.tiers.spilling": "spill",
         "jkv.tiers.store": "BlockStore",
-        "jkv.trees": "TextTree",
+        "jkv.trees": "TrajectoryTree",
         "jkv.verbs.compaction": "compact",
         "jkv.verbs.eviction": "clock evict evict_older_than least_recently_used touch",
         "jkv.verbs.page_tables": "PageTable page_table",
@@ -237,7 +237,7 @@ __all__ = [
     "LogitsProcessor",
     "SwapIn",
     "Swapped",
-    "TextTree",
+    "TrajectoryTree",
     "UsageError",
     "allocate",
     "append",

@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # imported on first use
         Generation,
         Statistics,
     )
-    from jkv.decoding.texts.text_tree import TextTree
+    from jkv.decoding.texts.trajectory_tree import TrajectoryTree
 
 __getattr__ = imports_later(
     __name__,
@@ -56,7 +56,7 @@ __getattr__ = imports_later(
         "jkv.decoding.texts.results": (
             "BeamSearch BeamStatistics FinishReason Generation Statistics"
         ),
-        "jkv.decoding.texts.text_tree": "TextTree",
+        "jkv.decoding.texts.trajectory_tree": "TrajectoryTree",
     },
 )
 
@@ -77,7 +77,7 @@ __all__ = [
     "Sampling",
     "Statistics",
     "GenerationConfig",
-    "TextTree",
+    "TrajectoryTree",
     "add_prompts",
     "beam_search",
     "begin",

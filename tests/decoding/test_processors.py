@@ -590,7 +590,7 @@ def test_what_is_no_steering_is_refused():
         generate(logits_processor=NoLogitsProcessor())
     automata = make_automata(0, 3, VOCABULARY)
     for wrong in (3, [0, -2]):
-        with pytest.raises(ValueError, match="from 0 to 2, or -1"):
+        with pytest.raises(ValueError, match=r"-1 \(none\) or below 3"):
             generate(logits_processor=automata, variants=wrong)
     with pytest.raises(ValueError, match="pass logits_processor="):
         generate(variants=1)

@@ -75,7 +75,7 @@ def made():
         vocabulary=vocabulary,
         grammar=jkv.grammar.from_choices(["a"], vocabulary),
         bias=bias,
-        tree=jkv.TextTree.of([[1, 2], [3]]),
+        tree=jkv.TrajectoryTree.of([[1, 2], [3]]),
         store=jkv.BlockStore(2**10),
     )
 
@@ -178,7 +178,7 @@ GOOD = {
         [],
         dict(model=count_on, params=None, cache=made()["cache"], num_tokens=2),
     ),
-    "TextTree.of": call(jkv.TextTree.of, [[1], [2]]),
+    "TrajectoryTree.of": call(jkv.TrajectoryTree.of, [[1], [2]]),
     "Prompts.of": call(DECODING.Prompts.of, [[1], [2]]),
     "GenerationConfig": call(DECODING.GenerationConfig, 3),
     "DecodingOptions": call(DECODING.DecodingOptions),

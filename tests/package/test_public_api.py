@@ -37,7 +37,7 @@ PUBLIC = """
     GroupedConfig GroupLayer Sequences BlockGroup BlockStorage
     partition_specs BeamSearch beam_search
     StateConfig StateStorage States fold_state read_pending read_state
-    snapshots write_state LogitsProcessor TextTree
+    snapshots write_state LogitsProcessor TrajectoryTree
     ExactDifference ExactReport check_exact FormatAccuracy measure_formats
     PageTable page_table
     DraftModel PromptLookup UsageError jitted keep_compiled_programs
