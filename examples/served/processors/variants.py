@@ -12,7 +12,7 @@ import numpy as np
 
 from jkv.logits_processors import LogitsProcessor, chain, renumber
 from jkv.serving import Engine
-from jkv.serving.request.ask import NO_VARIANT
+from jkv.serving.request.request import NO_VARIANT
 
 from ..asking.languages import Compiled, Language
 from ..mistakes import Refused

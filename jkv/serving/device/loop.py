@@ -23,7 +23,7 @@ from jkv.serving.device.transfers import Arrivals, Change, WindowReport
 from jkv.serving.device.weights import replace_weights
 from jkv.serving.device.weights_digest import digest_weights
 from jkv.serving.request.limits import Limits
-from jkv.serving.request.request import EngineError
+from jkv.serving.request.state import EngineError
 from jkv.state import Cache
 from jkv.status import UsageError
 from jkv.storage.placement import Placement, put

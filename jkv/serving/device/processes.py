@@ -24,7 +24,7 @@ from jkv.serving.device.orders import Order, Orders, pack_window, unpack_window
 from jkv.serving.device.sizes import EngineSizes
 from jkv.serving.device.transfers import Change, WindowReport
 from jkv.serving.device.weights import check_weights
-from jkv.serving.request.request import EngineError
+from jkv.serving.request.state import EngineError
 from jkv.sharding.processes import Broadcast, find_shared_mesh, is_shared, replicate
 from jkv.state import Cache
 from jkv.status import UsageError

@@ -25,7 +25,7 @@ from jkv.decoding.texts.results import Statistics
 from jkv.logits_processors import LogitsProcessor
 from jkv.serving.device.sizes import DraftSizes, EngineSizes
 from jkv.serving.device.transfers import Change, WindowReport, make_empty_sequences
-from jkv.serving.request.ask import NO_VARIANT
+from jkv.serving.request.request import NO_VARIANT
 from jkv.state import Cache
 
 _STATIC = ("model", "sizes")
