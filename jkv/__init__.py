@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from jkv import serialization
 from jkv.attention import paged_attention
-from jkv.attention.masks import CausalMask, MixedMask, SpanMask, TreeMask
 from jkv.config.cache_config import CacheConfig
 from jkv.lazy import imports_later
+from jkv.masks import CausalMask, MixedMask, SpanMask, TreeMask
 from jkv.prefixes.index import PrefixIndex
 from jkv.state import (
     NO_SEQUENCE,

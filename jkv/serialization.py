@@ -18,7 +18,6 @@ from jax import export
 
 from jkv import state
 from jkv.attention.choice import BACKENDS
-from jkv.attention.masks import CausalMask, MixedMask, SpanMask, StepMask, TreeMask
 from jkv.decoding.sampling.options import Sampling
 from jkv.decoding.speculation.options import PromptLookup
 from jkv.decoding.texts.results import (
@@ -27,6 +26,7 @@ from jkv.decoding.texts.results import (
     Generation,
     Statistics,
 )
+from jkv.masks import CausalMask, MixedMask, SpanMask, StepMask, TreeMask
 from jkv.prefixes.arrays import Beside, Snapshots
 from jkv.prefixes.index import PrefixIndex
 from jkv.state.batch import StepSizes

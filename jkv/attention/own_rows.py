@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jkv.attention.choice import choose_platform
-from jkv.attention.masks import StepMask
 from jkv.attention.softmax import HIDDEN
 from jkv.attention.xla.lanes import (
     cap_scores,
@@ -27,6 +26,7 @@ from jkv.attention.xla.lanes import (
     set_broken_apart,
 )
 from jkv.indexing import gather
+from jkv.masks import StepMask
 from jkv.sharding.loops import vary_over, varying_axes
 
 # More rows waste less of a band, fewer skip more of a step.

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jkv.status import UsageError
 
 if TYPE_CHECKING:
-    from jkv.attention.masks import StepMask
+    from jkv.masks import StepMask
 
 
 class StepSizes(NamedTuple):

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.attention.masks import CAUSAL, Mask, Resolved, Rows, resolve, without_rows
 from jkv.indexing import gather
+from jkv.masks import CAUSAL, Mask, Resolved, Rows, resolve, without_rows
 from jkv.metadata import counters, requests, tables
 from jkv.metadata.entries import find_owners
 from jkv.metadata.part import Done, Granted, Growing, Step, parts_of

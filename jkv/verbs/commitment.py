@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from jkv.attention.masks import StepMask
+from jkv.masks import StepMask
 from jkv.state import Batch, Cache
 from jkv.state.cache import Role
 from jkv.state.entry import takes_cache

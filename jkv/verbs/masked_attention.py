@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from jkv.attention.call import Past, Requests
-from jkv.attention.masks import StepMask
 from jkv.attention.own_rows import OwnRows, Results, attend_own_rows, join_results
 from jkv.formats.format import Formats, multiply_out, parts_of
 from jkv.indexing import gather
+from jkv.masks import StepMask
 from jkv.state import Slots
 
 

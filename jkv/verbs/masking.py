@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jkv.attention.masks import (
+from jkv.indexing import gather
+from jkv.masks import (
     CausalMask,
     Mask,
     Rows,
@@ -17,7 +18,6 @@ from jkv.attention.masks import (
     resolve,
     without_rows,
 )
-from jkv.indexing import gather
 from jkv.metadata import requests
 from jkv.metadata.requests import Integers
 from jkv.state import Batch, Cache, Metadata

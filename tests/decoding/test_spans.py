@@ -31,8 +31,8 @@ SPANS = [
 ]
 
 
-def make_cache(num_blocks=40, **more):
-    config = jkv.CacheConfig(
+def small_config(num_blocks=40, **more):
+    return jkv.CacheConfig(
         num_layers=2,
         num_kv_heads=2,
         head_dim=4,
@@ -42,7 +42,10 @@ def make_cache(num_blocks=40, **more):
         max_context_length=32,
         **more,
     )
-    return jkv.init(config)
+
+
+def make_cache(num_blocks=40, **more):
+    return jkv.init(small_config(num_blocks, **more))
 
 
 def continue_densely(prompt, ends, count=NEW):
@@ -224,6 +227,40 @@ def test_prefix_hits_follow_the_spans(cacheable):
     # Only whole blocks before any span, or all but the last token.
     hits = int(again.statistics.cached_tokens)
     assert hits == (sum(map(len, PROMPTS)) - 3 if cacheable else 0)
+
+
+def test_score_takes_spans():
+    """Log-probabilities and their gradient, against dense passes."""
+    texts = [[4, 2, 9], [1, 7, 3], [5, 5, 5]]
+    params = attention_params()
+
+    def dense(params):
+        found = []
+        for prompt, ends, text in zip(PROMPTS, SPANS, texts, strict=True):
+            tokens = jnp.array([*prompt, *text])
+            logits = dense_rows(params, tokens, xp=jnp, ends=ends)
+            logits = jax.nn.log_softmax(logits[len(prompt) - 1 : -1])
+            found.append(logits[jnp.arange(3), jnp.array(text)])
+        return jnp.stack(found)
+
+    def ours(params):
+        config = small_config()
+        given = params, PROMPTS, texts
+        return jkv.score(attention_model, *given, config=config, spans=SPANS)
+
+    np.testing.assert_allclose(ours(params), dense(params), rtol=2e-5, atol=2e-5)
+    grads = (jax.grad(lambda p, f=f: f(p).sum())(params) for f in (ours, dense))
+    for one, other in zip(*map(jax.tree.leaves, grads), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-3)
+    wrong = jkv.score(
+        attention_model,
+        params,
+        [[1, 2], [3, 4]],
+        [[5], [6]],
+        config=small_config(),
+        spans=[[1, 1], [2, -1]],
+    )
+    assert np.isnan(wrong).tolist() == [[False], [True]]
 
 
 def test_malformed_spans_are_refused():

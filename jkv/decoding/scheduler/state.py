@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.attention.masks import SpanMask
 from jkv.decoding.model.steps import Exact
 from jkv.decoding.processors.rows import ProcessorRows, rows_of
 from jkv.decoding.sampling.next_token import Bounds, Progress
@@ -24,6 +23,7 @@ from jkv.decoding.texts.prompts import Prompts, Stops, find_texts, find_tokens
 from jkv.decoding.texts.results import FinishReason, Generation
 from jkv.indexing import gather, scatter
 from jkv.logits_processors import LogitsProcessor
+from jkv.masks import SpanMask
 from jkv.metadata.xla_cpu import running_sum
 from jkv.state import NO_SEQUENCE, Cache, Ring
 

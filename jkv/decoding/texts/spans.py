@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.arguments import expect
-from jkv.attention.masks import SpanMask
 from jkv.indexing import gather
+from jkv.masks import SpanMask
 from jkv.metadata.requests import I32, check_static
 from jkv.status import UsageError
 

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 
 from jkv.arguments import expect, name_kind
 from jkv.indexing import gather, scatter_max
-from jkv.status import UsageError
 
 
 def _static(default: Any) -> Any:
@@ -341,9 +340,8 @@ def check_mask(
       check: converts an argument, by name, to an i32 array of one axis.
 
     Raises:
-      UsageError: not a mask, a mixed mask inside a mixed one, or flags that are not
-        bool.
-      ValueError: an array of another shape or dtype.
+      ValueError: not a mask, a mixed mask inside a mixed one, flags that are not bool,
+        or an array of another shape or dtype.
     """
 
     def rows_of(name: str, value: Any) -> jax.Array:
@@ -358,7 +356,7 @@ def check_mask(
     if isinstance(mask, SpanMask):
         for name in ("one_window", "cacheable"):
             if not isinstance(getattr(mask, name), bool):
-                raise UsageError(
+                raise ValueError(
                     f"mask.{name} must be True or False, got {getattr(mask, name)!r}; "
                     f"it is static"
                 )
@@ -367,7 +365,7 @@ def check_mask(
             starts = rows_of("mask.starts", starts)
         return SpanMask(ends, starts, mask.one_window, mask.cacheable)
     if not isinstance(mask, MixedMask):
-        raise UsageError(
+        raise ValueError(
             f"mask must be a jkv.CausalMask, SpanMask, TreeMask or MixedMask, got "
             f"{name_kind(mask)}"
         )
@@ -378,7 +376,7 @@ def check_mask(
         or not masks
         or any(isinstance(each, MixedMask) for each in masks)
     ):
-        raise UsageError(
+        raise ValueError(
             f"mask.masks must be a tuple of CausalMask, SpanMask and TreeMask, got "
             f"{name_kind(masks)}; a MixedMask holds no other MixedMask"
         )
