@@ -103,7 +103,7 @@ class Loop:
             max_context_length=self.cache.max_context_length,
             num_blocks=self.num_blocks,
             block_size=self.block_size,
-            vocabulary=self._vocabulary,
+            vocabulary=self._vocabulary + self.sizes.extra_ids,
             stops=self.sizes.stops,
             stop_tokens=stop_tokens,
             has_detokenizer=has_detokenizer,

@@ -65,6 +65,7 @@ def begin_empty(
         spans=texts if sizes.max_span else None,
         cacheable_spans=sizes.cacheable_spans,
         max_span=sizes.max_span or None,
+        extra_ids=sizes.extra_ids,
     )
     state = decoding.begin(
         model,
