@@ -33,7 +33,8 @@ CHUNKED = (
     "its layers attend in chunks, so that a token sees those since the last multiple "
     "of attention_chunk_size: a window that differs by row, which jkv.attend has not"
 )
-REFUSED = {"llama4": CHUNKED, "llama4_text": CHUNKED}
+DENOISES = "it denoises blocks of tokens: run examples/diffusion.py"
+REFUSED = {"diffusion_gemma": DENOISES, "llama4": CHUNKED, "llama4_text": CHUNKED}
 
 ATTENTION = "attention"
 

@@ -34,12 +34,15 @@ PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
+    "model.decoder.": "model.",  # of DiffusionGemma
 }
 
 OTHER_PARTS = (
     "audio_tower.",
+    "decoder.self_conditioning.",
     "embed_audio.",
     "embed_vision.",
+    "encoder.",
     "multi_modal_projector.",
     "vision_tower.",
     "visual.",

@@ -12,7 +12,7 @@ import numpy as np
 import pretrained
 import pytest
 from support import checkpoint_fixtures as fixtures
-from support.marks import further
+from support.jax_versions import further
 from test_pretrained_parity import HAS_TRANSFORMERS
 
 import jkv
