@@ -13,7 +13,7 @@ import numpy as np
 
 from jkv.arguments import explains_arguments
 from jkv.inspection.invariants import check
-from jkv.making.kinds import KINDS, with_parts
+from jkv.making.initialization import KINDS, with_parts
 from jkv.metadata.requests import Integers
 from jkv.state import Cache
 from jkv.state.entry import takes_cache

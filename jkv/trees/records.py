@@ -31,7 +31,7 @@ from jkv.decoding.texts.text_tree import (
 from jkv.metadata.requests import Integers, Texts, as_prompts, broadcast
 from jkv.status import UsageError
 from jkv.verbs.allocation import Allocation
-from jkv.verbs.forking import Fork
+from jkv.verbs.branching import Fork
 
 
 @jax.tree_util.register_dataclass

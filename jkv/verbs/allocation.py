@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.metadata import counters, requests, tables
+from jkv.metadata import requests, tables
 from jkv.metadata.part import (
     Done,
     Moves,
@@ -203,7 +203,7 @@ def _allocate(
     done = Done(served, seq_ids)
     metadata, moves = apply_plans(metadata, plans, done)
     metadata = metadata.index.begin(metadata, row, salts, num_cached, tokens)
-    metadata = counters.settle(metadata, status, served)
+    metadata = requests.settle(metadata, status, served)
     return metadata, Allocation(seq_ids, status, num_cached), moves
 
 
@@ -236,7 +236,7 @@ def _free(
             metadata = tables.keep_blocks(metadata, number, seq_ids, closable, keep)
     status = requests.find_status(padding, causes)
     metadata = close_sequences(metadata, seq_ids, closable)
-    return counters.settle(metadata, status, closable), status
+    return requests.settle(metadata, status, closable), status
 
 
 def _judge_openings(

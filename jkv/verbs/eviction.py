@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.indexing import scatter
-from jkv.metadata import counters, requests
+from jkv.metadata import requests
 from jkv.metadata.part import close_sequences, parts_of
 from jkv.metadata.requests import Integer, Integers
 from jkv.sharding.loops import while_loop
@@ -195,8 +195,8 @@ def _touch(metadata: Metadata, seq_ids: jax.Array) -> tuple[Metadata, jax.Array]
         requests.is_padding(seq_ids), [(Status.INVALID_SEQUENCE, ~live)]
     )
     row = jnp.where(live, seq_ids, metadata.max_sequences)
-    metadata = counters.mark_used(metadata, row, before)
-    return counters.settle(metadata, status, live), status
+    metadata = requests.mark_used(metadata, row, before)
+    return requests.settle(metadata, status, live), status
 
 
 @jax.jit
@@ -266,5 +266,5 @@ def _count_evicted(
     rank = jnp.arange(seq_ids.shape[0], dtype=jnp.int32)
     ticks = jnp.minimum(num, 1)
     increments = {Counter.CLOCK: ticks, Counter.SEQUENCES_EVICTED: num}
-    metadata = counters.add(metadata, increments)
+    metadata = requests.add_counts(metadata, increments)
     return metadata, jnp.where(rank < num, seq_ids, NO_SEQUENCE)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.metadata import counters, requests, tables
+from jkv.metadata import requests, tables
 from jkv.metadata.part import Luggage, parts_of
 from jkv.metadata.requests import Integers
 from jkv.state import Cache, Metadata
@@ -189,5 +189,5 @@ def _open(
     metadata = metadata.with_rows(row, opened._replace(num_uses=uses))
     metadata = metadata.index.enter(metadata, row, entering.salts, entering.committed)
     metadata = metadata.with_pending(row, entering.num_pending)
-    metadata = counters.settle(metadata, status, served)
+    metadata = requests.settle(metadata, status, served)
     return metadata, SwapIn(seq_ids, status), new_tables

@@ -12,11 +12,11 @@ pytestmark = pytest.mark.one_end
 
 # Files and lines of functions at most. Lower them with the code, and never raise them.
 MOST = {
-    "verbs": (64, 4950),
-    "attend": (27, 1700),
-    "generate": (65, 4550),
-    "engine": (87, 6800),
-    "schema": (23, 1475),
+    "verbs": (55, 4950),
+    "attend": (27, 1690),
+    "generate": (57, 4550),
+    "engine": (79, 6760),
+    "schema": (23, 1465),
 }
 
 

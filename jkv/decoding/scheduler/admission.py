@@ -35,7 +35,7 @@ from jkv.sharding.loops import while_loop
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.status import Status
 from jkv.verbs.allocation import allocate
-from jkv.verbs.forking import fork
+from jkv.verbs.branching import fork
 
 
 def admit(

@@ -26,7 +26,7 @@ from jkv.decoding.steering.rows import (
 from jkv.decoding.texts.prompts import OfPrompts, Prompts
 from jkv.decoding.texts.results import FinishReason, Generation
 from jkv.indexing import gather, scatter
-from jkv.metadata import mentions, ring
+from jkv.metadata import lanes, ring
 from jkv.metadata.requests import Integers, Texts, broadcast
 from jkv.state import Cache, Ring
 from jkv.state.entry import takes_cache
@@ -107,7 +107,7 @@ def add_prompts(
     is_busy = jnp.any(state.is_running.reshape(num_prompts, -1), axis=1)
     index = jnp.where(indices < 0, num_prompts, indices)
     is_free = ~gather(is_busy, index, fill=True)
-    is_free &= mentions.is_first(index, num_prompts)
+    is_free &= lanes.is_first(index, num_prompts)
     index = jnp.where(is_free, index, num_prompts)
     kept = jax.tree.map(lambda old, new: scatter(old, index, new), state.prompts, added)
     if prompts.stops is None:

@@ -33,7 +33,7 @@ from jkv.state import NO_SEQUENCE, Cache
 from jkv.state.entry import takes_cache
 from jkv.status import Status
 from jkv.verbs.allocation import free
-from jkv.verbs.truncation import truncate
+from jkv.verbs.branching import truncate
 
 
 def release_ended(
