@@ -17,8 +17,7 @@ from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig
 from jkv.decoding.extension import extend
 from jkv.decoding.generation import generate
-from jkv.decoding.model.protocol import Model
-from jkv.decoding.model.steps import ExactShape, Steps
+from jkv.decoding.model.steps import ExactShape, Model, Steps
 from jkv.decoding.sampling.next_token import sampling_of
 from jkv.decoding.sampling.options import GREEDY, Sampling
 from jkv.decoding.scoring.scores import score

@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jkv.decoding.arguments.asked import Asked, How
-from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.runner import Runner
-from jkv.decoding.model.steps import ExactShape, Steps
+from jkv.decoding.model.steps import ExactShape, Model, Steps
 from jkv.decoding.sampling.next_token import Bounds, judge_prompts
 from jkv.decoding.sampling.options import Sampling
 from jkv.decoding.scheduler.queue import make_queue

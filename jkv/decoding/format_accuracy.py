@@ -15,8 +15,8 @@ import numpy as np
 from jkv.arguments import explains_arguments
 from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig, as_grouped
-from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.runner import Runner
+from jkv.decoding.model.steps import Model
 from jkv.decoding.sampling.draws import pick_logprobs
 from jkv.decoding.scoring.scored import resize
 from jkv.making.initialization import init

@@ -17,9 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from jkv.decoding.arguments.asked import Asked, Fields, How, OfHow, check_names, take
-from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.runner import Runner
-from jkv.decoding.model.steps import Steps
+from jkv.decoding.model.steps import Model, Steps
 from jkv.decoding.sampling.next_token import Bounds, judge_prompts
 from jkv.decoding.scheduler.data_parallel import generate_on_pools
 from jkv.decoding.scheduler.queue import make_queue

@@ -2,9 +2,8 @@
 
 from jkv.serving.device.kept_programs import KeptPrograms
 from jkv.serving.engine import Engine
-from jkv.serving.request.ask import Ask
 from jkv.serving.request.limits import RequestRefused, StopSizes
-from jkv.serving.request.request import EngineError, RequestState
+from jkv.serving.request.request import Ask, EngineError, RequestState
 from jkv.serving.request.results import Completion, Event
 from jkv.serving.scheduler.measures import EngineStats, Times
 from jkv.serving.scheduler.scheduler import QueueFull

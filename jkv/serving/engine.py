@@ -21,15 +21,13 @@ import numpy as np
 from jkv.arguments import explains_class
 from jkv.commands.compiled_programs import keep_compiled_programs
 from jkv.decoding.arguments.asked import How
-from jkv.decoding.model.protocol import Model
-from jkv.decoding.model.steps import CHUNK_SIZE, ExactShape, Steps
+from jkv.decoding.model.steps import CHUNK_SIZE, ExactShape, Model, Steps
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.metadata.requests import Integers, Texts, check_counts
 from jkv.serving.device.kept_programs import KeptPrograms
 from jkv.serving.device.loop import Loop, Progress
 from jkv.serving.device.processes import FindParams, SharedLoop
-from jkv.serving.device.sizes import find_sizes
-from jkv.serving.request.ask import Ask, Client, OfAsk
+from jkv.serving.device.programs import find_sizes
 from jkv.serving.request.limits import (
     RequestRefused,
     StopSizes,
@@ -37,13 +35,12 @@ from jkv.serving.request.limits import (
     read_request,
     split_batch,
 )
-from jkv.serving.request.request import Request, RequestState
+from jkv.serving.request.request import Ask, Client, OfAsk, Request, RequestState
 from jkv.serving.request.results import Completion, Event, read_completions
 from jkv.serving.request.texts import Detokenize
 from jkv.serving.scheduler.measures import EngineStats
 from jkv.serving.scheduler.parking import Parked
-from jkv.serving.scheduler.scheduler import HostOptions, QueueFull, Scheduler
-from jkv.serving.scheduler.versions import Update
+from jkv.serving.scheduler.scheduler import HostOptions, QueueFull, Scheduler, Update
 from jkv.serving.threads import Turns, await_events, read_events
 from jkv.sharding.processes import find_shared_mesh
 from jkv.signatures import lists_arguments

@@ -20,8 +20,7 @@ from jkv.serving.device.orders import (
     pack_window,
     unpack_window,
 )
-from jkv.serving.device.sizes import find_sizes
-from jkv.serving.device.transfers import Arrivals, Change
+from jkv.serving.device.programs import Arrivals, Change, find_sizes
 from jkv.serving.request.request import Request
 from jkv.sharding.processes import Broadcast
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from jkv.serving import Engine
-from jkv.serving.request.ask import NOT_STEERED
+from jkv.serving.request.request import NOT_STEERED
 from jkv.steering import Steering, chain, renumber
 
 from ..asking.languages import Compiled, Language

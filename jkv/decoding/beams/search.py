@@ -13,9 +13,8 @@ from jkv.decoding.arguments.asked import Asked
 from jkv.decoding.beams.branches import SearchState
 from jkv.decoding.beams.hypotheses import EarlyStopping, Rules
 from jkv.decoding.beams.rounds import Searcher, run_round
-from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.runner import Runner
-from jkv.decoding.model.steps import Steps
+from jkv.decoding.model.steps import Model, Steps
 from jkv.decoding.sampling.next_token import Bounds, judge_prompts
 from jkv.decoding.steering.rows import begin_rows
 from jkv.decoding.texts.blocks import count_free_blocks, find_block_size

@@ -15,8 +15,13 @@ import jax
 import jax.numpy as jnp
 
 from jkv.arguments import explains_arguments
-from jkv.decoding.model.protocol import Model, call_model, call_model_for_rows
-from jkv.decoding.model.steps import CHUNK_SIZE, Exact
+from jkv.decoding.model.steps import (
+    CHUNK_SIZE,
+    Exact,
+    Model,
+    call_model,
+    call_model_for_rows,
+)
 from jkv.decoding.texts.blocks import count_cached
 from jkv.indexing import gather
 from jkv.metadata.lanes import find_owners

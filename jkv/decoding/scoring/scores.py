@@ -17,8 +17,7 @@ from jkv.arguments import explains_arguments
 from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig, as_grouped
 from jkv.config.state_config import StateConfig
-from jkv.decoding.model.protocol import Model
-from jkv.decoding.model.steps import Exact, ExactShape
+from jkv.decoding.model.steps import Exact, ExactShape, Model
 from jkv.decoding.scoring.exact_scores import score_exactly
 from jkv.decoding.scoring.layout import Places, find_places, find_rows
 from jkv.decoding.scoring.levels import (

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jkv.arguments import explains_class
-from jkv.decoding.model.protocol import Model
+from jkv.decoding.model.steps import Model
 from jkv.state import Cache
 from jkv.status import UsageError
 

@@ -19,8 +19,14 @@ from jkv.decoding.sampling.options import (
 from jkv.decoding.texts.blocks import BlockSize
 from jkv.decoding.texts.results import FinishReason
 from jkv.metadata.requests import I32, Integers, Texts, as_domains
-from jkv.serving.request.ask import NOT_STEERED, Ask, Client, Domains, OfAsk
-from jkv.serving.request.request import Request
+from jkv.serving.request.request import (
+    NOT_STEERED,
+    Ask,
+    Client,
+    Domains,
+    OfAsk,
+    Request,
+)
 
 
 class RequestRefused(ValueError):

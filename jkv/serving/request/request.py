@@ -1,18 +1,178 @@
-"""State of a request: its options and the progress of its sequences.
+"""A request: its options as a user passes them, and the progress of its sequences.
 
 Symbols: P tokens of the prompt, n sequences of the request.
 """
 
+import collections
 import dataclasses
 import enum
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 import numpy as np
 
+from jkv.decoding.sampling.options import GREEDY, Sampling
 from jkv.decoding.texts.results import FinishReason
-from jkv.serving.request.ask import Client
+from jkv.metadata.requests import I32, Integers
 from jkv.serving.request.texts import TextStream
+from jkv.signatures import set_defaults
+from jkv.status import UsageError
+
+MOST_TEXTS = 2**16  # remembered string salts; a forgotten one gets a new number
+
+# Client of a request; None is the common client of requests without one.
+Client = str | int | None
+
+# Variant of a request without a logits processor.
+NOT_STEERED = -1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Ask:
+    """Options of a request.
+
+    Attributes:
+      tokens: i32[P] or a list, the prompt.
+      n: number of sequences sampled from it.
+      max_new_tokens: largest number of new tokens of each; None is the engine's.
+      sampling: sampling options, each field one number or n. One seed is spread over
+        the sequences (`jkv.decoding.spread_seeds`).
+      stop_tokens: i32[E], tokens that finish a sequence, and are kept; None is the
+        engine's.
+      stop_sequences: i32[C] each, or lists of tokens, likewise.
+      stop_strings: one string or several that finish a sequence when they occur in its
+        text. The text is cut before the string; `tokens` includes its tokens. Checked
+        between windows.
+      salt: cache salt: prefixes are shared only between requests of one salt. An int of
+        32 bits, or a string, such as a client's secret, which is the same salt in every
+        process that shares a store's folder. Beside strings, ints must be 0 or more.
+      priority: smaller values are scheduled first.
+      client: for fair scheduling (`shares`). Among queued requests of one priority, the
+        client with the least service per share is next; requests of one client are
+        served in order of arrival. Service counts tokens as they are computed: the
+        prompt, including prefix cache hits, once per `max_samples` sequences, and new
+        tokens. An idle client accumulates no credit. None is the common client of all
+        requests without one.
+      variant: variant of the engine's logits processor, below `steering.num_variants`;
+        -1 for none.
+      timeout: seconds from submission until the request finishes with its tokens so
+        far.
+      keep: retention class of its cached blocks after it has finished, below the
+        cache's `keep_classes` (`jkv.free`).
+      keep_seconds: time from finishing until the class expires for unreferenced blocks;
+        None is until eviction.
+
+    Example:
+      >>> from jkv.serving import Ask
+      >>> Ask([5, 6], max_new_tokens=20, priority=-1).n
+      1
+    """
+
+    tokens: Integers
+    n: int = 1
+    max_new_tokens: int | None = None
+    sampling: Sampling = GREEDY
+    stop_tokens: Integers | None = None
+    stop_sequences: Sequence[Integers] = ()
+    stop_strings: Sequence[str] | str = ()
+    salt: int | str = 0
+    priority: int = 0
+    client: Client = None
+    variant: int = NOT_STEERED
+    timeout: float | None = None
+    keep: int = 0
+    keep_seconds: float | None = None
+
+    @classmethod
+    def of(cls, tokens: "Ask | Integers", fields: "OfAsk") -> "Ask":
+        """Return `tokens` if it is an `Ask`, or create one from the fields."""
+        if not isinstance(tokens, Ask):
+            return cls(tokens, **fields)
+        if fields:
+            raise UsageError(
+                f"got an Ask and the keywords {', '.join(fields)}; set them on the Ask"
+            )
+        return tokens
+
+
+class OfAsk(TypedDict, total=False):
+    """Fields of `Ask` except the prompt, as keyword arguments."""
+
+    n: int
+    max_new_tokens: int | None
+    sampling: Sampling
+    stop_tokens: Integers | None
+    stop_sequences: Sequence[Integers]
+    stop_strings: Sequence[str] | str
+    salt: int | str
+    priority: int
+    client: Client
+    variant: int
+    timeout: float | None
+    keep: int
+    keep_seconds: float | None
+
+
+set_defaults(OfAsk, Ask)
+
+
+class Domains:
+    """Numbers for string salts: negative, in the order of first use.
+
+    A cache identifies a salt by 32 bits. The number of a string is valid in one
+    process; stores, whose blocks outlive the process, use the string's hash.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next = -1
+        # Hashes by number, and numbers by hash, least recently used first.
+        self._names: dict[int, str] = {}
+        self._numbers: collections.OrderedDict[str, int] = collections.OrderedDict()
+        self._has_negative = False
+
+    def number(self, salt: int | str) -> int:
+        """Return the number of a salt, i32; an int is returned as it is.
+
+        Raises:
+          ValueError: for negative ints, as 32 bits, beside strings.
+        """
+        with self._lock:
+            has_texts = bool(self._numbers) or isinstance(salt, str)
+            has_negative = self._has_negative or (isinstance(salt, int) and salt < 0)
+            if has_negative and has_texts:
+                raise ValueError(
+                    "salt must be a str or an int from 0 to 2**31 - 1 if any request "
+                    f"has a str, got {salt!r:.60}"
+                )
+            if isinstance(salt, int):
+                self._has_negative = has_negative
+                return salt
+            name = hashlib.blake2b(
+                salt.encode(errors="surrogatepass"), digest_size=24
+            ).hexdigest()
+            if name not in self._numbers:
+                if self._next < I32.min:
+                    raise ValueError(
+                        f"salt: at most {-I32.min} different strings are supported, "
+                        f"got {salt!r:.60}; restart the process or reuse salts"
+                    )
+                self._numbers[name], self._names[self._next] = self._next, name
+                self._next -= 1
+                if len(self._numbers) > MOST_TEXTS:
+                    _, oldest = self._numbers.popitem(last=False)
+                    del self._names[oldest]
+            self._numbers.move_to_end(name)
+            return self._numbers[name]
+
+    def name(self, number: int) -> int | str | None:
+        """Return the process-independent name of a salt; None if it was forgotten."""
+        with self._lock:
+            if number >= 0 or self._next == -1:
+                return number
+            return self._names.get(number)
 
 
 class RequestState(enum.Enum):
