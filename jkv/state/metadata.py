@@ -386,17 +386,25 @@ class Metadata:
     @property
     def block_numbers(self) -> tuple[int, ...]:
         """Indices of the groups with blocks."""
-        return tuple(i for i, group in enumerate(self.groups) if group.kind == "blocks")
+        return self._numbers_of("blocks")
+
+    @property
+    def state_numbers(self) -> tuple[int, ...]:
+        """Indices of the groups with a recurrent state."""
+        return self._numbers_of("states")
+
+    def _numbers_of(self, kind: str) -> tuple[int, ...]:
+        return tuple(i for i, group in enumerate(self.groups) if group.kind == kind)
 
     @property
     def block_groups(self) -> tuple[BlockGroup, ...]:
         """The groups with blocks."""
-        return tuple(group for group in self.groups if group.kind == "blocks")
+        return tuple(self.groups[number] for number in self.block_numbers)
 
     @property
     def has_states(self) -> bool:
         """True if there are recurrent-state layers, which limit truncation."""
-        return any(group.kind == "states" for group in self.groups)
+        return bool(self.state_numbers)
 
     @property
     def num_classes(self) -> int:

@@ -71,12 +71,12 @@ class Swapped:
         blocks = " and ".join(
             f"{group.num_filled_blocks} of {group.num_blocks}"
             for group in self.groups
-            if group.kind == "blocks"
+            if group.num_blocks
         )
         return (
             f"Swapped({self.num_sequences} sequences, "
             f"{int(self.context_lengths.sum(dtype=np.int64))} tokens, "
-            f"{blocks} blocks with contents, {self.nbytes:,} bytes)"
+            f"{blocks or '0 of 0'} blocks with contents, {self.nbytes:,} bytes)"
         )
 
 

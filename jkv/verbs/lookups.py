@@ -316,5 +316,5 @@ def group_of(cache: Cache, group: int | None, name: str) -> int:
     if not isinstance(group, int | np.integer):
         last = len(cache.storage) - 1
         raise UsageError(f"group must be in 0..{last}, got {group!r}")
-    check_group(int(group), [each.kind == "blocks" for each in cache.storage])
+    check_group(int(group), [i in numbers for i in range(len(cache.storage))])
     return int(group)
