@@ -14,10 +14,10 @@ from served.asking.showing import Shown, read_fields
 from served.display import Display
 from served.loading import Served
 from served.mistakes import Refused
+from served.processors.variants import Held
 from served.replying.kinds import AnyReply
 from served.replying.replies import REASONS, select_likely
 from served.replying.scoring import Scored
-from served.steering.variants import Held
 
 from jkv import FinishReason
 from jkv.serving import Completion, EngineError
@@ -122,9 +122,9 @@ class Batch:
             return None
         return Line(number, form, asked, shown)
 
-    def _submit(self, line: Line, steered: Future[Held] | None) -> None:
+    def _submit(self, line: Line, processor: Future[Held] | None) -> None:
         try:
-            held = Held() if steered is None else steered.result()
+            held = Held() if processor is None else processor.result()
         except Refused as error:
             return self._fail(line.number, error)
         if line.asked.ask.max_new_tokens == 0:  # it is shown again, and nothing more

@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING
 from jkv.lazy import imports_later
 
 if TYPE_CHECKING:  # imported on first use
-    from jkv.decoding.arguments.asked import How
+    from jkv.decoding.arguments.loop_arguments import DecodingOptions
     from jkv.decoding.beams.search import beam_search
     from jkv.decoding.exactness import ExactDifference, ExactReport, check_exact
     from jkv.decoding.extension import extend
     from jkv.decoding.format_accuracy import FormatAccuracy, measure_formats
     from jkv.decoding.generation import begin, decode, generate, prefill
     from jkv.decoding.model.runner import spread_row_counts
-    from jkv.decoding.model.steps import Model, Steps
+    from jkv.decoding.model.steps import GenerationConfig, Model
     from jkv.decoding.sampling.best_of import select_best
     from jkv.decoding.sampling.draws import filter_logits, sample
     from jkv.decoding.sampling.options import Sampling, spread_seeds
@@ -29,19 +29,19 @@ if TYPE_CHECKING:  # imported on first use
         Generation,
         Statistics,
     )
-    from jkv.decoding.texts.text_tree import TextTree
+    from jkv.decoding.texts.trajectory_tree import TrajectoryTree
 
 __getattr__ = imports_later(
     __name__,
     {
-        "jkv.decoding.arguments.asked": "How",
+        "jkv.decoding.arguments.loop_arguments": "DecodingOptions",
         "jkv.decoding.beams.search": "beam_search",
         "jkv.decoding.exactness": "ExactDifference ExactReport check_exact",
         "jkv.decoding.extension": "extend",
         "jkv.decoding.format_accuracy": "FormatAccuracy measure_formats",
         "jkv.decoding.generation": "begin decode generate prefill",
         "jkv.decoding.model.runner": "spread_row_counts",
-        "jkv.decoding.model.steps": "Model Steps",
+        "jkv.decoding.model.steps": "GenerationConfig Model",
         "jkv.decoding.sampling.best_of": "select_best",
         "jkv.decoding.sampling.draws": "filter_logits sample",
         "jkv.decoding.sampling.options": "Sampling spread_seeds",
@@ -54,7 +54,7 @@ __getattr__ = imports_later(
         "jkv.decoding.texts.results": (
             "BeamSearch BeamStatistics FinishReason Generation Statistics"
         ),
-        "jkv.decoding.texts.text_tree": "TextTree",
+        "jkv.decoding.texts.trajectory_tree": "TrajectoryTree",
     },
 )
 
@@ -68,14 +68,14 @@ __all__ = [
     "FormatAccuracy",
     "Generation",
     "GenerationState",
-    "How",
+    "DecodingOptions",
     "Model",
     "PromptLookup",
     "Prompts",
     "Sampling",
     "Statistics",
-    "Steps",
-    "TextTree",
+    "GenerationConfig",
+    "TrajectoryTree",
     "add_prompts",
     "beam_search",
     "begin",

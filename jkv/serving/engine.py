@@ -20,9 +20,10 @@ import numpy as np
 
 from jkv.arguments import explains_class
 from jkv.commands.compiled_programs import keep_compiled_programs
-from jkv.decoding.arguments.asked import How
-from jkv.decoding.model.steps import CHUNK_SIZE, ExactShape, Model, Steps
+from jkv.decoding.arguments.loop_arguments import DecodingOptions
+from jkv.decoding.model.steps import CHUNK_SIZE, ExactShape, GenerationConfig, Model
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
+from jkv.logits_processors import LogitsProcessor
 from jkv.metadata.requests import Integers, Texts, check_counts
 from jkv.serving.device.kept_programs import KeptPrograms
 from jkv.serving.device.loop import Loop, Progress
@@ -46,7 +47,6 @@ from jkv.sharding.processes import find_shared_mesh
 from jkv.signatures import lists_arguments
 from jkv.state import Cache
 from jkv.status import UsageError
-from jkv.steering import Steering
 from jkv.tiers.store import BlockStore
 
 
@@ -109,7 +109,7 @@ class Engine:
         row_counts: tuple[int, ...] | None = None,
         exact: ExactShape = False,
         speculate: PromptLookup | DraftModel | None = None,
-        steering: Steering | None = None,
+        logits_processor: LogitsProcessor | None = None,
         stop_tokens: Integers = (),
         stop_sizes: StopSizes = StopSizes(),  # noqa: B008 (a tuple cannot change)
         detokenize: Detokenize | None = None,
@@ -146,7 +146,8 @@ class Engine:
           speculate: as for `jkv.generate`; a step may yield several tokens of a
             sequence. A draft model's cache needs `max_running` rows and is owned by the
             engine.
-          steering: as for `jkv.generate`; each request selects one of its variants.
+          logits_processor: as for `jkv.generate`; each request selects one of its
+            variants.
           stop_tokens: default for requests without their own, such as the model's
             end-of-sequence token.
           stop_sizes: largest number of stop tokens and stop sequences of a request.
@@ -189,7 +190,7 @@ class Engine:
         most_tokens = cache.max_context_length
         check_counts(max_samples=max_samples)
         sizes = find_sizes(
-            Steps(
+            GenerationConfig(
                 max_new_tokens, max_samples, max_running, chunk_size, row_counts, exact
             ),
             num_ahead=num_ahead,
@@ -200,12 +201,14 @@ class Engine:
             stop_sizes=stop_sizes,
             speculate=speculate,
         )
-        how = How(steering=steering, speculate=speculate)
+        decoding = DecodingOptions(
+            logits_processor=logits_processor, speculate=speculate
+        )
         loop: Loop
         if find_shared_mesh(cache) is None:
-            loop = Loop(model, params, cache, sizes, how, kept_programs)
+            loop = Loop(model, params, cache, sizes, decoding, kept_programs)
         elif kept_programs is None:
-            loop = SharedLoop(model, params, cache, sizes, how, checks=checks)
+            loop = SharedLoop(model, params, cache, sizes, decoding, checks=checks)
         else:
             raise UsageError(
                 "kept_programs is not supported on a mesh of several processes; pass "
@@ -560,20 +563,22 @@ class Engine:
         )
         return self._turns.with_turn(lambda: self._scheduler.update_params(update))
 
-    def replace_steering(self, steering: Steering) -> None:
+    def replace_logits_processor(self, logits_processor: LogitsProcessor) -> None:
         """Replace the arrays of the logits processor, without recompilation.
 
         Change the meaning of a variant only while no request uses it: the state of a
         running request is kept.
 
         Args:
-          steering: of the same type, with arrays of the same shapes and dtypes.
+          logits_processor: of the same type, with arrays of the same shapes and dtypes.
 
         Raises:
           EngineError: for any other.
         """
         self._check_leads()
-        self._turns.with_turn(lambda: self._scheduler.loop.replace_steering(steering))
+        self._turns.with_turn(
+            lambda: self._scheduler.loop.replace_logits_processor(logits_processor)
+        )
 
     def start(self) -> None:
         """Start a background thread that runs the steps while there is work."""

@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 from support.jax_versions import further
 from support.processes import run_pair
 
-from jkv.decoding import Steps
+from jkv.decoding import GenerationConfig
 from jkv.decoding.sampling.options import SAMPLING_DTYPES
 from jkv.serving import StopSizes
 from jkv.serving.device.orders import (
@@ -26,7 +26,7 @@ from jkv.sharding.processes import Broadcast
 
 SCRIPT = pathlib.Path(__file__).with_name("serving_processes.py")
 SIZES = find_sizes(
-    Steps(8, num_samples=2, max_running=4, chunk_size=8),
+    GenerationConfig(8, num_samples=2, max_running=4, chunk_size=8),
     num_ahead=2,
     max_prompt_tokens=40,
     num_steps=2,

@@ -14,7 +14,7 @@ from jkv.serving import Ask
 
 from ..loading import MOST_STOP_TOKENS, Served
 from ..mistakes import Refused
-from ..steering.rule_table import Rules
+from ..processors.rule_table import Rules
 from ..values import is_tokens, read_flag, read_number
 from .languages import Language
 from .prompts import read_chat, read_prompts
@@ -32,7 +32,7 @@ class Asked(NamedTuple):
     """Requests that one body makes, one for each prompt."""
 
     prompts: list[list[int]]  # token ids
-    ask: Ask  # for each of them, but for the prompt and how it is steered
+    ask: Ask  # shared by all prompts, without tokens and variant
     n: int
     tools: Tools | None = None  # that a chat may call
     language: Language | None = None  # of all texts

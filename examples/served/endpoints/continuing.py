@@ -16,6 +16,7 @@ from ..asking.showing import Asked, Shown, count_chat, read_fields, read_json
 from ..loading import ROOM_SECONDS, Served
 from ..messages.reading import read_message_body
 from ..mistakes import Refused
+from ..processors.variants import Held
 from ..replying.answers import (
     cancel_all,
     list_events,
@@ -29,7 +30,6 @@ from ..replying.known import tell_known
 from ..replying.replies import tell_deadline
 from ..replying.scoring import Scored
 from ..responses.reading import read_response
-from ..steering.variants import Held
 from .connections import Bounds
 from .gate import read_bytes
 

@@ -29,7 +29,7 @@ SILENT_SECONDS = 15.0
 
 
 def submit_all(served: Served, asked: Asked, variant: int) -> list[int]:
-    """Submit every prompt of a body, or none; a variant steers all of them.
+    """Submit every prompt of a body, or none; one variant applies to all.
 
     Raises:
         Refused: when too many wait, for now or always; when the engine has failed.

@@ -20,19 +20,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv import decoding
-from jkv.decoding import How, Prompts
+from jkv.decoding import DecodingOptions, Prompts
 from jkv.decoding.model.runner import spread_row_counts
-from jkv.decoding.model.steps import Model, Steps
+from jkv.decoding.model.steps import GenerationConfig, Model
 from jkv.decoding.sampling.options import SAMPLING_DTYPES, Sampling
 from jkv.decoding.scheduler.state import GenerationState
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.decoding.texts.blocks import count_free_blocks, sum_groups
 from jkv.decoding.texts.results import FinishReason, Statistics
+from jkv.logits_processors import LogitsProcessor
 from jkv.metadata.requests import check_counts, check_static
 from jkv.serving.request.limits import StopSizes
-from jkv.serving.request.request import NOT_STEERED, Request, RequestState, SequenceNews
+from jkv.serving.request.request import NO_VARIANT, Request, RequestState, SequenceNews
 from jkv.state import Cache
-from jkv.steering import Steering
 
 # Number of prompts per call of `exchange`.
 NUM_LANES = 16
@@ -52,7 +52,7 @@ class EngineSizes(NamedTuple):
 
     num_prompts: int  # Q
     max_prompt_tokens: int
-    steps: Steps
+    config: GenerationConfig
     num_steps: int  # S
     num_lanes: int  # K, prompts per call of `exchange`
     stops: StopSizes
@@ -61,22 +61,22 @@ class EngineSizes(NamedTuple):
     @property
     def num_sequences(self) -> int:
         """Number of sequences of the generation, N."""
-        return self.num_prompts * self.steps.num_samples
+        return self.num_prompts * self.config.num_samples
 
     @property
     def max_running(self) -> int:
-        assert self.steps.max_running is not None
-        return self.steps.max_running
+        assert self.config.max_running is not None
+        return self.config.max_running
 
     @property
     def max_window_tokens(self) -> int:
         """Largest number of new tokens of a sequence in a window, U."""
         guesses = 0 if self.guesses is None else self.guesses.num_tokens
-        return min(self.num_steps * (1 + guesses), self.steps.max_new_tokens)
+        return min(self.num_steps * (1 + guesses), self.config.max_new_tokens)
 
 
 def find_sizes(
-    steps: Steps,
+    config: GenerationConfig,
     *,
     num_ahead: int | None,
     max_prompt_tokens: int,
@@ -85,7 +85,7 @@ def find_sizes(
     speculate: PromptLookup | DraftModel | None,
 ) -> EngineSizes:
     """Return the sizes of an engine from the arguments of `Engine`."""
-    running = steps.max_running
+    running = config.max_running
     assert running is not None, "Engine requires max_running"
     check_counts(
         max_running=running, num_steps=num_steps, max_prompt_tokens=max_prompt_tokens
@@ -93,17 +93,17 @@ def find_sizes(
     ahead = running if num_ahead is None else num_ahead
     check_static("num_ahead", ahead, 0)
     num_prompts = running + ahead
-    if (exact := steps.exact_shape) is not None:
-        exact.check_alone(steps.row_counts, steps.chunk_size)
+    if (exact := config.exact_shape) is not None:
+        exact.check_alone(config.row_counts, config.chunk_size)
         exact.check_fits("max_running", running)
-    elif steps.row_counts is None:
-        most_rows = min(steps.chunk_size, num_prompts * max_prompt_tokens)
+    elif config.row_counts is None:
+        most_rows = min(config.chunk_size, num_prompts * max_prompt_tokens)
         counts = spread_row_counts(running, most_rows)
-        steps = dataclasses.replace(steps, row_counts=counts)
+        config = dataclasses.replace(config, row_counts=counts)
     return EngineSizes(
         num_prompts=num_prompts,
         max_prompt_tokens=max_prompt_tokens,
-        steps=steps,
+        config=config,
         num_steps=num_steps,
         num_lanes=min(NUM_LANES, num_prompts),
         stops=stop_sizes,
@@ -144,7 +144,7 @@ class Arrivals(NamedTuple):
         # prompt; the samples have their sequence indices
         dispatched: list[tuple[Request, int]],
     ) -> "Arrivals":
-        count, samples, stops = sizes.num_lanes, sizes.steps.num_samples, sizes.stops
+        count, samples, stops = sizes.num_lanes, sizes.config.num_samples, sizes.stops
 
         def filled(value: int, *shape: int) -> np.ndarray[Any, Any]:
             return np.full((count, *shape), value, np.int32)
@@ -158,7 +158,7 @@ class Arrivals(NamedTuple):
             num_samples=filled(0),
             salts=filled(0),
             priorities=filled(0),
-            variants=filled(NOT_STEERED),
+            variants=filled(NO_VARIANT),
             sampling={
                 name: np.zeros((count, samples), dtype)
                 for name, dtype in SAMPLING_DTYPES.items()
@@ -239,7 +239,7 @@ class Given(NamedTuple):
 
     params: Any
     draft_params: Any  # None without a draft model
-    steering: Steering | None
+    logits_processor: LogitsProcessor | None
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC, donate_argnames="draft_cache")
@@ -253,8 +253,9 @@ def begin_empty(
 ) -> tuple[GenerationState, Sampling]:
     """Create the state of a generation with empty prompts only."""
     stops, empty = sizes.stops, (sizes.num_prompts, sizes.max_prompt_tokens)
-    how = How(
-        steering=given.steering, speculate=_restore_guessing(sizes, given, draft_cache)
+    options = DecodingOptions(
+        logits_processor=given.logits_processor,
+        speculate=_restore_guessing(sizes, given, draft_cache),
     )
     # The barrier prevents constant folding, which takes half a minute of compilation
     # for 128 prompts of up to 8,192 tokens.
@@ -263,10 +264,15 @@ def begin_empty(
         texts,
         stop_tokens=jnp.full((sizes.num_prompts, stops.tokens), -1, jnp.int32),
         stop_sequences=make_empty_sequences(sizes.num_prompts, stops),
-        variants=NOT_STEERED,
+        variants=NO_VARIANT,
     )
     state = decoding.begin(
-        model, given.params, cache, prompts, steps=sizes.steps, how=how
+        model,
+        given.params,
+        cache,
+        prompts,
+        generation_config=sizes.config,
+        options=options,
     )
     fields = {
         name: jnp.zeros((sizes.num_sequences,), dtype)
@@ -281,7 +287,7 @@ def exchange(
     state: GenerationState,
     sampling: Sampling,
     change: Change,
-    steering: Steering | None,
+    logits_processor: LogitsProcessor | None,
 ) -> tuple[Cache, GenerationState, Sampling, jax.Array]:  # i32[], free blocks
     """Cancel sequences, then enqueue prompts: an index may be free only after that."""
     arrivals = change.arrivals
@@ -298,8 +304,8 @@ def exchange(
         num_samples=arrivals.num_samples,
         salts=arrivals.salts,
         priorities=arrivals.priorities,
-        steering=steering,
-        variants=NOT_STEERED if steering is None else arrivals.variants,
+        logits_processor=logits_processor,
+        variants=NO_VARIANT if logits_processor is None else arrivals.variants,
     )
     past_the_end = state.result.lengths.shape[0]
     first = jnp.where(indices < 0, past_the_end, indices * samples)
@@ -334,9 +340,9 @@ def run_window(
     guessing = state.speculation
     draft_cache = None if guessing is None else guessing.draft_cache
     speculate = _restore_guessing(sizes, given, draft_cache)
-    how = How(sampling, given.steering, speculate)
+    options = DecodingOptions(sampling, given.logits_processor, speculate)
     cache, state = decoding.decode(
-        model, given.params, cache, state, num_steps=num_steps, how=how
+        model, given.params, cache, state, num_steps=num_steps, options=options
     )
     result, places = state.result, state.places
     ahead = jnp.arange(sizes.max_window_tokens, dtype=jnp.int32)[None]

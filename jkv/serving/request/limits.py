@@ -19,14 +19,7 @@ from jkv.decoding.sampling.options import (
 from jkv.decoding.texts.blocks import BlockSize
 from jkv.decoding.texts.results import FinishReason
 from jkv.metadata.requests import I32, Integers, Texts, as_domains
-from jkv.serving.request.request import (
-    NOT_STEERED,
-    Ask,
-    Client,
-    Domains,
-    OfAsk,
-    Request,
-)
+from jkv.serving.request.request import NO_VARIANT, Ask, Client, Domains, OfAsk, Request
 
 
 class RequestRefused(ValueError):
@@ -93,11 +86,11 @@ class Limits(NamedTuple):
             raise RequestRefused(
                 f"priority must fit in 32 bits, got {request.priority}"
             )
-        if not NOT_STEERED <= request.variant < self.num_variants:
+        if not NO_VARIANT <= request.variant < self.num_variants:
             raise RequestRefused(
                 f"variant must be -1 (none) or below {self.num_variants}, the number "
                 f"of variants of this engine's logits processor "
-                f"(Engine(steering=...)), got {request.variant}"
+                f"(Engine(logits_processor=...)), got {request.variant}"
             )
         self._check_stops(request)
 

@@ -26,7 +26,7 @@ MOST_TEXTS = 2**16  # remembered string salts; a forgotten one gets a new number
 Client = str | int | None
 
 # Variant of a request without a logits processor.
-NOT_STEERED = -1
+NO_VARIANT = -1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,8 +55,8 @@ class Ask:
         prompt, including prefix cache hits, once per `max_samples` sequences, and new
         tokens. An idle client accumulates no credit. None is the common client of all
         requests without one.
-      variant: variant of the engine's logits processor, below `steering.num_variants`;
-        -1 for none.
+      variant: variant of the engine's logits processor, below
+        `logits_processor.num_variants`; -1 for none.
       timeout: seconds from submission until the request finishes with its tokens so
         far.
       keep: retention class of its cached blocks after it has finished, below the
@@ -80,7 +80,7 @@ class Ask:
     salt: int | str = 0
     priority: int = 0
     client: Client = None
-    variant: int = NOT_STEERED
+    variant: int = NO_VARIANT
     timeout: float | None = None
     keep: int = 0
     keep_seconds: float | None = None

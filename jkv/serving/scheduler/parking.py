@@ -253,7 +253,7 @@ class Parking:
         pinned = self._pinned
         # A prompt may keep a row for its waiting samples.
         sizes = self._loop.sizes
-        most = sizes.max_running + (sizes.steps.num_samples > 1)
+        most = sizes.max_running + (sizes.config.num_samples > 1)
         if pinned and len(pinned) + most > self._loop.num_rows:
             return False
         longest = sorted(lengths, reverse=True)[:most]

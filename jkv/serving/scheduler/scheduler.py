@@ -150,7 +150,7 @@ class Scheduler:
         self.loop, self.measures, sizes = loop, Measures(), loop.sizes
         # Held while requests are read or changed, but not while the device computes.
         self.lock = threading.RLock()
-        self.queue = Queue(sizes.num_prompts, sizes.steps.num_samples, options.shares)
+        self.queue = Queue(sizes.num_prompts, sizes.config.num_samples, options.shares)
         self.measures.free_blocks = sum(loop.num_blocks)
         kept_for, most = options.park_seconds, options.max_parked_bytes
         self.parking = Parking(loop, kept_for, most, options.clock, self.lock)
