@@ -220,8 +220,7 @@ def partition_specs(
 
     Example:
       >>> import jkv
-      >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=2, head_dim=8,
-      ...     num_blocks=4, max_sequences=2, max_context_length=16))
+      >>> cache = jkv.init(jkv.CacheConfig.toy(num_kv_heads=2))
       >>> specs = jkv.partition_specs(cache, heads="tp")
       >>> tuple(specs.storage[0].key_pool), tuple(specs.metadata.sequences.rows)
       ((None, None, 'tp'), ())

@@ -69,8 +69,7 @@ class Engine:
       >>> from jkv.serving import Engine
       >>> def count_on(params, tokens, cache, batch):
       ...     return jax.nn.one_hot(tokens + 1, 100)[batch.last_rows], cache
-      >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=8, block_size=4, max_sequences=3, max_context_length=16))
+      >>> cache = jkv.init(jkv.CacheConfig.toy())
       >>> engine = Engine(count_on, None, cache, max_running=2, max_new_tokens=8)
       >>> engine.warm_up(lambda name, done, count: print(name, f"{done}/{count}"))
       begin 0/3

@@ -77,8 +77,7 @@ def allocate(
 
     Example:
       >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, block_size=4, max_sequences=8, max_context_length=16)
+      >>> config = jkv.CacheConfig.toy(num_blocks=4, max_sequences=8)
       >>> cache, opened = jkv.allocate(jkv.init(config), [9, 5, 0])
       >>> opened.seq_ids.tolist(), opened.status.tolist()
       ([0, -1, 1], [0, 1, 0])
@@ -109,8 +108,7 @@ def can_allocate(cache: Cache, num_tokens: Integers) -> jax.Array:
 
     Example:
       >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, block_size=4, max_sequences=8, max_context_length=16)
+      >>> config = jkv.CacheConfig.toy(num_blocks=4, max_sequences=8)
       >>> jkv.can_allocate(jkv.init(config), [16, 1]).tolist()
       [True, False]
     """
@@ -151,8 +149,8 @@ def free(
 
     Example:
       >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, max_sequences=2, max_context_length=64)
+      >>> config = jkv.CacheConfig.toy(block_size=16, num_blocks=4, max_sequences=2,
+      ...     max_context_length=64)
       >>> cache, opened = jkv.allocate(jkv.init(config), [64])
       >>> cache, status = jkv.free(cache, [0, 0, -1])
       >>> status.tolist(), int(jkv.num_free_blocks(cache))

@@ -66,9 +66,7 @@ def fork(
 
     Example:
       >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=8, block_size=4, max_sequences=4, max_context_length=16)
-      >>> cache, opened = jkv.allocate(jkv.init(config), [0])
+      >>> cache, opened = jkv.allocate(jkv.init(jkv.CacheConfig.toy()), [0])
       >>> cache, _ = jkv.append(cache, [0], [6], capacity=6)
       >>> cache, forked = jkv.fork(cache, [0, 0])
       >>> forked.seq_ids.tolist()
@@ -162,9 +160,7 @@ def truncate(
 
     Example:
       >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=8, block_size=4, max_sequences=4, max_context_length=16)
-      >>> cache, opened = jkv.allocate(jkv.init(config), [0])
+      >>> cache, opened = jkv.allocate(jkv.init(jkv.CacheConfig.toy()), [0])
       >>> cache, _ = jkv.append(cache, [0], [10], capacity=10)
       >>> cache, status = jkv.truncate(cache, [0], [5])
       >>> int(cache.metadata.context_lengths[0]), int(jkv.num_free_blocks(cache))
@@ -232,8 +228,8 @@ def reorder(
 
     Example:
       >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, block_size=4, max_sequences=2, max_context_length=8)
+      >>> config = jkv.CacheConfig.toy(num_blocks=4, max_sequences=2,
+      ...     max_context_length=8)
       >>> cache, opened = jkv.allocate(jkv.init(config), [0, 0])
       >>> cache, _ = jkv.append(cache, [0, 1], [5, 5], capacity=10)
       >>> cache, status = jkv.reorder(cache, [0, 1], [1, 1])

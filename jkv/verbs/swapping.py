@@ -48,8 +48,8 @@ def swap_out(cache: Cache, seq_ids: Integers) -> tuple[Cache, Swapped]:
 
     Example:
       >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, max_sequences=2, max_context_length=64)
+      >>> config = jkv.CacheConfig.toy(block_size=16, num_blocks=4, max_sequences=2,
+      ...     max_context_length=64)
       >>> cache, opened = jkv.allocate(jkv.init(config), [64])
       >>> cache, swapped = jkv.swap_out(cache, opened.seq_ids)
       >>> int(jkv.num_free_blocks(cache)), swapped.num_sequences
@@ -93,8 +93,8 @@ def swap_in(
 
     Example:
       >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, max_sequences=2, max_context_length=64)
+      >>> config = jkv.CacheConfig.toy(block_size=16, num_blocks=4, max_sequences=2,
+      ...     max_context_length=64)
       >>> cache, opened = jkv.allocate(jkv.init(config), [20, 64])
       >>> opened.seq_ids.tolist()
       [0, -1]

@@ -100,8 +100,7 @@ def add_prompts(
       >>> from jkv.decoding import add_prompts, begin, decode
       >>> def count_on(params, tokens, cache, batch):
       ...     return jax.nn.one_hot(tokens + 1, 100)[batch.last_rows], cache
-      >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=8, block_size=4, max_sequences=2, max_context_length=16))
+      >>> cache = jkv.init(jkv.CacheConfig.toy())
       >>> nothing = jnp.full((2, 3), -1)
       >>> state = begin(count_on, None, cache, nothing, max_new_tokens=4)
       >>> state = add_prompts(cache, state, [1], jnp.array([[5, 6, 7]]))

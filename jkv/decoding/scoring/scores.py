@@ -128,8 +128,7 @@ def score(
       >>> import jax, jax.numpy as jnp, jkv
       >>> def count_on(params, tokens, cache, batch):
       ...     return jax.nn.one_hot(tokens + 1, 100)[batch.last_rows] * 50.0, cache
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=1, max_sequences=1, max_context_length=1)
+      >>> config = jkv.CacheConfig.toy()
       >>> jkv.score(count_on, None, [[5, 6]], [[7, 8], [7, 9]], config=config).round(2)
       Array([[  0.,   0.],
              [  0., -50.]], dtype=float32)
