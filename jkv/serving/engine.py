@@ -19,10 +19,14 @@ import jax
 import numpy as np
 
 from jkv.arguments import explains_class
-from jkv.commands.compiled_programs import keep_compiled_programs
-from jkv.decoding.arguments.loop_arguments import DecodingOptions
-from jkv.decoding.model.steps import CHUNK_SIZE, ExactShape, GenerationConfig, Model
-from jkv.decoding.speculation.options import DraftModel, PromptLookup
+from jkv.commands import keep_compiled_programs
+from jkv.decoding import (
+    DecodingOptions,
+    DraftModel,
+    GenerationConfig,
+    Model,
+    PromptLookup,
+)
 from jkv.logits_processors import LogitsProcessor
 from jkv.metadata.requests import Integers, Texts, check_counts
 from jkv.serving.device.kept_programs import KeptPrograms
@@ -47,7 +51,7 @@ from jkv.sharding.processes import find_shared_mesh
 from jkv.signatures import lists_arguments
 from jkv.state import Cache
 from jkv.status import UsageError
-from jkv.tiers.store import BlockStore
+from jkv.tiers import BlockStore
 
 
 @explains_class
@@ -104,9 +108,9 @@ class Engine:
         max_samples: int = 1,
         num_ahead: int | None = None,
         num_steps: int = 8,
-        chunk_size: int = CHUNK_SIZE,
+        chunk_size: int = GenerationConfig.chunk_size,
         row_counts: tuple[int, ...] | None = None,
-        exact: ExactShape = False,
+        exact: bool | tuple[int, int] = False,
         speculate: PromptLookup | DraftModel | None = None,
         logits_processor: LogitsProcessor | None = None,
         stop_tokens: Integers = (),

@@ -9,8 +9,7 @@ from jax.sharding import AxisType
 from support.jax_versions import further
 from support.processes import run_pair
 
-from jkv.decoding import GenerationConfig
-from jkv.decoding.sampling.options import SAMPLING_DTYPES
+from jkv.decoding import GenerationConfig, Sampling
 from jkv.serving import StopSizes
 from jkv.serving.device.orders import (
     NUM_FURTHER_WORDS,
@@ -88,7 +87,7 @@ def make_change(rng, count):
             max_new_tokens=3,
             sampling={
                 name: rng.integers(-9, 9, 2).astype(dtype)
-                for name, dtype in SAMPLING_DTYPES.items()
+                for name, dtype in Sampling.dtypes.items()
             },
             stop_tokens=(2,),
             stop_sequences=((3, 4),),

@@ -12,6 +12,7 @@ sequence in a window.
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -20,14 +21,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv import decoding
-from jkv.decoding import DecodingOptions, Prompts
-from jkv.decoding.model.runner import spread_row_counts
-from jkv.decoding.model.steps import GenerationConfig, Model
-from jkv.decoding.sampling.options import SAMPLING_DTYPES, Sampling
-from jkv.decoding.scheduler.state import GenerationState
-from jkv.decoding.speculation.options import DraftModel, PromptLookup
-from jkv.decoding.texts.blocks import count_free_blocks, sum_groups
-from jkv.decoding.texts.results import FinishReason, Statistics
+from jkv.decoding import (
+    DecodingOptions,
+    DraftModel,
+    FinishReason,
+    GenerationConfig,
+    GenerationState,
+    Model,
+    PromptLookup,
+    Prompts,
+    Sampling,
+    Statistics,
+    spread_row_counts,
+)
 from jkv.logits_processors import LogitsProcessor
 from jkv.metadata.requests import check_counts, check_static
 from jkv.serving.request.limits import StopSizes
@@ -161,7 +167,7 @@ class Arrivals(NamedTuple):
             variants=filled(NO_VARIANT),
             sampling={
                 name: np.zeros((count, samples), dtype)
-                for name, dtype in SAMPLING_DTYPES.items()
+                for name, dtype in Sampling.dtypes.items()
             },
         )
         for lane, (request, first) in enumerate(dispatched):
@@ -276,7 +282,7 @@ def begin_empty(
     )
     fields = {
         name: jnp.zeros((sizes.num_sequences,), dtype)
-        for name, dtype in SAMPLING_DTYPES.items()
+        for name, dtype in Sampling.dtypes.items()
     }
     return state, Sampling(**fields)
 
@@ -314,7 +320,7 @@ def exchange(
         name: getattr(sampling, name).at[sequences].set(values, mode="drop")
         for name, values in arrivals.sampling.items()
     }
-    free = sum_groups(count_free_blocks(cache))
+    free = _sum_free_blocks(cache)
     return cache, state, Sampling(**fields), free
 
 
@@ -359,9 +365,20 @@ def run_window(
         cached_tokens=result.cached_tokens,
         stages=jnp.zeros_like(starts).at[at].set(stage, mode="drop"),
         statistics=result.statistics,
-        num_free_blocks=sum_groups(count_free_blocks(cache)),
+        num_free_blocks=_sum_free_blocks(cache),
     )
     return cache, state, report
+
+
+def count_free_blocks(cache: Cache) -> tuple[jax.Array, ...]:
+    """Return the number of free blocks of each group, i32[] each."""
+    return tuple(group.free_blocks.count for group in cache.metadata.block_groups)
+
+
+def _sum_free_blocks(cache: Cache) -> jax.Array:
+    """Return the number of free blocks of all groups, i32[]."""
+    counts = count_free_blocks(cache) or (jnp.int32(0),)
+    return functools.reduce(operator.add, counts)
 
 
 def _restore_guessing(

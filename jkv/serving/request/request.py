@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 import numpy as np
 
-from jkv.decoding.sampling.options import GREEDY, Sampling
-from jkv.decoding.texts.results import FinishReason
+from jkv.decoding import FinishReason, Sampling
 from jkv.metadata.requests import I32, Integers
 from jkv.serving.request.texts import TextStream
 from jkv.signatures import set_defaults
@@ -73,7 +72,7 @@ class Ask:
     tokens: Integers
     n: int = 1
     max_new_tokens: int | None = None
-    sampling: Sampling = GREEDY
+    sampling: Sampling = Sampling()
     stop_tokens: Integers | None = None
     stop_sequences: Sequence[Integers] = ()
     stop_strings: Sequence[str] | str = ()

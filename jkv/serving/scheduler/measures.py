@@ -6,7 +6,7 @@ import itertools
 from collections import deque
 from typing import Any, NamedTuple
 
-from jkv.decoding.texts.results import Statistics
+from jkv.decoding import Statistics
 from jkv.serving.request.request import Request, RequestState, Sample
 
 # Upper bounds of the histogram buckets, in seconds.

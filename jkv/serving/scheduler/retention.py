@@ -21,17 +21,24 @@ import numpy as np
 
 from jkv.metadata import allocator
 from jkv.metadata.ring import Keep
-from jkv.prefixes.verbs import demote, match
+from jkv.prefixes import demote, match
 from jkv.serving.device.loop import Loop
 from jkv.serving.device.processes import SharedLoop
 from jkv.serving.request.request import Domains, Request, RequestState, Sample
 from jkv.state import Cache
 from jkv.status import UsageError
-from jkv.tiers.choosing import count_blank, count_next
-from jkv.tiers.restoring import restore, warm_up
-from jkv.tiers.spilled import Layout, Spilled
-from jkv.tiers.spilling import check_has_texts, take
-from jkv.tiers.store import BlockStore, Names
+from jkv.tiers import (
+    BlockStore,
+    Layout,
+    Names,
+    Spilled,
+    check_has_texts,
+    count_blank,
+    count_next,
+    restore,
+    take,
+    warm_up,
+)
 
 FOREVER = 2**32 - 1  # as an expiry time
 

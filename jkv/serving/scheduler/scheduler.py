@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jkv.decoding.texts.results import FinishReason
-from jkv.inspection.invariants import check
+from jkv.decoding import FinishReason
+from jkv.inspection import check
 from jkv.serving.device.loop import Loop, Progress
 from jkv.serving.device.processes import SharedLoop
 from jkv.serving.device.programs import Arrivals, Change, WindowReport
@@ -42,7 +42,7 @@ from jkv.serving.scheduler.parking import Parked, Parking
 from jkv.serving.scheduler.queue import Queue
 from jkv.serving.scheduler.retention import Keeping, NoStoring, Storing
 from jkv.status import UsageError
-from jkv.tiers.store import BlockStore
+from jkv.tiers import BlockStore
 
 
 class Update(NamedTuple):
