@@ -127,18 +127,18 @@ class Batch:
             held = Held() if processor is None else processor.result()
         except Refused as error:
             return self._fail(line.number, error)
-        if line.asked.ask.max_new_tokens == 0:  # it is shown again, and nothing more
+        if line.asked.request.max_new_tokens == 0:  # echoed only
             held.release()
-            return self._write(line, [_nothing()] * line.asked.ask.n)
-        ask = dataclasses.replace(
-            line.asked.ask, tokens=line.asked.prompts[0], variant=held.variant
+            return self._write(line, [_nothing()] * line.asked.request.n)
+        request = dataclasses.replace(
+            line.asked.request, tokens=line.asked.prompts[0], variant=held.variant
         )
         try:
-            request = self._served.engine.submit(ask)
+            number = self._served.engine.submit(request)
         except (ValueError, OverflowError) as error:
             held.release()
             return self._fail(line.number, error)
-        self._running[request] = line, held
+        self._running[number] = line, held
         return None
 
     def _fail(self, number: int, error: Exception) -> None:

@@ -3,13 +3,13 @@
 from jkv.serving.device.kept_programs import KeptPrograms
 from jkv.serving.engine import Engine
 from jkv.serving.request.limits import RequestRefused, StopSizes
-from jkv.serving.request.request import Ask, EngineError, RequestState
+from jkv.serving.request.request import EngineError, Request, RequestStatus
 from jkv.serving.request.results import Completion, Event
 from jkv.serving.scheduler.measures import EngineStats, Times
 from jkv.serving.scheduler.scheduler import QueueFull
 
 __all__ = [
-    "Ask",
+    "Request",
     "Completion",
     "Engine",
     "EngineError",
@@ -18,7 +18,7 @@ __all__ = [
     "KeptPrograms",
     "QueueFull",
     "RequestRefused",
-    "RequestState",
+    "RequestStatus",
     "StopSizes",
     "Times",
 ]

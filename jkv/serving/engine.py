@@ -37,10 +37,16 @@ from jkv.serving.request.limits import (
     RequestRefused,
     StopSizes,
     as_token_ids,
-    read_request,
+    check_request,
     split_batch,
 )
-from jkv.serving.request.request import Ask, Client, OfAsk, Request, RequestState
+from jkv.serving.request.request import (
+    Client,
+    Request,
+    RequestFields,
+    RequestState,
+    RequestStatus,
+)
 from jkv.serving.request.results import Completion, Event, read_completions
 from jkv.serving.request.texts import Detokenize
 from jkv.serving.scheduler.measures import EngineStats
@@ -245,12 +251,14 @@ class Engine:
     # Requests.
 
     @lists_arguments
-    def submit(self, tokens: Integers | Ask, **fields: Unpack[OfAsk]) -> int:
+    def submit(
+        self, tokens: Integers | Request, **fields: Unpack[RequestFields]
+    ) -> int:
         """Enqueue a request and return its number without waiting.
 
         Args:
-          tokens: i32[P] or a list, the prompt; or a complete `Ask`.
-          fields: the other fields of `Ask` by name, such as `max_new_tokens=20`.
+          tokens: i32[P] or a list, the prompt; or a complete `Request`.
+          fields: the other fields of `Request` by name, such as `max_new_tokens=20`.
 
         Returns:
           The request's number.
@@ -261,7 +269,7 @@ class Engine:
             to retry.
           EngineError: if the engine has failed permanently.
         """
-        return self._take_in(None, Ask.of(tokens, fields))
+        return self._take_in(None, Request.of(tokens, fields))
 
     @lists_arguments
     def generate(
@@ -270,7 +278,7 @@ class Engine:
         *,
         limits: Integers | None = None,
         salts: Integers = 0,
-        **fields: Unpack[OfAsk],
+        **fields: Unpack[RequestFields],
     ) -> list[Completion]:
         """Generate completions of a batch of prompts and wait for all of them.
 
@@ -278,7 +286,7 @@ class Engine:
           prompts: i32[B, P], padded with -1, or a list of token ids for each.
           limits: i32[B], largest number of new tokens of each.
           salts: i32[B] or int, cache salts.
-          fields: fields of `Ask`, shared by all prompts: `n` is `num_samples` of
+          fields: fields of `Request`, shared by all prompts: `n` is `num_samples` of
             `jkv.generate`; each field of `sampling` has one value or B * n, and one
             seed is spread over the sequences.
 
@@ -292,19 +300,19 @@ class Engine:
         """
         if fields.get("max_new_tokens") is None:
             fields["max_new_tokens"] = self._limits.max_new_tokens
-        found: list[Request | list[Completion]] = []
+        found: list[RequestState | list[Completion]] = []
         try:
-            for ask in split_batch(prompts, limits, salts, fields):
-                found.append(self._begin(ask))
+            for request in split_batch(prompts, limits, salts, fields):
+                found.append(self._begin(request))
             for each in found:
-                if isinstance(each, Request):
+                if isinstance(each, RequestState):
                     self._wait(each)
         finally:
             for each in found:
-                if isinstance(each, Request):
+                if isinstance(each, RequestState):
                     self._scheduler.cancel(each)
         completed = (
-            read_completions(e) if isinstance(e, Request) else e for e in found
+            read_completions(e) if isinstance(e, RequestState) else e for e in found
         )
         return list(itertools.chain.from_iterable(completed))
 
@@ -315,10 +323,10 @@ class Engine:
           True if the request was unfinished; False if it had finished or is unknown.
         """
         try:
-            request = self._scheduler.find(request_id)
+            state = self._scheduler.find(request_id)
         except KeyError:
             return False
-        went_on = self._scheduler.cancel(request)
+        went_on = self._scheduler.cancel(state)
         self._turns.tell()
         return went_on
 
@@ -350,7 +358,7 @@ class Engine:
         tokens: Integers,
         *,
         sample: int = 0,
-        **fields: Unpack[OfAsk],
+        **fields: Unpack[RequestFields],
     ) -> int:
         """Submit the continuation of a parked sequence by further tokens.
 
@@ -376,7 +384,7 @@ class Engine:
             if "salt" in fields:
                 raise UsageError("salt is inherited from the parked sequence; omit it")
             fields["salt"] = parked.salt
-            return self._take_in(parked, Ask.of(text, fields))
+            return self._take_in(parked, Request.of(text, fields))
         except BaseException:
             self._scheduler.parking.put_back(parked)
             raise
@@ -412,17 +420,17 @@ class Engine:
         Raises:
           EngineError: if the request failed, and `wait`.
         """
-        request = self._scheduler.find(request_id)
+        state = self._scheduler.find(request_id)
         if wait:
-            self._wait(request)
+            self._wait(state)
         with self._turns.lock:
-            return read_completions(request)
+            return read_completions(state)
 
-    def state(self, request_id: int) -> RequestState:
+    def state(self, request_id: int) -> RequestStatus:
         """Return the state of a request."""
-        request = self._scheduler.find(request_id)
+        state = self._scheduler.find(request_id)
         with self._turns.lock:
-            return request.state
+            return state.status
 
     def events(self, request_id: int) -> Iterator[Event]:
         """Yield the events of a request until all of its sequences have finished.
@@ -433,8 +441,8 @@ class Engine:
         Raises:
           EngineError: at the end, if the request failed.
         """
-        request = self._scheduler.find(request_id)
-        return read_events(self._turns, request, self._scheduler.cancel)
+        state = self._scheduler.find(request_id)
+        return read_events(self._turns, state, self._scheduler.cancel)
 
     def stream(self, request_id: int) -> Iterator[int]:
         """Yield the tokens of a request with n=1; otherwise as `events`.
@@ -442,7 +450,7 @@ class Engine:
         Raises:
           ValueError: immediately, for a request with several sequences.
         """
-        if self._scheduler.find(request_id).n > 1:
+        if self._scheduler.find(request_id).request.n > 1:
             raise ValueError(
                 f"request_id {request_id} must have one sequence, got several; use "
                 f"events(), where Event.sample is the index of the sequence"
@@ -452,12 +460,12 @@ class Engine:
 
     def aevents(self, request_id: int) -> AsyncGenerator[Event, None]:
         """Return the async form of `events`; starts the engine's thread."""
-        request = self._scheduler.find(request_id)
-        return await_events(self._turns, request, self._scheduler.cancel)
+        state = self._scheduler.find(request_id)
+        return await_events(self._turns, state, self._scheduler.cancel)
 
     @lists_arguments
     async def astream(
-        self, tokens: Integers | Ask, **fields: Unpack[OfAsk]
+        self, tokens: Integers | Request, **fields: Unpack[RequestFields]
     ) -> AsyncGenerator[int, None]:
         """Submit a request and yield its tokens asynchronously.
 
@@ -655,34 +663,37 @@ class Engine:
                 "on the others"
             )
 
-    def _take_in(self, parked: Parked | None, ask: Ask) -> int:
+    def _take_in(self, parked: Parked | None, request: Request) -> int:
         """Submit a prompt, as the continuation of a parked sequence if given."""
         self._check_leads()
         try:
-            request = read_request(self._limits, ask, self._scheduler.domains)
+            checked = check_request(self._limits, request, self._scheduler.domains)
         except RequestRefused:
             self._scheduler.count_refused()
             raise
-        self._scheduler.add(request, parked)
+        state = RequestState(checked)
+        self._scheduler.add(state, parked)
         self._turns.tell()
-        return request.request_id
+        return state.request_id
 
-    def _wait(self, request: Request) -> None:
+    def _wait(self, state: RequestState) -> None:
         """Wait until a request has finished; raise EngineError if it failed."""
-        self._turns.wait_for(lambda: request.has_ended)
-        request.raise_error()
+        self._turns.wait_for(lambda: state.has_ended)
+        state.raise_error()
 
-    def _begin(self, ask: Ask) -> Request | list[Completion]:
+    def _begin(self, request: Request) -> RequestState | list[Completion]:
         """Submit a prompt once the queue has room; return completions if refused."""
         while True:
             self._turns.wait_for(lambda: self._scheduler.has_room)
             try:
-                return self._scheduler.find(self.submit(ask))
+                return self._scheduler.find(self.submit(request))
             except RequestRefused as refused:
                 if refused.reason is None:
                     raise
                 reason = refused.reason
-                return [Completion(-1, i, [], [], reason, None) for i in range(ask.n)]
+                return [
+                    Completion(-1, i, [], [], reason, None) for i in range(request.n)
+                ]
             except QueueFull:  # another thread filled the queue
                 continue
 

@@ -20,7 +20,7 @@ from jkv.serving.device.orders import (
     unpack_window,
 )
 from jkv.serving.device.programs import Arrivals, Change, find_sizes
-from jkv.serving.request.request import Request
+from jkv.serving.request.request import CheckedRequest, RequestState
 from jkv.sharding.processes import Broadcast
 
 SCRIPT = pathlib.Path(__file__).with_name("serving_processes.py")
@@ -81,14 +81,16 @@ def make_change(rng, count):
     """Return the message to the device about `count` requests."""
     dispatched = []
     for lane in range(count):
-        request = Request(
+        request = CheckedRequest(
             tokens=rng.integers(0, 100, rng.integers(1, 40)).astype(np.int32),
             n=2,
             max_new_tokens=3,
-            sampling={
-                name: rng.integers(-9, 9, 2).astype(dtype)
-                for name, dtype in Sampling.dtypes.items()
-            },
+            sampling=Sampling(
+                **{
+                    name: rng.random(2).astype(dtype) + (dtype == np.int32)
+                    for name, dtype in Sampling.dtypes.items()
+                }
+            ),
             stop_tokens=(2,),
             stop_sequences=((3, 4),),
             stop_strings=("a",),
@@ -100,10 +102,11 @@ def make_change(rng, count):
             keep=0,
             keep_seconds=None,
         )
-        request.begin(lane, 0.0, None)
-        for sample in request.samples:
+        state = RequestState(request)
+        state.begin(lane, 0.0, None)
+        for sample in state.samples:
             sample.sequence = 2 * lane + sample.index
-        dispatched.append((request, 0))
+        dispatched.append((state, 0))
     cancelled = rng.random(SIZES.num_sequences) < 0.3
     return Change(Arrivals.of(SIZES, dispatched), cancelled)
 

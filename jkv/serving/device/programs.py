@@ -37,7 +37,12 @@ from jkv.decoding import (
 from jkv.logits_processors import LogitsProcessor
 from jkv.metadata.requests import check_counts, check_static
 from jkv.serving.request.limits import StopSizes
-from jkv.serving.request.request import NO_VARIANT, Request, RequestState, SequenceNews
+from jkv.serving.request.request import (
+    NO_VARIANT,
+    RequestState,
+    RequestStatus,
+    SequenceNews,
+)
 from jkv.state import Cache
 
 # Number of prompts per call of `exchange`.
@@ -122,9 +127,9 @@ def find_sizes(
 
 
 # States encoded in `WindowReport.stages`.
-STAGES = (RequestState.WAITING, RequestState.RUNNING, RequestState.PREEMPTED)
+STAGES = (RequestStatus.WAITING, RequestStatus.RUNNING, RequestStatus.PREEMPTED)
 
-_WAITING = STAGES.index(RequestState.WAITING)
+_WAITING = STAGES.index(RequestStatus.WAITING)
 _REASONS = {int(reason): reason for reason in FinishReason}
 
 
@@ -148,7 +153,7 @@ class Arrivals(NamedTuple):
         sizes: EngineSizes,
         # at most K requests, each with the index of the first sample that shares the
         # prompt; the samples have their sequence indices
-        dispatched: list[tuple[Request, int]],
+        dispatched: list[tuple[RequestState, int]],
     ) -> "Arrivals":
         count, samples, stops = sizes.num_lanes, sizes.config.num_samples, sizes.stops
 
@@ -170,13 +175,16 @@ class Arrivals(NamedTuple):
                 for name, dtype in Sampling.dtypes.items()
             },
         )
-        for lane, (request, first) in enumerate(dispatched):
-            arrivals._put(lane, request, first, samples)
+        for lane, (state, first) in enumerate(dispatched):
+            arrivals._put(lane, state, first, samples)
         return arrivals
 
-    def _put(self, lane: int, request: Request, first: int, num_samples: int) -> None:
+    def _put(
+        self, lane: int, state: RequestState, first: int, num_samples: int
+    ) -> None:
+        request = state.request
         count = min(num_samples, request.n - first)
-        self.indices[lane] = request.samples[first].sequence // num_samples
+        self.indices[lane] = state.samples[first].sequence // num_samples
         self.tokens[lane, : len(request.tokens)] = request.tokens
         self.limits[lane] = request.max_new_tokens
         self.stop_tokens[lane, : len(request.stop_tokens)] = request.stop_tokens
@@ -187,7 +195,8 @@ class Arrivals(NamedTuple):
         self.salts[lane] = request.salt
         self.priorities[lane] = request.priority
         self.variants[lane] = request.variant
-        for name, values in request.sampling.items():
+        for name in Sampling.dtypes:
+            values = np.asarray(getattr(request.sampling, name))
             self.sampling[name][lane, :count] = values[first : first + count]
 
 

@@ -1,4 +1,4 @@
-"""A request: its options as a user passes them, and the progress of its sequences.
+"""A request: its options, as a record or as keyword arguments, and its progress.
 
 Symbols: P tokens of the prompt, n sequences of the request.
 """
@@ -29,7 +29,7 @@ NO_VARIANT = -1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Ask:
+class Request:
     """Options of a request.
 
     Attributes:
@@ -64,8 +64,8 @@ class Ask:
         None is until eviction.
 
     Example:
-      >>> from jkv.serving import Ask
-      >>> Ask([5, 6], max_new_tokens=20, priority=-1).n
+      >>> from jkv.serving import Request
+      >>> Request([5, 6], max_new_tokens=20, priority=-1).n
       1
     """
 
@@ -85,19 +85,19 @@ class Ask:
     keep_seconds: float | None = None
 
     @classmethod
-    def of(cls, tokens: "Ask | Integers", fields: "OfAsk") -> "Ask":
-        """Return `tokens` if it is an `Ask`, or create one from the fields."""
-        if not isinstance(tokens, Ask):
+    def of(cls, tokens: "Request | Integers", fields: "RequestFields") -> "Request":
+        """Return `tokens` if it is a `Request`, or create one from the fields."""
+        if not isinstance(tokens, Request):
             return cls(tokens, **fields)
         if fields:
             raise UsageError(
-                f"got an Ask and the keywords {', '.join(fields)}; set them on the Ask"
+                f"got a Request and the keywords {', '.join(fields)}; set them on it"
             )
         return tokens
 
 
-class OfAsk(TypedDict, total=False):
-    """Fields of `Ask` except the prompt, as keyword arguments."""
+class RequestFields(TypedDict, total=False):
+    """Fields of `Request` except the prompt, as keyword arguments."""
 
     n: int
     max_new_tokens: int | None
@@ -114,7 +114,21 @@ class OfAsk(TypedDict, total=False):
     keep_seconds: float | None
 
 
-set_defaults(OfAsk, Ask)
+set_defaults(RequestFields, Request)
+
+
+class CheckedRequest(Request):
+    """A valid request, with the engine's defaults filled in.
+
+    `sampling` has arrays [n], and `salt` is the number of a string.
+    """
+
+    tokens: np.ndarray[Any, Any]  # i32[P]
+    max_new_tokens: int
+    stop_tokens: tuple[int, ...]
+    stop_sequences: tuple[tuple[int, ...], ...]
+    stop_strings: tuple[str, ...]
+    salt: int
 
 
 class Domains:
@@ -174,12 +188,12 @@ class Domains:
             return self._names.get(number)
 
 
-class RequestState(enum.Enum):
-    """State of a request; the last three are final.
+class RequestStatus(enum.Enum):
+    """Status of a request; the last three are final.
 
     Example:
-      >>> from jkv.serving import RequestState
-      >>> RequestState("preempted").name
+      >>> from jkv.serving import RequestStatus
+      >>> RequestStatus("preempted").name
       'PREEMPTED'
     """
 
@@ -213,7 +227,7 @@ class Sample:
     context_versions: list[int] = dataclasses.field(default_factory=list)
     oldest_version: int = 0  # lower bound for the keys and values in its context
     reason: FinishReason = FinishReason.RUNNING
-    stage: RequestState = RequestState.WAITING  # one of the first three states
+    stage: RequestStatus = RequestStatus.WAITING  # one of the first three
     newest: float | None = None  # time when its newest tokens were read
     cached_tokens: int = 0  # prompt tokens hit in the prefix cache
 
@@ -260,7 +274,7 @@ class SequenceNews(NamedTuple):
     tokens: list[int]  # new tokens
     logprobs: list[float]  # their log-probabilities
     reason: FinishReason  # RUNNING while unfinished
-    stage: RequestState
+    stage: RequestStatus
     cached_tokens: int  # of its prompt
 
 
@@ -268,30 +282,11 @@ class SequenceNews(NamedTuple):
 Extension: TypeAlias = tuple[SequenceNews, TextStream | None]
 
 
-@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
-class Request:
-    """A request: its options, fixed at submission, and its progress.
+@dataclasses.dataclass(slots=True, eq=False)
+class RequestState:
+    """A request and its progress. Times are seconds of the engine's clock."""
 
-    Times are seconds of the engine's clock.
-    """
-
-    # Options, from an `Ask`.
-    tokens: np.ndarray[Any, Any]  # i32[P], the prompt
-    n: int
-    max_new_tokens: int
-    sampling: dict[str, np.ndarray[Any, Any]]  # fields of `Sampling`, [n]
-    stop_tokens: tuple[int, ...]
-    stop_sequences: tuple[tuple[int, ...], ...]
-    stop_strings: tuple[str, ...]
-    salt: int
-    priority: int
-    client: Client  # for fair scheduling
-    variant: int  # of the logits processor, -1 for none
-    timeout: float | None  # seconds
-    keep: int  # retention class of its cached blocks
-    keep_seconds: float | None  # retention time; None: until eviction
-
-    # Progress, from `begin` on.
+    request: CheckedRequest
     request_id: int = -1  # return value of `submit`
     samples: list[Sample] = dataclasses.field(default_factory=list)  # n
     submitted: float = 0.0
@@ -305,30 +300,32 @@ class Request:
         """Assign the number, and create a sample for each of the n sequences."""
         self.request_id, self.submitted = request_id, now
         # A sample advances a copy of its stream, so that all can share the first.
-        self.samples += [Sample(request_id, index, stream) for index in range(self.n)]
+        self.samples += [
+            Sample(request_id, index, stream) for index in range(self.request.n)
+        ]
 
     def text_of(self, sample: Sample) -> np.ndarray[Any, Any]:
         """Return the prompt and the new tokens of a sample, i32[...]."""
-        return np.concatenate([self.tokens, np.array(sample.tokens, np.int32)])
+        return np.concatenate([self.request.tokens, np.array(sample.tokens, np.int32)])
 
     @property
     def has_ended(self) -> bool:
         return all(sample.has_ended for sample in self.samples)
 
     @property
-    def state(self) -> RequestState:
+    def status(self) -> RequestStatus:
         if not self.has_ended:
             stages = {s.stage for s in self.samples if not s.has_ended}
-            for stage in (RequestState.RUNNING, RequestState.PREEMPTED):
+            for stage in (RequestStatus.RUNNING, RequestStatus.PREEMPTED):
                 if stage in stages:
                     return stage
-            return RequestState.WAITING
+            return RequestStatus.WAITING
         reasons = {sample.reason for sample in self.samples}
         if FinishReason.FAILED in reasons:
-            return RequestState.FAILED
+            return RequestStatus.FAILED
         if reasons & {FinishReason.CANCELLED, FinishReason.DEADLINE}:
-            return RequestState.CANCELLED
-        return RequestState.FINISHED
+            return RequestStatus.CANCELLED
+        return RequestStatus.FINISHED
 
     def raise_error(self) -> None:
         if self.error is not None:
