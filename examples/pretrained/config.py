@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from jkv.config.families import FAMILIES, Family
-from jkv.config.layers import LayerState
+from jkv.config import FAMILIES, Family, LayerState
 
 from .architecture import Architecture
 from .architectures import ARCHITECTURES
