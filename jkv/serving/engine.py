@@ -168,10 +168,11 @@ class Engine:
             for clients not listed.
           max_results: largest number of finished requests with retained results.
           result_seconds: retention time of results.
-          park_seconds: time that the blocks of a parked sequence stay on the device;
-            checked between windows.
-          max_parked_bytes: largest size of parked sequences on the host; beyond it, the
-            blocks of the oldest are dropped. None is unlimited.
+          park_seconds: time that the blocks of a parked sequence have the highest
+            retention class before they are copied to the host; checked between windows.
+          max_parked_bytes: largest size of the copies; beyond it, the least recently
+            used blocks are dropped. None is unlimited. Unused with a `store`, which
+            takes the copies.
           store: for KV cache offloading: cached blocks are spilled to it before
             eviction, and restored for queued prompts if copying is faster than
             computing. The cache needs `prefix_caching`.
@@ -335,9 +336,11 @@ class Engine:
     def park(self, request_id: int) -> None:
         """Keep a finished request's KV cache for `resume`, such as during a tool call.
 
-        Its blocks stay on the device for `park_seconds`, or until other requests could
-        need them, and are then swapped out to the host. New weights drop the blocks
-        unless `update_params` has `keep_cached`; the tokens are kept in any case.
+        Its cached blocks have the highest retention class for `park_seconds`. After
+        that, or earlier if other requests could need them, they are copied to the host.
+        Blocks that are lost are recomputed; a cache with a sliding window in every
+        layer has no copies on the host. New weights drop the blocks unless
+        `update_params` has `keep_cached`; the tokens are kept in any case.
 
         Args:
           request_id: from `submit`. An unfinished request is parked as soon as it

@@ -9,7 +9,7 @@ both between two windows (`jkv.serving`).
 from jkv.tiers.choosing import count_blank, count_next
 from jkv.tiers.restoring import restore, warm_up
 from jkv.tiers.spilled import Layout, Spilled
-from jkv.tiers.spilling import check_has_texts, spill, take
+from jkv.tiers.spilling import check_has_texts, copy_prefix, has_texts, spill, take
 from jkv.tiers.store import BlockStore, Names
 
 __all__ = [
@@ -18,8 +18,10 @@ __all__ = [
     "Names",
     "Spilled",
     "check_has_texts",
+    "copy_prefix",
     "count_blank",
     "count_next",
+    "has_texts",
     "restore",
     "spill",
     "take",

@@ -152,8 +152,6 @@ class Scheduler:
         self.lock = threading.RLock()
         self.queue = Queue(sizes.num_prompts, sizes.config.num_samples, options.shares)
         self.measures.free_blocks = sum(loop.num_blocks)
-        kept_for, most = options.park_seconds, options.max_parked_bytes
-        self.parking = Parking(loop, kept_for, most, options.clock, self.lock)
         self.domains, self._keeping = Domains(), Keeping(loop, options.clock)
         self.storing: Storing | NoStoring = NoStoring()
         if options.store is not None:
@@ -165,6 +163,15 @@ class Scheduler:
                 self.domains,
                 self._keeping,
             )
+        self.parking = Parking(
+            loop,
+            self._keeping,
+            self.storing,
+            options.park_seconds,
+            options.max_parked_bytes,
+            options.clock,
+            self.lock,
+        )
         self._versions = Versions()
         self._sizes, self._options = sizes, options
         self._deadlines: dict[int, float] = {}  # of requests with a timeout
@@ -487,7 +494,6 @@ class Scheduler:
                 logger.error("a step of %d requests failed", count, exc_info=error)
             self._fail_all([self.queue.requests[number] for number in numbers], error)
             self.queue.take_cancelled()
-            self.parking.lose_blocks()
             try:
                 self.loop.start_again()
             except Exception as failure:
