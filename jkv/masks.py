@@ -86,7 +86,8 @@ class SpanMask:
         request's first row, and to the step's rows regardless of the window
         (DiffusionGemma's canvases).
       cacheable: equal token ids imply equal spans, as with an image's hash in each of
-        its ids, so that `commit` may add spans to the prefix index.
+        its ids, so that `commit` may add spans to the prefix index. Without it, look up
+        the tokens before the first span only (`allocate(tokens=)`).
 
     Example:
       >>> import jax.numpy as jnp, jkv

@@ -67,7 +67,7 @@ def make_trees():
             )
         ],
         "step": jax.eval_shape(lambda c: jkv.append(c, [0]), opened(3))[1],
-        "masks": [jax.eval_shape(lambda: mask) for mask in make_masks()],
+        "masks": jax.eval_shape(make_masks),
         "masked step": jax.eval_shape(
             lambda c: jkv.append(c, [0], mask=jkv.TreeMask(np.array([-1]))), opened(3)
         )[1],

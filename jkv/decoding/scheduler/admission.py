@@ -234,6 +234,8 @@ def _open_seated(
     has_states = cache.metadata.has_states
     lanes, is_more = _find_lanes(state, loads, num_lanes, has_states)
     texts, lengths = find_texts(state.prompts, state.result, lanes.sequences)
+    if state.prompts.spans is not None:
+        texts = state.prompts.spans.cut_before(texts, lanes.prompts)
     salts = gather(state.prompts.salts, lanes.prompts)
     partings = cache.metadata.index.find_partings(cache.metadata, texts, salts)
     cache, opened = allocate(

@@ -42,7 +42,7 @@ class Spans:
         """Return the spans of prompts from the end of each token's span."""
         ends = as_ends(ends, tokens)
         if max_span is None:
-            max_span = _find_longest(ends)
+            max_span = _bound_spans(ends)
         else:
             check_static("max_span", max_span, 1)
         if not isinstance(cacheable, bool):
@@ -83,6 +83,18 @@ class Spans:
         end = done + counts
         border = gather(self.borders, (prompts, end), fill=I32.max)
         return jnp.maximum(jnp.minimum(end, border) - done, 0)
+
+    def cut_before(self, texts: jax.Array, prompts: jax.Array) -> jax.Array:
+        """Return texts, i32[K, T], up to the first span; cacheable spans stay.
+
+        Cached blocks of equal tokens without the span have other keys.
+        """
+        if self.cacheable:
+            return texts
+        at = jnp.arange(self.ends.shape[1], dtype=jnp.int32)[None]
+        first = jnp.min(jnp.where(self.ends > at, at, I32.max), axis=1)
+        position = jnp.arange(texts.shape[1], dtype=jnp.int32)[None]
+        return jnp.where(position < gather(first, prompts)[:, None], texts, -1)
 
     def mask(
         self, prompts: jax.Array, positions: jax.Array, done: jax.Array
@@ -157,7 +169,7 @@ def as_ends(ends: Any, tokens: jax.Array) -> jax.Array:
     return jnp.asarray(ends, jnp.int32)
 
 
-def _find_longest(ends: jax.Array) -> int | None:
+def _bound_spans(ends: jax.Array) -> int | None:
     """Return the next power of two of the longest span's tokens, None if traced."""
     if isinstance(ends, jax.core.Tracer):
         return None
