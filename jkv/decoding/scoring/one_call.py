@@ -24,7 +24,7 @@ from jkv.state import Batch, Cache, GroupLayer
 from jkv.state.cache import Role
 from jkv.status import Status, UsageError
 from jkv.verbs.arguments import locate_layer
-from jkv.verbs.attention_plan import plan_attention
+from jkv.verbs.attending import plan_attention
 from jkv.verbs.masking import with_mask
 from jkv.verbs.writing import read_rows
 
