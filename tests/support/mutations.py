@@ -1036,7 +1036,7 @@ MUTATIONS = (
         "chunk-ends-inside-a-span",
         "decoding",
         "A chunk ends wherever its rows end.",
-        "counts = state.end_at_spans(loads, shorter, counts)",
+        "counts = state.end_at_spans(loads, shorter, counts) if has_spans else shorter",
         "counts = shorter",
     ),
     Mutation(

@@ -59,14 +59,15 @@ def advance(
 ) -> tuple[Cache, GenerationState, jax.Array]:
     """Compute the rows of a step and choose a token for each complete sequence."""
     loads, places = state.loads(cache), state.places
-    left, least = loads.count_left(places), state.count_least(loads)
+    left, has_spans = loads.count_left(places), state.prompts.spans is not None
+    least = state.count_least(loads) if has_spans else None
     counts = when(
         jnp.any(left > 1),
         lambda left: share_rows(left, places.ages, state.row_counts[-1], least),
         left,
     )
     shorter = end_at_snapshots(cache, loads.done, counts, left, state.partings)
-    counts = state.end_at_spans(loads, shorter, counts)
+    counts = state.end_at_spans(loads, shorter, counts) if has_spans else shorter
     cache, computed = _compute_rows(runner, cache, state, loads, counts, logits)
     state = count_step(cache, state, loads, computed.num_rows)
     state = note_refusals(state, computed.status)
