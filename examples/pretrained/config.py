@@ -319,8 +319,7 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
     raw = find_text_part(raw)
     model_type = _supported_model_type(raw)
     row = ARCHITECTURES[model_type]
-    defaults = {**FAMILIES.get(model_type, Family()).usual, **row.defaults}
-    settings = Settings(raw, defaults, row.aliases)
+    settings = Settings(raw, find_defaults(model_type), row.aliases)
     # A list of layers tells their number as well.
     listed = settings.get("layer_types")
     num_layers = settings.count("num_hidden_layers", listed and len(listed))
@@ -413,6 +412,17 @@ def _read_dtype(settings: Settings) -> str:
     if not isinstance(value, str):
         raise ValueError(f"config.json: 'dtype' must be a name, got {value!r}")
     return value
+
+
+def find_defaults(model_type: str) -> dict[str, Any]:
+    """Return transformers' values for keys that a config.json leaves out.
+
+    jkv's ``FAMILIES`` has the ones that decide the size of a cache, ``ARCHITECTURES``
+    the others.
+    """
+    family = FAMILIES.get(model_type, Family())
+    context = family.sizes and {"max_position_embeddings": family.sizes.context}
+    return {**(context or {}), **family.usual, **ARCHITECTURES[model_type].defaults}
 
 
 def _supported_model_type(raw: Mapping[str, Any]) -> str:

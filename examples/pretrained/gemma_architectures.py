@@ -23,7 +23,6 @@ GEMMA_ARCHITECTURES: dict[str, Architecture] = {
         GEMMA,
         defaults=GEMMA.defaults
         | dict(
-            max_position_embeddings=8192,
             attn_logit_softcapping=50.0,
             final_logit_softcapping=30.0,
         ),
@@ -40,7 +39,6 @@ GEMMA_ARCHITECTURES: dict[str, Architecture] = {
             intermediate_size=9216,
             num_hidden_layers=26,
             num_attention_heads=8,
-            max_position_embeddings=131_072,
             rope_theta=1e6,
             rope_local_base_freq=1e4,
         ),
@@ -58,7 +56,6 @@ GEMMA_ARCHITECTURES: dict[str, Architecture] = {
             num_attention_heads=8,
             global_head_dim=512,
             hidden_activation="gelu_pytorch_tanh",
-            max_position_embeddings=131_072,
             tie_word_embeddings=True,
             vocab_size_per_layer_input=262_144,
             hidden_size_per_layer_input=256,

@@ -14,7 +14,7 @@ import numpy as np
 from jkv.attention import lazy_chex as chex
 from jkv.indexing import gather, scatter, scatter_add
 from jkv.metadata import allocator, tables
-from jkv.metadata.entries import Entries, for_each_entry
+from jkv.metadata.lanes import Entries, for_each_entry
 from jkv.metadata.part import Done, Lengths
 from jkv.metadata.xla_cpu import divide, running_sum
 from jkv.sharding.loops import fori_loop

@@ -79,7 +79,8 @@ def _plan_whole(cache: Cache, seq_ids: jax.Array) -> Batch:
         valid=none > 0,
         offsets=none,
         blocks_of_groups=tuple(
-            none + g.num_blocks if g.kind == "blocks" else None for g in metadata.groups
+            none + group.num_blocks if number in metadata.block_numbers else None
+            for number, group in enumerate(metadata.groups)
         ),
         epochs=index_of(metadata).read(seq_ids).epoch,
         is_decoding=False,

@@ -21,15 +21,14 @@ import numpy as np
 from jkv.arguments import explains_class
 from jkv.commands.compiled_programs import keep_compiled_programs
 from jkv.decoding.arguments.loop_arguments import DecodingOptions
-from jkv.decoding.model.protocol import Model
-from jkv.decoding.model.steps import CHUNK_SIZE, ExactShape, GenerationConfig
+from jkv.decoding.model.steps import CHUNK_SIZE, ExactShape, GenerationConfig, Model
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.logits_processors import LogitsProcessor
 from jkv.metadata.requests import Integers, Texts, check_counts
 from jkv.serving.device.kept_programs import KeptPrograms
 from jkv.serving.device.loop import Loop, Progress
 from jkv.serving.device.processes import FindParams, SharedLoop
-from jkv.serving.device.sizes import find_sizes
+from jkv.serving.device.programs import find_sizes
 from jkv.serving.request.limits import (
     RequestRefused,
     StopSizes,
@@ -37,14 +36,18 @@ from jkv.serving.request.limits import (
     check_request,
     split_batch,
 )
-from jkv.serving.request.request import Client, Request, RequestFields
+from jkv.serving.request.request import (
+    Client,
+    Request,
+    RequestFields,
+    RequestState,
+    RequestStatus,
+)
 from jkv.serving.request.results import Completion, Event, read_completions
-from jkv.serving.request.state import RequestState, RequestStatus
 from jkv.serving.request.texts import Detokenize
 from jkv.serving.scheduler.measures import EngineStats
 from jkv.serving.scheduler.parking import Parked
-from jkv.serving.scheduler.scheduler import HostOptions, QueueFull, Scheduler
-from jkv.serving.scheduler.versions import Update
+from jkv.serving.scheduler.scheduler import HostOptions, QueueFull, Scheduler, Update
 from jkv.serving.threads import Turns, await_events, read_events
 from jkv.sharding.processes import find_shared_mesh
 from jkv.signatures import lists_arguments
@@ -72,8 +75,7 @@ class Engine:
       >>> from jkv.serving import Engine
       >>> def count_on(params, tokens, cache, batch):
       ...     return jax.nn.one_hot(tokens + 1, 100)[batch.last_rows], cache
-      >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=8, block_size=4, max_sequences=3, max_context_length=16))
+      >>> cache = jkv.init(jkv.CacheConfig.toy())
       >>> engine = Engine(count_on, None, cache, max_running=2, max_new_tokens=8)
       >>> engine.warm_up(lambda name, done, count: print(name, f"{done}/{count}"))
       begin 0/3

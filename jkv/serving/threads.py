@@ -13,8 +13,8 @@ from typing import Generic, TypeVar
 
 import jax
 
+from jkv.serving.request.request import RequestState
 from jkv.serving.request.results import Cursor, Event
-from jkv.serving.request.state import RequestState
 
 logger = logging.getLogger("jkv.serving")
 
@@ -113,9 +113,8 @@ class Turns(Generic[Brought]):
 def read_events(
     turns: Turns[list[Event]],  # run while there is no new event
     state: RequestState,
-    cancel: Callable[
-        [RequestState], object
-    ],  # called when the consumer closes the iterator
+    # Called when the consumer closes the iterator.
+    cancel: Callable[[RequestState], object],
 ) -> Iterator[Event]:
     """Yield the events of a request until it has finished; raise if it failed."""
     cursor = Cursor(state)

@@ -108,7 +108,7 @@ class Cache:
     @property
     def block_storage(self) -> tuple[BlockStorage, ...]:
         """Keys and values of each group with blocks."""
-        return tuple(each for each in self.storage if each.kind == "blocks")
+        return tuple(self.storage[number] for number in self.metadata.block_numbers)
 
     def with_storage(self, storage: tuple[Any, ...]) -> Self:
         """Return the cache with other storage; the same object if unchanged."""
@@ -146,7 +146,7 @@ class Cache:
         """
         found = self._list_groups(layer)
         for each in found:
-            if self.metadata.groups[each.group].kind == "blocks":
+            if each.group in self.metadata.block_numbers:
                 return each
         state = "; it keeps a state, for read_state and write_state"
         raise UsageError(
@@ -161,7 +161,7 @@ class Cache:
           UsageError: if the layer has no state, and as `find_layer`.
         """
         for each in self._list_groups(layer):
-            if self.metadata.groups[each.group].kind == "states":
+            if each.group in self.metadata.state_numbers:
                 return each
         raise UsageError(
             f"layer {layer} keeps no state: layer_groups names no group with a "
@@ -365,13 +365,9 @@ class Cache:
         if len(self.storage) == 1 and blocks:
             lines = [f"  blocks     {blocks[0].replace(' blocks', '')}, {each}"]
         else:
-            used_of = iter(blocks)
-            kept = [
-                f"{next(used_of).replace(' blocks', '')}, {each}"
-                if of_group.kind == "blocks"
-                else of_group.kind
-                for of_group in self.storage
-            ]
+            kept = [of_group.kind for of_group in self.storage]
+            for number, used in zip(self.metadata.block_numbers, blocks, strict=True):
+                kept[number] = f"{used.replace(' blocks', '')}, {each}"
             lines = [
                 f"  group {i}    {what}, {of_group.num_layers} layers"
                 for i, (what, of_group) in enumerate(

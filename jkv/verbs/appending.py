@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.indexing import gather
-from jkv.metadata import counters, requests, tables
-from jkv.metadata.entries import find_owners
+from jkv.metadata import requests, tables
+from jkv.metadata.lanes import find_owners
 from jkv.metadata.part import Done, Granted, Growing, Step, parts_of
 from jkv.metadata.requests import Integers
 from jkv.state import NO_SEQUENCE, Batch, Cache, Metadata, SequenceRow
@@ -147,8 +147,8 @@ def _append(
             metadata, step.table_row, step.position, tokens
         )
     row = step.done.rows(metadata)
-    metadata = counters.mark_used(metadata, row, growth.before, growth.new_length)
-    metadata = counters.settle(metadata, growth.status, growth.served)
+    metadata = requests.mark_used(metadata, row, growth.before, growth.new_length)
+    metadata = requests.settle(metadata, growth.status, growth.served)
     metadata, pending_counts = _note_pending(metadata, step, growth, num_pending)
     return metadata, dict(
         seq_ids=jnp.asarray(seq_ids),

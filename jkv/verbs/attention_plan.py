@@ -12,12 +12,11 @@ from jkv.state import Batch, BlockGroup, BlockStorage, Cache
 
 def plan_attention(cache: Cache, batch: Batch) -> Batch:
     """Return the batch with the attention plan of each backend."""
-    pairs = zip(cache.metadata.groups, cache.storage, strict=True)
-    plans = tuple(
-        _plan_group(group, storage, batch) if group.kind == "blocks" else {}
-        for group, storage in pairs
-    )
-    return dataclasses.replace(batch, plan=plans if any(plans) else None)
+    groups = cache.metadata.groups
+    plans: list[dict[str, Any]] = [{} for _ in groups]
+    for number in cache.metadata.block_numbers:
+        plans[number] = _plan_group(groups[number], cache.storage[number], batch)
+    return dataclasses.replace(batch, plan=tuple(plans) if any(plans) else None)
 
 
 def _plan_group(

@@ -20,10 +20,8 @@ from jkv.serving.device.orders import (
     pack_window,
     unpack_window,
 )
-from jkv.serving.device.sizes import find_sizes
-from jkv.serving.device.transfers import Arrivals, Change
-from jkv.serving.request.request import CheckedRequest
-from jkv.serving.request.state import RequestState
+from jkv.serving.device.programs import Arrivals, Change, find_sizes
+from jkv.serving.request.request import CheckedRequest, RequestState
 from jkv.sharding.processes import Broadcast
 
 SCRIPT = pathlib.Path(__file__).with_name("serving_processes.py")

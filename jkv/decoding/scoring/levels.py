@@ -28,7 +28,7 @@ from jkv.indexing import gather
 from jkv.status import UsageError
 from jkv.verbs.allocation import allocate
 from jkv.verbs.appending import append
-from jkv.verbs.forking import fork
+from jkv.verbs.branching import fork
 
 
 class Level(NamedTuple):

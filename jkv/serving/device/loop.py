@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,20 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.decoding.arguments.loop_arguments import DecodingOptions
-from jkv.decoding.model.protocol import Model
+from jkv.decoding.model.steps import Model
 from jkv.decoding.processors.rows import as_logits_processor
 from jkv.decoding.speculation.options import DraftModel
 from jkv.decoding.texts.blocks import count_free_blocks
 from jkv.logits_processors import LogitsProcessor
 from jkv.prefixes.verbs import clear_prefixes
 from jkv.serving.device import programs
-from jkv.serving.device.kept_programs import BoundProgram, KeptPrograms
-from jkv.serving.device.sizes import EngineSizes
-from jkv.serving.device.transfers import Arrivals, Change, WindowReport
+from jkv.serving.device.kept_programs import KeptPrograms
+from jkv.serving.device.programs import Arrivals, Change, EngineSizes, WindowReport
 from jkv.serving.device.weights import replace_weights
 from jkv.serving.device.weights_digest import digest_weights
 from jkv.serving.request.limits import Limits
-from jkv.serving.request.state import EngineError
+from jkv.serving.request.request import EngineError
 from jkv.state import Cache
 from jkv.status import UsageError
 from jkv.storage.placement import Placement, put
@@ -246,6 +246,31 @@ class Loop:
             self._generation = self._begin(**self._beginning)
             self._draft_cache = None  # donated
         return self._generation
+
+
+class BoundProgram:
+    """A program with its static arguments bound: jitted, or loaded from a folder."""
+
+    def __init__(self, program: Any, kept: KeptPrograms | None, static: dict[str, Any]):
+        self._program, self._kept, self._static = program, kept, static
+        self._executable: Any = None
+
+    def __call__(self, **dynamic: Any) -> Any:
+        """Run on the dynamic arguments, whose shapes must not change."""
+        if self._kept is None:
+            return self._program(**self._static, **dynamic)
+        return self._find(self._kept, dynamic)(**dynamic)
+
+    def find_shapes(self, **dynamic: Any) -> Any:
+        if self._kept is None:
+            program = functools.partial(self._program, **self._static)
+            return jax.eval_shape(program, **dynamic)
+        return self._find(self._kept, dynamic).out_info
+
+    def _find(self, kept: KeptPrograms, dynamic: dict[str, Any]) -> Any:
+        if self._executable is None:
+            self._executable = kept.find(self._program, self._static, dynamic)
+        return self._executable
 
 
 class _First(NamedTuple):

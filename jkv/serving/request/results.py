@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jkv.decoding.texts.results import FinishReason
-from jkv.serving.request.state import RequestState
+from jkv.serving.request.request import RequestState
 
 
 class Completion(NamedTuple):

@@ -7,7 +7,7 @@ from collections import deque
 from typing import Any, NamedTuple
 
 from jkv.decoding.texts.results import Statistics
-from jkv.serving.request.state import RequestState, RequestStatus, Sample
+from jkv.serving.request.request import RequestState, RequestStatus, Sample
 
 # Upper bounds of the histogram buckets, in seconds.
 BUCKETS = (

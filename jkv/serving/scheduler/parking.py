@@ -23,7 +23,7 @@ import numpy as np
 
 from jkv.prefixes.recommitment import recommit
 from jkv.serving.device.loop import Loop
-from jkv.serving.request.state import RequestState, RequestStatus, Sample
+from jkv.serving.request.request import RequestState, RequestStatus, Sample
 from jkv.state import Cache
 from jkv.status import Status
 from jkv.storage.swapped import Swapped
