@@ -55,7 +55,7 @@ import pretrained  # noqa: E402
 
 import jkv  # noqa: E402
 from jkv.attention.backend import Backend  # noqa: E402
-from jkv.attention.xla.face import Xla  # noqa: E402
+from jkv.attention.xla.interface import Xla  # noqa: E402
 from jkv.decoding import (  # noqa: E402
     DraftModel,
     PromptLookup,

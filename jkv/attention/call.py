@@ -74,7 +74,7 @@ class Pools:
     def stored_keys(self) -> Stored:
         """The keys."""
         parts = {"pool": self.keys, "scales": self.key_scales}
-        return Stored(_those_there(parts), self.formats.key)
+        return Stored(_present(parts), self.formats.key)
 
     @property
     def stored_values(self) -> Stored | None:
@@ -82,7 +82,7 @@ class Pools:
         if self.values is None:
             return None
         parts = {"pool": self.values, "scales": self.value_scales}
-        return Stored(_those_there(parts), self.formats.value)
+        return Stored(_present(parts), self.formats.value)
 
     @property
     def dtypes(self) -> set[np.dtype[Any]]:
@@ -258,7 +258,7 @@ def make_pools(
     )
 
 
-def _those_there(parts: dict[str, jax.Array | None]) -> Parts:
+def _present(parts: dict[str, jax.Array | None]) -> Parts:
     return {name: array for name, array in parts.items() if array is not None}
 
 

@@ -31,10 +31,10 @@ from support.tolerances import TOLERANCE, assert_close, is_close
 
 import jkv
 from jkv.attention import choice, paged_attention
-from jkv.attention.backend import DEFAULT, Card
+from jkv.attention.backend import DEFAULT, DeviceType
 from jkv.attention.cudnn import Cudnn, attend_prompts, find_prompt, without_prompt
-from jkv.attention.kernel.face import Pallas
-from jkv.attention.xla.face import attend_xla
+from jkv.attention.kernel.interface import Pallas
+from jkv.attention.xla.interface import attend_xla
 
 NUM_ROWS, MIN_ROWS, MAX_BLOCKS, NUM_BLOCKS = 32, 30, 12, 40
 LAYER = 1
@@ -76,11 +76,11 @@ class Prompts(Cudnn):
     platforms = (DEFAULT,)
     attend_contiguous = staticmethod(by_xla)
 
-    def why_not(self, call, card):
-        del call, card
+    def why_not(self, call, device):
+        del call, device
 
-    def attend(self, call, card):
-        del card
+    def attend(self, call, device):
+        del device
 
         def attend_in_dtype(queries, keys, values):
             assert queries.dtype == keys.dtype == values.dtype
@@ -233,7 +233,9 @@ def test_kernel_leaves_the_rows_of_a_prompt_out():
     call = make_call("one behind others")
     rest = without_prompt(call, find_prompt(call))
     assert rest.requests.query_lengths.tolist() == [1, 0, 0, 1]
-    output, lse = jax.jit(lambda rest: Pallas().attend(rest, Card("cpu", None)))(rest)
+    output, lse = jax.jit(lambda rest: Pallas().attend(rest, DeviceType("cpu", None)))(
+        rest
+    )
     rows = rows_of("one behind others")
     assert np.all(np.asarray(output[rows]) == 0) and np.all(np.isneginf(lse[rows]))
     given, options = operands_of("one behind others")

@@ -14,9 +14,9 @@ from support.served_shapes import Shape, find_tuning_here, fit
 from support.tolerances import assert_close
 
 import jkv
-from jkv.attention.backend import Card
+from jkv.attention.backend import DeviceType
 from jkv.attention.call import Requests
-from jkv.attention.kernel import face
+from jkv.attention.kernel import interface
 from jkv.attention.kernel.tiles.table import INTERPRETED
 from jkv.attention.kernel.tiles.variant import count_decode_pieces, count_lanes
 from jkv.attention.kernel.work import planning
@@ -361,8 +361,8 @@ def plan_on_a_card(cache, batch):
     """The step as on a card for which kernels are cut as they are interpreted."""
     patch = unittest.mock.patch.object
     with (
-        patch(face, "find_gpu", lambda: Card("cpu", "interpreted")),
-        patch(planning, "find_card_tuning", lambda _: INTERPRETED),
+        patch(interface, "find_gpu", lambda: DeviceType("cpu", "interpreted")),
+        patch(planning, "find_local_tuning", lambda _: INTERPRETED),
     ):
         return plan_attention(cache, without_plan(batch))
 

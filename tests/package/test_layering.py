@@ -218,7 +218,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     ),
     "attention.kernel": (
         *("triton", "backend", "elements", "tiles", "work", "bodies", "launches"),
-        "face",
+        "interface",
     ),
     "serving": ("request", "device", "scheduler", "prometheus", "threads", "engine"),
 }

@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from jkv.attention.backend import Card, find_gpu
+from jkv.attention.backend import DeviceType, find_gpu
 from jkv.attention.kernel.tiles.table import INTERPRETED, Tuning
 from jkv.attention.kernel.tiles.tuning import find_tuning, why_no_tile, why_not
 from support.kernel_lowering import make_shapes
 
-_INTERPRETED = Card("cpu", None)
+_INTERPRETED = DeviceType("cpu", None)
 
 
-def name_card(target: str) -> Card:
+def name_card(target: str) -> DeviceType:
     """Return the card of a target, such as gfx942 or sm_90."""
-    return Card("rocm" if target.startswith("gfx") else "cuda", target)
+    return DeviceType("rocm" if target.startswith("gfx") else "cuda", target)
 
 
 NAMED = os.environ.get("JKV_SHAPES_OF")
@@ -83,19 +83,19 @@ def find_tuning_here(shape: Shape) -> Tuning:
     return tuning
 
 
-def find_fit(shape: Shape, card: Card) -> Shape | None:
+def find_fit(shape: Shape, device: DeviceType) -> Shape | None:
     """Return the nearest shape that a card serves, None if there is none."""
     return next(
-        (each for each in _vary(shape) if why_unserved(each, card) is None), None
+        (each for each in _vary(shape) if why_unserved(each, device) is None), None
     )
 
 
-def why_unserved(shape: Shape, card: Card) -> str | None:
+def why_unserved(shape: Shape, device: DeviceType) -> str | None:
     """Say why a card has no tile for a shape, None if it has."""
     queries, pools = _make_operands(shape)
-    reason = why_not(queries, pools, *card)
+    reason = why_not(queries, pools, *device)
     if reason is None and shape.is_derived:
-        reason = why_no_tile(queries, pools, *card)
+        reason = why_no_tile(queries, pools, *device)
     return reason
 
 

@@ -65,20 +65,20 @@ class Runner(NamedTuple):
         # back
         num_pending: jax.Array | int = 0,
         # i32[B], rows to return logits of; None for the last of each sequence
-        asked_rows: jax.Array | None = None,
+        logit_rows: jax.Array | None = None,
     ) -> tuple[Cache, Batch, jax.Array]:
         """Append tokens to sequences, compute their rows and commit them.
 
         Returns:
           The cache, the batch, and f32[B, V]: the logits of each sequence's last row,
-          or of `asked_rows`; arbitrary without a row.
+          or of `logit_rows`; arbitrary without a row.
         """
         num_sequences = seq_ids.shape[0]
         cache, batch, tokens = self.append(
             cache, seq_ids, tokens, counts, records=commits, num_pending=num_pending
         )
-        if asked_rows is not None:
-            batch = dataclasses.replace(batch, asked_rows=asked_rows)
+        if logit_rows is not None:
+            batch = dataclasses.replace(batch, logit_rows=logit_rows)
         cache, logits = self.compute(cache, batch, tokens)
         if commits:
             cache = commit(cache, batch)

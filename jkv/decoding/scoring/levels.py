@@ -39,7 +39,7 @@ class Level(NamedTuple):
     rows: np.ndarray[Any, Any]  # i32[r], their rows in the tree, segment by segment
     # Rows per segment if equal; None: as many as its tokens.
     width: int | None
-    asks_all: bool  # return the logits of all rows, else of last rows
+    all_logits: bool  # return the logits of all rows, else of last rows
 
 
 def run_levels(
@@ -65,9 +65,9 @@ def run_levels(
             max_query_length=level.width,
             num_pending=0,
         )
-        if level.asks_all:
+        if level.all_logits:
             every_row = jnp.arange(batch.num_rows, dtype=jnp.int32)
-            batch = dataclasses.replace(batch, asked_rows=every_row)
+            batch = dataclasses.replace(batch, logit_rows=every_row)
         logits, cache = scored.call(tree.tokens[level.rows], cache, batch)
         found.append(logits)
     return found
@@ -97,7 +97,7 @@ def list_levels(tree: TrajectoryTree) -> list[Level]:
                 parents=parents[segments] if depth else None,
                 rows=np.concatenate(rows).astype(np.int32),
                 width=None,
-                asks_all=True,
+                all_logits=True,
             )
         )
     return levels
@@ -170,12 +170,14 @@ def _run_two_levels(
     rows = np.arange(tree.num_rows, dtype=np.int32)
     segments = np.arange(tree.num_segments, dtype=np.int32)
     first = num_prompts * width
-    levels = [Level(segments[:num_prompts], None, rows[:first], width, asks_all=False)]
+    levels = [
+        Level(segments[:num_prompts], None, rows[:first], width, all_logits=False)
+    ]
     children = segments[num_prompts:]
     if len(children):
         parents = (children - num_prompts) // (len(children) // num_prompts)
         fed = continuations.shape[1] - 1
-        levels.append(Level(children, parents, rows[first:], fed, asks_all=True))
+        levels.append(Level(children, parents, rows[first:], fed, all_logits=True))
     return jnp.concatenate(run_levels(scored, tree, levels))
 
 

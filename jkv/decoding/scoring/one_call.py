@@ -30,12 +30,12 @@ from jkv.verbs.writing import read_rows
 def run_tree(
     scored: Scored,  # without recurrent-state layers
     tree: TrajectoryTree,  # R rows
-    asked_rows: jax.Array,  # i32[A], rows to return logits of; R for none
+    logit_rows: jax.Array,  # i32[A], rows to return logits of; R for none
 ) -> tuple[jax.Array, Layout]:
     """Compute every row of a tree once; return logits, [A, V], and the layout."""
     layout = lay_out(tree, scored.config.block_size)
     cache = _make_pools(scored, tree, layout)
-    batch = plan_attention(cache, _plan(cache, tree, layout, asked_rows))
+    batch = plan_attention(cache, _plan(cache, tree, layout, logit_rows))
     return scored.call(tree.tokens, cache, batch)[0], layout
 
 
@@ -58,7 +58,7 @@ def _make_pools(scored: Scored, tree: TrajectoryTree, layout: Layout) -> Cache:
 
 
 def _plan(
-    cache: Cache, tree: TrajectoryTree, layout: Layout, asked_rows: jax.Array
+    cache: Cache, tree: TrajectoryTree, layout: Layout, logit_rows: jax.Array
 ) -> Batch:
     """Return a batch with a request for each segment and its sequence."""
     number = jnp.arange(tree.num_segments, dtype=jnp.int32)
@@ -75,7 +75,7 @@ def _plan(
         offsets=jax.lax.rem(layout.positions, jnp.int32(cache.block_size)),
         blocks_of_groups=(layout.blocks,) * len(cache.metadata.groups),
         epochs=None,
-        asked_rows=asked_rows,
+        logit_rows=logit_rows,
         is_decoding=False,
         sizes=cache.sizes,
     )

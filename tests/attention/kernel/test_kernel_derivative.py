@@ -319,7 +319,7 @@ def score_loss(implementation, head_dim=32):
         queries = jnp.stack([hidden, -hidden], axis=1)
         attended = jkv.attend(cache, 0, batch, queries, implementation=implementation)
         rows = hidden + attended.sum(axis=1)
-        return (rows @ params.T)[batch.asked_rows], cache
+        return (rows @ params.T)[batch.logit_rows], cache
 
     def loss(params):
         scores = jkv.score(model, params, prompts, texts, config=config)

@@ -21,7 +21,7 @@ from support.tolerances import is_close
 from jkv.attention import paged_attention
 from jkv.attention.kernel.bodies import join, walk
 from jkv.attention.kernel.tiles import table as tile_table
-from jkv.attention.kernel.tiles.table import Ways
+from jkv.attention.kernel.tiles.table import Techniques
 
 pytestmark = pytest.mark.one_end
 
@@ -256,7 +256,12 @@ def test_what_is_not_finite_stays_where_it_is_seen(name):
     check(CASES[name])
 
 
-OF_CDNA = Ways.FULL_FIRST | Ways.CARRIED | Ways.EXP2_IN_PAIRS | Ways.ROUNDED_BY_BITS
+OF_CDNA = (
+    Techniques.FULL_FIRST
+    | Techniques.CARRIED
+    | Techniques.EXP2_IN_PAIRS
+    | Techniques.ROUNDED_BY_BITS
+)
 
 
 @pytest.mark.interpreted(reason="it changes the interpreter's tiles and maxima")

@@ -33,7 +33,7 @@ from support.paths import ROOT
 from support.slot_writes import shape_write
 
 from jkv.attention.kernel.launches.slots import store_rows
-from jkv.attention.kernel.tiles.table import TABLE, Ways
+from jkv.attention.kernel.tiles.table import TABLE, Techniques
 from jkv.attention.kernel.tiles.tuning import find_backward, find_tuning
 
 triton = pytest.importorskip(
@@ -123,7 +123,7 @@ def test_nothing_spills(platform, target, known, shapes):
             assert code.spills == 0 or kernel.name in RARE, table[-1]
             assert code.shared_bytes <= SHARED_LIMIT[target], table[-1]
             soft_cap = None if fields.get("options") in (None, "window") else 30.0
-            is_carried = Ways.CARRIED in tuning.decode_tile(soft_cap).ways
+            is_carried = Techniques.CARRIED in tuning.decode_tile(soft_cap).ways
             if kernel.name == "jkv_decode" and is_carried:
                 # One for a tile; one before it for the ids of several blocks. gfx12
                 # loads scales of two tokens into the halves of one register: the second

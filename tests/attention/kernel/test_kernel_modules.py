@@ -24,7 +24,7 @@ from support.slot_writes import Sizes, shape_write
 
 from jkv.attention import paged_attention
 from jkv.attention.kernel import backend
-from jkv.attention.kernel.face import Pallas, Triton
+from jkv.attention.kernel.interface import Pallas, Triton
 from jkv.attention.kernel.launches.slots import store_rows
 from jkv.attention.kernel.tiles.tuning import find_backward, find_tuning
 
@@ -307,10 +307,10 @@ def test_what_has_no_rule_is_said(what, dtype, said):
 
 @pytest.mark.one_end
 def test_chosen_where_pallas_is_missing(monkeypatch):
-    """The change for that day: `unasked` moves to another class."""
+    """The change for that day: `default_platforms` moves to another class."""
     monkeypatch.setattr(Pallas, "_why_missing", lambda *_: "it is gone")
     assert not find_kernels(lower(paged_attention, call_shapes(5), "rocm"))
-    monkeypatch.setattr(Triton, "unasked", Pallas.unasked)
+    monkeypatch.setattr(Triton, "default_platforms", Pallas.default_platforms)
     # Of other shapes: earlier traces are kept.
     assert len(find_kernels(lower(paged_attention, call_shapes(6), "rocm"))) == 4
 

@@ -53,10 +53,10 @@ def test_every_shape_has_a_tile(path, monkeypatch):
     asked = load_shapes(path, monkeypatch)
     assert asked
     for target in TARGETS:
-        card = name_card(target)
+        device = name_card(target)
         for shape in asked:
-            found = find_fit(shape, card)
-            assert found is not None and why_unserved(found, card) is None, shape
+            found = find_fit(shape, device)
+            assert found is not None and why_unserved(found, device) is None, shape
             for one, other in zip(found[2:5], shape[2:5], strict=True):
                 assert one == other or other == "float32"
 

@@ -14,8 +14,8 @@ from support.tolerances import assert_close
 
 import jkv
 from jkv.attention import backend
-from jkv.attention.backend import Card
-from jkv.attention.kernel import face
+from jkv.attention.backend import DeviceType
+from jkv.attention.kernel import interface
 from jkv.attention.kernel.launches import attention as launches
 from jkv.attention.kernel.tiles.table import INTERPRETED
 from jkv.attention.kernel.work import planning
@@ -29,8 +29,8 @@ CONFIG = small_config(num_kv_heads=2, head_dim=16, num_layers=2)
 @pytest.fixture
 def with_card(monkeypatch):
     """As on a machine with a card for which kernels are cut as they are interpreted."""
-    monkeypatch.setattr(face, "find_gpu", lambda: Card("cpu", "interpreted"))
-    monkeypatch.setattr(planning, "find_card_tuning", lambda _: INTERPRETED)
+    monkeypatch.setattr(interface, "find_gpu", lambda: DeviceType("cpu", "interpreted"))
+    monkeypatch.setattr(planning, "find_local_tuning", lambda _: INTERPRETED)
 
 
 @pytest.fixture

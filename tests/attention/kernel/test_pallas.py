@@ -23,7 +23,7 @@ from jkv.attention import paged_attention
 from jkv.attention.kernel.bodies import loads, scores, walk
 from jkv.attention.kernel.elements import conversion
 from jkv.attention.kernel.tiles import table as tile_table
-from jkv.attention.kernel.tiles.table import Ways
+from jkv.attention.kernel.tiles.table import Techniques
 
 quantize = jax.jit(formats.quantize, static_argnums=1)
 restore = jax.jit(formats.restore, static_argnums=2)
@@ -36,8 +36,8 @@ def turn_and_back(rows):
 
 
 # Of prompts on AMD's CDNA.
-OF_PROMPTS = Ways.FULL_FIRST | Ways.SCALAR_IDS
-OF_PROMPTS |= Ways.EXP2_IN_PAIRS | Ways.ROUNDED_BY_BITS
+OF_PROMPTS = Techniques.FULL_FIRST | Techniques.SCALAR_IDS
+OF_PROMPTS |= Techniques.EXP2_IN_PAIRS | Techniques.ROUNDED_BY_BITS
 
 LAYER = 1
 NUM_ROWS = 12
@@ -420,7 +420,9 @@ def test_tiles_that_are_carried_from_trip_to_trip(monkeypatch, kernel):
     is_prefill = kernel == "prefill"
     tile = dataclasses.replace(
         getattr(tile_table.INTERPRETED, kernel),
-        ways=Ways.CARRIED | Ways.WORDS | (OF_PROMPTS if is_prefill else Ways(0)),
+        ways=Techniques.CARRIED
+        | Techniques.WORDS
+        | (OF_PROMPTS if is_prefill else Techniques(0)),
         section=32,
     )
     tuning = dataclasses.replace(tile_table.INTERPRETED, **{kernel: tile})

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jkv.attention.backend import (
     DEFAULT,
     Backend,
-    Card,
     Cotangents,
+    DeviceType,
     Gradients,
     StepShape,
     find_gpu,
@@ -46,29 +46,29 @@ class Xla(Backend):
     """Loops over gathered chunks of blocks."""
 
     name: ClassVar[str] = NAME
-    unasked: ClassVar[tuple[str, ...]] = (DEFAULT,)
+    default_platforms: ClassVar[tuple[str, ...]] = (DEFAULT,)
     is_by_position: ClassVar[bool] = True
     plan_nodes: ClassVar[tuple[type, ...]] = (SharedPrefixes,)
 
-    def attend(self, call: Call, card: Card) -> tuple[jax.Array, jax.Array]:
+    def attend(self, call: Call, device: DeviceType) -> tuple[jax.Array, jax.Array]:
         """Compute attention in loops over the contexts."""
-        del card
+        del device
         if call.by_position:
             return attend_by_head(call, attend_by_position)
         return attend_xla(call)
 
-    def why_not_derived(self, call: Call, card: Card) -> str | None:
+    def why_not_derived(self, call: Call, device: DeviceType) -> str | None:
         """Return None, as every call has a derivative."""
-        del call, card
+        del call, device
         return None
 
     def differentiate(
-        self, call: Call, cotangents: Cotangents, card: Card
+        self, call: Call, cotangents: Cotangents, device: DeviceType
     ) -> Gradients:
         """Recompute the weights in the same loops."""
         from jkv.attention.xla.gradients import differentiate_plainly
 
-        del card
+        del device
         return differentiate_plainly(call, cotangents)
 
     def plan(
@@ -99,14 +99,14 @@ class SideBySide(Xla):
     plan_nodes: ClassVar[tuple[type, ...]] = ()
     plan = Backend.plan
 
-    def why_not(self, call: Call, card: Card) -> str | None:
+    def why_not(self, call: Call, device: DeviceType) -> str | None:
         """Return a reason unless all contexts fit into one trip."""
-        del card
+        del device
         return None if is_small(call) else "the contexts do not fit side by side"
 
-    def attend(self, call: Call, card: Card) -> tuple[jax.Array, jax.Array]:
+    def attend(self, call: Call, device: DeviceType) -> tuple[jax.Array, jax.Array]:
         """Compute attention over all contexts in one loop."""
-        del card
+        del device
         return attend_by_head(call, attend_side_by_side)
 
 

@@ -10,8 +10,8 @@ import jax
 
 from jkv.attention.backend import (
     Backend,
-    Card,
     Cotangents,
+    DeviceType,
     Gradients,
     StepShape,
     find_gpu,
@@ -32,68 +32,68 @@ class Kernels(Backend):
     is_by_position: ClassVar[bool] = True
     is_written: ClassVar[bool] = False  # lowered to Triton by jkv, not by Pallas
 
-    def why_not(self, call: Call, card: Card) -> str | None:
+    def why_not(self, call: Call, device: DeviceType) -> str | None:
         """Return a reason unless the table has a row for the call and GPU, if known."""
         from jkv.attention.kernel.tiles.tuning import why_not
 
-        return why_not(call.queries, call.pools, *card) or self._why_missing()
+        return why_not(call.queries, call.pools, *device) or self._why_missing()
 
-    def attend(self, call: Call, card: Card) -> tuple[jax.Array, jax.Array]:
+    def attend(self, call: Call, device: DeviceType) -> tuple[jax.Array, jax.Array]:
         """Launch the kernels with the tiles of the GPU."""
         from jkv.attention.kernel.launches.attention import attend_kernel
         from jkv.attention.kernel.tiles.tuning import find_tuning
 
-        tuning = find_tuning(call.queries, call.pools, *card)
+        tuning = find_tuning(call.queries, call.pools, *device)
         assert tuning is not None  # checked by `why_not`
-        return attend_kernel(call, tuning=tuning, way=self._find_way(card))
+        return attend_kernel(call, tuning=tuning, way=self._find_way(device))
 
-    def why_not_derived(self, call: Call, card: Card) -> str | None:
+    def why_not_derived(self, call: Call, device: DeviceType) -> str | None:
         """Return a reason unless the table of derivatives has a row for the call."""
         from jkv.attention.kernel.tiles.tuning import why_no_tile
 
-        reason = why_no_tile(call.queries, call.pools, *card)
+        reason = why_no_tile(call.queries, call.pools, *device)
         return reason or self._why_missing()
 
     def differentiate(
-        self, call: Call, cotangents: Cotangents, card: Card
+        self, call: Call, cotangents: Cotangents, device: DeviceType
     ) -> Gradients:
         """Launch the derivative's kernels."""
         from jkv.attention.kernel.launches.derivative import differentiate_kernel
         from jkv.attention.kernel.tiles.tuning import find_backward
 
         tuning, way = (
-            find_backward(call.queries, call.pools, *card),
-            self._find_way(card),
+            find_backward(call.queries, call.pools, *device),
+            self._find_way(device),
         )
         assert tuning is not None  # checked by `why_not_derived`
         return differentiate_kernel(call, cotangents, tuning=tuning, way=way)
 
-    def why_not_stored(self, write: SlotWrite, card: Card) -> str | None:
+    def why_not_stored(self, write: SlotWrite, device: DeviceType) -> str | None:
         """Return the reason to use scatters; also without a GPU of the platform."""
-        if card.target is None:
-            return f"there are no kernels for {card.platform}"
+        if device.target is None:
+            return f"there are no kernels for {device.platform}"
         from jkv.attention.kernel.elements.formats import KERNEL_FORMATS
         from jkv.attention.kernel.launches.slots import why_scattered
         from jkv.attention.kernel.tiles.tuning import find_family
 
-        if find_family(*card) is None:
-            return f"there are no kernels for {card.target}"
+        if find_family(*device) is None:
+            return f"there are no kernels for {device.target}"
         if not {*write.formats} <= KERNEL_FORMATS.keys():
             return "there is no kernel for the format"
         return why_scattered(write.arrays) or self._why_missing()
 
-    def store(self, write: SlotWrite, card: Card) -> dict[str, jax.Array]:
+    def store(self, write: SlotWrite, device: DeviceType) -> dict[str, jax.Array]:
         """Store with one launch for all arrays."""
         from jkv.attention.kernel.launches.slots import store_rows
 
-        return store_rows(write, way=self._find_way(card))
+        return store_rows(write, way=self._find_way(device))
 
-    def _find_way(self, card: Card) -> "Way":
+    def _find_way(self, device: DeviceType) -> "Way":
         from jkv.attention.kernel.backend import Way
 
-        if card.platform == "cpu":
+        if device.platform == "cpu":
             return Way(interpret=True)
-        return Way(written_for=card.platform if self.is_written else None)
+        return Way(written_for=device.platform if self.is_written else None)
 
     def _why_missing(self) -> str | None:
         """Return the reason Pallas cannot lower kernels, if it is to; imports it."""
@@ -109,7 +109,7 @@ class Pallas(Kernels):
     """The kernels with Pallas' lowering, and the work lists of a step."""
 
     name: ClassVar[str] = lists.NAME
-    unasked: ClassVar[tuple[str, ...]] = ("rocm", "cuda")
+    default_platforms: ClassVar[tuple[str, ...]] = ("rocm", "cuda")
     plan_nodes: ClassVar[tuple[type, ...]] = lists.NODES
     plan_sizes: ClassVar[tuple[type, ...]] = lists.SIZES
 
