@@ -6,7 +6,7 @@ import numpy as np
 
 from jkv.arguments import expect
 from jkv.formats.format import Format, Numbers
-from jkv.formats.table import FORMATS, MEANINGS
+from jkv.formats.table import ENCODED_DTYPES, FORMATS
 from jkv.signatures import Integer
 
 
@@ -49,7 +49,7 @@ def require_format(
             f"kv_dtype must be a dtype or None, got {kv_dtype!r}"
         ) from None
     dtype = pool.dtype
-    if meanings := MEANINGS.get(dtype):
+    if meanings := ENCODED_DTYPES.get(dtype):
         if asked not in meanings:
             names = " or ".join(str(dtype) for dtype in meanings)
             raise ValueError(

@@ -31,7 +31,7 @@ from jkv.config.layer_kinds import refuse_different
 from jkv.config.layers import Kept
 from jkv.config.layout import describe
 from jkv.config.sizing import find_most, fit_memory
-from jkv.formats.table import COSTS, tell_cost
+from jkv.formats.table import COSTS, format_cost
 
 # Context lengths up to the model's longest, which is added.
 CONTEXT_LENGTHS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
@@ -58,7 +58,7 @@ OPTIONS: dict[str, tuple[type, str]] = {
     "value-dtype": (
         str,
         f"of its values: int4 beside int8 holds 1.3 times as many tokens (perplexity "
-        f"{tell_cost('int8', 'int4').replace('%', '%%')}); default: as --dtype",
+        f"{format_cost('int8', 'int4').replace('%', '%%')}); default: as --dtype",
     ),
     "num-layers": (int, "with keys; default: the model's"),
     "max-pending": (int, "tokens to roll back in states, as many as draft tokens"),
@@ -226,7 +226,7 @@ class Plan:
                 names = key if key == value else f"{key} keys, {value} values"
                 yield (
                     f"{head:12}{names}: {times:.1f} times the tokens, perplexity "
-                    f"{tell_cost(key, value)}"
+                    f"{format_cost(key, value)}"
                 )
                 head = ""
 

@@ -310,7 +310,7 @@ def begin_generation(runner: Runner, cache: Cache, args: Arguments) -> Generatio
         ),
         seating_needs=tuple(jnp.zeros((), jnp.int32) for _ in num_blocks),
         speculation=None,
-        partings=jnp.zeros((num_places,), jnp.int32) if has_snapshots else None,
+        divergence=jnp.zeros((num_places,), jnp.int32) if has_snapshots else None,
         row_counts=row_counts,
         exact=exact,
     )

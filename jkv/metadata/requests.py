@@ -19,7 +19,7 @@ import numpy as np
 
 from jkv.indexing import scatter, scatter_add
 from jkv.metadata import lanes
-from jkv.metadata.part import Granted, Lack
+from jkv.metadata.part import Demand, Granted
 from jkv.metadata.xla_cpu import running_sum, stage
 from jkv.signatures import Integer as Integer
 from jkv.signatures import IntegerArray as IntegerArray
@@ -250,7 +250,7 @@ class Agreed(NamedTuple):
     granted: tuple[tuple[Granted, ...], ...]  # by part, then by pool
 
 
-def agree(lacks: Sequence[tuple[Lack, ...]], keep_free: Blocks = 0) -> Agreed:
+def agree(lacks: Sequence[tuple[Demand, ...]], keep_free: Blocks = 0) -> Agreed:
     """Decide in request order which requests the free blocks of all pools cover.
 
     From the first request that some pool cannot serve, all requests that need blocks

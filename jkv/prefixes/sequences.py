@@ -71,7 +71,7 @@ def inherit(
     return _note_opened(metadata, row, known.salt, committed)
 
 
-def cut_back(metadata: Metadata, row: jax.Array, lengths: jax.Array) -> Metadata:
+def cap_committed(metadata: Metadata, row: jax.Array, lengths: jax.Array) -> Metadata:
     """Cap the committed tokens of rows, i32[B], at `lengths`, i32[B]."""
     index = index_of(metadata)
     known = index.read(row)

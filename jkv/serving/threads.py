@@ -19,15 +19,15 @@ from jkv.serving.request.results import Cursor, Event
 logger = logging.getLogger("jkv.serving")
 
 Found = TypeVar("Found")
-Brought = TypeVar("Brought")
+SwapInBlocks = TypeVar("SwapInBlocks")
 
 
-class Turns(Generic[Brought]):
+class Turns(Generic[SwapInBlocks]):
     """Lock of the steps, and condition variable of threads waiting for results."""
 
     def __init__(
         self,
-        step: Callable[[], Brought],
+        step: Callable[[], SwapInBlocks],
         is_idle: Callable[[], bool],
         lock: threading.RLock,  # held while requests are read or changed
     ):
@@ -42,7 +42,7 @@ class Turns(Generic[Brought]):
         thread = self._thread
         return thread is not None and thread.is_alive()
 
-    def take(self) -> Brought:
+    def take(self) -> SwapInBlocks:
         """Run a step once no other thread runs one; return its result."""
         return self.with_turn(self._step)
 

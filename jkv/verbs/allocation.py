@@ -13,9 +13,9 @@ import numpy as np
 
 from jkv.metadata import requests, tables
 from jkv.metadata.part import (
-    Done,
     Moves,
     Opening,
+    Served,
     apply_plans,
     close_sequences,
     parts_of,
@@ -198,7 +198,7 @@ def _allocate(
     # Blocks found are pinned before any block is taken.
     for plan in plans:
         metadata = plan.pin(metadata, row)
-    done = Done(served, seq_ids)
+    done = Served(served, seq_ids)
     metadata, moves = apply_plans(metadata, plans, done)
     metadata = metadata.index.begin(metadata, row, salts, num_cached, tokens)
     metadata = requests.settle(metadata, status, served)

@@ -15,7 +15,7 @@ import numpy as np
 from jkv.indexing import gather
 from jkv.metadata import requests, tables
 from jkv.metadata.lanes import find_owners
-from jkv.metadata.part import Done, Granted, Growing, Step, parts_of
+from jkv.metadata.part import Granted, Growing, Served, Step, parts_of
 from jkv.metadata.requests import Integers
 from jkv.state import NO_SEQUENCE, Batch, Cache, Metadata, SequenceRow
 from jkv.state.entry import takes_cache
@@ -271,7 +271,7 @@ def _make_step(
     position = jnp.where(valid, rows.spread(length) + rows.rank, 0)
     column, offset = tables.locate(position, metadata.block_size)
     return Step(
-        done=Done(served, seq_ids),
+        done=Served(served, seq_ids),
         length=length,
         query_lengths=growth.query_lengths,
         is_decoding=is_decoding,

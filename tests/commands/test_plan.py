@@ -13,7 +13,7 @@ from support.paths import EXAMPLES, ROOT
 import jkv
 import jkv.__main__ as listed
 from jkv.commands.capacity import main, make_plan
-from jkv.formats.table import COSTS, tell_cost
+from jkv.formats.table import COSTS, format_cost
 
 pytestmark = pytest.mark.one_end
 PYDOC = EXAMPLES / "models" / "pydoc"
@@ -179,7 +179,7 @@ def test_the_command_prints_what_fits(tmp_path):
     assert lines[2].startswith("group 0") and "a window of 4,096 tokens" in lines[2]
     assert " blocks of 32 = " in lines[3]
     assert "per token   128.0 KiB, 16.0 KiB on each" in lines
-    told = [tell_cost(*dtypes) for dtypes in COSTS]
+    told = [format_cost(*dtypes) for dtypes in COSTS]
     times = ["formats     int8: 2.0", "e4m3fn: 2.0", "int4 values: 2.6", "int4: 3.9"]
     first = next(i for i, line in enumerate(lines) if line.startswith("formats"))
     for line, start, cost in zip(lines[first : first + 4], times, told, strict=True):

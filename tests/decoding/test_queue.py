@@ -156,11 +156,11 @@ def decode(call, cache, state, num_steps=2**31 - 1):
 def run(call, cache):
     """Generate with the model of hashes; everything is given back."""
     after, state = decode(call, copied(cache), begun(call, cache))
-    assert_given_back(cache, after)
+    assert_released(cache, after)
     return jax.device_get(state.result)
 
 
-def assert_given_back(before, after):
+def assert_released(before, after):
     """Every block and row is free again; others still hold theirs."""
     jkv.check(after)
     assert int(jkv.num_free_blocks(after)) == int(jkv.num_free_blocks(before))
@@ -268,7 +268,7 @@ def test_a_thousand_sequences_end_as_each_does_alone():
         **arguments(apart, max_running=8, row_counts=(11,)),
         salts=np.arange(PROMPTS * SAMPLES, dtype=np.int32) % 2,
     )
-    assert_given_back(cache, after)
+    assert_released(cache, after)
     assert_same(jax.device_get(found), result)
     assert found.statistics.preemptions > 10
     assert found.statistics.cached_tokens > 500
@@ -297,7 +297,7 @@ def test_what_is_donated_is_gone_without_a_trace():
         del given, state
         counts.append(len(jax.live_arrays()))
     assert counts[0] == counts[-1]
-    assert_given_back(pool(), cache)
+    assert_released(pool(), cache)
 
 
 @pytest.mark.one_end
@@ -356,7 +356,7 @@ def test_windows_cancel_and_add_as_a_host_does():
         else:
             assert result.reasons[i] == texts.reasons[i]
             assert tokens == texts.new[i]
-    assert_given_back(pool(12), cache)
+    assert_released(pool(12), cache)
 
 
 @pytest.mark.one_end

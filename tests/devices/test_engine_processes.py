@@ -73,9 +73,9 @@ def test_orders_of_any_length_arrive(count):
     orders = Orders(broadcast)
     words = np.arange(count, dtype=np.int32) - 7
     orders.send(Order.WINDOW, words)
-    found, brought = orders.receive()
+    found, received = orders.receive()
     assert found == Order.WINDOW and not broadcast.sent
-    np.testing.assert_array_equal(brought, words)
+    np.testing.assert_array_equal(received, words)
 
 
 def make_change(rng, count):

@@ -89,15 +89,15 @@ def on_two_pools():
     cache, result = compiled(cache, weights)
     assert_as_on_one_device(result)
 
-    brought = collectives(compiled)
-    assert brought.pop(("all-reduce", f"f32[{NUM_ROWS},{WIDTH}]")) == 1
+    counts = collectives(compiled)
+    assert counts.pop(("all-reduce", f"f32[{NUM_ROWS},{WIDTH}]")) == 1
     # Maxima, then totals and values, that the parts of a sequence are joined from.
-    joined = [key for key in brought if f"f32[{NUM_ROWS},8" in key[1]]
-    assert sum(map(brought.pop, joined)) == 2
+    joined = [key for key in counts if f"f32[{NUM_ROWS},8" in key[1]]
+    assert sum(map(counts.pop, joined)) == 2
     # The free blocks of the ranks, and the results of all sequences.
-    assert brought.pop(("all-gather", "s32[2]")) == 1
-    assert {name for name, _ in brought} == {"all-reduce"} and len(brought) <= 3
-    assert all(f"[{NUM_SEQUENCES}" in kind or kind == "s32[]" for _, kind in brought)
+    assert counts.pop(("all-gather", "s32[2]")) == 1
+    assert {name for name, _ in counts} == {"all-reduce"} and len(counts) <= 3
+    assert all(f"[{NUM_SEQUENCES}" in kind or kind == "s32[]" for _, kind in counts)
 
     # Each rank has its own pool, and four devices their share of it.
     pool = cache.storage[0].key_pool

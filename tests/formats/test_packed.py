@@ -37,13 +37,13 @@ def error_of(found, rows):
 @pytest.mark.parametrize("width", few(WIDTHS, 6, 64))
 def test_turning_keeps_products_and_is_undone(width):
     rows, others = draw(2, 5, width)
-    turned, again = (np.asarray(jax.jit(INT4.turn)(each)) for each in (rows, others))
-    np.testing.assert_allclose((turned * again).sum(-1), (rows * others).sum(-1), 1e-4)
-    np.testing.assert_allclose(jax.jit(INT4.turn_back)(turned), rows, atol=1e-5)
-    assert np.abs(turned - rows).max() > 0.5
+    rotated, again = (np.asarray(jax.jit(INT4.rotate)(each)) for each in (rows, others))
+    np.testing.assert_allclose((rotated * again).sum(-1), (rows * others).sum(-1), 1e-4)
+    np.testing.assert_allclose(jax.jit(INT4.rotate_back)(rotated), rows, atol=1e-5)
+    assert np.abs(rotated - rows).max() > 0.5
     # The common part of all elements is spread over a block, as one element is.
     for one in (np.ones(width), np.eye(width)[0]):
-        alike = np.asarray(jax.jit(INT4.turn)(np.float32(one)[None]))
+        alike = np.asarray(jax.jit(INT4.rotate)(np.float32(one)[None]))
         block = width & -width
         assert np.square(alike).max() <= 2 * np.square(one).sum() / min(block, width)
 
@@ -66,13 +66,13 @@ def test_what_is_stored_by_hand():
 @pytest.mark.parametrize("width", [64, 32])
 def test_parts_of_a_row_are_bits_of_units(width):
     """Four in the two bytes of a unit where 64 divides the width, else two in one."""
-    turned = jnp.asarray(draw(1, width))
-    stored = jax.jit(INT4.put)(turned)
+    rotated = jnp.asarray(draw(1, width))
+    stored = jax.jit(INT4.put)(rotated)
     unit, parts = (np.uint16, 4) if width == 64 else (np.uint8, 2)
     units = np.asarray(stored["pool"]).view(unit)
     steps = [(units >> 4 * part) & 15 for part in range(parts)]
     scale = np.asarray(stored["scales"]).view(jnp.bfloat16).astype(np.float32)
-    wanted = np.clip(np.floor(turned / scale[:, None]) + 8, 0, 15)
+    wanted = np.clip(np.floor(rotated / scale[:, None]) + 8, 0, 15)
     np.testing.assert_array_equal(np.concatenate(steps, axis=1), wanted)
     numbers, factor = jax.jit(INT4.get)(stored)
     np.testing.assert_array_equal(numbers, wanted - 7.5)
@@ -127,7 +127,7 @@ def test_large_finite_rows_read_as_small_ones_do(width):
     large = np.asarray(restore(store(rows * factor)))
     np.testing.assert_array_equal(large / factor, found)
     # A row of the transform itself: all of it in one element, which saturates.
-    one = np.where(np.asarray(INT4.turn_back(jnp.eye(1, width))) < 0, -3e38, 3e38)
+    one = np.where(np.asarray(INT4.rotate_back(jnp.eye(1, width))) < 0, -3e38, 3e38)
     stored = store(np.float32(one))
     assert np.isfinite(np.asarray(stored["scales"].view(jnp.bfloat16), np.float32))
     assert np.isfinite(np.asarray(restore(stored))).all()

@@ -81,8 +81,8 @@ def test_what_the_next_row_sees_is_there():
     cache = lived()
     group = cache.metadata.groups[1]
     window = group.window
-    gone = changed(window.num_given_back, [0, 1], 5)
-    window = dataclasses.replace(window, num_given_back=jnp.asarray(gone))
+    gone = changed(window.num_released, [0, 1], 5)
+    window = dataclasses.replace(window, num_released=jnp.asarray(gone))
     blocks = np.array(group.block_tables)
     missing = set(blocks[:2, 3:5].reshape(-1).tolist())
     blocks[:2, 3:5] = group.num_blocks
@@ -107,7 +107,7 @@ def test_what_the_next_row_sees_is_there():
         reference_counts=counts,
         free_blocks=ring,
     )
-    assert_found(cache, "^given_back: group 1: row 0 keeps tokens from 20 on")
+    assert_found(cache, "^released: group 1: row 0 keeps tokens from 20 on")
 
 
 def test_the_ring_of_a_group():

@@ -7,7 +7,7 @@ from support.automata import make_automata
 from support.plain_queue import VOCABULARY
 from support.small_engines import (
     assert_alone,
-    assert_given_back,
+    assert_released,
     come_and_go,
     draw_request,
     make_engine,
@@ -46,7 +46,7 @@ def test_steered_requests_get_the_texts_they_get_alone():
     # Logits of NaN and logits with all tokens masked have different reasons.
     expected = "STOP", "NOTHING_ALLOWED", "NAN_LOGITS"
     assert {FinishReason[name] for name in expected} <= reasons
-    assert_given_back(engine)
+    assert_released(engine)
 
 
 def test_what_an_engine_cannot_steer_is_refused():

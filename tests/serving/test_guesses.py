@@ -81,7 +81,7 @@ def make_engine(speculate, cache=None, nan_every=0):
     )
 
 
-def assert_given_back(engine, free_blocks):
+def assert_released(engine, free_blocks):
     assert int(jkv.num_free_blocks(engine.cache)) == free_blocks
     stats = engine.stats()
     assert stats.waiting == stats.running == stats.preempted == 0
@@ -101,7 +101,7 @@ def test_looked_up_texts_are_what_they_are_alone():
         stats = engine.stats()
         assert stats.cancelled == len(cancelled)
         totals += [stats.draft_tokens, stats.accepted_tokens, stats.preemptions]
-        assert_given_back(engine, free_blocks)
+        assert_released(engine, free_blocks)
     drafted, accepted, preemptions = totals
     assert drafted > 5 * accepted > 0 and preemptions > 0
 
@@ -124,7 +124,7 @@ def test_drafted_texts_are_what_they_are_alone(free_blocks, of_draft):
     assert stats.preemptions > 0 or free_blocks > 6
     assert 0.3 < stats.acceptance_rate < 0.9 and stats.draft_tokens > 50
     assert [program._cache_size() for program in compiled] == before
-    assert_given_back(engine, free_blocks)
+    assert_released(engine, free_blocks)
 
 
 def test_a_reused_number_drafts_nothing_older():
@@ -172,4 +172,4 @@ def test_drafts_begin_anew_when_a_step_failed():
     engine._scheduler.loop.start_again()
     assert [each.tokens for each in engine.generate(prompts)] == before
     assert engine.stats().draft_tokens == 2 * guessed
-    assert_given_back(engine, BLOCKS)
+    assert_released(engine, BLOCKS)

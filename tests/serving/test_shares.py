@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support.small_engines import (
     AHEAD,
     RUNNING,
-    assert_given_back,
+    assert_released,
     make_engine,
     run_all,
 )
@@ -240,7 +240,7 @@ def test_a_flood_of_one_client_holds_no_other_up():
             engine.step()
             turns[name] += 1
         run_all(engine)
-        assert_given_back(engine)
+        assert_released(engine)
     ahead = math.ceil((RUNNING + AHEAD) / RUNNING)
     assert turns["few"] <= 2 * ahead + 2
     assert turns["many"] >= 60 / RUNNING > 2 * turns["few"]

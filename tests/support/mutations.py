@@ -295,8 +295,8 @@ MUTATIONS = (
         "revived-blocks-counted-as-free",
         "verbs",
         "Cached blocks that a prompt revives are promised to later requests as well.",
-        "Lack.of(group, fresh + revivals.costs, wants)",
-        "Lack.of(group, fresh, wants)",
+        "Demand.of(group, fresh + revivals.costs, wants)",
+        "Demand.of(group, fresh, wants)",
     ),
     Mutation(
         "reorder-gives-up-its-own-past",

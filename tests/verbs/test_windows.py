@@ -302,7 +302,7 @@ class TestMoving:
         cache = grow_to(20)
         cache, swapped = jkv.swap_out(cache, 0)
         assert swapped.num_blocks == 3
-        assert swapped.groups[0].num_given_back.tolist() == [2]
+        assert swapped.groups[0].num_released.tolist() == [2]
         cache, back = jkv.swap_in(cache, swapped)
         assert names(back.status) == ["OK"] and kept(cache, int(back.seq_ids[0])) == 8
         jkv.check(cache)
@@ -466,9 +466,9 @@ class TestConfiguration:
         cache = grow_to(20)
         window = cache.metadata.groups[0].window
         window = dataclasses.replace(
-            window, num_given_back=window.num_given_back.at[0].add(1)
+            window, num_released=window.num_released.at[0].add(1)
         )
-        with pytest.raises(jkv.InvariantError, match=r"block_tables|given_back"):
+        with pytest.raises(jkv.InvariantError, match=r"block_tables|released"):
             jkv.check(with_metadata(cache, window=window))
 
 

@@ -230,7 +230,7 @@ def _open_seated(
     lanes, is_more = _find_lanes(state, loads, num_lanes, has_states)
     texts, lengths = find_texts(state.prompts, state.result, lanes.sequences)
     salts = gather(state.prompts.salts, lanes.prompts)
-    partings = cache.metadata.index.find_partings(cache.metadata, texts, salts)
+    divergence = cache.metadata.index.find_divergence(cache.metadata, texts, salts)
     cache, opened = allocate(
         cache,
         jnp.where(lanes.leads, lengths, NO_SEQUENCE),
@@ -244,7 +244,7 @@ def _open_seated(
         seq_ids = jnp.where(lanes.leads, seq_ids, forked)
     state = _give_up(state, attempt, lanes, opened.status, seq_ids)
     state = dataclasses.replace(state, holder=holder)
-    state = _note_opened(state, lanes, seq_ids, opened.num_cached, partings)
+    state = _note_opened(state, lanes, seq_ids, opened.num_cached, divergence)
     return cache, state, attempt.goes_on | (is_more & jnp.any(seq_ids >= 0))
 
 
@@ -305,13 +305,13 @@ def _note_opened(
     lanes: _Lanes,
     seq_ids: jax.Array,
     num_cached: jax.Array,
-    partings: jax.Array | None,
+    divergence: jax.Array | None,
 ) -> GenerationState:
     """Record the cache rows given to places, i32[K], -1 for none."""
     place = jnp.where(seq_ids >= 0, lanes.places, state.places.num_places)
-    if partings is not None and state.partings is not None:
-        noted = scatter(state.partings, place, partings)
-        state = dataclasses.replace(state, partings=noted)
+    if divergence is not None and state.divergence is not None:
+        noted = scatter(state.divergence, place, divergence)
+        state = dataclasses.replace(state, divergence=noted)
     result = state.result.add_counts(cached_tokens=jnp.sum(num_cached, dtype=jnp.int32))
     # Count prompt tokens only: a preempted sequence finds generated tokens cached too.
     begins = (seq_ids >= 0) & (gather(result.lengths, lanes.sequences) == 0)

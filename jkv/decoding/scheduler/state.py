@@ -213,7 +213,7 @@ class GenerationState:
     speculation: Any  # a `SpeculationState`, or None without speculation
     # i32[W], divergence point from known sequences; None without snapshots of recurrent
     # states.
-    partings: jax.Array | None
+    divergence: jax.Array | None
     # i32[N], cached tokens of each sequence at the start; such sequences stay open.
     # None if this loop opens and frees the sequences.
     before: jax.Array | None = None

@@ -65,7 +65,7 @@ def advance(
         lambda left: share_rows(left, places.ages, state.row_counts[-1]),
         left,
     )
-    counts = end_at_snapshots(cache, loads.done, counts, left, state.partings)
+    counts = end_at_snapshots(cache, loads.done, counts, left, state.divergence)
     cache, computed = _compute_rows(runner, cache, state, loads, counts, logits)
     state = count_step(cache, state, loads, computed.num_rows)
     state = note_refusals(state, computed.status)

@@ -31,8 +31,8 @@ restore = jax.jit(formats.restore, static_argnums=2)
 
 @jax.jit
 def turn_and_back(rows):
-    turned = formats.FORMATS[jnp.dtype("int4")].turn(rows)
-    return formats.FORMATS[jnp.dtype("int4")].turn_back(turned.astype(jnp.float32))
+    rotated = formats.FORMATS[jnp.dtype("int4")].rotate(rows)
+    return formats.FORMATS[jnp.dtype("int4")].rotate_back(rotated.astype(jnp.float32))
 
 
 # Of prompts on AMD's CDNA.
@@ -331,7 +331,9 @@ FURTHER = (
 )
 
 
-@pytest.mark.parametrize("name", dealt(with_further(CASES, *FURTHER), turn=7, share=14))
+@pytest.mark.parametrize(
+    "name", dealt(with_further(CASES, *FURTHER), rotate=7, share=14)
+)
 def test_equals_the_plain_loop(name):
     """Decode, mixed and idle batches through one trace; NaN wherever nothing is."""
     this = CASES[name]
