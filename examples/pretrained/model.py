@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 import jkv
 
-from .attention import Turns, attend
+from .attention import Rotations, attend
 from .caches import attention_fields, choose_config
 from .checkpoint import Params
 from .config import ATTENTION, DecoderConfig, Run
@@ -149,7 +149,7 @@ def _run_layers(
     weights: Weights | Layers,
     hidden: jax.Array,
     told: jax.Array | None,
-    all_turns: Turns,
+    all_turns: Rotations,
     cache: jkv.Cache,
     batch: jkv.Batch,
 ) -> tuple[jax.Array, jkv.Cache]:
@@ -281,7 +281,7 @@ def _scan_periods(config, run, run_layer, carry, weights):
     return carry
 
 
-def _stack_turns(config: DecoderConfig, batch: jkv.Batch) -> Turns:
+def _stack_turns(config: DecoderConfig, batch: jkv.Batch) -> Rotations:
     """Return the rotations of kinds of layers, f32[kinds, R, 1, turned dim / 2] each.
 
     Where kinds turn dims of other sizes, which run one by one, they are tuples.

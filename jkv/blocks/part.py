@@ -85,9 +85,7 @@ class Growing(NamedTuple):
         number, (of_pool,) = self.number, granted
         # First release the blocks outside the window of this and all later steps.
         group, grows = metadata.groups[number], step.query_lengths > 0
-        group = tables.release_outside_window(
-            group, step.done.seq_ids, step.length, grows
-        )
+        group = tables.slide_window(group, step.done.seq_ids, step.length, grows)
         metadata = metadata.with_group(number, group)
         # Fresh blocks follow the mapped ones.
         need = jnp.where(step.done.served, of_pool.num, 0)

@@ -20,7 +20,12 @@ from jkv.decoding.processors.rows import begin_rows, resume_rows
 from jkv.decoding.sampling.next_token import Bounds, judge_prompts
 from jkv.decoding.sampling.options import Sampling
 from jkv.decoding.scheduler.queue import make_queue
-from jkv.decoding.scheduler.state import GenerationState, Holder, Places, note_texts
+from jkv.decoding.scheduler.state import (
+    GenerationState,
+    Places,
+    RetainedPrompt,
+    note_texts,
+)
 from jkv.decoding.speculation.loop import Speculation, begin_speculation, run_steps
 from jkv.decoding.speculation.options import DraftModel
 from jkv.decoding.texts import blocks
@@ -194,7 +199,7 @@ def _begin(
         stops=stops,
         places=places,
         queue=make_queue(jnp.arange(num_sequences, dtype=jnp.int32), none),
-        holder=Holder.none(),
+        retained=RetainedPrompt.none(),
         seen=jnp.zeros((num_places, vocabulary), bool),
         num_blocks=num_blocks,
         most_running=places.num_running,

@@ -67,7 +67,7 @@ def as_index(value: Integer) -> jax.Array:
     return np.int32(max(I32.min, min(number, I32.max)))  # type: ignore[return-value]
 
 
-def as_domains(name: str, salts: Integers) -> Integers:
+def as_salts(name: str, salts: Integers) -> Integers:
     """Return cache salts for `broadcast`, unsigned ones as signed with the same bits.
 
     Saturation would merge two salts: numbers that do not fit are refused.

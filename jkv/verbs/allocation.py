@@ -85,7 +85,7 @@ def allocate(
     prompts = None if tokens is None else requests.as_prompts(tokens)
     num_prompts = None if prompts is None else prompts.shape[0]
     counts, domains = requests.broadcast(
-        num_prompts, num_tokens=num_tokens, salts=requests.as_domains("salts", salts)
+        num_prompts, num_tokens=num_tokens, salts=requests.as_salts("salts", salts)
     )
     kept = jax.tree.map(requests.as_index, keep_free)
     metadata, result, moves = _allocate(cache.metadata, counts, prompts, domains, kept)
@@ -179,7 +179,7 @@ def _as_time(given: Integers) -> Integers:
                 f"keep_until must be in 0..{2**32 - 1}, a tick of jkv.clock, got "
                 f"{given!r:.60}"
             )
-    return requests.as_domains("keep_until", given)
+    return requests.as_salts("keep_until", given)
 
 
 @jax.jit

@@ -345,6 +345,6 @@ def test_what_gives_steps_another_shape_is_refused():
             jkv.generate(*model, jkv.init(CONFIG), [[1, 2]], **(call | options))
     with pytest.raises(ValueError, match="must be at most 6"):
         jkv.extend(*model, jkv.init(CONFIG), [0] * 7, [[1]] * 7, **call)
-    guesses = make_state_config(max_pending=2, inputs=INPUTS)
+    draft_tokens = make_state_config(max_pending=2, inputs=INPUTS)
     with pytest.raises(ValueError, match="omit max_pending"):
-        jkv.generate(*model, jkv.init(guesses), [[1, 2]], **call)
+        jkv.generate(*model, jkv.init(draft_tokens), [[1, 2]], **call)

@@ -61,7 +61,7 @@ def test_texts_outgrow_the_pool():
 
 @pytest.fixture(scope="module")
 def generate():
-    """Samples of all prompts, four at a time, with guesses; one program for all pools.
+    """Samples of all prompts, four at a time, with speculation; one program.
 
     The engine's test covers plain steps alone.
     """

@@ -57,7 +57,7 @@ def test_a_stream_goes_through_proxies(ask):
 
 def test_a_stream_in_which_nothing_comes_says_so(ask, monkeypatch, served):
     monkeypatch.setattr(answers, "SILENT_SECONDS", 0.05)
-    submit, turns = served.engine.submit, served.engine._turns
+    submit, turns = served.engine.submit, served.engine._runner
 
     def submit_late(asked):
         """Nothing is computed for a while."""

@@ -170,9 +170,9 @@ def test_a_slow_detokenizer_holds_no_request_up():
     was_free = []
 
     def try_lock():
-        was_free.append(engine._turns.lock.acquire(blocking=False))
+        was_free.append(engine._runner.lock.acquire(blocking=False))
         if was_free[-1]:
-            engine._turns.lock.release()
+            engine._runner.lock.release()
 
     def decode(ids):
         thread = threading.Thread(target=try_lock)

@@ -14,7 +14,7 @@ from support.small_engines import (
 )
 
 from jkv.serving import QueueFull, RequestRefused
-from jkv.serving.scheduler.measures import MOST_WAIT_SECONDS, NextRoom, Rate
+from jkv.serving.scheduler.measures import MOST_WAIT_SECONDS, QueueWait, Rate
 from jkv.serving.scheduler.queue import Waiting
 
 pytestmark = pytest.mark.one_end
@@ -299,7 +299,7 @@ def test_each_who_is_refused_is_told_a_time_of_its_own():
 
 
 def test_waits_follow_how_fast_requests_begin():
-    begun, room = Rate(), NextRoom()
+    begun, room = Rate(), QueueWait()
     assert room.find_wait(begun, 0.0) == 1.0
     for now in range(6):
         begun.add(4, float(now))
@@ -312,7 +312,7 @@ def test_waits_follow_how_fast_requests_begin():
 
 def test_waits_fall_when_requests_begin_faster():
     """The newest rate replaces places that were promised while it was slow."""
-    begun, room = Rate(), NextRoom()
+    begun, room = Rate(), QueueWait()
     begun.add(1, 0.0)
     begun.add(1, 8.0)
     waits = [room.find_wait(begun, 8.0) for _ in range(20)]

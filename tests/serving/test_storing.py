@@ -12,7 +12,7 @@ import jkv
 from jkv.decoding import FinishReason
 from jkv.serving import Engine
 from jkv.serving.request import request as request_module
-from jkv.serving.request.request import Domains
+from jkv.serving.request.request import SaltNumbers
 from jkv.serving.scheduler import retention as storing_module
 
 pytestmark = pytest.mark.one_end
@@ -117,7 +117,7 @@ def folder_of(path, **fields):
 
 
 def hash_of(text):
-    numbers = Domains()
+    numbers = SaltNumbers()
     return numbers.name(numbers.number(text))
 
 
@@ -232,14 +232,14 @@ def test_salts_are_texts_or_numbers_from_0():
     engine.submit(TEXT, salt="another")  # a refused request changes nothing
     with pytest.raises(ValueError, match=r"salt must be an int or a str, got 1\.0"):
         engine.submit(TEXT, salt=1.0)
-    numbers = Domains()
+    numbers = SaltNumbers()
     assert numbers.number("\ud800") == -1 and numbers.number("a") == -2
     assert numbers.name(7) == 7 and numbers.name(-3) is None
 
 
 def test_texts_that_were_not_seen_for_long_are_stored_nowhere(monkeypatch):
     monkeypatch.setattr(request_module, "MOST_TEXTS", 2)
-    numbers = Domains()
+    numbers = SaltNumbers()
     first = [numbers.number(text) for text in "abac"]
     assert first == [-1, -2, -1, -3] and numbers.number("b") == -4
     assert [numbers.name(number) is None for number in (-1, -2, -3, -4)] == [
@@ -262,13 +262,13 @@ def test_what_copies_slower_than_it_computes_is_computed(copying, restored):
     store = jkv.BlockStore(2**20)
     engine = make_engine(free_blocks=FREE_BLOCKS, store=store, store_share=0.9)
     play(engine, rounds=1)
-    storing = engine._scheduler.storing
-    storing._copying = storing_module._Pace(copying, num_timed=2)
-    storing._computing = storing_module._Pace(1e-3, num_timed=2)
+    offloading = engine._scheduler.offloading
+    offloading._copying = storing_module._Pace(copying, num_timed=2)
+    offloading._computing = storing_module._Pace(1e-3, num_timed=2)
     engine.generate(PROMPTS[:1], max_new_tokens=1)
     assert engine.stats().restored_tokens == restored
     if not restored:  # and is tried again in the end
-        assert storing._copying.seconds < copying
+        assert offloading._copying.seconds < copying
 
 
 def test_short_prompts_are_weighed_against_copying_too():

@@ -766,8 +766,8 @@ MUTATIONS = (
         "a-consumer-leaves-unnoticed",
         "serving",
         "Who closes a stream leaves its request running.",
-        "return read_events(self._turns, request, self._scheduler.cancel)",
-        "return read_events(self._turns, request, lambda request: None)",
+        "return read_events(self._runner, state, self._scheduler.cancel)",
+        "return read_events(self._runner, state, lambda request: None)",
     ),
     Mutation(
         "results-are-kept-for-ever",
@@ -780,8 +780,8 @@ MUTATIONS = (
         "deadlines-of-those-that-run-alone",
         "serving",
         "A request that waits has no deadline.",
-        "self._end_all(request, FinishReason.DEADLINE)",
-        "request.first_token and self._end_all(request, FinishReason.DEADLINE)",
+        "self._end_all(state, FinishReason.DEADLINE)",
+        "state.first_token and self._end_all(state, FinishReason.DEADLINE)",
     ),
     # The doctor and the plan.
     Mutation(
@@ -909,7 +909,7 @@ MUTATIONS = (
         "held-prompt-is-taken-over",
         "decoding",
         "The first of the samples that wait takes the held prompt from the others.",
-        "may_take = ~gather(has_more_samples(state, loads), lanes.prompts)",
+        "may_take = ~gather(has_more_samples(state, active), lanes.prompts)",
         "may_take = jnp.ones_like(lanes.forks)",
     ),
     # Logits processors.
@@ -947,8 +947,8 @@ MUTATIONS = (
         "guess-processed-one-token-late",
         "decoding",
         "A draft token is processed with the state before it, not after it.",
-        "row_of = rows.places * (guesses.shape[1] + 1) + rows.before",
-        "row_of = rows.places * (guesses.shape[1] + 1) + jnp.maximum("
+        "row_of = rows.places * (drafted.shape[1] + 1) + rows.before",
+        "row_of = rows.places * (drafted.shape[1] + 1) + jnp.maximum("
         "rows.before - 1, 0)",
     ),
     Mutation(

@@ -154,14 +154,14 @@ def vacate(places: Places, ended: jax.Array) -> Places:
     )
 
 
-class Holder(NamedTuple):
+class RetainedPrompt(NamedTuple):
     """A prompt kept in the cache for samples that have no running place."""
 
     seq_id: jax.Array  # i32[], its cache row, -1 for none
     prompt: jax.Array  # i32[], index of the prompt, arbitrary without a row
 
     @classmethod
-    def none(cls) -> "Holder":
+    def none(cls) -> "RetainedPrompt":
         return cls(seq_id=jnp.full((), NO_SEQUENCE, jnp.int32), prompt=jnp.int32(0))
 
     def holds(self, prompts: jax.Array) -> jax.Array:
@@ -169,7 +169,7 @@ class Holder(NamedTuple):
         return (self.seq_id >= 0) & (prompts == self.prompt)
 
 
-class Loads(NamedTuple):
+class ActiveSequences(NamedTuple):
     """Prompt, lengths and blocks of the sequence in each of W places.
 
     Entries of empty places are arbitrary.
@@ -204,7 +204,7 @@ class GenerationState:
     stops: Stops  # stop conditions
     places: Places  # running places
     queue: Ring  # i32[N], sequences that never ran, in order
-    holder: Holder  # prompt kept for samples without a place
+    retained: RetainedPrompt  # prompt kept for samples without a place
     seen: jax.Array  # bool[W, V], tokens that occur in each sequence
     num_blocks: Blocks  # i32[], blocks available to a sequence that runs alone
     most_running: jax.Array  # i32[], most sequences that run at one time, at most W
@@ -256,9 +256,9 @@ class GenerationState:
         """Return the tokens of `places`, i32[...], at `positions`, i32[...]."""
         return self._tokens_of(gather(self.places.sequences, places), positions)
 
-    def newest(self, loads: Loads) -> jax.Array:
+    def newest(self, active: ActiveSequences) -> jax.Array:
         """Return the first token of each place that is not in the cache, i32[W]."""
-        return self._tokens_of(self.places.sequences, loads.done)
+        return self._tokens_of(self.places.sequences, active.done)
 
     def _tokens_of(self, sequences: jax.Array, positions: jax.Array) -> jax.Array:
         if self.before is not None:
@@ -278,14 +278,14 @@ class GenerationState:
         """Return how many blocks a sequence needs at most in a step of this cache."""
         return blocks.find_block_size(cache, self.row_counts)
 
-    def loads(self, cache: Cache) -> Loads:
-        """Return the loads of the sequences in all places."""
+    def active(self, cache: Cache) -> ActiveSequences:
+        """Return the sequences in all places."""
         places, num_samples = self.places, jnp.int32(self.num_samples)
         prompt = jax.lax.div(places.sequences, num_samples)
         prompt_lengths = gather(self.prompts.lengths, prompt)
         if self.before is not None:
             prompt_lengths = prompt_lengths + gather(self.before, places.sequences)
-        return Loads(
+        return ActiveSequences(
             prompts=prompt,
             prompt_lengths=prompt_lengths,
             text_lengths=prompt_lengths + gather(self.result.lengths, places.sequences),
@@ -293,14 +293,14 @@ class GenerationState:
             held=Held.of(cache, places.seq_ids),
         )
 
-    def demand(self, cache: Cache, loads: Loads) -> Blocks:
+    def demand(self, cache: Cache, active: ActiveSequences) -> Blocks:
         """Return the blocks each running sequence still needs, i32[W] per group.
 
         A sample without a row counts only its blocks beside the shared prompt.
         """
         places, size = self.places, self.block_size(cache)
-        own = blocks.beside_prompt(loads.prompt_lengths, loads.text_lengths, size)
-        more = blocks.to_take(loads.text_lengths, loads.held, size)
+        own = blocks.beside_prompt(active.prompt_lengths, active.text_lengths, size)
+        more = blocks.to_take(active.text_lengths, active.held, size)
         pairs = zip(more, own, strict=True)
         needs = [jnp.where(places.is_cached, *each) for each in pairs]
         return tuple(jnp.where(places.is_running, need, 0) for need in needs)

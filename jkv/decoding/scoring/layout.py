@@ -83,7 +83,7 @@ def find_places(tree: TrajectoryTree) -> Places:
     return Places(first, lengths, starts, jnp.stack(ancestors), ~is_wrong[:-1])
 
 
-def find_holders(
+def find_segments(
     places: Places, segments: jax.Array, positions: jax.Array
 ) -> jax.Array:
     """Return the segment that holds each position of sequences, i32[...].
@@ -94,7 +94,7 @@ def find_holders(
     segments, positions = jnp.broadcast_arrays(segments, positions)
     for ancestors in reversed(places.ancestors):
         above = ancestors[segments]
-        # The last one below the holder: all before it start after the position.
+        # The last one below this segment: all before it start after the position.
         segments = jnp.where(places.starts[above] > positions, above, segments)
     parent = places.ancestors[0][segments]
     return jnp.where(places.starts[segments] > positions, parent, segments)
@@ -102,8 +102,8 @@ def find_holders(
 
 def find_rows(places: Places, segments: jax.Array, positions: jax.Array) -> jax.Array:
     """Return the rows of positions of sequences, i32[...]."""
-    holders = find_holders(places, segments, positions)
-    return places.first_rows[holders] + positions - places.starts[holders]
+    holding = find_segments(places, segments, positions)
+    return places.first_rows[holding] + positions - places.starts[holding]
 
 
 def lay_out(tree: TrajectoryTree, block_size: int) -> Layout:
@@ -138,9 +138,9 @@ def lay_out(tree: TrajectoryTree, block_size: int) -> Layout:
     column = jnp.arange(num_columns, dtype=jnp.int32)[None]
     last = jnp.minimum(column * block_size + block_size, ends[:, None]) - 1
     number = jnp.arange(count, dtype=jnp.int32)
-    holders = find_holders(places, number[:, None], jnp.maximum(last, 0))
-    holders = jnp.minimum(holders, count - 1)
-    tables = first_blocks[holders] + column - first_columns[holders]
+    holding = find_segments(places, number[:, None], jnp.maximum(last, 0))
+    holding = jnp.minimum(holding, count - 1)
+    tables = first_blocks[holding] + column - first_columns[holding]
     tables = jnp.where(column * block_size < ends[:, None], tables, num_blocks)
 
     segment = jnp.clip(tree.segments, 0, count - 1)

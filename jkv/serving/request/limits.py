@@ -18,14 +18,14 @@ from jkv.decoding.sampling.options import (
 )
 from jkv.decoding.texts.blocks import BlockSize
 from jkv.decoding.texts.results import FinishReason
-from jkv.metadata.requests import I32, Integers, Texts, as_domains
+from jkv.metadata.requests import I32, Integers, Texts, as_salts
 from jkv.serving.request.request import (
     NO_VARIANT,
     CheckedRequest,
     Client,
-    Domains,
     Request,
     RequestFields,
+    SaltNumbers,
 )
 
 
@@ -154,7 +154,9 @@ class Limits(NamedTuple):
             )
 
 
-def check_request(limits: Limits, request: Request, domains: Domains) -> CheckedRequest:
+def check_request(
+    limits: Limits, request: Request, domains: SaltNumbers
+) -> CheckedRequest:
     """Return a request after validation and conversion; raise `RequestRefused`."""
     given = dict(vars(request))
     for name in ("max_new_tokens", "stop_tokens"):
@@ -209,7 +211,7 @@ def split_batch(
     n, spread = one.n, _spread_sampling(one.sampling, len(rows) * one.n)
     bound = I32.max if one.max_new_tokens is None else one.max_new_tokens
     most = np.broadcast_to(bound if limits is None else np.asarray(limits), len(rows))
-    domains = np.broadcast_to(np.asarray(as_domains("salts", salts)), len(rows))
+    domains = np.broadcast_to(np.asarray(as_salts("salts", salts)), len(rows))
     for i, row in enumerate(rows):
         own = {name: values[i * n : (i + 1) * n] for name, values in spread.items()}
         yield dataclasses.replace(
@@ -235,10 +237,10 @@ def as_token_ids(name: str, tokens: Integers) -> np.ndarray[Any, Any]:
     return ids.astype(np.int32)
 
 
-def _read_salt(salt: Any, domains: Domains) -> int:
+def _read_salt(salt: Any, domains: SaltNumbers) -> int:
     """Return the number of a salt; raise for other types."""
     if isinstance(salt, int | np.integer):
-        salt = int(np.asarray(as_domains("salt", salt)))
+        salt = int(np.asarray(as_salts("salt", salt)))
     elif not isinstance(salt, str):
         raise RequestRefused(f"salt must be an int or a str, got {salt!r:.60}")
     try:

@@ -132,7 +132,7 @@ class CheckedRequest(Request):
     salt: int
 
 
-class Domains:
+class SaltNumbers:
     """Numbers for string salts: negative, in the order of first use.
 
     A cache identifies a salt by 32 bits. The number of a string is valid in one

@@ -142,7 +142,7 @@ class Rate:
             self._readings.popleft()
 
 
-class NextRoom:
+class QueueWait:
     """Estimate of the time until the queue has room."""
 
     def __init__(self) -> None:
