@@ -29,7 +29,7 @@ from .caches import attention_fields, choose_config
 from .checkpoint import Params
 from .config import ATTENTION, DecoderConfig, Run
 from .experts import mix_experts
-from .layer_inputs import take_told, tell_layers
+from .layer_inputs import apply_layer_input, embed_layer_inputs
 from .layers import Layers, Weights, cap, embed, multiply, norm, perceptron
 from .mixers import MIXERS
 from .rope import turns
@@ -92,13 +92,15 @@ class Decoder:
         config = self.config
         hidden = embed(params["embedding"], tokens, batch.valid)  # [R, E]
         hidden = hidden * config.embedding_scale
-        told = None
+        layer_inputs = None
         if config.layer_inputs is not None:
-            told = tell_layers(config, params, tokens, batch.valid, hidden)
+            layer_inputs = embed_layer_inputs(
+                config, params, tokens, batch.valid, hidden
+            )
         all_turns = _stack_turns(config, batch)
         for run, weights in _join_runs(config, params["layers"]):
             hidden, cache = _run_layers(
-                config, run, weights, hidden, told, all_turns, cache, batch
+                config, run, weights, hidden, layer_inputs, all_turns, cache, batch
             )
         if not all_rows:
             # Requests without rows point past the end: filled with zeros.
@@ -148,7 +150,7 @@ def _run_layers(
     run: Run,
     weights: Weights | Layers,
     hidden: jax.Array,
-    told: jax.Array | None,
+    layer_inputs: jax.Array | None,
     all_turns: Rotations,
     cache: jkv.Cache,
     batch: jkv.Batch,
@@ -181,8 +183,10 @@ def _run_layers(
                 fed = perceptron(config, normed, weights)
             fed = norm(config, fed, weights, "mlp_post_norm")
             hidden = hidden + fed * config.residual_scale
-        if told is not None:
-            hidden = hidden + take_told(config, weights, hidden, told[number])
+        if layer_inputs is not None:
+            hidden = hidden + apply_layer_input(
+                config, weights, hidden, layer_inputs[number]
+            )
         if config.has_layer_scales:
             hidden = hidden * weights["layer_scale"][None, :]
         return hidden, cache

@@ -264,7 +264,7 @@ def _present(parts: dict[str, jax.Array | None]) -> Parts:
 
 def make_requests(
     # arrays of any integer type; out-of-range entries are padding
-    asked: Requests,
+    given: Requests,
     *,
     num_rows: int,  # of the call, R
     block_size: int,  # tokens of a whole block
@@ -272,7 +272,7 @@ def make_requests(
 ) -> Requests:
     """Convert requests to i32 and replace out-of-range entries by padding."""
     block_tables, seq_ids, query_starts, query_lengths, context_lengths = (
-        jnp.asarray(array).astype(jnp.int32) for array in asked
+        jnp.asarray(array).astype(jnp.int32) for array in given
     )
     num_sequences, max_blocks = block_tables.shape
 

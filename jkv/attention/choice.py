@@ -243,8 +243,8 @@ def explain_choice(
     call = call_of(queries, pools)
     # A backend for prompts alone leaves all other rows to these.
     kernels = [one for one in BACKENDS if one.has_lse]
-    asked = [one for one in kernels if device.platform in one.default_platforms]
-    if not asked:
+    candidates = [one for one in kernels if device.platform in one.default_platforms]
+    if not candidates:
         known = [
             name for one in kernels for name in one.default_platforms if name != DEFAULT
         ]
@@ -252,8 +252,8 @@ def explain_choice(
         reason = f"there are kernels for {names}, not for {device.platform}"
         return FallbackReasons(reason, reason)
     return FallbackReasons(
-        _join_reasons([one.why_not(call, device) for one in asked]),
-        _join_reasons([one.why_not_derived(call, device) for one in asked]),
+        _join_reasons([one.why_not(call, device) for one in candidates]),
+        _join_reasons([one.why_not_derived(call, device) for one in candidates]),
     )
 
 
@@ -348,13 +348,13 @@ def _insist(named: Backend, why_not: WhyNot) -> dict[str, Backend]:
         if reason is None:
             found[device.platform] = named
             continue
-        told = (
+        message = (
             f"implementation={named.name!r} does not support this call: {reason}; omit "
             f"implementation to select a supported backend"
         )
         if device.target is not None or all(reasons.values()):
-            raise NotImplementedError(told)
-        found[device.platform] = Refusal(told)
+            raise NotImplementedError(message)
+        found[device.platform] = Refusal(message)
     names = " and ".join(platform.upper() for platform in named.platforms)
     elsewhere = (
         f"implementation={named.name!r} supports {names} only; omit implementation in "

@@ -27,9 +27,9 @@ from jkv.commands.bookkeeping import check_cycles, check_in_place
 from jkv.commands.collectives import check_collectives
 from jkv.commands.compiled_programs import keep_compiled_programs
 from jkv.commands.correctness import on_cpu
-from jkv.commands.ending import Parser
+from jkv.commands.exiting import Parser
 from jkv.commands.facts import collect_facts, list_known_faults
-from jkv.commands.first_light import shed_light
+from jkv.commands.first_light import run_first_light
 from jkv.commands.paths import print_paths
 from jkv.commands.report import Report, Step, run_checks
 
@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.report and options.report.is_dir():
         parser.error(f"--report: {options.report} is a folder")
     if options.first_light:
-        return shed_light(options.report)
+        return run_first_light(options.report)
     keep_compiled_programs()
     report = Report()
     run_checks(report, plan_steps(is_quick=options.quick))

@@ -53,7 +53,7 @@ def print_paths(model: str, gpu: str | None, *, block_size: int) -> None:
         print(f"{one.target}:")
         for config in configs:
             print(f"  {describe(config)}")
-            for line in tell_ways(config, one):
+            for line in list_paths(config, one):
                 print(f"    {line}")
         if num_states:
             print(f"  {num_states} recurrent-state layers: XLA, without a kernel")
@@ -98,7 +98,7 @@ def find_device_types(gpu: str | None) -> list[DeviceType]:
     ]
 
 
-def tell_ways(config: CacheConfig, device: DeviceType) -> Iterator[str]:
+def list_paths(config: CacheConfig, device: DeviceType) -> Iterator[str]:
     """Yield the path of each kind of call, by storage dtype, with the reasons."""
     widths = config.head_dim, config.value_head_dim or 0
     quantized = [

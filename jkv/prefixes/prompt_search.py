@@ -173,11 +173,11 @@ def _look_up(
     first = jnp.full((shape[0], 1), nothing, jnp.int32)
     before = jnp.concatenate([first, block[:, :-1]], axis=1)[:, : shape[1]]
     parents = proofs.known_parents(index, before)
-    asked = Prefixes(
+    wanted = Prefixes(
         hashed.tokens, prompts.salts[:, None], hashed.hashes, wide, parents
     )
     is_found = (column + 1) * metadata.block_size <= prompts.usable[:, None]
-    is_found &= hash_tables.is_same(metadata, block, asked)
+    is_found &= hash_tables.is_same(metadata, block, wanted)
     return jnp.where(is_found, block, nothing), wide
 
 

@@ -58,8 +58,8 @@ def _note_texts(metadata: Metadata, seq_ids: jax.Array, tokens: jax.Array) -> Me
     row = jnp.where(is_live, seq_ids, metadata.max_sequences)[:, None]
     position = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     length = gather(metadata.context_lengths, seq_ids)[:, None]
-    told = jnp.where(position < length, tokens, -1)
-    return record_texts(metadata, row, position, told)
+    recorded = jnp.where(position < length, tokens, -1)
+    return record_texts(metadata, row, position, recorded)
 
 
 def _plan_whole(cache: Cache, seq_ids: jax.Array) -> Batch:

@@ -665,7 +665,7 @@ class Engine:
         """Submit a prompt, as the continuation of a parked sequence if given."""
         self._check_leads()
         try:
-            checked = check_request(self._limits, request, self._scheduler.domains)
+            checked = check_request(self._limits, request, self._scheduler.salt_numbers)
         except RequestRefused:
             self._scheduler.count_refused()
             raise

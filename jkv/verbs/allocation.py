@@ -84,11 +84,11 @@ def allocate(
     """
     prompts = None if tokens is None else requests.as_prompts(tokens)
     num_prompts = None if prompts is None else prompts.shape[0]
-    counts, domains = requests.broadcast(
+    counts, salts = requests.broadcast(
         num_prompts, num_tokens=num_tokens, salts=requests.as_salts("salts", salts)
     )
     kept = jax.tree.map(requests.as_index, keep_free)
-    metadata, result, moves = _allocate(cache.metadata, counts, prompts, domains, kept)
+    metadata, result, moves = _allocate(cache.metadata, counts, prompts, salts, kept)
     return cache.follow(metadata, moves), result
 
 

@@ -92,24 +92,24 @@ def append(
     else:
         requests.check_static("max_query_length", max_query_length, 1)
         num_rows = num_requests * max_query_length
-    told = None
+    recorded = None
     if tokens is not None:
-        (told,) = requests.broadcast(tokens=tokens)
-        if told.shape != (num_rows,):
+        (recorded,) = requests.broadcast(tokens=tokens)
+        if recorded.shape != (num_rows,):
             raise ValueError(
                 f"tokens must be i32[R] with R = {num_rows} rows, got "
-                f"{told.dtype}{list(told.shape)}"
+                f"{recorded.dtype}{list(recorded.shape)}"
             )
     if not cache.metadata.records_tokens:
-        told = None
-    elif told is None:
-        told = jnp.full((num_rows,), -1, jnp.int32)
+        recorded = None
+    elif recorded is None:
+        recorded = jnp.full((num_rows,), -1, jnp.int32)
     pending = _read_pending_counts(cache.metadata, num_tokens, num_pending)
     metadata, plan = _append(
         cache.metadata,
         seq_ids,
         num_tokens,
-        told,
+        recorded,
         pending,
         num_rows=num_rows,
         max_query_length=max_query_length,

@@ -16,9 +16,9 @@ from jkv.attention.kernel.backend import Way
 from jkv.attention.kernel.launches.slots import store_rows
 from jkv.commands import bookkeeping, collectives, correctness, diagnosis, stores
 from jkv.commands.diagnosis import main
-from jkv.commands.ending import run_process
+from jkv.commands.exiting import run_process
 from jkv.commands.facts import list_known_faults
-from jkv.commands.report import Report, Step, judge, say_duration
+from jkv.commands.report import Report, Step, format_duration, judge
 
 
 @pytest.fixture
@@ -272,7 +272,7 @@ def test_after_ctrl_c_the_process_ends_with_all_threads(monkeypatch, capsys):
 
 @pytest.mark.one_end
 def test_what_is_left_is_said_roughly():
-    said = [say_duration(seconds) for seconds in (1, 43, 89, 100, 600)]
+    said = [format_duration(seconds) for seconds in (1, 43, 89, 100, 600)]
     assert said == ["5 s", "45 s", "90 s", "2 min", "10 min"]
 
 

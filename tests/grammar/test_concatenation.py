@@ -160,11 +160,11 @@ def test_what_cannot_wait_or_stand_is_refused():
 
 def test_parts_are_kept_by_what_they_say(tmp_path):
     """In a folder, one file for each language."""
-    asked = [parts for parts, _ in CASES.values()]
+    cache_key = [parts for parts, _ in CASES.values()]
     for _ in range(2):
-        for parts in asked:
+        for parts in cache_key:
             concatenate(parts, VOCABULARY, folder=tmp_path)
-    assert len([*tmp_path.iterdir()]) == len(asked)
+    assert len([*tmp_path.iterdir()]) == len(cache_key)
 
 
 def test_one_text_is_no_list_of_texts():

@@ -37,8 +37,8 @@ MAKERS = {
 
 
 def make(name, folder, vocabulary=VOCABULARY):
-    maker, asked, options = MAKERS[name]
-    given = () if asked is None else (asked,)
+    maker, cache_key, options = MAKERS[name]
+    given = () if cache_key is None else (cache_key,)
     return maker(*given, vocabulary, folder=folder, **options)
 
 

@@ -253,7 +253,7 @@ def test_texts_that_were_not_seen_for_long_are_stored_nowhere(monkeypatch):
     for salt in "abc":
         engine.results(engine.submit(TEXT, salt=salt))
     engine.close()
-    left = {domain for _, domain in store._roots}
+    left = {salt for _, salt in store._roots}
     assert left == {hash_of(text) for text in "bc"}
 
 

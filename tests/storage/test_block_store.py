@@ -92,9 +92,9 @@ def test_what_was_put_is_found_to_the_bit(where, tmp_path):
             assert store.count(list(prompt), salt) == max(held, default=0)
             num_found += len(found)
     assert num_found > 20
-    for salt in range(2, 9):  # domains that nobody stored anything in
+    for salt in range(2, 9):  # salts without stored blocks
         assert store.find([1] * 9, salt) is None
-    assert {domain for _, domain in store._roots} <= {0, 1}
+    assert {salt for _, salt in store._roots} <= {0, 1}
     store.clear()
     assert store.nbytes == store.num_blocks == store.folder_bytes == 0
 

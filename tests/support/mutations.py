@@ -118,9 +118,9 @@ MUTATIONS = (
         "same = theirs.salts == theirs.salts",
     ),
     Mutation(
-        "hit-in-another-domain",
+        "hit-in-another-salt",
         "metadata",
-        "A block of another domain whose hash is right is taken for a hit.",
+        "A block of another salt whose hash is right is taken for a hit.",
         "same &= theirs.salts == prefixes.salts",
         "same &= theirs.salts == theirs.salts",
     ),
@@ -396,9 +396,9 @@ MUTATIONS = (
         "-(-max(int(self.lengths[row]), 0) // self.group.block_size)",
     ),
     Mutation(
-        "check-overlooks-another-domain",
+        "check-overlooks-another-salt",
         "inspection",
-        "check does not notice that a block and its parent are of different domains.",
+        "check does not notice that a block and its parent have different salts.",
         "parent != nothing and salts[parent] != salts[block]",
         "parent != nothing and salts[block] != salts[block]",
     ),
@@ -852,7 +852,7 @@ MUTATIONS = (
     Mutation(
         "snapshot-of-a-forgotten-text-found",
         "metadata",
-        "A domain that was invalidated keeps its snapshots.",
+        "A salt that was invalidated keeps its snapshots.",
         "salt is None or known.salts == salt",
         "salt is None or known.salts != known.salts",
     ),

@@ -155,14 +155,14 @@ def score(
         raise UsageError(
             "continuations must be given, unless prompts is a TrajectoryTree"
         )
-    asked = as_prompts(prompts, "prompts")
+    prompt_rows = as_prompts(prompts, "prompts")
     given = as_prompts(continuations, "continuations")
-    check_counts(asked, given)
-    usual = score_two_levels(scored, asked, given)
+    check_counts(prompt_rows, given)
+    usual = score_two_levels(scored, prompt_rows, given)
     if shape is None:
         return usual
     scored = scored._replace(params=jax.lax.stop_gradient(params))
-    values = score_exactly(scored, shape, asked, given)
+    values = score_exactly(scored, shape, prompt_rows, given)
     return _with_derivative_of(values, usual)
 
 

@@ -173,12 +173,10 @@ class Arrivals(NamedTuple):
             arrivals._put(lane, state, first, samples)
         return arrivals
 
-    def _put(
-        self, lane: int, state: RequestState, first: int, num_samples: int
-    ) -> None:
+    def _put(self, lane: int, state: RequestState, first: int, most: int) -> None:
         request = state.request
-        count = min(num_samples, request.n - first)
-        self.indices[lane] = state.samples[first].sequence // num_samples
+        count = min(most, request.n - first)
+        self.indices[lane] = state.samples[first].sequence // most
         self.tokens[lane, : len(request.tokens)] = request.tokens
         self.limits[lane] = request.max_new_tokens
         self.stop_tokens[lane, : len(request.stop_tokens)] = request.stop_tokens

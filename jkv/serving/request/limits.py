@@ -155,7 +155,7 @@ class Limits(NamedTuple):
 
 
 def check_request(
-    limits: Limits, request: Request, domains: SaltNumbers
+    limits: Limits, request: Request, numbers: SaltNumbers
 ) -> CheckedRequest:
     """Return a request after validation and conversion; raise `RequestRefused`."""
     given = dict(vars(request))
@@ -189,7 +189,7 @@ def check_request(
             for sequence in request.stop_sequences
         ),
         stop_strings=strings,
-        salt=_read_salt(request.salt, domains),
+        salt=_read_salt(request.salt, numbers),
         client=_read_client(request.client),
     )
     checked = CheckedRequest(**given | read)
@@ -211,7 +211,7 @@ def split_batch(
     n, spread = one.n, _spread_sampling(one.sampling, len(rows) * one.n)
     bound = I32.max if one.max_new_tokens is None else one.max_new_tokens
     most = np.broadcast_to(bound if limits is None else np.asarray(limits), len(rows))
-    domains = np.broadcast_to(np.asarray(as_salts("salts", salts)), len(rows))
+    own_salts = np.broadcast_to(np.asarray(as_salts("salts", salts)), len(rows))
     for i, row in enumerate(rows):
         own = {name: values[i * n : (i + 1) * n] for name, values in spread.items()}
         yield dataclasses.replace(
@@ -219,7 +219,7 @@ def split_batch(
             tokens=row[: np.argmax(np.append(row, -1) < 0)],
             max_new_tokens=min(int(most[i]), bound),
             sampling=Sampling(**own),
-            salt=int(domains[i]),
+            salt=int(own_salts[i]),
         )
 
 
@@ -237,14 +237,14 @@ def as_token_ids(name: str, tokens: Integers) -> np.ndarray[Any, Any]:
     return ids.astype(np.int32)
 
 
-def _read_salt(salt: Any, domains: SaltNumbers) -> int:
+def _read_salt(salt: Any, numbers: SaltNumbers) -> int:
     """Return the number of a salt; raise for other types."""
     if isinstance(salt, int | np.integer):
         salt = int(np.asarray(as_salts("salt", salt)))
     elif not isinstance(salt, str):
         raise RequestRefused(f"salt must be an int or a str, got {salt!r:.60}")
     try:
-        return domains.number(salt)
+        return numbers.number(salt)
     except ValueError as error:
         raise RequestRefused(str(error)) from error
 

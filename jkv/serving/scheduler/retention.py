@@ -175,7 +175,7 @@ class Offloading:
         store: BlockStore,
         share: float,
         version: str | None,  # of the weights; None: the store's, or a digest
-        domains: SaltNumbers,
+        salt_numbers: SaltNumbers,
         keeping: Keeping,
     ):
         if isinstance(loop, SharedLoop):
@@ -188,7 +188,7 @@ class Offloading:
         store.belong(Layout.of(loop.cache))
         self._loop, self._store, self._keeping = loop, store, keeping
         version = version or store.version or loop.digest_weights()
-        self._names = Names(version, domains.name)
+        self._names = Names(version, salt_numbers.name)
         sizes = [*loop.num_blocks]
         if num_places := loop.cache.metadata.index.num_places:
             sizes.append(num_places)

@@ -155,7 +155,7 @@ class Scheduler:
         self.measures.free_blocks = sum(loop.num_blocks)
         kept_for, most = options.park_seconds, options.max_parked_bytes
         self.parking = Parking(loop, kept_for, most, options.clock, self.lock)
-        self.domains, self._keeping = SaltNumbers(), Keeping(loop, options.clock)
+        self.salt_numbers, self._keeping = SaltNumbers(), Keeping(loop, options.clock)
         self.offloading: Offloading | NoOffloading = NoOffloading()
         if options.store is not None:
             self.offloading = Offloading(
@@ -163,7 +163,7 @@ class Scheduler:
                 options.store,
                 options.store_share,
                 options.store_version,
-                self.domains,
+                self.salt_numbers,
                 self._keeping,
             )
         self._versions = Versions()
@@ -353,7 +353,7 @@ class Scheduler:
             if not isinstance(error, Exception):
                 raise
         with self.lock:
-            return self._news.tell(self._cancel)
+            return self._news.report(self._cancel)
 
     def _start_window(self) -> _Window | None:
         with self.lock:

@@ -68,8 +68,10 @@ def _write_while(w: Writer, params: dict[str, Any], given: Any) -> list[Value]:
         f"scf.while ({_pair(inside, values)}) : ({types}) -> ({types}) {{",
         [each.type for each in values],
     )
-    asked = abstract_values(inside)
-    (goes_on,) = w.walk(params["cond_jaxpr"], asked[:of_test] + asked[num_consts:])
+    abstract = abstract_values(inside)
+    (goes_on,) = w.walk(
+        params["cond_jaxpr"], abstract[:of_test] + abstract[num_consts:]
+    )
     w.lines.append(f"scf.condition({goes_on.name}) {_list(inside)}")
     inside, _ = _enter(w, values)
     parameters = ", ".join(f"{each.name}: {each.type}" for each in inside)

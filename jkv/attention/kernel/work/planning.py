@@ -80,14 +80,14 @@ def plan_work(
 
 @functools.partial(jax.jit, static_argnames=("sizes", "step"))
 def _list_all(
-    asked: Requests,
+    given: Requests,
     reference_counts: jax.Array,
     *,
     sizes: tuple[ListSizes, ...],
     step: StepShape,
 ) -> tuple[WorkList, ...]:
     requests = make_requests(
-        asked,
+        given,
         num_rows=step.num_rows,
         block_size=step.num_parts * step.part_size,
         max_query_length=1 if step.is_decoding else None,
