@@ -49,7 +49,7 @@ def find_names(queries, pools, platform, *, by_position, has_gradient):
         ("sm_100", dict(head_dim=64, dtype="float32"), False, True),
     ],
 )
-def test_a_program_has_the_kernels_that_are_told_of(
+def test_programs_contain_the_reported_kernels(
     monkeypatch, target, options, forward, derivative
 ):
     platform = "rocm" if target.startswith("gfx") else "cuda"
@@ -80,7 +80,7 @@ def said(capsys, *arguments):
     return capsys.readouterr().out
 
 
-def test_a_shape_on_a_card(capsys):
+def test_paths_of_a_shape_on_a_gpu(capsys):
     text = said(
         capsys, "--model", "num_kv_heads=8,head_dim=128", "--gpu", "gfx942"
     ).splitlines()
@@ -104,7 +104,7 @@ def test_a_shape_on_a_card(capsys):
     ]
 
 
-def test_models_whose_layers_differ_or_share_or_keep_states(capsys):
+def test_paths_of_mixed_shared_and_recurrent_layers(capsys):
     text = said(capsys, "--model", str(CHECKPOINTS / "gemma4"), "--gpu", "gfx942")
     assert text.count(" kv heads of ") == 2
     text = said(capsys, "--model", str(CHECKPOINTS / "deepseek_v3"), "--gpu", "sm_90")
@@ -119,7 +119,7 @@ def test_models_whose_layers_differ_or_share_or_keep_states(capsys):
     assert text.count("because the key head dim must be a multiple of 8") == 2
 
 
-def test_the_card_at_hand_is_asked_for_first(capsys, monkeypatch):
+def test_the_local_gpu_is_the_default(capsys, monkeypatch):
     text = said(capsys, "--model", "num_kv_heads=1,head_dim=64")
     cards = [line for line in text.splitlines() if line.endswith(":")]
     assert {"gfx942:", "gfx1201:", "sm_90:", "sm_100:"} <= {*cards}
@@ -144,7 +144,7 @@ def test_the_card_at_hand_is_asked_for_first(capsys, monkeypatch):
         (["--first-light", "--model", "a"], "excludes --quick and --model"),
     ],
 )
-def test_mistakes_are_told_in_one_line(capsys, arguments, words):
+def test_invalid_arguments_print_one_line(capsys, arguments, words):
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     text = capsys.readouterr().err

@@ -28,7 +28,7 @@ def pages_row(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_table_of_models_is_what_a_cache_takes(name):
+def test_the_model_table_equals_cache_bytes(name):
     layers, num_windowed, window, context, heads, dim = MODELS[name]
     windows = [window] * num_windowed + [None] * (layers - num_windowed)
 

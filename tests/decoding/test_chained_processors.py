@@ -125,7 +125,7 @@ def run_alone(prompts, limits, sampling, variants):
     return play_alone(prompts, limits, sampling, plain, biases)
 
 
-def test_chained_texts_are_those_of_each_alone():
+def test_chained_processors_equal_plain_python():
     """Queue, samples, preemptions, look-up, tags that are forced or banned."""
     rng = np.random.default_rng(10)
     links, seen, preemptions, accepted, tags = make_chain(), set(), 0, 0, 0

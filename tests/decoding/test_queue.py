@@ -287,7 +287,7 @@ def test_the_loop_updates_the_pool_in_place():
     assert planned and moved == []
 
 
-def test_what_is_donated_is_gone_without_a_trace():
+def test_donated_loops_release_all_memory():
     call, cache, counts = draw_call(np.random.default_rng(4), 3), copied(pool()), []
     for _ in range(4):
         given = cache
@@ -301,7 +301,7 @@ def test_what_is_donated_is_gone_without_a_trace():
 
 
 @pytest.mark.one_end
-def test_what_never_fits_ends_and_blocks_no_other():
+def test_oversized_sequences_end_without_blocking_others():
     rng = np.random.default_rng(7)
     call = draw_call(rng, 9, num_blocks=3)
     call.limits[:] = [NEW_TOKENS] * PROMPTS

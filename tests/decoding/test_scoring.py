@@ -139,7 +139,7 @@ def test_a_prompt_is_computed_once_for_all_texts():
 
 
 @pytest.mark.one_end
-def test_logits_are_computed_of_asked_rows_alone():
+def test_only_scored_rows_compute_logits():
     """Of the prompts' rows only the last ones become logits."""
     jaxpr = jax.make_jaxpr(lambda p: make_score()(p, PROMPTS, CONTINUATIONS))(
         attention_params()

@@ -83,7 +83,7 @@ def run_alone(prompts, limits, sampling):
 
 
 @pytest.mark.one_end
-def test_texts_are_those_without_guesses_in_every_pool():
+def test_speculation_preserves_sequences_in_every_pool():
     """Refills, samples that fork, preemptions, prefix hits, limits, sampled texts."""
     rng = np.random.default_rng(1)
     accepted = preemptions = cached = drafted = 0
@@ -173,7 +173,7 @@ def play_long(right, present):
 
 
 @pytest.mark.one_end
-def test_guesses_that_fail_are_rarer_and_rarer():
+def test_rejected_drafts_back_off_exponentially():
     """Of 2,000 steps with seven wrong draft tokens, seven are verified."""
     tries = play([0] * 8, 2000).any(axis=1)
     assert tries.nonzero()[0].tolist() == [0, 17, 82, 339, 852, 1365, 1878]
@@ -209,7 +209,7 @@ def test_a_new_text_is_believed_to_be_like_the_others():
 
 
 @pytest.mark.one_end
-def test_a_step_with_few_guesses_has_few_rows():
+def test_steps_with_few_draft_tokens_have_few_rows():
     assert row_sizes(8, 7) == (22, 64)
     assert row_sizes(1, 7) == (8,) and row_sizes(2, 7) == (16,)
     assert row_sizes(3, 3) == (6, 12)  # of the games above
@@ -249,7 +249,7 @@ def test_a_model_without_logits_of_all_rows_is_refused():
 
 
 @pytest.mark.one_end
-def test_guesses_that_cannot_fail_are_always_made_and_tell_nothing_of_others():
+def test_forced_draft_tokens_are_always_drafted_and_not_counted():
     """Three tokens are forced, four looked up, which fail."""
     pace, forced = Pace.begin(8, 7, COST), jnp.full((8,), 3, jnp.int32)
     for _ in range(20):

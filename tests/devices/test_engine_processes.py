@@ -38,7 +38,7 @@ SIZES = find_sizes(
 @pytest.mark.further
 @pytest.mark.one_end  # the second process finds no compiled program: JAX writes one's
 @pytest.mark.parametrize("axes", ["heads", *further(["context", "heads,context"])])
-def test_an_engine_of_two_processes_gives_what_one_gives(axes):
+def test_an_engine_on_two_processes_equals_one(axes):
     """The program of each, with its assertions, is in `serving_processes.py`."""
     run_pair(SCRIPT, axes)
 

@@ -153,7 +153,7 @@ def by_looking_up(*_):
 
 @pytest.mark.one_end
 @pytest.mark.parametrize("guess", [by_draft, *further([by_looking_up])])
-def test_each_rank_guesses_tokens_of_its_own_texts(guess):
+def test_each_rank_drafts_for_its_own_sequences(guess):
     """Texts follow the table."""
     mesh = AUTO._replace(axes=(("dp", 2),)).mesh
     config = dataclasses.replace(CONFIG, max_context_length=64)
@@ -181,7 +181,7 @@ def test_each_prompt_goes_where_most_blocks_are_left():
 
 
 @pytest.mark.one_end
-def test_a_verb_on_several_pools_says_how_to_call_it():
+def test_verbs_on_several_pools_suggest_over_pools():
     cache = init()
     with pytest.raises(ValueError, match=r"jkv.over_pools\(append\)"):
         jkv.append(cache, [0])

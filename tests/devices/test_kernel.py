@@ -60,7 +60,7 @@ def test_the_interpreted_kernel_equals_the_plain_path(is_manual):
 
 
 @pytest.mark.parametrize("dtype", dealt(["bfloat16", "int8", "float32"]))
-def test_each_device_stores_what_it_has(dtype, monkeypatch):
+def test_each_device_stores_its_shard(dtype, monkeypatch):
     """Two kv heads of four, and half of the tokens of each block, by the kernel."""
     config = dataclasses.replace(
         AUTO.config, num_kv_heads=4, num_blocks=4, dtype=dtype, value_head_dim=None
@@ -97,7 +97,7 @@ MESHES = itertools.product([AxisType.Auto, AxisType.Explicit], [1, 2])
 
 
 @pytest.mark.parametrize("axis_type, context", dealt(MESHES, turn=2, share=4), ids=str)
-def test_each_card_launches_the_kernel_for_what_it_has(axis_type, context):
+def test_each_gpu_launches_the_kernel_for_its_shard(axis_type, context):
     """Without a word from the user: eight ROCm cards, each with one of eight heads.
 
     Or pairs of GPUs with two heads each; both have half of every block.

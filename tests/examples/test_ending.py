@@ -97,7 +97,7 @@ def test_a_job_in_the_background_goes_on(capsys):
         (ModuleNotFoundError("no uvicorn", name="uvicorn"), 1, "'.[http]'"),
     ],
 )
-def test_what_is_no_fault_of_the_program(capsys, error, status, says):
+def test_expected_errors_print_one_line(capsys, error, status, says):
     with (
         pytest.raises(SystemExit) as ended,
         ending.ending_in_one_line(),

@@ -182,7 +182,7 @@ def test_a_window_as_long_as_the_texts_needs_no_groups():
         ({"do_sample": False}, ["--temperature", "0.3"], dict(temperature=0.3)),
     ],
 )
-def test_the_checkpoint_says_how_to_sample(
+def test_generation_config_sets_sampling_defaults(
     monkeypatch, tmp_path, settings, arguments, expected
 ):
     """The command line comes first, then generation_config.json, then our defaults."""

@@ -109,7 +109,7 @@ KINDS = {
 
 @pytest.mark.one_end
 @pytest.mark.parametrize("kind", few(KINDS, "packed values", "latent"))
-def test_attention_reads_what_is_stored(kind):
+def test_attention_reads_the_stored_encoding(kind):
     """Keys and values in formats of their own, beside floats of the same numbers."""
     of_keys, of_values = KINDS[kind]
     device = DeviceType(DEFAULT, None)

@@ -94,7 +94,7 @@ def judge(text, names, *, has_text, is_single):
         ("g", True, dict(names="g", has_text=False, is_single=True)),
     ],
 )
-def test_masks_are_those_of_a_judge(choice, is_parallel, cache_key):
+def test_tool_call_masks_equal_a_validator(choice, is_parallel, asked):
     grammar = HostGrammar(
         from_tools(
             TOOLS,
@@ -110,8 +110,8 @@ def test_masks_are_those_of_a_judge(choice, is_parallel, cache_key):
     num_whole = 0
     for state in (order := [grammar.start()]):
         text, allowed = texts[state], grammar.allowed(state)
-        is_whole = judge(text, **cache_key)[1]
-        expected = {t for t, p in enumerate(PIECES) if judge(text + p, **cache_key)[0]}
+        is_whole = judge(text, **asked)[1]
+        expected = {t for t, p in enumerate(PIECES) if judge(text + p, **asked)[0]}
         assert allowed == expected | ({END} if is_whole else set()), text
         num_whole += is_whole
         for token in sorted(expected):
@@ -124,7 +124,7 @@ def test_masks_are_those_of_a_judge(choice, is_parallel, cache_key):
     assert len(order) == grammar.grammar.num_states
     # Some texts end in the middle of a tag, and none in the middle of a character.
     ends = {texts[state][-2:] for state in order if END in grammar.allowed(state)}
-    assert (b"<t" in ends) == cache_key["has_text"] and num_whole
+    assert (b"<t" in ends) == asked["has_text"] and num_whole
     assert not any(end.endswith(b"\xc3") for end in ends)
 
 

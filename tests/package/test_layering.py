@@ -330,7 +330,7 @@ def test_rooms_have_no_circles_inside() -> None:
                 del below[name]
 
 
-def test_loops_are_those_that_work_inside_shard_map() -> None:
+def test_loops_work_inside_shard_map() -> None:
     """`lax` has its own for `jkv.sharding.loops`, and for code outside a step."""
     kernels = (
         *("isolation", "join", "query_gradients", "scores", "token_gradients"),
@@ -404,7 +404,7 @@ def test_only_runtime_packages_are_imported() -> None:
 
 
 @pytest.mark.parametrize("package", ["", "decoding"])
-def test_names_that_come_later_are_those_that_checkers_see(package: str) -> None:
+def test_lazy_names_equal_the_type_checked_imports(package: str) -> None:
     path = PACKAGE / package / "__init__.py"
     checked: dict[str, str] = {}
     for block in ast.parse(path.read_text()).body:

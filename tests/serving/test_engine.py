@@ -81,7 +81,7 @@ def test_a_batch_is_continued_as_each_prompt_is_alone():
 
 
 @pytest.mark.one_end
-def test_an_ask_is_its_fields():
+def test_a_request_equals_its_keyword_fields():
     engine, request = make_engine(), draw_request(np.random.default_rng(4))
     numbers = [engine.submit(**request), engine.submit(Request(**request))]
     named, asked = (
@@ -119,7 +119,7 @@ def refused(engine, *args, **options):
 
 
 @pytest.mark.one_end
-def test_what_never_fits_is_refused_with_the_numbers():
+def test_oversized_requests_are_refused_with_the_sizes():
     engine = make_engine(free_blocks=2)
     text, reason = refused(engine, range(9))
     assert "2 blocks of 4 tokens, got 9 tokens, which need 3" in text

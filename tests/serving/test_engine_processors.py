@@ -20,7 +20,7 @@ from jkv.serving.device.programs import exchange, run_window
 pytestmark = pytest.mark.one_end
 
 
-def test_steered_requests_get_the_texts_they_get_alone():
+def test_processed_requests_equal_runs_alone():
     """With look-up, cancelled ones, refills, and processors replaced in between."""
     rng = np.random.default_rng(6)
     automata, reasons = make_automata(0, 3, VOCABULARY), set()
@@ -49,7 +49,7 @@ def test_steered_requests_get_the_texts_they_get_alone():
     assert_released(engine)
 
 
-def test_what_an_engine_cannot_steer_is_refused():
+def test_invalid_variants_and_processors_are_refused():
     engine = make_engine(logits_processor=make_automata(0, 3, VOCABULARY))
     for variant in (3, -2):
         with pytest.raises(RequestRefused, match=r"-1 \(none\) or below 3"):

@@ -326,7 +326,7 @@ def test_many_requests_leave_memory_and_blocks_free():
 
 @pytest.mark.further
 @pytest.mark.one_end
-def test_a_text_whose_numbers_broke_ends_alone():
+def test_a_request_with_nan_logits_ends_alone():
     """Of sixteen, by attention in loops, as calls that are not small have it."""
     model = functools.partial(attention_model, implementation="xla")
     sound = attention_params()

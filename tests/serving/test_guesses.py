@@ -87,7 +87,7 @@ def assert_released(engine, free_blocks):
     assert stats.waiting == stats.running == stats.preempted == 0
 
 
-def test_looked_up_texts_are_what_they_are_alone():
+def test_prompt_lookup_preserves_completions():
     """Sampled ones too, NaN, and cancelled ones."""
     totals = np.zeros(3, int)
     for seed, free_blocks in enumerate([5, 24, 6, 24]):
@@ -107,7 +107,7 @@ def test_looked_up_texts_are_what_they_are_alone():
 
 
 @pytest.mark.parametrize("free_blocks, of_draft", [(24, 24), (6, 7)])
-def test_drafted_texts_are_what_they_are_alone(free_blocks, of_draft):
+def test_draft_models_preserve_completions(free_blocks, of_draft):
     """Greedy ones. The draft has room for both texts, or for some more than one."""
     rng = np.random.default_rng(free_blocks)
     engine = make_engine(draft(pool(of_draft)), pool(free_blocks))

@@ -30,7 +30,7 @@ def play(engine, prompts=PROMPTS, rounds=3):
     return results
 
 
-def test_what_the_pool_loses_is_found_again():
+def test_evicted_blocks_are_restored():
     expected = play(make_engine(free_blocks=FREE_BLOCKS))
     store = jkv.BlockStore(2**20)
     engine = make_engine(free_blocks=FREE_BLOCKS, store=store, store_share=0.9)
@@ -91,7 +91,7 @@ def test_random_requests_are_answered_as_without_a_store(seed):
     assert engine.stats().restored_tokens > 0
 
 
-def test_a_later_engine_finds_what_an_earlier_one_left_in_a_folder(tmp_path):
+def test_a_later_engine_restores_blocks_from_the_folder(tmp_path):
     def make():
         store = jkv.BlockStore(
             2**12, folder=tmp_path, max_folder_bytes=2**20, version="a"
@@ -166,7 +166,7 @@ def test_engines_of_one_store_object_share_no_block_of_other_weights():
     assert count_restored(old) == count_restored(new) == 12
 
 
-def test_weights_are_named_by_whom_it_is_said(tmp_path):
+def test_store_version_names_the_weights(tmp_path):
     """With one name they share, for any weights; with different names they do not."""
     fill(folder_of(tmp_path), 0, store_version="a")
     for name, restored in (("a", 12), ("b", 0), (None, 0)):
@@ -183,7 +183,7 @@ def test_weights_are_named_by_whom_it_is_said(tmp_path):
         folder_of(tmp_path)
 
 
-def test_blocks_of_several_weights_are_kept_from_those_of_one(tmp_path):
+def test_blocks_of_mixed_weights_have_their_own_store_version(tmp_path):
     """With keep_cached stored blocks remain, under a name of their own."""
     store = jkv.BlockStore(2**20, folder=tmp_path, max_folder_bytes=2**20)
     engine = make_versioned(store=store, store_share=1.0)
@@ -258,7 +258,7 @@ def test_texts_that_were_not_seen_for_long_are_stored_nowhere(monkeypatch):
 
 
 @pytest.mark.parametrize("copying, restored", [(1.0, 0), (1e-4, 8)])
-def test_what_copies_slower_than_it_computes_is_computed(copying, restored):
+def test_slow_restores_are_replaced_by_computation(copying, restored):
     store = jkv.BlockStore(2**20)
     engine = make_engine(free_blocks=FREE_BLOCKS, store=store, store_share=0.9)
     play(engine, rounds=1)
@@ -325,7 +325,7 @@ def test_states_come_back_with_their_blocks(kind):
     assert engine.stats().restored_tokens > 0
 
 
-def test_what_cannot_be_stored_is_refused():
+def test_invalid_stores_are_refused():
     store = jkv.BlockStore(2**20)
     with pytest.raises(ValueError, match="no prefix index"):
         plain = jkv.CacheConfig(

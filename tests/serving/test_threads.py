@@ -110,7 +110,7 @@ def test_a_closed_event_loop_is_a_consumer_that_left():
     assert_released(engine)
 
 
-def test_closing_cancels_what_goes_on():
+def test_closing_cancels_unfinished_requests():
     with make_engine(checks=False) as engine:
         numbers = [engine.submit([i], max_new_tokens=12) for i in range(20)]
     reasons = {engine.results(number)[0].reason for number in numbers}
@@ -122,7 +122,7 @@ def test_closing_cancels_what_goes_on():
         assert len(engine.generate([[1]], max_new_tokens=2)[0].tokens) == 2
 
 
-def test_those_who_wait_hear_of_a_failure():
+def test_waiting_callers_receive_the_failure():
     engine = make_engine(checks=False)
     engine.warm_up()
 

@@ -224,7 +224,7 @@ class TestSequences:
 
 class TestTheFile:
     @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
-    def test_is_what_others_read_as_safetensors(self, path, dtype):
+    def test_files_are_readable_as_safetensors(self, path, dtype):
         cache = busy(dtype=dtype)
         jkv.save(path, cache)
         with safetensors.safe_open(path, framework="np") as file:

@@ -129,7 +129,7 @@ def test_a_backend_is_a_value():
 @pytest.mark.one_end
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the toy is for CPUs")
 @pytest.mark.usefixtures("toy")
-def test_a_backend_says_what_it_does_not_take():
+def test_a_named_backend_refuses_unsupported_calls():
     named, rows = attend(3, implementation="toy")
     with pytest.raises(
         NotImplementedError, match="'toy' does not support this call: it takes"

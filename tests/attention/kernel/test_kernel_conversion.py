@@ -29,7 +29,7 @@ def meaning(kv_dtype):
 
 
 @pytest.mark.parametrize("kv_dtype", FORMATS)
-def test_operands_are_what_the_codes_mean(kv_dtype):
+def test_operands_equal_the_decoded_codes(kv_dtype):
     """By bits, as on a card, and as interpreted.
 
     By bits e4m3's small numbers are subnormal ones of float32 for a while, which this

@@ -167,7 +167,7 @@ REFERRED, SECOND, *FURTHER = CASES
 
 
 @pytest.mark.parametrize("name", few(with_further(CASES, *FURTHER), REFERRED))
-def test_equal_those_of_the_plain_path(name):
+def test_gradients_equal_the_plain_path(name):
     """Queries, keys, values, sinks and scale; unused slots hold NaN and get zeros."""
     this = CASES[name]
     variables, requests = this.arguments()
@@ -333,7 +333,7 @@ def score_loss(implementation, head_dim=32):
     "platform, target, head_dim", [("cuda", "sm_90", 32), ("rocm", "gfx942", 64)]
 )
 @pytest.mark.one_end
-def test_scores_take_it_where_there_is_a_card(monkeypatch, platform, target, head_dim):
+def test_score_uses_the_kernel_on_a_gpu(monkeypatch, platform, target, head_dim):
     """Their keys and values are float32, which cards multiply in different ways."""
     monkeypatch.setattr(backend, "find_target", {platform: target}.get)
     loss, params = score_loss(None, head_dim)

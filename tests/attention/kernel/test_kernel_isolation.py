@@ -252,7 +252,7 @@ FURTHER = "bfloat16", "int8", "latent", "by position", "by position, latent"
 
 
 @pytest.mark.parametrize("name", with_further(CASES, *FURTHER))
-def test_what_is_not_finite_stays_where_it_is_seen(name):
+def test_non_finite_values_affect_only_rows_that_attend_to_them(name):
     check(CASES[name])
 
 

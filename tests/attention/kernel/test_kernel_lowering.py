@@ -138,7 +138,7 @@ def test_byte_pools_of_two_to_four_gib_are_refused():
 
 
 @pytest.mark.one_end
-def test_cards_and_families():
+def test_gpus_belong_to_families():
     expected = {
         ("rocm", "gfx90a"): "cdna",
         ("rocm", "gfx942"): "cdna",
@@ -162,7 +162,7 @@ def test_cards_and_families():
 
 
 @pytest.mark.one_end
-def test_what_has_no_row_is_said():
+def test_missing_table_rows_are_reported():
     float32 = make_shapes(dtype="float32")
     assert why_not(*float32, "rocm", "gfx942") is None
     for card in ("gfx1100", "gfx1201"):

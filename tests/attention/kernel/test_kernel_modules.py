@@ -299,7 +299,7 @@ def refuse(x_ref, out_ref, *, what):
         ),
     ],
 )
-def test_what_has_no_rule_is_said(what, dtype, said):
+def test_primitives_without_a_rule_are_reported(what, dtype, said):
     kernel = functools.partial(refuse, what=what)
     with pytest.raises(NotImplementedError, match=f"(?s){said}"):
         lower_toy(kernel, "rocm", written_for("rocm"), dtype)

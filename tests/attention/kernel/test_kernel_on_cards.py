@@ -86,7 +86,7 @@ def test_every_shape_has_a_tile(path, monkeypatch):
     ],
     ids=str,
 )
-def test_the_nearest_shape_that_a_card_serves(shape, target, expected):
+def test_fit_returns_the_nearest_supported_shape(shape, target, expected):
     assert find_fit(shape, name_card(target)) == expected
 
 
@@ -98,14 +98,14 @@ def test_bytes_have_a_derivative_on_one_family(dtype):
     assert served == ["gfx942"]
 
 
-def test_a_card_without_any_tile_is_named(monkeypatch):
+def test_a_gpu_without_tiles_is_named(monkeypatch):
     monkeypatch.setattr(served_shapes, "CARD", name_card("gfx906"))
     with pytest.raises(LookupError, match="gfx906 has no tile for Shape"):
         fit(Shape())
 
 
 @pytest.mark.skipif(not IS_INTERPRETED, reason="a card has no tile for some shapes")
-def test_a_shape_that_no_test_has_asked_for_is_refused():
+def test_an_unregistered_shape_is_refused():
     sizes = {"query_lengths": (1,), "context_lengths": (4,), "head_dim": 200}
     operands = make_operands(Workload(name="wide", num_layers=1, **sizes))
     tables, *lengths = operands[3:7]

@@ -164,7 +164,7 @@ def test_scoring_uses_the_lists_of_its_step(num_listed):
 
 @pytest.mark.one_end
 @pytest.mark.usefixtures("with_mi300x")
-def test_a_card_is_known_by_its_table():
+def test_plans_use_the_tuning_of_the_gpu():
     cache = jax.eval_shape(lambda: jkv.init(CONFIG))
     batch = jax.eval_shape(lambda cache: jkv.append(cache, [0, 1])[1], cache)
     # As many programs as an MI300X holds, for two kv heads.
@@ -173,7 +173,7 @@ def test_a_card_is_known_by_its_table():
 
 
 @pytest.mark.one_end
-def test_without_a_card_nothing_is_listed():
+def test_without_a_gpu_no_work_is_listed():
     cache = jax.eval_shape(lambda: jkv.init(CONFIG))
     batch = jax.eval_shape(lambda cache: jkv.append(cache, [0, 1])[1], cache)
     assert batch.plan is None
@@ -209,7 +209,7 @@ MODELS = {
 @pytest.mark.one_end
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.usefixtures("with_mi300x")
-def test_whatever_the_model_has_of_heads(num_listed, model):
+def test_plans_for_all_head_layouts(num_listed, model):
     """Chunks of prompts and single tokens in a window, and first rows of a step."""
     changes, num_heads = MODELS[model]
     config = small_config(num_layers=2, **{"dtype": "bfloat16"} | changes)

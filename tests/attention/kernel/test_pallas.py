@@ -332,7 +332,7 @@ FURTHER = (
 
 
 @pytest.mark.parametrize(
-    "name", dealt(with_further(CASES, *FURTHER), rotate=7, share=14)
+    "name", dealt(with_further(CASES, *FURTHER), turn=7, share=14)
 )
 def test_equals_the_plain_loop(name):
     """Decode, mixed and idle batches through one trace; NaN wherever nothing is."""
@@ -535,7 +535,7 @@ def test_large_half_precision_values_do_not_overflow():
     assert_close(attend_large_values(), np.full((1, 1, LARGE.head_dim), 6e4))
 
 
-def test_gradients_are_those_of_the_plain_path():
+def test_kernel_gradients_equal_the_plain_path():
     this = DERIVED
     arguments = this.arguments(this.operands("mixed"))
 
@@ -587,7 +587,7 @@ def test_values_in_the_keys_are_a_slice_of_them(implementation):
 
 
 @pytest.mark.one_end
-def test_refusals_say_why():
+def test_refusals_give_the_reason():
     good = case().arguments(case().operands("decode"))
 
     def refuses(words, this, arguments):
