@@ -267,7 +267,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
             (step("llama-8b, heads on 8 cards"), step("llama-8b, blocks on 8 cards")),
         ),
     ),
-    "Texts": (
+    "Generation": (
         Row(
             "generate: a queue in one jit",
             "float32, bfloat16",

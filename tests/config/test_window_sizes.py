@@ -22,7 +22,7 @@ MODELS = {
 
 
 def pages_row(name):
-    page = (ROOT / "docs" / "how-to" / "windows.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "how-to" / "sliding-window.md").read_text(encoding="utf-8")
     (row,) = re.findall(rf"^\| {re.escape(name)} \|(.*)\|$", page, re.MULTILINE)
     return [cell.strip().replace(",", "") for cell in row.split("|")]
 

@@ -22,7 +22,7 @@ NOW = {("score, its derivative", "pools"), *REFUSALS}
 
 def read_table():
     """The cells of the page, by row and column."""
-    page = (ROOT / "docs" / "how-to" / "devices.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "sharding.md").read_text()
     section = page.split("\n## What runs on which mesh\n")[1].split("\n## ")[0]
     lines = re.findall(r"^\| (.*) \|$", section, re.MULTILINE)
     (_, *columns), *rows = (

@@ -47,7 +47,7 @@ def test_the_table_has_every_field_of_the_real_client(params, names_served):
 
 
 def test_the_page_has_every_field_that_is_served():
-    page = (ROOT / "docs" / "how-to" / "http.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "openai-server.md").read_text()
     for name in fields.SERVED_OF_TEXTS | fields.SERVED_OF_CHATS:
         assert f"`{name}`" in page, name
 

@@ -57,11 +57,11 @@ def test_a_stream_goes_through_proxies(ask):
 
 def test_silent_streams_send_comments(ask, monkeypatch, served):
     monkeypatch.setattr(answers, "SILENT_SECONDS", 0.05)
-    submit, turns = served.engine.submit, served.engine._runner
+    submit, runner = served.engine.submit, served.engine._runner
 
     def submit_late(asked):
         """Nothing is computed for a while."""
-        wait = functools.partial(turns.with_turn, lambda: time.sleep(0.5))
+        wait = functools.partial(runner.exclusively, lambda: time.sleep(0.5))
         threading.Thread(target=wait).start()
         time.sleep(0.05)
         return submit(asked)

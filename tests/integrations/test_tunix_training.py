@@ -77,6 +77,6 @@ def test_ratios_to_reported_logps(exact):
 
 
 def test_the_page_runs():
-    page = ROOT / "docs" / "how-to" / "trainer.md"
+    page = ROOT / "docs" / "how-to" / "tunix-rollouts.md"
     failed, attempted = doctest.testfile(str(page), module_relative=False)
     assert attempted and not failed

@@ -58,11 +58,13 @@ def test_the_port_of_the_readme_is_the_tutorials() -> None:
 
 # The packages for a trainer are in an environment of their own, and so is the test of
 # its page (`make tunix`). Replicas are started in a shell.
-WITHOUT = {"trainer", "replicas"}
+WITHOUT = {"tunix-rollouts", "replicas"}
 PAGES = sorted({path.stem for path in (DOCS / "how-to").glob("*.md")} - WITHOUT)
 # These compile whole loops of decoding, which the tests of their rooms have, too.
-OF_LOOPS = ("chat", "exact", "long-runs", "samples", "sampling", "search", "serving")
-OF_LOOPS += ("speculate", "states", "logits-processors", "tiers", "trees", "windows")
+OF_LOOPS = ("multi-turn-chat", "determinism", "weight-updates", "parallel-sampling")
+OF_LOOPS += ("sampling-parameters", "tree-search", "serving-engine", "hybrid-models")
+OF_LOOPS += ("speculative-decoding", "logits-processors", "kv-cache-offloading")
+OF_LOOPS += ("trajectory-trees", "sliding-window")
 
 
 @pytest.mark.parametrize("name", with_further(PAGES, *OF_LOOPS))

@@ -331,9 +331,7 @@ FURTHER = (
 )
 
 
-@pytest.mark.parametrize(
-    "name", dealt(with_further(CASES, *FURTHER), turn=7, share=14)
-)
+@pytest.mark.parametrize("name", dealt(with_further(CASES, *FURTHER), turn=7, share=14))
 def test_equals_the_plain_loop(name):
     """Decode, mixed and idle batches through one trace; NaN wherever nothing is."""
     this = CASES[name]
