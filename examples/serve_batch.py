@@ -3,10 +3,10 @@
     python examples/serve_batch.py prompts.jsonl results.jsonl --model FOLDER
 
 Each line of the first file is a JSON object in the form of OpenAI's API: "prompt" or
-"messages", the fields of docs/how-to/openai-server.md and an "id", which the result repeats.
-Lines of OpenAI's batches ("custom_id", "method", "url", "body") are answered in that
-form. A line that cannot be answered gets an "error", and the exit status is 1. Results
-in the second file are not computed again: rerun the command after an interrupt.
+"messages", the fields of docs/how-to/openai-server.md and an "id", which the result
+repeats. Lines of OpenAI's batches ("custom_id", "method", "url", "body") are answered
+in that form. A line that cannot be answered gets an "error", and the exit status is 1.
+Results in the second file are not computed again: rerun the command after an interrupt.
 `--processes 2 --restarts 1` shares the model and resumes after a process has died.
 """
 
