@@ -15,6 +15,7 @@ from jkv import serialization
 from jkv.attention import paged_attention
 from jkv.config.cache_config import CacheConfig
 from jkv.lazy import imports_later
+from jkv.masks import CausalMask, MixedMask, SpanMask, TreeMask
 from jkv.prefixes.index import PrefixIndex
 from jkv.state import (
     NO_SEQUENCE,
@@ -58,6 +59,7 @@ from jkv.verbs.lookups import (
     slots,
     tokens,
 )
+from jkv.verbs.masking import peek, with_mask
 from jkv.verbs.reading import read, read_slot
 from jkv.verbs.writing import write
 
@@ -121,6 +123,7 @@ if TYPE_CHECKING:  # imported on first access
     from jkv.verbs.page_tables import PageTable, page_table
     from jkv.verbs.pooling import over_pools, split_pools
     from jkv.verbs.resizing import resize
+    from jkv.verbs.row_selection import keep_rows
     from jkv.verbs.swapping import SwapIn, swap_in, swap_out
 
 __version__ = "0.2.0"
@@ -161,6 +164,7 @@ __getattr__ = imports_later(
         "jkv.verbs.page_tables": "PageTable page_table",
         "jkv.verbs.pooling": "over_pools split_pools",
         "jkv.verbs.resizing": "resize",
+        "jkv.verbs.row_selection": "keep_rows",
         "jkv.verbs.swapping": "SwapIn swap_in swap_out",
     },
     (
@@ -197,6 +201,7 @@ __all__ = [
     "Cache",
     "CacheConfig",
     "CacheError",
+    "CausalMask",
     "ContextFull",
     "DebugError",
     "DraftModel",
@@ -216,6 +221,7 @@ __all__ = [
     "InvariantError",
     "MemoryProfile",
     "Metadata",
+    "MixedMask",
     "Model",
     "OutOfBlocks",
     "OutOfSequences",
@@ -226,6 +232,7 @@ __all__ = [
     "Sampling",
     "Sequences",
     "Slots",
+    "SpanMask",
     "Spilled",
     "StateConfig",
     "StateStorage",
@@ -236,6 +243,7 @@ __all__ = [
     "SwapIn",
     "Swapped",
     "TrajectoryTree",
+    "TreeMask",
     "UsageError",
     "allocate",
     "append",
@@ -267,6 +275,7 @@ __all__ = [
     "invalidate",
     "jitted",
     "keep_compiled_programs",
+    "keep_rows",
     "kept_from",
     "least_recently_used",
     "load",
@@ -277,6 +286,7 @@ __all__ = [
     "page_table",
     "paged_attention",
     "partition_specs",
+    "peek",
     "raise_for_status",
     "read",
     "read_pending",
@@ -298,6 +308,7 @@ __all__ = [
     "tokens",
     "touch",
     "truncate",
+    "with_mask",
     "write",
     "write_state",
 ]

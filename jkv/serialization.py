@@ -26,6 +26,7 @@ from jkv.decoding.texts.results import (
     Generation,
     Statistics,
 )
+from jkv.masks import CausalMask, MixedMask, SpanMask, StepMask, TreeMask
 from jkv.prefixes.arrays import PairedBlocks, Snapshots
 from jkv.prefixes.index import PrefixIndex
 from jkv.state.batch import StepSizes
@@ -44,6 +45,7 @@ DATACLASSES: tuple[type, ...] = (
     *(state.FullAttention, state.SlidingWindow),
     *(state.States, state.BlockStorage, state.StateStorage),
     *(state.Batch, Sampling, PromptLookup),
+    *(StepMask, CausalMask, SpanMask, TreeMask, MixedMask),
     *filter(dataclasses.is_dataclass, _PLANNED),
 )
 NAMED_TUPLES: tuple[type, ...] = (

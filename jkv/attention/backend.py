@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jkv.attention.call import Call, Pools, Requests
+from jkv.attention.call import Call, Past, Pools, Requests
 from jkv.attention.slots import SlotWrite
 
 # All platforms without an entry of their own.
@@ -27,7 +27,7 @@ class DeviceType(NamedTuple):
     target: str | None  # such as "gfx942" or "sm_90"; None if unknown
 
 
-def find_device_type(platform: str) -> DeviceType:
+def find_device(platform: str) -> DeviceType:
     """Return the platform with its GPU target, if it has one."""
     is_gpu = platform in ("rocm", "cuda")
     return DeviceType(platform, find_target(platform) if is_gpu else None)
@@ -35,7 +35,7 @@ def find_device_type(platform: str) -> DeviceType:
 
 def find_gpu() -> DeviceType | None:
     """Return the local GPU, None without one."""
-    devices = map(find_device_type, ("rocm", "cuda"))
+    devices = map(find_device, ("rocm", "cuda"))
     return next((device for device in devices if device.target is not None), None)
 
 
@@ -181,12 +181,13 @@ class Backend:
         # i32[N], reference count of each block
         reference_counts: jax.Array,
         step: StepShape,
+        past: Past | None,  # as passed to `paged_attention`
     ) -> Any | None:
         """Compute the work shared by all layers of a step; None for no plan.
 
         `Call.plans` holds the returned pytree under the backend's name.
         """
-        del pools, requests, reference_counts, step
+        del pools, requests, reference_counts, step, past
         return None
 
 

@@ -24,9 +24,9 @@ from jkv.attention.backend import (
     Gradients,
     Refusal,
     StepShape,
-    find_device_type,
+    find_device,
 )
-from jkv.attention.call import Call, Pools, Requests, call_of
+from jkv.attention.call import Call, Past, Pools, Requests, call_of
 from jkv.attention.cudnn import Cudnn
 from jkv.attention.kernel.interface import Pallas, Triton
 from jkv.attention.reference import Reference
@@ -152,6 +152,7 @@ def _backward(choice, saved, cotangents):  # type: ignore[no-untyped-def]
         requests=None,
         window=None,
         part=None,
+        past=None,
         plans=None,
     )
     return (gradient,)
@@ -219,10 +220,14 @@ def choose(
 
 
 def plan(
-    pools: Pools, requests: Requests, reference_counts: jax.Array, step: StepShape
+    pools: Pools,
+    requests: Requests,
+    reference_counts: jax.Array,
+    step: StepShape,
+    past: Past | None = None,
 ) -> dict[str, Any]:
     """Return the plans of all backends for a step, by name."""
-    given = pools, requests, reference_counts, step
+    given = pools, requests, reference_counts, step, past
     found = {one.name: one.plan(*given) for one in BACKENDS}
     return {name: made for name, made in found.items() if made is not None}
 
@@ -310,12 +315,10 @@ def find_first(backends: tuple[Backend, ...], why_not: WhyNot) -> dict[str, Back
 
     Platforms that use the backend of DEFAULT have no entry.
     """
-    default_platforms = [
-        platform for one in backends for platform in one.default_platforms
-    ]
+    names = [name for one in backends for name in one.default_platforms]
     found: dict[str, Backend] = {}
-    for platform in dict.fromkeys((DEFAULT, *default_platforms)):
-        device = find_device_type(platform)
+    for platform in dict.fromkeys((DEFAULT, *names)):
+        device = find_device(platform)
         for one in backends:
             is_for_it = {platform, DEFAULT} & {*one.default_platforms}
             if is_for_it and why_not(one, device) is None:
@@ -328,9 +331,7 @@ def find_first(backends: tuple[Backend, ...], why_not: WhyNot) -> dict[str, Back
 def _on_cards(found: dict[str, Backend], method: str) -> dict[str, Any]:
     """Return a method of each platform's backend, bound to the platform's target."""
     return {
-        platform: functools.partial(
-            getattr(one, method), device=find_device_type(platform)
-        )
+        platform: functools.partial(getattr(one, method), device=find_device(platform))
         for platform, one in found.items()
     }
 
@@ -341,7 +342,7 @@ def _insist(named: Backend, why_not: WhyNot) -> dict[str, Backend]:
     Raises:
       NotImplementedError: the local GPU, or every platform, is not supported.
     """
-    devices = [find_device_type(platform) for platform in named.platforms]
+    devices = [find_device(platform) for platform in named.platforms]
     reasons = {device: why_not(named, device) for device in devices}
     found: dict[str, Backend] = {}
     for device, reason in reasons.items():

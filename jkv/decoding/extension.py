@@ -55,6 +55,9 @@ class ExtensionFields(TypedDict, total=False):
     stop_tokens: Integers | None
     stop_sequences: requests.Texts | None
     variants: Integers | None
+    spans: requests.Texts | None
+    cacheable_spans: bool
+    max_span: int | None
     sampling: Sampling
     logits_processor: LogitsProcessor | None
     speculate: Speculation | None
@@ -182,7 +185,8 @@ def _begin(
     num_blocks = tuple(jnp.int32(group.num_blocks) for group in groups)
     bounds = Bounds(cache.max_context_length - before, size, num_blocks)
     vocabulary = runner.count_vocabulary(cache, num_places)
-    reasons = judge_prompts(given, bounds, vocabulary, options.logits_processor)
+    checks = vocabulary, options.logits_processor, row_counts[-1]
+    reasons = judge_prompts(given, bounds, *checks)
     reasons = _judge(cache, seq_ids, before + given.lengths, reasons, size)
     is_running = reasons == FinishReason.RUNNING
     places = Places.of_open(jnp.where(is_running, seq_ids, NO_SEQUENCE), num_places)

@@ -102,7 +102,7 @@ class DemandPlan(Protocol):
         """Apply the served requests."""
 
 
-class LengthCheck(Protocol):
+class Check(Protocol):
     """The first check of requests against a part."""
 
     @property
@@ -224,14 +224,10 @@ class Part(Protocol):
     ) -> Growing:
         """Grow sequences to `new_length` tokens, i32[B]."""
 
-    def share(
-        self, metadata: Metadata, parents: jax.Array, length: Lengths
-    ) -> LengthCheck:
+    def share(self, metadata: Metadata, parents: jax.Array, length: Lengths) -> Check:
         """Start rows from their parents, i32[B], at the given lengths."""
 
-    def cut(
-        self, metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array
-    ) -> LengthCheck:
+    def cut(self, metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array) -> Check:
         """Truncate sequences to `lengths`, i32[B]."""
 
     def enter(self, metadata: Metadata, to_enter: dict[int, Any]) -> Entering:

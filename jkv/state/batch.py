@@ -5,12 +5,15 @@ Symbols in shape comments as in `jkv.state.metadata`.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 
 from jkv.status import UsageError
+
+if TYPE_CHECKING:
+    from jkv.masks import StepMask
 
 
 class StepSizes(NamedTuple):
@@ -66,10 +69,14 @@ class Batch:
     plan: Any = None
     # i32[...], rows with logits; None: the last row of each request.
     logit_rows: jax.Array | None = None
+    # What the rows of a request attend to among themselves; None: causal.
+    mask: "StepMask | None" = None
     # Static: at most one row per request, known from the arguments.
     is_decoding: bool = dataclasses.field(metadata={"static": True})
     # Static: the position-based split (batch-invariant attention) is on.
     by_position: bool = dataclasses.field(default=False, metadata={"static": True})
+    # Static: made by `with_mask`, so that rows may be written a second time.
+    is_second: bool = dataclasses.field(default=False, metadata={"static": True})
     # Static: sizes of the planning cache, to detect a batch of another cache.
     sizes: StepSizes = dataclasses.field(metadata={"static": True})
 
@@ -147,7 +154,8 @@ class Batch:
             name: jax.tree.map(lambda each: each[:num_requests], getattr(self, name))
             for name in by_request
         }
-        return dataclasses.replace(self, plan=None, **first)
+        mask = None if self.mask is None else self.mask.first_requests(num_requests)
+        return dataclasses.replace(self, plan=None, mask=mask, **first)
 
     def first_rows(self, num_rows: int) -> Self:
         """Return the step with only its first rows; the others are unowned.
@@ -160,4 +168,5 @@ class Batch:
             name: jax.tree.map(lambda rows: rows[:num_rows], getattr(self, name))
             for name in by_row
         }
-        return dataclasses.replace(self, plan=None, **first)
+        mask = None if self.mask is None else self.mask.first_rows(num_rows)
+        return dataclasses.replace(self, plan=None, mask=mask, **first)

@@ -16,7 +16,7 @@ from jkv.metadata import requests, tables
 from jkv.metadata.part import (
     DemandPlan,
     Exchanging,
-    LengthCheck,
+    Check,
     Moves,
     Served,
     apply_plans,
@@ -107,7 +107,7 @@ def _fork(
 
 
 def _judge(
-    metadata: Metadata, looks: list[LengthCheck], parents: jax.Array, wrong: jax.Array
+    metadata: Metadata, looks: list[Check], parents: jax.Array, wrong: jax.Array
 ) -> tuple[jax.Array, jax.Array, list[DemandPlan]]:
     """Return statuses, i32[B], a mask of served requests, bool[B], and plans."""
     padding = requests.is_padding(parents)

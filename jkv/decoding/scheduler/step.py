@@ -59,13 +59,14 @@ def advance(
 ) -> tuple[Cache, GenerationState, jax.Array]:
     """Compute the rows of a step and choose a token for each complete sequence."""
     active, places = state.active(cache), state.places
-    left = active.count_left(places)
+    left, least = active.count_left(places), state.count_least(active)
     counts = when(
         jnp.any(left > 1),
-        lambda left: share_rows(left, places.ages, state.row_counts[-1]),
+        lambda left: share_rows(left, places.ages, state.row_counts[-1], least),
         left,
     )
-    counts = end_at_snapshots(cache, active.done, counts, left, state.divergence)
+    shorter = end_at_snapshots(cache, active.done, counts, left, state.divergence)
+    counts = state.end_at_spans(active, shorter, counts)
     cache, computed = _compute_rows(runner, cache, state, active, counts, logits)
     state = count_step(cache, state, active, computed.num_rows)
     state = note_refusals(state, computed.status)
@@ -107,11 +108,16 @@ def _compute_rows(
         is_decoding &= size == sizes.index(num_places)
     rows = jnp.where(is_decoding, 1, counts)
     seq_ids = jnp.where(counts > 0, places.seq_ids, NO_SEQUENCE)
-    tokens = state.tokens_at(*locate_rows(rows, active.done, sizes[-1]))
+    located = locate_rows(rows, active.done, sizes[-1])
+    tokens, spans = state.tokens_at(*located), state.prompts.spans
+    mask = None if spans is None else state.mask_rows(active, *located)
+    max_span = None if spans is None else spans.bound(sizes[-1])
 
     # Append once, for the most rows. The model computes the smallest sufficient number
     # of them, and each size has a plan of its own.
-    cache, batch, tokens = runner.append(cache, seq_ids, tokens, rows)
+    cache, batch, tokens = runner.append(
+        cache, seq_ids, tokens, rows, mask=mask, max_span=max_span
+    )
     batch = dataclasses.replace(batch, plan=None)
     leaves, structure = jax.tree.flatten((tokens, batch))
     Carry = tuple[Cache, jax.Array]
@@ -120,6 +126,8 @@ def _compute_rows(
         def compute(carry: Carry, *leaves: jax.Array) -> Carry:
             tokens, batch = jax.tree.unflatten(structure, leaves)
             first = dataclasses.replace(batch.first_rows(num_rows), is_decoding=decodes)
+            if decodes:  # single rows are causal
+                first = dataclasses.replace(first, mask=None)
             first = plan_attention(carry[0], first)
             cache, logits = runner.compute(carry[0], first, tokens[:num_rows])
             return cache, logits[:num_places]

@@ -62,6 +62,8 @@ class EngineSizes(NamedTuple):
     num_lanes: int  # K, prompts per call of `exchange`
     stops: StopSizes
     speculate: PromptLookup | DraftSizes | None
+    max_span: int  # tokens of a span; 0: causal prompts only
+    cacheable_spans: bool
 
     @property
     def num_sequences(self) -> int:
@@ -72,6 +74,15 @@ class EngineSizes(NamedTuple):
     def max_running(self) -> int:
         assert self.config.max_running is not None
         return self.config.max_running
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of the largest step."""
+        exact, row_counts = self.config.exact_shape, self.config.row_counts
+        if exact is not None:
+            return exact.num_rows
+        assert row_counts is not None, "find_sizes sets it"
+        return row_counts[-1]
 
     @property
     def max_window_tokens(self) -> int:
@@ -88,6 +99,8 @@ def find_sizes(
     num_steps: int,
     stop_sizes: StopSizes,
     speculate: PromptLookup | DraftModel | None,
+    max_span: int,
+    cacheable_spans: bool,
 ) -> EngineSizes:
     """Return the sizes of an engine from the arguments of `Engine`."""
     running = config.max_running
@@ -97,6 +110,7 @@ def find_sizes(
     )
     ahead = running if num_ahead is None else num_ahead
     check_static("num_ahead", ahead, 0)
+    check_static("max_span", max_span, 0)
     num_prompts = running + ahead
     if (exact := config.exact_shape) is not None:
         exact.check_alone(config.row_counts, config.chunk_size)
@@ -117,6 +131,8 @@ def find_sizes(
             if isinstance(speculate, DraftModel)
             else speculate
         ),
+        max_span=max_span,
+        cacheable_spans=cacheable_spans,
     )
 
 
@@ -140,6 +156,7 @@ class Arrivals(NamedTuple):
     priorities: np.ndarray[Any, Any]  # i32[K]
     variants: np.ndarray[Any, Any]  # i32[K], variant of the logits processor
     sampling: dict[str, np.ndarray[Any, Any]]  # [K, samples], fields of `Sampling`
+    spans: np.ndarray[Any, Any] | None  # i32[K, P], end of each token's span, or -1
 
     @classmethod
     def of(
@@ -168,6 +185,7 @@ class Arrivals(NamedTuple):
                 name: np.zeros((count, samples), dtype)
                 for name, dtype in SAMPLING_DTYPES.items()
             },
+            spans=filled(-1, sizes.max_prompt_tokens) if sizes.max_span else None,
         )
         for lane, (state, first) in enumerate(dispatched):
             arrivals._put(lane, state, first, samples)
@@ -183,6 +201,8 @@ class Arrivals(NamedTuple):
         if self.stop_sequences is not None:
             for i, sequence in enumerate(request.stop_sequences):
                 self.stop_sequences[lane, i, : len(sequence)] = sequence
+        if self.spans is not None and request.spans is not None:
+            self.spans[lane, : len(request.spans)] = request.spans
         self.num_samples[lane] = count
         self.salts[lane] = request.salt
         self.priorities[lane] = request.priority
@@ -272,6 +292,9 @@ def begin_empty(
         stop_tokens=jnp.full((sizes.num_prompts, stops.tokens), -1, jnp.int32),
         stop_sequences=make_empty_sequences(sizes.num_prompts, stops),
         variants=NO_VARIANT,
+        spans=texts if sizes.max_span else None,
+        cacheable_spans=sizes.cacheable_spans,
+        max_span=sizes.max_span or None,
     )
     state = decoding.begin(
         model,
@@ -300,6 +323,7 @@ def exchange(
     arrivals = change.arrivals
     cache, state = decoding.cancel(cache, state, jnp.asarray(change.cancelled))
     indices, samples = jnp.asarray(arrivals.indices), state.num_samples
+    spans = state.prompts.spans
     state = decoding.add_prompts(
         cache,
         state,
@@ -313,16 +337,19 @@ def exchange(
         priorities=arrivals.priorities,
         logits_processor=logits_processor,
         variants=NO_VARIANT if logits_processor is None else arrivals.variants,
+        spans=None if spans is None else jnp.asarray(arrivals.spans),
+        cacheable_spans=spans is not None and spans.cacheable,
+        max_span=None if spans is None else spans.longest,
     )
     past_the_end = state.result.lengths.shape[0]
     first = jnp.where(indices < 0, past_the_end, indices * samples)
     sequences = first[:, None] + jnp.arange(samples, dtype=jnp.int32)[None]
-    fields = {
+    options = {
         name: getattr(sampling, name).at[sequences].set(values, mode="drop")
         for name, values in arrivals.sampling.items()
     }
     free = sum_groups(count_free_blocks(cache))
-    return cache, state, Sampling(**fields), free
+    return cache, state, Sampling(**options), free
 
 
 preempt_all = jax.jit(decoding.preempt, donate_argnames=("cache", "state"))
