@@ -1,4 +1,11 @@
-"""Decoding loops over a model and a cache, each inside one jit."""
+"""Decoding loops over a model and a cache, each inside one jit.
+
+Start with `generation.generate` and `scheduler.step.advance`, the step that all loops
+share: it admits and preempts sequences (`scheduler`), calls the model (`model`), draws
+the next tokens (`sampling`) under logits processors (`processors`), and verifies draft
+tokens (`speculation`). `texts` has prompts and results, `scoring` and `beams` the loops
+of their own.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -19,10 +19,14 @@ import jax
 import numpy as np
 
 from jkv.arguments import explains_class
-from jkv.commands.compiled_programs import keep_compiled_programs
-from jkv.decoding.arguments.loop_arguments import DecodingOptions
-from jkv.decoding.model.steps import CHUNK_SIZE, ExactShape, GenerationConfig, Model
-from jkv.decoding.speculation.options import DraftModel, PromptLookup
+from jkv.commands import keep_compiled_programs
+from jkv.decoding import (
+    DecodingOptions,
+    DraftModel,
+    GenerationConfig,
+    Model,
+    PromptLookup,
+)
 from jkv.logits_processors import LogitsProcessor
 from jkv.metadata.requests import Integers, Texts, check_counts
 from jkv.serving.device.kept_programs import KeptPrograms
@@ -53,7 +57,7 @@ from jkv.sharding.processes import find_shared_mesh
 from jkv.signatures import lists_arguments
 from jkv.state import Cache
 from jkv.status import UsageError
-from jkv.tiers.store import BlockStore
+from jkv.tiers import BlockStore
 
 
 @explains_class
@@ -110,13 +114,14 @@ class Engine:
         max_samples: int = 1,
         num_ahead: int | None = None,
         num_steps: int = 8,
-        chunk_size: int = CHUNK_SIZE,
+        chunk_size: int = GenerationConfig.chunk_size,
         row_counts: tuple[int, ...] | None = None,
-        exact: ExactShape = False,
+        exact: bool | tuple[int, int] = False,
         speculate: PromptLookup | DraftModel | None = None,
         logits_processor: LogitsProcessor | None = None,
         max_span: int = 0,
         cacheable_spans: bool = False,
+        extra_ids: int = 0,
         stop_tokens: Integers = (),
         stop_sizes: StopSizes = StopSizes(),  # noqa: B008 (a tuple cannot change)
         detokenize: Detokenize | None = None,
@@ -158,6 +163,7 @@ class Engine:
           max_span: most tokens of a span of a prompt (`Request.spans`), such as an
             image's; at most the largest of `row_counts`. 0 serves causal prompts only.
           cacheable_spans: as for `jkv.decoding.Prompts.of`.
+          extra_ids: as for `jkv.decoding.Prompts.of`.
           stop_tokens: default for requests without their own, such as the model's
             end-of-sequence token.
           stop_sizes: largest number of stop tokens and stop sequences of a request.
@@ -169,10 +175,11 @@ class Engine:
             for clients not listed.
           max_results: largest number of finished requests with retained results.
           result_seconds: retention time of results.
-          park_seconds: time that the blocks of a parked sequence stay on the device;
-            checked between windows.
-          max_parked_bytes: largest size of parked sequences on the host; beyond it, the
-            blocks of the oldest are dropped. None is unlimited.
+          park_seconds: time that the blocks of a parked sequence have the highest
+            retention class before they are copied to the host; checked between windows.
+          max_parked_bytes: largest size of the copies; beyond it, the least recently
+            used blocks are dropped. None is unlimited. Unused with a `store`, which
+            takes the copies.
           store: for KV cache offloading: cached blocks are spilled to it before
             eviction, and restored for queued prompts if copying is faster than
             computing. The cache needs `prefix_caching`.
@@ -212,6 +219,7 @@ class Engine:
             speculate=speculate,
             max_span=max_span,
             cacheable_spans=cacheable_spans,
+            extra_ids=extra_ids,
         )
         decoding = DecodingOptions(
             logits_processor=logits_processor, speculate=speculate
@@ -340,9 +348,11 @@ class Engine:
     def park(self, request_id: int) -> None:
         """Keep a finished request's KV cache for `resume`, such as during a tool call.
 
-        Its blocks stay on the device for `park_seconds`, or until other requests could
-        need them, and are then swapped out to the host. New weights drop the blocks
-        unless `update_params` has `keep_cached`; the tokens are kept in any case.
+        Its cached blocks have the highest retention class for `park_seconds`. After
+        that, or earlier if other requests could need them, they are copied to the host.
+        Blocks that are lost are recomputed; a cache with a sliding window in every
+        layer has no copies on the host. New weights drop the blocks unless
+        `update_params` has `keep_cached`; the tokens are kept in any case.
 
         Args:
           request_id: from `submit`. An unfinished request is parked as soon as it

@@ -45,7 +45,7 @@ class GroupLayer(NamedTuple):
 
 
 class Role(enum.Enum):
-    """The effect of a public function, for debug mode."""
+    """The effect of a public function, for interceptors."""
 
     PLANS = enum.auto()  # a step
     WRITES = enum.auto()  # rows of a step to a layer
@@ -54,11 +54,15 @@ class Role(enum.Enum):
     READS_STATE = enum.auto()  # state of a layer, for a step
     COMMITS = enum.auto()  # a step
     CHECKS = enum.auto()  # the cache; raises faults found
-    SETS_DEBUG = enum.auto()  # returns a cache with a watcher
+    SETS_DEBUG = enum.auto()  # sets the interceptor of debug mode
 
 
-class Watcher(Protocol):
-    """The debug mode of a cache; it calls the public functions."""
+class Interceptor(Protocol):
+    """Runs the public functions called on a cache, each in its own way.
+
+    Debug mode checks the call and its result; scoring gives each layer of a model the
+    whole pool of its group.
+    """
 
     def call(
         self,
@@ -68,7 +72,7 @@ class Watcher(Protocol):
         role: Role | None,
         /,
     ) -> Any:
-        """Call a function on this cache and check its effects."""
+        """Run a function on this cache; return its result."""
 
 
 @jax.tree_util.register_dataclass
@@ -98,7 +102,7 @@ class Cache:
     pools: PoolSharding | None = dataclasses.field(
         default=None, metadata={"static": True}
     )
-    watcher: Watcher | None = None  # debug mode
+    interceptor: Interceptor | None = None  # of debug mode, or of scoring
 
     def with_metadata(self, metadata: Metadata) -> Self:
         """Return the cache with other metadata; the same object if unchanged."""

@@ -281,6 +281,20 @@ class BlockStore:
             self._prune(node)
         return path
 
+    def discard(self, tokens: Any, salt: int = 0) -> None:
+        """Remove the columns of a sequence from memory, but prefixes of others.
+
+        Args:
+          tokens: i32[n], the sequence.
+          salt: its cache salt.
+        """
+        with self._lock:
+            for node in self._walk(tokens, salt, None)[::-1]:
+                if node.children:
+                    return
+                if node.held is not None:
+                    self._drop(node)
+
     @property
     def has_folder(self) -> bool:
         """True if the store has a disk tier."""

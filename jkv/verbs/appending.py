@@ -22,7 +22,7 @@ from jkv.state import NO_SEQUENCE, Batch, Cache, Metadata, SequenceRow
 from jkv.state.cache import Role
 from jkv.state.entry import takes_cache
 from jkv.status import Status, UsageError
-from jkv.verbs.attention_plan import plan_attention
+from jkv.verbs.attending import plan_attention
 from jkv.verbs.masking import read_mask, read_span
 
 

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jkv.blocks import sharing
 from jkv.metadata import requests, tables
 from jkv.metadata.part import (
+    Check,
     DemandPlan,
     Exchanging,
-    Check,
     Moves,
     Served,
     apply_plans,

@@ -9,8 +9,7 @@ from jax.sharding import AxisType
 from support.jax_versions import further
 from support.processes import run_pair
 
-from jkv.decoding import GenerationConfig
-from jkv.decoding.sampling.options import SAMPLING_DTYPES, Sampling
+from jkv.decoding import GenerationConfig, Sampling
 from jkv.serving import StopSizes
 from jkv.serving.device.orders import (
     NUM_FURTHER_WORDS,
@@ -89,7 +88,7 @@ def make_change(rng, count):
             sampling=Sampling(
                 **{
                     name: rng.random(2).astype(dtype) + (dtype == np.int32)
-                    for name, dtype in SAMPLING_DTYPES.items()
+                    for name, dtype in Sampling.dtypes.items()
                 }
             ),
             stop_tokens=(2,),

@@ -11,7 +11,7 @@ from support.versioned_model import read_ages, weights
 import jkv
 from jkv.decoding import FinishReason
 from jkv.serving import Engine
-from jkv.serving.request import request as request_module
+from jkv.serving.request import request as requests
 from jkv.serving.request.request import SaltNumbers
 from jkv.serving.scheduler import retention as storing_module
 
@@ -238,7 +238,7 @@ def test_salts_are_texts_or_numbers_from_0():
 
 
 def test_texts_that_were_not_seen_for_long_are_stored_nowhere(monkeypatch):
-    monkeypatch.setattr(request_module, "MOST_TEXTS", 2)
+    monkeypatch.setattr(requests, "MOST_TEXTS", 2)
     numbers = SaltNumbers()
     first = [numbers.number(text) for text in "abac"]
     assert first == [-1, -2, -1, -3] and numbers.number("b") == -4

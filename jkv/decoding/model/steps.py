@@ -25,7 +25,7 @@ from jkv.indexing import scatter
 from jkv.metadata.requests import check_counts
 from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.status import UsageError
-from jkv.verbs.attention_plan import plan_attention
+from jkv.verbs.attending import plan_attention
 
 
 class Model(Protocol):

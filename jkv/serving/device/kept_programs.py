@@ -26,7 +26,7 @@ from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
 import jkv
-from jkv.commands.compiled_programs import remove_oldest
+from jkv.commands import remove_oldest
 from jkv.storage.files import replacing
 from jkv.verbs.writing import WRITE_SWITCH
 

@@ -10,13 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.decoding.arguments.loop_arguments import DecodingOptions
-from jkv.decoding.model.steps import Model
-from jkv.decoding.processors.rows import as_logits_processor
-from jkv.decoding.speculation.options import DraftModel
-from jkv.decoding.texts.blocks import count_free_blocks
+from jkv.decoding import DecodingOptions, DraftModel, Model
 from jkv.logits_processors import LogitsProcessor
-from jkv.prefixes.verbs import clear_prefixes
+from jkv.prefixes import clear_prefixes
 from jkv.serving.device import programs
 from jkv.serving.device.kept_programs import KeptPrograms
 from jkv.serving.device.programs import Arrivals, Change, EngineSizes, WindowReport
@@ -48,7 +44,7 @@ class Loop:
         draft_params = None if draft is None else draft.params
         self._draft_cache = None if draft is None else draft.cache
         self._given = programs.Given(
-            params, draft_params, as_logits_processor(options.logits_processor)
+            params, draft_params, options.check().logits_processor
         )
         static = {"model": model, "sizes": sizes}
         self._model = model
@@ -60,7 +56,7 @@ class Loop:
         self._vocabulary = int(state.seen.shape[1])
         self.block_size = state.block_size(cache)
         # Blocks available to one sequence in each group of layers, and in all.
-        self.num_blocks = tuple(map(int, count_free_blocks(cache)))
+        self.num_blocks = tuple(map(int, programs.count_free_blocks(cache)))
         self.num_rows = int(cache.metadata.sequences.free_rows.count)
         # Kept to rebuild the arrays after a failed, donating call.
         self._first = _First.of(cache)
@@ -102,8 +98,9 @@ class Loop:
             max_new_tokens=self.sizes.config.max_new_tokens,
             max_context_length=self.cache.max_context_length,
             num_blocks=self.num_blocks,
-            block_size=self.block_size,
-            vocabulary=self._vocabulary,
+            block_size=self.block_size.tokens,
+            most_blocks=self.block_size.most,
+            vocabulary=self._vocabulary + self.sizes.extra_ids,
             stops=self.sizes.stops,
             stop_tokens=stop_tokens,
             has_detokenizer=has_detokenizer,
@@ -157,7 +154,8 @@ class Loop:
             leaves, structure = jax.tree.flatten(each)
             return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
 
-        new = as_logits_processor(logits_processor)
+        options = DecodingOptions(logits_processor=logits_processor)
+        new = options.check().logits_processor
         if describe(new) != describe(self._given.logits_processor):
             raise EngineError(
                 "logits_processor must have the engine's type, shapes and dtypes, got "

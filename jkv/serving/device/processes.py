@@ -14,10 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.decoding.arguments.loop_arguments import DecodingOptions
-from jkv.decoding.model.steps import Model
-from jkv.decoding.speculation.options import DraftModel
-from jkv.inspection.invariants import check
+from jkv.decoding import DecodingOptions, DraftModel, Model
+from jkv.inspection import check
 from jkv.logits_processors import LogitsProcessor
 from jkv.serving.device.loop import Loop, Progress
 from jkv.serving.device.orders import Order, Orders, pack_window, unpack_window

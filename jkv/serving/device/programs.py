@@ -12,6 +12,7 @@ sequence in a window.
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -20,14 +21,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv import decoding
-from jkv.decoding import DecodingOptions, Prompts
-from jkv.decoding.model.runner import spread_row_counts
-from jkv.decoding.model.steps import GenerationConfig, Model
-from jkv.decoding.sampling.options import SAMPLING_DTYPES, Sampling
-from jkv.decoding.scheduler.state import GenerationState
-from jkv.decoding.speculation.options import DraftModel, PromptLookup
-from jkv.decoding.texts.blocks import count_free_blocks, sum_groups
-from jkv.decoding.texts.results import FinishReason, Statistics
+from jkv.decoding import (
+    DecodingOptions,
+    DraftModel,
+    FinishReason,
+    GenerationConfig,
+    GenerationState,
+    Model,
+    PromptLookup,
+    Prompts,
+    Sampling,
+    Statistics,
+    spread_row_counts,
+)
 from jkv.logits_processors import LogitsProcessor
 from jkv.metadata.requests import check_counts, check_static
 from jkv.serving.request.limits import StopSizes
@@ -64,6 +70,7 @@ class EngineSizes(NamedTuple):
     speculate: PromptLookup | DraftSizes | None
     max_span: int  # tokens of a span; 0: causal prompts only
     cacheable_spans: bool
+    extra_ids: int  # ids past the vocabulary that prompts may have
 
     @property
     def num_sequences(self) -> int:
@@ -101,6 +108,7 @@ def find_sizes(
     speculate: PromptLookup | DraftModel | None,
     max_span: int,
     cacheable_spans: bool,
+    extra_ids: int,
 ) -> EngineSizes:
     """Return the sizes of an engine from the arguments of `Engine`."""
     running = config.max_running
@@ -111,6 +119,7 @@ def find_sizes(
     ahead = running if num_ahead is None else num_ahead
     check_static("num_ahead", ahead, 0)
     check_static("max_span", max_span, 0)
+    check_static("extra_ids", extra_ids, 0)
     num_prompts = running + ahead
     if (exact := config.exact_shape) is not None:
         exact.check_alone(config.row_counts, config.chunk_size)
@@ -133,6 +142,7 @@ def find_sizes(
         ),
         max_span=max_span,
         cacheable_spans=cacheable_spans,
+        extra_ids=extra_ids,
     )
 
 
@@ -183,7 +193,7 @@ class Arrivals(NamedTuple):
             variants=filled(NO_VARIANT),
             sampling={
                 name: np.zeros((count, samples), dtype)
-                for name, dtype in SAMPLING_DTYPES.items()
+                for name, dtype in Sampling.dtypes.items()
             },
             spans=filled(-1, sizes.max_prompt_tokens) if sizes.max_span else None,
         )
@@ -207,7 +217,7 @@ class Arrivals(NamedTuple):
         self.salts[lane] = request.salt
         self.priorities[lane] = request.priority
         self.variants[lane] = request.variant
-        for name in SAMPLING_DTYPES:
+        for name in Sampling.dtypes:
             values = np.asarray(getattr(request.sampling, name))
             self.sampling[name][lane, :count] = values[first : first + count]
 
@@ -295,6 +305,7 @@ def begin_empty(
         spans=texts if sizes.max_span else None,
         cacheable_spans=sizes.cacheable_spans,
         max_span=sizes.max_span or None,
+        extra_ids=sizes.extra_ids,
     )
     state = decoding.begin(
         model,
@@ -306,7 +317,7 @@ def begin_empty(
     )
     fields = {
         name: jnp.zeros((sizes.num_sequences,), dtype)
-        for name, dtype in SAMPLING_DTYPES.items()
+        for name, dtype in Sampling.dtypes.items()
     }
     return state, Sampling(**fields)
 
@@ -348,7 +359,7 @@ def exchange(
         name: getattr(sampling, name).at[sequences].set(values, mode="drop")
         for name, values in arrivals.sampling.items()
     }
-    free = sum_groups(count_free_blocks(cache))
+    free = _sum_free_blocks(cache)
     return cache, state, Sampling(**options), free
 
 
@@ -393,9 +404,20 @@ def run_window(
         cached_tokens=result.cached_tokens,
         stages=jnp.zeros_like(starts).at[at].set(stage, mode="drop"),
         statistics=result.statistics,
-        num_free_blocks=sum_groups(count_free_blocks(cache)),
+        num_free_blocks=_sum_free_blocks(cache),
     )
     return cache, state, report
+
+
+def count_free_blocks(cache: Cache) -> tuple[jax.Array, ...]:
+    """Return the number of free blocks of each group, i32[] each."""
+    return tuple(group.free_blocks.count for group in cache.metadata.block_groups)
+
+
+def _sum_free_blocks(cache: Cache) -> jax.Array:
+    """Return the number of free blocks of all groups, i32[]."""
+    counts = count_free_blocks(cache) or (jnp.int32(0),)
+    return functools.reduce(operator.add, counts)
 
 
 def _restore_speculation(

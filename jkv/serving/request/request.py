@@ -1,4 +1,4 @@
-"""A request: its options as a user passes them, and the progress of its sequences.
+"""A request: its options, as a record or as keyword arguments, and its progress.
 
 Symbols: P tokens of the prompt, n sequences of the request.
 """
@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 import numpy as np
 
-from jkv.decoding.sampling.options import GREEDY, Sampling
-from jkv.decoding.texts.results import FinishReason
+from jkv.decoding import FinishReason, Sampling
 from jkv.metadata.requests import I32, Integers
 from jkv.serving.request.texts import TextStream
 from jkv.signatures import set_defaults
@@ -76,7 +75,7 @@ class Request:
     tokens: Integers
     n: int = 1
     max_new_tokens: int | None = None
-    sampling: Sampling = GREEDY
+    sampling: Sampling = Sampling()
     stop_tokens: Integers | None = None
     stop_sequences: Sequence[Integers] = ()
     stop_strings: Sequence[str] | str = ()
@@ -307,7 +306,9 @@ class RequestState:
         """Assign the number, and create a sample for each of the n sequences."""
         self.request_id, self.submitted = request_id, now
         # A sample advances a copy of its stream, so that all can share the first.
-        self.samples += [Sample(request_id, i, stream) for i in range(self.request.n)]
+        self.samples += [
+            Sample(request_id, index, stream) for index in range(self.request.n)
+        ]
 
     def text_of(self, sample: Sample) -> np.ndarray[Any, Any]:
         """Return the prompt and the new tokens of a sample, i32[...]."""

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from jkv.decoding.texts.results import FinishReason
+from jkv.decoding import FinishReason
 from jkv.serving.request.request import RequestState
 
 

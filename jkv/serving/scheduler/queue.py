@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from jkv.decoding.texts.results import FinishReason
+from jkv.decoding import FinishReason
 from jkv.serving.request.request import Client, RequestState, Sample
 
 

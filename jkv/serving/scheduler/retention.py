@@ -21,17 +21,25 @@ import numpy as np
 
 from jkv.metadata import allocator
 from jkv.metadata.ring import Keep
-from jkv.prefixes.verbs import demote, match
+from jkv.prefixes import demote, match
 from jkv.serving.device.loop import Loop
 from jkv.serving.device.processes import SharedLoop
 from jkv.serving.request.request import RequestState, RequestStatus, SaltNumbers, Sample
 from jkv.state import Cache
 from jkv.status import UsageError
-from jkv.tiers.choosing import count_blank, count_next
-from jkv.tiers.restoring import restore, warm_up
-from jkv.tiers.spilled import Layout, Spilled
-from jkv.tiers.spilling import check_has_texts, take
-from jkv.tiers.store import BlockStore, Names
+from jkv.tiers import (
+    BlockStore,
+    Layout,
+    Names,
+    Spilled,
+    check_has_texts,
+    copy_prefix,
+    count_blank,
+    count_next,
+    restore,
+    take,
+    warm_up,
+)
 
 FOREVER = 2**32 - 1  # as an expiry time
 
@@ -59,6 +67,14 @@ class Keeping:
             until = math.ceil(min(self._now + state.request.keep_seconds, FOREVER))
             self._due.add(until)
         self._new.append((text, state.request.salt, state.request.keep, until))
+
+    def keep_now(self, text: np.ndarray, salt: int, seconds: float) -> None:
+        """Raise a sequence's cached blocks to the highest class for some seconds."""
+        highest = self._loop.num_classes - 1
+        until = math.ceil(min(self._now + seconds, FOREVER))
+        if highest and until < FOREVER:
+            self._due.add(until)
+        self._keep(text, salt, highest, until)
 
     def check_times(self, found: Spilled) -> Spilled:
         """Return restored blocks with their classes lowered where expired."""
@@ -239,6 +255,10 @@ class Offloading:
         """Compile the copies, by copying blocks onto themselves."""
         self._spill(0)
         self._loop.cache = warm_up(self._loop.cache, 2 * BLOCKS_PER_SPILL)
+
+    def copy(self, text: np.ndarray, salt: int) -> None:
+        """Copy the cached blocks of a sequence to the store."""
+        self._store.put(copy_prefix(self._loop.cache, text, salt), names=self._names)
 
     def leave(self) -> None:
         """Spill all cached blocks."""

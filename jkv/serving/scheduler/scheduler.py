@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jkv.decoding.texts.results import FinishReason
-from jkv.inspection.invariants import check
+from jkv.decoding import FinishReason
+from jkv.inspection import check
 from jkv.serving.device.loop import Loop, Progress
 from jkv.serving.device.processes import SharedLoop
 from jkv.serving.device.programs import Arrivals, Change, WindowReport
@@ -43,7 +43,7 @@ from jkv.serving.scheduler.parking import Parked, Parking
 from jkv.serving.scheduler.queue import Queue
 from jkv.serving.scheduler.retention import Keeping, NoOffloading, Offloading
 from jkv.status import UsageError
-from jkv.tiers.store import BlockStore
+from jkv.tiers import BlockStore
 
 
 class Update(NamedTuple):
@@ -153,8 +153,6 @@ class Scheduler:
         self.lock = threading.RLock()
         self.queue = Queue(sizes.num_prompts, sizes.config.num_samples, options.shares)
         self.measures.free_blocks = sum(loop.num_blocks)
-        kept_for, most = options.park_seconds, options.max_parked_bytes
-        self.parking = Parking(loop, kept_for, most, options.clock, self.lock)
         self.salt_numbers, self._keeping = SaltNumbers(), Keeping(loop, options.clock)
         self.offloading: Offloading | NoOffloading = NoOffloading()
         if options.store is not None:
@@ -166,6 +164,15 @@ class Scheduler:
                 self.salt_numbers,
                 self._keeping,
             )
+        self.parking = Parking(
+            loop,
+            self._keeping,
+            self.offloading,
+            options.park_seconds,
+            options.max_parked_bytes,
+            options.clock,
+            self.lock,
+        )
         self._versions = Versions()
         self._sizes, self._options = sizes, options
         self._deadlines: dict[int, float] = {}  # of requests with a timeout
@@ -488,7 +495,6 @@ class Scheduler:
                 logger.error("a step of %d requests failed", count, exc_info=error)
             self._fail_all([self.queue.requests[number] for number in numbers], error)
             self.queue.take_cancelled()
-            self.parking.lose_blocks()
             try:
                 self.loop.start_again()
             except Exception as failure:
