@@ -25,7 +25,7 @@ BACKENDS = ("CPU", "kernel, interpreted", "CUDA", "ROCm")
 WORDS = {
     "tested": "run on that backend and compared, by the tests named",
     "timed": "run and timed on an NVIDIA H100, beside others and with its results kept",
-    "compiled": "compiled to machine code for cards of that kind, not run",
+    "compiled": "compiled to machine code for GPUs of that kind, not run",
     "refused": "an error that says what to change, held by a test",
     "plain": "no kernel of its own: XLA's path, as on the CPU; nothing was run there",
     "-": "does not apply",
@@ -188,7 +188,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
             ("test_pallas.py::test_refusals_give_the_reason",),
         ),
         Row(
-            "the kernel by name, on a card without a tile for the dtype",
+            "the kernel by name, on a GPU without a tile for the dtype",
             "float32",
             ("-", "-", "refused", "refused"),
             (
@@ -284,7 +284,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
             ("test_filters_parity.py::test_filters_equal_hugging_face",),
         ),
         Row(
-            "guesses: looked up, drafted",
+            "draft tokens: prompt lookup, draft model",
             "float32",
             ("tested", "-", "plain", "plain"),
             (

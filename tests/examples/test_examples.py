@@ -274,7 +274,7 @@ def test_speculation_saves_steps_and_preserves_text(run_here, monkeypatch):
     card = (EXAMPLES / "models" / "pydoc" / "README.md").read_text()
     sample = card.split(f"`{prompt}`, greedy:\n\n~~~text\n")[1].split("\n~~~")[0]
     assert text.removeprefix(prompt + "[") == sample.removeprefix(prompt)
-    found = re.search(r"(\d+) steps .* (\d+) of \d+ guesses", counts)
+    found = re.search(r"(\d+) steps .* (\d+) of \d+ draft tokens", counts)
     steps, right = map(int, found.groups())
     assert steps == 120 - right < 112
 

@@ -159,7 +159,7 @@ def test_the_readme_is_short_and_stands_alone() -> None:
 
 def test_the_readme_lists_untimed_gpus() -> None:
     (paragraph,) = (p for p in README.split("\n\n") if "written for AMD GPUs" in p)
-    assert "on AMD's cards only compiled so far" in paragraph
+    assert "on AMD GPUs only compiled so far" in paragraph
 
 
 def test_the_package_names_no_address_that_it_has_not() -> None:
