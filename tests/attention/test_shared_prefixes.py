@@ -358,7 +358,7 @@ def test_shared_reads_equal_separate_reads(name):
 
 
 def plan_on_a_card(cache, batch):
-    """The step as on a card for which kernels are cut as they are interpreted."""
+    """The step as on a GPU for which kernels are cut as they are interpreted."""
     patch = unittest.mock.patch.object
     with (
         patch(interface, "find_gpu", lambda: DeviceType("cpu", "interpreted")),

@@ -150,7 +150,7 @@ def make_branches():
 
 
 def list_branches(arguments):
-    """The lists of that call as a step's plan has them on a card."""
+    """The lists of that call as a step's plan has them on a GPU."""
     tables, *others = map(jnp.asarray, arguments[4:])
     requests = Requests(tables, *others)
     owners = jnp.bincount(tables.reshape(-1), length=100).astype(jnp.int32)

@@ -201,7 +201,7 @@ GRADIENTS = {
 
 
 def fitted(this, is_derived=False):
-    """The same in the nearest shape that the card at hand serves."""
+    """The same in the nearest shape that the GPU at hand serves."""
     dtypes = this.queries, this.storage, this.storage
     found = fit(Shape(this.dim, this.value_dim, *dtypes, is_derived))
     return dataclasses.replace(
@@ -273,7 +273,7 @@ def test_as_on_cdna(monkeypatch):
     )
     tuning = dataclasses.replace(tile_table.INTERPRETED, prefill=tile)
     monkeypatch.setattr(tile_table, "INTERPRETED", tuning)
-    # Triton's are not XLA's, on any card.
+    # Triton's are not XLA's, on any GPU.
     as_triton = types.SimpleNamespace(**vars(jnp))
     as_triton.maximum, as_triton.max = jnp.fmax, jnp.nanmax
     for module in (walk, join):

@@ -4,7 +4,7 @@ Needs the `triton` wheel (`pip install '.[amd-compile]'`, 1 GB): XLA embeds the 
 compiler, in another revision. With `JKV_KEEP_RESULTS=1` the table that is printed goes
 to `benchmarks/results/kernel_code.json` too. `JKV_ALL_SHAPES=1` compiles every head dim
 that the table promises, which takes half an hour. With `-k gfx942` the rows of that
-card alone are made anew.
+GPU alone are made anew.
 """
 
 import functools
@@ -80,7 +80,7 @@ def _with_the_others():
 
 
 def _find_part(entry):
-    """The card, and which of the tests here compiled it."""
+    """The GPU, and which of the tests here compiled it."""
     tests = {
         "jkv_query_gradients": "derivative",
         "jkv_token_gradients": "derivative",

@@ -30,7 +30,7 @@ from jkv.attention.kernel.tiles.tuning import find_backward, find_tuning
 
 
 def lower_call(platform, target, way, *, head_dim=128, options="all", **fields):
-    """A call with all options there are, in tiles for a card."""
+    """A call with all options there are, in tiles for a GPU."""
     queries, pools = make_shapes(head_dim, **fields)
     tuning = find_tuning(queries, pools, platform, target)
     given = {}

@@ -1,4 +1,4 @@
-"""The lists of a step: made by `append` where there is a card, used by all layers."""
+"""The lists of a step: made by `append` where there is a GPU, used by all layers."""
 
 import dataclasses
 import functools
@@ -28,14 +28,14 @@ CONFIG = small_config(num_kv_heads=2, head_dim=16, num_layers=2)
 
 @pytest.fixture
 def with_card(monkeypatch):
-    """As on a machine with a card for which kernels are cut as they are interpreted."""
+    """As on a machine with a GPU for which kernels are cut as they are interpreted."""
     monkeypatch.setattr(interface, "find_gpu", lambda: DeviceType("cpu", "interpreted"))
     monkeypatch.setattr(planning, "find_local_tuning", lambda _: INTERPRETED)
 
 
 @pytest.fixture
 def with_mi300x(monkeypatch):
-    """As on a machine with that card, except that nothing runs there."""
+    """As on a machine with that GPU, except that nothing runs there."""
     monkeypatch.setattr(backend, "find_target", {"rocm": "gfx942", "cuda": None}.get)
 
 

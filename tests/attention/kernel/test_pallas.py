@@ -187,7 +187,7 @@ def case(**fields) -> Case:
 
 
 def fitted(this: Case, is_derived: bool = False) -> Case:
-    """The same in the nearest shape that the card at hand serves."""
+    """The same in the nearest shape that the GPU at hand serves."""
     # Rows in int4 are rotated whole: values within them are cut off afterwards.
     is_cut = this.is_latent and "int4" in this.dtypes
     value_dim = this.head_dim if is_cut else this.value_dim

@@ -1,4 +1,4 @@
-"""Tests that run compiled on a card: the table has a tile for each of their shapes.
+"""Tests that run compiled on a GPU: the table has a tile for each of their shapes.
 
 Their suites ask `support.served_shapes`; by `support.compiled_shapes` a test calls
 the kernel in no other shape.
