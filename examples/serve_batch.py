@@ -11,7 +11,7 @@ Results in the second file are not computed again: rerun the command after an in
 """
 
 from generating.arguments import Parser
-from generating.ending import ending_in_one_line
+from generating.exiting import errors_in_one_line
 
 COUNTS = ("max_running", "context", "max_new_tokens", "blocks", "rows")
 
@@ -35,5 +35,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with ending_in_one_line():
+    with errors_in_one_line():
         main()

@@ -27,7 +27,7 @@ import numpy as np
 import optax
 import pretrained
 from generating.arguments import Parser, at_least
-from generating.ending import answering_errors, ending_in_one_line
+from generating.exiting import answering_errors, errors_in_one_line
 from pydoc_model import CONFIG, FOLDER, Params, encode, forward, init_params, load
 from train_pydoc import learning_rate, make_optimizer, save, take_step
 
@@ -173,5 +173,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with ending_in_one_line():
+    with errors_in_one_line():
         main()

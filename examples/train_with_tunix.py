@@ -22,9 +22,9 @@ import jax
 import numpy as np
 import optax
 from generating.arguments import Parser, at_least
-from generating.ending import ending_in_one_line
+from generating.exiting import errors_in_one_line
 
-with ending_in_one_line():
+with errors_in_one_line():
     from flax import nnx
     from training.reported import ReportedLearner, format_ratios, read_measures
     from tunix.models.qwen3 import model as qwen3
@@ -153,5 +153,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with ending_in_one_line():
+    with errors_in_one_line():
         main()

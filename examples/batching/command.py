@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from generating.ending import FAILED, answering_errors, fail
+from generating.exiting import FAILED, answering_errors, fail
 from served import processes
 from served.asking.languages import FIELDS as LANGUAGE_FIELDS
 from served.asking.rules import FIELDS as RULE_FIELDS

@@ -62,8 +62,8 @@ def dense_scores(params, prompts=PROMPTS, continuations=CONTINUATIONS, xp=np):
         # Before the first token of an empty prompt there is nothing.
         known = continuation if prompt else continuation[1:]
         first = max(1, len(prompt)) - 1
-        places = first + np.arange(len(known), dtype=np.int32)
-        found.append(normalised[places, np.array(known, np.int32)])
+        table = first + np.arange(len(known), dtype=np.int32)
+        found.append(normalised[table, np.array(known, np.int32)])
     return found
 
 

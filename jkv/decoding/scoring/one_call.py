@@ -69,14 +69,14 @@ def _plan(
 ) -> Batch:
     """Return a batch with a request for each segment and its sequence."""
     number = jnp.arange(tree.num_segments, dtype=jnp.int32)
-    lengths = layout.places.lengths[:-1]
+    lengths = layout.table.lengths[:-1]
     has_rows = lengths > 0
     return Batch(
         seq_ids=number,
         status=jnp.full(number.shape, Status.OK, jnp.int32),
-        query_starts=jnp.where(has_rows, layout.places.first_rows[:-1], tree.num_rows),
+        query_starts=jnp.where(has_rows, layout.table.first_rows[:-1], tree.num_rows),
         query_lengths=lengths,
-        context_lengths=jnp.where(has_rows, layout.places.ends[:-1], 0),
+        context_lengths=jnp.where(has_rows, layout.table.ends[:-1], 0),
         positions=layout.positions,
         valid=layout.is_token,
         offsets=jax.lax.rem(layout.positions, jnp.int32(cache.block_size)),

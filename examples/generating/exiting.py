@@ -33,7 +33,7 @@ EXTRAS = {"tunix": "tunix", "starlette": "http", "uvicorn": "http"}
 
 
 @contextlib.contextmanager
-def ending_in_one_line() -> Iterator[None]:
+def errors_in_one_line() -> Iterator[None]:
     """End with a line and the usual exit status on errors outside the program.
 
     They are Ctrl-C, a closed pipe, and a package that is not installed: import all

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from generating import ending
+from generating import exiting
 from support.paths import EXAMPLES
 
 from jkv import xla_flags
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.one_end
 
 # A program that takes about a second to compile.
 COMPILING = """
-with ending_in_one_line():
+with errors_in_one_line():
     import jax
     import jax.numpy as jnp
 
@@ -34,7 +34,7 @@ with ending_in_one_line():
 
 def test_ctrl_c_while_xla_compiles():
     """Else the compiler goes on while Python takes its client away: SIGSEGV."""
-    script = "from generating.ending import ending_in_one_line\n" + COMPILING
+    script = "from generating.exiting import errors_in_one_line\n" + COMPILING
     process = subprocess.Popen(
         [sys.executable, "-c", script],
         stdout=subprocess.PIPE,
@@ -59,7 +59,7 @@ def test_ctrl_c_during_an_import_ends_at_once(tmp_path, monkeypatch, capsys):
         "    raise ImportError('half of it') from error\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(SystemExit) as ended, ending.ending_in_one_line():
+    with pytest.raises(SystemExit) as ended, exiting.errors_in_one_line():
         importlib.import_module("interrupted_module")
     assert ended.value.code == 130
     assert capsys.readouterr().err == "\ninterrupted\n"
@@ -67,7 +67,7 @@ def test_ctrl_c_during_an_import_ends_at_once(tmp_path, monkeypatch, capsys):
 
 def test_ctrl_c_elsewhere_can_be_cleaned_up_after(capsys):
     done = []
-    with pytest.raises(SystemExit) as ended, ending.ending_in_one_line():
+    with pytest.raises(SystemExit) as ended, exiting.errors_in_one_line():
         try:
             signal.raise_signal(signal.SIGINT)
         finally:
@@ -80,7 +80,7 @@ def test_ctrl_c_elsewhere_can_be_cleaned_up_after(capsys):
 def test_a_job_in_the_background_goes_on(capsys):
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with ending.ending_in_one_line():
+        with exiting.errors_in_one_line():
             signal.raise_signal(signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
@@ -100,8 +100,8 @@ def test_a_job_in_the_background_goes_on(capsys):
 def test_expected_errors_print_one_line(capsys, error, status, says):
     with (
         pytest.raises(SystemExit) as ended,
-        ending.ending_in_one_line(),
-        ending.answering_errors(),
+        exiting.errors_in_one_line(),
+        exiting.answering_errors(),
     ):
         raise error
     said = capsys.readouterr().err
@@ -111,8 +111,8 @@ def test_expected_errors_print_one_line(capsys, error, status, says):
 def test_faults_of_the_program_keep_their_traceback():
     with (
         pytest.raises(KeyError),
-        ending.ending_in_one_line(),
-        ending.answering_errors(),
+        exiting.errors_in_one_line(),
+        exiting.answering_errors(),
     ):
         raise KeyError("a bug")
 
@@ -125,8 +125,8 @@ def test_flags_that_the_doctor_kept_are_set_before_jax_is_imported(
     xla_flags.keep_flags([xla_flags.NO_COMMAND_BUFFERS])
     script = """
 import os, sys
-from generating.ending import ending_in_one_line
-with ending_in_one_line():
+from generating.exiting import errors_in_one_line
+with errors_in_one_line():
     print(os.environ["XLA_FLAGS"], "jax" in sys.modules, "jkv" in sys.modules)
 """
     ran = subprocess.run(
