@@ -30,7 +30,7 @@ from jkv.decoding.processors.rows import begin_rows, check_processor_presence
 from jkv.decoding.sampling.next_token import Bounds, judge_prompts
 from jkv.decoding.scheduler.data_parallel import generate_on_pools
 from jkv.decoding.scheduler.queue import make_queue
-from jkv.decoding.scheduler.state import GenerationState, Holder, Places
+from jkv.decoding.scheduler.state import GenerationState, Places, RetainedPrompt
 from jkv.decoding.speculation.loop import begin_speculation, run_steps
 from jkv.decoding.texts.blocks import count_free_blocks, find_block_size
 from jkv.decoding.texts.prompts import Prompts
@@ -303,7 +303,7 @@ def begin_generation(runner: Runner, cache: Cache, args: Arguments) -> Generatio
         queue=make_queue(
             jnp.arange(num_sequences, dtype=jnp.int32), reasons == FinishReason.RUNNING
         ),
-        holder=Holder.none(),
+        retained=RetainedPrompt.none(),
         seen=jnp.zeros((num_places, vocabulary), bool),
         num_blocks=num_blocks,
         most_running=jnp.minimum(
@@ -311,7 +311,7 @@ def begin_generation(runner: Runner, cache: Cache, args: Arguments) -> Generatio
         ),
         seating_needs=tuple(jnp.zeros((), jnp.int32) for _ in num_blocks),
         speculation=None,
-        partings=jnp.zeros((num_places,), jnp.int32) if has_snapshots else None,
+        divergence=jnp.zeros((num_places,), jnp.int32) if has_snapshots else None,
         row_counts=row_counts,
         exact=exact,
     )

@@ -40,7 +40,7 @@ def test_walks_do_not_grow(walked: dict[str, dict[str, int]], door: str) -> None
     assert sum(files.values()) <= most_lines, f"{door} runs through {largest}"
 
 
-def test_a_walk_names_what_runs(walked: dict[str, dict[str, int]]) -> None:
+def test_walks_list_the_executed_files(walked: dict[str, dict[str, int]]) -> None:
     """Each door runs its own file, and no other's that it has no need of."""
     assert "verbs/attending.py" in walked["attend"]
     assert "verbs/appending.py" in walked["verbs"].keys() & walked["generate"].keys()

@@ -137,7 +137,7 @@ class News:
     def note(self, state: RequestState) -> None:
         self._changed[state.request_id] = state
 
-    def tell(self, left: Callable[[RequestState], None]) -> list[Event]:
+    def report(self, left: Callable[[RequestState], None]) -> list[Event]:
         """Return the new events and wake consumers; `left` as for `wake`."""
         events = []
         changed, self._changed = self._changed, {}
