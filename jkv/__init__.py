@@ -54,6 +54,7 @@ from jkv.verbs.lookups import (
     block_info,
     context_lengths,
     kept_from,
+    next_positions,
     num_free_blocks,
     slots,
     tokens,
@@ -122,6 +123,7 @@ if TYPE_CHECKING:  # imported on first access
     )
     from jkv.verbs.page_tables import PageTable, page_table
     from jkv.verbs.pooling import over_pools, split_pools
+    from jkv.verbs.pruning import prune
     from jkv.verbs.resizing import resize
     from jkv.verbs.swapping import SwapIn, swap_in, swap_out
 
@@ -162,6 +164,7 @@ __getattr__ = imports_later(
         "jkv.verbs.eviction": "clock evict evict_older_than least_recently_used touch",
         "jkv.verbs.page_tables": "PageTable page_table",
         "jkv.verbs.pooling": "over_pools split_pools",
+        "jkv.verbs.pruning": "prune",
         "jkv.verbs.resizing": "resize",
         "jkv.verbs.swapping": "SwapIn swap_in swap_out",
     },
@@ -274,11 +277,13 @@ __all__ = [
     "load",
     "match",
     "measure_formats",
+    "next_positions",
     "num_free_blocks",
     "over_pools",
     "page_table",
     "paged_attention",
     "partition_specs",
+    "prune",
     "raise_for_status",
     "read",
     "read_pending",

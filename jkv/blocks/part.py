@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.blocks import plans, sharing
+from jkv.blocks import plans, pruning, sharing
 from jkv.blocks.swapped import SwappedGroup, fetch_group
 from jkv.indexing import gather
 from jkv.metadata import allocator, tables
-from jkv.metadata.part import Lack, Lengths
+from jkv.metadata.part import Lack, Lengths, Selection
 from jkv.state import BlockStorage, Cache, Metadata
 from jkv.state.index import Found
 
@@ -86,6 +86,10 @@ class Blocks(NamedTuple):
         group = metadata.groups[self.number]
         cut_off = group.window.cuts_off(seq_ids, lengths, group.block_size)
         return plans.Cutting(self.number, group, seq_ids, lengths, (cut_off,))
+
+    def prune(self, metadata: Metadata, selection: Selection) -> pruning.Pruning:
+        """Move whole blocks, and copy the rows of others."""
+        return pruning.Pruning.of(metadata, self.number, selection)
 
     def enter(
         self, metadata: Metadata, brought: dict[int, plans.Brought]

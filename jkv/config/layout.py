@@ -53,6 +53,7 @@ class Sizes(NamedTuple):
     sliding_window: int | None
     num_sink_tokens: int
     keep_classes: int
+    pruning: bool
 
     @property
     def kind(self) -> str:
@@ -132,6 +133,7 @@ class Sizes(NamedTuple):
         what = [f"{self.num_layers} layers", heads, str(self.formats)]
         what += ["tokens recorded"] * self.record_tokens
         what += ["prefix caching"] * prefix_caching
+        what += ["pruning"] * self.pruning
         if self.keep_classes > 1:
             what.append(f"{self.keep_classes} classes of cached blocks")
         if self.sliding_window is not None:
@@ -165,7 +167,8 @@ def lay_out(groups: Sequence[AnySizes], prefix_caching: bool) -> Arrays:
     has_tokens = prefix_caching or any(each.record_tokens for each in blocks)
     max_sequences = groups[0].max_sequences
     has_pending = any(each.max_pending for each in states)
-    sequences = _lay_out_sequences(max_sequences, has_pending)
+    has_pruning = any(each.pruning for each in blocks)
+    sequences = _lay_out_sequences(max_sequences, has_pending, has_pruning)
     arrays = within("metadata.sequences", sequences)
     for i, sizes in enumerate(groups):
         of_group = sizes.lay_out_group(prefix_caching, has_tokens and sizes is leader)
@@ -204,7 +207,9 @@ def describe(
     ]
 
 
-def _lay_out_sequences(max_sequences: int, has_pending: bool) -> Arrays:
+def _lay_out_sequences(
+    max_sequences: int, has_pending: bool, has_pruning: bool
+) -> Arrays:
     rows = (max_sequences,)
     arrays = {
         "rows": ArrayLayout((max_sequences, _SEQUENCE_COLUMNS), _I32, fill=0),
@@ -213,6 +218,9 @@ def _lay_out_sequences(max_sequences: int, has_pending: bool) -> Arrays:
     }
     if has_pending:
         arrays["num_pending"] = ArrayLayout(rows, _I32, fill=0)
+    if has_pruning:
+        for name in ("num_dropped", "num_left"):
+            arrays[f"pruned.{name}"] = ArrayLayout(rows, _I32, fill=0)
     return arrays
 
 

@@ -29,8 +29,8 @@ def recommit(
 
     Blocks are indexed under their recorded tokens; a block with an indexed equal is
     released, as by `commit`. With states a snapshot is taken of sequences of a suitable
-    length. Sequences with released blocks in the leading group commit nothing, as the
-    prefix of their other blocks is unknown.
+    length. Pruned sequences, and ones with released blocks in the leading group, commit
+    nothing, as the prefix of their other blocks is unknown.
     """
     (seq_ids,) = requests.broadcast(seq_ids=seq_ids)
     metadata = _forget_committed(cache.metadata, seq_ids)
@@ -44,6 +44,7 @@ def _forget_committed(metadata: Metadata, seq_ids: jax.Array) -> Metadata:
     is_whole = requests.is_live_once(metadata, seq_ids)
     if metadata.block_numbers:
         is_whole &= metadata.leading.window.gaps_of(jnp.maximum(seq_ids, 0)) == 0
+    is_whole &= ~metadata.sequences.pruned.is_pruned(seq_ids)
     row = jnp.where(is_whole, seq_ids, metadata.max_sequences)
     index = index_of(metadata)
     rows = index.read(row)._replace(committed=jnp.zeros_like(row))
@@ -55,6 +56,7 @@ def _note_texts(metadata: Metadata, seq_ids: jax.Array, tokens: jax.Array) -> Me
     if metadata.index.snapshot_every is None:
         return metadata
     is_live = requests.is_live_once(metadata, seq_ids)
+    is_live &= ~metadata.sequences.pruned.is_pruned(seq_ids)
     row = jnp.where(is_live, seq_ids, metadata.max_sequences)[:, None]
     position = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     length = gather(metadata.context_lengths, seq_ids)[:, None]

@@ -14,6 +14,7 @@ from jkv.state.metadata import (
     Sequences,
 )
 from jkv.state.no_index import NoIndex
+from jkv.state.pruned import Pruned, Unpruned
 from jkv.state.rings import Kept, Ring
 from jkv.state.states import States, StateStorage
 from jkv.state.storage import BlockStorage
@@ -30,6 +31,7 @@ __all__ = [
     "Kept",
     "Metadata",
     "NoIndex",
+    "Pruned",
     "Ring",
     "SequenceRow",
     "Sequences",
@@ -37,4 +39,5 @@ __all__ = [
     "Slots",
     "StateStorage",
     "States",
+    "Unpruned",
 ]

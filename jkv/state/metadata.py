@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jkv.config.layers import find_leader
 from jkv.indexing import gather, scatter
 from jkv.state.no_index import NoIndex
+from jkv.state.pruned import Pruning
 from jkv.state.rings import Ring
 from jkv.state.windows import Window
 from jkv.status import Counter, Status
@@ -51,6 +52,7 @@ class Sequences:
     # i32[S], newest tokens of each sequence not yet in the state, which can be rolled
     # back; None without pending tokens.
     num_pending: jax.Array | None
+    pruned: Pruning  # tokens dropped by `prune`, or none
     # Maximum tokens of a sequence; static, as it need not be a multiple of T.
     max_context_length: int = dataclasses.field(metadata={"static": True})
     # T of all groups; static, as there may be no group with blocks.
@@ -187,12 +189,14 @@ class Metadata:
       with an indexed one.
     11. `committed`: the committed blocks of a sequence are a chain of indexed blocks
       except for released ones, its other blocks are not indexed; 0 <= committed <=
-      context length, or -1.
+      context length, or -1. Of a pruned sequence only leading blocks are indexed.
     12. `given_back`: all tokens in the window of a sequence's next row are cached; a
       closed row has released nothing.
     13. `pending_rows`: 0 to `max_pending` tokens of a sequence are pending. 14.
     `snapshots`: a snapshot's length is a multiple of `snapshot_every`, its tokens are
       recorded up to there, and no other snapshot has the same tokens.
+    15. `pruned`: 0 <= tokens kept by the last prune <= context length; nothing was
+      dropped from a closed row.
     """
 
     sequences: Sequences  # the open sequences and their lengths
@@ -222,6 +226,13 @@ class Metadata:
     def with_rows(self, row: jax.Array, values: SequenceRow) -> Self:
         """Return the metadata with other rows of sequences, i32[B]; S is dropped."""
         return dataclasses.replace(self, sequences=self.sequences.write(row, values))
+
+    def with_pruned(self, pruned: Pruning) -> Self:
+        """Return the metadata with other dropped tokens of sequences."""
+        if pruned is self.sequences.pruned:
+            return self
+        sequences = dataclasses.replace(self.sequences, pruned=pruned)
+        return dataclasses.replace(self, sequences=sequences)
 
     def with_pending(self, row: jax.Array, count: jax.Array | int) -> Self:
         """Set the pending tokens of rows, i32[B]; S is dropped."""
