@@ -120,7 +120,7 @@ def _find_moves(
     size, num_columns = group.block_size, group.max_blocks_per_sequence
     # All needed rows of a whole block imply the same first slot, a multiple of T.
     is_needed = kept.is_needed[:, None]
-    first_slots = kept.slots - jnp.arange(size, dtype=jnp.int32)
+    first_slots = kept.slots - jnp.arange(size, dtype=jnp.int32)[None, None, None]
     lowest = jnp.min(jnp.where(is_needed, first_slots, _PAST_END), axis=(1, 3))
     highest = jnp.max(jnp.where(is_needed, first_slots, -1), axis=(1, 3))
     source, rest = divide(lowest, size)
@@ -136,7 +136,9 @@ def _find_moves(
     is_own = _count_owners(group, block) == 1
     is_known = index.knows(metadata, number, block)
     intact = jnp.cumprod(stays & is_full, axis=1, dtype=jnp.int32) > 0
-    is_bound = is_known & ~intact if index.has_parents(metadata, number) else False
+    is_bound = is_known & ~intact
+    if not index.has_parents(metadata, number):
+        is_bound = jnp.zeros_like(is_known)
     is_moved = is_whole & (is_own | (is_full & ~is_bound))
     if selection.rotates:
         is_moved &= stays
@@ -254,9 +256,7 @@ class PrunedBlocks(NamedTuple):
             window=group.window.with_gaps(row, self.kept.gap),
         )
 
-    def _take_fresh(
-        self, metadata: Metadata, done: Done
-    ) -> tuple[Metadata, jax.Array]:
+    def _take_fresh(self, metadata: Metadata, done: Done) -> tuple[Metadata, jax.Array]:
         """Take fresh blocks before any release; return them, i32[B, C]."""
         is_fresh = self.targets.is_fresh & done.served[:, None]
         flat = is_fresh.reshape(-1)

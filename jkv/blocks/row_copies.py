@@ -23,7 +23,6 @@ from jkv.sharding.storage_sharding import (
     POOL,
     POOL_HEADS,
     DividedAxes,
-    StorageSharding,
     divided,
     over_devices,
     with_copies_of_heads,
@@ -84,6 +83,7 @@ def copy_rows(
         formats=storage.formats,
         layers=layers,
         rotate=rotate,
+        columns_per_trip=COLUMNS_PER_TRIP,
     )
     return storage.with_arrays(copy(operands))
 
@@ -106,28 +106,31 @@ class _Operands:
     column: jax.Array  # i32[B, C]
 
 
-@functools.partial(jax.jit, static_argnames=("formats", "layers", "rotate"))
+@functools.partial(
+    jax.jit, static_argnames=("formats", "layers", "rotate", "columns_per_trip")
+)
 def _copy(
     operands: _Operands,
     *,
     formats: Formats,
     layers: tuple[int, ...],
     rotate: Rotate | None,
+    columns_per_trip: int,
 ) -> Arrays:
-    """Copy the rows of each layer, `COLUMNS_PER_TRIP` columns at a time."""
+    """Copy the rows of each layer, a fixed number of columns at a time."""
     slots = operands.shared if operands.by_head is None else operands.by_head
     assert slots is not None
     num_layers, num_blocks, num_heads, size = operands.arrays["key_pool"].shape[:4]
     num_columns = operands.target.shape[1]
     target = operands.target.reshape(-1)
     most = target.shape[0]
-    width = min(most, COLUMNS_PER_TRIP)
+    width = min(most, columns_per_trip)
     is_copied = target < num_blocks
     (listed,) = jnp.nonzero(is_copied, size=most + width, fill_value=most)
     listed = listed.astype(jnp.int32)
     num_trips = (jnp.sum(is_copied, dtype=jnp.int32) + width - 1) // width
     head = jnp.arange(num_heads, dtype=jnp.int32)[None, :, None]
-    offset_to = jnp.arange(size, dtype=jnp.int32)
+    offset_to = jnp.arange(size, dtype=jnp.int32)[None, None]
 
     def copy(layer: jax.Array, first: jax.Array, arrays: Arrays) -> Arrays:
         entry = jax.lax.dynamic_slice_in_dim(listed, first, width)

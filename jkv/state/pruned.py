@@ -68,7 +68,10 @@ class Pruned:
 
     def is_pruned(self, seq_ids: jax.Array) -> jax.Array:
         """Return True for sequences that were pruned, bool[...]."""
-        dropped, left = gather(self.num_dropped, seq_ids), gather(self.num_left, seq_ids)
+        dropped, left = (
+            gather(self.num_dropped, seq_ids),
+            gather(self.num_left, seq_ids),
+        )
         return (dropped > 0) | (left > 0)
 
     def leave(self, seq_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -101,7 +104,10 @@ class Pruned:
         self, row: jax.Array, parents: jax.Array, lengths: jax.Array | None = None
     ) -> Self:
         """Copy the numbers of parents to rows, i32[B], or zeros where cut to 0."""
-        dropped, left = gather(self.num_dropped, parents), gather(self.num_left, parents)
+        dropped, left = (
+            gather(self.num_dropped, parents),
+            gather(self.num_left, parents),
+        )
         if lengths is not None:
             dropped, left = (jnp.where(lengths == 0, 0, n) for n in (dropped, left))
         return self.with_rows(row, dropped, left)

@@ -195,7 +195,10 @@ def _prune(
     causes = [
         (Status.INVALID_SEQUENCE, ~live),
         (Status.INVALID_ARGUMENT, wrong),
-        (Status.CONTEXT_FULL, num_dropped > _LAST_POSITION - metadata.max_context_length),
+        (
+            Status.CONTEXT_FULL,
+            num_dropped > _LAST_POSITION - metadata.max_context_length,
+        ),
     ]
     status = requests.find_status(padding, causes)
     eligible = (status == Status.OK) & ~padding
@@ -221,14 +224,12 @@ def _find_wrong(selection: Selection) -> jax.Array:
         first = jnp.full((*kept.shape[:2], 1), -1, jnp.int32)
         before = jnp.concatenate([first, kept[..., :-1]], axis=-1)
         fits = (kept > before) & (kept < selection.lengths[:, None, None])
-        index = jnp.arange(width, dtype=jnp.int32)
+        index = jnp.arange(width, dtype=jnp.int32)[None, None]
         wrong |= ~jnp.all(fits | (index >= num_kept[:, None, None]), axis=(1, 2))
     return wrong
 
 
-def _stop_commits(
-    metadata: Metadata, row: jax.Array, seq_ids: jax.Array
-) -> Metadata:
+def _stop_commits(metadata: Metadata, row: jax.Array, seq_ids: jax.Array) -> Metadata:
     """Let rows, i32[B], commit no more: their tokens do not determine their keys."""
     known = metadata.index.leave(seq_ids)
     if known is None:
@@ -237,9 +238,7 @@ def _stop_commits(
     return metadata.index.enter(metadata, row, salts, jnp.full_like(row, -1))
 
 
-def _list_copies(
-    metadata: Metadata, moves: tuple[Moves, ...]
-) -> dict[int, RowCopies]:
+def _list_copies(metadata: Metadata, moves: tuple[Moves, ...]) -> dict[int, RowCopies]:
     """Return the copies of the groups with blocks."""
     of_parts = zip(parts_of(metadata), moves, strict=True)
     return {

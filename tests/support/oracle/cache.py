@@ -30,6 +30,16 @@ class Sequence:
     # where this cache did not get them.
     base: int = 0
     text: list[Any] = dataclasses.field(default_factory=list)
+    # For pruning: the dropped tokens, the slots that the last prune left, and their
+    # tokens by layer and head.
+    dropped: int = 0
+    left: int = 0
+    kept: dict[tuple[int, int], list[Any]] = dataclasses.field(default_factory=dict)
+
+    def restart(self):
+        """A sequence that was cut to length 0 is as new."""
+        self.dropped = self.left = 0
+        self.kept = {}
 
 
 class StateRules(NamedTuple):
@@ -47,6 +57,7 @@ class Row(NamedTuple):
     position: int
     blocks: list[int]  # in each group
     offset: int
+    slot: int
 
 
 class Batch(NamedTuple):
@@ -82,6 +93,7 @@ class Cache:
         self.refusals: Counter[int] = Counter()
         self.clock = 0
         self.num_classes = 1
+        self.pruning = False
         # (domain, all tokens up to a block's end): the block of each group, or None.
         # The leading group has one always: the first without a window, or the widest.
         self.index: dict[tuple[int, tuple[Any, ...]], list[int | None]] = {}
@@ -149,7 +161,8 @@ class Cache:
             for row in rows:
                 column, offset = divmod(len(mine.tokens), self.block_size)
                 blocks = [table[column] for table in mine.tables]
-                batch.rows[row] = Row(seq_id, len(mine.tokens), blocks, offset)
+                slot, position = len(mine.tokens), len(mine.tokens) + mine.dropped
+                batch.rows[row] = Row(seq_id, position, blocks, offset, slot)
                 mine.tokens.append(contents[row])
                 mine.text.append(contents[row])
         self._settle(batch.status, used=self._served(seq_ids, batch.status))
@@ -173,6 +186,9 @@ class Cache:
                 else:
                     child = self._open()
                     self._continue(self.open[child], self._past(parent, length))
+                    if self.pruning and lengths and length == 0:
+                        self.open[child].restart()
+                        self.open[child].visible = 0
             elif seq_id != PADDING:
                 cause = INVALID_SEQUENCE
             children.append(child)
@@ -299,6 +315,7 @@ class Cache:
         """True if a sequence can go on from a length, in all groups."""
         return (
             0 <= length <= len(mine.tokens)
+            and (length == 0 or length >= mine.left)
             and (not self.states or self._base_at(mine, length) is not None)
             and all(
                 group.can_go_on(mine.tables[g], length)
@@ -363,6 +380,7 @@ class Cache:
         mine.tables, mine.tokens = copy.deepcopy(past.tables), list(past.tokens)
         mine.visible, mine.salt = past.visible, past.salt
         mine.base, mine.text = past.base, list(past.text)
+        mine.dropped, mine.left, mine.kept = past.dropped, past.left, dict(past.kept)
         self._extend(mine, self._tails(len(mine.tokens)))
 
     def _cut(self, mine, length, before):
@@ -386,6 +404,8 @@ class Cache:
             self._use_snapshot(mine.salt, tuple(mine.text[:length]))
         mine.base = self._base_at(mine, length)
         del mine.tokens[length:], mine.text[length:]
+        if length == 0:
+            mine.restart()
         if mine.visible is not None or length == 0:
             mine.visible = min(mine.visible or 0, length)
         mine.epoch = self.clock + 1
