@@ -44,7 +44,8 @@ class Pruning(NamedTuple):
     @classmethod
     def of(cls, metadata: Metadata, number: int, selection: Selection) -> "Pruning":
         """Return the plan of a group; a window needs a minimum of tokens."""
-        window, wrongs = metadata.groups[number].window, ()
+        window = metadata.groups[number].window
+        wrongs: Masks = ()
         if window.length is not None:
             visible = window.num_sink_tokens + window.length - 1
             fewest = jnp.minimum(selection.lengths, visible)

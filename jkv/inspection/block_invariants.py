@@ -52,10 +52,8 @@ def check_pruned(metadata: Metadata) -> Iterator[str]:
     if not isinstance(pruned, Pruned):
         return
     dropped, left = np.asarray(pruned.num_dropped), np.asarray(pruned.num_left)
-    lengths, closed = (
-        np.asarray(metadata.context_lengths),
-        ~np.asarray(metadata.is_open),
-    )
+    lengths = np.asarray(metadata.context_lengths)
+    closed = ~np.asarray(metadata.is_open)
     for row in np.flatnonzero((left < 0) | (left > lengths) | (dropped < 0)):
         yield (
             f"row {row} of {lengths[row]} tokens dropped {dropped[row]} and kept "

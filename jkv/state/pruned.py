@@ -36,6 +36,10 @@ class Unpruned:
         """Return False: no sequence was pruned."""
         return np.zeros(seq_ids.shape, bool)
 
+    def unpruned(self, rows: jax.Array) -> jax.Array:
+        """Return the rows of sequences that were not pruned, i32[...]: all."""
+        return rows
+
     def leave(self, _seq_ids: jax.Array) -> None:
         """Return None: there are no numbers to swap out."""
 
@@ -68,11 +72,12 @@ class Pruned:
 
     def is_pruned(self, seq_ids: jax.Array) -> jax.Array:
         """Return True for sequences that were pruned, bool[...]."""
-        dropped, left = (
-            gather(self.num_dropped, seq_ids),
-            gather(self.num_left, seq_ids),
-        )
+        dropped, left = self.leave(seq_ids)
         return (dropped > 0) | (left > 0)
+
+    def unpruned(self, rows: jax.Array) -> jax.Array:
+        """Return the rows of sequences that were not pruned, i32[...], else S."""
+        return jnp.where(self.is_pruned(rows), self.num_left.shape[0], rows)
 
     def leave(self, seq_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the numbers of swapped-out sequences, i32[B] each."""
@@ -104,10 +109,7 @@ class Pruned:
         self, row: jax.Array, parents: jax.Array, lengths: jax.Array | None = None
     ) -> Self:
         """Copy the numbers of parents to rows, i32[B], or zeros where cut to 0."""
-        dropped, left = (
-            gather(self.num_dropped, parents),
-            gather(self.num_left, parents),
-        )
+        dropped, left = self.leave(parents)
         if lengths is not None:
             dropped, left = (jnp.where(lengths == 0, 0, n) for n in (dropped, left))
         return self.with_rows(row, dropped, left)

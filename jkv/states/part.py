@@ -119,9 +119,6 @@ def _find_cut(metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array) -> _Cu
     pending = jnp.where(lengths == 0, 0, lengths - base)
     looked_for = jnp.where(stands | (lengths > length), 0, lengths)
     looked_for = jnp.maximum(looked_for, 0)
-    pruned = metadata.sequences.pruned
-    if pruned.is_there:  # their tokens do not determine a state
-        looked_for = jnp.where(pruned.is_pruned(seq_ids), 0, looked_for)
     found = metadata.index.find_state(metadata, seq_ids, looked_for)
     if found is None:
         return _Cut(~stands, pending, None)

@@ -143,9 +143,9 @@ def _append(
         for number in part.numbers:
             blocks[number] = of_part
     if tokens is not None:
-        metadata = metadata.index.record(
-            metadata, step.table_row, step.position, tokens
-        )
+        # The tokens of pruned sequences do not determine their keys.
+        told = metadata.sequences.pruned.unpruned(step.table_row)
+        metadata = metadata.index.record(metadata, told, step.position, tokens)
     row = step.done.rows(metadata)
     metadata = counters.mark_used(metadata, row, growth.before, growth.new_length)
     metadata = counters.settle(metadata, growth.status, growth.served)

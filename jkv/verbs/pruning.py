@@ -40,8 +40,8 @@ def prune(
 
     Layers with a sliding window keep their sinks and the newest tokens, which move
     behind the others: to slots that equal positions in the window if the newest
-    `window` tokens were kept. Recurrent states stay. Outside jit the host checks if rows
-    must be copied, and then copies the whole storage: jit and donate.
+    `window` tokens were kept. Recurrent states stay. Outside jit the host checks if
+    rows must be copied, and then copies the whole storage: jit and donate.
 
     Args:
       cache: the cache, with `CacheConfig(pruning=True)`.
@@ -51,20 +51,20 @@ def prune(
         window, i32[B, C] or a tuple with one array for each of them, of its L layers
         and K heads. Entries from `num_kept` on are ignored.
       num_kept: i32[B] or int, number of kept tokens, 0 to C.
-      rotate: closes the gaps of positions: called as `rotate(keys f32[P, K, T, D], delta
-        i32[P, K or 1, T], layer)`, it returns keys rotated by `delta` positions (0 or
-        negative) for the model's `layer`, i32[]. Positions are slots again. All rows
-        after the first gap are copied, and formats below float32 round their keys once
-        more. Pass the same function object in every call, as a new one is compiled
+      rotate: closes the gaps of positions: called as `rotate(keys f32[P, K, T, D],
+        delta i32[P, K or 1, T], layer)`, it returns keys rotated by `delta` positions
+        (0 or negative) for the model's `layer`, i32[]. Positions are slots again. All
+        rows after the first gap are copied, and formats below float32 round their keys
+        once more. Pass the same function object in every call, as a new one is compiled
         again.
 
     Returns:
       The new cache and i32[B] of `Status`: OK, INVALID_SEQUENCE, INVALID_ARGUMENT
       (`num_kept` below 0 or above C; slots that are negative, not ascending, or at or
       past the context length; fewer tokens than a window's or the pending ones;
-      `rotate` after a prune without it, or with recurrent states and no
-      token kept before the pending ones), CONTEXT_FULL (positions would exceed 2^31 - 1)
-      or OUT_OF_BLOCKS (rows of a shared block are copied to a block free before the
+      `rotate` after a prune without it, or with recurrent states and no token kept
+      before the pending ones), CONTEXT_FULL (positions would exceed 2^31 - 1) or
+      OUT_OF_BLOCKS (rows of a shared block are copied to a block free before the
       call; a window's rows may span one block more at their new slots).
 
     Raises:
@@ -126,8 +126,8 @@ def _read_kept(
     if isinstance(kept, tuple):
         if len(kept) != len(full):
             raise UsageError(
-                f"kept must be one array, or a tuple of {len(full)}, one for each group "
-                f"without a window, got {len(kept)}"
+                f"kept must be one array, or a tuple of {len(full)}, one for each "
+                f"group without a window, got {len(kept)}"
             )
         each = dict(zip(full, kept, strict=True))
     else:
@@ -192,13 +192,11 @@ def _prune(
     if rotates:  # keys are rotated from their slots, which must be their positions
         wrong |= pruned.positions_of(seq_ids, lengths) != lengths
         num_dropped = jnp.zeros_like(num_kept)
+    most = _LAST_POSITION - metadata.max_context_length
     causes = [
         (Status.INVALID_SEQUENCE, ~live),
         (Status.INVALID_ARGUMENT, wrong),
-        (
-            Status.CONTEXT_FULL,
-            num_dropped > _LAST_POSITION - metadata.max_context_length,
-        ),
+        (Status.CONTEXT_FULL, num_dropped > most),
     ]
     status = requests.find_status(padding, causes)
     eligible = (status == Status.OK) & ~padding

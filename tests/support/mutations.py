@@ -940,7 +940,8 @@ MUTATIONS = (
         "blocks",
         "A copied column takes the old block of its own column, moved or not.",
         "column = jnp.take_along_axis(listed, jnp.maximum(nth, 0), axis=1)",
-        "column = jnp.broadcast_to(jnp.arange(nth.shape[1], dtype=jnp.int32), nth.shape)",
+        "column = jnp.broadcast_to(\n"
+        "        jnp.arange(nth.shape[1], dtype=jnp.int32), nth.shape)",
     ),
     Mutation(
         "positions-are-slots",

@@ -21,6 +21,7 @@ from support.random_operations import (
     same,
 )
 from support.random_reuse import FORGETTING, ReuseGame, allocate_prompts, match
+from support.random_states import StateGame, make_state_verbs
 
 
 def prune(cache, seq_ids, kept, num_kept):
@@ -35,6 +36,12 @@ def make_pruning_verbs(mode):
     """The verbs of both games."""
     changing = [*CHANGING, allocate_prompts, *FORGETTING, prune, prune_heads]
     return make_verbs(mode, changing, [*LOOKING, match])
+
+
+def make_pruned_state_verbs(mode):
+    """The verbs of `StateGame`, and prune."""
+    pruning = make_pruning_verbs(mode)
+    return make_state_verbs(mode) | {n: pruning[n] for n in ("prune", "prune_heads")}
 
 
 class Pruning:
@@ -130,7 +137,7 @@ class Pruning:
         self.num_pruned.update(served)
 
     def plays(self):
-        return [*super().plays(), (self.play_prune, 5)]
+        return [*super().plays(), (self.play_prune, 9)]
 
     def compare_state(self):
         super().compare_state()
@@ -141,6 +148,10 @@ class Pruning:
 
 class PruneGame(Pruning, Game):
     """A game with pruned sequences."""
+
+
+class PruneStateGame(Pruning, StateGame):
+    """A game with pruned sequences and states, which stay."""
 
 
 class PruneReuseGame(Pruning, ReuseGame):

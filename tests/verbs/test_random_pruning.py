@@ -4,9 +4,15 @@ import os
 
 import pytest
 from support.jax_versions import further
-from support.oracle.cache import INVALID_ARGUMENT, OK
-from support.random_operations import GROUPED, SHAPES, WINDOWED
-from support.random_pruning import PruneGame, PruneReuseGame, make_pruning_verbs
+from support.oracle.cache import INVALID_ARGUMENT, OK, StateRules
+from support.random_operations import GROUPED, SHAPES, WINDOWED, Pool
+from support.random_pruning import (
+    PruneGame,
+    PruneReuseGame,
+    PruneStateGame,
+    make_pruned_state_verbs,
+    make_pruning_verbs,
+)
 
 from jkv.blocks import row_copies
 
@@ -128,3 +134,29 @@ def test_pruned_groups_are_never_found_as_prefixes(name, mode, tmp_path):
             groups=groups,
         )
         play_reuse(game, 220)
+
+
+STATES = {
+    "full": ((Pool(16),), 0, (2, 4, 17), StateRules(3, 3, 4)),
+    "full and window": ((Pool(24), Pool(12, 4)), 1, (2, 5, 23), StateRules(2, 4, 2)),
+}
+STATE_CASES = [("full", "donated"), *further([("full and window", "jitted")])]
+
+
+@pytest.mark.parametrize("name, mode", STATE_CASES)
+def test_states_stay_when_their_tokens_are_dropped(name, mode, tmp_path):
+    verbs = make_pruned_state_verbs(mode)
+    groups, place, shape, rules = STATES[name]
+    for seed in range(EFFORT):
+        game = PruneStateGame(
+            groups,
+            shape,
+            rules,
+            verbs,
+            seed=60 * len(name) + seed,
+            place=place,
+            donate=mode == "donated",
+            folder=tmp_path,
+        )
+        play(game, 180)
+        assert sum(game.num_pruned.values()) > 20

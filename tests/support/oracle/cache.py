@@ -30,16 +30,23 @@ class Sequence:
     # where this cache did not get them.
     base: int = 0
     text: list[Any] = dataclasses.field(default_factory=list)
-    # For pruning: the dropped tokens, the slots that the last prune left, and their
-    # tokens by layer and head.
-    dropped: int = 0
+    # For pruning: all tokens, dropped ones included; the slots that the last prune
+    # left; and their tokens by layer and head.
+    past: list[Any] = dataclasses.field(default_factory=list)
     left: int = 0
     kept: dict[tuple[int, int], list[Any]] = dataclasses.field(default_factory=dict)
 
     def restart(self):
         """A sequence that was cut to length 0 is as new."""
-        self.dropped = self.left = 0
-        self.kept = {}
+        self.past, self.left, self.kept = [], 0, {}
+
+    @property
+    def dropped(self):
+        return len(self.past) - len(self.tokens)
+
+    @property
+    def is_pruned(self):
+        return self.dropped > 0 or self.left > 0
 
 
 class StateRules(NamedTuple):
@@ -161,10 +168,11 @@ class Cache:
             for row in rows:
                 column, offset = divmod(len(mine.tokens), self.block_size)
                 blocks = [table[column] for table in mine.tables]
-                slot, position = len(mine.tokens), len(mine.tokens) + mine.dropped
+                slot, position = len(mine.tokens), len(mine.past)
                 batch.rows[row] = Row(seq_id, position, blocks, offset, slot)
                 mine.tokens.append(contents[row])
-                mine.text.append(contents[row])
+                mine.text.append(-1 if mine.is_pruned else contents[row])
+                mine.past.append(contents[row])
         self._settle(batch.status, used=self._served(seq_ids, batch.status))
         return batch
 
@@ -371,6 +379,7 @@ class Cache:
             tables=[table[:full] for table in sequence.tables],
             tokens=sequence.tokens[:length],
             text=sequence.text[:length],
+            past=sequence.past[: sequence.dropped + length],
             base=self._base_at(sequence, length) or 0,
             visible=None if sequence.visible is None else min(sequence.visible, length),
         )
@@ -380,7 +389,7 @@ class Cache:
         mine.tables, mine.tokens = copy.deepcopy(past.tables), list(past.tokens)
         mine.visible, mine.salt = past.visible, past.salt
         mine.base, mine.text = past.base, list(past.text)
-        mine.dropped, mine.left, mine.kept = past.dropped, past.left, dict(past.kept)
+        mine.past, mine.left, mine.kept = list(past.past), past.left, dict(past.kept)
         self._extend(mine, self._tails(len(mine.tokens)))
 
     def _cut(self, mine, length, before):
@@ -403,6 +412,7 @@ class Cache:
         if self.states and 0 < length < mine.base:
             self._use_snapshot(mine.salt, tuple(mine.text[:length]))
         mine.base = self._base_at(mine, length)
+        del mine.past[mine.dropped + length :]
         del mine.tokens[length:], mine.text[length:]
         if length == 0:
             mine.restart()

@@ -122,8 +122,8 @@ class Oracle(PruningCache):
                 mine = self.open[seq_id]
                 mine.tokens, mine.salt = list(each.tokens), each.salt
                 mine.base, mine.text = each.base, [-1] * len(each.tokens)
-                mine.visible = None if each.visible != 0 else 0
-                mine.dropped, mine.left = each.dropped, each.left
+                mine.visible = None if each.visible != 0 or each.is_pruned else 0
+                mine.past, mine.left = list(each.past), each.left
                 mine.kept = dict(each.kept)
             for g, blocks in enumerate(old):
                 new = dict(zip(blocks, self._take(g, len(blocks)), strict=True))

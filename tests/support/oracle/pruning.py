@@ -28,15 +28,13 @@ class PruningCache(PrefixCache):
         if seq_id not in self.open:
             return []
         mine = self.open[seq_id]
-        return [
-            *mine.kept.get(head, mine.tokens[: mine.left]),
-            *mine.tokens[mine.left :],
-        ]
+        first = mine.kept.get(head, mine.tokens[: mine.left])
+        return [*first, *mine.tokens[mine.left :]]
 
     def next_position(self, seq_id):
         """The position of a sequence's next token, 0 if it is not open."""
         mine = self.open.get(seq_id)
-        return len(mine.tokens) + mine.dropped if mine else 0
+        return len(mine.past) if mine else 0
 
     def prune(self, seq_ids, kept, num_kept, heads, width):
         """Keep slots of sequences, in order.
@@ -158,7 +156,6 @@ class PruningCache(PrefixCache):
             slots = {own[slot] for own in lead}
             (only,) = slots if len(slots) == 1 else (None,)
             tokens.append(-1 if only is None else mine.tokens[only])
-        mine.dropped += len(mine.tokens) - count
         mine.base = count - (len(mine.tokens) - mine.base)
         mine.left, mine.kept, mine.tokens = count, stored, tokens
         mine.text, mine.visible = [-1] * count, None
