@@ -42,6 +42,7 @@ DATACLASSES: tuple[type, ...] = (
     *(state.Cache, state.Metadata, state.Sequences, state.BlockGroup, state.Ring),
     *(state.NoIndex, PrefixIndex, Beside, Snapshots),
     *(state.Everything, state.SlidingWindow),
+    *(state.Pruned, state.Unpruned),
     *(state.States, state.BlockStorage, state.StateStorage),
     *(state.Batch, Sampling, PromptLookup),
     *filter(dataclasses.is_dataclass, _PLANNED),
@@ -60,7 +61,11 @@ SIZES: dict[str, type] = {
     )
 }
 # Parts of a cache in static fields, by module, which is imported on first use.
-PARTS = {"Blocks": "jkv.blocks.part", "OfStates": "jkv.states.part"}
+PARTS = {
+    "Blocks": "jkv.blocks.part",
+    "OfStates": "jkv.states.part",
+    "Positions": "jkv.metadata.positions",
+}
 
 
 def register() -> None:

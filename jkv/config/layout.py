@@ -167,9 +167,10 @@ def lay_out(groups: Sequence[AnySizes], prefix_caching: bool) -> Arrays:
     has_tokens = prefix_caching or any(each.record_tokens for each in blocks)
     max_sequences = groups[0].max_sequences
     has_pending = any(each.max_pending for each in states)
-    has_pruning = any(each.pruning for each in blocks)
-    sequences = _lay_out_sequences(max_sequences, has_pending, has_pruning)
+    sequences = _lay_out_sequences(max_sequences, has_pending)
     arrays = within("metadata.sequences", sequences)
+    if any(each.pruning for each in blocks):
+        arrays |= within("metadata.sequences.pruned", _lay_out_pruned(max_sequences))
     for i, sizes in enumerate(groups):
         of_group = sizes.lay_out_group(prefix_caching, has_tokens and sizes is leader)
         arrays |= within(f"metadata.groups.{i}", of_group)
@@ -207,9 +208,7 @@ def describe(
     ]
 
 
-def _lay_out_sequences(
-    max_sequences: int, has_pending: bool, has_pruning: bool
-) -> Arrays:
+def _lay_out_sequences(max_sequences: int, has_pending: bool) -> Arrays:
     rows = (max_sequences,)
     arrays = {
         "rows": ArrayLayout((max_sequences, _SEQUENCE_COLUMNS), _I32, fill=0),
@@ -218,10 +217,13 @@ def _lay_out_sequences(
     }
     if has_pending:
         arrays["num_pending"] = ArrayLayout(rows, _I32, fill=0)
-    if has_pruning:
-        for name in ("num_dropped", "num_left"):
-            arrays[f"pruned.{name}"] = ArrayLayout(rows, _I32, fill=0)
     return arrays
+
+
+def _lay_out_pruned(max_sequences: int) -> Arrays:
+    """Return the arrays of a `Pruned` of sequences with all their tokens."""
+    array = ArrayLayout((max_sequences,), _I32, fill=0)
+    return dict.fromkeys(("num_dropped", "num_left"), array)
 
 
 def _lay_out_ring(count: int, *, has_holes: bool = False) -> Arrays:

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from jkv.inspection.recount import Recount
-from jkv.state import Metadata, Ring
-from jkv.state.pruned import Pruned
+from jkv.state import Metadata, Pruned, Ring
 
 
 def check_lengths(meta: Metadata) -> Iterator[str]:

@@ -5,6 +5,7 @@ from typing import Any
 
 from jkv.blocks.part import Blocks
 from jkv.blocks.swapped import SwappedGroup
+from jkv.metadata.positions import Positions
 from jkv.prefixes.index import PrefixIndex
 from jkv.state import BlockGroup, BlockStorage, Cache, NoIndex, States, StateStorage
 from jkv.states.part import OfStates
@@ -26,5 +27,7 @@ def with_parts(cache: Cache) -> Cache:
     for number, group in enumerate(cache.metadata.groups):
         numbers[type(group)] = (*numbers.get(type(group), ()), number)
     parts = [part for kind, of in numbers.items() for part in PARTS[kind].of(of)]
+    if cache.metadata.sequences.pruned.is_there:
+        parts.append(Positions())
     metadata = dataclasses.replace(cache.metadata, parts=tuple(parts))
     return cache.with_metadata(metadata)

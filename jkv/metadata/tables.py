@@ -75,7 +75,6 @@ def close_rows(metadata: Metadata, seq_ids: jax.Array, closable: jax.Array) -> M
     row = jnp.where(closable, seq_ids, sequences.max_sequences)
     free_rows = ring.push(sequences.free_rows, seq_ids, closable)
     metadata = metadata.with_sequences(free_rows=free_rows)
-    metadata = metadata.with_pruned(sequences.pruned.without_rows(row))
     return metadata.with_rows(row, SequenceRow(0, 0, 0, 0, 0))
 
 

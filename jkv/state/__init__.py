@@ -10,11 +10,12 @@ from jkv.state.metadata import (
     NO_SEQUENCE,
     BlockGroup,
     Metadata,
+    Pruned,
     SequenceRow,
     Sequences,
+    Unpruned,
 )
 from jkv.state.no_index import NoIndex
-from jkv.state.pruned import Pruned, Unpruned
 from jkv.state.rings import Kept, Ring
 from jkv.state.states import States, StateStorage
 from jkv.state.storage import BlockStorage

@@ -3,21 +3,26 @@
 `Sequences` hold the open sequences and their lengths, once for all groups of layers;
 each `BlockGroup` holds the blocks of all sequences in its pool.
 
+A *slot* is a token's index among the cached tokens of its sequence, and a *position*
+its index in the text. `prune` drops tokens and packs the others, so that the next token
+has a slot below its position. The difference is the same for all later tokens: one
+number per sequence (`Pruned`), which verbs that change lengths need not update.
+
 Symbols in shape comments: G groups, L layers, N blocks in the pool of a group, K kv
 heads, T tokens per block, D (Dv) key (value) head dim, S sequences, M blocks per
 sequence, B requests in a call, R token rows in a batch.
 """
 
 import dataclasses
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jkv.config.layers import find_leader
 from jkv.indexing import gather, scatter
 from jkv.state.no_index import NoIndex
-from jkv.state.pruned import Pruning
 from jkv.state.rings import Ring
 from jkv.state.windows import Window
 from jkv.status import Counter, Status
@@ -36,6 +41,76 @@ class SequenceRow(NamedTuple):
     created: jax.Array | int  # tick of the opening
     last_used: jax.Array | int  # tick of the last append, fork or touch
     num_uses: jax.Array | int  # uses since the opening
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Unpruned:
+    """Sequences with all their tokens: a token's position is its slot.
+
+    There are no arrays, and methods return their arguments, so that a program gets no
+    operations.
+    """
+
+    is_there = False  # static: True if sequences can be pruned
+
+    def positions_of(self, _seq_ids: jax.Array, slots: jax.Array) -> jax.Array:
+        """Return the positions of tokens after the kept ones, i32[...]: their slots."""
+        return slots
+
+    def is_pruned(self, seq_ids: jax.Array) -> np.ndarray:
+        """Return False: no sequence was pruned."""
+        return np.zeros(seq_ids.shape, bool)
+
+    def unpruned(self, rows: jax.Array) -> jax.Array:
+        """Return the rows of sequences that were not pruned, i32[...]: all."""
+        return rows
+
+    def leave(self, _seq_ids: jax.Array) -> None:
+        """Return None: there are no numbers to swap out."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Pruned:
+    """Sequences that `prune` may have shortened."""
+
+    is_there = True
+
+    # i32[S], dropped tokens: positions after the last prune minus slots.
+    num_dropped: jax.Array
+    # i32[S], tokens kept by the last prune, which a truncation may not cut.
+    num_left: jax.Array
+
+    def positions_of(self, seq_ids: jax.Array, slots: jax.Array) -> jax.Array:
+        """Return the positions of tokens after the kept ones, i32[...]; slots of S."""
+        return slots + gather(self.num_dropped, seq_ids, fill=0)
+
+    def is_pruned(self, seq_ids: jax.Array) -> jax.Array:
+        """Return True for sequences that were pruned, bool[...]."""
+        dropped, left = self.leave(seq_ids)
+        return (dropped > 0) | (left > 0)
+
+    def unpruned(self, rows: jax.Array) -> jax.Array:
+        """Return the rows of sequences that were not pruned, i32[...], else S."""
+        return jnp.where(self.is_pruned(rows), self.num_left.shape[0], rows)
+
+    def leave(self, seq_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the numbers of swapped-out sequences, i32[B] each."""
+        return gather(self.num_dropped, seq_ids), gather(self.num_left, seq_ids)
+
+    def with_rows(
+        self, row: jax.Array, num_dropped: jax.Array | int, num_left: jax.Array | int
+    ) -> Self:
+        """Replace distinct rows, i32[B]; rows >= S are dropped."""
+        return dataclasses.replace(
+            self,
+            num_dropped=scatter(self.num_dropped, row, num_dropped),
+            num_left=scatter(self.num_left, row, num_left),
+        )
+
+
+Pruning: TypeAlias = Unpruned | Pruned
 
 
 @jax.tree_util.register_dataclass

@@ -21,7 +21,7 @@ from jkv.sharding.loops import when
 from jkv.state import Batch, Cache, GroupLayer, StateStorage
 from jkv.state.cache import Role
 from jkv.state.entry import takes_cache
-from jkv.state.pruned import Pruning
+from jkv.state.metadata import Pruning
 from jkv.states.copies import read_rows
 from jkv.status import Status, UsageError
 from jkv.verbs.arguments import any_layer, check_batch

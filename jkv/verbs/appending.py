@@ -156,22 +156,13 @@ def _append(
         query_starts=rows.starts,
         query_lengths=growth.query_lengths,
         context_lengths=jnp.where(growth.is_live, growth.new_length, 0),
-        positions=_find_positions(metadata, step),
+        positions=metadata.sequences.pruned.positions_of(step.table_row, step.position),
         valid=step.valid,
         offsets=step.offset,
         blocks_of_groups=tuple(blocks),
         epochs=metadata.index.epochs_of(seq_ids),
         pending_counts=pending_counts,
     )
-
-
-def _find_positions(metadata: Metadata, step: Step) -> jax.Array:
-    """Return the positions of rows, i32[R]: slots, and dropped tokens before them."""
-    if not metadata.sequences.pruned.is_there:
-        return step.position
-    row = jnp.where(step.valid, step.table_row, 0)
-    positions = metadata.sequences.pruned.positions_of(row, step.position)
-    return jnp.where(step.valid, positions, 0)
 
 
 class _Layout(NamedTuple):

@@ -85,7 +85,6 @@ def _fork(
     if lengths is not None:
         wrongs = [mask for look in looks for mask in look.wrongs]
         # Lengths outside the parent's were clipped, and differ.
-        wrongs += metadata.sequences.pruned.cuts_through(parents, length.tokens)
         wrong = requests.any_of([length.tokens != lengths, *wrongs])
     status, served, plans = _judge(metadata, looks, parents, wrong)
     metadata, children = tables.open_rows(metadata, served, length.tokens)
@@ -93,25 +92,10 @@ def _fork(
     metadata, moves = apply_plans(metadata, plans, done)
     row = done.rows(metadata)
     metadata = metadata.index.inherit(metadata, row, parents, length.tokens)
-    metadata = _inherit_dropped(metadata, row, parents, lengths)
     parent = jnp.where(served, parents, metadata.max_sequences)
     metadata = counters.mark_parents(metadata, parent)
     metadata = counters.settle(metadata, status, served)
     return metadata, Fork(children, status), moves
-
-
-def _inherit_dropped(
-    metadata: Metadata, row: jax.Array, parents: jax.Array, lengths: jax.Array | None
-) -> Metadata:
-    """Copy the dropped tokens of parents; children of length 0 start anew."""
-    pruned = metadata.sequences.pruned
-    if not pruned.is_there:
-        return metadata
-    metadata = metadata.with_pruned(pruned.inherited(row, parents, lengths))
-    if lengths is None:
-        return metadata
-    emptied = jnp.where(lengths == 0, row, metadata.max_sequences)
-    return metadata.index.cut(metadata, emptied, jnp.zeros_like(row))
 
 
 def _judge(

@@ -12,7 +12,7 @@ from jkv.blocks.row_copies import Rotate, RowCopies, copy_rows
 from jkv.metadata import counters, requests
 from jkv.metadata.part import Done, Moves, Selection, apply_plans, parts_of
 from jkv.metadata.requests import Integers
-from jkv.state import BlockStorage, Cache, Metadata
+from jkv.state import BlockStorage, Cache, Metadata, Pruned
 from jkv.state.entry import takes_cache
 from jkv.status import Status, UsageError
 
@@ -207,8 +207,9 @@ def _prune(
 
     metadata, moves = apply_plans(metadata, plans, done)
     row = done.rows(metadata)
-    pruned = metadata.sequences.pruned.with_rows(row, num_dropped, num_kept)
-    metadata = _stop_commits(metadata.with_pruned(pruned), row, seq_ids)
+    assert isinstance(pruned, Pruned)
+    metadata = metadata.with_pruned(pruned.with_rows(row, num_dropped, num_kept))
+    metadata = _stop_commits(metadata, row, seq_ids)
     metadata = counters.mark_used(metadata, row, before, num_kept)
     metadata = counters.settle(metadata, status, done.served)
     return metadata, status, _list_copies(metadata, moves)

@@ -79,7 +79,6 @@ def _reorder(
     metadata, moves = apply_plans(metadata, plans, done)
     row = done.rows(metadata)
     metadata = metadata.index.inherit(metadata, row, parents, length.tokens, True)
-    metadata = metadata.with_pruned(metadata.sequences.pruned.inherited(row, parents))
     metadata = counters.mark_used(metadata, row, before, length.tokens)
     return counters.settle(metadata, status, served), status, moves
 

@@ -12,7 +12,7 @@ import numpy as np
 from jkv.metadata import counters, requests, tables
 from jkv.metadata.part import Luggage, parts_of
 from jkv.metadata.requests import Integers
-from jkv.state import Cache, Metadata
+from jkv.state import Cache, Metadata, Pruned
 from jkv.state.entry import takes_cache
 from jkv.status import Status
 from jkv.storage.swapped import Swapped, copy_out, match_groups
@@ -201,7 +201,8 @@ def _open(
     metadata = metadata.index.enter(metadata, row, entering.salts, entering.committed)
     metadata = metadata.with_pending(row, entering.num_pending)
     pruned = metadata.sequences.pruned
-    pruned = pruned.with_rows(row, entering.num_dropped, entering.num_left)
-    metadata = metadata.with_pruned(pruned)
+    if isinstance(pruned, Pruned):
+        pruned = pruned.with_rows(row, entering.num_dropped, entering.num_left)
+        metadata = metadata.with_pruned(pruned)
     metadata = counters.settle(metadata, status, served)
     return metadata, SwapIn(seq_ids, status), new_tables

@@ -67,9 +67,7 @@ def _truncate(
     live &= requests.is_first_mention(metadata, seq_ids)
     outside = (lengths < 0) | (lengths > before.context_length)
     looks = [part.cut(metadata, seq_ids, lengths) for part in parts_of(metadata)]
-    wrongs = [m for look in looks for m in look.wrongs]
-    wrongs += metadata.sequences.pruned.cuts_through(seq_ids, lengths)
-    wrong = requests.any_of([outside, *wrongs])
+    wrong = requests.any_of([outside, *(m for look in looks for m in look.wrongs)])
     causes = [(Status.INVALID_SEQUENCE, ~live), (Status.INVALID_ARGUMENT, wrong)]
     status = requests.find_status(padding, causes)
     eligible = (status == Status.OK) & ~padding
@@ -83,7 +81,5 @@ def _truncate(
     metadata, moves = apply_plans(metadata, plans, done)
     row = done.rows(metadata)
     metadata = metadata.index.cut(metadata, row, lengths)
-    pruned = metadata.sequences.pruned.without_rows(row, lengths)
-    metadata = metadata.with_pruned(pruned)
     metadata = counters.mark_used(metadata, row, before, lengths)
     return counters.settle(metadata, status, served), status, moves

@@ -947,15 +947,16 @@ MUTATIONS = (
         "positions-are-slots",
         "verbs",
         "The positions of a batch start again at the slots after a prune.",
-        "if not metadata.sequences.pruned.is_there:\n        return step.position",
-        "if True:\n        return step.position",
+        "positions=metadata.sequences.pruned.positions_of("
+        "step.table_row, step.position),",
+        "positions=step.position,",
     ),
     Mutation(
         "fork-forgets-dropped-tokens",
-        "verbs",
+        "metadata",
         "A child of a pruned sequence has its slots as positions.",
-        "metadata = metadata.with_pruned(pruned.inherited(row, parents, lengths))",
-        "metadata = metadata.with_pruned(pruned.without_rows(row))",
+        "num_dropped = self.length.positions - self.length.tokens",
+        "num_dropped = jnp.zeros_like(self.length.tokens)",
     ),
     Mutation(
         "copies-in-descending-order",

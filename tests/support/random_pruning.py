@@ -23,6 +23,8 @@ from support.random_operations import (
 from support.random_reuse import FORGETTING, ReuseGame, allocate_prompts, match
 from support.random_states import StateGame, make_state_verbs
 
+KINDS = ["blocks", "tokens", "both", "end", "scattered", "newest", "all", "none"]
+
 
 def prune(cache, seq_ids, kept, num_kept):
     return jkv.prune(cache, seq_ids, kept, num_kept)
@@ -68,8 +70,17 @@ class Pruning:
         rng, size = self.rng, self.oracle.block_size
         slots = np.arange(length)
         blocks = slots // size
-        kinds = ["blocks", "tokens", "both", "scattered", "newest", "all", "none"]
-        kind = kinds[rng.choice(7, p=[0.25, 0.1, 0.25, 0.15, 0.15, 0.05, 0.05])]
+        kinds = [
+            "blocks",
+            "tokens",
+            "both",
+            "end",
+            "scattered",
+            "newest",
+            "all",
+            "none",
+        ]
+        kind = kinds[rng.choice(8, p=[0.2, 0.1, 0.2, 0.1, 0.15, 0.15, 0.05, 0.05])]
         gone = np.zeros(length, bool)
         if kind in ("blocks", "both") and length:
             first = int(rng.integers(blocks[-1] + 1))
@@ -77,6 +88,8 @@ class Pruning:
         if kind in ("tokens", "both") and length:
             first = int(rng.integers(length))
             gone |= (slots >= first) & (slots < first + int(rng.integers(1, 4)))
+        if kind == "end" or (kind == "both" and rng.random() < 0.3):
+            gone |= slots >= rng.integers(length + 1)
         if kind == "scattered":
             gone = rng.random(length) < rng.random()
         if kind == "newest":

@@ -34,7 +34,7 @@ GROUPS = [
 @pytest.fixture(autouse=True)
 def _few_columns_per_trip(monkeypatch):
     """Copy in several trips, whose order then matters."""
-    monkeypatch.setattr(row_copies, "COLUMNS_PER_TRIP", 2)
+    monkeypatch.setattr(row_copies, "COLUMNS_PER_TRIP", 1)
 
 
 def play(game, num_operations):

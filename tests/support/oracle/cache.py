@@ -193,10 +193,10 @@ class Cache:
                     cause = OUT_OF_BLOCKS
                 else:
                     child = self._open()
-                    self._continue(self.open[child], self._past(parent, length))
-                    if self.pruning and lengths and length == 0:
-                        self.open[child].restart()
-                        self.open[child].visible = 0
+                    past = self._past(parent, length)
+                    if lengths and length == 0:
+                        past.restart()
+                    self._continue(self.open[child], past)
             elif seq_id != PADDING:
                 cause = INVALID_SEQUENCE
             children.append(child)
@@ -390,6 +390,8 @@ class Cache:
         mine.visible, mine.salt = past.visible, past.salt
         mine.base, mine.text = past.base, list(past.text)
         mine.past, mine.left, mine.kept = list(past.past), past.left, dict(past.kept)
+        if self.pruning and not mine.past:
+            mine.visible = 0
         self._extend(mine, self._tails(len(mine.tokens)))
 
     def _cut(self, mine, length, before):
