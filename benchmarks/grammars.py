@@ -84,9 +84,9 @@ def make_cases(grammar: Grammar, size: int) -> list[Case]:
     spread = np.linspace(0, grammar.num_states - 1, ROWS).astype(np.int32)
     state, tokens = jnp.asarray(spread), jnp.argmax(logits, axis=1).astype(jnp.int32)
     functions = {
-        "steer": (Grammar.steer, (grammar, state, logits)),
-        "steer and advance": (
-            lambda g, s, x, t: (g.steer(s, x), g.advance(s, t)),
+        "process": (Grammar.process, (grammar, state, logits)),
+        "process and advance": (
+            lambda g, s, x, t: (g.process(s, x), g.advance(s, t)),
             (grammar, state, logits, tokens),
         ),
         "a copy of the logits": (lambda x: x + 1.0, (logits,)),

@@ -7,7 +7,7 @@ continued by the next turn. 4,608 distinct tokens in 65 segments. The samples' t
 4,096, are scored; a weighted sum of them is differentiated, as in a policy gradient. A
 small decoder, float32, random weights. Contenders:
 
-* tree: `jkv.score` of the whole `TextTree`, 4,608 rows in one call of the model;
+* tree: `jkv.score` of the whole `TrajectoryTree`, 4,608 rows in one call of the model;
 * tree in parts: the same, partitioned by `jkv.trees.split` into parts of at most 1,536
   rows, one after another;
 * one level: the prompt once, followed by each of the 64 trajectories, 18,944 rows in
@@ -70,9 +70,9 @@ def draw_workload(prompt: int, turns: int, branches: int, length: int) -> Worklo
     return Workload(draw(prompt), draw(*sizes), weights)
 
 
-def plant_tree(work: Workload) -> tuple[jkv.TextTree, jax.Array]:
+def plant_tree(work: Workload) -> tuple[jkv.TrajectoryTree, jax.Array]:
     """Return the tree, and the weight of each row."""
-    tree, trunk = jkv.TextTree.of([work.prompt]), 0
+    tree, trunk = jkv.TrajectoryTree.of([work.prompt]), 0
     for samples in work.samples:
         tree, segments = jkv.trees.grow(tree, samples, trunk)
         trunk = int(segments[0])
@@ -80,7 +80,7 @@ def plant_tree(work: Workload) -> tuple[jkv.TextTree, jax.Array]:
     return tree, jnp.asarray(weights, jnp.float32)
 
 
-def plant_one_level(work: Workload) -> tuple[jkv.TextTree, jax.Array]:
+def plant_one_level(work: Workload) -> tuple[jkv.TrajectoryTree, jax.Array]:
     """Return the prompt with each trajectory after it, and the weight of each row."""
     texts, weights, first = (
         [work.prompt],
@@ -93,7 +93,7 @@ def plant_one_level(work: Workload) -> tuple[jkv.TextTree, jax.Array]:
             texts.append(np.concatenate([behind, sample]))
             zeros = np.zeros(len(behind))
             weights.append(np.concatenate([zeros, work.weights[turn, branch]]))
-    tree = jkv.TextTree.of(texts, [-1] + [0] * work.num_texts)
+    tree = jkv.TrajectoryTree.of(texts, [-1] + [0] * work.num_texts)
     return tree, jnp.asarray(np.concatenate(weights), jnp.float32)
 
 
@@ -131,7 +131,7 @@ def make_score(shapes: Shapes) -> Callable[..., jax.Array]:
 class Pass(NamedTuple):
     """A call: trees of one size, one after another."""
 
-    trees: jkv.TextTree  # arrays with a leading axis of trees
+    trees: jkv.TrajectoryTree  # arrays with a leading axis of trees
     weights: jax.Array  # f32[trees, rows]
 
 
@@ -144,7 +144,7 @@ def list_passes(work: Workload, max_rows: int) -> dict[str, list[Pass]]:
     for turn, samples in enumerate(work.samples):
         past = work.past(turn)
         texts = [np.concatenate([past, sample]) for sample in samples]
-        alone = [jkv.TextTree.of([text]) for text in texts]
+        alone = [jkv.TrajectoryTree.of([text]) for text in texts]
         zeros = np.zeros((len(samples), len(past)), np.float32)
         counted = np.concatenate([zeros, work.weights[turn]], axis=1)
         apart.append(Pass(_stack(alone), jnp.asarray(counted)))
@@ -157,7 +157,7 @@ def list_passes(work: Workload, max_rows: int) -> dict[str, list[Pass]]:
     }
 
 
-def _stack(trees: list[jkv.TextTree]) -> jkv.TextTree:
+def _stack(trees: list[jkv.TrajectoryTree]) -> jkv.TrajectoryTree:
     return jax.tree.map(lambda *each: jnp.stack(each), *trees)
 
 

@@ -93,6 +93,7 @@ if TYPE_CHECKING:  # imported on first access
     from jkv.inspection.memory import MemoryProfile, memory_profile
     from jkv.inspection.statistics import GroupStats, Stats, stats
     from jkv.inspection.utilisation import Fragmentation, fragmentation, should_compact
+    from jkv.logits_processors import LogitsProcessor
     from jkv.making.initialization import init, partition_specs
     from jkv.making.saving import load, save
     from jkv.prefixes.verbs import (
@@ -105,14 +106,13 @@ if TYPE_CHECKING:  # imported on first access
     )
     from jkv.states.folding import fold_state
     from jkv.states.verbs import read_pending, read_state, write_state
-    from jkv.steering import Steering
     from jkv.storage.files import FileError
     from jkv.storage.swapped import Swapped
     from jkv.tiers.restoring import restore
     from jkv.tiers.spilled import Spilled
     from jkv.tiers.spilling import spill
     from jkv.tiers.store import BlockStore
-    from jkv.trees import TextTree
+    from jkv.trees import TrajectoryTree
     from jkv.verbs.compaction import compact
     from jkv.verbs.eviction import (
         clock,
@@ -152,14 +152,14 @@ __getattr__ = imports_later(
         ),
         "jkv.states.folding": "fold_state",
         "jkv.states.verbs": "read_pending read_state write_state",
-        "jkv.steering": "Steering",
+        "jkv.logits_processors": "LogitsProcessor",
         "jkv.storage.files": "FileError",
         "jkv.storage.swapped": "Swapped",
         "jkv.tiers.restoring": "restore",
         "jkv.tiers.spilled": "Spilled",
         "jkv.tiers.spilling": "spill",
         "jkv.tiers.store": "BlockStore",
-        "jkv.trees": "TextTree",
+        "jkv.trees": "TrajectoryTree",
         "jkv.verbs.compaction": "compact",
         "jkv.verbs.eviction": "clock evict evict_older_than least_recently_used touch",
         "jkv.verbs.page_tables": "PageTable page_table",
@@ -176,7 +176,7 @@ __getattr__ = imports_later(
         "making",
         "recurrence",
         "serving",
-        "steering",
+        "logits_processors",
         "trees",
     ),
 )
@@ -237,10 +237,10 @@ __all__ = [
     "States",
     "Stats",
     "Status",
-    "Steering",
+    "LogitsProcessor",
     "SwapIn",
     "Swapped",
-    "TextTree",
+    "TrajectoryTree",
     "UsageError",
     "allocate",
     "append",

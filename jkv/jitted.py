@@ -33,7 +33,7 @@ from jkv import decoding
 from jkv.decoding.sampling.options import check_sampling
 from jkv.decoding.speculation.options import check_speculation
 from jkv.decoding.texts.prompts import as_stop_sequences, as_stop_tokens
-from jkv.decoding.texts.text_tree import TextTree
+from jkv.decoding.texts.trajectory_tree import TrajectoryTree
 from jkv.guards import explicit_transfers
 from jkv.metadata.requests import as_domains, read_prompts, saturated
 
@@ -46,7 +46,7 @@ STATIC = frozenset(
     {
         "model",
         "config",
-        "steps",
+        "generation_config",
         "max_new_tokens",
         "num_samples",
         "max_running",
@@ -105,7 +105,7 @@ def _as_argument(name: str, value: Any) -> Any:
         CHECKS[name](value)
     if name not in READERS or value is None or _has_arrays(value):
         return value
-    return value if isinstance(value, TextTree) else READERS[name](name, value)
+    return value if isinstance(value, TrajectoryTree) else READERS[name](name, value)
 
 
 def _has_arrays(value: Any) -> bool:

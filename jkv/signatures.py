@@ -1,8 +1,9 @@
 """Readable signatures for `help` and `jax.jit`, with all arguments by name.
 
-Loops accept fields of options such as `Steps` by name, as `**fields: Unpack[Fields]` of
-a `TypedDict`. Their signatures list these fields with their defaults. Unions of arrays
-are shown by the names given here; `typing.get_type_hints` returns the actual types.
+Loops accept fields of options such as `GenerationConfig` by name, as
+`**fields: Unpack[Fields]` of a `TypedDict`. Their signatures list these fields with
+their defaults. Unions of arrays are shown by the names given here;
+`typing.get_type_hints` returns the actual types.
 """
 
 import inspect

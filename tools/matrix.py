@@ -321,7 +321,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
             ("test_exact.py::test_order_and_number_do_not_matter",),
         ),
         Row(
-            "steering and grammars",
+            "logits processors and grammars",
             "float32 logits",
             ("tested", "-", "plain", "plain"),
             ("test_against_llguidance.py::test_masks_of_schemas",),

@@ -14,10 +14,10 @@ from served.asking.showing import Shown, read_fields
 from served.display import Display
 from served.loading import Served
 from served.mistakes import Refused
+from served.processors.variants import Held
 from served.replying.kinds import AnyReply
 from served.replying.replies import REASONS, select_likely
 from served.replying.scoring import Scored
-from served.steering.variants import Held
 
 from jkv import FinishReason
 from jkv.serving import Completion, EngineError
@@ -122,23 +122,23 @@ class Batch:
             return None
         return Line(number, form, asked, shown)
 
-    def _submit(self, line: Line, steered: Future[Held] | None) -> None:
+    def _submit(self, line: Line, processor: Future[Held] | None) -> None:
         try:
-            held = Held() if steered is None else steered.result()
+            held = Held() if processor is None else processor.result()
         except Refused as error:
             return self._fail(line.number, error)
-        if line.asked.ask.max_new_tokens == 0:  # it is shown again, and nothing more
+        if line.asked.request.max_new_tokens == 0:  # echoed only
             held.release()
-            return self._write(line, [_nothing()] * line.asked.ask.n)
-        ask = dataclasses.replace(
-            line.asked.ask, tokens=line.asked.prompts[0], variant=held.variant
+            return self._write(line, [_nothing()] * line.asked.request.n)
+        request = dataclasses.replace(
+            line.asked.request, tokens=line.asked.prompts[0], variant=held.variant
         )
         try:
-            request = self._served.engine.submit(ask)
+            number = self._served.engine.submit(request)
         except (ValueError, OverflowError) as error:
             held.release()
             return self._fail(line.number, error)
-        self._running[request] = line, held
+        self._running[number] = line, held
         return None
 
     def _fail(self, number: int, error: Exception) -> None:

@@ -19,11 +19,11 @@ from jkv.serving import Engine, StopSizes
 
 from . import processes, storing
 from .asking.languages import Language
+from .processors.grammars import Languages
+from .processors.rule_table import Rules, RuleTable
+from .processors.variants import Held, Processors
 from .replying.scoring import Scorer, make_scorer
 from .replying.spelling import Spelling
-from .steering.grammars import Languages
-from .steering.rule_table import Rules, RuleTable
-from .steering.variants import Held, Steered
 
 MOST_STOP_TOKENS = 8  # of a request, beside the model's own
 ROOM_SECONDS = 60.0  # in which a request's grammar is compiled, and has room
@@ -51,7 +51,7 @@ class Served(NamedTuple):
     stop_tokens: tuple[int, ...] = ()  # the model's own
     max_waiting: int | None = None  # most sequences that wait; None is any number
     longest_token: int = 1  # characters
-    steered: Steered | None = None  # the logits processors of texts
+    processors: Processors | None = None  # the logits processors of texts
     has_languages: bool = False  # True if requests may name a language
     has_rules: bool = False  # whether requests can have rules of their own
     vocabulary_size: int = 0  # tokens that the model knows
@@ -84,20 +84,20 @@ class Served(NamedTuple):
         Raises:
             Refused: if there is no such language, or no room in time.
         """
-        if self.steered is None:
+        if self.processors is None:
             return Held()
         deadline = time.monotonic() + seconds
-        return self.steered.hold(self.engine, language, rules, deadline)
+        return self.processors.hold(self.engine, language, rules, deadline)
 
     def begin(self) -> None:
         """Start the processes that compile grammars."""
-        if self.steered is not None:
-            self.steered.start()
+        if self.processors is not None:
+            self.processors.start()
 
     def end(self) -> None:
         """End it."""
-        if self.steered is not None:
-            self.steered.close()
+        if self.processors is not None:
+            self.processors.close()
         storing.keep(self.store)
 
     @property
@@ -184,7 +184,7 @@ def load(
     Args:
         options: of `add_options`.
         max_waiting: of `jkv.serving.Engine`.
-        max_grammars: languages that requests have at one time; 0 steers no text.
+        max_grammars: languages that requests have at one time; 0 disables grammars.
         max_rules: requests with rules of their own at one time; 0 for none.
         tool_tags: the text before a call of a tool, and the text behind it.
         **changes: further arguments of `jkv.serving.Engine`.
@@ -212,7 +212,7 @@ def load(
         languages = Languages(vocabulary, max_grammars)
     most_stop_tokens = len(stop_tokens) + MOST_STOP_TOKENS
     table = RuleTable(max_rules, most_stop_tokens, model.config.vocab_size)
-    steered = Steered(languages, table)
+    processors = Processors(languages, table)
     fields = dict(
         max_running=options.max_running,
         max_new_tokens=context,
@@ -221,7 +221,7 @@ def load(
         stop_sizes=StopSizes(most_stop_tokens, 0, 0),
         detokenize=tokenizer.decode,
         max_waiting=max_waiting,
-        steering=steered.steering,
+        logits_processor=processors.logits_processor,
         kept_programs=pretrained.keep_programs(model) if mesh is None else None,
     )
     store = storing.make_store(options)
@@ -243,7 +243,7 @@ def load(
         stop_tokens=stop_tokens,
         max_waiting=max_waiting,
         longest_token=max(map(len, tokenizer.get_vocab())),
-        steered=steered,
+        processors=processors,
         has_languages=languages is not None,
         has_rules=max_rules > 0,
         vocabulary_size=model.config.vocab_size,

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from jkv.lazy import imports_later
 
 if TYPE_CHECKING:  # imported on first use
-    from jkv.decoding.arguments.asked import How
+    from jkv.decoding.arguments.loop_arguments import DecodingOptions
     from jkv.decoding.beams.search import beam_search
     from jkv.decoding.exactness import ExactDifference, ExactReport, check_exact
     from jkv.decoding.extension import extend
@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # imported on first use
     from jkv.decoding.generation import begin, decode, generate, prefill
     from jkv.decoding.model.protocol import Model
     from jkv.decoding.model.runner import spread_row_counts
-    from jkv.decoding.model.steps import Steps
+    from jkv.decoding.model.steps import GenerationConfig
     from jkv.decoding.sampling.best_of import select_best
     from jkv.decoding.sampling.draws import filter_logits, sample
     from jkv.decoding.sampling.options import Sampling, spread_seeds
@@ -30,12 +30,12 @@ if TYPE_CHECKING:  # imported on first use
         Generation,
         Statistics,
     )
-    from jkv.decoding.texts.text_tree import TextTree
+    from jkv.decoding.texts.trajectory_tree import TrajectoryTree
 
 __getattr__ = imports_later(
     __name__,
     {
-        "jkv.decoding.arguments.asked": "How",
+        "jkv.decoding.arguments.loop_arguments": "DecodingOptions",
         "jkv.decoding.beams.search": "beam_search",
         "jkv.decoding.exactness": "ExactDifference ExactReport check_exact",
         "jkv.decoding.extension": "extend",
@@ -43,7 +43,7 @@ __getattr__ = imports_later(
         "jkv.decoding.generation": "begin decode generate prefill",
         "jkv.decoding.model.protocol": "Model",
         "jkv.decoding.model.runner": "spread_row_counts",
-        "jkv.decoding.model.steps": "Steps",
+        "jkv.decoding.model.steps": "GenerationConfig",
         "jkv.decoding.sampling.best_of": "select_best",
         "jkv.decoding.sampling.draws": "filter_logits sample",
         "jkv.decoding.sampling.options": "Sampling spread_seeds",
@@ -56,7 +56,7 @@ __getattr__ = imports_later(
         "jkv.decoding.texts.results": (
             "BeamSearch BeamStatistics FinishReason Generation Statistics"
         ),
-        "jkv.decoding.texts.text_tree": "TextTree",
+        "jkv.decoding.texts.trajectory_tree": "TrajectoryTree",
     },
 )
 
@@ -70,14 +70,14 @@ __all__ = [
     "FormatAccuracy",
     "Generation",
     "GenerationState",
-    "How",
+    "DecodingOptions",
     "Model",
     "PromptLookup",
     "Prompts",
     "Sampling",
     "Statistics",
-    "Steps",
-    "TextTree",
+    "GenerationConfig",
+    "TrajectoryTree",
     "add_prompts",
     "beam_search",
     "begin",

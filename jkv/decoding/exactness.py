@@ -18,7 +18,7 @@ from jkv.config.grouped_config import GroupedConfig
 from jkv.decoding.extension import extend
 from jkv.decoding.generation import generate
 from jkv.decoding.model.protocol import Model
-from jkv.decoding.model.steps import ExactShape, Steps
+from jkv.decoding.model.steps import ExactShape, GenerationConfig
 from jkv.decoding.sampling.next_token import sampling_of
 from jkv.decoding.sampling.options import GREEDY, Sampling
 from jkv.decoding.scoring.scores import score
@@ -129,10 +129,10 @@ def check_exact(
       >>> report.raise_for_status().difference is None
       True
     """
-    steps = Steps(max_new_tokens, exact=exact)
+    generation_config = GenerationConfig(max_new_tokens, exact=exact)
     rows = np.asarray(as_prompts(prompts, "prompts")).tolist()
     texts = [[token for token in row if token >= 0] for row in rows]
-    player = _Player(model, params, cache, texts, steps, sampling)
+    player = _Player(model, params, cache, texts, generation_config, sampling)
     numbers = list(range(len(texts)))
     known = player.extend(numbers)
     plays: dict[str, Callable[[], list[_Played]]] = {
@@ -159,7 +159,7 @@ class _Player(NamedTuple):
     params: Any
     cache: Cache
     texts: list[list[int]]
-    steps: Steps
+    generation_config: GenerationConfig
     sampling: Sampling
 
     def extend(self, chosen: list[int], *, again: bool = False) -> list[_Played]:
@@ -190,7 +190,7 @@ class _Player(NamedTuple):
             cache,
             opened.seq_ids,
             jnp.asarray(rest, jnp.int32),
-            steps=self.steps,
+            generation_config=self.generation_config,
             sampling=self._sampling_of(chosen),
         )
         return cache, result, opened.seq_ids
@@ -206,7 +206,9 @@ class _Player(NamedTuple):
             self.params,
             self.cache,
             self.texts,
-            steps=dataclasses.replace(self.steps, max_running=1),
+            generation_config=dataclasses.replace(
+                self.generation_config, max_running=1
+            ),
             sampling=self._sampling_of([*range(len(self.texts))]),
         )
         return list(
@@ -219,8 +221,9 @@ class _Player(NamedTuple):
             text + [token for token in played.tokens[:-1].tolist() if token >= 0]
             for text, played in zip(self.texts, known, strict=True)
         ]
-        steps = dataclasses.replace(self.steps, max_new_tokens=1)
-        found = self._replace(texts=texts, steps=steps).extend([*range(len(texts))])
+        config = dataclasses.replace(self.generation_config, max_new_tokens=1)
+        again = self._replace(texts=texts, generation_config=config)
+        found = again.extend([*range(len(texts))])
         pairs = zip(known, found, strict=True)
         return [played._replace(kept=anew.kept) for played, anew in pairs]
 
@@ -234,13 +237,13 @@ class _Player(NamedTuple):
             self.texts,
             tokens,
             config=config,
-            exact=self.steps.exact,
+            exact=self.generation_config.exact,
         )
         return list(map(_Played, tokens, np.asarray(found)))
 
 
-_extend_jitted = jax.jit(extend, static_argnames=("model", "steps"))
-_generate_jitted = jax.jit(generate, static_argnames=("model", "steps"))
+_extend_jitted = jax.jit(extend, static_argnames=("model", "generation_config"))
+_generate_jitted = jax.jit(generate, static_argnames=("model", "generation_config"))
 _score_jitted = jax.jit(score, static_argnames=("model", "exact", "config"))
 
 

@@ -13,22 +13,23 @@ from typing import Any, TypedDict, Unpack
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.arguments.asked import Asked, How
+from jkv.decoding.arguments.loop_arguments import Arguments, DecodingOptions
 from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.runner import Runner
-from jkv.decoding.model.steps import ExactShape, Steps
+from jkv.decoding.model.steps import ExactShape, GenerationConfig
+from jkv.decoding.processors.rows import begin_rows, resume_rows
 from jkv.decoding.sampling.next_token import Bounds, judge_prompts
 from jkv.decoding.sampling.options import Sampling
 from jkv.decoding.scheduler.queue import make_queue
 from jkv.decoding.scheduler.state import GenerationState, Holder, Places, note_texts
 from jkv.decoding.speculation.loop import Speculation, begin_speculation, run_steps
 from jkv.decoding.speculation.options import DraftModel
-from jkv.decoding.steering.rows import begin_rows, resume_rows
 from jkv.decoding.texts import blocks
 from jkv.decoding.texts.blocks import BlockSize, Held
 from jkv.decoding.texts.prompts import Prompts
 from jkv.decoding.texts.results import FinishReason, Generation
 from jkv.indexing import gather
+from jkv.logits_processors import LogitsProcessor
 from jkv.metadata import requests
 from jkv.metadata.part import Lack
 from jkv.metadata.requests import Integers
@@ -36,12 +37,11 @@ from jkv.signatures import set_defaults
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.state.entry import takes_cache
 from jkv.status import UsageError
-from jkv.steering import Steering
 from jkv.verbs.lookups import context_lengths
 
 
-class OfExtension(TypedDict, total=False):
-    """The fields of `Steps`, `How` and `Prompts.of` that `extend` takes."""
+class ExtensionFields(TypedDict, total=False):
+    """Keyword arguments of `extend`."""
 
     max_new_tokens: int
     chunk_size: int
@@ -52,12 +52,14 @@ class OfExtension(TypedDict, total=False):
     stop_sequences: requests.Texts | None
     variants: Integers | None
     sampling: Sampling
-    steering: Steering | None
+    logits_processor: LogitsProcessor | None
     speculate: Speculation | None
-    steering_state: Any  # from an earlier result
+    processor_state: Any  # from an earlier result
 
 
-set_defaults(OfExtension, Prompts.of, Steps, How, steering_state=None)
+set_defaults(
+    ExtensionFields, Prompts.of, GenerationConfig, DecodingOptions, processor_state=None
+)
 
 
 @takes_cache(argument=2)
@@ -68,9 +70,9 @@ def extend(
     seq_ids: Integers,  # i32[B]
     tokens: requests.Texts | Prompts,  # i32[B, P]
     *,
-    steps: Steps | None = None,
-    how: How | None = None,
-    **fields: Unpack[OfExtension],
+    generation_config: GenerationConfig | None = None,
+    options: DecodingOptions | None = None,
+    **fields: Unpack[ExtensionFields],
 ) -> tuple[Cache, Generation]:
     """Append tokens to open sequences, continue them and leave them open.
 
@@ -90,15 +92,15 @@ def extend(
       seq_ids: i32[B]; -1 is padding.
       tokens: i32[B, P], the tokens not in the cache yet, at least one each; -1 past the
         end. Or a list of token ids for each, or `Prompts`.
-      steps: `max_new_tokens`; `chunk_size` and `row_counts`, for the given tokens; and
-        `exact`, with at most W sequences. No other field. Static.
-      how: sampling, processors and speculation. Random numbers depend on the seed and
-        the position in this call. The repetition penalty and a `PromptLookup` use the
-        tokens given and generated in this call, stop sequences only the generated ones.
-        A `DraftModel` is not supported.
-      fields: the fields of `Steps`, `How` and `Prompts.of` as keyword arguments; and
-        `steering_state` of an earlier result, to continue its logits processor, which
-        then skips the given tokens.
+      generation_config: `max_new_tokens`; `chunk_size` and `row_counts`, for the given
+        tokens; and `exact`, with at most W sequences. No other field. Static.
+      options: sampling, processors and speculation. Random numbers depend on the seed
+        and the position in this call. The repetition penalty and a `PromptLookup` use
+        the tokens given and generated in this call, stop sequences only the generated
+        ones. A `DraftModel` is not supported.
+      fields: the fields of `GenerationConfig`, `DecodingOptions` and `Prompts.of` as
+        keyword arguments; and `processor_state` of an earlier result, to continue its
+        logits processor, which then skips the given tokens.
 
     Returns:
       The cache and a `Generation`.
@@ -123,29 +125,33 @@ def extend(
       >>> answer.tokens.tolist(), jkv.context_lengths(cache).tolist()
       ([[41, 42]], [7, 0])
     """
-    asked = Asked.of("extend", tokens, steps, how, fields, OfExtension)
-    how = asked.how
+    args = Arguments.of(
+        "extend", tokens, generation_config, options, fields, ExtensionFields
+    )
+    options = args.options
     names = "max_new_tokens", "chunk_size", "row_counts", "exact"
-    asked.steps.check_only("extend", *names)
-    if isinstance(how.speculate, DraftModel):
+    args.config.check_only("extend", *names)
+    if isinstance(options.speculate, DraftModel):
         raise UsageError(
             "speculate must be a PromptLookup or None for extend, got a DraftModel; "
             "pass a PromptLookup, or omit speculate"
         )
     (ids,) = requests.broadcast(seq_ids=seq_ids)
     runner = Runner(model, params)
-    state = _begin(runner, cache, jnp.asarray(ids), asked)
-    if (left := fields.get("steering_state")) is not None:
-        begun = resume_rows(how.steering, state.result.steering_state, left)
-        result = state.result._replace(steering_state=begun)
+    state = _begin(runner, cache, jnp.asarray(ids), args)
+    if (left := fields.get("processor_state")) is not None:
+        begun = resume_rows(
+            options.logits_processor, state.result.processor_state, left
+        )
+        result = state.result._replace(processor_state=begun)
         state = dataclasses.replace(state, result=result)
     cache, state = run_steps(
         runner,
         cache,
         state,
-        how.choice(),
+        options.choice(),
         lambda state, _: jnp.any(state.is_running),
-        how.speculate,
+        options.speculate,
     )
     return cache, state.result
 
@@ -154,11 +160,11 @@ def _begin(
     runner: Runner,
     cache: Cache,
     seq_ids: jax.Array,  # i32[B]
-    asked: Asked,
+    args: Arguments,
 ) -> GenerationState:
     """Return a state with every open sequence seated."""
-    given, stops, steps, how = asked
-    num_sequences, exact = given.lengths.shape[0], steps.exact_shape
+    given, stops, config, options = args
+    num_sequences, exact = given.lengths.shape[0], config.exact_shape
     if seq_ids.shape != (num_sequences,):
         raise ValueError(
             f"tokens must have a row for each of {seq_ids.shape[0]} sequences, got "
@@ -166,14 +172,14 @@ def _begin(
         )
     if exact is not None:
         exact.check_fits("the number of sequences", num_sequences)
-    num_places, row_counts = steps.resolve(num_sequences, given.tokens.size)
+    num_places, row_counts = config.resolve(num_sequences, given.tokens.size)
     before = gather(context_lengths(cache), seq_ids)
     size = blocks.find_block_size(cache, row_counts)
     groups = cache.metadata.block_groups
     num_blocks = tuple(jnp.int32(group.num_blocks) for group in groups)
     bounds = Bounds(cache.max_context_length - before, size, num_blocks)
     vocabulary = runner.count_vocabulary(cache, num_places)
-    reasons = judge_prompts(given, bounds, vocabulary, how.steering)
+    reasons = judge_prompts(given, bounds, vocabulary, options.logits_processor)
     reasons = _judge(cache, seq_ids, before + given.lengths, reasons, size)
     is_running = reasons == FinishReason.RUNNING
     places = Places.of_open(jnp.where(is_running, seq_ids, NO_SEQUENCE), num_places)
@@ -182,10 +188,10 @@ def _begin(
     )
     if partings is not None:
         partings = jnp.pad(partings, (0, num_places - num_sequences))
-    begun = begin_rows(how.steering, given, 1)
+    begun = begin_rows(options.logits_processor, given, 1)
     none = jnp.zeros((num_sequences,), bool)
     state = GenerationState(
-        result=Generation.empty(reasons, steps.max_new_tokens, begun),
+        result=Generation.empty(reasons, config.max_new_tokens, begun),
         prompts=given,
         stops=stops,
         places=places,
@@ -203,7 +209,7 @@ def _begin(
     )
     lane = jnp.where(places.is_running, jnp.arange(num_places), num_places)
     state = note_texts(state, lane.astype(jnp.int32))
-    return begin_speculation(state, how.speculate)
+    return begin_speculation(state, options.speculate)
 
 
 def _judge(

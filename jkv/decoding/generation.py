@@ -16,16 +16,23 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.arguments.asked import Asked, Fields, How, OfHow, check_names, take
+from jkv.decoding.arguments.loop_arguments import (
+    Arguments,
+    DecodingFields,
+    DecodingOptions,
+    LoopFields,
+    check_names,
+    take,
+)
 from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.runner import Runner
-from jkv.decoding.model.steps import Steps
+from jkv.decoding.model.steps import GenerationConfig
+from jkv.decoding.processors.rows import begin_rows, check_processor_presence
 from jkv.decoding.sampling.next_token import Bounds, judge_prompts
 from jkv.decoding.scheduler.data_parallel import generate_on_pools
 from jkv.decoding.scheduler.queue import make_queue
 from jkv.decoding.scheduler.state import GenerationState, Holder, Places
 from jkv.decoding.speculation.loop import begin_speculation, run_steps
-from jkv.decoding.steering.rows import begin_rows, check_steering_of
 from jkv.decoding.texts.blocks import count_free_blocks, find_block_size
 from jkv.decoding.texts.prompts import Prompts
 from jkv.decoding.texts.results import FinishReason, Generation
@@ -42,9 +49,9 @@ def generate(
     cache: Cache,
     prompts: Texts | Prompts,  # i32[B, P]
     *,
-    steps: Steps | None = None,
-    how: How | None = None,
-    **fields: Unpack[Fields],
+    generation_config: GenerationConfig | None = None,
+    options: DecodingOptions | None = None,
+    **fields: Unpack[LoopFields],
 ) -> tuple[Cache, Generation]:
     """Generate completions of B prompts and free their sequences.
 
@@ -70,10 +77,10 @@ def generate(
       cache: may hold other sequences, which are unchanged.
       prompts: i32[B, P], -1 past the end of each, or a list of token ids for each, or
         `Prompts`.
-      steps: lengths and step sizes; static.
-      how: sampling, processors and speculation.
-      fields: the fields of `Steps`, `How` and `Prompts.of` as keyword arguments, such
-        as `max_new_tokens=9`.
+      generation_config: lengths and step sizes; static.
+      options: sampling, processors and speculation.
+      fields: the fields of `GenerationConfig`, `DecodingOptions` and `Prompts.of` as
+        keyword arguments, such as `max_new_tokens=9`.
 
     Returns:
       The cache, with all sequences of this call freed, and a `Generation`.
@@ -95,30 +102,30 @@ def generate(
       >>> [jkv.FinishReason(reason).name for reason in result.reasons.tolist()]
       ['STOP', 'LENGTH', 'LENGTH']
     """
-    asked = Asked.of("generate", prompts, steps, how, fields)
+    args = Arguments.of("generate", prompts, generation_config, options, fields)
 
     def run(
-        params: Any, cache: Cache, prompts: Prompts, how: How
+        params: Any, cache: Cache, prompts: Prompts, options: DecodingOptions
     ) -> tuple[Cache, Generation]:
         """Run steps on one pool until all sequences have finished."""
         runner = Runner(model, params)
-        mine = asked._replace(prompts=prompts, how=how)
+        mine = args._replace(prompts=prompts, options=options)
         cache, state = run_steps(
             runner,
             cache,
             begin_generation(runner, cache, mine),
-            how.choice(),
+            options.choice(),
             lambda state, _: jnp.any(state.is_running),
-            how.speculate,
+            options.speculate,
         )
         return cache, state.result
 
     if cache.pools is not None:
-        num_samples = asked.steps.num_samples
+        num_samples = args.config.num_samples
         return generate_on_pools(
-            run, params, cache, asked.prompts, asked.how, num_samples
+            run, params, cache, args.prompts, args.options, num_samples
         )
-    return run(params, cache, asked.prompts, asked.how)
+    return run(params, cache, args.prompts, args.options)
 
 
 @takes_cache(argument=2)
@@ -128,9 +135,9 @@ def begin(
     cache: Cache,
     prompts: Texts | Prompts,  # i32[B, P]
     *,
-    steps: Steps | None = None,
-    how: How | None = None,
-    **fields: Unpack[Fields],
+    generation_config: GenerationConfig | None = None,
+    options: DecodingOptions | None = None,
+    **fields: Unpack[LoopFields],
 ) -> GenerationState:
     """Enqueue B prompts for `decode`, without running the model.
 
@@ -143,8 +150,8 @@ def begin(
       params: as for `generate`.
       cache: as for `generate`.
       prompts: as for `generate`.
-      steps: as for `generate`; stored in the state for `decode`.
-      how: as for `generate`; pass the same to `decode`. The cache of a draft model
+      generation_config: as for `generate`; stored in the state for `decode`.
+      options: as for `generate`; pass the same to `decode`. The cache of a draft model
         becomes a part of the state.
       fields: as for `generate`.
 
@@ -154,8 +161,8 @@ def begin(
     Raises:
       ValueError: for arguments of a wrong shape or type.
     """
-    asked = Asked.of("begin", prompts, steps, how, fields)
-    return begin_generation(Runner(model, params), cache, asked)
+    args = Arguments.of("begin", prompts, generation_config, options, fields)
+    return begin_generation(Runner(model, params), cache, args)
 
 
 @takes_cache(argument=2)
@@ -165,9 +172,9 @@ def prefill(
     cache: Cache,
     prompts: Texts | Prompts,  # i32[B, P]
     *,
-    steps: Steps | None = None,
-    how: How | None = None,
-    **fields: Unpack[Fields],
+    generation_config: GenerationConfig | None = None,
+    options: DecodingOptions | None = None,
+    **fields: Unpack[LoopFields],
 ) -> tuple[Cache, GenerationState]:
     """Prefill the first of B prompts and choose the first token of each.
 
@@ -182,8 +189,8 @@ def prefill(
       params: as for `generate`.
       cache: as for `generate`.
       prompts: as for `generate`.
-      steps: as for `begin`.
-      how: as for `begin`; first tokens are chosen without speculation.
+      generation_config: as for `begin`.
+      options: as for `begin`; first tokens are chosen without speculation.
       fields: as for `generate`.
 
     Returns:
@@ -193,8 +200,8 @@ def prefill(
       ValueError: for arguments of a wrong shape or type.
     """
     runner = Runner(model, params)
-    asked = Asked.of("prefill", prompts, steps, how, fields)
-    state = begin_generation(runner, cache, asked)
+    args = Arguments.of("prefill", prompts, generation_config, options, fields)
+    state = begin_generation(runner, cache, args)
 
     def lacks_token(state: GenerationState, num_steps: jax.Array) -> jax.Array:
         places, lengths = state.places, state.result.lengths
@@ -202,7 +209,7 @@ def prefill(
         is_first = (num_steps == 0) & jnp.any(state.is_running)
         return is_first | jnp.any(is_new)
 
-    return run_steps(runner, cache, state, asked.how.choice(), lacks_token)
+    return run_steps(runner, cache, state, args.options.choice(), lacks_token)
 
 
 @takes_cache(argument=2)
@@ -213,8 +220,8 @@ def decode(
     state: GenerationState,
     *,
     num_steps: Integer | None = None,
-    how: How | None = None,
-    **fields: Unpack[OfHow],
+    options: DecodingOptions | None = None,
+    **fields: Unpack[DecodingFields],
 ) -> tuple[Cache, GenerationState]:
     """Run steps: each running sequence gets a token, or computes a piece of its prompt.
 
@@ -224,10 +231,11 @@ def decode(
       cache: from `prefill`, or from an earlier `decode`; jit may donate it.
       state: returned with the cache; jit may donate it, too.
       num_steps: most steps to run, may be traced; None runs until all have finished.
-      how: as passed to `begin` or `prefill`. Without `speculate` steps are plain; with
-        it the draft model uses the cache in the state and ignores the one in
+      options: as passed to `begin` or `prefill`. Without `speculate` steps are plain;
+        with it the draft model uses the cache in the state and ignores the one in
         `DraftModel`.
-      fields: the fields of `How` as keyword arguments, such as `sampling=sampling`.
+      fields: the fields of `DecodingOptions` as keyword arguments, such as
+        `sampling=sampling`.
 
     Returns:
       The cache and the state. `state.is_running` marks unfinished sequences; finished
@@ -257,40 +265,40 @@ def decode(
     if num_steps is None:
         num_steps = jnp.iinfo(jnp.int32).max
     most = jnp.asarray(as_index(num_steps))
-    check_names("decode", fields, OfHow)
-    how = take(how, How, OfHow, fields).check()
-    check_steering_of(state.result.steering_state, how.steering)
+    check_names("decode", fields, DecodingFields)
+    options = take(options, DecodingOptions, DecodingFields, fields).check()
+    check_processor_presence(state.result.processor_state, options.logits_processor)
     return run_steps(
         Runner(model, params),
         cache,
         state,
-        how.choice(),
+        options.choice(),
         lambda state, count: (count < most) & jnp.any(state.is_running),
-        how.speculate,
+        options.speculate,
     )
 
 
-def begin_generation(runner: Runner, cache: Cache, asked: Asked) -> GenerationState:
+def begin_generation(runner: Runner, cache: Cache, args: Arguments) -> GenerationState:
     """Return a state with all prompts in the queue."""
-    prompts, stops, steps, how = asked
-    num_samples, exact = steps.num_samples, steps.exact_shape
+    prompts, stops, config, options = args
+    num_samples, exact = config.num_samples, config.exact_shape
     num_sequences = prompts.lengths.shape[0] * num_samples
-    num_places, row_counts = steps.resolve(num_sequences, prompts.tokens.size)
+    num_places, row_counts = config.resolve(num_sequences, prompts.tokens.size)
     if exact is not None:
         exact.check_cache(cache)
     num_blocks = count_free_blocks(cache)
     size = find_block_size(cache, row_counts)
     bounds = Bounds(cache.max_context_length, size, num_blocks)
     vocabulary = runner.count_vocabulary(cache, num_places)
-    reasons = judge_prompts(prompts, bounds, vocabulary, how.steering)
+    reasons = judge_prompts(prompts, bounds, vocabulary, options.logits_processor)
     num_rows = cache.metadata.sequences.free_rows.count
     has_no_row = (reasons == FinishReason.RUNNING) & (num_rows == 0)
     reasons = jnp.where(has_no_row, jnp.int32(FinishReason.OUT_OF_SEQUENCES), reasons)
     reasons = jnp.repeat(reasons, num_samples)
     has_snapshots = cache.metadata.index.snapshot_every is not None
-    steered = begin_rows(how.steering, prompts, num_samples)
+    processor_state = begin_rows(options.logits_processor, prompts, num_samples)
     state = GenerationState(
-        result=Generation.empty(reasons, steps.max_new_tokens, steered),
+        result=Generation.empty(reasons, config.max_new_tokens, processor_state),
         prompts=prompts,
         stops=stops,
         places=Places.empty(num_places),
@@ -301,7 +309,7 @@ def begin_generation(runner: Runner, cache: Cache, asked: Asked) -> GenerationSt
         seen=jnp.zeros((num_places, vocabulary), bool),
         num_blocks=num_blocks,
         most_running=jnp.minimum(
-            num_rows, min(num_places, steps.max_running or num_places)
+            num_rows, min(num_places, config.max_running or num_places)
         ),
         seating_needs=tuple(jnp.zeros((), jnp.int32) for _ in num_blocks),
         speculation=None,
@@ -309,4 +317,4 @@ def begin_generation(runner: Runner, cache: Cache, asked: Asked) -> GenerationSt
         row_counts=row_counts,
         exact=exact,
     )
-    return begin_speculation(state, how.speculate)
+    return begin_speculation(state, options.speculate)

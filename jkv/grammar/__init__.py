@@ -2,7 +2,7 @@
 
 `from_choices`, `from_regex`, `from_json_schema` and `from_gbnf` compile a language for
 a vocabulary, `concatenate` a sequence of languages; `join` combines grammars into one
-`Grammar`, which is a `jkv.Steering`.
+`Grammar`, which is a `jkv.LogitsProcessor`.
 """
 
 from jkv.grammar.catalog import Catalog, CatalogFull

@@ -118,8 +118,8 @@ class Catalog:
     def grammar(self) -> Grammar:
         """All stored grammars as one, an engine's logits processor.
 
-        Pass it to `Engine(steering=)`, and to `Engine.replace_steering` after `add`. A
-        free variant allows no token.
+        Pass it to `Engine(logits_processor=)`, and to `Engine.replace_logits_processor`
+        after `add`. A free variant allows no token.
         """
         # Copies: on a CPU, a device array may alias the arrays that `add` writes.
         placed = {

@@ -14,14 +14,14 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jkv.steering.protocol import Steering
+from jkv.logits_processors.protocol import LogitsProcessor
 
 PIECE = 16  # entries per piece; 8 and 32 give larger tables
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Grammar(Steering):
+class Grammar(LogitsProcessor):
     """A logits processor that masks tokens outside a language; made by `jkv.grammar`.
 
     A token is allowed exactly if some string of the language that the vocabulary can
@@ -77,7 +77,7 @@ class Grammar(Steering):
         del prompts
         return self.starts.at[jnp.maximum(variants, 0)].get(mode="clip")
 
-    def steer(self, state: jax.Array, logits: jax.Array) -> jax.Array:
+    def process(self, state: jax.Array, logits: jax.Array) -> jax.Array:
         """Set the logits of tokens that are not allowed to -inf.
 
         Args:

@@ -114,7 +114,7 @@ def from_choices(
       >>> grammar = from_choices(["yes", "no"], vocabulary)
       >>> import jax.numpy as jnp
       >>> state = grammar.begin(jnp.array([0]), jnp.array([[]], int))
-      >>> grammar.steer(state, jnp.zeros((1, 5))).tolist()
+      >>> grammar.process(state, jnp.zeros((1, 5))).tolist()
       [[0.0, 0.0, 0.0, -inf, -inf]]
     """
     return concatenate([Choices(texts)], vocabulary, **limits)
@@ -145,7 +145,7 @@ def from_regex(
       >>> import jax.numpy as jnp
       >>> state = grammar.begin(jnp.array([0]), jnp.array([[]], int))
       >>> state = grammar.advance(state, jnp.array([2]))
-      >>> grammar.steer(state, jnp.zeros((1, 5))).tolist()
+      >>> grammar.process(state, jnp.zeros((1, 5))).tolist()
       [[0.0, -inf, 0.0, -inf, 0.0]]
     """
     return concatenate([Pattern(pattern)], vocabulary, **limits)

@@ -146,11 +146,11 @@ def wait_for(
       >>> grammar = wait_for([2], from_choices(["ab"], vocabulary), vocabulary)
       >>> import jax.numpy as jnp
       >>> state = grammar.begin(jnp.array([0]), jnp.array([[]], int))
-      >>> grammar.steer(state, jnp.zeros((1, 4))).tolist()
+      >>> grammar.process(state, jnp.zeros((1, 4))).tolist()
       [[0.0, 0.0, 0.0, 0.0]]
       >>> for token in (1, 2):
       ...     state = grammar.advance(state, jnp.array([token]))
-      >>> grammar.steer(state, jnp.zeros((1, 4))).tolist()
+      >>> grammar.process(state, jnp.zeros((1, 4))).tolist()
       [[0.0, -inf, -inf, -inf]]
     """
     size, ends = len(vocabulary.tokens), {*vocabulary.end_tokens}

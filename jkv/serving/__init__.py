@@ -2,15 +2,15 @@
 
 from jkv.serving.device.kept_programs import KeptPrograms
 from jkv.serving.engine import Engine
-from jkv.serving.request.ask import Ask
 from jkv.serving.request.limits import RequestRefused, StopSizes
-from jkv.serving.request.request import EngineError, RequestState
+from jkv.serving.request.request import Request
 from jkv.serving.request.results import Completion, Event
+from jkv.serving.request.state import EngineError, RequestStatus
 from jkv.serving.scheduler.measures import EngineStats, Times
 from jkv.serving.scheduler.scheduler import QueueFull
 
 __all__ = [
-    "Ask",
+    "Request",
     "Completion",
     "Engine",
     "EngineError",
@@ -19,7 +19,7 @@ __all__ = [
     "KeptPrograms",
     "QueueFull",
     "RequestRefused",
-    "RequestState",
+    "RequestStatus",
     "StopSizes",
     "Times",
 ]

@@ -20,25 +20,26 @@ import numpy as np
 
 from jkv.arguments import explains_class
 from jkv.commands.compiled_programs import keep_compiled_programs
-from jkv.decoding.arguments.asked import How
+from jkv.decoding.arguments.loop_arguments import DecodingOptions
 from jkv.decoding.model.protocol import Model
-from jkv.decoding.model.steps import CHUNK_SIZE, ExactShape, Steps
+from jkv.decoding.model.steps import CHUNK_SIZE, ExactShape, GenerationConfig
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
+from jkv.logits_processors import LogitsProcessor
 from jkv.metadata.requests import Integers, Texts, check_counts
 from jkv.serving.device.kept_programs import KeptPrograms
 from jkv.serving.device.loop import Loop, Progress
 from jkv.serving.device.processes import FindParams, SharedLoop
 from jkv.serving.device.sizes import find_sizes
-from jkv.serving.request.ask import Ask, Client, OfAsk
 from jkv.serving.request.limits import (
     RequestRefused,
     StopSizes,
     as_token_ids,
-    read_request,
+    check_request,
     split_batch,
 )
-from jkv.serving.request.request import Request, RequestState
+from jkv.serving.request.request import Client, Request, RequestFields
 from jkv.serving.request.results import Completion, Event, read_completions
+from jkv.serving.request.state import RequestState, RequestStatus
 from jkv.serving.request.texts import Detokenize
 from jkv.serving.scheduler.measures import EngineStats
 from jkv.serving.scheduler.parking import Parked
@@ -49,7 +50,6 @@ from jkv.sharding.processes import find_shared_mesh
 from jkv.signatures import lists_arguments
 from jkv.state import Cache
 from jkv.status import UsageError
-from jkv.steering import Steering
 from jkv.tiers.store import BlockStore
 
 
@@ -112,7 +112,7 @@ class Engine:
         row_counts: tuple[int, ...] | None = None,
         exact: ExactShape = False,
         speculate: PromptLookup | DraftModel | None = None,
-        steering: Steering | None = None,
+        logits_processor: LogitsProcessor | None = None,
         stop_tokens: Integers = (),
         stop_sizes: StopSizes = StopSizes(),  # noqa: B008 (a tuple cannot change)
         detokenize: Detokenize | None = None,
@@ -149,7 +149,8 @@ class Engine:
           speculate: as for `jkv.generate`; a step may yield several tokens of a
             sequence. A draft model's cache needs `max_running` rows and is owned by the
             engine.
-          steering: as for `jkv.generate`; each request selects one of its variants.
+          logits_processor: as for `jkv.generate`; each request selects one of its
+            variants.
           stop_tokens: default for requests without their own, such as the model's
             end-of-sequence token.
           stop_sizes: largest number of stop tokens and stop sequences of a request.
@@ -192,7 +193,7 @@ class Engine:
         most_tokens = cache.max_context_length
         check_counts(max_samples=max_samples)
         sizes = find_sizes(
-            Steps(
+            GenerationConfig(
                 max_new_tokens, max_samples, max_running, chunk_size, row_counts, exact
             ),
             num_ahead=num_ahead,
@@ -203,12 +204,14 @@ class Engine:
             stop_sizes=stop_sizes,
             speculate=speculate,
         )
-        how = How(steering=steering, speculate=speculate)
+        decoding = DecodingOptions(
+            logits_processor=logits_processor, speculate=speculate
+        )
         loop: Loop
         if find_shared_mesh(cache) is None:
-            loop = Loop(model, params, cache, sizes, how, kept_programs)
+            loop = Loop(model, params, cache, sizes, decoding, kept_programs)
         elif kept_programs is None:
-            loop = SharedLoop(model, params, cache, sizes, how, checks=checks)
+            loop = SharedLoop(model, params, cache, sizes, decoding, checks=checks)
         else:
             raise UsageError(
                 "kept_programs is not supported on a mesh of several processes; pass "
@@ -242,12 +245,14 @@ class Engine:
     # Requests.
 
     @lists_arguments
-    def submit(self, tokens: Integers | Ask, **fields: Unpack[OfAsk]) -> int:
+    def submit(
+        self, tokens: Integers | Request, **fields: Unpack[RequestFields]
+    ) -> int:
         """Enqueue a request and return its number without waiting.
 
         Args:
-          tokens: i32[P] or a list, the prompt; or a complete `Ask`.
-          fields: the other fields of `Ask` by name, such as `max_new_tokens=20`.
+          tokens: i32[P] or a list, the prompt; or a complete `Request`.
+          fields: the other fields of `Request` by name, such as `max_new_tokens=20`.
 
         Returns:
           The request's number.
@@ -258,7 +263,7 @@ class Engine:
             to retry.
           EngineError: if the engine has failed permanently.
         """
-        return self._take_in(None, Ask.of(tokens, fields))
+        return self._take_in(None, Request.of(tokens, fields))
 
     @lists_arguments
     def generate(
@@ -267,7 +272,7 @@ class Engine:
         *,
         limits: Integers | None = None,
         salts: Integers = 0,
-        **fields: Unpack[OfAsk],
+        **fields: Unpack[RequestFields],
     ) -> list[Completion]:
         """Generate completions of a batch of prompts and wait for all of them.
 
@@ -275,7 +280,7 @@ class Engine:
           prompts: i32[B, P], padded with -1, or a list of token ids for each.
           limits: i32[B], largest number of new tokens of each.
           salts: i32[B] or int, cache salts.
-          fields: fields of `Ask`, shared by all prompts: `n` is `num_samples` of
+          fields: fields of `Request`, shared by all prompts: `n` is `num_samples` of
             `jkv.generate`; each field of `sampling` has one value or B * n, and one
             seed is spread over the sequences.
 
@@ -289,19 +294,19 @@ class Engine:
         """
         if fields.get("max_new_tokens") is None:
             fields["max_new_tokens"] = self._limits.max_new_tokens
-        found: list[Request | list[Completion]] = []
+        found: list[RequestState | list[Completion]] = []
         try:
-            for ask in split_batch(prompts, limits, salts, fields):
-                found.append(self._begin(ask))
+            for request in split_batch(prompts, limits, salts, fields):
+                found.append(self._begin(request))
             for each in found:
-                if isinstance(each, Request):
+                if isinstance(each, RequestState):
                     self._wait(each)
         finally:
             for each in found:
-                if isinstance(each, Request):
+                if isinstance(each, RequestState):
                     self._scheduler.cancel(each)
         completed = (
-            read_completions(e) if isinstance(e, Request) else e for e in found
+            read_completions(e) if isinstance(e, RequestState) else e for e in found
         )
         return list(itertools.chain.from_iterable(completed))
 
@@ -312,10 +317,10 @@ class Engine:
           True if the request was unfinished; False if it had finished or is unknown.
         """
         try:
-            request = self._scheduler.find(request_id)
+            state = self._scheduler.find(request_id)
         except KeyError:
             return False
-        went_on = self._scheduler.cancel(request)
+        went_on = self._scheduler.cancel(state)
         self._turns.tell()
         return went_on
 
@@ -347,7 +352,7 @@ class Engine:
         tokens: Integers,
         *,
         sample: int = 0,
-        **fields: Unpack[OfAsk],
+        **fields: Unpack[RequestFields],
     ) -> int:
         """Submit the continuation of a parked sequence by further tokens.
 
@@ -373,7 +378,7 @@ class Engine:
             if "salt" in fields:
                 raise UsageError("salt is inherited from the parked sequence; omit it")
             fields["salt"] = parked.salt
-            return self._take_in(parked, Ask.of(text, fields))
+            return self._take_in(parked, Request.of(text, fields))
         except BaseException:
             self._scheduler.parking.put_back(parked)
             raise
@@ -409,17 +414,17 @@ class Engine:
         Raises:
           EngineError: if the request failed, and `wait`.
         """
-        request = self._scheduler.find(request_id)
+        state = self._scheduler.find(request_id)
         if wait:
-            self._wait(request)
+            self._wait(state)
         with self._turns.lock:
-            return read_completions(request)
+            return read_completions(state)
 
-    def state(self, request_id: int) -> RequestState:
+    def state(self, request_id: int) -> RequestStatus:
         """Return the state of a request."""
-        request = self._scheduler.find(request_id)
+        state = self._scheduler.find(request_id)
         with self._turns.lock:
-            return request.state
+            return state.status
 
     def events(self, request_id: int) -> Iterator[Event]:
         """Yield the events of a request until all of its sequences have finished.
@@ -430,8 +435,8 @@ class Engine:
         Raises:
           EngineError: at the end, if the request failed.
         """
-        request = self._scheduler.find(request_id)
-        return read_events(self._turns, request, self._scheduler.cancel)
+        state = self._scheduler.find(request_id)
+        return read_events(self._turns, state, self._scheduler.cancel)
 
     def stream(self, request_id: int) -> Iterator[int]:
         """Yield the tokens of a request with n=1; otherwise as `events`.
@@ -439,7 +444,7 @@ class Engine:
         Raises:
           ValueError: immediately, for a request with several sequences.
         """
-        if self._scheduler.find(request_id).n > 1:
+        if self._scheduler.find(request_id).request.n > 1:
             raise ValueError(
                 f"request_id {request_id} must have one sequence, got several; use "
                 f"events(), where Event.sample is the index of the sequence"
@@ -449,12 +454,12 @@ class Engine:
 
     def aevents(self, request_id: int) -> AsyncGenerator[Event, None]:
         """Return the async form of `events`; starts the engine's thread."""
-        request = self._scheduler.find(request_id)
-        return await_events(self._turns, request, self._scheduler.cancel)
+        state = self._scheduler.find(request_id)
+        return await_events(self._turns, state, self._scheduler.cancel)
 
     @lists_arguments
     async def astream(
-        self, tokens: Integers | Ask, **fields: Unpack[OfAsk]
+        self, tokens: Integers | Request, **fields: Unpack[RequestFields]
     ) -> AsyncGenerator[int, None]:
         """Submit a request and yield its tokens asynchronously.
 
@@ -563,20 +568,22 @@ class Engine:
         )
         return self._turns.with_turn(lambda: self._scheduler.update_params(update))
 
-    def replace_steering(self, steering: Steering) -> None:
+    def replace_logits_processor(self, logits_processor: LogitsProcessor) -> None:
         """Replace the arrays of the logits processor, without recompilation.
 
         Change the meaning of a variant only while no request uses it: the state of a
         running request is kept.
 
         Args:
-          steering: of the same type, with arrays of the same shapes and dtypes.
+          logits_processor: of the same type, with arrays of the same shapes and dtypes.
 
         Raises:
           EngineError: for any other.
         """
         self._check_leads()
-        self._turns.with_turn(lambda: self._scheduler.loop.replace_steering(steering))
+        self._turns.with_turn(
+            lambda: self._scheduler.loop.replace_logits_processor(logits_processor)
+        )
 
     def start(self) -> None:
         """Start a background thread that runs the steps while there is work."""
@@ -650,34 +657,37 @@ class Engine:
                 "on the others"
             )
 
-    def _take_in(self, parked: Parked | None, ask: Ask) -> int:
+    def _take_in(self, parked: Parked | None, request: Request) -> int:
         """Submit a prompt, as the continuation of a parked sequence if given."""
         self._check_leads()
         try:
-            request = read_request(self._limits, ask, self._scheduler.domains)
+            checked = check_request(self._limits, request, self._scheduler.domains)
         except RequestRefused:
             self._scheduler.count_refused()
             raise
-        self._scheduler.add(request, parked)
+        state = RequestState(checked)
+        self._scheduler.add(state, parked)
         self._turns.tell()
-        return request.request_id
+        return state.request_id
 
-    def _wait(self, request: Request) -> None:
+    def _wait(self, state: RequestState) -> None:
         """Wait until a request has finished; raise EngineError if it failed."""
-        self._turns.wait_for(lambda: request.has_ended)
-        request.raise_error()
+        self._turns.wait_for(lambda: state.has_ended)
+        state.raise_error()
 
-    def _begin(self, ask: Ask) -> Request | list[Completion]:
+    def _begin(self, request: Request) -> RequestState | list[Completion]:
         """Submit a prompt once the queue has room; return completions if refused."""
         while True:
             self._turns.wait_for(lambda: self._scheduler.has_room)
             try:
-                return self._scheduler.find(self.submit(ask))
+                return self._scheduler.find(self.submit(request))
             except RequestRefused as refused:
                 if refused.reason is None:
                     raise
                 reason = refused.reason
-                return [Completion(-1, i, [], [], reason, None) for i in range(ask.n)]
+                return [
+                    Completion(-1, i, [], [], reason, None) for i in range(request.n)
+                ]
             except QueueFull:  # another thread filled the queue
                 continue
 

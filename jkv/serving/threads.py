@@ -13,8 +13,8 @@ from typing import Generic, TypeVar
 
 import jax
 
-from jkv.serving.request.request import Request
 from jkv.serving.request.results import Cursor, Event
+from jkv.serving.request.state import RequestState
 
 logger = logging.getLogger("jkv.serving")
 
@@ -112,31 +112,35 @@ class Turns(Generic[Brought]):
 
 def read_events(
     turns: Turns[list[Event]],  # run while there is no new event
-    request: Request,
-    cancel: Callable[[Request], object],  # called when the consumer closes the iterator
+    state: RequestState,
+    cancel: Callable[
+        [RequestState], object
+    ],  # called when the consumer closes the iterator
 ) -> Iterator[Event]:
     """Yield the events of a request until it has finished; raise if it failed."""
-    cursor = Cursor(request)
+    cursor = Cursor(state)
     try:
         while not cursor.is_over:
             yield from turns.wait_for(cursor.read)
     finally:
-        cancel(request)
-    request.raise_error()
+        cancel(state)
+    state.raise_error()
 
 
 async def await_events(
-    turns: Turns[list[Event]], request: Request, cancel: Callable[[Request], object]
+    turns: Turns[list[Event]],
+    state: RequestState,
+    cancel: Callable[[RequestState], object],
 ) -> AsyncGenerator[Event, None]:
     """Yield the same events asynchronously, with steps run by the engine's thread."""
-    cursor, has_news = Cursor(request), asyncio.Event()
+    cursor, has_news = Cursor(state), asyncio.Event()
     running = asyncio.get_running_loop()
 
     def wake() -> None:
         running.call_soon_threadsafe(has_news.set)
 
     with turns.lock:
-        request.listeners.append(wake)
+        state.listeners.append(wake)
     turns.start()
     try:
         while not cursor.is_over:
@@ -149,8 +153,8 @@ async def await_events(
                 await has_news.wait()
     finally:
         with turns.lock:
-            if wake in request.listeners:
-                request.listeners.remove(wake)
-        cancel(request)
+            if wake in state.listeners:
+                state.listeners.remove(wake)
+        cancel(state)
         turns.tell()
-    request.raise_error()
+    state.raise_error()

@@ -1,9 +1,9 @@
 """Trajectory trees: built by hand or recorded from a rollout, padded and partitioned.
 
-`jkv.score` computes each token of a `TextTree` once, forward and backward.
+`jkv.score` computes each token of a `TrajectoryTree` once, forward and backward.
 """
 
-from jkv.decoding.texts.text_tree import TextTree, grow, read_text
+from jkv.decoding.texts.trajectory_tree import TrajectoryTree, grow, read_text
 from jkv.trees.records import (
     TreeRecord,
     note_allocate,
@@ -16,7 +16,7 @@ from jkv.trees.records import (
 from jkv.trees.sizes import TreeParts, pad, split
 
 __all__ = [
-    "TextTree",
+    "TrajectoryTree",
     "TreeParts",
     "TreeRecord",
     "grow",

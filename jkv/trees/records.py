@@ -18,9 +18,9 @@ import numpy as np
 from jkv.arguments import explains_arguments
 from jkv.decoding.texts.prompts import count_tokens
 from jkv.decoding.texts.results import FinishReason, Generation
-from jkv.decoding.texts.text_tree import (
+from jkv.decoding.texts.trajectory_tree import (
     NO_PARENT,
-    TextTree,
+    TrajectoryTree,
     empty_tree,
     grow,
     is_known,
@@ -46,7 +46,7 @@ class TreeRecord:
       (0, [-1, -1, -1, -1])
     """
 
-    tree: TextTree  # the recorded tree, R rows and S segments
+    tree: TrajectoryTree  # the recorded tree, R rows and S segments
     # f32[R], log-probabilities reported by the rollout; 0 for prompt tokens
     logprobs: jax.Array
     is_generated: jax.Array  # bool[S], True for segments that the model generated

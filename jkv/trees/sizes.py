@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.arguments import explains_arguments
-from jkv.decoding.texts.text_tree import (
+from jkv.decoding.texts.trajectory_tree import (
     NO_PARENT,
-    TextTree,
+    TrajectoryTree,
     check_tree,
     is_known,
     measure,
@@ -31,12 +31,12 @@ from jkv.status import UsageError
 
 @explains_arguments
 def pad(
-    tree: TextTree,
+    tree: TrajectoryTree,
     *,
     num_rows: int | None = None,
     num_segments: int | None = None,
     max_length: int | None = None,
-) -> TextTree:
+) -> TrajectoryTree:
     """Pad a tree with empty rows and empty roots.
 
     Args:
@@ -53,7 +53,7 @@ def pad(
 
     Example:
       >>> import jkv
-      >>> tree = jkv.TextTree.of([[5, 6], [7]], parents=[-1, 0])
+      >>> tree = jkv.TrajectoryTree.of([[5, 6], [7]], parents=[-1, 0])
       >>> tree = jkv.trees.pad(tree, num_rows=5, num_segments=3, max_length=8)
       >>> tree.tokens.tolist(), tree.parents.tolist()
       ([5, 6, 7, -1, -1], [-1, 0, -1])
@@ -75,7 +75,7 @@ def pad(
         missing = (0, size - array.shape[0])
         return jnp.asarray(xp.pad(array, missing, constant_values=-1))
 
-    return TextTree(
+    return TrajectoryTree(
         tokens=fill(tree.tokens, rows),
         segments=fill(tree.segments, rows),
         parents=fill(tree.parents, segments),
@@ -86,14 +86,15 @@ def pad(
 class TreeParts(NamedTuple):
     """P parts of a tree, of equal sizes: for `lax.scan`, or one by one."""
 
-    tree: TextTree  # arrays with a leading axis P: i32[P, R'], i32[P, R'], i32[P, S']
+    # Arrays with a leading axis P: i32[P, R'], i32[P, R'], i32[P, S'].
+    tree: TrajectoryTree
     rows: jax.Array  # i32[P, R'], row of the whole tree, R for padding
     is_first: jax.Array  # bool[P, R'], True if no earlier part has the row's token
 
 
 @explains_arguments
 def split(
-    tree: TextTree, max_rows: int, *, num_segments: int | None = None
+    tree: TrajectoryTree, max_rows: int, *, num_segments: int | None = None
 ) -> TreeParts:
     """Partition a tree into parts of at most `max_rows` rows (host).
 
@@ -113,7 +114,7 @@ def split(
     Example:
       >>> import jkv
       >>> texts = [[5, 6, 7], [8, 1, 2], [9, 4]]
-      >>> tree = jkv.TextTree.of(texts, parents=[-1, 0, 0])
+      >>> tree = jkv.TrajectoryTree.of(texts, parents=[-1, 0, 0])
       >>> parts = jkv.trees.split(tree, 6)
       >>> parts.rows.tolist()
       [[0, 1, 2, 6, 7, 8], [0, 1, 2, 3, 4, 5]]
@@ -197,7 +198,9 @@ def _walk(
         waiting.extend(sorted(found, key=lambda child: (-below[child], -child)))
 
 
-def _build(tree: TextTree, part: _Part, max_rows: int, num_segments: int) -> TreeParts:
+def _build(
+    tree: TrajectoryTree, part: _Part, max_rows: int, num_segments: int
+) -> TreeParts:
     """Return one part, without the leading axis."""
     tokens, segments, parents = (
         np.asarray(each) for each in (tree.tokens, tree.segments, tree.parents)
@@ -207,7 +210,7 @@ def _build(tree: TextTree, part: _Part, max_rows: int, num_segments: int) -> Tre
     rows = np.flatnonzero(np.isin(segments, part.segments))
     is_new = np.isin(segments[rows], list(part.new))
     behind = (0, max_rows - len(rows))
-    subtree = TextTree(
+    subtree = TrajectoryTree(
         tokens=jnp.asarray(tokens[rows]),
         segments=jnp.asarray(number[segments[rows]]),
         parents=jnp.asarray(number[parents[part.segments]]),

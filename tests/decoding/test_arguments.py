@@ -9,18 +9,20 @@ from support.small_caches import opened, small_cache
 
 import jkv
 from jkv import decoding
-from jkv.decoding import How, Prompts, Steps
-from jkv.steering import TokenBias
+from jkv.decoding import DecodingOptions, GenerationConfig, Prompts
+from jkv.logits_processors import TokenBias
 
 pytestmark = pytest.mark.one_end
 TEXTS = [[1, 2, 3], [4]]
 OF_PROMPTS = dict(limits=[2, 1], salts=[3, 4], stop_tokens=[5], stop_sequences=[[6, 1]])
-OF_STEPS = dict(max_new_tokens=2, num_samples=2, max_running=3, row_counts=(4,))
-OF_HOW = dict(
-    steering=TokenBias(np.array([1]), np.array([1.0], np.float32)),
+CONFIG = dict(max_new_tokens=2, num_samples=2, max_running=3, row_counts=(4,))
+OPTIONS = dict(
+    logits_processor=TokenBias(np.array([1]), np.array([1.0], np.float32)),
     speculate=jkv.PromptLookup(num_tokens=3),
 )
-VALUES = dict(steps=Steps(**OF_STEPS), how=How(**OF_HOW))
+VALUES = dict(
+    generation_config=GenerationConfig(**CONFIG), options=DecodingOptions(**OPTIONS)
+)
 
 
 def model(_params, tokens, cache, batch, *, all_rows=False):
@@ -39,16 +41,16 @@ def same(one, other):
 
 def test_values_are_their_fields():
     """The state that a loop goes on from is the same, also where they are traced."""
-    named = begin(TEXTS, **OF_PROMPTS, **OF_STEPS, **OF_HOW)
+    named = begin(TEXTS, **OF_PROMPTS, **CONFIG, **OPTIONS)
     prompts = Prompts.of(TEXTS, **OF_PROMPTS)
     same(begin(prompts, **VALUES), named)
-    same(begin(prompts, **OF_STEPS, how=VALUES["how"]), named)
+    same(begin(prompts, **CONFIG, options=VALUES["options"]), named)
     same(begin(TEXTS, **OF_PROMPTS, **VALUES), named)
-    jitted = jax.jit(begin, static_argnames="steps")
+    jitted = jax.jit(begin, static_argnames="generation_config")
     same(jitted(prompts, **VALUES), named)
     same(jkv.jitted.begin(model, None, small_cache(), prompts, **VALUES), named)
     assert not jax.tree.all(
-        jax.tree.map(np.array_equal, named, begin(TEXTS, **OF_STEPS, **OF_HOW))
+        jax.tree.map(np.array_equal, named, begin(TEXTS, **CONFIG, **OPTIONS))
     )
 
 
@@ -68,40 +70,45 @@ def test_each_text_brings_its_own_to_those_that_are_added():
 @pytest.mark.parametrize(
     "options, says",
     [
-        (dict(), "begin.* needs max_new_tokens, or steps=Steps"),
+        (dict(), "begin.* needs max_new_tokens or generation_config"),
         (dict(max_new_tokens=2, tokens=3), "begin.* unexpected .*'tokens'"),
         (
-            dict(steps=VALUES["steps"], max_new_tokens=2),
-            "a Steps and the keywords max_new_tokens",
+            dict(generation_config=VALUES["generation_config"], max_new_tokens=2),
+            "a GenerationConfig and the keywords max_new_tokens",
         ),
-        (dict(max_new_tokens=2, how=3), "expected a How, got 3"),
+        (dict(max_new_tokens=2, options=3), "expected a DecodingOptions, got 3"),
         (
-            dict(max_new_tokens=2, how=How(), speculate=None),
-            "a How and the keywords speculate",
+            dict(max_new_tokens=2, options=DecodingOptions(), speculate=None),
+            "a DecodingOptions and the keywords speculate",
         ),
-        (dict(steps=4), "expected a Steps, got 4"),
+        (dict(generation_config=4), "expected a GenerationConfig, got 4"),
     ],
     ids=lambda given: given if isinstance(given, str) else "",
 )
 def test_what_is_said_twice_or_not_known_is_refused(options, says):
     with pytest.raises(jkv.UsageError, match=says):
         begin(TEXTS, **options)
-    if "max_new_tokens" in options and "steps" not in options:
+    if "max_new_tokens" in options and "generation_config" not in options:
         with pytest.raises(jkv.UsageError, match="a Prompts and the keywords salts"):
             begin(Prompts.of(TEXTS), max_new_tokens=2, salts=1)
 
 
 def test_loops_refuse_what_they_have_not():
     extend = functools.partial(jkv.extend, model, None, opened(0, 0), [0, 1], TEXTS)
-    with pytest.raises(jkv.UsageError, match="extend has no max_running"):
-        extend(steps=Steps(2, max_running=1))
+    with pytest.raises(jkv.UsageError, match="extend does not support max_running"):
+        extend(generation_config=GenerationConfig(2, max_running=1))
     with pytest.raises(jkv.UsageError, match="unexpected .*'num_samples'"):
         extend(max_new_tokens=2, num_samples=2)
     with pytest.raises(jkv.UsageError, match="unexpected .*'salts'"):
         extend(max_new_tokens=2, salts=1)
-    with pytest.raises(jkv.UsageError, match="beam_search has no exact"):
+    with pytest.raises(jkv.UsageError, match="beam_search does not support exact"):
         jkv.beam_search(
-            model, None, small_cache(), TEXTS, num_beams=2, steps=Steps(2, exact=True)
+            model,
+            None,
+            small_cache(),
+            TEXTS,
+            num_beams=2,
+            generation_config=GenerationConfig(2, exact=True),
         )
     with pytest.raises(jkv.UsageError, match="decode.* unexpected .*'max_new_tokens'"):
         decoding.decode(

@@ -19,8 +19,8 @@ ROWS = (8,)
 TRACED = {
     *("params", "cache", "state", "prompts", "tokens", "continuations", "seq_ids"),
     *("limits", "stop_tokens", "stop_sequences", "salts", "variants", "num_steps"),
-    *("sampling", "speculate", "steering", "steering_state", "length_penalty"),
-    "how",
+    *("sampling", "speculate", "logits_processor", "processor_state", "length_penalty"),
+    "options",
 }
 
 

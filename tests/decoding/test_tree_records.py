@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.small_attention_model import attention_model, attention_params
-from support.text_trees import CONFIG
+from support.trajectory_trees import CONFIG
 
 import jkv
 from jkv import trees

@@ -16,7 +16,7 @@ from support.folding_model import (
 )
 from support.jax_versions import with_further
 from support.small_attention_model import attention_model, attention_params
-from support.text_trees import (
+from support.trajectory_trees import (
     CONFIG,
     NUM_ROWS,
     ROOT_ROWS,
@@ -128,7 +128,7 @@ def test_each_distinct_token_is_a_row_once():
     """A prompt of 512, 8 turns of 8 samples of 64 tokens; one sample goes on."""
     assert traced_rows(TREE) == ([NUM_TOKENS], (NUM_TOKENS,))
     rng, trunk = np.random.default_rng(0), 0
-    tree = jkv.TextTree.of(rng.integers(0, 9, (1, 512), np.int32))
+    tree = jkv.TrajectoryTree.of(rng.integers(0, 9, (1, 512), np.int32))
     for _ in range(8):
         samples = rng.integers(0, 9, (8, 64), np.int32)
         samples[:, 0] = np.arange(8)
@@ -145,7 +145,7 @@ def test_prompts_and_continuations_are_a_tree_of_two_levels():
     prompts, texts = [[3, 1, 4, 1, 5], [9, 2]], [[6, 5, 3], [5, 8], [9], [7, 9, 3]]
     params = attention_params()
     expected = jax.jit(score)(params, prompts, texts)
-    tree, children = jkv.trees.grow(jkv.TextTree.of(prompts), texts, [0, 0, 1, 1])
+    tree, children = jkv.trees.grow(jkv.TrajectoryTree.of(prompts), texts, [0, 0, 1, 1])
     scores = np.asarray(score_and_differentiate(params, pad(tree), WEIGHTS)[0])
     segments = np.asarray(tree.segments)
     for row, child in zip(expected, children, strict=True):
@@ -190,7 +190,7 @@ def test_layers_with_a_state_are_computed_level_by_level(kind):
     later = continue_text(trunk + likely + tool, 2, kind)
     wrong = [(token + 1) % VOCABULARY for token in later]
     texts = [trunk, likely, tool, later, [], wrong, [0, 1]]
-    tree = jkv.TextTree.of(texts, [-1, 0, 1, 2, 2, 4, -1])
+    tree = jkv.TrajectoryTree.of(texts, [-1, 0, 1, 2, 2, 4, -1])
     run = functools.partial(jkv.score, MODELS[kind], None, config=config)
     scores, segments = (
         np.asarray(jax.jit(lambda: run(tree))()),
@@ -236,7 +236,7 @@ def test_branches_are_repeated_little():
         trunk = 4 * turn
         texts += [[2] * 4] * 4
         parents += [trunk] * 4
-    tree = jkv.TextTree.of(texts, parents)
+    tree = jkv.TrajectoryTree.of(texts, parents)
     parts = jkv.trees.split(tree, 28)
     num_repeated = int(((parts.rows < tree.num_rows) & ~parts.is_first).sum())
     # 72 tokens and at least 12 or more of the trunk in each part but the first.
@@ -276,7 +276,7 @@ class TestMistakes:
     def test_a_tree_that_is_none(self, change, message):
         fields = dict(tokens=[5, 6, 7, 8], segments=[0, 0, 1, 2], parents=[-1, 0, 0])
         arrays = {k: jnp.array(v, jnp.int32) for k, v in (fields | change).items()}
-        tree = jkv.TextTree(**arrays, max_length=8)
+        tree = jkv.TrajectoryTree(**arrays, max_length=8)
 
         def flat(_params, tokens, cache, _batch):
             return jnp.zeros((tokens.shape[0], 19)), cache
@@ -285,8 +285,8 @@ class TestMistakes:
             jkv.score(flat, None, tree, config=CONFIG)
 
     def test_texts_longer_than_said(self):
-        tree = jkv.TextTree.of([[1, 2], [3, 4]], [-1, 0])
-        tree = jkv.TextTree(
+        tree = jkv.TrajectoryTree.of([[1, 2], [3, 4]], [-1, 0])
+        tree = jkv.TrajectoryTree(
             tokens=tree.tokens,
             segments=tree.segments,
             parents=tree.parents,
@@ -301,7 +301,7 @@ class TestMistakes:
         with pytest.raises(ValueError, match="continuations must be given"):
             score(None, [[1]])
         with pytest.raises(ValueError, match="a tree must have at least one row"):
-            score(None, jkv.TextTree.of([[]]))
+            score(None, jkv.TrajectoryTree.of([[]]))
 
     def test_a_parent_that_is_not_there(self):
         with pytest.raises(
@@ -309,7 +309,7 @@ class TestMistakes:
         ):
             jkv.trees.grow(TREE, [[1], [2]], [3, 12])
         with pytest.raises(ValueError, match="segment 0 has parent 0"):
-            jkv.TextTree.of([[1], [2]], [0, 0])
+            jkv.TrajectoryTree.of([[1], [2]], [0, 0])
 
     def test_sizes_that_are_too_small(self):
         with pytest.raises(ValueError, match="num_rows must be >= 42"):
@@ -333,7 +333,7 @@ def test_what_is_wrong_inside_jit_is_nan_and_nothing_else():
 
     def find_nan(is_moved=(), **change):
         fields = dict(tokens=good.tokens, segments=segments, parents=parents) | change
-        tree = jkv.TextTree(max_length=good.max_length, **fields)
+        tree = jkv.TrajectoryTree(max_length=good.max_length, **fields)
         scores = np.asarray(score_and_differentiate(params, tree, WEIGHTS)[0])
         is_nan = np.isnan(scores)
         unharmed = ~is_nan & ~np.isin(segments, is_moved) & (segments >= 0)
@@ -361,7 +361,7 @@ def test_trees_grow_inside_jit():
 
     @jax.jit
     def run(params, prompts, texts, parents):
-        tree = jkv.TextTree.of(prompts)
+        tree = jkv.TrajectoryTree.of(prompts)
         tree, first = jkv.trees.grow(tree, texts, parents)
         tree, _ = jkv.trees.grow(tree, texts[:1], first[1:2])
         return tree, score(params, tree)

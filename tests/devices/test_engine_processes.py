@@ -9,8 +9,8 @@ from jax.sharding import AxisType
 from support.jax_versions import further
 from support.processes import run_pair
 
-from jkv.decoding import Steps
-from jkv.decoding.sampling.options import SAMPLING_DTYPES
+from jkv.decoding import GenerationConfig
+from jkv.decoding.sampling.options import SAMPLING_DTYPES, Sampling
 from jkv.serving import StopSizes
 from jkv.serving.device.orders import (
     NUM_FURTHER_WORDS,
@@ -22,12 +22,13 @@ from jkv.serving.device.orders import (
 )
 from jkv.serving.device.sizes import find_sizes
 from jkv.serving.device.transfers import Arrivals, Change
-from jkv.serving.request.request import Request
+from jkv.serving.request.request import CheckedRequest
+from jkv.serving.request.state import RequestState
 from jkv.sharding.processes import Broadcast
 
 SCRIPT = pathlib.Path(__file__).with_name("serving_processes.py")
 SIZES = find_sizes(
-    Steps(8, num_samples=2, max_running=4, chunk_size=8),
+    GenerationConfig(8, num_samples=2, max_running=4, chunk_size=8),
     num_ahead=2,
     max_prompt_tokens=40,
     num_steps=2,
@@ -83,14 +84,16 @@ def make_change(rng, count):
     """Return the message to the device about `count` requests."""
     dispatched = []
     for lane in range(count):
-        request = Request(
+        request = CheckedRequest(
             tokens=rng.integers(0, 100, rng.integers(1, 40)).astype(np.int32),
             n=2,
             max_new_tokens=3,
-            sampling={
-                name: rng.integers(-9, 9, 2).astype(dtype)
-                for name, dtype in SAMPLING_DTYPES.items()
-            },
+            sampling=Sampling(
+                **{
+                    name: rng.random(2).astype(dtype) + (dtype == np.int32)
+                    for name, dtype in SAMPLING_DTYPES.items()
+                }
+            ),
             stop_tokens=(2,),
             stop_sequences=((3, 4),),
             stop_strings=("a",),
@@ -102,10 +105,11 @@ def make_change(rng, count):
             keep=0,
             keep_seconds=None,
         )
-        request.begin(lane, 0.0, None)
-        for sample in request.samples:
+        state = RequestState(request)
+        state.begin(lane, 0.0, None)
+        for sample in state.samples:
             sample.sequence = 2 * lane + sample.index
-        dispatched.append((request, 0))
+        dispatched.append((state, 0))
     cancelled = rng.random(SIZES.num_sequences) < 0.3
     return Change(Arrivals.of(SIZES, dispatched), cancelled)
 

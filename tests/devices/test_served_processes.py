@@ -116,13 +116,13 @@ def serve_and_ask(options):
             **asked | {"temperature": 0.8},
         )
         found += [each.text for each in several.choices]
-        steered = client.completions.create(
+        processor = client.completions.create(
             prompt=PROMPTS[2],
             extra_body={"structured_outputs": {"choice": ["yes", "no"]}},
             **asked,
         )
-        assert steered.choices[0].text in ("yes", "no")
-        found.append(steered.choices[0].text)
+        assert processor.choices[0].text in ("yes", "no")
+        found.append(processor.choices[0].text)
         with pytest.raises(openai.BadRequestError):
             client.completions.create(prompt=PROMPTS[0], presence_penalty=1.0, **asked)
         return found

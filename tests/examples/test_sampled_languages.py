@@ -125,7 +125,7 @@ def test_texts_at_a_high_temperature_are_of_their_languages(num_rounds):
             max_running=min(RUNNING, rounds_of),
             row_counts=(RUNNING,),
             sampling=jkv.Sampling(temperature=1.5, seeds=1000 * number),
-            steering=joined,
+            logits_processor=joined,
             variants=variants,
             speculate=PromptLookup(num_tokens=3) if num_rounds > 1 else None,
         )

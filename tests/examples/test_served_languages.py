@@ -13,7 +13,7 @@ import pydantic
 import pytest
 from served.asking.languages import Language
 from served.endpoints import continuing
-from served.steering import compiling
+from served.processors import compiling
 
 pytestmark = [
     pytest.mark.one_end,
@@ -136,7 +136,7 @@ def test_a_request_waits_for_room(client, served):
 def compiling_stands_still(client, served):
     """Stop the processes that compile, as if a grammar took them for ever."""
     assert ask(client, extra_body={"guided_choice": ["h"]}) == [("h", "stop")]
-    workers = list(served.steered._compilers._workers)
+    workers = list(served.processors._compilers._workers)
     for worker in workers:
         os.kill(worker._process.pid, signal.SIGSTOP)
     yield
@@ -164,7 +164,7 @@ def test_nobody_waits_for_a_grammar_of_another(client, monkeypatch):
 
 def test_another_process_compiles_instead_of_one_that_was_ended(client, served):
     assert ask(client, extra_body={"guided_choice": ["h"]}) == [("h", "stop")]
-    (worker,) = served.steered._compilers._idle[-1:]
+    (worker,) = served.processors._compilers._idle[-1:]
     worker._process.kill()
     with pytest.raises(openai.BadRequestError, match="its process has died"):
         ask(client, extra_body={"guided_choice": ["new", "h"]})

@@ -10,9 +10,9 @@ import openai
 import pytest
 from served.endpoints import continuing
 from served.mistakes import Refused
-from served.steering.penalties import CountPenalties
-from served.steering.rule_table import Rules, RuleTable
-from served.steering.variants import Steered
+from served.processors.penalties import CountPenalties
+from served.processors.rule_table import Rules, RuleTable
+from served.processors.variants import Processors
 
 pytestmark = [
     pytest.mark.one_end,
@@ -114,7 +114,7 @@ def test_penalties_are_those_that_openai_writes_down():
     state = penalties.begin(np.int32([0, 1]), np.zeros((2, 1), np.int32))
     for tokens in ([1, 1], [1, 2], [3, -1]):
         state = penalties.advance(state, np.int32(tokens))
-    found = penalties.steer(state, np.zeros((2, 4), np.float32))
+    found = penalties.process(state, np.zeros((2, 4), np.float32))
     assert found.tolist() == [[0.0, -1.0, 0.0, -0.75], [0.0, -1.0, -1.0, 0.0]]
 
 
@@ -140,12 +140,12 @@ def test_rows_are_used_again_and_full_ones_refused(ask, served, monkeypatch):
 
 def test_who_waits_for_a_row_is_told_of_the_end():
     """Else the process would wait for them when it ends."""
-    steered = Steered(None, RuleTable(1, 4, 16))
-    engine = types.SimpleNamespace(replace_steering=lambda _: None)
+    processor = Processors(None, RuleTable(1, 4, 16))
+    engine = types.SimpleNamespace(replace_logits_processor=lambda _: None)
     rules = Rules({}, 1, [], [], None)
 
     def hold(seconds):
-        return steered.hold(engine, None, rules, time.monotonic() + seconds)
+        return processor.hold(engine, None, rules, time.monotonic() + seconds)
 
     held = hold(0)
     with pytest.raises(Refused, match="all room for rules") as told:
@@ -157,7 +157,7 @@ def test_who_waits_for_a_row_is_told_of_the_end():
         assert second.result().variant == held.variant
         third = threads.submit(hold, 60)
         time.sleep(0.05)
-        steered.close()
+        processor.close()
         with pytest.raises(Refused, match="going down") as told:
             third.result()
         assert told.value.status == 503

@@ -25,7 +25,7 @@ PATTERNS = ["(ab)+", "a{1,5}b?", "[a-f]*c", "abc|cd", "(a|bc){2,4}", "e"]
 @jax.jit
 def look(grammar, state):
     """Return a text's allowed tokens, its forced ones, and whether it has ended."""
-    allowed = grammar.steer(state, jnp.zeros((1, len(TOKENS)))) == 0
+    allowed = grammar.process(state, jnp.zeros((1, len(TOKENS)))) == 0
     return allowed[0], grammar.forced(state)[0], grammar.ended(state)[0]
 
 

@@ -113,9 +113,9 @@ def test_what_waits_for_a_token_leaves_all_free_before_it():
 
 
 def test_what_waits_steers_generate():
-    """As a model that never says the token is not steered, and one that does is."""
+    """As a model that never says the token is not constrained, and one that does is."""
     inner = grammar.from_choices(["b1"], VOCABULARY)
-    steering = wait_for([CALL], inner, VOCABULARY)
+    logits_processor = wait_for([CALL], inner, VOCABULARY)
 
     def count_on(params, tokens, cache, batch):
         wanted = jnp.where(tokens == CALL, 0, (tokens + params) % len(PIECES))
@@ -138,7 +138,7 @@ def test_what_waits_steers_generate():
         jkv.init(config),
         [[CALL - 3], [0]],
         max_new_tokens=6,
-        steering=steering,
+        logits_processor=logits_processor,
     )
     found = found.tokens.tolist()
     assert found[0][:5] == [CALL - 2, CALL - 1, CALL, 4, 6]

@@ -34,8 +34,8 @@ VOCABULARY = Vocabulary(TOKENS, end_tokens=[38, 39])
 NO_PROMPTS = jnp.full((3, 1), -1, jnp.int32)
 
 
-def steer_after(grammar, rows, variants):
-    """Logits of zeros, steered after each row of tokens; -1 ends a row."""
+def process_after(grammar, rows, variants):
+    """Logits of zeros, processed after each row of tokens; -1 ends a row."""
     tokens = np.full((len(rows), 4), -1, np.int32)
     for row, ids in zip(tokens, rows, strict=True):
         row[: len(ids)] = ids
@@ -46,7 +46,7 @@ def steer_after(grammar, rows, variants):
         state = grammar.begin(variants, jnp.full((len(rows), 1), -1, jnp.int32))
         for step in range(4):
             state = grammar.advance(state, tokens[:, step])
-        logits = grammar.steer(state, jnp.ones((len(rows), 41)))
+        logits = grammar.process(state, jnp.ones((len(rows), 41)))
         return state, logits, grammar.ended(state), grammar.forced(state)
 
     return play(grammar, tokens, jnp.asarray(variants, jnp.int32))
@@ -59,7 +59,7 @@ def test_steps_inside_jit_are_those_of_the_tables():
     assert (grammar.num_variants, grammar.num_end_tokens) == (2, 2)
     rows = [[], [2], [2, 3], [2, 3, 38], [0, 0], [], [2, 2], [2, 39], [40]]
     variants = [0, 0, 0, 0, 0, 1, 1, 1, 1]
-    state, logits, ended, forced = steer_after(grammar, rows, variants)
+    state, logits, ended, forced = process_after(grammar, rows, variants)
     expected = [{0, 1, 2}, {0, 2, 3}, {38, 39}, {38, 39}, set()]
     expected += [{0, 2}, {0, 2, 38, 39}, {38, 39}, set()]
     assert [set(np.flatnonzero(row == 1.0)) for row in logits] == expected
@@ -76,9 +76,11 @@ def test_logits_that_are_allowed_stay_as_they_are():
     grammar = from_choices(["a"], VOCABULARY)
     logits = jax.random.normal(jax.random.key(0), (3, 40)) * 1e3
     state = grammar.begin(jnp.zeros(3, jnp.int32), NO_PROMPTS)
-    steered = grammar.steer(state, logits)
-    assert steered.dtype == logits.dtype
-    assert (steered[:, 0] == logits[:, 0]).all() and (steered[:, 1:] == -jnp.inf).all()
+    processor = grammar.process(state, logits)
+    assert processor.dtype == logits.dtype
+    assert (processor[:, 0] == logits[:, 0]).all() and (
+        processor[:, 1:] == -jnp.inf
+    ).all()
     assert grammar.forced(state).tolist() == [0, 0, 0]
 
 
@@ -196,7 +198,7 @@ def test_vocabularies_that_differ_are_not_joined():
 def test_logits_that_are_too_few_are_refused_when_traced():
     grammar = from_choices(["a"], VOCABULARY)
     with pytest.raises(ValueError, match="40 tokens, got 39"):
-        jax.eval_shape(grammar.steer, jnp.zeros(1, jnp.int32), jnp.zeros((1, 39)))
+        jax.eval_shape(grammar.process, jnp.zeros(1, jnp.int32), jnp.zeros((1, 39)))
 
 
 @pytest.mark.one_end

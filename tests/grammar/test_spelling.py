@@ -40,7 +40,7 @@ FEW = Vocabulary([b"a", b"b", b"c", *PIECES, None], end_tokens=[3 + len(PIECES)]
 @jax.jit
 def _look(grammar, state):
     logits = jnp.zeros((1, grammar.vocabulary_size))
-    return grammar.steer(state[None], logits)[0] == 0
+    return grammar.process(state[None], logits)[0] == 0
 
 
 _advance = jax.jit(lambda grammar, *row: grammar.advance(*(x[None] for x in row))[0])

@@ -24,7 +24,7 @@ BESIDE = ("CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml")
 USE = """
 import importlib.metadata, sys
 import jax.numpy as jnp
-import jkv, jkv.serving, jkv.grammar, jkv.trees, jkv.steering
+import jkv, jkv.serving, jkv.grammar, jkv.trees, jkv.logits_processors
 config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8, num_blocks=8,
     block_size=4, max_sequences=2, max_context_length=16)
 cache, opened = jkv.allocate(jkv.init(config), [0])

@@ -20,16 +20,24 @@ import jkv
 from jkv.arguments import fits
 
 pytestmark = pytest.mark.one_end
-PACKAGES = ("jkv", "decoding", "serving", "grammar", "steering", "trees", "recurrence")
+PACKAGES = (
+    "jkv",
+    "decoding",
+    "serving",
+    "grammar",
+    "logits_processors",
+    "trees",
+    "recurrence",
+)
 # Values that the package returns, protocols, exceptions: nobody makes or calls them.
 RETURNED = {
     *("Allocation", "Batch", "BeamSearch", "BeamStatistics", "BlockGroup", "BlockInfo"),
     *("BlockStorage", "Cache", "Completion", "EngineStats", "Event", "ExactDifference"),
     *("ExactReport", "FinishReason", "Fork", "FormatAccuracy", "Fragmentation"),
     *("Generation", "GenerationState", "Grammar", "GroupStats", "MemoryProfile"),
-    *("Metadata", "Model", "Pending", "PrefixIndex", "RequestState", "Ring", "Rows"),
+    *("Metadata", "Model", "Pending", "PrefixIndex", "RequestStatus", "Ring", "Rows"),
     *("Sequences", "Slots", "Spilled", "StateStorage", "States", "Statistics"),
-    *("Stats", "Status", "Steering", "SwapIn", "Swapped", "Times", "TreeParts"),
+    *("Stats", "Status", "LogitsProcessor", "SwapIn", "Swapped", "Times", "TreeParts"),
     *("TreeRecord",),
 }
 # Functions that run for long, or take results of a run; `jkv` has its own test.
@@ -43,7 +51,12 @@ NAMED_TUPLES = {"GroupLayer", "GroupedConfig", "PageTable"}
 # Methods of a mesh of processes, of event loops, or of a run's results.
 METHODS_ELSEWHERE = {
     *("Engine.aevents", "Engine.astream", "Engine.follow", "Engine.resume"),
-    *("Engine.replace_steering", "BlockStore.belong", "Catalog.add", "Catalog.remove"),
+    *(
+        "Engine.replace_logits_processor",
+        "BlockStore.belong",
+        "Catalog.add",
+        "Catalog.remove",
+    ),
 }
 
 
@@ -55,14 +68,14 @@ def made():
     state = jkv.decoding.begin(count_on, None, cache, empty, max_new_tokens=2)
     tokens = [bytes([byte]) for byte in b'ab{}[]":,0'] + [None]
     vocabulary = jkv.grammar.Vocabulary(tokens, [10])
-    bias = jkv.steering.TokenBias(np.array([1]), np.array([1.0], np.float32))
+    bias = jkv.logits_processors.TokenBias(np.array([1]), np.array([1.0], np.float32))
     return dict(
         cache=cache,
         state=state,
         vocabulary=vocabulary,
         grammar=jkv.grammar.from_choices(["a"], vocabulary),
         bias=bias,
-        tree=jkv.TextTree.of([[1, 2], [3]]),
+        tree=jkv.TrajectoryTree.of([[1, 2], [3]]),
         store=jkv.BlockStore(2**10),
     )
 
@@ -126,7 +139,7 @@ class Spelling:
         return '{"decoder": {"type": "ByteLevel"}, "added_tokens": []}'
 
 
-GRAMMAR, DECODING, STEERING = jkv.grammar, jkv.decoding, jkv.steering
+GRAMMAR, DECODING, PROCESSORS = jkv.grammar, jkv.decoding, jkv.logits_processors
 SCHEMA = {"type": "object"}
 TOOL = {"name": "f", "parameters": SCHEMA}
 GOOD = {
@@ -165,10 +178,10 @@ GOOD = {
         [],
         dict(model=count_on, params=None, cache=made()["cache"], num_tokens=2),
     ),
-    "TextTree.of": call(jkv.TextTree.of, [[1], [2]]),
+    "TrajectoryTree.of": call(jkv.TrajectoryTree.of, [[1], [2]]),
     "Prompts.of": call(DECODING.Prompts.of, [[1], [2]]),
-    "Steps": call(DECODING.Steps, 3),
-    "How": call(DECODING.How),
+    "GenerationConfig": call(DECODING.GenerationConfig, 3),
+    "DecodingOptions": call(DECODING.DecodingOptions),
     "add_prompts": late(DECODING.add_prompts, "cache", "state", [1], [[1, 2, -1]]),
     "begin": late(DECODING.begin, count_on, None, "cache", [[1]], max_new_tokens=2),
     "prefill": late(DECODING.prefill, count_on, None, "cache", [[1]], max_new_tokens=2),
@@ -195,7 +208,7 @@ GOOD = {
     "Engine.unpark": of_request("unpark"),
     "Engine.update_params": of_engine("update_params", np.uint32(0)),
     "Engine.warm_up": of_engine("warm_up"),
-    "Ask": call(jkv.serving.Ask, [1]),
+    "Request": call(jkv.serving.Request, [1]),
     "StopSizes": call(jkv.serving.StopSizes),
     "KeptPrograms": call(jkv.serving.KeptPrograms, "folder", "name"),
     "Vocabulary": call(GRAMMAR.Vocabulary, [b"a", None], [1]),
@@ -218,16 +231,16 @@ GOOD = {
     "Rules": call(GRAMMAR.Rules, 'root ::= "a"'),
     "Schema": call(GRAMMAR.Schema, SCHEMA),
     "Until": call(GRAMMAR.Until, "a"),
-    "AllowedTokens": call(STEERING.AllowedTokens, np.array([1])),
-    "BannedTexts": call(STEERING.BannedTexts, np.array([[1, 2]])),
-    "MinimumLength": call(STEERING.MinimumLength, np.array([1]), min_new_tokens=1),
-    "NoRepeatedNgrams": call(STEERING.NoRepeatedNgrams, 2, 8),
+    "AllowedTokens": call(PROCESSORS.AllowedTokens, np.array([1])),
+    "BannedTexts": call(PROCESSORS.BannedTexts, np.array([[1, 2]])),
+    "MinimumLength": call(PROCESSORS.MinimumLength, np.array([1]), min_new_tokens=1),
+    "NoRepeatedNgrams": call(PROCESSORS.NoRepeatedNgrams, 2, 8),
     "ThinkingBudget": call(
-        STEERING.ThinkingBudget, np.array([1]), np.array([2]), budget=2
+        PROCESSORS.ThinkingBudget, np.array([1]), np.array([2]), budget=2
     ),
-    "TokenBias": call(STEERING.TokenBias, np.array([1]), np.array([1.0], np.float32)),
-    "chain": lambda: (STEERING.chain, [made()["bias"]], {}),
-    "renumber": late(STEERING.renumber, "bias", jnp.array([-1, 0])),
+    "TokenBias": call(PROCESSORS.TokenBias, np.array([1]), np.array([1.0], np.float32)),
+    "chain": lambda: (PROCESSORS.chain, [made()["bias"]], {}),
+    "renumber": late(PROCESSORS.renumber, "bias", jnp.array([-1, 0])),
     "select_best": lambda: (DECODING.select_best, [generation(), 1], {}),
     "grow": late(jkv.trees.grow, "tree", [[4]], 0),
     "pad": late(jkv.trees.pad, "tree", num_rows=8, num_segments=4),
@@ -269,11 +282,11 @@ OTHER_WORDS = {
     "texts": "prompts",
     "stop_sequences": "a stop sequence",
     "end_tokens": "end tokens",
-    "steps": "a Steps",
-    "how": "a How",
+    "generation_config": "a GenerationConfig",
+    "options": "a DecodingOptions",
     "grammars": "grammar",
     "answer": "schema",
-    "steerings": "each of a chain",
+    "processors": "each of a chain",
     "num_steps": "an integer",
 }
 # A class where one of its values belongs, beside other wrong kinds.

@@ -24,8 +24,8 @@ ALLOWED: dict[str, set[str]] = {
     "arguments": {"guards", "signatures", "status"},
     "lazy": set(),
     "xla_flags": set(),
-    "steering": {"arguments", "signatures", "status"},
-    "grammar": {"arguments", "signatures", "status", "steering"},
+    "logits_processors": {"arguments", "signatures", "status"},
+    "grammar": {"arguments", "signatures", "status", "logits_processors"},
     "sharding": set(),
     "formats": set(),
     "attention": {
@@ -134,7 +134,7 @@ ALLOWED: dict[str, set[str]] = {
         "state",
         "states",
         "status",
-        "steering",
+        "logits_processors",
         "verbs",
     },
     "jitted": {"decoding", "guards", "metadata"},
@@ -172,7 +172,7 @@ ALLOWED: dict[str, set[str]] = {
         "signatures",
         "state",
         "status",
-        "steering",
+        "logits_processors",
         "storage",
         "tiers",
         "verbs",
@@ -204,7 +204,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "decoding": (
         "texts",
         "model",
-        "steering",
+        "processors",
         "sampling",
         "scheduler",
         "speculation",
@@ -382,7 +382,12 @@ print(*own)
     assert "chex" not in imported and "jax.experimental.pallas" not in imported
     assert len(imported.split()) < 60, imported
     own = [name for name in ran.stdout.split("\n")[2].split() if name != "jkv"]
-    assert not {*map(name_room, own)} & {"inspection", "making", "steering", "trees"}
+    assert not {*map(name_room, own)} & {
+        "inspection",
+        "making",
+        "logits_processors",
+        "trees",
+    }
     assert after_a_trace == ""
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import pytest
 
 import jkv
-from jkv import decoding, grammar, serving, steering, trees
+from jkv import decoding, grammar, logits_processors, serving, trees
 
 pytestmark = pytest.mark.one_end
 
@@ -38,7 +38,7 @@ PUBLIC = """
     GroupedConfig GroupLayer Sequences BlockGroup BlockStorage
     partition_specs BeamSearch beam_search
     StateConfig StateStorage States fold_state read_pending read_state
-    snapshots write_state Steering TextTree
+    snapshots write_state LogitsProcessor TrajectoryTree
     ExactDifference ExactReport check_exact FormatAccuracy measure_formats
     PageTable page_table
     DraftModel PromptLookup UsageError jitted keep_compiled_programs
@@ -110,7 +110,7 @@ RAISE_NOTHING = {
 def public_functions() -> dict[str, Callable[..., object]]:
     """All public functions by name, including those of the packages."""
     names = {name: getattr(jkv, name) for name in jkv.__all__}
-    for room in (decoding, steering, trees):
+    for room in (decoding, logits_processors, trees):
         names |= {name: getattr(room, name) for name in room.__all__}
     return {n: value for n, value in names.items() if inspect.isfunction(value)}
 
@@ -138,7 +138,7 @@ def test_docstrings_say_arguments_results_and_refusals(name: str) -> None:
 def public_records() -> dict[str, type]:
     """All public dataclasses and named tuples by name."""
     names = {name: getattr(jkv, name) for name in jkv.__all__}
-    for room in (decoding, serving, steering, trees):
+    for room in (decoding, serving, logits_processors, trees):
         names |= {name: getattr(room, name) for name in room.__all__}
     return {
         name: value
@@ -172,8 +172,8 @@ def test_a_public_class_says_what_its_fields_are(name: str) -> None:
         (jkv.generate, {"max_running": None, "exact": False, "salts": 0}),
         (jkv.jitted.generate, {"num_samples": 1, "stop_tokens": None}),
         (decoding.beam_search, {"length_penalty": 1.0, "num_return": 1}),
-        (decoding.extend, {"steering_state": None, "chunk_size": 512}),
-        (decoding.prefill, {"variants": None, "steering": None}),
+        (decoding.extend, {"processor_state": None, "chunk_size": 512}),
+        (decoding.prefill, {"variants": None, "logits_processor": None}),
         (serving.Engine.submit, {"n": 1, "keep": 0, "timeout": None}),
         (serving.Engine.generate, {"limits": None, "priority": 0}),
         (grammar.from_regex, {"timeout": None, "folder": None}),

@@ -13,7 +13,7 @@ from support.jax_versions import with_further
 from support.paths import ROOT
 
 import jkv
-from jkv import decoding, grammar, serving, steering, trees
+from jkv import decoding, grammar, logits_processors, serving, trees
 
 pytestmark = pytest.mark.one_end
 
@@ -62,7 +62,7 @@ WITHOUT = {"trainer", "replicas"}
 PAGES = sorted({path.stem for path in (DOCS / "how-to").glob("*.md")} - WITHOUT)
 # These compile whole loops of decoding, which the tests of their rooms have, too.
 OF_LOOPS = ("chat", "exact", "long-runs", "samples", "sampling", "search", "serving")
-OF_LOOPS += ("speculate", "states", "steering", "tiers", "trees", "windows")
+OF_LOOPS += ("speculate", "states", "logits-processors", "tiers", "trees", "windows")
 
 
 @pytest.mark.parametrize("name", with_further(PAGES, *OF_LOOPS))
@@ -77,14 +77,18 @@ def test_the_reference_has_every_public_name_once() -> None:
     named = re.findall(r"^::: jkv\.([\w.]+)$", "\n".join(pages), re.MULTILINE)
     of_decoding = {f"decoding.{n}" for n in decoding.__all__ if n not in jkv.__all__}
     of_serving = {f"serving.{name}" for name in serving.__all__}
-    of_steering = {f"steering.{n}" for n in steering.__all__ if n not in jkv.__all__}
+    of_processors = {
+        f"logits_processors.{n}"
+        for n in logits_processors.__all__
+        if n not in jkv.__all__
+    }
     of_grammar = {f"grammar.{name}" for name in grammar.__all__}
     of_trees = {f"trees.{name}" for name in trees.__all__ if name not in jkv.__all__}
-    others = of_decoding | of_serving | of_steering | of_grammar | of_trees
+    others = of_decoding | of_serving | of_processors | of_grammar | of_trees
     others |= {"integrations.tunix.JkvRollout"}
     assert sorted(named) == sorted({*jkv.__all__, *others})
     _, _, table = (DOCS / "reference" / "index.md").read_text().partition("All names\n")
-    linked = re.findall(r"^\| \[.+\]\((\w+\.md)\)", table, re.MULTILINE)
+    linked = re.findall(r"^\| \[.+\]\(([\w-]+\.md)\)", table, re.MULTILINE)
     assert sorted(["index.md", *linked]) == sorted(
         p.name for p in (DOCS / "reference").glob("*.md")
     )
@@ -96,7 +100,14 @@ def test_what_is_experimental_exists() -> None:
     table = page.partition("## Experimental names")[2].partition("\nPromised")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| ")]
     names = re.findall(r"`(?:jkv\.)?([\w.]+)", " ".join(rows))
-    places = (jkv, serving, serving.Engine, serving.Completion, trees, steering)
+    places = (
+        jkv,
+        serving,
+        serving.Engine,
+        serving.Completion,
+        trees,
+        logits_processors,
+    )
     assert len(names) > 20
     for name in {*names} - {"pretrained", "served", "integrations"}:
         room, _, last = name.rpartition(".")

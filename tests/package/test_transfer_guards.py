@@ -89,8 +89,10 @@ def test_values_are_made_under_a_guard():
     with jax.transfer_guard("disallow"):
         sampling = jkv.Sampling(temperature=[0.5, 1.0], seeds=3)
         prompts = jkv.decoding.Prompts.of([[1, 2], [3]], stop_tokens=[5])
-        tree = jkv.TextTree.of([[1, 2], [1, 3]])
-        steering = jkv.steering.TokenBias(np.array([1]), np.array([1.0], np.float32))
+        tree = jkv.TrajectoryTree.of([[1, 2], [1, 3]])
+        logits_processor = jkv.logits_processors.TokenBias(
+            np.array([1]), np.array([1.0], np.float32)
+        )
         grammar = from_choices(["a", "b"], Vocabulary([b"a", b"b", None], [2]))
         store = jkv.BlockStore(1 << 20)
-    assert sampling and prompts and tree and steering and grammar and store
+    assert sampling and prompts and tree and logits_processor and grammar and store

@@ -51,5 +51,5 @@ def test_a_walk_names_what_runs(walked: dict[str, dict[str, int]]) -> None:
         "grammar",
         "indexing.py",
         "signatures.py",
-        "steering",
+        "logits_processors",
     }

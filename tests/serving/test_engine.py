@@ -22,7 +22,7 @@ from support.small_engines import (
 )
 
 from jkv.decoding import FinishReason, Sampling, spread_seeds
-from jkv.serving import Ask, RequestRefused, RequestState
+from jkv.serving import Request, RequestRefused, RequestStatus
 from jkv.status import UsageError
 
 
@@ -83,14 +83,14 @@ def test_a_batch_is_continued_as_each_prompt_is_alone():
 @pytest.mark.one_end
 def test_an_ask_is_its_fields():
     engine, request = make_engine(), draw_request(np.random.default_rng(4))
-    numbers = [engine.submit(**request), engine.submit(Ask(**request))]
+    numbers = [engine.submit(**request), engine.submit(Request(**request))]
     named, asked = (
         [each._replace(request_id=0, cached_tokens=0) for each in engine.results(n)]
         for n in numbers
     )
     assert repr(named) == repr(asked) and named[0].tokens
-    with pytest.raises(UsageError, match="an Ask and the keywords n, salt"):
-        engine.submit(Ask([1]), n=2, salt=3)
+    with pytest.raises(UsageError, match="a Request and the keywords n, salt"):
+        engine.submit(Request([1]), n=2, salt=3)
     with pytest.raises(TypeError, match="max_tokens"):
         engine.submit([1], max_tokens=3)
 
@@ -181,12 +181,12 @@ def test_a_request_is_in_one_state_at_a_time():
     while not engine.is_idle:
         states = [engine.state(number) for number in numbers]
         stats = engine.stats()
-        for state in RequestState:
+        for state in RequestStatus:
             assert getattr(stats, state.value) == states.count(state)
         seen |= set(states)
         engine.step()
-    assert seen == set(RequestState) - {RequestState.FAILED}
-    assert engine.state(numbers[0]) == RequestState.FINISHED
+    assert seen == set(RequestStatus) - {RequestStatus.FAILED}
+    assert engine.state(numbers[0]) == RequestStatus.FINISHED
     with pytest.raises(KeyError, match="is unknown"):
         engine.state(99)
 

@@ -29,7 +29,7 @@ from support.small_engines import (
 
 import jkv
 from jkv.decoding import FinishReason
-from jkv.serving import Engine, EngineError, QueueFull, RequestRefused, RequestState
+from jkv.serving import Engine, EngineError, QueueFull, RequestRefused, RequestStatus
 from jkv.serving.device import programs
 
 
@@ -89,16 +89,16 @@ def test_a_step_that_raises_fails_the_requests_in_it(monkeypatch, caplog, place,
         engine.step()
     run_all(engine)
     states = [engine.state(number) for number in requests]
-    assert 1 <= states.count(RequestState.FAILED) <= 6
+    assert 1 <= states.count(RequestStatus.FAILED) <= 6
     for number, state in zip(requests, states, strict=True):
-        if state == RequestState.FAILED:
+        if state == RequestStatus.FAILED:
             with pytest.raises(EngineError, match="Boom"):
                 engine.results(number)
             found = engine.results(number, wait=False)
             assert {each.reason for each in found} >= {FinishReason.FAILED}
         else:
             assert_alone(engine.results(number), requests[number])
-    assert engine.stats().failed == states.count(RequestState.FAILED)
+    assert engine.stats().failed == states.count(RequestStatus.FAILED)
     assert programs.run_window._cache_size() == num_compiled
     assert caplog.text.count("requests failed") == 1
     assert_given_back(engine, free_rows=22)
@@ -113,7 +113,7 @@ def test_after_an_interrupt_the_engine_can_go_on(monkeypatch, caplog):
         patched.setattr(loop, "run", failing_once(loop.run, KeyboardInterrupt, after=1))
         with pytest.raises(KeyboardInterrupt):
             engine.results(number)
-    assert engine.state(number) == RequestState.FAILED and not caplog.text
+    assert engine.state(number) == RequestStatus.FAILED and not caplog.text
     assert len(engine.generate([[1, 2]], max_new_tokens=3)[0].tokens) == 3
     assert_given_back(engine, free_rows=22)
 
@@ -154,7 +154,7 @@ def test_a_raising_detokenizer_fails_its_own_request(error):
     assert any(failed) and not all(failed)
     for number, tokens, has_failed in zip(numbers, alone, failed, strict=True):
         if has_failed:
-            assert engine.state(number) == RequestState.FAILED
+            assert engine.state(number) == RequestStatus.FAILED
         else:
             (found,) = engine.results(number)
             assert (found.tokens, found.text) == (tokens, "x" * 6)
@@ -214,7 +214,7 @@ def test_a_lost_consumer_cancels_a_slow_one_does_not():
     slow_stream, left_stream = engine.stream(slow), engine.stream(left)
     first = next(slow_stream), next(left_stream)
     left_stream.close()
-    assert engine.state(left) == RequestState.CANCELLED
+    assert engine.state(left) == RequestStatus.CANCELLED
     tokens = list(engine.stream(read))
     alone = [
         expected(
@@ -231,7 +231,7 @@ def test_a_lost_consumer_cancels_a_slow_one_does_not():
     ]
     assert tokens == alone[2]
     # It was computed meanwhile; nothing of it is lost.
-    assert engine.state(slow) == RequestState.FINISHED
+    assert engine.state(slow) == RequestStatus.FINISHED
     assert [first[0], *slow_stream] == alone[0]
     found = engine.results(left)[0]
     assert found.reason == FinishReason.CANCELLED
@@ -257,7 +257,7 @@ def test_time_runs_out_where_a_request_is():
     reasons = [each.reason for each in found]
     assert reasons == [FinishReason.DEADLINE] * 2 + [FinishReason.LENGTH]
     assert 0 < len(found[0].tokens) < 12 and found[1].tokens == []
-    assert engine.state(running) == RequestState.CANCELLED
+    assert engine.state(running) == RequestStatus.CANCELLED
     assert_given_back(engine, free_rows=1)
     now[0] = 7.1
     with pytest.raises(KeyError, match="expired"):

@@ -84,7 +84,7 @@ def test_an_engine_has_few_copies_of_the_model(kind):
     if kind == "windows":
         options["windows"] = "three"
     if kind == "grammar, lookup":
-        options["steering"] = make_automata(0, 2, VOCABULARY)
+        options["logits_processor"] = make_automata(0, 2, VOCABULARY)
         options["speculate"] = PromptLookup(num_tokens=3)
     engine, model = make_engine(**options)
     loop, (state, sampling) = shape_beginning(engine)

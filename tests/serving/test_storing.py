@@ -11,8 +11,8 @@ from support.versioned_model import read_ages, weights
 import jkv
 from jkv.decoding import FinishReason
 from jkv.serving import Engine
-from jkv.serving.request import ask
-from jkv.serving.request.ask import Domains
+from jkv.serving.request import request as requests
+from jkv.serving.request.request import Domains
 from jkv.serving.scheduler import storing as storing_module
 
 pytestmark = pytest.mark.one_end
@@ -238,7 +238,7 @@ def test_salts_are_texts_or_numbers_from_0():
 
 
 def test_texts_that_were_not_seen_for_long_are_stored_nowhere(monkeypatch):
-    monkeypatch.setattr(ask, "MOST_TEXTS", 2)
+    monkeypatch.setattr(requests, "MOST_TEXTS", 2)
     numbers = Domains()
     first = [numbers.number(text) for text in "abac"]
     assert first == [-1, -2, -1, -3] and numbers.number("b") == -4

@@ -13,7 +13,7 @@ from support.small_engines import (
 )
 
 from jkv.decoding import FinishReason
-from jkv.serving import EngineError, RequestState
+from jkv.serving import EngineError, RequestStatus
 
 pytestmark = pytest.mark.one_end
 
@@ -79,7 +79,7 @@ def test_an_event_loop_reads_along():
 
     with make_engine(checks=False) as engine:
         left = asyncio.run(main(engine))
-        assert engine.state(left) in (RequestState.CANCELLED, RequestState.FINISHED)
+        assert engine.state(left) in (RequestStatus.CANCELLED, RequestStatus.FINISHED)
         for i, request in enumerate(requests):
             found = engine.results(engine.submit(**request))[0]
             assert told[i] == found.tokens[: len(told[i])]
@@ -106,7 +106,7 @@ def test_a_closed_event_loop_is_a_consumer_that_left():
     assert first.request_id == number
     loop.close()
     engine.close()
-    assert engine.state(number) in (RequestState.CANCELLED, RequestState.FINISHED)
+    assert engine.state(number) in (RequestStatus.CANCELLED, RequestStatus.FINISHED)
     assert_given_back(engine)
 
 

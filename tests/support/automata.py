@@ -1,4 +1,4 @@
-"""Automata that steer texts: in JAX as jkv takes them, and in plain Python.
+"""Automata as logits processors: in JAX as jkv takes them, and in plain Python.
 
 Each state of a random automaton allows some tokens, and leads on by each. In some a
 text has ended, some allow one token, one allows none. Where a text begins depends on
@@ -18,7 +18,7 @@ NUM_STATES, DEAD, END = 9, 7, 8
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class Automata(jkv.Steering):
+class Automata(jkv.LogitsProcessor):
     """Automata; each text has one, or none."""
 
     follows: jax.Array  # i32[A, S, V], the next state, -1 where a token is not allowed
@@ -42,7 +42,7 @@ class Automata(jkv.Steering):
             "seen": jnp.zeros((len(variants), 2, 3), jnp.float32),
         }
 
-    def steer(self, state, logits):
+    def process(self, state, logits):
         allowed = self.follows[state["variant"], state["at"]] >= 0
         return jnp.where(allowed, logits, -jnp.inf)
 
@@ -88,7 +88,7 @@ class PlainAutomaton:
 
     def __init__(self, automata, variant, prompt):
         self.follows, self.ends = automata.follows[variant], automata.ends[variant]
-        self.start, self.is_steered = sum(prompt) % DEAD, variant >= 0
+        self.start, self.applies = sum(prompt) % DEAD, variant >= 0
 
     def find_state(self, new):
         """The state after new tokens, -1 past one that was not allowed."""
@@ -100,7 +100,7 @@ class PlainAutomaton:
     def allowed(self, new):
         """Which tokens may come next, bool[V]."""
         allowed = self.follows[self.find_state(new)] >= 0
-        return allowed if self.is_steered else np.ones_like(allowed)
+        return allowed if self.applies else np.ones_like(allowed)
 
     def has_ended(self, new):
-        return self.is_steered and bool(self.ends[self.find_state(new)])
+        return self.applies and bool(self.ends[self.find_state(new)])

@@ -974,22 +974,22 @@ MUTATIONS = (
     ),
     # Logits processors.
     Mutation(
-        "steering-state-not-advanced",
+        "processor-state-not-advanced",
         "decoding",
-        "What steers a text is not told the tokens of plain steps.",
+        "A logits processor does not receive the tokens of plain steps.",
         "logprobs = mark_refused(logits, tokens, logprobs) "
-        "steered = steered.advance(tokens)",
+        "processor = processor.advance(tokens)",
         "logprobs = mark_refused(logits, tokens, logprobs)",
     ),
     Mutation(
-        "steered-by-another-row",
+        "processed-by-another-row",
         "decoding",
-        "A text is steered by the state of another text of the step.",
+        "A sequence is processed with the state of another sequence of the step.",
         "return whole.pick(sequences)",
         "return whole.pick(jnp.flip(sequences))",
     ),
     Mutation(
-        "steered-refusal-lost-among-guesses",
+        "processor-refusal-lost-among-guesses",
         "decoding",
         "A step with guesses takes a token of a text that is allowed none.",
         "            logprobs = mark_refused(logits, tokens, logprobs)\n"
@@ -997,22 +997,22 @@ MUTATIONS = (
         "            pass\n        return _Chosen",
     ),
     Mutation(
-        "steered-end-not-told",
+        "processor-end-ignored",
         "decoding",
-        "A text that has ended by what steers it goes on.",
-        "ended = new.steered and new.steered.has_ended()",
+        "A sequence ended by its logits processor continues.",
+        "ended = new.processor and new.processor.has_ended()",
         "ended = None",
     ),
     Mutation(
-        "guess-steered-one-token-late",
+        "guess-processed-one-token-late",
         "decoding",
-        "The row of a guess is steered by the state before the guess, not after it.",
+        "A draft token is processed with the state before it, not after it.",
         "row_of = rows.places * (guesses.shape[1] + 1) + rows.before",
         "row_of = rows.places * (guesses.shape[1] + 1) + jnp.maximum("
         "rows.before - 1, 0)",
     ),
     Mutation(
-        "steering-state-of-the-next-guess",
+        "processor-state-of-the-next-guess",
         "decoding",
         "A text keeps the state after the first wrong guess, not the one before it.",
         "is_last = (after == last[:, None]).reshape(-1)",
@@ -1020,11 +1020,11 @@ MUTATIONS = (
         ".reshape(-1)",
     ),
     Mutation(
-        "logprob-of-the-unsteered",
+        "logprob-of-unprocessed-logits",
         "decoding",
-        "A log-probability is of the model's distribution, not of the steered one.",
+        "A log-probability is of the model's logits, not of the processed ones.",
         "tokens, logprobs = choice.sample(logits, chosen, positions, seen)",
-        "model = logits if steered is None else jnp.where(\n"
+        "model = logits if processor is None else jnp.where(\n"
         "        jnp.isinf(logits), 0, logits)\n"
         "    tokens, _ = choice.sample(logits, chosen, positions, seen)\n"
         "    logprobs = jnp.take_along_axis(\n"
@@ -1034,27 +1034,29 @@ MUTATIONS = (
         "beam-without-its-parents-state",
         "decoding",
         "A beam goes on with the state of its row, not with that of its parent.",
-        "steered = searcher.rows_of(state, running.parents)",
-        "steered = searcher.rows_of(\n"
+        "processor = searcher.rows_of(state, running.parents)",
+        "processor = searcher.rows_of(\n"
         "    state, jnp.indices(running.parents.shape, jnp.int32)[1])",
     ),
     Mutation(
         "variant-lost-in-added-prompts",
         "decoding",
-        "Prompts that are added are all steered by the first variant.",
-        "added = with_variants(added, steering)",
-        "added = with_variants(dataclasses.replace(added, variants=None), steering)",
+        "Added prompts all use the first variant.",
+        "added = with_variants(added, logits_processor)",
+        "added = with_variants(\n"
+        "        dataclasses.replace(added, variants=None), logits_processor\n"
+        "    )",
     ),
     Mutation(
         "thoughts-of-the-prompt-not-counted",
-        "steering",
+        "logits_processors",
         "A thought that begins in the prompt has the whole budget behind the prompt.",
         "num_thoughts=jnp.where(is_thinking, behind, 0)",
         "num_thoughts=jnp.zeros_like(behind)",
     ),
     Mutation(
         "row-without-a-token-moves",
-        "steering",
+        "logits_processors",
         "The newest tokens of a text move on when it has none.",
         "return jnp.where(tokens[:, None] < 0, newest, pushed)",
         "return pushed",

@@ -1,6 +1,6 @@
 """Request options of a batch line or a client's body, in the API's words.
 
-Both become an `Ask` of the engine; fields of a reply alone are in `showing.py`.
+Both become a `Request` of the engine; fields of a reply alone are in `showing.py`.
 """
 
 import random
@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import pretrained
 
 import jkv
-from jkv.serving import Ask
+from jkv.serving import Request
 
 from ..loading import MOST_STOP_TOKENS, Served
 from ..mistakes import Refused
-from ..steering.rule_table import Rules
+from ..processors.rule_table import Rules
 from ..values import is_tokens, read_flag, read_number
 from .languages import Language
 from .prompts import read_chat, read_prompts
@@ -32,7 +32,7 @@ class Asked(NamedTuple):
     """Requests that one body makes, one for each prompt."""
 
     prompts: list[list[int]]  # token ids
-    ask: Ask  # for each of them, but for the prompt and how it is steered
+    request: Request  # shared by all prompts, without tokens and variant
     n: int
     tools: Tools | None = None  # that a chat may call
     language: Language | None = None  # of all texts
@@ -87,7 +87,7 @@ def read_body(served: Served, body: Any, *, is_chat: bool) -> Asked:
             "messages" if is_chat else "prompt",
             code="context_length_exceeded",
         )
-    ask = Ask(
+    request = Request(
         (),
         n=n,
         max_new_tokens=_read_most_tokens(served, body, longest, is_chat=is_chat),
@@ -101,7 +101,7 @@ def read_body(served: Served, body: Any, *, is_chat: bool) -> Asked:
         keep=read_number(body, "cache_keep", 0, int, 0, served.keep_classes - 1),
         keep_seconds=_read_seconds(body, "cache_keep_seconds"),
     )
-    return Asked(prompts, ask, n, tools)
+    return Asked(prompts, request, n, tools)
 
 
 def _read_most_tokens(

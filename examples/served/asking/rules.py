@@ -5,7 +5,7 @@ from typing import Any
 
 from ..loading import Served
 from ..mistakes import Refused
-from ..steering.rule_table import (
+from ..processors.rule_table import (
     MOST_ALLOWED,
     MOST_BAD_WORDS,
     MOST_BIASES,

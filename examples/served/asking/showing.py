@@ -85,12 +85,12 @@ def read_fields(
     rules = read_rules(
         served,
         fields,
-        stop_tokens=asked.ask.stop_tokens,
-        max_new_tokens=asked.ask.max_new_tokens,
+        stop_tokens=asked.request.stop_tokens,
+        max_new_tokens=asked.request.max_new_tokens,
         has_language=language is not None,
     )
-    ask = dataclasses.replace(asked.ask, n=best_of)
-    return asked._replace(ask=ask, language=language, rules=rules), shown
+    request = dataclasses.replace(asked.request, n=best_of)
+    return asked._replace(request=request, language=language, rules=rules), shown
 
 
 def count_chat(served: Served, fields: Mapping[str, Any]) -> int:

@@ -16,6 +16,7 @@ from ..asking.showing import Asked, Shown, count_chat, read_fields, read_json
 from ..loading import ROOM_SECONDS, Served
 from ..messages.reading import read_message_body
 from ..mistakes import Refused
+from ..processors.variants import Held
 from ..replying.answers import (
     cancel_all,
     list_events,
@@ -29,7 +30,6 @@ from ..replying.known import tell_known
 from ..replying.replies import tell_deadline
 from ..replying.scoring import Scored
 from ..responses.reading import read_response
-from ..steering.variants import Held
 from .connections import Bounds
 from .gate import read_bytes
 
@@ -113,7 +113,7 @@ def make_endpoint(served: Served, bounds: Bounds, path: str) -> Answer:
                     asked = _leave_time(asked, arrived)
                     numbers = submit_all(served, asked, held.variant)
                     at_end.callback(cancel_all, served, numbers)
-                    found = read_events(served, numbers, asked.ask.n)
+                    found = read_events(served, numbers, asked.request.n)
                 else:
                     found = list_events(known)
                 reply = kind.reply(served, fields, asked, shown, scored)
@@ -158,8 +158,8 @@ async def _hold(served: Served, asked: Asked, arrived: float) -> Held:
     if asked.language is None and asked.rules is None:
         return Held()
     seconds = ROOM_SECONDS
-    if asked.ask.timeout is not None:
-        seconds = min(seconds, asked.ask.timeout - (time.monotonic() - arrived))
+    if asked.request.timeout is not None:
+        seconds = min(seconds, asked.request.timeout - (time.monotonic() - arrived))
     loop = asyncio.get_running_loop()
     try:
         return await loop.run_in_executor(
@@ -176,9 +176,9 @@ def _leave_time(asked: Asked, arrived: float) -> Asked:
     Raises:
         Refused: if none is.
     """
-    if asked.ask.timeout is None:
+    if asked.request.timeout is None:
         return asked
-    left = asked.ask.timeout - (time.monotonic() - arrived)
+    left = asked.request.timeout - (time.monotonic() - arrived)
     if left <= 0:
         raise tell_deadline()
-    return asked._replace(ask=dataclasses.replace(asked.ask, timeout=left))
+    return asked._replace(request=dataclasses.replace(asked.request, timeout=left))

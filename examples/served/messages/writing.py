@@ -63,7 +63,7 @@ class MessageReply:
 
     def __init__(self, body: Mapping[str, Any], served: Served, asked: Asked):
         self._served, self._asked = served, asked
-        self._is_bounded = asked.ask.max_new_tokens < read_most_tokens(body)
+        self._is_bounded = asked.request.max_new_tokens < read_most_tokens(body)
         told = [*asked.warn(served).get("warnings", []), *list_message_warnings(body)]
         self._warnings = {"warnings": told} if told else {}
         self._name = f"msg_{uuid.uuid4().hex}"
@@ -178,14 +178,16 @@ class MessageReply:
             self._stop_reason = "max_tokens" if is_limit else context
             return
         self._stop_reason = "tool_use" if word == "tool_calls" else "end_turn"
-        ask = self._asked.ask
-        is_end = self._tokens[-1:] and self._tokens[-1] in tuple(ask.stop_tokens or ())
-        if is_end or not ask.stop_strings:
+        request = self._asked.request
+        is_end = self._tokens[-1:] and self._tokens[-1] in tuple(
+            request.stop_tokens or ()
+        )
+        if is_end or not request.stop_strings:
             return
         decode = self._served.tokenizer.decode
         text = decode([*self._prompt, *self._tokens])[len(decode(self._prompt)) :]
         rest = text[len(self._text) :]  # the stop, and the rest of its token
-        stops = [stop for stop in ask.stop_strings if rest.startswith(stop)]
+        stops = [stop for stop in request.stop_strings if rest.startswith(stop)]
         if stops:
             self._stop_reason, self._stop_sequence = "stop_sequence", stops[0]
 

@@ -29,13 +29,13 @@ SILENT_SECONDS = 15.0
 
 
 def submit_all(served: Served, asked: Asked, variant: int) -> list[int]:
-    """Submit every prompt of a body, or none; a variant steers all of them.
+    """Submit every prompt of a body, or none; one variant applies to all.
 
     Raises:
         Refused: when too many wait, for now or always; when the engine has failed.
         RequestRefused: for a request that can never be served.
     """
-    most, num = served.max_waiting, asked.ask.n
+    most, num = served.max_waiting, asked.request.n
     if most is not None and (len(asked.prompts) - 1) * num >= most:
         raise Refused(
             f"{len(asked.prompts)} prompts with {num} texts each are more than may "
@@ -44,8 +44,8 @@ def submit_all(served: Served, asked: Asked, variant: int) -> list[int]:
     numbers: list[int] = []
     try:
         for prompt in asked.prompts:
-            ask = dataclasses.replace(asked.ask, tokens=prompt, variant=variant)
-            numbers.append(served.engine.submit(ask))
+            request = dataclasses.replace(asked.request, tokens=prompt, variant=variant)
+            numbers.append(served.engine.submit(request))
     except BaseException as error:
         cancel_all(served, numbers)
         if isinstance(error, QueueFull):
@@ -125,7 +125,7 @@ async def gather(
     found: Found, asked: Asked, shown: Shown
 ) -> tuple[list[Completion], int]:
     """Return the completion of each choice, and the tokens that all texts took."""
-    n = asked.ask.n
+    n = asked.request.n
     texts = [
         Completion(number, sample, [], [], FinishReason.RUNNING, "")
         for number in range(len(asked.prompts))

@@ -67,7 +67,9 @@ def _bound_message(served: Served, body: Fields, asked: Asked) -> Asked:
     # The last token needs no room.
     room = served.context - len(asked.prompts[0]) + 1
     most = min(read_most_tokens(body), room)
-    return asked._replace(ask=dataclasses.replace(asked.ask, max_new_tokens=most))
+    return asked._replace(
+        request=dataclasses.replace(asked.request, max_new_tokens=most)
+    )
 
 
 KINDS = {

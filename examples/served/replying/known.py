@@ -19,23 +19,25 @@ def tell_known(
     Nothing comes of texts that are only shown again; and a single token, if it is the
     most likely one, is known with the logprobs of the prompt.
     """
-    ask = asked.ask
-    if ask.max_new_tokens == 0:
+    request = asked.request
+    if request.max_new_tokens == 0:
         end = FinishReason.LENGTH
-        events = [Event(-1, 0, [], [], "", end)] * (len(asked.prompts) * ask.n)
+        events = [Event(-1, 0, [], [], "", end)] * (len(asked.prompts) * request.n)
         return list(enumerate(events))
-    sampling = ask.sampling
+    sampling = request.sampling
     is_greedy = sampling.temperature == 0 and sampling.repetition_penalty == 1
-    is_free = asked.language is None and asked.rules is None and not ask.stop_strings
-    if not scored or ask.max_new_tokens != 1 or not is_greedy or not is_free:
+    is_free = (
+        asked.language is None and asked.rules is None and not request.stop_strings
+    )
+    if not scored or request.max_new_tokens != 1 or not is_greedy or not is_free:
         return None
     events = []
     for prompt, scores in zip(asked.prompts, scored, strict=True):
         ((token, logprob),) = scores.list_top(len(prompt), 1)
         stream = TextStream(served.tokenizer.decode, prompt, ())
         stream.advance([token], has_ended=True)
-        is_end = token in tuple(ask.stop_tokens or ())
+        is_end = token in tuple(request.stop_tokens or ())
         reason = FinishReason.STOP if is_end else FinishReason.LENGTH
         event = Event(-1, 0, [token], [logprob], stream.text, reason)
-        events += [event] * ask.n
+        events += [event] * request.n
     return list(enumerate(events))

@@ -1,4 +1,4 @@
-"""Log-probabilities of texts that are there: `jkv.score` of a tree of texts.
+"""Log-probabilities of given sequences: `jkv.score` of a trajectory tree.
 
 Texts share the segments of their common prefix, as the answers to one question do.
 Trees are padded to few sizes, each of which is compiled when it first comes.
@@ -83,7 +83,7 @@ class Scorer:
     def _score_tree(self, texts: list[tuple[int, ...]]) -> list[Scored]:
         segments, parents, paths = grow(texts)
         tree = jkv.trees.pad(
-            jkv.TextTree.of(segments, parents=np.array(parents)),
+            jkv.TrajectoryTree.of(segments, parents=np.array(parents)),
             num_rows=_round_up(sum(map(len, segments)), LEAST_ROWS),
             num_segments=_round_up(len(segments), LEAST_SEGMENTS),
             max_length=self._length,
@@ -143,7 +143,7 @@ def grow(
 
 
 def _score(
-    model: Any, config: Any, params: Any, tree: jkv.TextTree
+    model: Any, config: Any, params: Any, tree: jkv.TrajectoryTree
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return of each row its token's log-probability, and the most likely behind it."""
     told: list[tuple[jax.Array, jax.Array]] = []

@@ -103,9 +103,9 @@ class ResponseReply:
         self._warnings = {"warnings": told} if told else {}
         self._offered = read_offered(body)
         self._used = {
-            "temperature": asked.ask.sampling.temperature,
-            "top_p": asked.ask.sampling.top_p,
-            "max_output_tokens": asked.ask.max_new_tokens,
+            "temperature": asked.request.sampling.temperature,
+            "top_p": asked.request.sampling.top_p,
+            "max_output_tokens": asked.request.max_new_tokens,
             "tools": self._offered.left,
         }
         self._name, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())

@@ -44,7 +44,7 @@ class SearchState:
     length: jax.Array  # i32[], new tokens of each running beam
     statistics: BeamStatistics
     # State of the logits processor, arrays [Q * K, ...]; None without one.
-    steering_state: Any = None
+    processor_state: Any = None
 
     @classmethod
     def begin(

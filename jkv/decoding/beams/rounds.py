@@ -27,20 +27,20 @@ from jkv.decoding.beams.hypotheses import (
     rank_continuations,
 )
 from jkv.decoding.model.runner import Chunk, ChunkSizes, Runner, Unread, run_chunks
-from jkv.decoding.sampling.next_token import find_first
-from jkv.decoding.steering.rows import (
-    SteeredRows,
+from jkv.decoding.processors.rows import (
+    ProcessorRows,
     all_rows,
     begin_rows,
     is_nothing_left,
 )
+from jkv.decoding.sampling.next_token import find_first
 from jkv.decoding.texts.blocks import BlockSize, count_cached
 from jkv.decoding.texts.results import FinishReason
 from jkv.indexing import gather
+from jkv.logits_processors import LogitsProcessor
 from jkv.metadata.xla_cpu import divide
 from jkv.sharding.loops import when, while_loop
 from jkv.state import Cache
-from jkv.steering import Steering
 
 Carry = tuple[Cache, SearchState, jax.Array]
 
@@ -53,15 +53,17 @@ class Searcher(NamedTuple):
     num_rows: int  # of a step with prompts
     vocabulary: int
     size: BlockSize  # blocks of a prompt while it is computed
-    steering: Steering | None
+    logits_processor: LogitsProcessor | None
 
-    def rows_of(self, state: SearchState, parents: jax.Array) -> SteeredRows | None:
+    def rows_of(self, state: SearchState, parents: jax.Array) -> ProcessorRows | None:
         """Return the logits processor's rows of beams, i32[Q, C], or None."""
-        if self.steering is None:
+        if self.logits_processor is None:
             return None
         num_prompts, num_beams = state.seq_ids.shape
         prompt = jnp.arange(num_prompts, dtype=jnp.int32)[:, None]
-        whole = all_rows(self.steering, state.prompts, state.steering_state, num_beams)
+        whole = all_rows(
+            self.logits_processor, state.prompts, state.processor_state, num_beams
+        )
         return whole.pick(prompt * num_beams + parents)
 
 
@@ -155,7 +157,9 @@ def _begin_anew(searcher: Searcher, state: SearchState) -> SearchState:
         beams=Beams.fresh(*sizes),
         hypotheses=_where(state.is_open, Hypotheses.none(*sizes), state.hypotheses),
         length=jnp.zeros((), jnp.int32),
-        steering_state=begin_rows(searcher.steering, state.prompts, state.num_beams),
+        processor_state=begin_rows(
+            searcher.logits_processor, state.prompts, state.num_beams
+        ),
     )
 
 
@@ -209,9 +213,9 @@ def _choose_beams(
     is_past_context = state.prompts.lengths + length > cache.max_context_length
     is_last = is_past_context | (length >= rules.max_new_tokens)
     is_stop = jnp.any(found.tokens[:, :, None] == rules.stop_tokens[None, None], axis=2)
-    steered = searcher.rows_of(state, found.parents)
-    if steered is not None:
-        has_ended = steered.advance(found.tokens.reshape(-1)).has_ended()
+    processor = searcher.rows_of(state, found.parents)
+    if processor is not None:
+        has_ended = processor.advance(found.tokens.reshape(-1)).has_ended()
         if has_ended is not None:
             is_stop |= has_ended.reshape(is_stop.shape)
     is_final = is_stop | is_last[:, None]
@@ -235,7 +239,7 @@ def _choose_beams(
         beams=state.beams.choose(running, length),
         hypotheses=hypotheses,
         length=length,
-        steering_state=_advance(searcher, state, running),
+        processor_state=_advance(searcher, state, running),
     )
     reasons = jnp.where(state.is_running, reasons, jnp.int32(FinishReason.RUNNING))
     return state, running.parents, reasons
@@ -247,10 +251,10 @@ def _find_logprobs(
     """Return log-probabilities, f32[Q, K, V], -inf for beams with all tokens masked."""
     shape = *state.seq_ids.shape, logits.shape[1]
     beam = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape[:2])
-    steered = searcher.rows_of(state, beam)
-    if steered is None:
+    processor = searcher.rows_of(state, beam)
+    if processor is None:
         return jax.nn.log_softmax(logits).reshape(shape)
-    logits = steered.steer(logits)
+    logits = processor.process(logits)
     is_refused = is_nothing_left(logits)[:, None]
     logprobs = jnp.where(is_refused, -jnp.inf, jax.nn.log_softmax(logits))
     return logprobs.reshape(shape)
@@ -260,7 +264,7 @@ def _find_stuck(
     searcher: Searcher, state: SearchState, found: Continuations
 ) -> list[tuple[FinishReason, jax.Array]]:
     """Return searches without hypotheses and without a beam to continue, bool[Q]."""
-    if searcher.steering is None:
+    if searcher.logits_processor is None:
         return []
     goes_on = jnp.any(found.scores > NO_SCORE, axis=1)
     has_found = jnp.any(state.hypotheses.scores > NO_SCORE, axis=1)
@@ -270,8 +274,8 @@ def _find_stuck(
 
 def _advance(searcher: Searcher, state: SearchState, running: Continuations) -> Any:
     """Return the state of the logits processor for the running beams."""
-    steered = searcher.rows_of(state, running.parents)
-    return steered and steered.advance(running.tokens.reshape(-1)).state
+    processor = searcher.rows_of(state, running.parents)
+    return processor and processor.advance(running.tokens.reshape(-1)).state
 
 
 def _compute_beams(

@@ -9,31 +9,31 @@ from typing import Any, TypedDict, Unpack
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.arguments.asked import Asked
+from jkv.decoding.arguments.loop_arguments import Arguments
 from jkv.decoding.beams.branches import SearchState
 from jkv.decoding.beams.hypotheses import EarlyStopping, Rules
 from jkv.decoding.beams.rounds import Searcher, run_round
 from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.runner import Runner
-from jkv.decoding.model.steps import Steps
+from jkv.decoding.model.steps import GenerationConfig
+from jkv.decoding.processors.rows import begin_rows
 from jkv.decoding.sampling.next_token import Bounds, judge_prompts
-from jkv.decoding.steering.rows import begin_rows
 from jkv.decoding.texts.blocks import count_free_blocks, find_block_size
 from jkv.decoding.texts.prompts import Prompts, Stops, as_stop_tokens
 from jkv.decoding.texts.results import BeamSearch
+from jkv.logits_processors import LogitsProcessor
 from jkv.metadata.requests import Integers, Texts, check_counts
 from jkv.sharding.loops import while_loop
 from jkv.signatures import set_defaults
 from jkv.state import Cache
 from jkv.state.entry import takes_cache
 from jkv.status import UsageError
-from jkv.steering import Steering
 
 _STOPS = "stop_tokens must be i32[E], shared by all prompts; omit stop_sequences"
 
 
-class OfSearch(TypedDict, total=False):
-    """The rules, and fields of `Steps` and `Prompts.of`, that `beam_search` takes."""
+class SearchFields(TypedDict, total=False):
+    """Keyword arguments of `beam_search`."""
 
     length_penalty: jax.Array | float
     early_stopping: EarlyStopping
@@ -43,17 +43,17 @@ class OfSearch(TypedDict, total=False):
     salts: Integers
     variants: Integers | None
     stop_tokens: Integers
-    steering: Steering | None
+    logits_processor: LogitsProcessor | None
 
 
 set_defaults(
-    OfSearch,
+    SearchFields,
     Prompts.of,
-    Steps,
+    GenerationConfig,
     length_penalty=1.0,
     early_stopping=False,
     num_return=1,
-    steering=None,
+    logits_processor=None,
 )
 
 
@@ -65,8 +65,8 @@ def beam_search(
     prompts: Texts | Prompts,  # i32[B, P]
     *,
     num_beams: int,
-    steps: Steps | None = None,
-    **fields: Unpack[OfSearch],
+    generation_config: GenerationConfig | None = None,
+    **fields: Unpack[SearchFields],
 ) -> tuple[Cache, BeamSearch]:
     """Search for the most likely completions of B prompts with beam search.
 
@@ -89,22 +89,22 @@ def beam_search(
       prompts: i32[B, P], -1 past the end of each, or a list of token ids for each; an
         empty prompt is not started.
       num_beams: running beams of each prompt, K; one is greedy search. Static.
-      steps: `max_new_tokens` and `chunk_size`; no other field. Static.
-      fields: keyword arguments: `max_new_tokens` and `chunk_size` instead of steps;
-        `salts`, `variants` and shared `stop_tokens` of `Prompts.of`; and
+      generation_config: `max_new_tokens` and `chunk_size`; no other field. Static.
+      fields: keyword arguments: `max_new_tokens` and `chunk_size` instead of
+        `generation_config`; `salts`, `variants` and shared `stop_tokens` of
+        `Prompts.of`; and
 
         * `length_penalty`, f32[] or float: above 0 it favours long completions, below 0
           short ones; default 1.0.
         * `early_stopping`: when to stop a search with K finished hypotheses. True: at
           once. False, the default: when the best beam, at its length, scores no better
-            than the
-          worst of them. "never": like False, but with a length penalty above 0 the best
-          beam is scored at G tokens. Static.
+          than the worst of them. "never": like False, but with a length penalty above 0
+          the best beam is scored at G tokens. Static.
         * `num_return`: completions to return of each prompt, at most K, default 1;
           static.
-        * `steering`: a logits processor, as for `generate`. A search with all tokens of
-          all beams masked ends with its finished hypotheses; without any, with its
-          beams and NOTHING_ALLOWED.
+        * `logits_processor`: a logits processor, as for `generate`. A search with all
+          tokens of all beams masked ends with its finished hypotheses; without any,
+          with its beams and NOTHING_ALLOWED.
 
     Returns:
       The cache, with all sequences of this call freed, and a `BeamSearch`. A search
@@ -129,30 +129,32 @@ def beam_search(
     """
     if as_stop_tokens(fields.get("stop_tokens", ())).ndim > 1:
         raise UsageError(_STOPS)
-    asked = Asked.of("beam_search", prompts, steps, None, fields, OfSearch)
-    texts, stops, steps, how = asked
-    steering, num_return = how.steering, fields.get("num_return", 1)
-    steps.check_only("beam_search", "max_new_tokens", "chunk_size")
+    args = Arguments.of(
+        "beam_search", prompts, generation_config, None, fields, SearchFields
+    )
+    texts, stops, config, options = args
+    logits_processor, num_return = options.logits_processor, fields.get("num_return", 1)
+    config.check_only("beam_search", "max_new_tokens", "chunk_size")
     check_counts(num_beams=num_beams, num_return=num_return)
-    rules = _make_rules(num_beams, steps.max_new_tokens, stops, fields)
-    if steering is not None:
-        rules = rules._replace(num_end_tokens=steering.num_end_tokens)
+    rules = _make_rules(num_beams, config.max_new_tokens, stops, fields)
+    if logits_processor is not None:
+        rules = rules._replace(num_end_tokens=logits_processor.num_end_tokens)
     if num_return > num_beams:
         raise UsageError(
             f"num_return must be at most num_beams, got {num_return} and {num_beams}; "
             f"raise num_beams"
         )
-    num_rows = max(texts.lengths.shape[0], min(steps.chunk_size, texts.tokens.size))
+    num_rows = max(texts.lengths.shape[0], min(config.chunk_size, texts.tokens.size))
     size = find_block_size(cache, (num_rows,))
     bounds = Bounds(cache.max_context_length, size, count_free_blocks(cache))
     runner = Runner(model, params)
     vocabulary = runner.count_vocabulary(cache, texts.lengths.shape[0] * num_beams)
-    reasons = judge_prompts(texts, bounds, vocabulary, steering)
-    state = SearchState.begin(texts, reasons, num_beams, steps.max_new_tokens)
+    reasons = judge_prompts(texts, bounds, vocabulary, logits_processor)
+    state = SearchState.begin(texts, reasons, num_beams, config.max_new_tokens)
     state = dataclasses.replace(
-        state, steering_state=begin_rows(steering, texts, num_beams)
+        state, processor_state=begin_rows(logits_processor, texts, num_beams)
     )
-    searcher = Searcher(runner, rules, num_rows, vocabulary, size, steering)
+    searcher = Searcher(runner, rules, num_rows, vocabulary, size, logits_processor)
     cache, state = while_loop(
         lambda carry: jnp.any(carry[1].is_open),
         lambda carry: run_round(searcher, *carry),
@@ -164,7 +166,7 @@ def beam_search(
 
 
 def _make_rules(
-    num_beams: int, max_new_tokens: int, stops: Stops, fields: OfSearch
+    num_beams: int, max_new_tokens: int, stops: Stops, fields: SearchFields
 ) -> Rules:
     early_stopping = fields.get("early_stopping", False)
     if not isinstance(early_stopping, bool) and early_stopping != "never":

@@ -111,7 +111,7 @@ class Exact(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Steps:
+class GenerationConfig:
     """Lengths and step sizes of a loop. Hashable, so static under jit.
 
     Attributes:
@@ -133,8 +133,8 @@ class Steps:
       UsageError: for numbers other than positive ints.
 
     Example:
-      >>> from jkv.decoding import Steps
-      >>> Steps(100, max_running=8).chunk_size
+      >>> from jkv.decoding import GenerationConfig
+      >>> GenerationConfig(100, max_running=8).chunk_size
       512
     """
 
@@ -166,7 +166,7 @@ class Steps:
         for field in dataclasses.fields(self):
             if field.name not in names and getattr(self, field.name) != field.default:
                 raise UsageError(
-                    f"{loop} has no {field.name}; of Steps it takes {', '.join(names)}"
+                    f"{loop} does not support {field.name}, only {', '.join(names)}"
                 )
 
     def resolve(
@@ -205,8 +205,8 @@ class Steps:
         return num_places, counts
 
 
-class OfSteps(TypedDict, total=False):
-    """The fields of `Steps`, as arguments of a loop."""
+class GenerationFields(TypedDict, total=False):
+    """The fields of `GenerationConfig`, as arguments of a loop."""
 
     max_new_tokens: int
     num_samples: int

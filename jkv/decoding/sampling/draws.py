@@ -30,8 +30,8 @@ from jkv.decoding.sampling.options import (
     check_sampling,
     spread_seeds,
 )
+from jkv.logits_processors import LogitsProcessor
 from jkv.sharding.loops import while_loop
-from jkv.steering import Steering
 
 # Logits searched at once on a CPU, 1 MiB.
 _MOST_AT_ONCE = 2**18
@@ -370,7 +370,7 @@ class Choice(NamedTuple):
     """Sampling options and logits processor of N sequences."""
 
     sampling: Sampling
-    steering: Steering | None = None
+    logits_processor: LogitsProcessor | None = None
     # Rows per call of `_sample`, so that results do not depend on the batch size; None:
     # all.
     num_rows: int | None = None

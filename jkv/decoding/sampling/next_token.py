@@ -11,15 +11,20 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jkv.decoding.processors.rows import (
+    ProcessorRows,
+    find_unknown,
+    mark_refused,
+    rows_of,
+)
 from jkv.decoding.sampling.draws import Choice, by_row
 from jkv.decoding.sampling.options import Sampling
-from jkv.decoding.steering.rows import SteeredRows, find_unknown, mark_refused, rows_of
 from jkv.decoding.texts.blocks import Blocks, BlockSize, of_tokens, reach
 from jkv.decoding.texts.prompts import ANY, Prompts, Stops, find_malformed
 from jkv.decoding.texts.results import FinishReason, Generation
 from jkv.indexing import gather, scatter, scatter_add
+from jkv.logits_processors import LogitsProcessor
 from jkv.sharding.loops import when
-from jkv.steering import Steering
 
 # Before the first new token; equal to no token and to no padding.
 _NO_TOKEN = -2
@@ -76,22 +81,22 @@ def judge_prompts(
     prompts: Prompts,
     bounds: Bounds,
     vocabulary: int,
-    steering: Steering | None = None,
+    logits_processor: LogitsProcessor | None = None,
 ) -> jax.Array:
     """Return why prompts cannot start, i32[Q], RUNNING for valid ones.
 
     Outside jit, for concrete tokens, a malformed prompt raises UsageError.
     """
-    steered: list[tuple[FinishReason, jax.Array]] = []
-    if prompts.variants is not None and steering is not None:
-        unknown = find_unknown(prompts.variants, steering)
-        steered = [(FinishReason.UNKNOWN_VARIANT, unknown)]
+    processor: list[tuple[FinishReason, jax.Array]] = []
+    if prompts.variants is not None and logits_processor is not None:
+        unknown = find_unknown(prompts.variants, logits_processor)
+        processor = [(FinishReason.UNKNOWN_VARIANT, unknown)]
     return find_first(
         prompts.lengths.shape,
         [
             (FinishReason.MALFORMED_PROMPT, find_malformed(prompts, vocabulary)),
             (FinishReason.EMPTY_PROMPT, prompts.lengths == 0),
-            *steered,
+            *processor,
             (FinishReason.LENGTH, prompts.limits <= 0),
             *bounds.exceeded(prompts.lengths),
         ],
@@ -161,14 +166,14 @@ def choose_next(
     known = jnp.minimum(sequences, num_sequences - 1)
     chosen = sampling_of(choice.sampling, num_sequences, known)
     positions = gather(result.lengths, known)
-    steered = rows_of(choice.steering, progress.prompts, result, known)
-    if steered is not None:
-        logits = steered.steer(logits)
+    processor = rows_of(choice.logits_processor, progress.prompts, result, known)
+    if processor is not None:
+        logits = processor.process(logits)
     tokens, logprobs = choice.sample(logits, chosen, positions, seen)
-    if steered is not None:
+    if processor is not None:
         logprobs = mark_refused(logits, tokens, logprobs)
-        steered = steered.advance(tokens)
-    new = _New(sequences, positions, tokens, logprobs, steered)
+        processor = processor.advance(tokens)
+    new = _New(sequences, positions, tokens, logprobs, processor)
     written = new.put(result.tokens)
     reasons = _judge(progress, new, written)
     result = _put(result, new, written, reasons, new.find_served(num_sequences))
@@ -182,7 +187,7 @@ def take_several(
     logprobs: jax.Array,  # f32[W, C], as `_New.logprobs`
     # bool[W, C], the next token may follow; not for the last
     follows: jax.Array,
-    before: SteeredRows | None,  # W * C rows of the logits processor
+    before: ProcessorRows | None,  # W * C rows of the logits processor
 ) -> tuple[Generation, jax.Array]:
     """Append several tokens to sequences; return those appended, bool[W, C]."""
     result, num_sequences = progress.result, progress.result.lengths.shape[0]
@@ -191,8 +196,8 @@ def take_several(
     positions = (gather(result.lengths, known)[:, None] + after).reshape(-1)
     each = jnp.broadcast_to(sequences[:, None], tokens.shape).reshape(-1)
     flat = tokens.reshape(-1)
-    steered = None if before is None else before.advance(flat)
-    new = _New(each, positions, flat, logprobs.reshape(-1), steered)
+    processor = None if before is None else before.advance(flat)
+    new = _New(each, positions, flat, logprobs.reshape(-1), processor)
     reasons = _judge(progress, new, new.put(result.tokens))
     # A token is appended if the sequence continues after all tokens before.
     goes_on = follows & (reasons == FinishReason.RUNNING).reshape(tokens.shape)
@@ -213,7 +218,7 @@ class _New(NamedTuple):
     tokens: jax.Array  # i32[K]
     # f32[K], NaN for NaN logits, -inf if all tokens are masked
     logprobs: jax.Array
-    steered: SteeredRows | None  # K rows, after the tokens
+    processor: ProcessorRows | None  # K rows, after the tokens
 
     def put(self, tokens: jax.Array) -> jax.Array:
         """Return completions, i32[N, G], with the new tokens."""
@@ -223,7 +228,7 @@ class _New(NamedTuple):
     def find_served(self, num_sequences: int) -> jax.Array:
         """Return the sequences that get a token, i32[K], or N."""
         has_none = jnp.isnan(self.logprobs)
-        if self.steered is not None:
+        if self.processor is not None:
             has_none |= self.is_refused
         return jnp.where(has_none, num_sequences, self.sequences)
 
@@ -236,9 +241,9 @@ class _New(NamedTuple):
 def _judge(progress: Progress, new: _New, written: jax.Array) -> jax.Array:
     """Return why sequences finish after their new tokens, i32[K]."""
     known = jnp.minimum(new.sequences, progress.result.lengths.shape[0] - 1)
-    ended = new.steered and new.steered.has_ended()
+    ended = new.processor and new.processor.has_ended()
     reasons = judge_texts(progress, written, known, new.positions + 1, ended)
-    if new.steered is not None:
+    if new.processor is not None:
         nothing = jnp.int32(FinishReason.NOTHING_ALLOWED)
         reasons = jnp.where(new.is_refused, nothing, reasons)
     nan = jnp.int32(FinishReason.NAN_LOGITS)
@@ -267,10 +272,10 @@ def _put(
             result.reasons,
         ),
         logprobs=scatter(result.logprobs, (served, new.positions), new.logprobs),
-        steering_state=jax.tree.map(
+        processor_state=jax.tree.map(
             lambda rows, new: scatter(rows, newest, new),
-            result.steering_state,
-            new.steered and new.steered.state,
+            result.processor_state,
+            new.processor and new.processor.state,
         ),
     )
 

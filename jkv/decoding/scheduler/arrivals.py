@@ -10,6 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from jkv.arguments import expect
+from jkv.decoding.processors.rows import (
+    as_logits_processor,
+    begin_rows,
+    check_processor_presence,
+    with_variants,
+)
 from jkv.decoding.sampling.next_token import judge_prompts
 from jkv.decoding.scheduler.queue import (
     drop_from_queue,
@@ -17,21 +23,15 @@ from jkv.decoding.scheduler.queue import (
     order_queue,
 )
 from jkv.decoding.scheduler.state import GenerationState
-from jkv.decoding.steering.rows import (
-    as_steering,
-    begin_rows,
-    check_steering_of,
-    with_variants,
-)
-from jkv.decoding.texts.prompts import OfPrompts, Prompts
+from jkv.decoding.texts.prompts import PromptFields, Prompts
 from jkv.decoding.texts.results import FinishReason, Generation
 from jkv.indexing import gather, scatter
+from jkv.logits_processors import LogitsProcessor
 from jkv.metadata import mentions, ring
 from jkv.metadata.requests import Integers, Texts, broadcast
 from jkv.state import Cache, Ring
 from jkv.state.entry import takes_cache
 from jkv.status import UsageError
-from jkv.steering import Steering
 
 
 @takes_cache()
@@ -43,8 +43,8 @@ def add_prompts(
     *,
     num_samples: Integers | None = None,
     priorities: Integers = 0,
-    steering: Steering | None = None,
-    **fields: Unpack[OfPrompts],
+    logits_processor: LogitsProcessor | None = None,
+    **fields: Unpack[PromptFields],
 ) -> GenerationState:
     """Replace finished prompts by new ones and enqueue them.
 
@@ -64,7 +64,7 @@ def add_prompts(
         CANCELLED. None is all.
       priorities: i32[K] or int; among sequences that have not started, smaller ones
         first.
-      steering: as for `begin`.
+      logits_processor: as for `begin`.
       fields: the keyword arguments of `Prompts.of`.
 
     Returns:
@@ -101,9 +101,9 @@ def add_prompts(
     added = dataclasses.replace(added, priorities=jnp.asarray(order))
     sizes, why = {"N": len(indices), "P": width}, "as many as indices, P as at first"
     expect("prompts", added.tokens, "N P", sizes, jnp.integer, why=why)
-    steering = as_steering(steering)
-    check_steering_of(state.result.steering_state, steering)
-    added = with_variants(added, steering)
+    logits_processor = as_logits_processor(logits_processor)
+    check_processor_presence(state.result.processor_state, logits_processor)
+    added = with_variants(added, logits_processor)
     is_busy = jnp.any(state.is_running.reshape(num_prompts, -1), axis=1)
     index = jnp.where(indices < 0, num_prompts, indices)
     is_free = ~gather(is_busy, index, fill=True)
@@ -117,7 +117,7 @@ def add_prompts(
     state = dataclasses.replace(state, prompts=kept, stops=stops)
     most = state.num_samples if num_samples is None else num_samples
     (wanted,) = broadcast(len(indices), num_samples=most)
-    return _queue_up(cache, state, index, added, jnp.asarray(wanted), steering)
+    return _queue_up(cache, state, index, added, jnp.asarray(wanted), logits_processor)
 
 
 def _queue_up(
@@ -126,13 +126,13 @@ def _queue_up(
     index: jax.Array,  # i32[K], prompt indices; Q for none
     added: Prompts,  # K prompts
     wanted: jax.Array,  # i32[K], sequences to start of each
-    steering: Steering | None,  # their logits processor
+    logits_processor: LogitsProcessor | None,  # their logits processor
 ) -> GenerationState:
     num_samples, num_sequences = state.num_samples, state.result.lengths.shape[0]
     sample_index = jnp.arange(num_samples, dtype=jnp.int32)[None]
     sequences = (index[:, None] * num_samples + sample_index).reshape(-1)
     bounds = state.progress(cache).bounds
-    reasons = judge_prompts(added, bounds, state.seen.shape[1], steering)
+    reasons = judge_prompts(added, bounds, state.seen.shape[1], logits_processor)
     is_wanted = sample_index < wanted[:, None]
     unwanted = jnp.int32(FinishReason.CANCELLED)
     reasons = jnp.where(is_wanted, reasons[:, None], unwanted).reshape(-1)
@@ -142,7 +142,7 @@ def _queue_up(
     fresh = Generation.empty(
         reasons,
         state.result.tokens.shape[1],
-        begin_rows(steering, added, num_samples),
+        begin_rows(logits_processor, added, num_samples),
     )
     state = dataclasses.replace(
         state,

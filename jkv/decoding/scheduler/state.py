@@ -15,16 +15,16 @@ import jax
 import jax.numpy as jnp
 
 from jkv.decoding.model.steps import Exact
+from jkv.decoding.processors.rows import ProcessorRows, rows_of
 from jkv.decoding.sampling.next_token import Bounds, Progress
-from jkv.decoding.steering.rows import SteeredRows, rows_of
 from jkv.decoding.texts import blocks
 from jkv.decoding.texts.blocks import Blocks, BlockSize, Held
 from jkv.decoding.texts.prompts import Prompts, Stops, find_texts, find_tokens
 from jkv.decoding.texts.results import FinishReason, Generation
 from jkv.indexing import gather, scatter
+from jkv.logits_processors import LogitsProcessor
 from jkv.metadata.xla_cpu import running_sum
 from jkv.state import NO_SEQUENCE, Cache, Ring
-from jkv.steering import Steering
 
 # Most sequences opened or freed in one trip of a loop. A trip costs all of its
 # lanes, and few sequences finish in a step.
@@ -246,9 +246,11 @@ class GenerationState:
         by_prompt = self.is_running.reshape(-1, self.num_samples)
         return jnp.sum(by_prompt, axis=1, dtype=jnp.int32)
 
-    def rows_of(self, steering: Steering | None) -> SteeredRows | None:
+    def rows_of(self, logits_processor: LogitsProcessor | None) -> ProcessorRows | None:
         """Return the logits processor's rows of the W places, None without one."""
-        return rows_of(steering, self.prompts, self.result, self.places.sequences)
+        return rows_of(
+            logits_processor, self.prompts, self.result, self.places.sequences
+        )
 
     def tokens_at(self, places: jax.Array, positions: jax.Array) -> jax.Array:
         """Return the tokens of `places`, i32[...], at `positions`, i32[...]."""

@@ -153,7 +153,7 @@ def choose_tokens(
     places, lengths = state.places, state.result.lengths
     sequences = jnp.where(is_ready, places.sequences, lengths.shape[0])
     progress = state.progress(cache)
-    result, tokens, steered = choose_next(
+    result, tokens, processor = choose_next(
         progress, logits, sequences, state.seen, choice
     )
     if state.num_samples > 1:
@@ -161,7 +161,7 @@ def choose_tokens(
         progress = progress._replace(result=result)
         result = _choose_for_samples(progress, state, logits, is_first, choice)
     state = dataclasses.replace(state, result=result)
-    return note_seen(state, is_ready, tokens), steered
+    return note_seen(state, is_ready, tokens), processor
 
 
 def note_seen(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.decoding.texts.text_tree import TextTree
+from jkv.decoding.texts.trajectory_tree import TrajectoryTree
 from jkv.indexing import scatter_add, scatter_max, scatter_min
 from jkv.metadata.entries import find_owners
 
@@ -56,7 +56,7 @@ def count_blocks(num_rows: int, num_segments: int, block_size: int) -> int:
     return max(1, (num_rows + 2 * num_segments * (block_size - 1)) // block_size)
 
 
-def find_places(tree: TextTree) -> Places:
+def find_places(tree: TrajectoryTree) -> Places:
     """Return the positions of segments; an invalid one counts as a root."""
     num_rows, count = tree.num_rows, tree.num_segments
     segment = jnp.where(tree.segments >= 0, tree.segments, count)
@@ -106,7 +106,7 @@ def find_rows(places: Places, segments: jax.Array, positions: jax.Array) -> jax.
     return places.first_rows[holders] + positions - places.starts[holders]
 
 
-def lay_out(tree: TextTree, block_size: int) -> Layout:
+def lay_out(tree: TrajectoryTree, block_size: int) -> Layout:
     """Assign blocks to each segment; block tables start with its ancestors' blocks.
 
     Invalid segments, and sequences longer than `max_length`, have no rows in it.

@@ -18,7 +18,12 @@ import numpy as np
 from jkv.decoding.scoring.one_call import run_tree
 from jkv.decoding.scoring.scored import Scored, resize_for_tree
 from jkv.decoding.texts.prompts import count_tokens, refuse_unknown
-from jkv.decoding.texts.text_tree import TextTree, is_known, list_places, measure
+from jkv.decoding.texts.trajectory_tree import (
+    TrajectoryTree,
+    is_known,
+    list_places,
+    measure,
+)
 from jkv.indexing import gather
 from jkv.status import UsageError
 from jkv.verbs.allocation import allocate
@@ -37,7 +42,9 @@ class Level(NamedTuple):
     asks_all: bool  # return the logits of all rows, else of last rows
 
 
-def run_levels(scored: Scored, tree: TextTree, levels: list[Level]) -> list[jax.Array]:
+def run_levels(
+    scored: Scored, tree: TrajectoryTree, levels: list[Level]
+) -> list[jax.Array]:
     """Compute every row of a tree once; return the logits of each level."""
     cache = scored.init(resize_for_tree(scored.config, tree), tree)
     seq_ids = jnp.full((tree.num_segments,), -1, jnp.int32)
@@ -66,7 +73,7 @@ def run_levels(scored: Scored, tree: TextTree, levels: list[Level]) -> list[jax.
     return found
 
 
-def list_levels(tree: TextTree) -> list[Level]:
+def list_levels(tree: TrajectoryTree) -> list[Level]:
     """Return the levels of a concrete tree, with logits for all rows."""
     if not is_known(tree):
         raise UsageError(
@@ -124,7 +131,7 @@ def score_two_levels(
     return _score_tokens(logits.astype(jnp.float32), lengths, continuations)
 
 
-def _join(prompts: jax.Array, continuations: jax.Array) -> TextTree:
+def _join(prompts: jax.Array, continuations: jax.Array) -> TrajectoryTree:
     """Return prompts and continuations as a tree, with a row for each entry.
 
     The last token of a continuation is omitted: its logits are not needed.
@@ -138,7 +145,7 @@ def _join(prompts: jax.Array, continuations: jax.Array) -> TextTree:
     owners = jnp.where(rest.owners >= 0, rest.owners + num_prompts, -1)
     roots = np.full(num_prompts, -1, np.int32)
     children = np.repeat(np.arange(num_prompts, dtype=np.int32), count // num_prompts)
-    return TextTree(
+    return TrajectoryTree(
         tokens=jnp.concatenate([of_prompts.tokens, rest.tokens]),
         segments=jnp.concatenate([of_prompts.owners, owners]),
         parents=jnp.asarray(np.concatenate([roots, children])),

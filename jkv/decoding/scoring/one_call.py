@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jkv.decoding.scoring.layout import Layout, lay_out
 from jkv.decoding.scoring.scored import Scored, resize_for_tree
-from jkv.decoding.texts.text_tree import TextTree
+from jkv.decoding.texts.trajectory_tree import TrajectoryTree
 from jkv.metadata.requests import Integer
 from jkv.sharding.storage_sharding import POOL, ROWS, divided, over_devices
 from jkv.state import Batch, Cache, GroupLayer
@@ -29,7 +29,7 @@ from jkv.verbs.writing import read_rows
 
 def run_tree(
     scored: Scored,  # without recurrent-state layers
-    tree: TextTree,  # R rows
+    tree: TrajectoryTree,  # R rows
     asked_rows: jax.Array,  # i32[A], rows to return logits of; R for none
 ) -> tuple[jax.Array, Layout]:
     """Compute every row of a tree once; return logits, [A, V], and the layout."""
@@ -39,7 +39,7 @@ def run_tree(
     return scored.call(tree.tokens, cache, batch)[0], layout
 
 
-def _make_pools(scored: Scored, tree: TextTree, layout: Layout) -> Cache:
+def _make_pools(scored: Scored, tree: TrajectoryTree, layout: Layout) -> Cache:
     """Return a cache with the tables of a tree and a one-layer pool in each group."""
     whole = resize_for_tree(scored.config, tree)
     cache = scored.init(whole, tree, storage=False)
@@ -57,7 +57,9 @@ def _make_pools(scored: Scored, tree: TextTree, layout: Layout) -> Cache:
     )
 
 
-def _plan(cache: Cache, tree: TextTree, layout: Layout, asked_rows: jax.Array) -> Batch:
+def _plan(
+    cache: Cache, tree: TrajectoryTree, layout: Layout, asked_rows: jax.Array
+) -> Batch:
     """Return a batch with a request for each segment and its sequence."""
     number = jnp.arange(tree.num_segments, dtype=jnp.int32)
     lengths = layout.places.lengths[:-1]

@@ -12,7 +12,7 @@ from jkv.config.counts import WITHOUT_INDEX
 from jkv.config.grouped_config import GroupedConfig
 from jkv.decoding.model.protocol import Model, call_model
 from jkv.decoding.scoring.layout import count_blocks
-from jkv.decoding.texts.text_tree import TextTree
+from jkv.decoding.texts.trajectory_tree import TrajectoryTree
 from jkv.making.initialization import init
 from jkv.sharding.loops import vary_with
 from jkv.state import Batch, Cache
@@ -76,7 +76,7 @@ def resize(
     return dataclasses.replace(config, groups=groups, **WITHOUT_INDEX)
 
 
-def resize_for_tree(config: GroupedConfig, tree: TextTree) -> GroupedConfig:
+def resize_for_tree(config: GroupedConfig, tree: TrajectoryTree) -> GroupedConfig:
     """Return a configuration for a whole tree, with float32 keys and values."""
     both: dict[str, Any] = dict(
         max_sequences=tree.num_segments, max_context_length=max(1, tree.max_length)

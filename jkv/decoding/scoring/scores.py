@@ -30,7 +30,7 @@ from jkv.decoding.scoring.levels import (
 )
 from jkv.decoding.scoring.one_call import run_tree
 from jkv.decoding.scoring.scored import Scored
-from jkv.decoding.texts.text_tree import TextTree, check_tree, is_known
+from jkv.decoding.texts.trajectory_tree import TrajectoryTree, check_tree, is_known
 from jkv.metadata.requests import Texts, as_prompts
 from jkv.status import UsageError
 
@@ -41,7 +41,7 @@ Config = CacheConfig | StateConfig | GroupedConfig
 def score(
     model: Model,
     params: Any,
-    prompts: TextTree,
+    prompts: TrajectoryTree,
     *,
     config: Config,
     mesh: jax.sharding.Mesh | None = ...,
@@ -67,7 +67,7 @@ def score(
 def score(
     model: Model,
     params: Any,
-    prompts: Texts | TextTree,  # i32[Q, P]
+    prompts: Texts | TrajectoryTree,  # i32[Q, P]
     continuations: Texts | None = None,  # i32[N, C]
     *,
     config: Config,
@@ -78,8 +78,8 @@ def score(
     """Return the log-probability of each token of continuations, or of a tree.
 
     Each prompt is computed once for all of its continuations: Q * P + N * (C - 1) rows
-    in one call of the model, instead of N * (P + C). A `TextTree` of any depth is R
-    rows in one call: each token once, in any number of sequences. Reverse-mode
+    in one call of the model, instead of N * (P + C). A `TrajectoryTree` of any depth is
+    R rows in one call: each token once, in any number of sequences. Reverse-mode
     differentiable once in `params` (`jax.grad`, `jax.vjp`), as for a policy gradient
     loss; attention supports neither `jax.jvp` nor second derivatives.
     `jkv.jitted.score` is jitted with `model` and `config` static. A model with
@@ -97,7 +97,7 @@ def score(
       model: see `Model`; its `write` and `attend` are those of this step.
       params: the model's weights.
       prompts: i32[Q, P], -1 past the end of each, or a list of token ids for each. Or a
-        `TextTree`, without continuations.
+        `TrajectoryTree`, without continuations.
       continuations: i32[N, C] likewise, N a multiple of Q: continuation j of prompt i
         is `i * (N / Q) + j`.
       config: the model's sizes and `block_size`; counts of blocks, sequences and
@@ -117,7 +117,7 @@ def score(
         one of each root.
 
       Inside jit NaN for a continuation or tree token outside of the vocabulary, and for
-      the tokens of segments that break an invariant of `TextTree`, and of their
+      the tokens of segments that break an invariant of `TrajectoryTree`, and of their
       descendants. (The effect of an invalid token on later ones depends on the model.)
 
     Raises:
@@ -137,14 +137,15 @@ def score(
 
       A prompt, two samples, and a tool result after the second one:
 
-      >>> tree = jkv.TextTree.of([[5, 6], [7, 8], [7, 9], [10]], parents=[-1, 0, 0, 2])
+      >>> segments = [[5, 6], [7, 8], [7, 9], [10]]
+      >>> tree = jkv.TrajectoryTree.of(segments, parents=[-1, 0, 0, 2])
       >>> jkv.score(count_on, None, tree, config=config).round(2).tolist()
       [0.0, 0.0, 0.0, 0.0, 0.0, -50.0, 0.0]
     """
     scored = Scored(model, params, as_grouped(config), mesh, heads)
     scored.check()
     shape = Exact.of(exact)
-    if isinstance(prompts, TextTree):
+    if isinstance(prompts, TrajectoryTree):
         if shape is not None:
             raise UsageError("exact is not supported for trees; omit it")
         if continuations is not None:
@@ -153,7 +154,9 @@ def score(
             )
         return _score_tree(scored, prompts)
     if continuations is None:
-        raise UsageError("continuations must be given, unless prompts is a TextTree")
+        raise UsageError(
+            "continuations must be given, unless prompts is a TrajectoryTree"
+        )
     asked = as_prompts(prompts, "prompts")
     given = as_prompts(continuations, "continuations")
     check_counts(asked, given)
@@ -178,7 +181,7 @@ _with_derivative_of.defvjp(
 )
 
 
-def _score_tree(scored: Scored, tree: TextTree) -> jax.Array:
+def _score_tree(scored: Scored, tree: TrajectoryTree) -> jax.Array:
     """Return the log-probability of each row's token, f32[R]."""
     check_tree(tree)
     if not tree.num_rows:
@@ -198,7 +201,7 @@ def _score_tree(scored: Scored, tree: TextTree) -> jax.Array:
     return _score_rows(logits.astype(jnp.float32), places, tree)
 
 
-def _score_rows(logits: jax.Array, places: Places, tree: TextTree) -> jax.Array:
+def _score_rows(logits: jax.Array, places: Places, tree: TrajectoryTree) -> jax.Array:
     """Return the log-probability of each row's token given its prefix, f32[R]."""
     segment = jnp.clip(tree.segments, 0, tree.num_segments - 1)
     row = jnp.arange(tree.num_rows, dtype=jnp.int32)
@@ -210,7 +213,7 @@ def _score_rows(logits: jax.Array, places: Places, tree: TextTree) -> jax.Array:
     return jnp.where(is_token & ~places.is_sound[segment], jnp.nan, found)
 
 
-def _refuse_unknown_rows(tree: TextTree, vocabulary: int) -> None:
+def _refuse_unknown_rows(tree: TrajectoryTree, vocabulary: int) -> None:
     """Raise UsageError for a token outside of the vocabulary, outside jit."""
     if not is_known(tree):
         return

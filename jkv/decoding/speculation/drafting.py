@@ -20,13 +20,13 @@ from jkv.decoding.model.runner import (
     run_chunk,
     run_chunks,
 )
+from jkv.decoding.processors.rows import is_nothing_left
 from jkv.decoding.sampling.draws import Choice, by_row, draw, filter_logits
 from jkv.decoding.sampling.next_token import sampling_of
 from jkv.decoding.scheduler.state import GenerationState
 from jkv.decoding.speculation.guesses import Guesses
 from jkv.decoding.speculation.options import DraftModel
 from jkv.decoding.speculation.verification import DRAFT
-from jkv.decoding.steering.rows import is_nothing_left
 from jkv.decoding.texts.blocks import count_cached
 from jkv.indexing import gather
 from jkv.sharding.loops import fori_loop
@@ -166,7 +166,7 @@ def _run_ahead(
     chosen = sampling_of(choice.sampling, made.shape[0], sequences)
     seeds, made = by_row(chosen, sequences.shape[0]).seeds, gather(made, sequences)
     # Apply the logits processor while drafting, to avoid rejections.
-    begun = state.rows_of(choice.steering)
+    begun = state.rows_of(choice.logits_processor)
     Carry = tuple[Cache, Guesses, jax.Array, Any]
 
     def note(
@@ -178,14 +178,14 @@ def _run_ahead(
         state: Any,
     ) -> tuple[Guesses, jax.Array, Any]:
         is_drafted = (batch.query_lengths > 0) & (guesses.counts == i)
-        steered = begun and begun._replace(state=state)
-        if steered is not None:
-            logits = steered.steer(logits)
+        processor = begun and begun._replace(state=state)
+        if processor is not None:
+            logits = processor.process(logits)
             is_drafted &= ~is_nothing_left(logits)
         filtered = filter_logits(logits, chosen)
         drawn = draw(filtered, seeds, made + i, DRAFT)
-        if steered is not None:
-            state = steered.advance(jnp.where(is_drafted, drawn, -1)).state
+        if processor is not None:
+            state = processor.advance(jnp.where(is_drafted, drawn, -1)).state
         guesses = guesses._replace(
             tokens=guesses.tokens.at[:, i].set(drawn),
             counts=guesses.counts + is_drafted.astype(jnp.int32),
@@ -198,7 +198,7 @@ def _run_ahead(
         runner, rows.cache, pending, rows.lengths, missing, size
     )
     nothing = Guesses.none(*drafts.guesses.tokens.shape)
-    guesses, kept, steering_state = note(
+    guesses, kept, processor_state = note(
         jnp.int32(0), batch, logits, nothing, drafts.logits, begun and begun.state
     )
 
@@ -217,6 +217,6 @@ def _run_ahead(
         jnp.int32(1),
         jnp.int32(drafts.guesses.tokens.shape[1]),
         trip,
-        (cache, guesses, kept, steering_state),
+        (cache, guesses, kept, processor_state),
     )
     return Drafts(rows._replace(cache=cache), guesses, kept)

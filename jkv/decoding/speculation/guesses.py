@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from jkv.decoding.model.runner import locate_rows
+from jkv.decoding.processors.rows import ProcessorRows
 from jkv.decoding.scheduler.state import GenerationState, Loads
 from jkv.decoding.speculation.options import PromptLookup
-from jkv.decoding.steering.rows import SteeredRows
 from jkv.decoding.texts import blocks
 from jkv.decoding.texts.blocks import BlockSize
 from jkv.indexing import gather
@@ -75,10 +75,10 @@ def find_guesses(
     return Guesses(jnp.maximum(guesses, 0), counts, jnp.zeros_like(counts))
 
 
-def force_guesses(steered: SteeredRows | None, guesses: Guesses) -> Guesses:
+def force_guesses(processor: ProcessorRows | None, guesses: Guesses) -> Guesses:
     """Replace and extend draft tokens by the tokens a logits processor forces."""
-    forced = None if steered is None else steered.find_forced()
-    if steered is None or forced is None:
+    forced = None if processor is None else processor.find_forced()
+    if processor is None or forced is None:
         return guesses
     given = guesses.mask()
     tokens: list[jax.Array] = []
@@ -86,7 +86,7 @@ def force_guesses(steered: SteeredRows | None, guesses: Guesses) -> Guesses:
     is_certain = jnp.ones(guesses.counts.shape, bool)  # and all are forced
     certain = jnp.zeros_like(guesses.counts)
     for column in range(given.shape[1]):
-        forced = steered.find_forced()
+        forced = processor.find_forced()
         assert forced is not None, "`forced` must not become None"
         token = jnp.where(follows, given[:, column], -1)
         token = jnp.where(forced >= 0, forced, token)
@@ -96,7 +96,7 @@ def force_guesses(steered: SteeredRows | None, guesses: Guesses) -> Guesses:
         is_certain &= (forced >= 0) & (token >= 0)
         certain += is_certain.astype(jnp.int32)
         tokens.append(token)
-        steered = steered.advance(token)
+        processor = processor.advance(token)
     chosen = jnp.stack(tokens, axis=1)
     counts = jnp.sum(chosen >= 0, axis=1, dtype=jnp.int32)
     return Guesses(jnp.maximum(chosen, 0), counts, certain)

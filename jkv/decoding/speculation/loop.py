@@ -221,9 +221,9 @@ def _guess(fixed: _Fixed, loop: _Loop) -> tuple[_Loop, Guesses]:
     lengths = gather(state.result.lengths, places.sequences)
     # First tokens are chosen for all samples of a prompt, by a plain step.
     is_decoding = jnp.all((loads.count_left(places) <= 1) & (~is_ready | (lengths > 0)))
-    steered = state.rows_of(fixed.choice.steering)
+    processor = state.rows_of(fixed.choice.logits_processor)
     none = Guesses.none(places.num_places, options.num_tokens)
-    forced = force_guesses(steered, none)
+    forced = force_guesses(processor, none)
     Carry = tuple[Guesses, Drafts | None]
 
     def choose(guesses: Guesses) -> jax.Array:
@@ -240,7 +240,7 @@ def _guess(fixed: _Fixed, loop: _Loop) -> tuple[_Loop, Guesses]:
         else:
             texts, lengths = find_texts(state.prompts, state.result, places.sequences)
             guesses = find_guesses(texts, lengths, options)
-            guesses = force_guesses(steered, guesses)
+            guesses = force_guesses(processor, guesses)
         guesses = guesses.limit(limit_guesses(cache, state, loads, guesses.counts))
         guesses = guesses.limit(jnp.where(choose(guesses), guesses.counts, 0))
         if drafts is not None:

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jkv.decoding.model.runner import Runner, choose_size
+from jkv.decoding.processors.rows import ProcessorRows, mark_refused
 from jkv.decoding.sampling.draws import (
     Choice,
     by_row,
@@ -39,7 +40,6 @@ from jkv.decoding.sampling.options import Sampling
 from jkv.decoding.scheduler.state import GenerationState, Loads
 from jkv.decoding.scheduler.step import count_step, note_refusals, note_seen
 from jkv.decoding.speculation.guesses import Guesses, GuessRows, row_sizes
-from jkv.decoding.steering.rows import SteeredRows, mark_refused
 from jkv.indexing import gather, scatter
 from jkv.sharding.loops import when
 from jkv.state import NO_SEQUENCE, Batch, Cache
@@ -70,10 +70,10 @@ def check_guesses(
 ) -> tuple[Cache, GenerationState, jax.Array]:
     """Run a step that verifies draft tokens; return also the accepted ones, i32[W]."""
     loads, places = state.loads(cache), state.places
-    steered = state.rows_of(choice.steering)
-    if steered is not None:
-        steered = steered.advance_through(guesses.mask())
-    check = _Check(state, choice.sampling, guesses, draft_logits, steered)
+    processor = state.rows_of(choice.logits_processor)
+    if processor is not None:
+        processor = processor.advance_through(guesses.mask())
+    check = _Check(state, choice.sampling, guesses, draft_logits, processor)
     cache, batch, chosen = _compute_guesses(runner, cache, loads, check)
     num_rows = batch.query_lengths
     state = count_step(cache, state, loads, jnp.minimum(num_rows, 1))
@@ -99,7 +99,7 @@ class _Check(NamedTuple):
     sampling: Sampling
     guesses: Guesses
     draft_logits: jax.Array | None
-    steered: SteeredRows | None  # W * (K + 1) rows
+    processor: ProcessorRows | None  # W * (K + 1) rows
 
     def choose(self, logits: jax.Array, rows: GuessRows) -> _Chosen:
         """Choose the token after each row, as if the draft tokens before were right."""
@@ -112,11 +112,11 @@ class _Check(NamedTuple):
         token = jnp.where(is_before, gather(guesses, rows.places), state.seen.shape[1])
         row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
         seen = scatter(gather(state.seen, rows.places), (row, token), True)
-        if self.steered is not None:
+        if self.processor is not None:
             row_of = rows.places * (guesses.shape[1] + 1) + rows.before
-            logits = self.steered.pick(row_of).steer(logits)
+            logits = self.processor.pick(row_of).process(logits)
         tokens, logprobs = self._sample(logits, rows, sampling, counts, seen)
-        if self.steered is not None:
+        if self.processor is not None:
             logprobs = mark_refused(logits, tokens, logprobs)
         return _Chosen(tokens, logprobs)
 
@@ -228,7 +228,7 @@ def _take_checked(
     has_rows = batch.query_lengths > 0
     sequences = jnp.where(has_rows, state.places.sequences, num_sequences)
     result, is_taken = take_several(
-        state.progress(cache), sequences, tokens, logprobs, is_right, check.steered
+        state.progress(cache), sequences, tokens, logprobs, is_right, check.processor
     )
     return note_seen(dataclasses.replace(state, result=result), is_taken, tokens)
 

@@ -214,7 +214,7 @@ class Prompts:
           salts: i32[B] or int, cache salts: prefix cache hits are limited to prompts of
             the same salt. Use the version of the weights to keep versions apart.
           variants: i32[B] or int, variant of the logits processor for each prompt,
-            below `steering.num_variants`; -1 is none, None the first.
+            below `logits_processor.num_variants`; -1 is none, None the first.
           stop_tokens: i32[E], tokens that finish a sequence; they are kept in the
             result. Or i32[B, E] with a row for each prompt, -1 for none.
           stop_sequences: i32[F, C], -1 past the end of each, or a list of token ids for
@@ -255,7 +255,7 @@ class Prompts:
         return dataclasses.replace(self, limits=limits, stops=None), stops
 
 
-class OfPrompts(TypedDict, total=False):
+class PromptFields(TypedDict, total=False):
     """The arguments of `Prompts.of`, as keyword arguments of a loop."""
 
     limits: Integers | None
@@ -265,7 +265,7 @@ class OfPrompts(TypedDict, total=False):
     stop_sequences: Texts | None
 
 
-set_defaults(OfPrompts, Prompts.of)
+set_defaults(PromptFields, Prompts.of)
 
 
 def count_tokens(texts: jax.Array) -> jax.Array:

@@ -78,7 +78,7 @@ class Generation(NamedTuple):
     logprobs: jax.Array  # f32[N, G], under the model's logits, 0 past the end
     statistics: Statistics  # counts of work and memory
     # State of the logits processor, arrays [N, ...], after each sequence's last token.
-    steering_state: Any = None
+    processor_state: Any = None
     # i32[N], prompt tokens found in the prefix index; 0 for a sequence that shares the
     # prompt of another.
     cached_tokens: Any = None
@@ -108,7 +108,7 @@ class Generation(NamedTuple):
 
     @classmethod
     def empty(
-        cls, reasons: jax.Array, max_new_tokens: int, steering_state: Any = None
+        cls, reasons: jax.Array, max_new_tokens: int, processor_state: Any = None
     ) -> "Generation":
         """Return results without tokens, for sequences with these reasons, i32[N]."""
         shape = reasons.shape[0], max_new_tokens
@@ -118,7 +118,7 @@ class Generation(NamedTuple):
             reasons=reasons,
             logprobs=jnp.zeros(shape, jnp.float32),
             statistics=Statistics.zeros(),
-            steering_state=steering_state,
+            processor_state=processor_state,
             cached_tokens=jnp.zeros(reasons.shape, jnp.int32),
         )
 

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.decoding.arguments.asked import How
+from jkv.decoding.arguments.loop_arguments import DecodingOptions
 from jkv.decoding.model.protocol import Model
+from jkv.decoding.processors.rows import as_logits_processor
 from jkv.decoding.speculation.options import DraftModel
-from jkv.decoding.steering.rows import as_steering
 from jkv.decoding.texts.blocks import count_free_blocks
+from jkv.logits_processors import LogitsProcessor
 from jkv.prefixes.verbs import clear_prefixes
 from jkv.serving.device import programs
 from jkv.serving.device.kept_programs import BoundProgram, KeptPrograms
@@ -22,10 +23,9 @@ from jkv.serving.device.transfers import Arrivals, Change, WindowReport
 from jkv.serving.device.weights import replace_weights
 from jkv.serving.device.weights_digest import digest_weights
 from jkv.serving.request.limits import Limits
-from jkv.serving.request.request import EngineError
+from jkv.serving.request.state import EngineError
 from jkv.state import Cache
 from jkv.status import UsageError
-from jkv.steering import Steering
 from jkv.storage.placement import Placement, put
 
 Progress = Callable[[str, int, int], object]
@@ -40,14 +40,16 @@ class Loop:
         params: Any,
         cache: Cache,
         sizes: EngineSizes,
-        how: How,
+        options: DecodingOptions,
         kept: KeptPrograms | None,
     ):
         self.sizes, self.cache = sizes, cache  # newest value, perhaps not computed yet
-        draft = how.speculate if isinstance(how.speculate, DraftModel) else None
+        draft = options.speculate if isinstance(options.speculate, DraftModel) else None
         draft_params = None if draft is None else draft.params
         self._draft_cache = None if draft is None else draft.cache
-        self._given = programs.Given(params, draft_params, as_steering(how.steering))
+        self._given = programs.Given(
+            params, draft_params, as_logits_processor(options.logits_processor)
+        )
         static = {"model": model, "sizes": sizes}
         self._model = model
         self._begin = BoundProgram(programs.begin_empty, kept, static)
@@ -94,10 +96,10 @@ class Loop:
         self, stop_tokens: np.ndarray[Any, Any], has_detokenizer: bool
     ) -> Limits:
         """Return the limits of requests; `stop_tokens`, i32[E], is the default."""
-        steering = self._given.steering
+        logits_processor = self._given.logits_processor
         return Limits(
             max_prompt_tokens=self.sizes.max_prompt_tokens,
-            max_new_tokens=self.sizes.steps.max_new_tokens,
+            max_new_tokens=self.sizes.config.max_new_tokens,
             max_context_length=self.cache.max_context_length,
             num_blocks=self.num_blocks,
             block_size=self.block_size,
@@ -105,7 +107,9 @@ class Loop:
             stops=self.sizes.stops,
             stop_tokens=stop_tokens,
             has_detokenizer=has_detokenizer,
-            num_variants=0 if steering is None else steering.num_variants,
+            num_variants=0
+            if logits_processor is None
+            else logits_processor.num_variants,
             num_classes=self.num_classes,
         )
 
@@ -127,7 +131,7 @@ class Loop:
             state=state,
             sampling=sampling,
             change=change,
-            steering=self._given.steering,
+            logits_processor=self._given.logits_processor,
         )
 
     def run(self, num_steps: int) -> WindowReport:
@@ -145,20 +149,20 @@ class Loop:
         self._generation = state, sampling
         return report
 
-    def replace_steering(self, steering: Steering) -> None:
+    def replace_logits_processor(self, logits_processor: LogitsProcessor) -> None:
         """Replace the logits processor's arrays; shapes and dtypes must match."""
 
-        def describe(each: Steering | None) -> Any:
+        def describe(each: LogitsProcessor | None) -> Any:
             leaves, structure = jax.tree.flatten(each)
             return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
 
-        new = as_steering(steering)
-        if describe(new) != describe(self._given.steering):
+        new = as_logits_processor(logits_processor)
+        if describe(new) != describe(self._given.logits_processor):
             raise EngineError(
-                "steering must have the type, shapes and dtypes of the engine's, got "
+                "logits_processor must have the engine's type, shapes and dtypes, got "
                 "others; create a new engine for it"
             )
-        self._given = self._given._replace(steering=new)
+        self._given = self._given._replace(logits_processor=new)
 
     def replace_params(self, params: Any, draft_params: Any) -> None:
         """Replace the weights; None keeps the draft model's."""
@@ -175,7 +179,7 @@ class Loop:
 
     def digest_weights(self) -> str:
         """Return a digest of weights, model and `exact`, the same in every process."""
-        exact = self.sizes.steps.exact
+        exact = self.sizes.config.exact
         return digest_weights(self._model, self._given.params, exact)
 
     def forget_cached(self) -> None:

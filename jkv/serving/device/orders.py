@@ -30,7 +30,7 @@ class Order(enum.IntEnum):
     WINDOW = enum.auto()  # apply changes and start a window
     WARM_UP = enum.auto()
     REPLACE_PARAMS = enum.auto()
-    REPLACE_STEERING = enum.auto()
+    REPLACE_LOGITS_PROCESSOR = enum.auto()
     FORGET_CACHED = enum.auto()
     PREEMPT_ALL = enum.auto()
     CLOSE = enum.auto()  # return: the engine is closed

@@ -14,20 +14,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.decoding.arguments.asked import How
+from jkv.decoding.arguments.loop_arguments import DecodingOptions
 from jkv.decoding.model.protocol import Model
 from jkv.decoding.speculation.options import DraftModel
 from jkv.inspection.invariants import check
+from jkv.logits_processors import LogitsProcessor
 from jkv.serving.device.loop import Loop, Progress
 from jkv.serving.device.orders import Order, Orders, pack_window, unpack_window
 from jkv.serving.device.sizes import EngineSizes
 from jkv.serving.device.transfers import Change, WindowReport
 from jkv.serving.device.weights import check_weights
-from jkv.serving.request.request import EngineError
+from jkv.serving.request.state import EngineError
 from jkv.sharding.processes import Broadcast, find_shared_mesh, is_shared, replicate
 from jkv.state import Cache
 from jkv.status import UsageError
-from jkv.steering import Steering
 from jkv.storage.placement import put
 
 # Returns a follower's weights, and its draft model's or None.
@@ -45,19 +45,21 @@ class SharedLoop(Loop):
         params: Any,
         cache: Cache,
         sizes: EngineSizes,
-        how: How,
+        options: DecodingOptions,
         *,
         checks: bool,
     ):
         mesh = find_shared_mesh(cache)
         assert mesh is not None, "a cache on devices of several processes"
         self._mesh, self._checks = mesh, checks
-        params, speculate = self._spread(params), how.speculate
+        params, speculate = self._spread(params), options.speculate
         if isinstance(speculate, DraftModel):
             draft_params = self._spread(speculate.params)
             speculate = dataclasses.replace(speculate, params=draft_params)
-        how = How(steering=self._spread(how.steering), speculate=speculate)
-        super().__init__(model, params, cache, sizes, how, None)
+        options = DecodingOptions(
+            logits_processor=self._spread(options.logits_processor), speculate=speculate
+        )
+        super().__init__(model, params, cache, sizes, options, None)
         # Arrays of the last call, ready when it has run; None: unknown.
         self._newest: Any = None
         broadcast = self._broadcast = Broadcast(mesh)
@@ -66,8 +68,8 @@ class SharedLoop(Loop):
             {
                 "params": _describe(params),
                 "cache": _describe(cache),
-                "steering": _describe(how.steering),
-                "speculate": _describe(how.speculate),
+                "logits_processor": _describe(options.logits_processor),
+                "speculate": _describe(options.speculate),
                 "checks": repr(checks),
                 "one of the sizes": repr(sizes),
             },
@@ -115,12 +117,12 @@ class SharedLoop(Loop):
             params, draft_params = self._share((params, draft_params))
         super().replace_params(params, draft_params)
 
-    def replace_steering(self, steering: Steering) -> None:
+    def replace_logits_processor(self, logits_processor: LogitsProcessor) -> None:
         """Replace the arrays of the logits processor on all processes, by broadcast."""
-        new = self._spread(steering)
-        super().replace_steering(new)  # raises on a mismatch
-        self._tell(Order.REPLACE_STEERING)
-        self._share(steering)
+        new = self._spread(logits_processor)
+        super().replace_logits_processor(new)  # raises on a mismatch
+        self._tell(Order.REPLACE_LOGITS_PROCESSOR)
+        self._share(logits_processor)
 
     def start_again(self) -> None:
         """Raise: other processes may have completed the step that failed here."""
@@ -185,10 +187,12 @@ class SharedLoop(Loop):
                 else:
                     new = find_params()
                 super().replace_params(*new)
-            case Order.REPLACE_STEERING:
-                steering = self._given.steering
-                assert steering is not None
-                super().replace_steering(self._spread(self._share(steering)))
+            case Order.REPLACE_LOGITS_PROCESSOR:
+                logits_processor = self._given.logits_processor
+                assert logits_processor is not None
+                super().replace_logits_processor(
+                    self._spread(self._share(logits_processor))
+                )
 
     def _start(self, changes: Sequence[Change], num_steps: int) -> WindowReport | None:
         """Start a window; replicate its report."""

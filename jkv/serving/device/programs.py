@@ -15,18 +15,18 @@ import jax
 import jax.numpy as jnp
 
 from jkv import decoding
-from jkv.decoding import How, Prompts
+from jkv.decoding import DecodingOptions, Prompts
 from jkv.decoding.model.protocol import Model
 from jkv.decoding.sampling.options import SAMPLING_DTYPES, Sampling
 from jkv.decoding.scheduler.state import GenerationState
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.decoding.texts.blocks import count_free_blocks, sum_groups
 from jkv.decoding.texts.results import Statistics
+from jkv.logits_processors import LogitsProcessor
 from jkv.serving.device.sizes import DraftSizes, EngineSizes
 from jkv.serving.device.transfers import Change, WindowReport, make_empty_sequences
-from jkv.serving.request.ask import NOT_STEERED
+from jkv.serving.request.request import NO_VARIANT
 from jkv.state import Cache
-from jkv.steering import Steering
 
 _STATIC = ("model", "sizes")
 
@@ -36,7 +36,7 @@ class Given(NamedTuple):
 
     params: Any
     draft_params: Any  # None without a draft model
-    steering: Steering | None
+    logits_processor: LogitsProcessor | None
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC, donate_argnames="draft_cache")
@@ -50,8 +50,9 @@ def begin_empty(
 ) -> tuple[GenerationState, Sampling]:
     """Create the state of a generation with empty prompts only."""
     stops, empty = sizes.stops, (sizes.num_prompts, sizes.max_prompt_tokens)
-    how = How(
-        steering=given.steering, speculate=_restore_guessing(sizes, given, draft_cache)
+    options = DecodingOptions(
+        logits_processor=given.logits_processor,
+        speculate=_restore_guessing(sizes, given, draft_cache),
     )
     # The barrier prevents constant folding, which takes half a minute of compilation
     # for 128 prompts of up to 8,192 tokens.
@@ -60,10 +61,15 @@ def begin_empty(
         texts,
         stop_tokens=jnp.full((sizes.num_prompts, stops.tokens), -1, jnp.int32),
         stop_sequences=make_empty_sequences(sizes.num_prompts, stops),
-        variants=NOT_STEERED,
+        variants=NO_VARIANT,
     )
     state = decoding.begin(
-        model, given.params, cache, prompts, steps=sizes.steps, how=how
+        model,
+        given.params,
+        cache,
+        prompts,
+        generation_config=sizes.config,
+        options=options,
     )
     fields = {
         name: jnp.zeros((sizes.num_sequences,), dtype)
@@ -78,7 +84,7 @@ def exchange(
     state: GenerationState,
     sampling: Sampling,
     change: Change,
-    steering: Steering | None,
+    logits_processor: LogitsProcessor | None,
 ) -> tuple[Cache, GenerationState, Sampling, jax.Array]:  # i32[], free blocks
     """Cancel sequences, then enqueue prompts: an index may be free only after that."""
     arrivals = change.arrivals
@@ -95,8 +101,8 @@ def exchange(
         num_samples=arrivals.num_samples,
         salts=arrivals.salts,
         priorities=arrivals.priorities,
-        steering=steering,
-        variants=NOT_STEERED if steering is None else arrivals.variants,
+        logits_processor=logits_processor,
+        variants=NO_VARIANT if logits_processor is None else arrivals.variants,
     )
     past_the_end = state.result.lengths.shape[0]
     first = jnp.where(indices < 0, past_the_end, indices * samples)
@@ -131,9 +137,9 @@ def run_window(
     guessing = state.speculation
     draft_cache = None if guessing is None else guessing.draft_cache
     speculate = _restore_guessing(sizes, given, draft_cache)
-    how = How(sampling, given.steering, speculate)
+    options = DecodingOptions(sampling, given.logits_processor, speculate)
     cache, state = decoding.decode(
-        model, given.params, cache, state, num_steps=num_steps, how=how
+        model, given.params, cache, state, num_steps=num_steps, options=options
     )
     result, places = state.result, state.places
     ahead = jnp.arange(sizes.max_window_tokens, dtype=jnp.int32)[None]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.runner import spread_row_counts
-from jkv.decoding.model.steps import Steps
+from jkv.decoding.model.steps import GenerationConfig
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.metadata.requests import check_counts, check_static
 from jkv.serving.request.limits import StopSizes
@@ -32,7 +32,7 @@ class EngineSizes(NamedTuple):
 
     num_prompts: int  # Q
     max_prompt_tokens: int
-    steps: Steps
+    config: GenerationConfig
     num_steps: int  # S
     num_lanes: int  # K, prompts per call of `exchange`
     stops: StopSizes
@@ -41,22 +41,22 @@ class EngineSizes(NamedTuple):
     @property
     def num_sequences(self) -> int:
         """Number of sequences of the generation, N."""
-        return self.num_prompts * self.steps.num_samples
+        return self.num_prompts * self.config.num_samples
 
     @property
     def max_running(self) -> int:
-        assert self.steps.max_running is not None
-        return self.steps.max_running
+        assert self.config.max_running is not None
+        return self.config.max_running
 
     @property
     def max_window_tokens(self) -> int:
         """Largest number of new tokens of a sequence in a window, U."""
         guesses = 0 if self.guesses is None else self.guesses.num_tokens
-        return min(self.num_steps * (1 + guesses), self.steps.max_new_tokens)
+        return min(self.num_steps * (1 + guesses), self.config.max_new_tokens)
 
 
 def find_sizes(
-    steps: Steps,
+    config: GenerationConfig,
     *,
     num_ahead: int | None,
     max_prompt_tokens: int,
@@ -65,7 +65,7 @@ def find_sizes(
     speculate: PromptLookup | DraftModel | None,
 ) -> EngineSizes:
     """Return the sizes of an engine from the arguments of `Engine`."""
-    running = steps.max_running
+    running = config.max_running
     assert running is not None, "Engine requires max_running"
     check_counts(
         max_running=running, num_steps=num_steps, max_prompt_tokens=max_prompt_tokens
@@ -73,17 +73,17 @@ def find_sizes(
     ahead = running if num_ahead is None else num_ahead
     check_static("num_ahead", ahead, 0)
     num_prompts = running + ahead
-    if (exact := steps.exact_shape) is not None:
-        exact.check_alone(steps.row_counts, steps.chunk_size)
+    if (exact := config.exact_shape) is not None:
+        exact.check_alone(config.row_counts, config.chunk_size)
         exact.check_fits("max_running", running)
-    elif steps.row_counts is None:
-        most_rows = min(steps.chunk_size, num_prompts * max_prompt_tokens)
+    elif config.row_counts is None:
+        most_rows = min(config.chunk_size, num_prompts * max_prompt_tokens)
         counts = spread_row_counts(running, most_rows)
-        steps = dataclasses.replace(steps, row_counts=counts)
+        config = dataclasses.replace(config, row_counts=counts)
     return EngineSizes(
         num_prompts=num_prompts,
         max_prompt_tokens=max_prompt_tokens,
-        steps=steps,
+        config=config,
         num_steps=num_steps,
         num_lanes=min(NUM_LANES, num_prompts),
         stops=stop_sizes,

@@ -13,14 +13,14 @@ import numpy as np
 from jkv.decoding.sampling.options import SAMPLING_DTYPES
 from jkv.decoding.texts.results import FinishReason, Statistics
 from jkv.serving.device.sizes import EngineSizes
-from jkv.serving.request.ask import NOT_STEERED
 from jkv.serving.request.limits import StopSizes
-from jkv.serving.request.request import Request, RequestState, SequenceNews
+from jkv.serving.request.request import NO_VARIANT
+from jkv.serving.request.state import RequestState, RequestStatus, SequenceNews
 
 # States encoded in `WindowReport.stages`.
-STAGES = (RequestState.WAITING, RequestState.RUNNING, RequestState.PREEMPTED)
+STAGES = (RequestStatus.WAITING, RequestStatus.RUNNING, RequestStatus.PREEMPTED)
 
-_WAITING = STAGES.index(RequestState.WAITING)
+_WAITING = STAGES.index(RequestStatus.WAITING)
 _REASONS = {int(reason): reason for reason in FinishReason}
 
 
@@ -44,9 +44,9 @@ class Arrivals(NamedTuple):
         sizes: EngineSizes,
         # at most K requests, each with the index of the first sample that shares the
         # prompt; the samples have their sequence indices
-        dispatched: list[tuple[Request, int]],
+        dispatched: list[tuple[RequestState, int]],
     ) -> "Arrivals":
-        count, samples, stops = sizes.num_lanes, sizes.steps.num_samples, sizes.stops
+        count, samples, stops = sizes.num_lanes, sizes.config.num_samples, sizes.stops
 
         def filled(value: int, *shape: int) -> np.ndarray[Any, Any]:
             return np.full((count, *shape), value, np.int32)
@@ -60,19 +60,22 @@ class Arrivals(NamedTuple):
             num_samples=filled(0),
             salts=filled(0),
             priorities=filled(0),
-            variants=filled(NOT_STEERED),
+            variants=filled(NO_VARIANT),
             sampling={
                 name: np.zeros((count, samples), dtype)
                 for name, dtype in SAMPLING_DTYPES.items()
             },
         )
-        for lane, (request, first) in enumerate(dispatched):
-            arrivals._put(lane, request, first, samples)
+        for lane, (state, first) in enumerate(dispatched):
+            arrivals._put(lane, state, first, samples)
         return arrivals
 
-    def _put(self, lane: int, request: Request, first: int, num_samples: int) -> None:
+    def _put(
+        self, lane: int, state: RequestState, first: int, num_samples: int
+    ) -> None:
+        request = state.request
         count = min(num_samples, request.n - first)
-        self.indices[lane] = request.samples[first].sequence // num_samples
+        self.indices[lane] = state.samples[first].sequence // num_samples
         self.tokens[lane, : len(request.tokens)] = request.tokens
         self.limits[lane] = request.max_new_tokens
         self.stop_tokens[lane, : len(request.stop_tokens)] = request.stop_tokens
@@ -83,7 +86,8 @@ class Arrivals(NamedTuple):
         self.salts[lane] = request.salt
         self.priorities[lane] = request.priority
         self.variants[lane] = request.variant
-        for name, values in request.sampling.items():
+        for name in SAMPLING_DTYPES:
+            values = np.asarray(getattr(request.sampling, name))
             self.sampling[name][lane, :count] = values[first : first + count]
 
 

@@ -19,8 +19,14 @@ from jkv.decoding.sampling.options import (
 from jkv.decoding.texts.blocks import BlockSize
 from jkv.decoding.texts.results import FinishReason
 from jkv.metadata.requests import I32, Integers, Texts, as_domains
-from jkv.serving.request.ask import NOT_STEERED, Ask, Client, Domains, OfAsk
-from jkv.serving.request.request import Request
+from jkv.serving.request.request import (
+    NO_VARIANT,
+    CheckedRequest,
+    Client,
+    Domains,
+    Request,
+    RequestFields,
+)
 
 
 class RequestRefused(ValueError):
@@ -59,7 +65,7 @@ class Limits(NamedTuple):
     num_variants: int  # variants of the logits processor
     num_classes: int  # retention classes
 
-    def check(self, request: Request) -> None:
+    def check(self, request: CheckedRequest) -> None:
         self._check_prompt(request.tokens)
         if request.n < 1:
             raise RequestRefused(f"n must be at least 1, got {request.n}")
@@ -87,11 +93,11 @@ class Limits(NamedTuple):
             raise RequestRefused(
                 f"priority must fit in 32 bits, got {request.priority}"
             )
-        if not NOT_STEERED <= request.variant < self.num_variants:
+        if not NO_VARIANT <= request.variant < self.num_variants:
             raise RequestRefused(
                 f"variant must be -1 (none) or below {self.num_variants}, the number "
                 f"of variants of this engine's logits processor "
-                f"(Engine(steering=...)), got {request.variant}"
+                f"(Engine(logits_processor=...)), got {request.variant}"
             )
         self._check_stops(request)
 
@@ -127,7 +133,7 @@ class Limits(NamedTuple):
                 f"{length}; raise Engine(max_prompt_tokens=...)"
             )
 
-    def _check_stops(self, request: Request) -> None:
+    def _check_stops(self, request: CheckedRequest) -> None:
         sequences = request.stop_sequences
         longest = max(map(len, sequences), default=0)
         found = StopSizes(len(request.stop_tokens), len(sequences), longest)
@@ -148,9 +154,9 @@ class Limits(NamedTuple):
             )
 
 
-def read_request(limits: Limits, ask: Ask, domains: Domains) -> Request:
-    """Return the validated request of an `Ask`."""
-    given = dict(vars(ask))
+def check_request(limits: Limits, request: Request, domains: Domains) -> CheckedRequest:
+    """Return a request after validation and conversion; raise `RequestRefused`."""
+    given = dict(vars(request))
     for name in ("max_new_tokens", "stop_tokens"):
         given[name] = getattr(limits, name) if given[name] is None else given[name]
     for name in ("n", "max_new_tokens", "priority", "variant", "keep"):
@@ -164,8 +170,8 @@ def read_request(limits: Limits, ask: Ask, domains: Domains) -> Request:
         is_number = isinstance(seconds, int | float | np.number | None)
         if not is_number or isinstance(seconds, bool) or seconds != seconds:
             raise RequestRefused(f"{name} must be seconds or None, got {seconds!r:.60}")
-    if isinstance(ask.stop_strings, str):
-        given["stop_strings"] = (ask.stop_strings,)
+    if isinstance(request.stop_strings, str):
+        given["stop_strings"] = (request.stop_strings,)
     for name in ("stop_sequences", "stop_strings"):
         if not isinstance(given[name], Iterable):
             raise RequestRefused(f"{name} must be a list, got {given[name]!r:.60}")
@@ -173,39 +179,39 @@ def read_request(limits: Limits, ask: Ask, domains: Domains) -> Request:
     if not all(isinstance(each, str) for each in strings):
         raise RequestRefused(f"stop_strings must be str, got {strings!r:.60}")
     read = dict(
-        tokens=as_token_ids("the prompt", ask.tokens),
-        sampling=_spread_sampling(ask.sampling, ask.n),
+        tokens=as_token_ids("the prompt", request.tokens),
+        sampling=Sampling(**_spread_sampling(request.sampling, request.n)),
         stop_tokens=tuple(as_token_ids("stop_tokens", given["stop_tokens"]).tolist()),
         stop_sequences=tuple(
             tuple(as_token_ids("a stop sequence", sequence).tolist())
-            for sequence in ask.stop_sequences
+            for sequence in request.stop_sequences
         ),
         stop_strings=strings,
-        salt=_read_salt(ask.salt, domains),
-        client=_read_client(ask.client),
+        salt=_read_salt(request.salt, domains),
+        client=_read_client(request.client),
     )
-    request = Request(**given | read)
-    limits.check(request)
-    return request
+    checked = CheckedRequest(**given | read)
+    limits.check(checked)
+    return checked
 
 
 def split_batch(
     prompts: Texts,  # i32[B, P], padded with -1, or a list of lists
     limits: Integers | None,  # i32[B]; None is no limit
     salts: Integers,  # i32[B] or int
-    asked: OfAsk,  # common options; each field of sampling one number or B * n
-) -> Iterator[Ask]:
+    fields: RequestFields,  # common options; each field of sampling one number or B * n
+) -> Iterator[Request]:
     """Yield the options of each prompt of a batch."""
     if isinstance(prompts, jax.Array):
         prompts = np.asarray(prompts)
     rows = [np.asarray(row, np.int64).reshape(-1) for row in prompts]
-    one = Ask((), **asked)
-    n, fields = one.n, _spread_sampling(one.sampling, len(rows) * one.n)
+    one = Request((), **fields)
+    n, spread = one.n, _spread_sampling(one.sampling, len(rows) * one.n)
     bound = I32.max if one.max_new_tokens is None else one.max_new_tokens
     most = np.broadcast_to(bound if limits is None else np.asarray(limits), len(rows))
     domains = np.broadcast_to(np.asarray(as_domains("salts", salts)), len(rows))
     for i, row in enumerate(rows):
-        own = {name: values[i * n : (i + 1) * n] for name, values in fields.items()}
+        own = {name: values[i * n : (i + 1) * n] for name, values in spread.items()}
         yield dataclasses.replace(
             one,
             tokens=row[: np.argmax(np.append(row, -1) < 0)],

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jkv.decoding.texts.results import FinishReason
-from jkv.serving.request.request import Request
+from jkv.serving.request.state import RequestState
 
 
 class Completion(NamedTuple):
@@ -37,10 +37,10 @@ class Event(NamedTuple):
     cached_tokens: int = 0  # as in `Completion`
 
 
-def read_completions(request: Request) -> list[Completion]:
+def read_completions(state: RequestState) -> list[Completion]:
     return [
         Completion(
-            request.request_id,
+            state.request_id,
             sample.index,
             list(sample.tokens),
             list(sample.logprobs),
@@ -50,18 +50,18 @@ def read_completions(request: Request) -> list[Completion]:
             list(sample.context_versions),
             sample.cached_tokens,
         )
-        for sample in request.samples
+        for sample in state.samples
     ]
 
 
 class Cursor:
     """Read position of one consumer in a request."""
 
-    def __init__(self, request: Request):
-        self._request = request
-        self._tokens = [0] * len(request.samples)
-        self._shown = [0] * len(request.samples)
-        self._is_over = [False] * len(request.samples)
+    def __init__(self, state: RequestState):
+        self._state = state
+        self._tokens = [0] * len(state.samples)
+        self._shown = [0] * len(state.samples)
+        self._is_over = [False] * len(state.samples)
 
     @property
     def is_over(self) -> bool:
@@ -70,7 +70,7 @@ class Cursor:
     def read(self) -> list[Event]:
         """Return an event for each sequence with unread progress."""
         events = []
-        for i, sample in enumerate(self._request.samples):
+        for i, sample in enumerate(self._state.samples):
             if self._is_over[i]:
                 continue
             text, start = sample.text or "", self._tokens[i]
@@ -80,7 +80,7 @@ class Cursor:
             fresh, self._shown[i] = text[self._shown[i] :], len(text)
             events.append(
                 Event(
-                    self._request.request_id,
+                    self._state.request_id,
                     i,
                     sample.tokens[start:],
                     sample.logprobs[start:],
@@ -101,14 +101,14 @@ class Results:
                 f"max_results and result_seconds must be >= 0, got {most} and {seconds}"
             )
         self._most, self._seconds, self._clock = most, seconds, clock
-        self._entries: OrderedDict[int, tuple[float, Request]] = OrderedDict()
+        self._entries: OrderedDict[int, tuple[float, RequestState]] = OrderedDict()
 
-    def put(self, request: Request) -> None:
+    def put(self, state: RequestState) -> None:
         over = self._clock() + self._seconds
-        self._entries[request.request_id] = over, request
+        self._entries[state.request_id] = over, state
         self._forget_old()
 
-    def find(self, request_id: int) -> Request | None:
+    def find(self, request_id: int) -> RequestState | None:
         self._forget_old()
         entry = self._entries.get(request_id)
         return None if entry is None else entry[1]
@@ -125,35 +125,35 @@ class News:
     """Requests that have changed since the last step reported events."""
 
     def __init__(self) -> None:
-        self._changed: dict[int, Request] = {}
+        self._changed: dict[int, RequestState] = {}
         self._cursors: dict[int, Cursor] = {}  # of unfinished requests
 
     def __bool__(self) -> bool:
         return bool(self._changed)
 
-    def follow(self, request: Request) -> None:
-        self._cursors[request.request_id] = Cursor(request)
+    def follow(self, state: RequestState) -> None:
+        self._cursors[state.request_id] = Cursor(state)
 
-    def note(self, request: Request) -> None:
-        self._changed[request.request_id] = request
+    def note(self, state: RequestState) -> None:
+        self._changed[state.request_id] = state
 
-    def tell(self, left: Callable[[Request], None]) -> list[Event]:
+    def tell(self, left: Callable[[RequestState], None]) -> list[Event]:
         """Return the new events and wake consumers; `left` as for `wake`."""
         events = []
         changed, self._changed = self._changed, {}
-        for request in changed.values():
-            events += self._cursors[request.request_id].read()
-            if request.has_ended:
-                del self._cursors[request.request_id]
-            wake(request, left)
+        for state in changed.values():
+            events += self._cursors[state.request_id].read()
+            if state.has_ended:
+                del self._cursors[state.request_id]
+            wake(state, left)
         return events
 
 
-def wake(request: Request, left: Callable[[Request], None]) -> None:
+def wake(state: RequestState, left: Callable[[RequestState], None]) -> None:
     """Wake the consumers of a request; call `left` if one's event loop is closed."""
-    for listener in list(request.listeners):
+    for listener in list(state.listeners):
         try:
             listener()
         except RuntimeError:  # the event loop is closed
-            request.listeners.remove(listener)
-            left(request)
+            state.listeners.remove(listener)
+            left(state)

@@ -17,7 +17,7 @@ from jkv.metadata import allocator
 from jkv.metadata.ring import Keep
 from jkv.prefixes.verbs import demote
 from jkv.serving.device.loop import Loop
-from jkv.serving.request.request import Request, Sample
+from jkv.serving.request.state import RequestState, Sample
 from jkv.state import Cache
 from jkv.tiers.spilled import Spilled
 
@@ -40,13 +40,13 @@ class Keeping:
         """True if a finished sequence's class is not applied yet."""
         return bool(self._new)
 
-    def add(self, request: Request, sample: Sample) -> None:
+    def add(self, state: RequestState, sample: Sample) -> None:
         """Schedule a finished sequence for retention."""
-        text, until = request.text_of(sample), FOREVER
-        if request.keep_seconds is not None:
-            until = math.ceil(min(self._now + request.keep_seconds, FOREVER))
+        text, until = state.text_of(sample), FOREVER
+        if state.request.keep_seconds is not None:
+            until = math.ceil(min(self._now + state.request.keep_seconds, FOREVER))
             self._due.add(until)
-        self._new.append((text, request.salt, request.keep, until))
+        self._new.append((text, state.request.salt, state.request.keep, until))
 
     def check_times(self, found: Spilled) -> Spilled:
         """Return restored blocks with their classes lowered where expired."""

@@ -7,7 +7,7 @@ from collections import deque
 from typing import Any, NamedTuple
 
 from jkv.decoding.texts.results import Statistics
-from jkv.serving.request.request import Request, RequestState, Sample
+from jkv.serving.request.state import RequestState, RequestStatus, Sample
 
 # Upper bounds of the histogram buckets, in seconds.
 BUCKETS = (
@@ -188,14 +188,14 @@ class Measures:
         self.generated.add(num_tokens, now)
 
     def add_times(
-        self, request: Request, sample: Sample, count: int, now: float
+        self, state: RequestState, sample: Sample, count: int, now: float
     ) -> None:
         """Add the times of a sequence that received `count` tokens."""
         if not count:
             return
-        if request.first_token is None:
-            request.first_token = now
-            self.first_token.add(now - request.submitted)
+        if state.first_token is None:
+            state.first_token = now
+            self.first_token.add(now - state.submitted)
         if sample.newest is not None:
             self.next_token.add((now - sample.newest) / count, count)
         sample.newest = now
@@ -203,7 +203,7 @@ class Measures:
     def add_preemption(self) -> None:
         self._counts["preemptions"] += 1
 
-    def add_end(self, state: RequestState) -> None:
+    def add_end(self, state: RequestStatus) -> None:
         setattr(self, state.value, getattr(self, state.value) + 1)
 
     def read(self, num_blocks: int, now: float, **present: Any) -> EngineStats:

@@ -23,7 +23,7 @@ import numpy as np
 
 from jkv.prefixes.recommitment import recommit
 from jkv.serving.device.loop import Loop
-from jkv.serving.request.request import Request, RequestState, Sample
+from jkv.serving.request.state import RequestState, RequestStatus, Sample
 from jkv.state import Cache
 from jkv.status import Status
 from jkv.storage.swapped import Swapped
@@ -49,15 +49,15 @@ class Parked:
     stay: Pinned | Swapped | None = None  # its blocks; None if lost
     is_new: bool = True  # True before the first `settle`
     is_over: bool = False  # True if dropped
-    request: Request | None = None  # request that resumes it
+    resumed_by: RequestState | None = None
 
     @property
     def has_begun(self) -> bool:
         """True if the resuming request has been admitted or has finished."""
-        if self.request is None:
+        if self.resumed_by is None:
             return False
-        waits = (s.stage == RequestState.WAITING for s in self.request.samples)
-        return self.request.has_ended or not all(waits)
+        waits = (s.stage == RequestStatus.WAITING for s in self.resumed_by.samples)
+        return self.resumed_by.has_ended or not all(waits)
 
 
 class Parking:
@@ -91,13 +91,13 @@ class Parking:
         """True if a parked or dropped sequence has not been settled."""
         return any(each.is_over or each.is_new for each in list(self._texts))
 
-    def add(self, request: Request, sample: Sample) -> None:
+    def add(self, state: RequestState, sample: Sample) -> None:
         """Park a finished sequence, replacing an earlier one of the same number."""
-        number = request.request_id, sample.index
+        number = state.request_id, sample.index
         self._give_up(self._by_number.get(number))
-        text = request.text_of(sample)
+        text = state.text_of(sample)
         parked = Parked(
-            number=number, text=text, salt=request.salt, since=self._clock()
+            number=number, text=text, salt=state.request.salt, since=self._clock()
         )
         self._texts[parked] = None
         self._by_number[number] = parked
@@ -153,7 +153,7 @@ class Parking:
     def settle(
         self,
         lengths: list[int],  # bounds of device sequences after the window
-        dispatched: list[Request],  # requests to be enqueued there
+        dispatched: list[RequestState],  # requests to be enqueued there
     ) -> None:
         """Pin, swap and drop blocks before the next window."""
         for parked in list(self._texts):
@@ -162,7 +162,7 @@ class Parking:
                 del self._texts[parked]
             elif parked.is_new:
                 parked.is_new, parked.stay = False, self._pin(parked)
-            elif parked.request is not None and parked.request in dispatched:
+            elif parked.resumed_by is not None and parked.resumed_by in dispatched:
                 self._bring_back(parked)
         due = self._clock() - self._seconds
         for parked in self._find_idle():
@@ -187,7 +187,7 @@ class Parking:
 
     def _find_idle(self) -> Iterator[Parked]:
         """Return the pinned sequences not being resumed, oldest first."""
-        return (parked for parked in self._pinned if parked.request is None)
+        return (parked for parked in self._pinned if parked.resumed_by is None)
 
     def _pin(self, parked: Parked) -> Pinned:
         """Open a sequence on the cached full blocks of a parked one."""
@@ -253,7 +253,7 @@ class Parking:
         pinned = self._pinned
         # A prompt may keep a row for its waiting samples.
         sizes = self._loop.sizes
-        most = sizes.max_running + (sizes.steps.num_samples > 1)
+        most = sizes.max_running + (sizes.config.num_samples > 1)
         if pinned and len(pinned) + most > self._loop.num_rows:
             return False
         longest = sorted(lengths, reverse=True)[:most]

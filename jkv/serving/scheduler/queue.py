@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from jkv.decoding.texts.results import FinishReason
-from jkv.serving.request.ask import Client
-from jkv.serving.request.request import Request, Sample
+from jkv.serving.request.request import Client
+from jkv.serving.request.state import RequestState, Sample
 from jkv.serving.scheduler.waiting import Waiting
 
 
@@ -26,7 +26,7 @@ class Queue:
     def __init__(
         self, num_prompts: int, num_samples: int, shares: Mapping[Client, float]
     ):
-        self.requests: dict[int, Request] = {}  # by number
+        self.requests: dict[int, RequestState] = {}  # by number
         self._num_samples = num_samples
         # Items are a request number and the index of the first sample of a prompt.
         self._waiting = Waiting(shares)
@@ -49,38 +49,38 @@ class Queue:
         """True if the device has an unfinished sequence."""
         return len(self._free) * self._num_samples < len(self._computed)
 
-    def add(self, request: Request) -> None:
+    def add(self, state: RequestState) -> None:
         """Enqueue a request by priority, then by its client's share."""
-        self.requests[request.request_id] = request
-        for first in range(0, request.n, self._num_samples):
-            prompt = request.request_id, first
-            self._waiting.add(request.priority, request.client, prompt)
+        self.requests[state.request_id] = state
+        for first in range(0, state.request.n, self._num_samples):
+            prompt = state.request_id, first
+            self._waiting.add(state.request.priority, state.request.client, prompt)
 
-    def dispatch(self, most: int) -> list[tuple[Request, int]]:
+    def dispatch(self, most: int) -> list[tuple[RequestState, int]]:
         """Assign at most `most` free prompts of the generation to waiting requests.
 
         Returns requests, each with the index of the first sample that shares the
         prompt, and sets the sequence index of each sample.
         """
-        dispatched: list[tuple[Request, int]] = []
+        dispatched: list[tuple[RequestState, int]] = []
         while self._free and len(dispatched) < most:
             prompt = self._waiting.pop()
             if prompt is None:
                 break
             request_id, first = prompt
-            request = self.requests[request_id]
-            self.charge(request, len(request.tokens))
+            state = self.requests[request_id]
+            self.charge(state, len(state.request.tokens))
             sequence = self._free.popleft() * self._num_samples
-            for sample in self.find_sharing(request, first):
+            for sample in self.find_sharing(state, first):
                 self._computed[sequence] = sample
                 sample.sequence = sequence
                 sequence += 1
-            dispatched.append((request, first))
+            dispatched.append((state, first))
         return dispatched
 
-    def charge(self, request: Request, num_tokens: int) -> None:
+    def charge(self, state: RequestState, num_tokens: int) -> None:
         """Add computed tokens to the service of a request's client."""
-        self._waiting.charge(request.priority, request.client, num_tokens)
+        self._waiting.charge(state.request.priority, state.request.client, num_tokens)
 
     def take_cancelled(self) -> np.ndarray[Any, Any]:
         """Return the sequences to cancel on the device, bool[N], and reset them."""
@@ -109,30 +109,30 @@ class Queue:
         continues it. Returns True for the last sample of the request, which is then
         removed.
         """
-        request = self.requests[sample.request_id]
+        state = self.requests[sample.request_id]
         sample.reason = reason
         first = sample.index - sample.index % self._num_samples
-        sharing = self.find_sharing(request, first)
+        sharing = self.find_sharing(state, first)
         is_last_of_prompt = all(each.has_ended for each in sharing)
         if is_last_of_prompt:
-            prompt = request.request_id, first
-            self._waiting.end(request.priority, request.client, prompt)
+            prompt = state.request_id, first
+            self._waiting.end(state.request.priority, state.request.client, prompt)
         if sample.sequence >= 0:
             self._cancelled[sample.sequence] |= is_computed
             self._computed[sample.sequence] = None
             if is_last_of_prompt:
                 self._free.append(sample.sequence // self._num_samples)
-        if request.has_ended:
-            del self.requests[request.request_id]
-        return request.has_ended
+        if state.has_ended:
+            del self.requests[state.request_id]
+        return state.has_ended
 
     def count_states(self) -> dict[str, int]:
         """Return the number of waiting, running and preempted requests."""
         counts = dict.fromkeys(("waiting", "running", "preempted"), 0)
-        for request in self.requests.values():
-            counts[request.state.value] += 1
+        for state in self.requests.values():
+            counts[state.status.value] += 1
         return counts
 
-    def find_sharing(self, request: Request, first: int) -> list[Sample]:
+    def find_sharing(self, state: RequestState, first: int) -> list[Sample]:
         """Return the samples that share a prompt of the generation."""
-        return request.samples[first : first + self._num_samples]
+        return state.samples[first : first + self._num_samples]

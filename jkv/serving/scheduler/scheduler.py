@@ -19,16 +19,16 @@ from jkv.inspection.invariants import check
 from jkv.serving.device.loop import Loop, Progress
 from jkv.serving.device.processes import SharedLoop
 from jkv.serving.device.transfers import Arrivals, Change, WindowReport
-from jkv.serving.request.ask import Client, Domains
-from jkv.serving.request.request import (
+from jkv.serving.request.request import Client, Domains
+from jkv.serving.request.results import Event, News, Results, wake
+from jkv.serving.request.state import (
     EngineError,
     Extension,
-    Request,
     RequestState,
+    RequestStatus,
     Sample,
     SequenceNews,
 )
-from jkv.serving.request.results import Event, News, Results, wake
 from jkv.serving.request.texts import Detokenize, TextStream
 from jkv.serving.scheduler.keeping import Keeping
 from jkv.serving.scheduler.measures import EngineStats, Measures, NextRoom
@@ -88,7 +88,7 @@ class Scheduler:
         self.loop, self.measures, sizes = loop, Measures(), loop.sizes
         # Held while requests are read or changed, but not while the device computes.
         self.lock = threading.RLock()
-        self.queue = Queue(sizes.num_prompts, sizes.steps.num_samples, options.shares)
+        self.queue = Queue(sizes.num_prompts, sizes.config.num_samples, options.shares)
         self.measures.free_blocks = sum(loop.num_blocks)
         kept_for, most = options.park_seconds, options.max_parked_bytes
         self.parking = Parking(loop, kept_for, most, options.clock, self.lock)
@@ -139,13 +139,13 @@ class Scheduler:
         most = self._options.max_waiting
         return most is None or self.queue.num_waiting < most
 
-    def add(self, request: Request, resumed: Parked | None = None) -> None:
+    def add(self, state: RequestState, resumed: Parked | None = None) -> None:
         """Enqueue a request, optionally as the continuation of a parked sequence."""
         # The user's detokenizer may be slow, so it runs without the lock.
         stream, detokenize = None, self._options.detokenize
         if detokenize is not None:
-            prompt = request.tokens.tolist()
-            stream = TextStream(detokenize, prompt, request.stop_strings)
+            prompt = state.request.tokens.tolist()
+            stream = TextStream(detokenize, prompt, state.request.stop_strings)
         with self.lock:
             if self._failure is not None:
                 raise EngineError(
@@ -158,38 +158,38 @@ class Scheduler:
                     self._room.find_wait(self.measures.begun, self._options.clock()),
                 )
             now = self._options.clock()
-            request.begin(self._next_id, now, stream)
+            state.begin(self._next_id, now, stream)
             self._next_id += 1
-            self.queue.add(request)
+            self.queue.add(state)
             if resumed is not None:
-                resumed.request = request
-            self._news.follow(request)
-            if request.timeout is not None:
-                self._deadlines[request.request_id] = now + request.timeout
+                resumed.resumed_by = state
+            self._news.follow(state)
+            if state.request.timeout is not None:
+                self._deadlines[state.request_id] = now + state.request.timeout
 
-    def find(self, request_id: int) -> Request:
+    def find(self, request_id: int) -> RequestState:
         """Return an unfinished request, or a finished one with retained results."""
         with self.lock:
             going_on = self.queue.requests.get(request_id)
-            request = going_on or self._ended.find(request_id)
-        if request is None:
+            state = going_on or self._ended.find(request_id)
+        if state is None:
             raise KeyError(
                 f"request_id {request_id} is unknown, or its results have expired; "
                 f"raise Engine(max_results=, result_seconds=)"
             )
-        return request
+        return state
 
-    def cancel(self, request: Request) -> bool:
+    def cancel(self, state: RequestState) -> bool:
         """Cancel a request's unfinished sequences; return True if there were any."""
         with self.lock:
-            goes_on = not request.has_ended
-            self._cancel(request)
-            wake(request, self._cancel)
+            goes_on = not state.has_ended
+            self._cancel(state)
+            wake(state, self._cancel)
         return goes_on
 
     def cancel_all(self) -> None:
-        for request in list(self.queue.requests.values()):
-            self.cancel(request)
+        for state in list(self.queue.requests.values()):
+            self.cancel(state)
 
     def park(self, request_id: int) -> None:
         """Park the sequences of a request when they finish, or now if they have."""
@@ -203,11 +203,11 @@ class Scheduler:
                 "park() requires a prefix cache; create the cache with "
                 "CacheConfig(prefix_caching=True)"
             )
-        request = self.find(request_id)
+        state = self.find(request_id)
         with self.lock:
-            request.is_parked = True
-            for sample in request.samples:
-                self._park(request, sample)
+            state.is_parked = True
+            for sample in state.samples:
+                self._park(state, sample)
 
     def unpark(self, request_id: int) -> bool:
         """Drop the parked sequences of a request; return True if there were any."""
@@ -220,9 +220,9 @@ class Scheduler:
         with self.lock:
             self.measures.refused += 1
 
-    def _park(self, request: Request, sample: Sample) -> None:
+    def _park(self, state: RequestState, sample: Sample) -> None:
         if sample.has_ended and sample.reason != FinishReason.FAILED:
-            self.parking.add(request, sample)
+            self.parking.add(state, sample)
 
     def read_stats(self) -> EngineStats:
         with self.lock:
@@ -271,8 +271,8 @@ class Scheduler:
     def _note_preempted(self) -> None:
         """Mark running samples as preempted, which the device's counters exclude."""
         for sample in self.queue.find_computed():
-            if sample is not None and sample.stage == RequestState.RUNNING:
-                sample.stage = RequestState.PREEMPTED
+            if sample is not None and sample.stage == RequestStatus.RUNNING:
+                sample.stage = RequestStatus.PREEMPTED
                 self.measures.add_preemption()
 
     # Steps.
@@ -299,8 +299,8 @@ class Scheduler:
                 dispatched = self.queue.dispatch(self._sizes.num_lanes)
                 changes.append((dispatched, self.queue.take_cancelled()))
                 self.measures.begun.add(len(dispatched), self._options.clock())
-                for request, first in dispatched:
-                    self._versions.begin(self.queue.find_sharing(request, first))
+                for state, first in dispatched:
+                    self._versions.begin(self.queue.find_sharing(state, first))
             samples, version = self.queue.find_computed(), self._versions.newest
             has_work = self.queue.has_work
             lengths = self._find_lengths() if self.parking else []
@@ -323,13 +323,13 @@ class Scheduler:
     def _find_lengths(self) -> list[int]:
         """Return bounds of the sequence lengths on the device after the next window."""
         ahead = 2 * self._sizes.max_window_tokens  # the previous window is unread
-        asked = self.queue.requests
-        return [
-            len(asked[each.request_id].tokens)
-            + min(asked[each.request_id].max_new_tokens, len(each.tokens) + ahead)
-            for each in self.queue.find_computed()
-            if each is not None
-        ]
+        lengths = []
+        for sample in self.queue.find_computed():
+            if sample is not None:
+                request = self.queue.requests[sample.request_id].request
+                num_new = min(request.max_new_tokens, len(sample.tokens) + ahead)
+                lengths.append(len(request.tokens) + num_new)
+        return lengths
 
     def _read_window(self, window: _Window) -> None:
         report = jax.device_get(window.report)
@@ -349,10 +349,10 @@ class Scheduler:
                 sample.cached_tokens = part.cached_tokens
                 if not part.tokens and part.reason == FinishReason.RUNNING:
                     continue
-                request = self.queue.requests[sample.request_id]
-                self.queue.charge(request, len(part.tokens))
+                state = self.queue.requests[sample.request_id]
+                self.queue.charge(state, len(part.tokens))
                 num_tokens += self._extend(sample, part, brought, window.version)
-                self.measures.add_times(request, sample, len(part.tokens), now)
+                self.measures.add_times(state, sample, len(part.tokens), now)
             self.measures.add_window(report.statistics, num_tokens, now)
             prompt_tokens = int(report.statistics.prompt_tokens)
             self.storing.note_window(prompt_tokens, window.started, now)
@@ -366,16 +366,16 @@ class Scheduler:
         version: int,
     ) -> int:
         """Append the accepted tokens of a window; return their number."""
-        request = self.queue.requests[sample.request_id]
-        self._news.note(request)
+        state = self.queue.requests[sample.request_id]
+        self._news.note(state)
         if isinstance(brought, BaseException):
-            self._fail_all([request], brought)
+            self._fail_all([state], brought)
             return 0
         taken, stream = brought
         sample.take(taken, stream, version)
         if taken.reason != FinishReason.RUNNING:
             goes_on = part.reason == FinishReason.RUNNING
-            self._end(request, sample, taken.reason, is_computed=goes_on)
+            self._end(state, sample, taken.reason, is_computed=goes_on)
         return len(taken.tokens)
 
     # Finishing.
@@ -383,36 +383,36 @@ class Scheduler:
     def _end_overdue(self) -> None:
         now = self._options.clock()
         due = [number for number, time in self._deadlines.items() if time <= now]
-        for request in [self.queue.requests[number] for number in due]:
-            self._end_all(request, FinishReason.DEADLINE)
+        for state in [self.queue.requests[number] for number in due]:
+            self._end_all(state, FinishReason.DEADLINE)
 
-    def _cancel(self, request: Request) -> None:
-        self._end_all(request, FinishReason.CANCELLED)
+    def _cancel(self, state: RequestState) -> None:
+        self._end_all(state, FinishReason.CANCELLED)
 
-    def _end_all(self, request: Request, reason: FinishReason) -> None:
-        for sample in request.samples:
+    def _end_all(self, state: RequestState, reason: FinishReason) -> None:
+        for sample in state.samples:
             if not sample.has_ended:
-                self._end(request, sample, reason, is_computed=True)
+                self._end(state, sample, reason, is_computed=True)
 
     def _end(
         self,
-        request: Request,
+        state: RequestState,
         sample: Sample,
         reason: FinishReason,
         *,
         is_computed: bool,
     ) -> None:
         """Finish a sequence, for any reason; its blocks are freed."""
-        self._news.note(request)
+        self._news.note(state)
         is_last = self.queue.end(sample, reason, is_computed=is_computed)
-        if request.is_parked:
-            self._park(request, sample)
-        if request.keep and reason != FinishReason.FAILED:
-            self._keeping.add(request, sample)
+        if state.is_parked:
+            self._park(state, sample)
+        if state.request.keep and reason != FinishReason.FAILED:
+            self._keeping.add(state, sample)
         if is_last:
-            self._deadlines.pop(request.request_id, None)
-            self._ended.put(request)
-            self.measures.add_end(request.state)
+            self._deadlines.pop(state.request_id, None)
+            self._ended.put(state)
+            self.measures.add_end(state.status)
 
     def _fail(self, error: BaseException) -> None:
         """Fail the requests on the device, and restart with an empty generation."""
@@ -435,10 +435,10 @@ class Scheduler:
                 self._fail_all(list(self.queue.requests.values()), failure)
             self.measures.free_blocks = sum(self.loop.num_blocks)
 
-    def _fail_all(self, requests: list[Request], error: BaseException) -> None:
-        for request in requests:
-            request.error = error
-            self._end_all(request, FinishReason.FAILED)
+    def _fail_all(self, requests: list[RequestState], error: BaseException) -> None:
+        for state in requests:
+            state.error = error
+            self._end_all(state, FinishReason.FAILED)
 
 
 def _read(sample: Sample, part: SequenceNews) -> Extension | BaseException:

@@ -17,8 +17,8 @@ import numpy as np
 from jkv.prefixes.verbs import match
 from jkv.serving.device.loop import Loop
 from jkv.serving.device.processes import SharedLoop
-from jkv.serving.request.ask import Domains
-from jkv.serving.request.request import Request, RequestState
+from jkv.serving.request.request import Domains
+from jkv.serving.request.state import RequestState, RequestStatus
 from jkv.serving.scheduler.keeping import Keeping
 from jkv.status import UsageError
 from jkv.tiers.choosing import count_blank, count_next
@@ -55,7 +55,7 @@ class _Pace:
 class NoStoring:
     """Offloading without a store, which does nothing."""
 
-    def settle(self, dispatched: list[Request], *, is_running: bool) -> None:
+    def settle(self, dispatched: list[RequestState], *, is_running: bool) -> None:
         """Do nothing."""
 
     def note_window(self, prompt_tokens: int, started: float, now: float) -> None:
@@ -106,26 +106,27 @@ class Storing:
         self._leaving: jax.Array | None = None
         self._copying, self._computing = _Pace(num_compiling=1), _Pace()
         # Number of restored blocks by prompt, until its admission.
-        self._awaited: dict[Request, int] = {}
+        self._awaited: dict[RequestState, int] = {}
         self._read = -math.inf  # time when the last window was read
         self._untold = 0.0, 0  # seconds and tokens not yet averaged
         names = "spilled_blocks", "restored_blocks", "restored_tokens"
         self._done = dict.fromkeys(names, 0)
 
-    def settle(self, dispatched: list[Request], *, is_running: bool) -> None:
+    def settle(self, dispatched: list[RequestState], *, is_running: bool) -> None:
         """Spill and restore blocks before the next window, which receives `dispatched`.
 
         A count requested while a window runs is ready only at its end; without new
         prompts, use the count requested before it.
         """
-        requests = dict.fromkeys(dispatched)
-        if requests or not is_running:
+        states = dict.fromkeys(dispatched)
+        if states or not is_running:
             size = self._loop.cache.block_size
-            self._ask(sum(-(-len(each.tokens) // size) for each in requests))
+            prompts = [state.request.tokens for state in states]
+            self._ask(sum(-(-len(tokens) // size) for tokens in prompts))
         if lacking := self._find_lacking():
             self._spill(lacking)
-        for request in requests:
-            self._restore(request)
+        for state in states:
+            self._restore(state)
         self._ask(0)
 
     def note_window(self, prompt_tokens: int, started: float, now: float) -> None:
@@ -193,9 +194,9 @@ class Storing:
         if self._leaving is None:
             return 0
         self._awaited = {
-            request: num
-            for request, num in self._awaited.items()
-            if request.state == RequestState.WAITING
+            state: num
+            for state, num in self._awaited.items()
+            if state.status == RequestStatus.WAITING
         }
         awaited = sum(self._awaited.values())
         return max(int(np.max(self._leaving)) - awaited, 0)
@@ -211,12 +212,13 @@ class Storing:
             num_left += spilled.num_blocks + spilled.num_snapshots
         return num_left
 
-    def _restore(self, request: Request) -> None:
+    def _restore(self, state: RequestState) -> None:
         """Restore the blocks of a prompt that the store has and the cache lacks."""
-        held = self._store.count(request.tokens, request.salt, names=self._names)
+        tokens, salt = state.request.tokens, state.request.salt
+        held = self._store.count(tokens, salt, names=self._names)
         if not held:
             return
-        known = self._match(request)
+        known = self._match(state)
         if held <= known:
             return
         if self._is_slower(held - known):
@@ -227,17 +229,15 @@ class Storing:
         columns = -(-(held - known) // metadata.block_size)
         if (lacking := columns - int(count_blank(metadata))) > 0:
             self._spill(lacking)
-            known = self._match(request)  # the spill may have removed some
-        found = self._store.find(
-            request.tokens, request.salt, skip=known, names=self._names
-        )
+            known = self._match(state)  # the spill may have removed some
+        found = self._store.find(tokens, salt, skip=known, names=self._names)
         if found is None:
             return
         found = self._keeping.check_times(found)
         self._loop.cache, num = restore(self._loop.cache, found, donate=True)
-        brought = self._match(request) - known
+        brought = self._match(state) - known
         self._done["restored_blocks"] += num
-        self._awaited[request] = num
+        self._awaited[state] = num
         if brought > 0:
             self._done["restored_tokens"] += brought
             self._copying.add(time.monotonic() - start, brought)
@@ -252,8 +252,8 @@ class Storing:
             return False
         return tokens * (copying.seconds - computing.seconds) > LEAST_GAIN
 
-    def _match(self, request: Request) -> int:
+    def _match(self, state: RequestState) -> int:
         """Return the number of prompt tokens in the cache."""
         padded = np.full((1, self._loop.cache.max_context_length), -1, np.int32)
-        padded[0, : len(request.tokens)] = request.tokens
-        return int(match(self._loop.cache, padded, request.salt)[0])
+        padded[0, : len(state.request.tokens)] = state.request.tokens
+        return int(match(self._loop.cache, padded, state.request.salt)[0])

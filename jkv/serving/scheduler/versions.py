@@ -10,7 +10,7 @@ it. Both need the ages of a sequence's parts.
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from jkv.serving.request.request import RequestState, Sample
+from jkv.serving.request.state import RequestStatus, Sample
 from jkv.status import UsageError
 
 
@@ -66,5 +66,5 @@ def has_begun(sharing: list[Sample]) -> bool:
     A preempted sample has none, unless another one has computed their shared prompt.
     """
     if len(sharing) == 1:
-        return sharing[0].stage == RequestState.RUNNING
-    return any(s.stage != RequestState.WAITING or s.tokens for s in sharing)
+        return sharing[0].stage == RequestStatus.RUNNING
+    return any(s.stage != RequestStatus.WAITING or s.tokens for s in sharing)

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from jkv.serving.request.ask import Client
+from jkv.serving.request.request import Client
 
 # Number of a request, and the index of the first sample that shares the prompt.
 Prompt = tuple[int, int]

@@ -1,4 +1,4 @@
-"""Requests that are steered: each by its variant, by arrays that may be replaced."""
+"""Logits processors of an engine: variants of requests, and replaced arrays."""
 
 import jax
 import numpy as np
@@ -25,11 +25,11 @@ def test_steered_requests_get_the_texts_they_get_alone():
     rng = np.random.default_rng(6)
     automata, reasons = make_automata(0, 3, VOCABULARY), set()
     lookup = PromptLookup(num_tokens=2, min_ngram=1, cost=1.0)
-    engine = make_engine(nan_every=17, steering=automata, speculate=lookup)
+    engine = make_engine(nan_every=17, logits_processor=automata, speculate=lookup)
     num_traces = None
     for seed in range(3):
         automata = make_automata(seed, 3, VOCABULARY)
-        engine.replace_steering(automata)
+        engine.replace_logits_processor(automata)
         left = [
             draw_request(rng, variant=int(rng.integers(-1, 3)), timeout=None)
             for _ in range(15)
@@ -50,7 +50,7 @@ def test_steered_requests_get_the_texts_they_get_alone():
 
 
 def test_what_an_engine_cannot_steer_is_refused():
-    engine = make_engine(steering=make_automata(0, 3, VOCABULARY))
+    engine = make_engine(logits_processor=make_automata(0, 3, VOCABULARY))
     for variant in (3, -2):
         with pytest.raises(RequestRefused, match=r"-1 \(none\) or below 3"):
             engine.submit([1], variant=variant)
@@ -58,7 +58,7 @@ def test_what_an_engine_cannot_steer_is_refused():
         engine.submit([1], variant=0.5)
     with pytest.raises(RequestRefused, match=r"-1 \(none\) or below 0"):
         make_engine().submit([1], variant=0)
-    with pytest.raises(EngineError, match="must have the type, shapes"):
-        engine.replace_steering(make_automata(0, 2, VOCABULARY))
-    with pytest.raises(ValueError, match="must be a jkv.Steering"):
-        make_engine(steering=jax.numpy.zeros(3))
+    with pytest.raises(EngineError, match="must have the engine's type, shapes"):
+        engine.replace_logits_processor(make_automata(0, 2, VOCABULARY))
+    with pytest.raises(ValueError, match="must be a jkv.LogitsProcessor"):
+        make_engine(logits_processor=jax.numpy.zeros(3))

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.arguments import explains_arguments
+from jkv.logits_processors.protocol import LogitsProcessor, check_logits_processor
+from jkv.logits_processors.tables import check_integers
 from jkv.status import UsageError
-from jkv.steering.protocol import Steering, check_steering
-from jkv.steering.tables import check_integers
 
 
 @explains_arguments
-def chain(*steerings: Steering) -> Steering:
+def chain(*processors: LogitsProcessor) -> LogitsProcessor:
     """Return a logits processor that applies several in order.
 
     Each processes the logits of the previous one. A sequence ends if any of them ends
@@ -35,45 +35,45 @@ def chain(*steerings: Steering) -> Steering:
     each, and a sequence uses the same number for all. `renumber` changes the numbers.
 
     Args:
-      steerings: one or more, in order. Their states are stored side by side.
+      processors: one or more, in order. Their states are stored side by side.
 
     Returns:
-      A `Steering` with M variants, or one.
+      A `LogitsProcessor` with M variants, or one.
 
     Raises:
-      ValueError: without arguments, for an argument that is not a `Steering`, and for
-        different numbers of variants.
+      ValueError: without arguments, for an argument that is not a `LogitsProcessor`,
+        and for different numbers of variants.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from jkv.steering import BannedTexts, MinimumLength, chain
+      >>> from jkv.logits_processors import BannedTexts, MinimumLength, chain
       >>> both = chain(
       ...     BannedTexts(jnp.array([[1]])),
       ...     MinimumLength(jnp.array([2]), min_new_tokens=jnp.array([0, 5])),
       ... )
       >>> state = both.begin(jnp.array([0, 1]), jnp.array([[3], [3]]))
-      >>> both.steer(state, jnp.ones((2, 4))).tolist()
+      >>> both.process(state, jnp.ones((2, 4))).tolist()
       [[1.0, -inf, 1.0, 1.0], [1.0, -inf, -inf, 1.0]]
     """
-    if not steerings:
-        raise UsageError("chain requires at least one jkv.Steering, got none")
-    for each in steerings:
-        check_steering(each, "each of a chain")
-    counts = [each.num_variants for each in steerings]
+    if not processors:
+        raise UsageError("chain requires at least one jkv.LogitsProcessor, got none")
+    for each in processors:
+        check_logits_processor(each, "each of a chain")
+    counts = [each.num_variants for each in processors]
     if len({count for count in counts if count != 1}) > 1:
         raise UsageError(
-            f"steerings must have the same number of variants, or one, got {counts}; "
-            f"use jkv.steering.renumber"
+            f"processors must have the same number of variants, or one, got {counts}; "
+            f"use jkv.logits_processors.renumber"
         )
-    return Chain(steerings)
+    return Chain(processors)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class Chain(Steering):
+class Chain(LogitsProcessor):
     """Result of `chain`."""
 
-    links: tuple[Steering, ...]
+    links: tuple[LogitsProcessor, ...]
 
     @property
     def num_variants(self) -> int:
@@ -93,9 +93,9 @@ class Chain(Steering):
             for link in self.links
         )
 
-    def steer(self, state: tuple[Any, ...], logits: jax.Array) -> jax.Array:
+    def process(self, state: tuple[Any, ...], logits: jax.Array) -> jax.Array:
         for link, rows in zip(self.links, state, strict=True):
-            logits = link.steer(rows, logits)
+            logits = link.process(rows, logits)
         return logits
 
     def advance(self, state: tuple[Any, ...], tokens: jax.Array) -> tuple[Any, ...]:
@@ -127,23 +127,23 @@ class Chain(Steering):
 
 
 @explains_arguments
-def renumber(steering: Steering, numbers: jax.Array) -> Steering:
+def renumber(processor: LogitsProcessor, numbers: jax.Array) -> LogitsProcessor:
     """Return a logits processor with its variants renumbered.
 
     Args:
-      steering: the logits processor.
-      numbers: i32[M], the variant of `steering` for each new variant, -1 for none,
+      processor: the logits processor.
+      numbers: i32[M], the variant of `processor` for each new variant, -1 for none,
         which leaves the logits unchanged. Its values may change without recompilation.
 
     Returns:
-      A `Steering` with M variants.
+      A `LogitsProcessor` with M variants.
 
     Raises:
       ValueError: for numbers other than i32[M] or, outside jit, invalid variants.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from jkv.steering import MinimumLength, TokenBias, chain, renumber
+      >>> from jkv.logits_processors import MinimumLength, TokenBias, chain, renumber
       >>> least = MinimumLength(jnp.array([2]), min_new_tokens=jnp.array([5, 9]))
       >>> bias = TokenBias(jnp.array([1]), jnp.array([3.0]))
       >>> both = chain(
@@ -151,34 +151,34 @@ def renumber(steering: Steering, numbers: jax.Array) -> Steering:
       ...     renumber(bias, jnp.array([0, -1, 0])),
       ... )
       >>> state = both.begin(jnp.array([0, 1, 2]), jnp.array([[3], [3], [3]]))
-      >>> both.steer(state, jnp.ones((3, 3))).tolist()
+      >>> both.process(state, jnp.ones((3, 3))).tolist()
       [[1.0, 4.0, 1.0], [1.0, 1.0, -inf], [1.0, 4.0, -inf]]
     """
     array = check_integers("renumber: numbers", numbers, "M")
     if not isinstance(array, jax.core.Tracer):
-        found, most = np.asarray(array), steering.num_variants
+        found, most = np.asarray(array), processor.num_variants
         wrong = found[(found < -1) | (found >= most)]
         if wrong.size:
             raise UsageError(
-                f"renumber: numbers must be variants of {type(steering).__name__} "
+                f"renumber: numbers must be variants of {type(processor).__name__} "
                 f"from 0 to {most - 1}, or -1 for none, got {int(wrong[0])}"
             )
-    return Renumbered(steering, numbers)
+    return Renumbered(processor, numbers)
 
 
 class _RenumberedRows(NamedTuple):
     """State of N sequences."""
 
     inner: Any  # a pytree of arrays [N, ...]
-    is_steered: jax.Array  # bool[N]
+    applies: jax.Array  # bool[N]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class Renumbered(Steering):
+class Renumbered(LogitsProcessor):
     """Result of `renumber`."""
 
-    steering: Steering
+    processor: LogitsProcessor
     numbers: jax.Array  # i32[M]
 
     @property
@@ -188,28 +188,28 @@ class Renumbered(Steering):
 
     @property
     def num_end_tokens(self) -> int:
-        return self.steering.num_end_tokens
+        return self.processor.num_end_tokens
 
     def begin(self, variants: jax.Array, prompts: jax.Array) -> _RenumberedRows:
         """Return the state with variants mapped by `numbers`."""
         numbers = jnp.asarray(self.numbers, jnp.int32)
         meant = jnp.where(variants < 0, -1, numbers[jnp.maximum(variants, 0)])
-        return _RenumberedRows(self.steering.begin(meant, prompts), meant >= 0)
+        return _RenumberedRows(self.processor.begin(meant, prompts), meant >= 0)
 
-    def steer(self, state: _RenumberedRows, logits: jax.Array) -> jax.Array:
-        steered = self.steering.steer(state.inner, logits)
-        return jnp.where(state.is_steered[:, None], steered, logits)
+    def process(self, state: _RenumberedRows, logits: jax.Array) -> jax.Array:
+        processed = self.processor.process(state.inner, logits)
+        return jnp.where(state.applies[:, None], processed, logits)
 
     def advance(self, state: _RenumberedRows, tokens: jax.Array) -> _RenumberedRows:
-        tokens = jnp.where(state.is_steered, tokens, -1)
-        return state._replace(inner=self.steering.advance(state.inner, tokens))
+        tokens = jnp.where(state.applies, tokens, -1)
+        return state._replace(inner=self.processor.advance(state.inner, tokens))
 
     def ended(self, state: _RenumberedRows) -> jax.Array | None:
         """Return True for ended sequences, bool[K]."""
-        ended = self.steering.ended(state.inner)
-        return None if ended is None else ended & state.is_steered
+        ended = self.processor.ended(state.inner)
+        return None if ended is None else ended & state.applies
 
     def forced(self, state: _RenumberedRows) -> jax.Array | None:
         """Return the forced tokens, i32[K], -1 for none."""
-        forced = self.steering.forced(state.inner)
-        return None if forced is None else jnp.where(state.is_steered, forced, -1)
+        forced = self.processor.forced(state.inner)
+        return None if forced is None else jnp.where(state.applies, forced, -1)

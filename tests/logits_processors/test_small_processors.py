@@ -1,4 +1,4 @@
-"""The small steerings, each against a few lines of plain Python on random texts."""
+"""Logits processors, each against a few lines of plain Python on random texts."""
 
 import dataclasses
 
@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import plain_steerings
-from support.plain_steerings import PlainSteering
+from support import plain_processors
+from support.plain_processors import PlainProcessor
 
 import jkv
-from jkv.steering import (
+from jkv.logits_processors import (
     AllowedTokens,
     BannedTexts,
     MinimumLength,
@@ -28,30 +28,30 @@ TAGS = [([1], [2]), ([1, 2], [2, 2, 3]), ([0, 1], [1, 0]), ([1], [2, 1])]
 
 
 @jax.jit
-def begin(steering, variants, prompts):
-    return steering.begin(variants, prompts)
+def begin(logits_processor, variants, prompts):
+    return logits_processor.begin(variants, prompts)
 
 
 @jax.jit
-def steer(steering, state, logits):
-    return steering.steer(state, logits), steering.forced(state)
+def process(logits_processor, state, logits):
+    return logits_processor.process(state, logits), logits_processor.forced(state)
 
 
 @jax.jit
-def advance(steering, state, tokens):
-    return steering.advance(state, tokens)
+def advance(logits_processor, state, tokens):
+    return logits_processor.advance(state, tokens)
 
 
 def padded(lists, width):
     return np.int32([row + [-1] * (width - len(row)) for row in lists])
 
 
-def play(steered, plain_of, seed=0):
+def play(processor, plain_of, seed=0):
     """Compare the allowed tokens after each of the new tokens of random texts.
 
     Args:
-      steered: a `Steering`.
-      plain_of: from a variant and a prompt to a `PlainSteering`.
+      processor: a `LogitsProcessor`.
+      plain_of: from a variant and a prompt to a `PlainProcessor`.
       seed: of the texts.
 
     Returns:
@@ -61,20 +61,20 @@ def play(steered, plain_of, seed=0):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, MOST + 1, TEXTS)
     prompts = [rng.integers(0, VOCABULARY, n).tolist() for n in lengths]
-    variants = rng.integers(0, steered.num_variants, TEXTS).astype(np.int32)
+    variants = rng.integers(0, processor.num_variants, TEXTS).astype(np.int32)
     plain = [plain_of(v, prompt) for v, prompt in zip(variants, prompts, strict=True)]
     new = [[] for _ in prompts]
-    state = begin(steered, variants, padded(prompts, MOST))
+    state = begin(processor, variants, padded(prompts, MOST))
     logits = rng.standard_normal((TEXTS, VOCABULARY)).astype(np.float32)
     shares, told = [], []
     for _ in range(NEW):
         # Rows come in any order.
         order = rng.permutation(TEXTS)
         rows = jax.tree.map(lambda array, order=order: array[order], state)
-        steered_logits, forced = steer(steered, rows, logits)
+        processed_logits, forced = process(processor, rows, logits)
         allowed = np.array([plain[i].allowed(new[i]) for i in order])
         np.testing.assert_array_equal(
-            steered_logits, np.where(allowed, logits, -np.inf)
+            processed_logits, np.where(allowed, logits, -np.inf)
         )
         shares.append(1 - allowed.mean())
         if forced is not None:
@@ -85,7 +85,7 @@ def play(steered, plain_of, seed=0):
         # Some texts get no token.
         tokens = rng.integers(-1, VOCABULARY, TEXTS).astype(np.int32)
         before = jax.tree.map(jnp.copy, state)
-        state = advance(steered, state, tokens)
+        state = advance(processor, state, tokens)
         jax.tree.map(
             lambda old, now, tokens=tokens: np.testing.assert_array_equal(
                 old[tokens < 0], now[tokens < 0]
@@ -100,10 +100,10 @@ def play(steered, plain_of, seed=0):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_no_ngram_comes_twice(size):
-    rule = plain_steerings.repeated_ngrams(size)
+    rule = plain_processors.repeated_ngrams(size)
     share, _ = play(
         NoRepeatedNgrams(size, max_new_tokens=NEW),
-        lambda _, prompt: PlainSteering([rule], prompt, VOCABULARY),
+        lambda _, prompt: PlainProcessor([rule], prompt, VOCABULARY),
     )
     assert share > 0.02
 
@@ -114,25 +114,25 @@ def test_ngrams_of_a_text_past_its_limit_forget_the_oldest_tokens():
     for token in (2, 1):
         state = pairs.advance(state, np.int32([token]))
     # Of 1 2 3 2 1 the first is forgotten, and so are the tokens behind it.
-    assert np.isfinite(pairs.steer(state, np.zeros((1, 5), np.float32))).all()
+    assert np.isfinite(pairs.process(state, np.zeros((1, 5), np.float32))).all()
     state = pairs.advance(state, np.int32([3]))
-    assert pairs.steer(state, np.zeros((1, 5), np.float32))[0, 2] == -np.inf
+    assert pairs.process(state, np.zeros((1, 5), np.float32))[0, 2] == -np.inf
 
 
 def test_no_text_ends_before_its_minimum_length():
     ends, least = [2, 4], [0, 3, 7]
     share, _ = play(
         MinimumLength(np.array([2, -1, 4]), np.array(least)),
-        lambda variant, prompt: PlainSteering(
-            [plain_steerings.early_ends(ends, least[variant])], prompt, VOCABULARY
+        lambda variant, prompt: PlainProcessor(
+            [plain_processors.early_ends(ends, least[variant])], prompt, VOCABULARY
         ),
     )
     assert share > 0.05
     one = MinimumLength(np.int32([2]), 3)
     play(
         one,
-        lambda _, prompt: PlainSteering(
-            [plain_steerings.early_ends([2], 3)], prompt, VOCABULARY
+        lambda _, prompt: PlainProcessor(
+            [plain_processors.early_ends([2], 3)], prompt, VOCABULARY
         ),
     )
 
@@ -142,8 +142,8 @@ def test_end_tokens_of_each_variant():
     for given, least in ((np.int32([3, 6]), [3, 6]), (4, [4, 4])):
 
         def plain_of(variant, prompt, least=least):
-            rule = plain_steerings.early_ends(ends[variant], least[variant])
-            return PlainSteering([rule], prompt, VOCABULARY)
+            rule = plain_processors.early_ends(ends[variant], least[variant])
+            return PlainProcessor([rule], prompt, VOCABULARY)
 
         share, _ = play(MinimumLength(np.int32(ends), given), plain_of)
         assert share > 0.05
@@ -153,8 +153,8 @@ def test_only_allowed_tokens_are_left():
     allowed = [[0, 5, 2], [4], []]
 
     def plain_of(variant, prompt):
-        rule = plain_steerings.other_tokens(allowed[variant])
-        return PlainSteering([rule], prompt, VOCABULARY)
+        rule = plain_processors.other_tokens(allowed[variant])
+        return PlainProcessor([rule], prompt, VOCABULARY)
 
     play(AllowedTokens(padded(allowed, 4)), plain_of)
     play(AllowedTokens(np.int32([0, -1, 5, 2, 2, 99])), plain_of)
@@ -168,12 +168,12 @@ def test_variants_have_other_numbers():
     def plain_of(variant, prompt):
         rules = []
         if of_lengths[variant] >= 0:
-            ends = plain_steerings.early_ends([2], least[of_lengths[variant]])
-            tags = plain_steerings.spent_budgets([1], [2, 4], 2)
+            ends = plain_processors.early_ends([2], least[of_lengths[variant]])
+            tags = plain_processors.spent_budgets([1], [2, 4], 2)
             rules += [ends, tags]
         if of_tokens[variant] >= 0:
-            rules += [plain_steerings.other_tokens(allowed[of_tokens[variant]])]
-        return PlainSteering(rules, prompt, VOCABULARY)
+            rules += [plain_processors.other_tokens(allowed[of_tokens[variant]])]
+        return PlainProcessor(rules, prompt, VOCABULARY)
 
     inner = chain(
         MinimumLength(np.int32([2]), np.int32(least)),
@@ -186,9 +186,9 @@ def test_variants_have_other_numbers():
     assert links.num_variants == 4 and links.num_end_tokens == 0
     share, told = play(links, plain_of)
     assert 0.2 < share < 0.8 and {token for *_, token in told} == {-1, 2, 4}
-    # Of a text that is not steered no variant is taken.
+    # A sequence without a variant reads no row.
     state = links.begin(np.int32([-1]), np.int32([[1, 1, 1]]))
-    assert np.isfinite(links.steer(state, np.zeros((1, 6), np.float32))).all()
+    assert np.isfinite(links.process(state, np.zeros((1, 6), np.float32))).all()
     assert links.forced(state).tolist() == [-1]
 
 
@@ -213,16 +213,16 @@ def test_banned_texts_are_never_completed():
     texts = np.stack([padded(banned, 3) for banned in BANS])
     share, _ = play(
         BannedTexts(texts),
-        lambda variant, prompt: PlainSteering(
-            [plain_steerings.banned_texts(BANS[variant])], prompt, VOCABULARY
+        lambda variant, prompt: PlainProcessor(
+            [plain_processors.banned_texts(BANS[variant])], prompt, VOCABULARY
         ),
     )
     assert share > 0.05
     # Of one token each, and a list that is empty.
     play(
         BannedTexts(np.int32([[5], [-1], [0]])),
-        lambda _, prompt: PlainSteering(
-            [plain_steerings.banned_texts([[5], [0]])], prompt, VOCABULARY
+        lambda _, prompt: PlainProcessor(
+            [plain_processors.banned_texts([[5], [0]])], prompt, VOCABULARY
         ),
     )
 
@@ -234,8 +234,8 @@ def test_thought_is_closed_when_its_budget_is_spent(opening, closing):
 
     def plain_of(variant, prompt):
         found[tuple(prompt)] = budgets[variant]
-        rule = plain_steerings.spent_budgets(opening, closing, budgets[variant])
-        return PlainSteering([rule], prompt, VOCABULARY)
+        rule = plain_processors.spent_budgets(opening, closing, budgets[variant])
+        return PlainProcessor([rule], prompt, VOCABULARY)
 
     tags = np.int32(opening), np.int32(closing)
     _, told = play(ThinkingBudget(*tags, np.int32(budgets)), plain_of)
@@ -267,12 +267,12 @@ def test_biases_are_added():
     bias = TokenBias(tokens, values)
     logits = np.ones((3, VOCABULARY), np.float32)
     state = bias.begin(np.int32([0, 1, 0]), np.int32([[1], [2], [3]]))
-    found = bias.steer(bias.advance(state, np.int32([4, -1, 0])), logits)
+    found = bias.process(bias.advance(state, np.int32([4, -1, 0])), logits)
     first, second = [1, 1.5, 1, -98, 1, 1], [-np.inf, 1, 1, 1, 1, 3]
     np.testing.assert_array_equal(found, [first, second, first])
     alike = TokenBias(tokens[0], values[0])
     state = alike.begin(np.int32([0, 0, 0]), np.int32([[1], [2], [3]]))
-    np.testing.assert_array_equal(alike.steer(state, logits), [first] * 3)
+    np.testing.assert_array_equal(alike.process(state, logits), [first] * 3)
 
 
 def test_a_chain_forbids_what_any_of_its_links_forbids():
@@ -286,12 +286,12 @@ def test_a_chain_forbids_what_any_of_its_links_forbids():
     assert links.num_variants == 2 and links.num_end_tokens == 0
     _, told = play(
         links,
-        lambda variant, prompt: PlainSteering(
+        lambda variant, prompt: PlainProcessor(
             [
-                plain_steerings.repeated_ngrams(3),
-                plain_steerings.early_ends([2], least[variant]),
-                plain_steerings.banned_texts(BANS[0]),
-                plain_steerings.spent_budgets([1], closing, [2, 3][variant]),
+                plain_processors.repeated_ngrams(3),
+                plain_processors.early_ends([2], least[variant]),
+                plain_processors.banned_texts(BANS[0]),
+                plain_processors.spent_budgets([1], closing, [2, 3][variant]),
             ],
             prompt,
             VOCABULARY,
@@ -302,7 +302,7 @@ def test_a_chain_forbids_what_any_of_its_links_forbids():
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Says(jkv.Steering):
+class Says(jkv.LogitsProcessor):
     """It forces a token, and ends a text, as its fields say."""
 
     token: jax.Array | None
@@ -312,7 +312,7 @@ class Says(jkv.Steering):
         del prompts
         return variants
 
-    def steer(self, state, logits):
+    def process(self, state, logits):
         return logits + state[:, None].astype(jnp.float32)
 
     def advance(self, state, tokens):
@@ -346,7 +346,7 @@ def test_a_token_that_one_link_forces_and_another_forbids_ends_the_text():
     )
     state = links.begin(np.int32([0]), np.int32([[4, 3, 7]]))
     assert links.forced(state).tolist() == [5]
-    assert jnp.max(links.steer(state, jnp.zeros((1, 10)))) == -jnp.inf
+    assert jnp.max(links.process(state, jnp.zeros((1, 10)))) == -jnp.inf
 
 
 def test_a_link_without_variants_steers_all_texts_alike():
@@ -356,10 +356,10 @@ def test_a_link_without_variants_steers_all_texts_alike():
 
 
 def test_what_cannot_be_chained_is_refused():
-    with pytest.raises(ValueError, match="at least one jkv.Steering"):
+    with pytest.raises(ValueError, match="at least one jkv.LogitsProcessor"):
         chain()
     for wrong in (3, TokenBias):
-        with pytest.raises(ValueError, match="methods begin, steer"):
+        with pytest.raises(ValueError, match="methods begin, process"):
             chain(wrong)
     two, three = (MinimumLength(np.int32([1]), np.arange(n)) for n in (2, 3))
     with pytest.raises(ValueError, match=r"or one, got \[2, 3\]"):

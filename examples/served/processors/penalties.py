@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.steering import Steering
+from jkv.logits_processors import LogitsProcessor
 
 
 class _Rows(NamedTuple):
@@ -24,7 +24,7 @@ class _Rows(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class CountPenalties(Steering):
+class CountPenalties(LogitsProcessor):
     """Penalties of M variants."""
 
     presence: jax.Array  # f32[M]
@@ -48,7 +48,7 @@ class CountPenalties(Steering):
         shape = (variants.shape[0], self.vocabulary_size)
         return _Rows(variants, jnp.zeros(shape, jnp.int32))
 
-    def steer(self, state: _Rows, logits: jax.Array) -> jax.Array:
+    def process(self, state: _Rows, logits: jax.Array) -> jax.Array:
         """Lower the logits of tokens that were counted."""
         counts = state.counts.astype(jnp.float32)
         presence = jnp.asarray(self.presence)[state.variants][:, None]

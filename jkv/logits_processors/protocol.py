@@ -15,13 +15,13 @@ import jax
 from jkv.status import UsageError
 
 
-class Steering(Protocol):
+class LogitsProcessor(Protocol):
     """Base class of logits processors, a pytree with its arrays as program arguments.
 
     Subclass it as a frozen dataclass registered as a pytree
-    (`jax.tree_util.register_dataclass`), and implement `begin`, `steer` and `advance`.
-    Loops call the methods inside jit, with any number of rows in any order, so rows
-    must not depend on each other.
+    (`jax.tree_util.register_dataclass`), and implement `begin`, `process` and
+    `advance`. Loops call the methods inside jit, with any number of rows in any order,
+    so rows must not depend on each other.
 
     The methods also receive sequences without a variant (-1); their results are
     ignored.
@@ -30,15 +30,15 @@ class Steering(Protocol):
       >>> import dataclasses, jax, jax.numpy as jnp, jkv
       >>> @jax.tree_util.register_dataclass
       ... @dataclasses.dataclass(frozen=True)
-      ... class Ascending(jkv.Steering):
+      ... class Ascending(jkv.LogitsProcessor):
       ...     def begin(self, variants, prompts):
       ...         return jnp.max(prompts, axis=1)
-      ...     def steer(self, state, logits):
+      ...     def process(self, state, logits):
       ...         token = jnp.arange(logits.shape[1])
       ...         return jnp.where(token[None] > state[:, None], logits, -jnp.inf)
       ...     def advance(self, state, tokens):
       ...         return jnp.maximum(state, tokens)
-      >>> Ascending().steer(jnp.array([1]), jnp.ones((1, 4))).tolist()
+      >>> Ascending().process(jnp.array([1]), jnp.ones((1, 4))).tolist()
       [[-inf, -inf, 1.0, 1.0]]
     """
 
@@ -63,7 +63,7 @@ class Steering(Protocol):
           prompts: i32[N, P], padded with -1.
         """
 
-    def steer(self, state: Any, logits: jax.Array) -> jax.Array:
+    def process(self, state: Any, logits: jax.Array) -> jax.Array:
         """Return the processed logits, f32[K, V]; -inf masks a token.
 
         Penalties, temperature, filters and log-probabilities use the result. A sequence
@@ -109,20 +109,22 @@ class Steering(Protocol):
         return None
 
 
-METHODS = ("begin", "steer", "advance", "ended", "forced")
+METHODS = ("begin", "process", "advance", "ended", "forced")
 
 
-def check_steering(steering: object, taker: str) -> None:
-    """Raise unless `steering` implements the protocol; `taker` names the argument."""
-    lacks = [name for name in METHODS if not callable(getattr(steering, name, None))]
-    if lacks or isinstance(steering, type):
+def check_logits_processor(logits_processor: object, taker: str) -> None:
+    """Raise if an argument, named `taker`, does not implement the protocol."""
+    lacks = [
+        name for name in METHODS if not callable(getattr(logits_processor, name, None))
+    ]
+    if lacks or isinstance(logits_processor, type):
         raise UsageError(
-            f"{taker} must be a jkv.Steering, an object with the methods "
-            f"{', '.join(METHODS)}; got {steering!r}"
+            f"{taker} must be a jkv.LogitsProcessor, an object with the methods "
+            f"{', '.join(METHODS)}; got {logits_processor!r}"
         )
 
 
-class EndsNothing(Steering):
+class EndsNothing(LogitsProcessor):
     """Base class of logits processors that end no sequence."""
 
     @property

@@ -1,6 +1,6 @@
 """Logits processors: overhead of a grammar per step, and savings by forced tokens.
 
-    python benchmarks/steering.py [--only PART ...] [--quick]
+    python benchmarks/logits_processors.py [--only PART ...] [--quick]
 
 * step-512, step-2048, by hidden size: a decode step of 64 sequences, 8 layers, a
   vocabulary of 131,072 tokens, random weights in float32; with the grammar of a JSON
@@ -11,7 +11,7 @@
 The vocabulary is synthetic: bytes, digits, and syllables with and without a leading
 space, in a fixed order.
 
-A part is a separate run in `results/steering.json`.
+A part is a separate run in `results/logits_processors.json`.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from jkv.grammar import (
 
 ROOT = pathlib.Path(__file__).parent.parent
 BUNDLED = ROOT / "examples" / "models" / "pydoc"
-RESULTS = pathlib.Path(__file__).parent / "results" / "steering.json"
+RESULTS = pathlib.Path(__file__).parent / "results" / "logits_processors.json"
 sys.path.insert(0, str(ROOT / "examples"))  # the examples are no package
 
 import pretrained  # noqa: E402  (found through the line above)
@@ -113,12 +113,12 @@ def measure_steps(hidden: int, options: Options) -> Part:
     samples = harness.interleave(steps.cases(), rounds=options.rounds, warmup=2)
     rows, limits = [], []
     for how in ("greedy", "drawn"):
-        plain, steered = samples[how], samples[f"{how}, steered"]
-        for name in (how, f"{how}, steered"):
+        plain, processor = samples[how], samples[f"{how}, processed"]
+        for name in (how, f"{how}, processed"):
             row = {"hidden": hidden, "step": name} | samples[name].row(1e3)
             rows.append(row | {"by plain": samples[name].ratio_to(plain)})
-        ratio = steered.ratio_to(plain)
-        limits.append(judge(f"a steered step, {how}, by one without", ratio, 1.05))
+        ratio = processor.ratio_to(plain)
+        limits.append(judge(f"a processed step, {how}, by one without", ratio, 1.05))
     grammar = make_grammar(num_tokens)
     rows[0] |= {"states": grammar.num_states, "table bytes": grammar.nbytes}
     return rows, limits
@@ -179,12 +179,14 @@ class Steps:
         """Return a case for each sampling method, with a grammar and without."""
         temperatures = {"greedy": 0.0, "drawn": 1.0}
         return [
-            self._case(name + suffix, temperature, steering)
+            self._case(name + suffix, temperature, logits_processor)
             for name, temperature in temperatures.items()
-            for suffix, steering in (("", None), (", steered", self.grammar))
+            for suffix, logits_processor in (("", None), (", processed", self.grammar))
         ]
 
-    def _case(self, name: str, temperature: float, steering: Grammar | None) -> Case:
+    def _case(
+        self, name: str, temperature: float, logits_processor: Grammar | None
+    ) -> Case:
         sampling = jkv.Sampling(temperature=jnp.full((NUM_SEQUENCES,), temperature))
         prefill = jax.jit(decoding.prefill, static_argnames=STATIC)
         decode = jax.jit(
@@ -201,7 +203,7 @@ class Steps:
             max_running=NUM_SEQUENCES,
             row_counts=(NUM_SEQUENCES,),
             sampling=sampling,
-            steering=steering,
+            logits_processor=logits_processor,
         )
         copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 
@@ -212,7 +214,7 @@ class Steps:
                 *given,
                 sampling=sampling,
                 num_steps=np.int32(NUM_STEPS),
-                steering=steering,
+                logits_processor=logits_processor,
             )
             state.result.tokens.block_until_ready()
             return state
@@ -274,7 +276,7 @@ def measure_guesses(options: Options) -> Part:
             prompts,
             max_new_tokens=128,
             sampling=jkv.Sampling(temperature=0.7),
-            steering=grammar,
+            logits_processor=grammar,
             speculate=speculate,
         )
         texts = [
@@ -327,7 +329,7 @@ def main() -> None:
         print("\n" + harness.table(rows, columns))
         print("\n" + harness.table(limits, {key: key for key in limits[0]}), flush=True)
         if not given.quick:
-            title = f"steering, {name}"
+            title = f"logits processors, {name}"
             run = {"benchmark": title, "machine": where, "rows": rows, "limits": limits}
             harness.save(given.json, run)
 

@@ -1,4 +1,4 @@
-"""Steered texts: each is the one that plain Python makes of it alone.
+"""Processed sequences: each is the one that plain Python makes of it alone.
 
 Random automata allow tokens, force them and end texts. The model is that of
 `test_generation`, in its shapes.
@@ -43,7 +43,7 @@ from test_generation import (
 import jkv
 from jkv import decoding
 from jkv.decoding import DraftModel, PromptLookup
-from jkv.decoding.steering.rows import mark_refused
+from jkv.decoding.processors.rows import mark_refused
 from jkv.grammar import Vocabulary, from_regex
 
 pytestmark = pytest.mark.one_end
@@ -60,7 +60,7 @@ def random_prompts(rng):
 
 
 def play_alone(prompts, limits, sampling, plain, biases=0):
-    """Each text by itself, of a model without a cache, steered by plain Python."""
+    """Each text by itself, of a model without a cache, processed by plain Python."""
     call = Call(
         prompts=prompts,
         limits=limits.tolist(),
@@ -82,7 +82,7 @@ def play_alone(prompts, limits, sampling, plain, biases=0):
 
 
 def run_alone(prompts, limits, sampling, automata, variants):
-    """Each text by itself, steered by its automaton."""
+    """Each text by itself, processed by its automaton."""
     plain = [
         PlainAutomaton(automata, variants[i // SAMPLES], prompts[i // SAMPLES])
         for i in range(PROMPTS * SAMPLES)
@@ -117,7 +117,7 @@ def test_steered_texts_are_those_of_each_alone():
                 max_running=RUNNING,
                 row_counts=ROW_COUNTS,
                 speculate=LOOKUP,
-                steering=automata,
+                logits_processor=automata,
                 variants=np.int32(variants),
             )
             jax.effects_barrier()
@@ -144,7 +144,7 @@ def has_ended(automaton, new):
 
 @pytest.mark.further
 def test_greedy_texts_with_a_draft_are_steered_alike():
-    """The draft is steered, too: its tokens may come next."""
+    """The draft is processed, too: its tokens may come next."""
     rng = np.random.default_rng(5)
     accepted = drafted = 0
     generate = jax.jit(jkv.generate, static_argnames=STATIC)
@@ -172,7 +172,7 @@ def test_greedy_texts_with_a_draft_are_steered_alike():
             max_running=2,
             row_counts=(32,),
             speculate=draft,
-            steering=automata,
+            logits_processor=automata,
             variants=np.int32(variants),
         )
         # `run_alone` makes two samples, which are the same.
@@ -221,7 +221,7 @@ def test_sampled_texts_with_a_steered_draft_have_the_steered_distribution():
             max_new_tokens=length,
             sampling=jkv.Sampling(temperature=0.8),
             speculate=draft,
-            steering=automata,
+            logits_processor=automata,
         )
     )(cache, draft, automata)
     assert int(result.statistics.accepted_tokens) > count / 4
@@ -253,7 +253,7 @@ def test_sampled_texts_with_a_steered_draft_have_the_steered_distribution():
 
 @pytest.mark.further  # the engine does both
 def test_windows_of_steps_and_prompts_that_are_added():
-    """`begin`, `add_prompts` and `decode` steer as `generate` does."""
+    """`begin`, `add_prompts` and `decode` process logits as `generate` does."""
     rng = np.random.default_rng(7)
     automata = make_automata(1, 3, VOCABULARY)
     cache, state = fresh_cache(12, 8), None
@@ -273,7 +273,7 @@ def test_windows_of_steps_and_prompts_that_are_added():
                 padded([], PROMPTS),
                 max_new_tokens=NEW_TOKENS,
                 stop_tokens=np.int32([2]),
-                steering=automata,
+                logits_processor=automata,
                 variants=np.int32([0, -1, 2, 1]),
                 **fixed,
             )
@@ -282,7 +282,7 @@ def test_windows_of_steps_and_prompts_that_are_added():
             state,
             np.arange(PROMPTS, dtype=np.int32),
             padded(prompts, PROMPTS),
-            steering=automata,
+            logits_processor=automata,
             variants=np.int32(variants),
         )
         while state.is_running.any():
@@ -293,12 +293,12 @@ def test_windows_of_steps_and_prompts_that_are_added():
                 state,
                 sampling=sampling,
                 num_steps=np.int32(5),
-                steering=automata,
+                logits_processor=automata,
             )
         alone = run_alone(prompts, limits, sampling, automata, variants)
         assert texts(state.result) == alone.new
         assert reasons(state.result) == [reason.name for reason in alone.reasons]
-    with pytest.raises(ValueError, match="begun with steering"):
+    with pytest.raises(ValueError, match="begun with logits_processor"):
         decode(attention_model, attention_params(), cache, state)
 
 
@@ -321,9 +321,9 @@ def test_a_text_that_is_extended_goes_on_where_its_steering_was():
             max_new_tokens=most,
             stop_tokens=np.int32([2]),
             chunk_size=12,
-            steering=automata,
+            logits_processor=automata,
             variants=variants,
-            steering_state=state,
+            processor_state=state,
         )
 
     cache, opened = jkv.allocate(fresh_cache(64, 8), [0] * 3)
@@ -337,7 +337,7 @@ def test_a_text_that_is_extended_goes_on_where_its_steering_was():
     found, state, ended = [[], [], []], None, [False] * 3
     for _ in range(3):
         cache, result = go_on(cache, opened.seq_ids, tokens, state)
-        state = result.steering_state
+        state = result.processor_state
         for i, new in enumerate(texts(result)):
             found[i] += new
             ended[i] |= reasons(result)[i] != "LENGTH"
@@ -377,7 +377,7 @@ def test_steered_beams_are_those_of_plain_python():
             stop_tokens=np.array(STOPS, np.int32),
             num_return=NUM_BEAMS,
             chunk_size=8,
-            steering=automata,
+            logits_processor=automata,
             variants=np.int32(variants),
         )
         jax.effects_barrier()
@@ -439,14 +439,14 @@ def test_no_token_is_told_from_no_number():
 
 
 @jax.tree_util.register_static
-class AsksHost(jkv.Steering):
+class AsksHost(jkv.LogitsProcessor):
     """A mask that Python makes."""
 
     def begin(self, variants, prompts):
         del prompts
         return variants
 
-    def steer(self, state, logits):
+    def process(self, state, logits):
         del state
         return jax.pure_callback(lambda given: given, logits, logits)
 
@@ -456,8 +456,8 @@ class AsksHost(jkv.Steering):
 
 
 def test_the_loop_of_a_grammar_asks_the_host_nothing():
-    def lower(steering, **options):
-        def run(params, cache, steering):
+    def lower(logits_processor, **options):
+        def run(params, cache, logits_processor):
             return jkv.generate(
                 attention_model,
                 params,
@@ -465,12 +465,12 @@ def test_the_loop_of_a_grammar_asks_the_host_nothing():
                 np.int32([[3, 4], [5, -1]]),
                 max_new_tokens=4,
                 row_counts=(4,),
-                steering=steering,
+                logits_processor=logits_processor,
                 **options,
             )
 
         given = attention_params(), fresh_cache(16, 8)
-        return jax.jit(run).lower(*given, steering)
+        return jax.jit(run).lower(*given, logits_processor)
 
     tokens = [bytes([65 + i]) for i in range(VOCABULARY - 1)]
     grammar = from_regex("[A-F]{2,}", Vocabulary([*tokens, None], [VOCABULARY - 1]))
@@ -492,8 +492,8 @@ def test_steered_logits_take_no_memory_of_their_own():
         del params
         return jax.nn.one_hot(tokens + 1, num_tokens)[batch.last_rows], cache
 
-    def measure(steering):
-        def run(cache, steering):
+    def measure(logits_processor):
+        def run(cache, logits_processor):
             return jkv.generate(
                 model,
                 None,
@@ -501,10 +501,12 @@ def test_steered_logits_take_no_memory_of_their_own():
                 np.full((num_texts, 2), 3, np.int32),
                 max_new_tokens=4,
                 row_counts=(2 * num_texts,),
-                steering=steering,
+                logits_processor=logits_processor,
             )
 
-        compiled = jax.jit(run).lower(fresh_cache(16, num_texts), steering).compile()
+        compiled = (
+            jax.jit(run).lower(fresh_cache(16, num_texts), logits_processor).compile()
+        )
         return compiled.memory_analysis().temp_size_in_bytes
 
     more, logits = measure(grammar) - measure(None), 4 * num_texts * num_tokens
@@ -513,7 +515,7 @@ def test_steered_logits_take_no_memory_of_their_own():
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Wrong(jkv.Steering):
+class Wrong(jkv.LogitsProcessor):
     """Wrong in one way."""
 
     how: str = dataclasses.field(metadata={"static": True})
@@ -523,7 +525,7 @@ class Wrong(jkv.Steering):
         count = 1 if self.how == "rows" else len(variants)
         return 3 if self.how == "no array" else jnp.zeros((count,), jnp.int32)
 
-    def steer(self, state, logits):
+    def process(self, state, logits):
         del state
         if self.how == "shape":
             return logits[:, :-1]
@@ -545,8 +547,8 @@ class Wrong(jkv.Steering):
             "begin must be .N, .* N = 2, a row for each sequence, got int32.1",
         ),
         ("no array", "begin must be an array, .* got int"),
-        ("shape", "steer must return float32.*, got float32"),
-        ("dtype", "steer must return float32.*, got bfloat16"),
+        ("shape", "process must return float32.*, got float32"),
+        ("dtype", "process must return float32.*, got bfloat16"),
         ("state", "`advance` returns must be as `begin` makes it, int32.*got float32"),
         ("ended", "ended must return bool.*, got int32"),
     ],
@@ -560,14 +562,14 @@ def test_a_wrong_steering_is_told_what_it_returns(how, message):
                 cache,
                 [[1, 2], [3, 4]],
                 max_new_tokens=2,
-                steering=Wrong(how),
+                logits_processor=Wrong(how),
             ),
             fresh_cache(),
         )
 
 
 @jax.tree_util.register_static
-class NoSteering:
+class NoLogitsProcessor:
     """It has none of the methods."""
 
 
@@ -584,16 +586,16 @@ def test_what_is_no_steering_is_refused():
             **options,
         )
 
-    with pytest.raises(ValueError, match="methods begin, steer, advance"):
-        generate(steering=NoSteering())
+    with pytest.raises(ValueError, match="methods begin, process, advance"):
+        generate(logits_processor=NoLogitsProcessor())
     automata = make_automata(0, 3, VOCABULARY)
     for wrong in (3, [0, -2]):
-        with pytest.raises(ValueError, match="from 0 to 2, or -1"):
-            generate(steering=automata, variants=wrong)
-    with pytest.raises(ValueError, match="pass steering="):
+        with pytest.raises(ValueError, match=r"-1 \(none\) or below 3"):
+            generate(logits_processor=automata, variants=wrong)
+    with pytest.raises(ValueError, match="pass logits_processor="):
         generate(variants=1)
     # Where the numbers are not known a sequence is refused.
-    found = jax.jit(lambda variants: generate(steering=automata, variants=variants)[1])(
-        jnp.int32([3, -1])
-    )
+    found = jax.jit(
+        lambda variants: generate(logits_processor=automata, variants=variants)[1]
+    )(jnp.int32([3, -1]))
     assert reasons(found) == ["UNKNOWN_VARIANT", "LENGTH"]

@@ -11,9 +11,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.status import UsageError
-from jkv.steering.protocol import EndsNothing
-from jkv.steering.tables import (
+from jkv.logits_processors.protocol import EndsNothing
+from jkv.logits_processors.tables import (
     check_integers,
     count_variants,
     ends_with,
@@ -21,6 +20,7 @@ from jkv.steering.tables import (
     find_rows,
     push,
 )
+from jkv.status import UsageError
 
 
 class _ThoughtRows(NamedTuple):
@@ -57,7 +57,7 @@ class ThinkingBudget(EndsNothing):
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from jkv.steering import ThinkingBudget
+      >>> from jkv.logits_processors import ThinkingBudget
       >>> brief = ThinkingBudget(jnp.array([7]), jnp.array([8, 9]), budget=2)
       >>> state = brief.begin(jnp.array([0, 0]), jnp.array([[7, 1, 1], [7, 1, 8]]))
       >>> brief.forced(state).tolist()
@@ -91,7 +91,7 @@ class ThinkingBudget(EndsNothing):
             budgets=find_rows(budget, 0, variants),
         )
 
-    def steer(self, state: _ThoughtRows, logits: jax.Array) -> jax.Array:
+    def process(self, state: _ThoughtRows, logits: jax.Array) -> jax.Array:
         """Mask all tokens but the closing tag's if the budget is spent."""
         forced = self.forced(state)[:, None]
         token = jnp.arange(logits.shape[1], dtype=jnp.int32)[None]

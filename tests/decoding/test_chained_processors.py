@@ -1,6 +1,6 @@
-"""A chain of small steerings in the loop: each text is the one of plain Python.
+"""A chain of logits processors in the loop: each text is the one of plain Python.
 
-The model is that of `test_generation`, in the shapes of `test_steering`.
+The model is that of `test_generation`, in the shapes of `test_processors`.
 """
 
 import dataclasses
@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.plain_steerings import (
-    PlainSteering,
+from support.plain_processors import (
+    PlainProcessor,
     banned_texts,
     early_ends,
     find_forced,
@@ -28,7 +28,7 @@ from test_generation import (
     reasons,
     texts,
 )
-from test_steering import (
+from test_processors import (
     LOOKUP,
     NEW_TOKENS,
     PROMPTS,
@@ -41,7 +41,7 @@ from test_steering import (
 )
 
 import jkv
-from jkv.steering import (
+from jkv.logits_processors import (
     BannedTexts,
     MinimumLength,
     NoRepeatedNgrams,
@@ -60,7 +60,7 @@ BIAS = {2: 3.0, 4: 3.0, 11: -4.0}
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class EndsWith(jkv.Steering):
+class EndsWith(jkv.LogitsProcessor):
     """A text ends with a token, which the loop does not know."""
 
     token: jax.Array  # i32[]
@@ -69,7 +69,7 @@ class EndsWith(jkv.Steering):
         del prompts
         return jnp.zeros(variants.shape, bool)
 
-    def steer(self, state, logits):
+    def process(self, state, logits):
         del state
         return logits
 
@@ -108,13 +108,13 @@ def make_rules(variant):
 
 
 def run_alone(prompts, limits, sampling, variants):
-    """Each text by itself, steered by the rules of its variant."""
+    """Each text by itself, processed by the rules of its variant."""
     variants = np.repeat(variants, SAMPLES)
     bias = np.zeros(VOCABULARY, np.float32)
     bias[[*BIAS]] = [*BIAS.values()]
     biases = np.where(variants[:, None] >= 0, bias, 0)
     plain = [
-        PlainSteering(
+        PlainProcessor(
             make_rules(variant),
             prompts[i // SAMPLES],
             VOCABULARY,
@@ -150,7 +150,7 @@ def test_chained_texts_are_those_of_each_alone():
             max_running=RUNNING,
             row_counts=ROW_COUNTS,
             speculate=LOOKUP,
-            steering=links,
+            logits_processor=links,
             variants=np.int32(variants),
         )
         assert_as_before(after, cache)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jkv.steering import BannedTexts, MinimumLength, NoRepeatedNgrams
+from jkv.logits_processors import BannedTexts, MinimumLength, NoRepeatedNgrams
 
 pytestmark = [
     pytest.mark.one_end,
@@ -17,13 +17,17 @@ def random_tokens():
     return np.random.default_rng(0).integers(0, VOCABULARY, (TEXTS, LENGTH), np.int32)
 
 
-def find_forbidden(steering, num_prompt_tokens):
+def find_forbidden(logits_processor, num_prompt_tokens):
     """Return the forbidden tokens behind random texts with a new end."""
     tokens = random_tokens()
-    state = steering.begin(np.zeros(TEXTS, np.int32), tokens[:, :num_prompt_tokens])
+    state = logits_processor.begin(
+        np.zeros(TEXTS, np.int32), tokens[:, :num_prompt_tokens]
+    )
     for column in range(num_prompt_tokens, LENGTH):
-        state = steering.advance(state, tokens[:, column])
-    return np.isinf(steering.steer(state, np.zeros((TEXTS, VOCABULARY), np.float32)))
+        state = logits_processor.advance(state, tokens[:, column])
+    return np.isinf(
+        logits_processor.process(state, np.zeros((TEXTS, VOCABULARY), np.float32))
+    )
 
 
 def find_expected(make_processor):

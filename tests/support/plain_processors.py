@@ -1,4 +1,4 @@
-"""The small steerings in plain Python: which tokens one text may have next.
+"""Logits processors in plain Python: which tokens one text may have next.
 
 Each takes the prompt and the new tokens, lists, and the tokens of the vocabulary; and
 says which are forbidden.
@@ -71,7 +71,7 @@ def spent_budgets(opening, closing, budget):
     return forbid
 
 
-class PlainSteering:
+class PlainProcessor:
     """The rules of several such processors for one text, for `PlainTexts`."""
 
     def __init__(self, rules, prompt, vocabulary, ends=()):

@@ -37,7 +37,7 @@ ROOT_ROWS = [0, 21]  # rows of their first tokens
 
 
 def make_tree(segments=SEGMENTS):
-    return jkv.TextTree.of(*(list(each) for each in zip(*segments, strict=True)))
+    return jkv.TrajectoryTree.of(*(list(each) for each in zip(*segments, strict=True)))
 
 
 def pad(tree):

@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from jkv.logits_processors import LogitsProcessor, chain, renumber
 from jkv.serving import Engine
-from jkv.serving.request.ask import NOT_STEERED
-from jkv.steering import Steering, chain, renumber
+from jkv.serving.request.request import NO_VARIANT
 
 from ..asking.languages import Compiled, Language
 from ..mistakes import Refused
@@ -26,7 +26,7 @@ class Held:
 
     def __init__(
         self,
-        variant: int = NOT_STEERED,
+        variant: int = NO_VARIANT,
         release: Callable[[], None] = lambda: None,
         told: tuple[str, ...] = (),
     ) -> None:
@@ -39,7 +39,7 @@ class Held:
             self._releases.pop()()
 
 
-class Steered:
+class Processors:
     """The logits processors of an engine. Any thread may call the methods."""
 
     def __init__(self, languages: Languages | None, table: RuleTable) -> None:
@@ -78,17 +78,17 @@ class Steered:
             self._room.notify_all()
 
     @property
-    def steering(self) -> Steering | None:
-        """It as it is now, for `Engine(steering=)`; None if there is no room at all."""
+    def logits_processor(self) -> LogitsProcessor | None:
+        """The current logits processor of the engine; None without any room."""
         if not len(self._row_of):
             return None
         if self._languages is None:
-            return self._table.steering
+            return self._table.logits_processor
         if not self._table.num_rows:
             return self._languages.grammar
         return chain(
             renumber(self._languages.grammar, self._grammar_of.copy()),
-            renumber(self._table.steering, self._row_of),
+            renumber(self._table.logits_processor, self._row_of),
         )
 
     def hold(
@@ -101,7 +101,7 @@ class Steered:
         """Return the logits processor of a request, kept until it is released.
 
         Args:
-            engine: which is steered.
+            engine: owner of the logits processor.
             language: of the texts.
             rules: of the request.
             deadline: of the monotonic clock.
@@ -200,12 +200,12 @@ class Steered:
             if row is not None and rules is not None:
                 self._table.put(row, rules)
                 self._grammar_of[held.variant] = (
-                    NOT_STEERED if entry is None else (entry.variant)
+                    NO_VARIANT if entry is None else (entry.variant)
                 )
             if is_new or row is not None:
-                steering = self.steering
-                assert steering is not None, "there is room"
-                engine.replace_steering(steering)
+                logits_processor = self.logits_processor
+                assert logits_processor is not None, "there is room"
+                engine.replace_logits_processor(logits_processor)
         except BaseException:
             held.release()
             if is_new and language is not None and self._languages is not None:

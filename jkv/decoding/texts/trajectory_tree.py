@@ -28,7 +28,7 @@ Numbers = np.ndarray[Any, Any]
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class TextTree:
+class TrajectoryTree:
     """A trajectory tree: R tokens in S segments with shared prefixes.
 
     The sequence of a segment is its parent's sequence followed by its own tokens.
@@ -45,7 +45,7 @@ class TextTree:
 
     Example:
       >>> import jkv
-      >>> tree = jkv.TextTree.of([[5, 6, 7], [8], [9, 4]], parents=[-1, 0, 0])
+      >>> tree = jkv.TrajectoryTree.of([[5, 6, 7], [8], [9, 4]], parents=[-1, 0, 0])
       >>> tree.tokens.tolist(), tree.segments.tolist(), tree.max_length
       ([5, 6, 7, 8, 9, 4], [0, 0, 0, 1, 2, 2], 5)
     """
@@ -58,7 +58,7 @@ class TextTree:
 
     @classmethod
     @explains_arguments
-    def of(cls, texts: Texts, parents: Integers = NO_PARENT) -> "TextTree":
+    def of(cls, texts: Texts, parents: Integers = NO_PARENT) -> "TrajectoryTree":
         """Return a tree of segments, parents before their children.
 
         Outside jit it has a row for each token. Inside jit, where lengths are unknown,
@@ -97,9 +97,11 @@ class TextTree:
         return scatter_add(empty, segments, ones)
 
 
-def empty_tree() -> TextTree:
+def empty_tree() -> TrajectoryTree:
     nothing = jnp.zeros((0,), jnp.int32)
-    return TextTree(tokens=nothing, segments=nothing, parents=nothing, max_length=0)
+    return TrajectoryTree(
+        tokens=nothing, segments=nothing, parents=nothing, max_length=0
+    )
 
 
 class TreeRows(NamedTuple):
@@ -141,7 +143,9 @@ def join_arrays(one: jax.Array, other: jax.Array) -> jax.Array:
 
 
 @explains_arguments
-def grow(tree: TextTree, texts: Texts, parents: Integers) -> tuple[TextTree, jax.Array]:
+def grow(
+    tree: TrajectoryTree, texts: Texts, parents: Integers
+) -> tuple[TrajectoryTree, jax.Array]:
     """Add segments to a tree.
 
     Outside jit a row is added for each token, inside jit for each entry of `texts`.
@@ -161,7 +165,7 @@ def grow(tree: TextTree, texts: Texts, parents: Integers) -> tuple[TextTree, jax
 
     Example:
       >>> import jkv
-      >>> tree = jkv.TextTree.of([[5, 6, 7]])
+      >>> tree = jkv.TrajectoryTree.of([[5, 6, 7]])
       >>> tree, samples = jkv.trees.grow(tree, [[8], [9, 4]], 0)
       >>> tree, tools = jkv.trees.grow(tree, [[1, 2]], samples[1:])
       >>> tree.parents.tolist(), tree.tokens.tolist()
@@ -180,12 +184,14 @@ def grow(tree: TextTree, texts: Texts, parents: Integers) -> tuple[TextTree, jax
     return _continue(tree, given, known), jnp.asarray(numbers)
 
 
-def _continue(tree: TextTree, texts: jax.Array, parents: jax.Array) -> TextTree:
+def _continue(
+    tree: TrajectoryTree, texts: jax.Array, parents: jax.Array
+) -> TrajectoryTree:
     """Add new segments with parents, i32[N], numbered in the new tree."""
     rows = list_rows(texts)
     xp: Any = np if is_known(rows.owners) else jnp
     segments = xp.where(rows.owners >= 0, rows.owners + tree.num_segments, -1)
-    grown = TextTree(
+    grown = TrajectoryTree(
         tokens=join_arrays(tree.tokens, rows.tokens),
         segments=join_arrays(tree.segments, segments),
         parents=join_arrays(tree.parents, jnp.asarray(parents)),
@@ -199,7 +205,7 @@ def _continue(tree: TextTree, texts: jax.Array, parents: jax.Array) -> TextTree:
     return grown
 
 
-def _bound_length(tree: TextTree, parents: jax.Array, width: int) -> int:
+def _bound_length(tree: TrajectoryTree, parents: jax.Array, width: int) -> int:
     """Return an upper bound of lengths with C new tokens after parents, i32[N]."""
     first = tree.num_segments
     if not is_known(parents):
@@ -225,7 +231,7 @@ class Measures(NamedTuple):
     ends: Numbers  # i32[S], tokens of each segment's sequence
 
 
-def measure(tree: TextTree) -> Measures:
+def measure(tree: TrajectoryTree) -> Measures:
     segments, parents = np.asarray(tree.segments), np.asarray(tree.parents)
     rows = np.flatnonzero(segments >= 0)
     first_rows = np.full(parents.shape, len(segments), np.int32)
@@ -239,7 +245,7 @@ def measure(tree: TextTree) -> Measures:
 
 
 @explains_arguments
-def read_text(tree: TextTree, segment: int) -> list[int]:
+def read_text(tree: TrajectoryTree, segment: int) -> list[int]:
     """Return the sequence of a segment, its parents' tokens and its own (host).
 
     Args:
@@ -254,7 +260,7 @@ def read_text(tree: TextTree, segment: int) -> list[int]:
 
     Example:
       >>> import jkv
-      >>> tree = jkv.TextTree.of([[5, 6, 7], [8], [9, 4]], parents=[-1, 0, 0])
+      >>> tree = jkv.TrajectoryTree.of([[5, 6, 7], [8], [9, 4]], parents=[-1, 0, 0])
       >>> jkv.trees.read_text(tree, 2)
       [5, 6, 7, 9, 4]
     """
@@ -272,7 +278,7 @@ def read_text(tree: TextTree, segment: int) -> list[int]:
     return [token for part in reversed(parts) for token in part]
 
 
-def check_tree(tree: TextTree) -> None:
+def check_tree(tree: TrajectoryTree) -> None:
     """Check shapes and dtypes of a tree, and its numbers if they are concrete."""
     sizes: dict[str, int] = {}
     for name in ("tokens", "segments", "parents"):
@@ -283,7 +289,7 @@ def check_tree(tree: TextTree) -> None:
         _check_numbers(tree)
 
 
-def _check_numbers(tree: TextTree) -> None:
+def _check_numbers(tree: TrajectoryTree) -> None:
     """Raise UsageError for the first number that breaks an invariant."""
     tokens, segments, parents = (
         np.asarray(each) for each in (tree.tokens, tree.segments, tree.parents)

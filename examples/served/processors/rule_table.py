@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jkv.steering import (
+from jkv.logits_processors import (
     AllowedTokens,
     BannedTexts,
+    LogitsProcessor,
     MinimumLength,
-    Steering,
     TokenBias,
     chain,
     renumber,
@@ -87,7 +87,7 @@ class RuleTable:
         self._presence[row], self._frequency[row] = rules.presence, rules.frequency
 
     @property
-    def steering(self) -> Steering:
+    def logits_processor(self) -> LogitsProcessor:
         """The logits processor of the rows as they are now, a variant for each."""
         copy = np.copy  # a device may look at the memory of the array itself
         return chain(

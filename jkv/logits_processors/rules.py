@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from jkv.arguments import expect
-from jkv.status import UsageError
-from jkv.steering.protocol import EndsNothing, Unchanging
-from jkv.steering.tables import (
+from jkv.logits_processors.protocol import EndsNothing, Unchanging
+from jkv.logits_processors.tables import (
     align_right,
     check_integers,
     count_variants,
@@ -28,6 +27,7 @@ from jkv.steering.tables import (
     mark_tokens,
     push,
 )
+from jkv.status import UsageError
 
 
 @jax.tree_util.register_dataclass
@@ -47,10 +47,10 @@ class AllowedTokens(Unchanging):
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from jkv.steering import AllowedTokens
+      >>> from jkv.logits_processors import AllowedTokens
       >>> digits = AllowedTokens(jnp.array([1, 3, -1]))
       >>> state = digits.begin(jnp.array([0]), jnp.array([[5]]))
-      >>> digits.steer(state, jnp.ones((1, 4))).tolist()
+      >>> digits.process(state, jnp.ones((1, 4))).tolist()
       [[-inf, 1.0, -inf, 1.0]]
     """
 
@@ -67,7 +67,7 @@ class AllowedTokens(Unchanging):
         check_integers("AllowedTokens.tokens", self.tokens, "A | M A")
         return variants
 
-    def steer(self, state: jax.Array, logits: jax.Array) -> jax.Array:
+    def process(self, state: jax.Array, logits: jax.Array) -> jax.Array:
         """Mask all other tokens."""
         tokens = find_rows(jnp.asarray(self.tokens, jnp.int32), 1, state)
         return jnp.where(mark_tokens(tokens, logits), logits, -jnp.inf)
@@ -98,10 +98,10 @@ class BannedTexts(EndsNothing):
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from jkv.steering import BannedTexts
+      >>> from jkv.logits_processors import BannedTexts
       >>> banned = BannedTexts(jnp.array([[1, 2], [3, -1]]))
       >>> state = banned.begin(jnp.array([0]), jnp.array([[7, 1]]))
-      >>> banned.steer(state, jnp.ones((1, 5))).tolist()
+      >>> banned.process(state, jnp.ones((1, 5))).tolist()
       [[1.0, 1.0, -inf, -inf, 1.0]]
     """
 
@@ -117,7 +117,7 @@ class BannedTexts(EndsNothing):
         texts = check_integers("BannedTexts.texts", self.texts, "F C | M F C")
         return _BanRows(find_newest(prompts, texts.shape[-1] - 1), variants)
 
-    def steer(self, state: _BanRows, logits: jax.Array) -> jax.Array:
+    def process(self, state: _BanRows, logits: jax.Array) -> jax.Array:
         """Mask tokens that would complete a banned list."""
         texts = align_right(jnp.asarray(self.texts, jnp.int32))
         texts = find_rows(texts, 2, state.variants)
@@ -150,9 +150,9 @@ class TokenBias(Unchanging):
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from jkv.steering import TokenBias
+      >>> from jkv.logits_processors import TokenBias
       >>> bias = TokenBias(jnp.array([1, 3]), jnp.array([0.5, -jnp.inf]))
-      >>> bias.steer(bias.begin(jnp.array([0]), jnp.array([[5]])), jnp.ones((1, 4)))
+      >>> bias.process(bias.begin(jnp.array([0]), jnp.array([[5]])), jnp.ones((1, 4)))
       Array([[ 1. ,  1.5,  1. , -inf]], dtype=float32)
     """
 
@@ -175,7 +175,7 @@ class TokenBias(Unchanging):
         )
         return variants
 
-    def steer(self, state: jax.Array, logits: jax.Array) -> jax.Array:
+    def process(self, state: jax.Array, logits: jax.Array) -> jax.Array:
         """Add the biases."""
         tokens = jnp.asarray(self.tokens, jnp.int32)
         values = jnp.asarray(self.values, jnp.float32)
@@ -214,12 +214,12 @@ class MinimumLength(EndsNothing):
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from jkv.steering import MinimumLength
+      >>> from jkv.logits_processors import MinimumLength
       >>> short = MinimumLength(jnp.array([2]), min_new_tokens=1)
       >>> state = short.begin(jnp.array([0]), jnp.array([[5, 6]]))
-      >>> short.steer(state, jnp.ones((1, 4))).tolist()
+      >>> short.process(state, jnp.ones((1, 4))).tolist()
       [[1.0, 1.0, -inf, 1.0]]
-      >>> short.steer(short.advance(state, jnp.array([3])), jnp.ones((1, 4))).tolist()
+      >>> short.process(short.advance(state, jnp.array([3])), jnp.ones((1, 4))).tolist()
       [[1.0, 1.0, 1.0, 1.0]]
     """
 
@@ -249,7 +249,7 @@ class MinimumLength(EndsNothing):
             )
         return _LengthRows(find_rows(least, 0, variants), variants)
 
-    def steer(self, state: _LengthRows, logits: jax.Array) -> jax.Array:
+    def process(self, state: _LengthRows, logits: jax.Array) -> jax.Array:
         """Mask the end tokens while tokens are missing."""
         ends = jnp.asarray(self.end_tokens, jnp.int32)
         # XLA fuses a single row into the reader of the logits.
@@ -281,10 +281,10 @@ class NoRepeatedNgrams(EndsNothing):
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from jkv.steering import NoRepeatedNgrams
+      >>> from jkv.logits_processors import NoRepeatedNgrams
       >>> pairs = NoRepeatedNgrams(size=2, max_new_tokens=8)
       >>> state = pairs.begin(jnp.array([0]), jnp.array([[1, 3, 1, 2, 1]]))
-      >>> pairs.steer(state, jnp.ones((1, 5))).tolist()
+      >>> pairs.process(state, jnp.ones((1, 5))).tolist()
       [[1.0, 1.0, -inf, -inf, 1.0]]
     """
 
@@ -305,7 +305,7 @@ class NoRepeatedNgrams(EndsNothing):
         most = prompts.shape[1] + self.max_new_tokens
         return find_newest(prompts, max(most, self.size))
 
-    def steer(self, state: jax.Array, logits: jax.Array) -> jax.Array:
+    def process(self, state: jax.Array, logits: jax.Array) -> jax.Array:
         """Mask tokens that would complete an n-gram of the sequence."""
         num_windows = state.shape[1] - self.size + 1
         # Windows in the padding before the sequence are no n-grams.

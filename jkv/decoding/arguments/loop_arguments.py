@@ -1,7 +1,8 @@
 """Arguments of a loop, passed unchanged through all of its layers.
 
-`Prompts` has the prompts and their options, `Steps` lengths and step sizes, `How` the
-decoding options. Loops also take their fields as keyword arguments.
+`Prompts` has the prompts and their options, `GenerationConfig` lengths and step sizes,
+`DecodingOptions` the decoding options. Loops also take their fields as keyword
+arguments.
 """
 
 import dataclasses
@@ -10,105 +11,108 @@ from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import jax
 
-from jkv.decoding.model.steps import OfSteps, Steps
+from jkv.decoding.model.steps import GenerationConfig, GenerationFields
+from jkv.decoding.processors.rows import as_logits_processor, with_variants
 from jkv.decoding.sampling.draws import Choice
 from jkv.decoding.sampling.options import GREEDY, Sampling, check_sampling
 from jkv.decoding.speculation.loop import Speculation
 from jkv.decoding.speculation.options import check_speculation
-from jkv.decoding.steering.rows import as_steering, with_variants
-from jkv.decoding.texts.prompts import OfPrompts, Prompts, Stops
+from jkv.decoding.texts.prompts import PromptFields, Prompts, Stops
+from jkv.logits_processors import LogitsProcessor
 from jkv.metadata.requests import Texts
 from jkv.signatures import set_defaults
 from jkv.status import UsageError
-from jkv.steering import Steering
 
 Value = TypeVar("Value")
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class How:
+class DecodingOptions:
     """Decoding options: a pytree; its arrays are arguments of the program.
 
     Attributes:
       sampling: sampling options, scalars or one value for each sequence; greedy by
         default.
-      steering: a logits processor (`Steering`) that masks tokens; None allows all. With
-        `speculate`, a token that it forces becomes a draft token that is never
-        rejected.
+      logits_processor: a logits processor (`LogitsProcessor`) that masks tokens; None
+        allows all. With `speculate`, a token that it forces becomes a draft token that
+        is never rejected.
       speculate: speculative decoding, by `PromptLookup` or `DraftModel`; None is off.
         The model must take `all_rows`. With several pools each drafts for its own
         sequences, and a draft model's cache spans the whole mesh.
 
     Example:
       >>> import jkv
-      >>> from jkv.decoding import How
-      >>> How(jkv.Sampling(temperature=0.7)).speculate is None
+      >>> from jkv.decoding import DecodingOptions
+      >>> DecodingOptions(jkv.Sampling(temperature=0.7)).speculate is None
       True
     """
 
     sampling: Sampling = GREEDY
-    steering: Steering | None = None
+    logits_processor: LogitsProcessor | None = None
     speculate: Speculation | None = None
 
-    def check(self) -> "How":
+    def check(self) -> "DecodingOptions":
         """Check the options; return them with the processor's leaves as arrays."""
         check_sampling(self.sampling)
         if self.speculate is not None:
             check_speculation(self.speculate)
-        return dataclasses.replace(self, steering=as_steering(self.steering))
+        return dataclasses.replace(
+            self, logits_processor=as_logits_processor(self.logits_processor)
+        )
 
     def choice(self, num_rows: int | None = None) -> Choice:
         """Return the sampling options and processor, for `num_rows` rows at a time."""
-        return Choice(self.sampling, self.steering, num_rows)
+        return Choice(self.sampling, self.logits_processor, num_rows)
 
 
-class OfHow(TypedDict, total=False):
-    """The fields of `How` as keyword arguments of a loop."""
+class DecodingFields(TypedDict, total=False):
+    """The fields of `DecodingOptions` as keyword arguments of a loop."""
 
     sampling: Sampling
-    steering: Steering | None
+    logits_processor: LogitsProcessor | None
     speculate: Speculation | None
 
 
-class Fields(OfPrompts, OfSteps, OfHow, total=False):
-    """The fields of `Prompts`, `Steps` and `How` as keyword arguments of a loop."""
+class LoopFields(PromptFields, GenerationFields, DecodingFields, total=False):
+    """All keyword arguments of a loop."""
 
 
-set_defaults(OfHow, How)
-set_defaults(Fields, Prompts.of, Steps, How)
+set_defaults(DecodingFields, DecodingOptions)
+set_defaults(LoopFields, Prompts.of, GenerationConfig, DecodingOptions)
 
 
-class Asked(NamedTuple):
+class Arguments(NamedTuple):
     """Checked arguments of a loop."""
 
     prompts: Prompts
     stops: Stops
-    steps: Steps
-    how: How
+    config: GenerationConfig
+    options: DecodingOptions
 
     @classmethod
     def of(
         cls,
         loop: str,
         prompts: Texts | Prompts,
-        steps: Steps | None,
-        how: How | None,
+        config: GenerationConfig | None,
+        options: DecodingOptions | None,
         fields: Mapping[str, Any],
-        kind: Any = Fields,
-    ) -> "Asked":
+        kind: Any = LoopFields,
+    ) -> "Arguments":
         """Return checked arguments; keywords replace the values that are None."""
         check_names(loop, fields, kind)
-        if steps is None and "max_new_tokens" not in fields:
-            raise UsageError(f"{loop}() needs max_new_tokens, or steps=Steps(...)")
-        steps = take(steps, Steps, OfSteps, fields)
-        how = take(how, How, OfHow, fields).check()
+        if config is None and "max_new_tokens" not in fields:
+            raise UsageError(f"{loop}() needs max_new_tokens or generation_config")
+        config = take(config, GenerationConfig, GenerationFields, fields)
+        options = take(options, DecodingOptions, DecodingFields, fields).check()
         if isinstance(prompts, Prompts):
-            take(prompts, Prompts, OfPrompts, fields)
+            take(prompts, Prompts, PromptFields, fields)
         else:
-            prompts = Prompts.of(prompts, **select(OfPrompts, fields))
-        prompts, stops = prompts.divide(steps.max_new_tokens)
-        return cls(with_variants(prompts, how.steering), stops, steps, how)
+            prompts = Prompts.of(prompts, **select(PromptFields, fields))
+        prompts, stops = prompts.divide(config.max_new_tokens)
+        prompts = with_variants(prompts, options.logits_processor)
+        return cls(prompts, stops, config, options)
 
 
 def check_names(loop: str, fields: Mapping[str, Any], kind: Any) -> None:
