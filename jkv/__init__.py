@@ -65,7 +65,7 @@ from jkv.verbs.truncation import truncate
 from jkv.verbs.writing import write
 
 if TYPE_CHECKING:  # imported on first access
-    from jkv import jitted
+    from jkv import jitted, press
     from jkv.commands.compiled_programs import keep_compiled_programs
     from jkv.config.grouped_config import GroupedConfig
     from jkv.config.state_config import StateConfig
@@ -79,6 +79,7 @@ if TYPE_CHECKING:  # imported on first access
         Generation,
         Model,
         PromptLookup,
+        Roll,
         Sampling,
         beam_search,
         check_exact,
@@ -104,6 +105,7 @@ if TYPE_CHECKING:  # imported on first access
         match,
         snapshots,
     )
+    from jkv.press import top_tokens
     from jkv.states.folding import fold_state
     from jkv.states.verbs import read_pending, read_state, write_state
     from jkv.storage.files import FileError
@@ -136,7 +138,7 @@ __getattr__ = imports_later(
         "jkv.config.state_config": "StateConfig",
         "jkv.decoding": (
             "BeamSearch DraftModel ExactDifference ExactReport FinishReason "
-            "FormatAccuracy Generation Model PromptLookup Sampling beam_search "
+            "FormatAccuracy Generation Model PromptLookup Roll Sampling beam_search "
             "check_exact extend generate measure_formats score"
         ),
         "jkv.inspection.debugging": "debug",
@@ -147,6 +149,7 @@ __getattr__ = imports_later(
         "jkv.inspection.utilisation": "Fragmentation fragmentation should_compact",
         "jkv.making.initialization": "init partition_specs",
         "jkv.making.saving": "load save",
+        "jkv.press": "top_tokens",
         "jkv.prefixes.verbs": (
             "clear_prefixes demote evict_cached invalidate match snapshots"
         ),
@@ -174,6 +177,7 @@ __getattr__ = imports_later(
         "inspection",
         "jitted",
         "making",
+        "press",
         "recurrence",
         "serving",
         "logits_processors",
@@ -228,6 +232,7 @@ __all__ = [
     "PrefixIndex",
     "PromptLookup",
     "Ring",
+    "Roll",
     "Sampling",
     "Sequences",
     "Slots",
@@ -283,6 +288,7 @@ __all__ = [
     "page_table",
     "paged_attention",
     "partition_specs",
+    "press",
     "prune",
     "raise_for_status",
     "read",
@@ -304,6 +310,7 @@ __all__ = [
     "swap_out",
     "tokens",
     "touch",
+    "top_tokens",
     "truncate",
     "write",
     "write_state",

@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # imported on first use
     from jkv.decoding.generation import begin, decode, generate, prefill
     from jkv.decoding.model.protocol import Model
     from jkv.decoding.model.runner import spread_row_counts
-    from jkv.decoding.model.steps import GenerationConfig
+    from jkv.decoding.model.steps import GenerationConfig, Roll
     from jkv.decoding.sampling.best_of import select_best
     from jkv.decoding.sampling.draws import filter_logits, sample
     from jkv.decoding.sampling.options import Sampling, spread_seeds
@@ -43,7 +43,7 @@ __getattr__ = imports_later(
         "jkv.decoding.generation": "begin decode generate prefill",
         "jkv.decoding.model.protocol": "Model",
         "jkv.decoding.model.runner": "spread_row_counts",
-        "jkv.decoding.model.steps": "GenerationConfig",
+        "jkv.decoding.model.steps": "GenerationConfig Roll",
         "jkv.decoding.sampling.best_of": "select_best",
         "jkv.decoding.sampling.draws": "filter_logits sample",
         "jkv.decoding.sampling.options": "Sampling spread_seeds",
@@ -74,6 +74,7 @@ __all__ = [
     "Model",
     "PromptLookup",
     "Prompts",
+    "Roll",
     "Sampling",
     "Statistics",
     "GenerationConfig",

@@ -288,7 +288,8 @@ def begin_generation(runner: Runner, cache: Cache, args: Arguments) -> Generatio
         exact.check_cache(cache)
     num_blocks = count_free_blocks(cache)
     size = find_block_size(cache, row_counts)
-    bounds = Bounds(cache.max_context_length, size, num_blocks)
+    shortening = args.find_shortening(cache)
+    bounds = Bounds(cache.max_context_length, size, num_blocks, shortening)
     vocabulary = runner.count_vocabulary(cache, num_places)
     reasons = judge_prompts(prompts, bounds, vocabulary, options.logits_processor)
     num_rows = cache.metadata.sequences.free_rows.count
@@ -316,5 +317,6 @@ def begin_generation(runner: Runner, cache: Cache, args: Arguments) -> Generatio
         partings=jnp.zeros((num_places,), jnp.int32) if has_snapshots else None,
         row_counts=row_counts,
         exact=exact,
+        shortening=shortening,
     )
     return begin_speculation(state, options.speculate)

@@ -22,7 +22,7 @@ from jkv.arguments import explains_class
 from jkv.commands.compiled_programs import keep_compiled_programs
 from jkv.decoding.arguments.loop_arguments import DecodingOptions
 from jkv.decoding.model.protocol import Model
-from jkv.decoding.model.steps import CHUNK_SIZE, ExactShape, GenerationConfig
+from jkv.decoding.model.steps import CHUNK_SIZE, ExactShape, GenerationConfig, Roll
 from jkv.decoding.speculation.options import DraftModel, PromptLookup
 from jkv.logits_processors import LogitsProcessor
 from jkv.metadata.requests import Integers, Texts, check_counts
@@ -111,6 +111,7 @@ class Engine:
         chunk_size: int = CHUNK_SIZE,
         row_counts: tuple[int, ...] | None = None,
         exact: ExactShape = False,
+        roll: Roll | None = None,
         speculate: PromptLookup | DraftModel | None = None,
         logits_processor: LogitsProcessor | None = None,
         stop_tokens: Integers = (),
@@ -146,6 +147,8 @@ class Engine:
           row_counts: as for `jkv.generate`; None is `spread_row_counts` of these sizes,
             since prompts arrive one after another.
           exact: as for `jkv.generate`, with bit-identical results.
+          roll: as for `jkv.generate`; prompts may then be longer than the cache's
+            `max_context_length`, up to `max_prompt_tokens`.
           speculate: as for `jkv.generate`; a step may yield several tokens of a
             sequence. A draft model's cache needs `max_running` rows and is owned by the
             engine.
@@ -194,7 +197,13 @@ class Engine:
         check_counts(max_samples=max_samples)
         sizes = find_sizes(
             GenerationConfig(
-                max_new_tokens, max_samples, max_running, chunk_size, row_counts, exact
+                max_new_tokens,
+                max_samples,
+                max_running,
+                chunk_size,
+                row_counts,
+                exact,
+                roll=roll,
             ),
             num_ahead=num_ahead,
             max_prompt_tokens=(

@@ -64,6 +64,7 @@ class Limits(NamedTuple):
     has_detokenizer: bool
     num_variants: int  # variants of the logits processor
     num_classes: int  # retention classes
+    rolls: bool = False  # full contexts drop tokens and go on
 
     def check(self, request: CheckedRequest) -> None:
         self._check_prompt(request.tokens)
@@ -110,14 +111,14 @@ class Limits(NamedTuple):
                 f"the prompt must have token ids below {self.vocabulary}, the model's "
                 f"vocabulary, got {tokens.max()}"
             )
-        if length > self.max_context_length:
+        if length > self.max_context_length and not self.rolls:
             raise RequestRefused(
                 f"the prompt must have at most {self.max_context_length} tokens, got "
                 f"{length}; raise CacheConfig(max_context_length=...)",
                 FinishReason.CONTEXT_FULL,
             )
         size = self.block_size
-        columns = -(-length // size.tokens)
+        columns = -(-min(length, self.max_context_length) // size.tokens)
         for most, num_blocks in zip(size.most, self.num_blocks, strict=True):
             needed = columns if most is None else min(columns, most)
             if needed > num_blocks:
