@@ -15,6 +15,7 @@ from jkv import serialization
 from jkv.attention import paged_attention
 from jkv.config.cache_config import CacheConfig
 from jkv.lazy import imports_later
+from jkv.masks import CausalMask, MixedMask, SpanMask, TreeMask
 from jkv.prefixes.index import PrefixIndex
 from jkv.state import (
     NO_SEQUENCE,
@@ -59,6 +60,7 @@ from jkv.verbs.lookups import (
     slots,
     tokens,
 )
+from jkv.verbs.masking import peek, with_mask
 from jkv.verbs.reading import read, read_slot
 from jkv.verbs.reordering import reorder
 from jkv.verbs.truncation import truncate
@@ -127,6 +129,7 @@ if TYPE_CHECKING:  # imported on first access
     from jkv.verbs.pooling import over_pools, split_pools
     from jkv.verbs.pruning import prune
     from jkv.verbs.resizing import resize
+    from jkv.verbs.row_selection import keep_rows
     from jkv.verbs.swapping import SwapIn, swap_in, swap_out
 
 __version__ = "0.2.0"
@@ -169,6 +172,7 @@ __getattr__ = imports_later(
         "jkv.verbs.pooling": "over_pools split_pools",
         "jkv.verbs.pruning": "prune",
         "jkv.verbs.resizing": "resize",
+        "jkv.verbs.row_selection": "keep_rows",
         "jkv.verbs.swapping": "SwapIn swap_in swap_out",
     },
     (
@@ -206,6 +210,7 @@ __all__ = [
     "Cache",
     "CacheConfig",
     "CacheError",
+    "CausalMask",
     "ContextFull",
     "DebugError",
     "DraftModel",
@@ -225,6 +230,7 @@ __all__ = [
     "InvariantError",
     "MemoryProfile",
     "Metadata",
+    "MixedMask",
     "Model",
     "OutOfBlocks",
     "OutOfSequences",
@@ -236,6 +242,7 @@ __all__ = [
     "Sampling",
     "Sequences",
     "Slots",
+    "SpanMask",
     "Spilled",
     "StateConfig",
     "StateStorage",
@@ -246,6 +253,7 @@ __all__ = [
     "SwapIn",
     "Swapped",
     "TrajectoryTree",
+    "TreeMask",
     "UsageError",
     "allocate",
     "append",
@@ -277,6 +285,7 @@ __all__ = [
     "invalidate",
     "jitted",
     "keep_compiled_programs",
+    "keep_rows",
     "kept_from",
     "least_recently_used",
     "load",
@@ -288,6 +297,7 @@ __all__ = [
     "page_table",
     "paged_attention",
     "partition_specs",
+    "peek",
     "press",
     "prune",
     "raise_for_status",
@@ -312,6 +322,7 @@ __all__ = [
     "touch",
     "top_tokens",
     "truncate",
+    "with_mask",
     "write",
     "write_state",
 ]

@@ -26,6 +26,7 @@ from jkv.decoding.texts.results import (
     Generation,
     Statistics,
 )
+from jkv.masks import CausalMask, MixedMask, SpanMask, StepMask, TreeMask
 from jkv.prefixes.arrays import Beside, Snapshots
 from jkv.prefixes.index import PrefixIndex
 from jkv.state.batch import StepSizes
@@ -45,6 +46,7 @@ DATACLASSES: tuple[type, ...] = (
     *(state.Pruned, state.Unpruned),
     *(state.States, state.BlockStorage, state.StateStorage),
     *(state.Batch, Sampling, PromptLookup),
+    *(StepMask, CausalMask, SpanMask, TreeMask, MixedMask),
     *filter(dataclasses.is_dataclass, _PLANNED),
 )
 NAMED_TUPLES: tuple[type, ...] = (

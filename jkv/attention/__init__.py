@@ -15,9 +15,11 @@ import jax.numpy as jnp
 from jkv.arguments import explains_arguments
 from jkv.attention.call import (
     Call,
+    Past,
     Pools,
     Requests,
     empty_results,
+    make_past,
     make_pools,
     make_requests,
 )
@@ -49,6 +51,7 @@ class _Options(TypedDict, total=False):
     block_part: tuple[Integer, int] | None
     work_lists: Mapping[str, Any] | None
     by_position: bool
+    past: Past | None
     implementation: str | None
 
 
@@ -129,6 +132,7 @@ def paged_attention(
     block_part: tuple[Integer, int] | None = None,
     work_lists: Mapping[str, Any] | None = None,
     by_position: bool = False,
+    past: Past | None = None,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attend causally from each query row to its own sequence's blocks.
@@ -183,6 +187,9 @@ def paged_attention(
         any other rows of the call and any place of the row, for equal R, B and pool
         shapes (N may differ). "pallas" and "xla" sum in different orders, so their bits
         differ.
+      past: (end, first), i32[B] each: the rows of request i attend to tokens
+        `first[i] .. end[i] - 1` at most; first may be None for 0. For rows that do not
+        attend to the step's own tokens. Not with `block_part`.
       implementation: the backend. None selects the kernel on a ROCm or CUDA GPU if it
         supports the shapes, and plain XLA elsewhere; one exported program may contain
         both. "xla", "pallas" (the kernel; interpreted on CPU, for tests), "triton" (the
@@ -240,11 +247,13 @@ def paged_attention(
             num_rows=queries.shape[0],
             block_size=num_parts * pools.block_size,
             max_query_length=max_query_length,
+            is_limited=past is not None,
         ),
         scale=jnp.asarray(scale, jnp.float32),
         window=None if window is None else jnp.asarray(window, jnp.int32),
         sinks=None if sinks is None else sinks.astype(jnp.float32),
         part=part,
+        past=make_past(past, query_starts.shape[0], part),
         plans=dict(work_lists or {}),
         num_parts=num_parts,
         soft_cap=None if soft_cap is None else float(soft_cap),

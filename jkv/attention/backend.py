@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jkv.attention.call import Call, Pools, Requests
+from jkv.attention.call import Call, Past, Pools, Requests
 from jkv.attention.slots import SlotWrite
 
 # All platforms without an entry of their own.
@@ -181,12 +181,13 @@ class Backend:
         # i32[N], reference count of each block
         reference_counts: jax.Array,
         step: StepShape,
+        past: Past | None,  # as passed to `paged_attention`
     ) -> Any | None:
         """Compute the work shared by all layers of a step; None for no plan.
 
         `Call.plans` holds the returned pytree under the backend's name.
         """
-        del pools, requests, reference_counts, step
+        del pools, requests, reference_counts, step, past
         return None
 
 

@@ -26,6 +26,7 @@ from jkv.attention.validation import (
     require_value_dim,
 )
 from jkv.formats.format import Format, Formats, Parts
+from jkv.indexing import gather
 
 
 class Stored(NamedTuple):
@@ -105,6 +106,37 @@ class Requests(NamedTuple):
     context_lengths: jax.Array  # i32[B], at most M * T, of whole blocks
 
 
+class Past(NamedTuple):
+    """The range of tokens that a request's rows may attend to.
+
+    The causal mask and the window limit each row further.
+    """
+
+    end: jax.Array  # i32[B], past the last token
+    first: jax.Array | None = None  # i32[B]; None for 0
+
+    def limit(
+        self, request: jax.Array, last: jax.Array, before: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Clip rows' last token, and the token before their first one.
+
+        Args:
+          request: i32[...], request of each row, or of each group of rows.
+          last: i32[..., Q] or i32[...], last token of each row.
+          before: as `last`, None for rows that attend from token 0 on.
+        """
+
+        def per_row(values: jax.Array) -> jax.Array:
+            found = gather(values, request)
+            return found.reshape(found.shape + (1,) * (last.ndim - found.ndim))
+
+        last = jnp.minimum(last, per_row(self.end) - 1)
+        if self.first is None:
+            return last, before
+        least = jnp.broadcast_to(per_row(self.first) - 1, last.shape)
+        return last, least if before is None else jnp.maximum(before, least)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
@@ -120,6 +152,8 @@ class Call:
     # i32[], the part of each block that the pools hold; None: whole blocks. Positions
     # and lengths count whole sequences.
     part: jax.Array | None = None
+    # Limits the tokens that rows attend to, in whole blocks; None for no limit.
+    past: Past | None = None
     # Plans of the step by backend name.
     plans: dict[str, Any] = dataclasses.field(default_factory=dict)
     # Static: these change the traced program.
@@ -175,6 +209,8 @@ class Call:
         Context lengths count the tokens in the local pools; the window is i32[] or
         i32[B], None for full attention.
         """
+        if self.past is not None:
+            return self._of_past_rows(self.past)
         if self.part is None:
             return self.requests, self.window
         last = self.requests.context_lengths - 1
@@ -183,6 +219,15 @@ class Call:
         if self.window is None:
             return requests, None
         return requests, held - self.find_held(last - self.window)
+
+    def _of_past_rows(self, past: Past) -> tuple[Requests, jax.Array | None]:
+        """Return the requests and windows of last rows within a limited range."""
+        request = jnp.arange(self.num_requests, dtype=jnp.int32)
+        last = self.requests.context_lengths - 1
+        before = None if self.window is None else last - self.window
+        last, before = past.limit(request, last, before)
+        requests = self.requests._replace(context_lengths=jnp.maximum(last + 1, 0))
+        return requests, None if before is None else last - before
 
     @property
     def results(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
@@ -269,6 +314,7 @@ def make_requests(
     num_rows: int,  # of the call, R
     block_size: int,  # tokens of a whole block
     max_query_length: int | None,  # most rows of a request, None for R
+    is_limited: bool = False,  # rows may follow the last slot, as `past` limits them
 ) -> Requests:
     """Convert requests to i32 and replace out-of-range entries by padding."""
     block_tables, seq_ids, query_starts, query_lengths, context_lengths = (
@@ -283,7 +329,8 @@ def make_requests(
     if max_query_length is not None:
         rows_left = jnp.minimum(rows_left, max_query_length)
     query_lengths = jnp.where(is_live, jnp.clip(query_lengths, 0, rows_left), 0)
-    context_lengths = jnp.clip(context_lengths, 0, max_blocks * block_size)
+    most = max_blocks * block_size + (num_rows if is_limited else 0)
+    context_lengths = jnp.clip(context_lengths, 0, most)
     return Requests(
         block_tables=block_tables,
         seq_ids=jnp.where(is_live, seq_ids, 0),
@@ -291,6 +338,31 @@ def make_requests(
         query_lengths=query_lengths,
         context_lengths=context_lengths,
     )
+
+
+def make_past(
+    past: Past | None, num_requests: int, part: jax.Array | None
+) -> Past | None:
+    """Return the limits of a call as i32[B] arrays.
+
+    Raises:
+      ValueError: limits of another shape, or with parts of blocks.
+    """
+    if past is None:
+        return None
+    if part is not None:
+        raise ValueError(
+            "past must be None with block_part, as it counts tokens of whole blocks; "
+            "call it without a context axis"
+        )
+
+    def read(name: str, limit: jax.Array) -> jax.Array:
+        sizes, why = {"B": num_requests}, "one per request"
+        expect(f"past.{name}", limit, "B", sizes, jnp.integer, why=why)
+        return limit.astype(jnp.int32)
+
+    end, first = past
+    return Past(read("end", end), None if first is None else read("first", first))
 
 
 def empty_results(call: Call) -> tuple[jax.Array, jax.Array]:

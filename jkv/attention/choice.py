@@ -26,7 +26,7 @@ from jkv.attention.backend import (
     StepShape,
     find_card,
 )
-from jkv.attention.call import Call, Pools, Requests, call_of
+from jkv.attention.call import Call, Past, Pools, Requests, call_of
 from jkv.attention.cudnn import Cudnn
 from jkv.attention.kernel.face import Pallas, Triton
 from jkv.attention.reference import Reference
@@ -152,6 +152,7 @@ def _backward(choice, saved, cotangents):  # type: ignore[no-untyped-def]
         requests=None,
         window=None,
         part=None,
+        past=None,
         plans=None,
     )
     return (gradient,)
@@ -219,10 +220,14 @@ def choose(
 
 
 def plan(
-    pools: Pools, requests: Requests, reference_counts: jax.Array, step: StepShape
+    pools: Pools,
+    requests: Requests,
+    reference_counts: jax.Array,
+    step: StepShape,
+    past: Past | None = None,
 ) -> dict[str, Any]:
     """Return the plans of all backends for a step, by name."""
-    given = pools, requests, reference_counts, step
+    given = pools, requests, reference_counts, step, past
     found = {one.name: one.plan(*given) for one in BACKENDS}
     return {name: made for name, made in found.items() if made is not None}
 

@@ -63,6 +63,8 @@ class Cudnn(Backend):
             return "cuDNN supports neither soft_cap nor sinks"
         if call.part is not None:
             return "blocks are sharded over devices, so no device has a whole prompt"
+        if call.past is not None:
+            return "cuDNN attends to a prompt's own tokens, which past= excludes"
         if self.scale is None:
             return (
                 "cuDNN needs a static scale: pass a Python number, or omit scale on a "

@@ -20,17 +20,21 @@ from jkv.formats.format import multiply_out
 def attend_reference(call: Call) -> tuple[jax.Array, jax.Array]:
     """Return [R, H, Dv] in the queries' dtype and the log-sum-exp, f32[R, H]."""
     check_call(call)
-    positions, tables = _find_rows(call)
+    positions, owner = _find_rows(call)
+    tables = call.requests.block_tables[call.requests.seq_ids][owner]
+    first, end = jnp.zeros_like(positions), positions + 1
+    if call.past is not None:
+        end = jnp.minimum(end, call.past.end[owner])
+        first = first if call.past.first is None else call.past.first[owner]
     queries = call.queries.astype(jnp.float32)
     # One row at a time: all contexts at once would not fit into memory.
-    output, lse = lax.map(
-        lambda row: attend_row(call, *row), (queries, positions, tables)
-    )
+    rows = queries, positions, tables, first, end
+    output, lse = lax.map(lambda row: attend_row(call, *row), rows)
     return output.astype(call.output_dtype), lse
 
 
 def _find_rows(call: Call) -> tuple[jax.Array, jax.Array]:
-    """Return each row's position, i32[R], and its blocks, i32[R, M].
+    """Return each row's position and request, i32[R] each.
 
     A row without a request has position -1, so that it attends to no token.
     """
@@ -41,8 +45,7 @@ def _find_rows(call: Call) -> tuple[jax.Array, jax.Array]:
     owner = jnp.argmax(owns, axis=1)
     first_position = requests.context_lengths - requests.query_lengths
     positions = first_position[owner] + rows - requests.query_starts[owner]
-    positions = jnp.where(owns.any(axis=1), positions, -1)
-    return positions, requests.block_tables[requests.seq_ids][owner]
+    return jnp.where(owns.any(axis=1), positions, -1), owner
 
 
 def attend_row(
@@ -50,11 +53,13 @@ def attend_row(
     query: jax.Array,  # f32[H, D]
     position: jax.Array,  # i32[]
     table: jax.Array,  # i32[M]
+    first: jax.Array,  # i32[], first visible token
+    end: jax.Array,  # i32[], past the last visible token
 ) -> tuple[jax.Array, jax.Array]:
     """Return the output f32[H, Dv] and log-sum-exp f32[H] of one row."""
     keys, values = gather_sequence(call.pools, call.layer, table)
     token = locate_tokens(call, keys.shape[1])
-    visible = token <= position
+    visible = (token >= first) & (token < end)
     if call.window is not None:
         visible &= token > position - call.window
     # Hidden slots may hold NaN, and 0 * NaN is NaN: mask the contents too.

@@ -52,6 +52,9 @@ class ExtensionFields(TypedDict, total=False):
     stop_tokens: Integers | None
     stop_sequences: requests.Texts | None
     variants: Integers | None
+    spans: requests.Texts | None
+    cacheable_spans: bool
+    max_span: int | None
     sampling: Sampling
     logits_processor: LogitsProcessor | None
     speculate: Speculation | None
@@ -185,9 +188,10 @@ def _begin(
     size = blocks.find_block_size(cache, row_counts)
     groups = cache.metadata.block_groups
     num_blocks = tuple(jnp.int32(group.num_blocks) for group in groups)
-    bounds = Bounds(room, size, num_blocks)
+    bounds = Bounds(room, size, num_blocks, shortening)
     vocabulary = runner.count_vocabulary(cache, num_places)
-    reasons = judge_prompts(given, bounds, vocabulary, options.logits_processor)
+    checks = vocabulary, options.logits_processor, row_counts[-1]
+    reasons = judge_prompts(given, bounds, *checks)
     reasons = _judge(cache, seq_ids, lengths, reasons, size)
     is_running = reasons == FinishReason.RUNNING
     places = Places.of_open(jnp.where(is_running, seq_ids, NO_SEQUENCE), num_places)

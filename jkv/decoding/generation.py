@@ -291,7 +291,8 @@ def begin_generation(runner: Runner, cache: Cache, args: Arguments) -> Generatio
     shortening = args.find_shortening(cache)
     bounds = Bounds(cache.max_context_length, size, num_blocks, shortening)
     vocabulary = runner.count_vocabulary(cache, num_places)
-    reasons = judge_prompts(prompts, bounds, vocabulary, options.logits_processor)
+    checks = vocabulary, options.logits_processor, row_counts[-1]
+    reasons = judge_prompts(prompts, bounds, *checks)
     num_rows = cache.metadata.sequences.free_rows.count
     has_no_row = (reasons == FinishReason.RUNNING) & (num_rows == 0)
     reasons = jnp.where(has_no_row, jnp.int32(FinishReason.OUT_OF_SEQUENCES), reasons)

@@ -81,7 +81,8 @@ class StepWatcher:
                 f"to another sequence",
                 step.served & ((step.created != batch.created) | ~is_open),
             )
-            after = _LOOKS[role](step, named.get("layer"))
+            if batch.mask is None or not batch.mask.reads_only:  # nothing is written
+                after = _LOOKS[role](step, named.get("layer"))
             named["batch"] = Batch(**_fields_of(batch))
         # The package's own loops pass tokens to any cache.
         if named.get("tokens") is not None and not plain.metadata.records_tokens:
@@ -99,19 +100,22 @@ class StepWatcher:
                 raise DebugError(findings)
         if role is Role.SETS_DEBUG:
             return answer
-        return after._watch_answer(plain, answer)
+        return after._watch_answer(plain, answer, role)
 
-    def _watch_answer(self, before: Cache, answer: Any) -> Any:
-        """Attach the watcher to the cache in a function's result."""
+    def _watch_answer(self, before: Cache, answer: Any, role: Role | None) -> Any:
+        """Attach the watcher to the caches and batches in a function's result."""
         if isinstance(answer, Cache):
             return dataclasses.replace(answer, watcher=self)
+        if isinstance(answer, Batch) and not isinstance(answer, WatchedBatch):
+            step = _Step(self, before, "peek", answer, before.metadata.now)
+            return step.watch(answer)
         if not (isinstance(answer, tuple) and answer and isinstance(answer[0], Cache)):
             return answer
-        cache, result = answer
-        if isinstance(result, Batch):
-            step = _Step(self, before, "append", result, cache.metadata.now)
-            return _look_at_append(step, cache, result)
-        return dataclasses.replace(cache, watcher=self), result
+        cache, *results = answer
+        if role is Role.PLANS:
+            step = _Step(self, before, "append", results[0], cache.metadata.now)
+            return _look_at_append(step, cache, results[0])
+        return dataclasses.replace(cache, watcher=self), *results
 
 
 @takes_cache(role=Role.SETS_DEBUG)
@@ -187,10 +191,17 @@ class _Step:
     ) -> None:
         self.watcher, self.cache, self.name, self.stamp = watcher, cache, name, stamp
         self.where = find_caller()
+        # A canvas is written again in each round of denoising.
+        self.may_rewrite = batch.mask is not None or batch.is_second
         self.served = batch.query_lengths > 0
         self.row = jnp.where(self.served, batch.seq_ids, cache.max_sequences)
         # u32[B], clock at which the sequences were opened.
         self.created = self.of_rows(cache.metadata.sequences.created)
+
+    def watch(self, batch: Batch) -> WatchedBatch:
+        """Return the batch with the stamps of this step."""
+        own: dict[str, Any] = {"stamp": self.stamp, "created": self.created}
+        return WatchedBatch(**_fields_of(batch), **own, watch=self.watcher.watch)
 
     def of_rows(self, array: jax.Array) -> jax.Array:
         """Gather an array, [..., S], at the batch's sequences, [..., B]."""
@@ -250,9 +261,7 @@ def _look_at_append(
         planned=watcher.planned.at[row].set(step.stamp, mode="drop"),
         starts=watcher.starts.at[row].set(lengths, mode="drop"),
     )
-    own: dict[str, Any] = {"stamp": step.stamp, "created": step.created}
-    watched = WatchedBatch(**_fields_of(batch), **own, watch=watcher.watch)
-    return dataclasses.replace(cache, watcher=watcher), watched
+    return dataclasses.replace(cache, watcher=watcher), step.watch(batch)
 
 
 def _with_uncommitted(
@@ -278,10 +287,11 @@ def _look_at_write(step: _Step, layer: Any, *, is_state: bool = False) -> StepWa
     written = list(step.watcher.written)
     stamps = written[group].at[number, step.row].get(mode="fill", fill_value=0)
     which = layer if isinstance(layer, int | np.integer) else "(traced)"
-    step.note(
-        f"{step.name} to layer {which} for the second time in one step: {lost}",
-        step.served & is_there & (stamps == step.stamp),
-    )
+    if not step.may_rewrite:
+        step.note(
+            f"{step.name} to layer {which} for the second time in one step: {lost}",
+            step.served & is_there & (stamps == step.stamp),
+        )
     written[group] = written[group].at[number, step.row].set(step.stamp, mode="drop")
     return dataclasses.replace(step.watcher, written=tuple(written))
 

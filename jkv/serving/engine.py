@@ -114,6 +114,8 @@ class Engine:
         roll: Roll | None = None,
         speculate: PromptLookup | DraftModel | None = None,
         logits_processor: LogitsProcessor | None = None,
+        max_span: int = 0,
+        cacheable_spans: bool = False,
         stop_tokens: Integers = (),
         stop_sizes: StopSizes = StopSizes(),  # noqa: B008 (a tuple cannot change)
         detokenize: Detokenize | None = None,
@@ -154,6 +156,9 @@ class Engine:
             engine.
           logits_processor: as for `jkv.generate`; each request selects one of its
             variants.
+          max_span: most tokens of a span of a prompt (`Request.spans`), such as an
+            image's; at most the largest of `row_counts`. 0 serves causal prompts only.
+          cacheable_spans: as for `jkv.decoding.Prompts.of`.
           stop_tokens: default for requests without their own, such as the model's
             end-of-sequence token.
           stop_sizes: largest number of stop tokens and stop sequences of a request.
@@ -212,6 +217,8 @@ class Engine:
             num_steps=num_steps,
             stop_sizes=stop_sizes,
             speculate=speculate,
+            max_span=max_span,
+            cacheable_spans=cacheable_spans,
         )
         decoding = DecodingOptions(
             logits_processor=logits_processor, speculate=speculate
@@ -371,7 +378,8 @@ class Engine:
           request_id: as for `park`.
           tokens: i32[P] or a list, appended to the sequence, such as a tool's answer.
           sample: index of the sequence in its request.
-          fields: as for `submit`, except `salt`, which is inherited.
+          fields: as for `submit`, except `salt`, which is inherited. `spans` are those
+            of `tokens`, counted from the first of them.
 
         Returns:
           The new request's number.
@@ -387,6 +395,7 @@ class Engine:
             if "salt" in fields:
                 raise UsageError("salt is inherited from the parked sequence; omit it")
             fields["salt"] = parked.salt
+            fields["spans"] = parked.continue_spans(fields.get("spans"), len(more))
             return self._take_in(parked, Request.of(text, fields))
         except BaseException:
             self._scheduler.parking.put_back(parked)

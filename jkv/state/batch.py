@@ -5,12 +5,15 @@ Symbols in shape comments as in `jkv.state.metadata`.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 
 from jkv.status import UsageError
+
+if TYPE_CHECKING:
+    from jkv.masks import StepMask
 
 
 class StepSizes(NamedTuple):
@@ -54,6 +57,9 @@ class Batch:
     query_lengths: jax.Array  # i32[B], tokens appended, 0 for a refused request
     context_lengths: jax.Array  # i32[B], tokens of the sequence after the step
     positions: jax.Array  # i32[R], position of each row in its sequence, 0 if invalid
+    # i32[R], tokens dropped by `prune` before each row: positions minus slots; None in
+    # a cache without pruning.
+    dropped: jax.Array | None = None
     valid: jax.Array  # bool[R], True for rows of served requests
     offsets: jax.Array  # i32[R], offset of the row's slot in its block, 0 if invalid
     # By group i32[R], block of the row's slot, the group's N if invalid; None for a
@@ -66,10 +72,14 @@ class Batch:
     plan: Any = None
     # i32[...], rows with logits; None: the last row of each request.
     asked_rows: jax.Array | None = None
+    # What the rows of a request attend to among themselves; None: causal.
+    mask: "StepMask | None" = None
     # Static: at most one row per request, known from the arguments.
     is_decoding: bool = dataclasses.field(metadata={"static": True})
     # Static: the position-based split (batch-invariant attention) is on.
     by_position: bool = dataclasses.field(default=False, metadata={"static": True})
+    # Static: made by `with_mask`, so that rows may be written a second time.
+    is_second: bool = dataclasses.field(default=False, metadata={"static": True})
     # Static: sizes of the planning cache, to detect a batch of another cache.
     sizes: StepSizes = dataclasses.field(metadata={"static": True})
 
@@ -77,6 +87,15 @@ class Batch:
     def num_rows(self) -> int:
         """Number of token rows, R."""
         return self.positions.shape[0]
+
+    @property
+    def row_slots(self) -> jax.Array:
+        """Slot of each row in its sequence, i32[R]: its position without pruning."""
+        return self.positions if self.dropped is None else self.positions - self.dropped
+
+    def positions_of(self, row_slots: jax.Array) -> jax.Array:
+        """Return the positions of rows at other slots of their sequences, i32[R]."""
+        return row_slots if self.dropped is None else row_slots + self.dropped
 
     @property
     def last_rows(self) -> jax.Array:
@@ -147,7 +166,8 @@ class Batch:
             name: jax.tree.map(lambda each: each[:num_requests], getattr(self, name))
             for name in by_request
         }
-        return dataclasses.replace(self, plan=None, **first)
+        mask = None if self.mask is None else self.mask.first_requests(num_requests)
+        return dataclasses.replace(self, plan=None, mask=mask, **first)
 
     def first_rows(self, num_rows: int) -> Self:
         """Return the step with only its first rows; the others are unowned.
@@ -155,9 +175,10 @@ class Batch:
         Args:
           num_rows: number of rows to keep.
         """
-        by_row = "positions", "valid", "offsets", "blocks_of_groups"
+        by_row = "positions", "dropped", "valid", "offsets", "blocks_of_groups"
         first = {
             name: jax.tree.map(lambda rows: rows[:num_rows], getattr(self, name))
             for name in by_row
         }
-        return dataclasses.replace(self, plan=None, **first)
+        mask = None if self.mask is None else self.mask.first_rows(num_rows)
+        return dataclasses.replace(self, plan=None, mask=mask, **first)

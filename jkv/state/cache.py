@@ -47,6 +47,7 @@ class GroupLayer(NamedTuple):
 class Role(enum.Enum):
     """The effect of a public function, for debug mode."""
 
+    PLANS = enum.auto()  # a step
     WRITES = enum.auto()  # rows of a step to a layer
     READS = enum.auto()  # a layer, for a step
     WRITES_STATE = enum.auto()  # state of a layer, for a step

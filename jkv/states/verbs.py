@@ -148,6 +148,11 @@ def write_state(
       >>> cache = jkv.write_state(cache, 0, batch, jkv.read_state(cache, 0, batch))
     """
     found, storage = _find(cache, layer, batch)
+    if batch.is_second:
+        raise ValueError(
+            "batch must come from append, as a state is written once per step, got a "
+            "batch of with_mask; write states with the batch of append"
+        )
     given = dict(inputs or {})
     _check_arrays("state", storage.rows, storage.row_dtypes, state, len(batch.seq_ids))
     _check_arrays("inputs", storage.inputs, storage.input_dtypes, given, batch.num_rows)
@@ -171,6 +176,11 @@ def _find(cache: Cache, layer: Layer, batch: Batch) -> tuple[GroupLayer, StateSt
         )
     found = cache.find_state(layer)
     check_batch(cache, batch)
+    if batch.mask is not None and batch.mask.reads_only:
+        raise ValueError(
+            "batch must come from append, got a batch of peek, whose rows are not "
+            "folded into states; read the state with the next append"
+        )
     return found, cache.storage[found.group]
 
 

@@ -13,17 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.indexing import gather
+from jkv.masks import CAUSAL, Mask, Resolved, Rows, resolve, without_rows
 from jkv.metadata import counters, requests, tables
 from jkv.metadata.entries import find_owners
 from jkv.metadata.part import Done, Granted, Growing, Step, parts_of
 from jkv.metadata.requests import Integers
 from jkv.state import NO_SEQUENCE, Batch, Cache, Metadata, SequenceRow
+from jkv.state.cache import Role
 from jkv.state.entry import takes_cache
 from jkv.status import Status, UsageError
 from jkv.verbs.attention_plan import plan_attention
+from jkv.verbs.masking import read_mask, read_span
 
 
-@takes_cache()
+@takes_cache(role=Role.PLANS)
 def append(
     cache: Cache,
     seq_ids: Integers,
@@ -33,6 +36,8 @@ def append(
     max_query_length: int | None = None,
     tokens: Integers | None = None,
     num_pending: Integers | None = None,
+    mask: Mask = CAUSAL,
+    max_span: int | None = None,
 ) -> tuple[Cache, Batch]:
     """Grow sequences by `num_tokens` each and plan the rows of the step.
 
@@ -57,14 +62,22 @@ def append(
         before them tokens already pending. None: as many of the new tokens as possible.
         Recurrent-state layers keep the inputs of pending tokens; caches without such
         layers need no value.
+      mask: what the rows of a request attend to among themselves. Recurrent-state
+        layers are causal under any mask.
+      max_span: static bound on the rows of a span; with `TreeMask`, `starts` or
+        `one_window` on the rows of a request. Default R; a step costs up to
+        R * max_span.
 
     Returns:
       The new cache and the `Batch`. Status: OK, INVALID_SEQUENCE, INVALID_ARGUMENT
-      (a negative count, or more pending tokens than allowed), CONTEXT_FULL, BATCH_FULL
+      (a negative count, more pending tokens than allowed, or an invalid entry of the
+      mask: an end past the request's last row, a start after its row, a parent not
+      before its child, a span longer than `max_span`), CONTEXT_FULL, BATCH_FULL
       (rows past R) or OUT_OF_BLOCKS.
 
     Raises:
-      ValueError: if an argument has the wrong type or shape.
+      ValueError: if an argument has the wrong type or shape, or for a tree on a cache
+        with recurrent-state layers.
 
     Example:
       >>> import jkv
@@ -92,6 +105,8 @@ def append(
     else:
         requests.check_static("max_query_length", max_query_length, 1)
         num_rows = num_requests * max_query_length
+    checked = read_mask(cache.metadata, mask, num_rows, num_requests)
+    most = read_span(max_span, num_rows)
     told = None
     if tokens is not None:
         (told,) = requests.broadcast(tokens=tokens)
@@ -111,8 +126,10 @@ def append(
         num_tokens,
         told,
         pending,
+        checked,
         num_rows=num_rows,
         max_query_length=max_query_length,
+        max_span=0 if checked is None else min(most, max_query_length or most),
     )
     is_decoding = max_query_length == 1
     batch = Batch(is_decoding=is_decoding, sizes=cache.sizes, **plan)
@@ -120,20 +137,31 @@ def append(
     return cache, plan_attention(cache, batch)
 
 
-@functools.partial(jax.jit, static_argnames=("num_rows", "max_query_length"))
+_STATIC = "num_rows", "max_query_length", "max_span"
+
+
+@functools.partial(jax.jit, static_argnames=_STATIC)
 def _append(
     metadata: Metadata,
     seq_ids: jax.Array,
     num_tokens: jax.Array,
     tokens: jax.Array | None,
     num_pending: jax.Array | None,
+    mask: Mask | None,
     *,
     num_rows: int,
     max_query_length: int | None,
+    max_span: int,
 ) -> tuple[Metadata, dict[str, Any]]:
     """Return the metadata and the fields of the `Batch` by name."""
     rows = _lay_out(num_tokens, num_rows, max_query_length)
-    growth = _judge_growth(metadata, seq_ids, num_tokens, num_pending, rows)
+    before, masked = metadata.sequences.read(seq_ids), None
+    if mask is not None:
+        numbered = rows.number(jnp.asarray(num_tokens))
+        past = jnp.asarray(before.context_length)
+        masked = resolve(mask, numbered, past, max_span)
+    asked = seq_ids, num_tokens, num_pending
+    growth = _judge_growth(metadata, *asked, rows, before, masked)
     is_decoding = max_query_length == 1
     step = _make_step(metadata, seq_ids, tokens, rows, growth, is_decoding)
     blocks: list[jax.Array | None] = [None] * len(metadata.groups)
@@ -150,13 +178,25 @@ def _append(
     metadata = counters.mark_used(metadata, row, growth.before, growth.new_length)
     metadata = counters.settle(metadata, growth.status, growth.served)
     metadata, pending_counts = _note_pending(metadata, step, growth, num_pending)
+    positions, step_mask = step.position, None
+    if masked is not None:
+        step_mask = without_rows(masked.mask, step.valid)
+        if step_mask.is_tree:
+            behind = rows.spread(step_mask.past) + masked.depth
+            positions = jnp.where(step.valid, behind, 0)
+    dropped, pruned = None, metadata.sequences.pruned
+    if pruned.is_there:
+        dropped = pruned.positions_of(step.table_row, jnp.zeros_like(positions))
+        positions += dropped
     return metadata, dict(
         seq_ids=jnp.asarray(seq_ids),
         status=growth.status,
         query_starts=rows.starts,
         query_lengths=growth.query_lengths,
         context_lengths=jnp.where(growth.is_live, growth.new_length, 0),
-        positions=metadata.sequences.pruned.positions_of(step.table_row, step.position),
+        positions=positions,
+        dropped=dropped,
+        mask=step_mask,
         valid=step.valid,
         offsets=step.offset,
         blocks_of_groups=tuple(blocks),
@@ -172,6 +212,11 @@ class _Layout(NamedTuple):
     room: jax.Array | int  # i32[B], rows from there to the end
     rank: jax.Array  # i32[R], index within its request
     owner: jax.Array | None  # i32[R]; None: the same number for each request
+
+    def number(self, num_tokens: jax.Array) -> Rows:
+        """Return the rows, numbered within their requests, for a mask."""
+        request = self.spread(jnp.arange(num_tokens.shape[0], dtype=jnp.int32))
+        return Rows(self.rank, self.spread(num_tokens), request)
 
     def spread(self, values: jax.Array) -> jax.Array:
         """Repeat the value of each request for its rows: [B] to [R]."""
@@ -219,14 +264,17 @@ def _judge_growth(
     num_tokens: jax.Array,
     num_pending: jax.Array | None,
     rows: _Layout,
+    before: SequenceRow,
+    masked: Resolved | None,
 ) -> _Growth:
     """Check the requests against the free blocks before the call."""
-    before = metadata.sequences.read(seq_ids)
     length = jnp.asarray(before.context_length)
     padding = requests.is_padding(seq_ids)
     live = requests.is_open(metadata, seq_ids, before)
     is_first = requests.is_first_mention(metadata, seq_ids)
     wrong = num_tokens < 0
+    if masked is not None:
+        wrong |= masked.is_wrong
     if num_pending is not None:
         wrong |= (num_pending < 0) | (num_pending > metadata.max_pending)
     causes = [

@@ -1,7 +1,8 @@
-"""attend: causal attention of one layer's queries over the cached tokens."""
+"""attend: attention of one layer's queries over the cached tokens."""
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
@@ -9,13 +10,16 @@ import jax
 from jkv.attention import paged_attention
 from jkv.attention.call import Requests
 from jkv.attention.softmax import join_parts
+from jkv.formats.format import Formats
 from jkv.metadata.requests import Integer
 from jkv.sharding.storage_sharding import PER_HEAD, POOL, ROWS, divided, over_devices
 from jkv.state import Batch, Cache
 from jkv.state.cache import Role
 from jkv.state.entry import takes_cache
+from jkv.status import UsageError
 from jkv.verbs import arguments
 from jkv.verbs.attention_plan import requests_of
+from jkv.verbs.masked_attention import MaskedRows, attend_masked
 
 
 class _Options(TypedDict, total=False):
@@ -26,6 +30,7 @@ class _Options(TypedDict, total=False):
     soft_cap: float | None
     sinks: jax.Array | None
     implementation: str | None
+    causal: bool
 
 
 @overload
@@ -77,11 +82,13 @@ def attend(
     sinks: jax.Array | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
+    causal: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Compute causal attention of each row over the cached tokens of its sequence.
+    """Compute attention of each row over the cached tokens of its sequence.
 
     A row attends to the cached tokens of its sequence up to and including its own
-    position, so `write` the layer first. Query head h reads kv head `h // (H / K)`.
+    position, or as the batch's mask says, so `write` the layer first. Query head h
+    reads kv head `h // (H / K)`.
     Slots never written may hold NaN; a NaN in the values of a prompt's token may reach
     earlier rows of the same prompt in this call (see `paged_attention`).
 
@@ -100,15 +107,17 @@ def attend(
       implementation: `None` selects a backend; a name forces one and fails if it does
         not support the call. "cudnn" uses cuDNN for long prompts without a past on CUDA
         GPUs.
+      causal: static; ignore the batch's mask in this layer.
 
     Returns:
       [R, H, Dv] in the queries' dtype; rows without a request are zero.
 
     Raises:
       ValueError: if the queries have the wrong shape, the batch belongs to a cache of
-        other sizes, `layer` is an int out of range, the cache has no storage, or the
-        window exceeds the cache's.
-      NotImplementedError: if `implementation` does not support this call.
+        other sizes, `layer` is an int out of range, the cache has no storage, the
+        window exceeds the cache's, or `causal=True` with a tree or a peeked batch.
+      NotImplementedError: if `implementation` does not support this call, or for a mask
+        on a mesh with a context axis.
 
     Example:
       >>> import jax.numpy as jnp, jkv
@@ -126,12 +135,14 @@ def attend(
     group, storage = cache.metadata.groups[found.group], cache.storage[found.group]
     arguments.check_queries(storage, batch, queries)
     sharding = storage.sharding
+    context = None if sharding is None else sharding.context
+    masked = _mask_rows(batch, found.group, causal, context)
     attend_on_device = over_devices(
         sharding,
         _attend_on_device,
         _Operands,
         ROWS,
-        context=None if sharding is None else sharding.context,
+        context=context,
         num_parts=1 if sharding is None else sharding.num_parts,
         soft_cap=soft_cap,
         return_lse=return_lse,
@@ -141,6 +152,7 @@ def attend(
         max_query_length=1 if batch.is_decoding else None,
         by_position=batch.by_position,
         implementation=implementation,
+        formats=None if masked is None else storage.formats,
     )
     operands = _Operands(
         queries=queries,
@@ -148,12 +160,49 @@ def attend(
         sinks=sinks,
         layer=arguments.any_layer(found.layer, batch),
         requests=requests_of(group, batch),
-        plan=None if batch.plan is None else batch.plan[found.group],
+        plan=_find_plan(batch, found.group, is_masked=masked is not None),
+        masked=masked,
         scale=scale,
         window=arguments.checked_window(group, window),
     )
     answer: jax.Array | tuple[jax.Array, jax.Array] = attend_on_device(operands)
     return answer
+
+
+def _mask_rows(
+    batch: Batch, group: int, causal: bool, context: str | None
+) -> MaskedRows | None:
+    """Return the mask of the batch in a group's layers, None for causal attention."""
+    mask = batch.mask
+    if not isinstance(causal, bool):
+        raise UsageError(f"causal must be True or False, got {causal!r}; it is static")
+    if causal and mask is not None and (mask.is_tree or mask.reads_only):
+        kind = "a tree" if mask.is_tree else "a batch of jkv.peek"
+        raise ValueError(
+            f"causal must be False with {kind}, whose rows have no causal order; pass "
+            f"jkv.with_mask(batch, jkv.CausalMask()) for a causal step"
+        )
+    if causal or mask is None:
+        return None
+    if context is not None:
+        raise NotImplementedError(
+            f"masks other than jkv.CausalMask are not supported on a mesh with "
+            f"context={context!r}, which shards each request's rows over devices; "
+            f"shard the heads instead"
+        )
+    return MaskedRows(mask=mask, slots=batch.slots_of(group), positions=batch.row_slots)
+
+
+def _find_plan(batch: Batch, group: int, *, is_masked: bool) -> dict[str, Any] | None:
+    """Return the step's attention plan, if it is for this call.
+
+    Masks that only add later rows share the plan of causal attention.
+    """
+    is_causal = batch.mask is None or batch.mask.adds_later
+    if batch.plan is None or not (is_masked or is_causal):
+        return None
+    plan: dict[str, Any] = batch.plan[group]
+    return plan
 
 
 @jax.tree_util.register_dataclass
@@ -171,6 +220,7 @@ class _Operands:
     plan: dict[str, Any] | None  # the attention plan of the step
     scale: float | jax.Array | None
     window: int | jax.Array | None
+    masked: MaskedRows | None  # None for causal attention
 
 
 def _attend_on_device(
@@ -179,6 +229,7 @@ def _attend_on_device(
     context: str | None,
     num_parts: int,
     return_lse: bool,
+    formats: Formats | None,
     **static: Any,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attend with the query and kv heads on this device.
@@ -187,21 +238,43 @@ def _attend_on_device(
     tokens and combine the results of all devices.
     """
     arrays = operands.arrays
-    attend_here = functools.partial(
+    attend_here: Callable[..., Any] = functools.partial(
         paged_attention,
         operands.queries,
         arrays["key_pool"],
         arrays.get("value_pool"),
         operands.layer,
-        *operands.requests,
-        work_lists=operands.plan,
         scale=operands.scale,
-        window=operands.window,
         key_scales=arrays.get("key_scales"),
         value_scales=arrays.get("value_scales"),
         **static,
     )
     answer: jax.Array | tuple[jax.Array, jax.Array]
+    if operands.masked is not None:
+        assert formats is not None
+        output, lse = attend_masked(
+            attend_here,
+            operands.queries,
+            arrays,
+            operands.layer,
+            operands.requests,
+            operands.masked,
+            plan=operands.plan,
+            sinks=operands.sinks,
+            window=operands.window,
+            scale=operands.scale,
+            soft_cap=static["soft_cap"],
+            formats=formats,
+            value_dim=static["value_head_dim"] or operands.queries.shape[2],
+            by_position=static["by_position"],
+        )
+        return (output, lse) if return_lse else output
+    attend_here = functools.partial(
+        attend_here,
+        *operands.requests,
+        work_lists=operands.plan,
+        window=operands.window,
+    )
     if context is None:
         answer = attend_here(sinks=operands.sinks, return_lse=return_lse)
         return answer

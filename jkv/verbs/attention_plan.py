@@ -5,7 +5,7 @@ from typing import Any
 
 from jkv.attention import choice
 from jkv.attention.backend import StepShape
-from jkv.attention.call import Pools, Requests
+from jkv.attention.call import Past, Pools, Requests
 from jkv.sharding.storage_sharding import heads_on_device
 from jkv.state import Batch, BlockGroup, BlockStorage, Cache
 
@@ -35,8 +35,13 @@ def _plan_group(
         num_parts=num_parts,
         window=group.window.length,
     )
-    requests = requests_of(group, batch)
-    return choice.plan(pools_of(storage), requests, group.reference_counts, step)
+    requests, past, mask = requests_of(group, batch), None, batch.mask
+    if mask is not None and not mask.adds_later:
+        if step.window is not None and (mask.is_tree or mask.has_one_window):
+            return {}  # rows have windows of their own
+        past = Past(mask.past)
+    given = pools_of(storage), requests, group.reference_counts, step
+    return choice.plan(*given, past)
 
 
 def pools_of(storage: BlockStorage) -> Pools:
@@ -54,10 +59,14 @@ def pools_of(storage: BlockStorage) -> Pools:
 
 def requests_of(group: BlockGroup, batch: Batch) -> Requests:
     """Return the requests of a step, as the attention interface's `Requests`."""
+    lengths = batch.context_lengths
+    if batch.mask is not None and batch.mask.reads_only:
+        # The rows follow the cached tokens, and are not counted there.
+        lengths = batch.mask.past + batch.query_lengths
     return Requests(
         block_tables=group.block_tables,
         seq_ids=batch.seq_ids,
         query_starts=batch.query_starts,
         query_lengths=batch.query_lengths,
-        context_lengths=batch.context_lengths,
+        context_lengths=lengths,
     )

@@ -1,5 +1,10 @@
 """commit: add the blocks that a step filled to the prefix index."""
 
+import dataclasses
+
+import jax.numpy as jnp
+
+from jkv.masks import StepMask
 from jkv.state import Batch, Cache
 from jkv.state.cache import Role
 from jkv.state.entry import takes_cache
@@ -32,7 +37,9 @@ def commit(cache: Cache, batch: Batch) -> Cache:
     Args:
       cache: the cache after `write`.
       batch: the step. Sequences freed, truncated or reordered since then commit
-        nothing.
+        nothing. Nor do requests with a row that attends to a later row, now and in
+        later steps, as their keys depend on more than the tokens before them; except
+        spans that are `cacheable`.
 
     Returns:
       The new cache; the same object without a prefix index.
@@ -52,5 +59,18 @@ def commit(cache: Cache, batch: Batch) -> Cache:
     """
     # A step planned before a `resize` may still be committed.
     check_batch(cache, batch, resized=True)
+    if batch.mask is not None:
+        if batch.mask.reads_only:
+            return cache
+        batch = _without_private(batch, batch.mask)
     metadata, moves = cache.metadata.index.commit(cache.metadata, batch)
     return cache.follow(metadata, moves)
+
+
+def _without_private(batch: Batch, mask: StepMask) -> Batch:
+    """Return the step without the requests that the prefix index must not hold.
+
+    Their later steps do not continue indexed tokens, so they are not indexed either.
+    """
+    lengths = jnp.where(mask.is_private, 0, batch.query_lengths)
+    return dataclasses.replace(batch, query_lengths=lengths, mask=None)

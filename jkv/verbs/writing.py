@@ -67,6 +67,8 @@ def write(
       (8.0, 1)
     """
     found, rows = read_rows(cache, layer, batch, keys, values)
+    if batch.mask is not None and batch.mask.reads_only:
+        return cache  # the rows have no slots
     storage = cache.storage[found.group]
     context = None if storage.sharding is None else storage.sharding.context
     write_rows = over_devices(

@@ -46,8 +46,9 @@ ELSEWHERE = {
     *("note_allocate", "note_extend", "note_fed", "note_fork", "note_generate"),
     *("note_given", "replay", "read_ahead", "fold_rows", "fold_alike", "trace_output"),
 }
-# Nothing about their fields is checked.
+# Nothing about their fields is checked; those of masks are checked by `append`.
 NAMED_TUPLES = {"GroupLayer", "GroupedConfig", "PageTable"}
+NAMED_TUPLES |= {"CausalMask", "MixedMask", "SpanMask", "TreeMask"}
 # Methods of a mesh of processes, of event loops, or of a run's results.
 METHODS_ELSEWHERE = {
     *("Engine.aevents", "Engine.astream", "Engine.follow", "Engine.resume"),

@@ -41,6 +41,7 @@ PUBLIC = """
     snapshots write_state LogitsProcessor TrajectoryTree
     ExactDifference ExactReport check_exact FormatAccuracy measure_formats
     PageTable page_table
+    CausalMask MixedMask SpanMask TreeMask keep_rows peek with_mask
     DraftModel PromptLookup UsageError jitted keep_compiled_programs
 """.split()
 

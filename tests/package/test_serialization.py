@@ -42,6 +42,14 @@ def fill(node, **static):
     return node(**dict.fromkeys(names - static.keys(), LEAF), **static)
 
 
+def make_masks():
+    """One of each class of mask, some with static fields."""
+    rows = np.array([-1], np.int32)
+    spans = jkv.SpanMask(rows, rows, one_window=True, cacheable=True)
+    others = jkv.CausalMask(), jkv.TreeMask(rows)
+    return [spans, *others, jkv.MixedMask(rows, (spans, *others))]
+
+
 def make_trees():
     """Each kind of node, as shapes, and caches of many kinds."""
     work = lists.Work(*[LEAF] * len(lists.Work._fields))
@@ -60,6 +68,10 @@ def make_trees():
             )
         ],
         "step": jax.eval_shape(lambda c: jkv.append(c, [0]), opened(3))[1],
+        "masks": jax.eval_shape(make_masks),
+        "masked step": jax.eval_shape(
+            lambda c: jkv.append(c, [0], mask=jkv.TreeMask(np.array([-1]))), opened(3)
+        )[1],
         "lists": [
             fill(lists.WorkList, work=work, sizes=sizes)
             for sizes in (

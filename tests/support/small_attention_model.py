@@ -62,17 +62,20 @@ def attention_model(
     return hidden @ params["head"], cache
 
 
-def dense_rows(params, tokens, xp=np):
+def dense_rows(params, tokens, xp=np, ends=()):
     """The same over one whole sequence, without jkv: f32[length, V].
 
     Args:
         params: arrays of `xp`.
         tokens: i32[length].
         xp: numpy or jax.numpy.
+        ends: the last position that each of the first tokens attends to.
     """
     length = len(tokens)
     hidden = params["embedding"][tokens] + params["positions"][:length]
     is_past = np.tril(np.ones((length, length), bool))[None]
+    for row, end in enumerate(ends):
+        is_past[0, row, : end + 1] |= True
     for layer in range(LAYERS):
         query, key, value = (
             hidden @ params["layers"][name][layer] for name in ("query", "key", "value")

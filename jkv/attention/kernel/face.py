@@ -16,7 +16,7 @@ from jkv.attention.backend import (
     StepShape,
     find_gpu,
 )
-from jkv.attention.call import Call, Pools, Requests
+from jkv.attention.call import Call, Past, Pools, Requests
 from jkv.attention.kernel.work import lists
 from jkv.attention.slots import SlotWrite
 
@@ -51,6 +51,8 @@ class Kernels(Backend):
         """Return a reason unless the table of derivatives has a row for the call."""
         from jkv.attention.kernel.tiles.tuning import why_no_tile
 
+        if call.past is not None:
+            return "the derivative's kernels support no past="
         reason = why_no_tile(call.queries, call.pools, *card)
         return reason or self._why_missing()
 
@@ -119,13 +121,14 @@ class Pallas(Kernels):
         requests: Requests,
         reference_counts: jax.Array,
         step: StepShape,
+        past: Past | None,
     ) -> tuple[lists.WorkList, ...] | None:
         """List the work of a step, if there is a GPU."""
         if find_gpu() is None:
             return None
         from jkv.attention.kernel.work.planning import plan_work
 
-        return plan_work(pools, requests, reference_counts, step)
+        return plan_work(pools, requests, reference_counts, step, past)
 
 
 @dataclasses.dataclass(frozen=True)

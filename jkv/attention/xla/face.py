@@ -28,7 +28,7 @@ from jkv.attention.backend import (
     StepShape,
     find_gpu,
 )
-from jkv.attention.call import Call, Pools, Requests, call_of, check_call
+from jkv.attention.call import Call, Past, Pools, Requests, call_of, check_call
 from jkv.attention.shared_prefixes import SharedPrefixes, find_shared_prefixes
 from jkv.attention.xla.decode import attend_decode
 from jkv.attention.xla.lanes import scale_queries
@@ -77,6 +77,7 @@ class Xla(Backend):
         requests: Requests,
         reference_counts: jax.Array,
         step: StepShape,
+        past: Past | None,
     ) -> SharedPrefixes | None:
         """Find shared prefixes, if decoding loops of the step would use them."""
         most = min(step.num_rows, requests.seq_ids.shape[0])
@@ -84,6 +85,8 @@ class Xla(Backend):
             return None
         # GPU kernels do not use this plan.
         if step.num_parts > 1 or find_gpu() or _is_small(pools, requests, step):
+            return None
+        if past is not None:  # which may end before a shared prefix
             return None
         return find_shared_prefixes(
             requests, reference_counts, block_size=step.part_size, fewest=FEWEST

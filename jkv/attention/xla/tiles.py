@@ -173,10 +173,12 @@ class RowTiles(NamedTuple):
         call = self.call
         context = gather(call.requests.context_lengths, request)[:, None]
         position = context - length + offset
-        starts = None
+        last, before = call.find_held(position), None
         if call.window is not None:
-            starts = call.find_held(position - call.window)
-        return Readers(request, jnp.where(valid, call.find_held(position), -1), starts)
+            before = call.find_held(position - call.window)
+        if call.past is not None:
+            last, before = call.past.limit(request, last, before)
+        return Readers(request, jnp.where(valid, last, -1), before)
 
     def to_rows(
         self,
@@ -249,12 +251,14 @@ def _locate_rows(call: Call) -> Readers:
     requests, owners = call.requests, Owners.of(call)
     first = requests.context_lengths - requests.query_lengths
     position = owners.pick(first[None] + owners.rank + 1) - 1
-    request = jnp.arange(call.num_requests, dtype=jnp.int32)
+    request = owners.pick(jnp.arange(call.num_requests, dtype=jnp.int32)[None])
     before = None
     if call.window is not None:
         before = call.find_held(position - call.window)[:, None]
     last = call.find_held(position)[:, None]
-    return Readers(owners.pick(request[None]), last, before)
+    if call.past is not None:
+        last, before = call.past.limit(request, last, before)
+    return Readers(request, last, before)
 
 
 def _find_width(call: Call, num_lanes: int) -> int:

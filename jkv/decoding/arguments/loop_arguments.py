@@ -126,6 +126,8 @@ class Arguments(NamedTuple):
             raise UsageError(
                 "speculate is not supported with press and roll; omit one of them"
             )
+        if self.config.roll is not None and self.prompts.spans is not None:
+            raise UsageError("spans are not supported with roll; omit one of them")
         from jkv.decoding.scheduler.shortening import Shortening
 
         return Shortening.of(cache, self.config)

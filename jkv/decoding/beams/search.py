@@ -133,6 +133,11 @@ def beam_search(
         "beam_search", prompts, generation_config, None, fields, SearchFields
     )
     texts, stops, config, options = args
+    if texts.spans is not None:
+        raise UsageError(
+            "spans must be None for beam_search, which computes prompts causally; "
+            "sample with generate"
+        )
     logits_processor, num_return = options.logits_processor, fields.get("num_return", 1)
     config.check_only("beam_search", "max_new_tokens", "chunk_size")
     check_counts(num_beams=num_beams, num_return=num_return)
@@ -149,7 +154,7 @@ def beam_search(
     bounds = Bounds(cache.max_context_length, size, count_free_blocks(cache))
     runner = Runner(model, params)
     vocabulary = runner.count_vocabulary(cache, texts.lengths.shape[0] * num_beams)
-    reasons = judge_prompts(texts, bounds, vocabulary, logits_processor)
+    reasons = judge_prompts(texts, bounds, vocabulary, logits_processor, num_rows)
     state = SearchState.begin(texts, reasons, num_beams, config.max_new_tokens)
     state = dataclasses.replace(
         state, processor_state=begin_rows(logits_processor, texts, num_beams)

@@ -19,6 +19,7 @@ from jkv.decoding.model.protocol import Model, call_model, call_model_for_rows
 from jkv.decoding.model.steps import CHUNK_SIZE, Exact
 from jkv.decoding.texts.blocks import count_cached
 from jkv.indexing import gather
+from jkv.masks import CAUSAL, SpanMask
 from jkv.metadata.entries import find_owners
 from jkv.metadata.requests import check_counts, saturating_cumsum
 from jkv.metadata.xla_cpu import running_sum
@@ -91,6 +92,8 @@ class Runner(NamedTuple):
         *,
         records: bool = True,
         num_pending: jax.Array | int = 0,
+        mask: SpanMask | None = None,  # of the R rows
+        max_span: int | None = None,
     ) -> tuple[Cache, Batch, jax.Array]:
         """Append tokens to sequences; arguments as for `run`.
 
@@ -101,14 +104,20 @@ class Runner(NamedTuple):
             self.exact.check_cache(cache)
             seq_ids, tokens, counts = self.exact.pad(seq_ids, tokens, counts)
         # Without counts rows are sequences, which costs less.
-        rows = {} if counts is None else {"capacity": tokens.shape[0]}
+        num_rows = None if counts is None else tokens.shape[0]
+        if mask is not None:
+            more = (0, tokens.shape[0] - mask.ends.shape[0])  # rows of padding
+            ends = jnp.pad(mask.ends, more, constant_values=-1)
+            mask = dataclasses.replace(mask, ends=ends)
         cache, batch = append(
             cache,
             seq_ids,
             1 if counts is None else counts,
             tokens=tokens if records else None,
             num_pending=num_pending,
-            **rows,
+            capacity=num_rows,
+            mask=CAUSAL if mask is None else mask,
+            max_span=max_span,
         )
         return cache, batch, tokens
 
@@ -218,10 +227,19 @@ def share_rows(
     left: jax.Array,  # i32[W], tokens still to compute
     ages: jax.Array,  # i32[W], ages of the places
     num_rows: int,  # rows of the largest step, at least W
+    # i32[W], least rows that a place can use, more than 1 for a span; None: 1
+    least: jax.Array | None = None,
 ) -> jax.Array:
-    """Return the rows of a step for each place, i32[W]."""
+    """Return the rows of a step for each place, i32[W].
+
+    A place may get fewer than its least rows. To not starve it, younger prompts get
+    rows only after it.
+    """
     first = jnp.minimum(left, 1)
-    more = jnp.clip(left - 1, 0, num_rows)
+    if least is not None:
+        oldest = jnp.min(jnp.where((left > 0) & (least > 1), ages, ages.shape[0]))
+        first = jnp.where((left > 1) & (ages >= oldest), 0, first)
+    more = jnp.clip(left - first, 0, num_rows)
     more_by_age = jnp.zeros_like(more).at[ages].set(more)
     wanted = saturating_cumsum(more_by_age, num_rows)
     wanted_by_older = gather(

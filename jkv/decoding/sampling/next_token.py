@@ -86,7 +86,8 @@ def judge_prompts(
     prompts: Prompts,
     bounds: Bounds,
     vocabulary: int,
-    logits_processor: LogitsProcessor | None = None,
+    logits_processor: LogitsProcessor | None,
+    num_rows: int,  # of the largest step
 ) -> jax.Array:
     """Return why prompts cannot start, i32[Q], RUNNING for valid ones.
 
@@ -96,12 +97,17 @@ def judge_prompts(
     if prompts.variants is not None and logits_processor is not None:
         unknown = find_unknown(prompts.variants, logits_processor)
         processor = [(FinishReason.UNKNOWN_VARIANT, unknown)]
+    spans: list[tuple[FinishReason, jax.Array]] = []
+    if prompts.spans is not None:
+        is_long = prompts.spans.are_too_long(num_rows)
+        spans = [(FinishReason.SPAN_TOO_LONG, is_long)]
     return find_first(
         prompts.lengths.shape,
         [
             (FinishReason.MALFORMED_PROMPT, find_malformed(prompts, vocabulary)),
             (FinishReason.EMPTY_PROMPT, prompts.lengths == 0),
             *processor,
+            *spans,
             (FinishReason.LENGTH, prompts.limits <= 0),
             *bounds.exceeded(prompts.lengths, prompts.lengths),
         ],

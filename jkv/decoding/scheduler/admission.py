@@ -73,6 +73,8 @@ def _open_seated(
     has_states = cache.metadata.has_states
     lanes, is_more = _find_lanes(state, loads, num_lanes, has_states)
     texts, lengths = find_texts(state.prompts, state.result, lanes.sequences)
+    if state.prompts.spans is not None:
+        texts = state.prompts.spans.cut_before(texts, lanes.prompts)
     salts = gather(state.prompts.salts, lanes.prompts)
     if state.shortening is not None:
         prompt_lengths = gather(state.prompts.lengths, lanes.prompts)

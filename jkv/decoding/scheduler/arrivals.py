@@ -25,6 +25,7 @@ from jkv.decoding.scheduler.queue import (
 from jkv.decoding.scheduler.state import GenerationState
 from jkv.decoding.texts.prompts import PromptFields, Prompts
 from jkv.decoding.texts.results import FinishReason, Generation
+from jkv.decoding.texts.spans import match_spans
 from jkv.indexing import gather, scatter
 from jkv.logits_processors import LogitsProcessor
 from jkv.metadata import mentions, ring
@@ -60,6 +61,7 @@ def add_prompts(
       prompts: i32[K, P], -1 past the end of each, P as in the first call; or `Prompts`.
         Without limits a prompt gets as many tokens as there is room for. Stop
         conditions have the shape of the first call; without any the old ones stay.
+        Spans need spans in the first call, with its `max_span` and `cacheable_spans`.
       num_samples: i32[K], sequences of each prompt to run; the others count as
         CANCELLED. None is all.
       priorities: i32[K] or int; among sequences that have not started, smaller ones
@@ -104,6 +106,8 @@ def add_prompts(
     logits_processor = as_logits_processor(logits_processor)
     check_processor_presence(state.result.processor_state, logits_processor)
     added = with_variants(added, logits_processor)
+    spans = match_spans(state.prompts.spans, added.spans, added.tokens)
+    added = dataclasses.replace(added, spans=spans)
     is_busy = jnp.any(state.is_running.reshape(num_prompts, -1), axis=1)
     index = jnp.where(indices < 0, num_prompts, indices)
     is_free = ~gather(is_busy, index, fill=True)
@@ -132,7 +136,8 @@ def _queue_up(
     sample_index = jnp.arange(num_samples, dtype=jnp.int32)[None]
     sequences = (index[:, None] * num_samples + sample_index).reshape(-1)
     bounds = state.progress(cache).bounds
-    reasons = judge_prompts(added, bounds, state.seen.shape[1], logits_processor)
+    checks = state.seen.shape[1], logits_processor, state.row_counts[-1]
+    reasons = judge_prompts(added, bounds, *checks)
     is_wanted = sample_index < wanted[:, None]
     unwanted = jnp.int32(FinishReason.CANCELLED)
     reasons = jnp.where(is_wanted, reasons[:, None], unwanted).reshape(-1)

@@ -23,6 +23,7 @@ from jkv.decoding.texts.prompts import Prompts, Stops, find_texts, find_tokens
 from jkv.decoding.texts.results import FinishReason, Generation
 from jkv.indexing import gather, scatter
 from jkv.logits_processors import LogitsProcessor
+from jkv.masks import SpanMask
 from jkv.metadata.xla_cpu import running_sum
 from jkv.state import NO_SEQUENCE, Cache, Ring
 
@@ -276,6 +277,47 @@ class GenerationState:
         if self.before is not None:
             positions = positions - gather(self.before, sequences)
         return find_tokens(self.prompts, self.result, sequences, positions)
+
+    def count_least(self, loads: Loads) -> jax.Array | None:
+        """Return the least rows that each place can use, i32[W]; None without spans."""
+        spans = self.prompts.spans
+        if spans is None:
+            return None
+        return spans.count_least(loads.prompts, self._in_prompt(loads.done))
+
+    def end_at_spans(
+        self, loads: Loads, counts: jax.Array, most: jax.Array
+    ) -> jax.Array:
+        """Shorten the rows of places, i32[W], to end between spans.
+
+        Args:
+          loads: the loads of the places.
+          counts: i32[W], rows of a step that end at snapshots.
+          most: i32[W], rows if no span ends at a snapshot.
+        """
+        spans = self.prompts.spans
+        if spans is None:
+            return counts
+        given = loads.prompts, self._in_prompt(loads.done)
+        shorter = spans.end_at_borders(*given, counts)
+        return jnp.where(shorter > 0, shorter, spans.end_at_borders(*given, most))
+
+    def mask_rows(
+        self, loads: Loads, places: jax.Array, positions: jax.Array
+    ) -> SpanMask:
+        """Return the mask of rows of `places` at `positions`, i32[R] each."""
+        spans = self.prompts.spans
+        assert spans is not None
+        offset = self._in_prompt(loads.done) - loads.done
+        done = gather(loads.done + offset, places)
+        in_prompt = positions + gather(offset, places)
+        return spans.mask(gather(loads.prompts, places), in_prompt, done)
+
+    def _in_prompt(self, done: jax.Array) -> jax.Array:
+        """Return cached tokens, i32[W], without those from before the loop."""
+        if self.before is None:
+            return done
+        return done - gather(self.before, self.places.sequences)
 
     def progress(self, cache: Cache) -> Progress:
         """Return the lengths and stop conditions of the sequences in this cache."""

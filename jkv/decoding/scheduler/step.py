@@ -61,13 +61,14 @@ def advance(
     if state.shortening is not None:
         cache, state = _make_room(cache, state)
     loads, places = state.loads(cache), state.places
-    left = loads.count_left(places)
+    left, least = loads.count_left(places), state.count_least(loads)
     counts = when(
         jnp.any(left > 1),
-        lambda left: share_rows(left, places.ages, state.row_counts[-1]),
+        lambda left: share_rows(left, places.ages, state.row_counts[-1], least),
         left,
     )
-    counts = end_at_snapshots(cache, loads.done, counts, left, state.partings)
+    shorter = end_at_snapshots(cache, loads.done, counts, left, state.partings)
+    counts = state.end_at_spans(loads, shorter, counts)
     if state.shortening is not None:
         counts = state.shortening.limit(
             counts, loads.done, loads.prompt_lengths, loads.slots
@@ -127,11 +128,16 @@ def _compute_rows(
         is_decoding &= size == sizes.index(num_places)
     rows = jnp.where(is_decoding, 1, counts)
     seq_ids = jnp.where(counts > 0, places.seq_ids, NO_SEQUENCE)
-    tokens = state.tokens_at(*locate_rows(rows, loads.done, sizes[-1]))
+    located = locate_rows(rows, loads.done, sizes[-1])
+    tokens, spans = state.tokens_at(*located), state.prompts.spans
+    mask = None if spans is None else state.mask_rows(loads, *located)
+    max_span = None if spans is None else spans.bound(sizes[-1])
 
     # Append once, for the most rows. The model computes the smallest sufficient number
     # of them, and each size has a plan of its own.
-    cache, batch, tokens = runner.append(cache, seq_ids, tokens, rows)
+    cache, batch, tokens = runner.append(
+        cache, seq_ids, tokens, rows, mask=mask, max_span=max_span
+    )
     batch = dataclasses.replace(batch, plan=None)
     leaves, structure = jax.tree.flatten((tokens, batch))
     Carry = tuple[Cache, jax.Array]
@@ -140,6 +146,8 @@ def _compute_rows(
         def compute(carry: Carry, *leaves: jax.Array) -> Carry:
             tokens, batch = jax.tree.unflatten(structure, leaves)
             first = dataclasses.replace(batch.first_rows(num_rows), is_decoding=decodes)
+            if decodes:  # single rows are causal
+                first = dataclasses.replace(first, mask=None)
             first = plan_attention(carry[0], first)
             cache, logits = runner.compute(carry[0], first, tokens[:num_rows])
             return cache, logits[:num_places]

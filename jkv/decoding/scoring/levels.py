@@ -18,6 +18,7 @@ import numpy as np
 from jkv.decoding.scoring.one_call import run_tree
 from jkv.decoding.scoring.scored import Scored, resize_for_tree
 from jkv.decoding.texts.prompts import count_tokens, refuse_unknown
+from jkv.decoding.texts.spans import Spans
 from jkv.decoding.texts.trajectory_tree import (
     TrajectoryTree,
     is_known,
@@ -25,6 +26,7 @@ from jkv.decoding.texts.trajectory_tree import (
     measure,
 )
 from jkv.indexing import gather
+from jkv.masks import CAUSAL, Mask, SpanMask
 from jkv.status import UsageError
 from jkv.verbs.allocation import allocate
 from jkv.verbs.appending import append
@@ -40,6 +42,8 @@ class Level(NamedTuple):
     # Rows per segment if equal; None: as many as its tokens.
     width: int | None
     asks_all: bool  # return the logits of all rows, else of last rows
+    mask: Mask = CAUSAL  # of its rows
+    max_span: int | None = None
 
 
 def run_levels(
@@ -64,6 +68,8 @@ def run_levels(
             capacity=len(level.rows) if level.width is None else None,
             max_query_length=level.width,
             num_pending=0,
+            mask=level.mask,
+            max_span=level.max_span,
         )
         if level.asks_all:
             every_row = jnp.arange(batch.num_rows, dtype=jnp.int32)
@@ -116,15 +122,23 @@ def check_counts(prompts: jax.Array, continuations: jax.Array) -> None:
 
 
 def score_two_levels(
-    scored: Scored, prompts: jax.Array, continuations: jax.Array
+    scored: Scored,
+    prompts: jax.Array,
+    continuations: jax.Array,
+    spans: Spans | None = None,  # of the prompts
 ) -> jax.Array:
     """Score continuations, i32[N, C], of prompts, i32[Q, P]."""
     if scored.config.state_groups:
-        logits = _run_two_levels(scored, prompts, continuations)
+        logits = _run_two_levels(scored, prompts, continuations, spans)
     else:
         tree = _join(prompts, continuations)
-        rows = _list_asked_rows(prompts, tree.num_rows)
-        logits, _ = run_tree(scored, tree, rows)
+        rows, mask, longest = _list_asked_rows(prompts, tree.num_rows), None, None
+        if spans is not None:
+            # The rows of prompts come first.
+            more, longest = (0, tree.num_rows - prompts.size), spans.longest
+            ends = jnp.pad(spans.ends.reshape(-1), more, constant_values=-1)
+            mask = SpanMask(ends)
+        logits, _ = run_tree(scored, tree, rows, mask, longest)
     for name, texts in (("prompt", prompts), ("continuation", continuations)):
         refuse_unknown(name, texts, logits.shape[-1])
     lengths = count_tokens(prompts)
@@ -163,7 +177,10 @@ def _list_asked_rows(prompts: jax.Array, num_rows: int) -> jax.Array:
 
 
 def _run_two_levels(
-    scored: Scored, prompts: jax.Array, continuations: jax.Array
+    scored: Scored,
+    prompts: jax.Array,
+    continuations: jax.Array,
+    spans: Spans | None,
 ) -> jax.Array:
     """Compute prompts, then their forks; return logits in the order of one step."""
     tree, (num_prompts, width) = _join(prompts, continuations), prompts.shape
@@ -171,6 +188,9 @@ def _run_two_levels(
     segments = np.arange(tree.num_segments, dtype=np.int32)
     first = num_prompts * width
     levels = [Level(segments[:num_prompts], None, rows[:first], width, asks_all=False)]
+    if spans is not None:
+        mask = SpanMask(spans.ends.reshape(-1))
+        levels = [levels[0]._replace(mask=mask, max_span=spans.longest)]
     children = segments[num_prompts:]
     if len(children):
         parents = (children - num_prompts) // (len(children) // num_prompts)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jkv.decoding.scoring.layout import Layout, lay_out
 from jkv.decoding.scoring.scored import Scored, resize_for_tree
 from jkv.decoding.texts.trajectory_tree import TrajectoryTree
+from jkv.masks import SpanMask
 from jkv.metadata.requests import Integer
 from jkv.sharding.storage_sharding import POOL, ROWS, divided, over_devices
 from jkv.state import Batch, Cache, GroupLayer
@@ -24,6 +25,7 @@ from jkv.state.cache import Role
 from jkv.status import Status, UsageError
 from jkv.verbs.arguments import locate_layer
 from jkv.verbs.attention_plan import plan_attention
+from jkv.verbs.masking import with_mask
 from jkv.verbs.writing import read_rows
 
 
@@ -31,11 +33,16 @@ def run_tree(
     scored: Scored,  # without recurrent-state layers
     tree: TrajectoryTree,  # R rows
     asked_rows: jax.Array,  # i32[A], rows to return logits of; R for none
+    mask: SpanMask | None = None,  # of the R rows
+    max_span: int | None = None,
 ) -> tuple[jax.Array, Layout]:
     """Compute every row of a tree once; return logits, [A, V], and the layout."""
     layout = lay_out(tree, scored.config.block_size)
     cache = _make_pools(scored, tree, layout)
-    batch = plan_attention(cache, _plan(cache, tree, layout, asked_rows))
+    batch = _plan(cache, tree, layout, asked_rows)
+    if mask is not None:
+        batch = with_mask(batch, mask, max_span=max_span)
+    batch = plan_attention(cache, batch)
     return scored.call(tree.tokens, cache, batch)[0], layout
 
 

@@ -30,6 +30,8 @@ from jkv.decoding.scoring.levels import (
 )
 from jkv.decoding.scoring.one_call import run_tree
 from jkv.decoding.scoring.scored import Scored
+from jkv.decoding.texts.prompts import count_tokens
+from jkv.decoding.texts.spans import Spans
 from jkv.decoding.texts.trajectory_tree import TrajectoryTree, check_tree, is_known
 from jkv.metadata.requests import Texts, as_prompts
 from jkv.status import UsageError
@@ -57,6 +59,7 @@ def score(
     continuations: Texts,
     *,
     config: Config,
+    spans: Texts | None = ...,
     exact: ExactShape = ...,
     mesh: jax.sharding.Mesh | None = ...,
     heads: str | None = ...,
@@ -71,6 +74,7 @@ def score(
     continuations: Texts | None = None,  # i32[N, C]
     *,
     config: Config,
+    spans: Texts | None = None,  # i32[Q, P]
     exact: ExactShape = False,
     mesh: jax.sharding.Mesh | None = None,
     heads: str | None = None,
@@ -102,7 +106,9 @@ def score(
         is `i * (N / Q) + j`.
       config: the model's sizes and `block_size`; counts of blocks, sequences and
         tokens, windows and dtypes are ignored: all keys and values are kept, in
-          float32.
+        float32.
+      spans: i32[Q, P], the last position that each token of a prompt attends to, -1 for
+        a causal token, as for `generate`. Not for trees, and not with `exact`.
       exact: static; as for `generate`, for log-probabilities bit-identical to its own:
         calls have that shape, through a cache with the windows and dtypes of `config`.
         The derivative is that of a score without `exact`. Not for trees.
@@ -148,6 +154,8 @@ def score(
     if isinstance(prompts, TrajectoryTree):
         if shape is not None:
             raise UsageError("exact is not supported for trees; omit it")
+        if spans is not None:
+            raise UsageError("spans are not supported for trees; omit them")
         if continuations is not None:
             raise UsageError(
                 "a tree takes no continuations: score(model, params, tree, config=...)"
@@ -160,9 +168,18 @@ def score(
     asked = as_prompts(prompts, "prompts")
     given = as_prompts(continuations, "continuations")
     check_counts(asked, given)
-    usual = score_two_levels(scored, asked, given)
+    found = None
+    if spans is not None:
+        found = Spans.of(spans, asked, None, cacheable=False)
+    usual = score_two_levels(scored, asked, given, found)
+    if found is not None:
+        each = len(given) // len(asked)
+        is_wrong = jnp.repeat(found.are_malformed(count_tokens(asked)), each)
+        usual = jnp.where(is_wrong[:, None] & (given >= 0), jnp.nan, usual)
     if shape is None:
         return usual
+    if spans is not None:
+        raise UsageError("spans are not supported with exact; omit one of them")
     scored = scored._replace(params=jax.lax.stop_gradient(params))
     values = score_exactly(scored, shape, asked, given)
     return _with_derivative_of(values, usual)

@@ -14,6 +14,7 @@ import numpy as np
 
 from jkv.arguments import explains_arguments
 from jkv.decoding.texts.results import Generation
+from jkv.decoding.texts.spans import Spans
 from jkv.indexing import gather, scatter
 from jkv.metadata.requests import (
     I32,
@@ -192,6 +193,7 @@ class Prompts:
     # without a processor.
     variants: jax.Array | None = None
     stops: Stops | None = None  # None without stop conditions, or after `divide`
+    spans: Spans | None = None  # None for causal prompts
 
     @classmethod
     @explains_arguments
@@ -204,6 +206,9 @@ class Prompts:
         variants: Integers | None = None,
         stop_tokens: Integers | None = None,
         stop_sequences: Texts | None = None,
+        spans: Texts | None = None,
+        cacheable_spans: bool = False,
+        max_span: int | None = None,
     ) -> "Prompts":
         """Return prompts from the tokens before each row's first negative entry.
 
@@ -219,8 +224,15 @@ class Prompts:
             result. Or i32[B, E] with a row for each prompt, -1 for none.
           stop_sequences: i32[F, C], -1 past the end of each, or a list of token ids for
             each: a sequence finishes when its new tokens end with one; they are kept in
-              the result. Or
-            i32[B, F, C], or a list of such lists, for each prompt.
+            the result. Or i32[B, F, C], or a list of such lists, for each prompt.
+          spans: i32[B, P], the last position that each token attends to, -1 for a
+            causal token: images, or the prefix of a prefix-LM. A span is computed in
+            one step; a prompt with one longer than the largest row count, or than
+            `max_span`, finishes with SPAN_TOO_LONG.
+          cacheable_spans: static; equal token ids imply equal spans, as with an image's
+            hash in each of its ids, so that prefix caching may hold spans.
+          max_span: static bound on the tokens of a span, which steps with a span cost.
+            None is found from concrete spans, and else the largest row count.
 
         Raises:
           UsageError: for arguments of a wrong shape or type.
@@ -238,6 +250,9 @@ class Prompts:
         stops = None
         if stop_tokens is not None or stop_sequences is not None:
             stops = Stops.of(stop_tokens, stop_sequences, num_prompts)
+        found = None
+        if spans is not None:
+            found = Spans.of(spans, tokens, max_span, cacheable_spans)
         return cls(
             tokens=tokens,
             lengths=count_tokens(tokens),
@@ -246,6 +261,7 @@ class Prompts:
             priorities=jnp.zeros((num_prompts,), jnp.int32),
             variants=variants,
             stops=stops,
+            spans=found,
         )
 
     def divide(self, max_new_tokens: int) -> "tuple[Prompts, Stops]":
@@ -263,6 +279,9 @@ class PromptFields(TypedDict, total=False):
     variants: Integers | None
     stop_tokens: Integers | None
     stop_sequences: Texts | None
+    spans: Texts | None
+    cacheable_spans: bool
+    max_span: int | None
 
 
 set_defaults(PromptFields, Prompts.of)
@@ -277,15 +296,19 @@ def count_tokens(texts: jax.Array) -> jax.Array:
 def find_malformed(prompts: Prompts, vocabulary: int) -> jax.Array:
     """Return True for malformed prompts, bool[Q], which are never started.
 
-    Malformed are a token after the first -1, an id below -1, and an id outside of the
-    vocabulary. For concrete tokens, outside jit, these raise UsageError.
+    Malformed are a token after the first -1, an id below -1 or outside of the
+    vocabulary, and a span past the end of the prompt. For concrete tokens, outside
+    jit, wrong ids raise UsageError.
     """
     tokens = prompts.tokens
     if not isinstance(tokens, jax.core.Tracer):
         _check_tokens(np.asarray(tokens), vocabulary)
     column = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     is_behind = (tokens >= 0) & (column >= prompts.lengths[:, None])
-    return jnp.any(is_behind | (tokens < -1) | (tokens >= vocabulary), axis=1)
+    is_wrong = jnp.any(is_behind | (tokens < -1) | (tokens >= vocabulary), axis=1)
+    if prompts.spans is not None:
+        is_wrong |= prompts.spans.are_malformed(prompts.lengths)
+    return is_wrong
 
 
 def _check_tokens(tokens: np.ndarray[Any, Any], vocabulary: int) -> None:

@@ -34,6 +34,7 @@ class FinishReason(enum.IntEnum):
     MALFORMED_PROMPT = 11  # invalid token ids, or padding between them
     NOTHING_ALLOWED = 12  # the logits processor masked every token
     UNKNOWN_VARIANT = 13  # the logits processor has no such variant: it never started
+    SPAN_TOO_LONG = 14  # no step has the rows of a span (`Prompts`): it never started
 
 
 class Statistics(NamedTuple):

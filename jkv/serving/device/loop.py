@@ -112,6 +112,7 @@ class Loop:
             if logits_processor is None
             else logits_processor.num_variants,
             num_classes=self.num_classes,
+            max_span=min(self.sizes.max_span, self.sizes.max_rows),
         )
 
     def start_window(

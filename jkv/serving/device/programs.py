@@ -62,6 +62,9 @@ def begin_empty(
         stop_tokens=jnp.full((sizes.num_prompts, stops.tokens), -1, jnp.int32),
         stop_sequences=make_empty_sequences(sizes.num_prompts, stops),
         variants=NO_VARIANT,
+        spans=texts if sizes.max_span else None,
+        cacheable_spans=sizes.cacheable_spans,
+        max_span=sizes.max_span or None,
     )
     state = decoding.begin(
         model,
@@ -90,6 +93,7 @@ def exchange(
     arrivals = change.arrivals
     cache, state = decoding.cancel(cache, state, jnp.asarray(change.cancelled))
     indices, samples = jnp.asarray(arrivals.indices), state.num_samples
+    spans = state.prompts.spans
     state = decoding.add_prompts(
         cache,
         state,
@@ -103,16 +107,19 @@ def exchange(
         priorities=arrivals.priorities,
         logits_processor=logits_processor,
         variants=NO_VARIANT if logits_processor is None else arrivals.variants,
+        spans=None if spans is None else jnp.asarray(arrivals.spans),
+        cacheable_spans=spans is not None and spans.cacheable,
+        max_span=None if spans is None else spans.longest,
     )
     past_the_end = state.result.lengths.shape[0]
     first = jnp.where(indices < 0, past_the_end, indices * samples)
     sequences = first[:, None] + jnp.arange(samples, dtype=jnp.int32)[None]
-    fields = {
+    options = {
         name: getattr(sampling, name).at[sequences].set(values, mode="drop")
         for name, values in arrivals.sampling.items()
     }
     free = sum_groups(count_free_blocks(cache))
-    return cache, state, Sampling(**fields), free
+    return cache, state, Sampling(**options), free
 
 
 preempt_all = jax.jit(decoding.preempt, donate_argnames=("cache", "state"))

@@ -37,6 +37,8 @@ class EngineSizes(NamedTuple):
     num_lanes: int  # K, prompts per call of `exchange`
     stops: StopSizes
     guesses: PromptLookup | DraftSizes | None
+    max_span: int  # tokens of a span; 0: causal prompts only
+    cacheable_spans: bool
 
     @property
     def num_sequences(self) -> int:
@@ -47,6 +49,15 @@ class EngineSizes(NamedTuple):
     def max_running(self) -> int:
         assert self.config.max_running is not None
         return self.config.max_running
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of the largest step."""
+        exact, row_counts = self.config.exact_shape, self.config.row_counts
+        if exact is not None:
+            return exact.num_rows
+        assert row_counts is not None, "find_sizes sets it"
+        return row_counts[-1]
 
     @property
     def max_window_tokens(self) -> int:
@@ -63,6 +74,8 @@ def find_sizes(
     num_steps: int,
     stop_sizes: StopSizes,
     speculate: PromptLookup | DraftModel | None,
+    max_span: int,
+    cacheable_spans: bool,
 ) -> EngineSizes:
     """Return the sizes of an engine from the arguments of `Engine`."""
     running = config.max_running
@@ -72,6 +85,7 @@ def find_sizes(
     )
     ahead = running if num_ahead is None else num_ahead
     check_static("num_ahead", ahead, 0)
+    check_static("max_span", max_span, 0)
     num_prompts = running + ahead
     if (exact := config.exact_shape) is not None:
         exact.check_alone(config.row_counts, config.chunk_size)
@@ -92,4 +106,6 @@ def find_sizes(
             if isinstance(speculate, DraftModel)
             else speculate
         ),
+        max_span=max_span,
+        cacheable_spans=cacheable_spans,
     )

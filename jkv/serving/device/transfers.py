@@ -37,6 +37,7 @@ class Arrivals(NamedTuple):
     priorities: np.ndarray[Any, Any]  # i32[K]
     variants: np.ndarray[Any, Any]  # i32[K], variant of the logits processor
     sampling: dict[str, np.ndarray[Any, Any]]  # [K, samples], fields of `Sampling`
+    spans: np.ndarray[Any, Any] | None  # i32[K, P], end of each token's span, or -1
 
     @classmethod
     def of(
@@ -65,6 +66,7 @@ class Arrivals(NamedTuple):
                 name: np.zeros((count, samples), dtype)
                 for name, dtype in SAMPLING_DTYPES.items()
             },
+            spans=filled(-1, sizes.max_prompt_tokens) if sizes.max_span else None,
         )
         for lane, (state, first) in enumerate(dispatched):
             arrivals._put(lane, state, first, samples)
@@ -82,6 +84,8 @@ class Arrivals(NamedTuple):
         if self.stop_sequences is not None:
             for i, sequence in enumerate(request.stop_sequences):
                 self.stop_sequences[lane, i, : len(sequence)] = sequence
+        if self.spans is not None and request.spans is not None:
+            self.spans[lane, : len(request.spans)] = request.spans
         self.num_samples[lane] = count
         self.salts[lane] = request.salt
         self.priorities[lane] = request.priority

@@ -18,6 +18,7 @@ from jkv.decoding.sampling.options import (
 )
 from jkv.decoding.texts.blocks import BlockSize
 from jkv.decoding.texts.results import FinishReason
+from jkv.decoding.texts.spans import find_longest
 from jkv.metadata.requests import I32, Integers, Texts, as_domains
 from jkv.serving.request.request import (
     NO_VARIANT,
@@ -64,10 +65,13 @@ class Limits(NamedTuple):
     has_detokenizer: bool
     num_variants: int  # variants of the logits processor
     num_classes: int  # retention classes
+    max_span: int  # tokens of a span, at most the rows of the largest step; 0: no spans
     rolls: bool = False  # full contexts drop tokens and go on
 
     def check(self, request: CheckedRequest) -> None:
         self._check_prompt(request.tokens)
+        if request.spans is not None:
+            self._check_spans(request.spans, len(request.tokens))
         if request.n < 1:
             raise RequestRefused(f"n must be at least 1, got {request.n}")
         if request.max_new_tokens < 1:
@@ -134,6 +138,25 @@ class Limits(NamedTuple):
                 f"{length}; raise Engine(max_prompt_tokens=...)"
             )
 
+    def _check_spans(self, ends: np.ndarray[Any, Any], num_tokens: int) -> None:
+        if not self.max_span:
+            raise RequestRefused(
+                "spans must be None, as this engine serves causal prompts only; pass "
+                "Engine(max_span=...), the most tokens of a span"
+            )
+        if len(ends) != num_tokens or ends.max() >= num_tokens:
+            raise RequestRefused(
+                f"spans must have an end below {num_tokens}, or -1, for each of "
+                f"{num_tokens} tokens, got {len(ends)} ends up to {ends.max()}"
+            )
+        longest = find_longest(ends)
+        if longest > self.max_span:
+            raise RequestRefused(
+                f"spans must have at most {self.max_span} tokens, got {longest} in one "
+                f"step; raise Engine(max_span=...), and row_counts with it",
+                FinishReason.SPAN_TOO_LONG,
+            )
+
     def _check_stops(self, request: CheckedRequest) -> None:
         sequences = request.stop_sequences
         longest = max(map(len, sequences), default=0)
@@ -188,6 +211,7 @@ def check_request(limits: Limits, request: Request, domains: Domains) -> Checked
             for sequence in request.stop_sequences
         ),
         stop_strings=strings,
+        spans=None if request.spans is None else _read_spans(request.spans),
         salt=_read_salt(request.salt, domains),
         client=_read_client(request.client),
     )
@@ -234,6 +258,17 @@ def as_token_ids(name: str, tokens: Integers) -> np.ndarray[Any, Any]:
             f"{str(tokens)[:60]}"
         )
     return ids.astype(np.int32)
+
+
+def _read_spans(spans: Integers) -> np.ndarray[Any, Any]:
+    """Convert the ends of spans to i32[P]; raise for anything else."""
+    ends = np.asarray(spans)
+    if ends.ndim != 1 or not ends.size or not np.issubdtype(ends.dtype, np.integer):
+        raise RequestRefused(
+            f"spans must be a list of ends, integers of -1 or more, one for each token "
+            f"of the prompt, got {str(spans)[:60]}"
+        )
+    return np.clip(ends, -1, I32.max).astype(np.int32)
 
 
 def _read_salt(salt: Any, domains: Domains) -> int:

@@ -57,6 +57,9 @@ class Request:
         cache's `keep_classes` (`jkv.free`).
       keep_seconds: time from finishing until the class expires for unreferenced blocks;
         None is until eviction.
+      spans: i32[P] or a list, the last position that each token of the prompt attends
+        to, -1 for a causal token (`jkv.decoding.Prompts`). Requires
+        `Engine(max_span=...)`.
 
     Example:
       >>> from jkv.serving import Request
@@ -78,6 +81,7 @@ class Request:
     timeout: float | None = None
     keep: int = 0
     keep_seconds: float | None = None
+    spans: Integers | None = None
 
     @classmethod
     def of(cls, tokens: "Request | Integers", fields: "RequestFields") -> "Request":
@@ -107,6 +111,7 @@ class RequestFields(TypedDict, total=False):
     timeout: float | None
     keep: int
     keep_seconds: float | None
+    spans: Integers | None
 
 
 set_defaults(RequestFields, Request)
@@ -124,6 +129,7 @@ class CheckedRequest(Request):
     stop_sequences: tuple[tuple[int, ...], ...]
     stop_strings: tuple[str, ...]
     salt: int
+    spans: np.ndarray[Any, Any] | None  # i32[P]
 
 
 class Domains:

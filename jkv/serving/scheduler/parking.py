@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.metadata.requests import Integers
 from jkv.prefixes.recommitment import recommit
 from jkv.serving.device.loop import Loop
 from jkv.serving.request.state import RequestState, RequestStatus, Sample
@@ -45,11 +46,31 @@ class Parked:
     number: tuple[int, int]  # request number and sample index
     text: np.ndarray  # i32[P]
     salt: int
+    spans: np.ndarray | None  # i32[P], end of each token's span; None: causal
     since: float  # time of parking
     stay: Pinned | Swapped | None = None  # its blocks; None if lost
     is_new: bool = True  # True before the first `settle`
     is_over: bool = False  # True if dropped
     resumed_by: RequestState | None = None
+
+    def continue_spans(
+        self, more: Integers | None, num_tokens: int
+    ) -> np.ndarray | None:
+        """Return the spans of the sequence and of `num_tokens` that follow it."""
+        if self.spans is None and more is None:
+            return None
+        ends = np.full(len(self.text) + num_tokens, -1, np.int32)
+        if self.spans is not None:
+            ends[: len(self.spans)] = self.spans
+        if more is not None:
+            given = np.asarray(more)
+            if given.shape != (num_tokens,):
+                raise ValueError(
+                    f"spans must have an end for each of {num_tokens} tokens, got "
+                    f"shape {list(given.shape)}"
+                )
+            ends[len(self.text) :] = np.where(given >= 0, given + len(self.text), -1)
+        return ends
 
     @property
     def has_begun(self) -> bool:
@@ -96,8 +117,13 @@ class Parking:
         number = state.request_id, sample.index
         self._give_up(self._by_number.get(number))
         text = state.text_of(sample)
+        request = state.request
         parked = Parked(
-            number=number, text=text, salt=state.request.salt, since=self._clock()
+            number=number,
+            text=text,
+            salt=request.salt,
+            spans=request.spans,
+            since=self._clock(),
         )
         self._texts[parked] = None
         self._by_number[number] = parked

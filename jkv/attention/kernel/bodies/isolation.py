@@ -77,7 +77,8 @@ def take_between(
     """Call `take` for each pair of consecutive non-finite tokens of the range."""
     before, find = jnp.int32(-1), functools.partial(_find_broken, walk, of_keys)
     behind = find(before)
-    if walk.window is None:  # rows that end later attend to the first one, too
+    if walk.window is None and not walk.variant.has_past:
+        # Rows that end later attend to the first one, too.
         take(before, behind)
         return
 

@@ -128,6 +128,11 @@ def find_seen(
     valid, before = rows.valid, None
     if window is not None:
         before = find_last(o, position + rows.offset - window, variant)
+    if variant.has_past:
+        first, end = o.work.first[rows.entry], o.work.end[rows.entry]
+        last = jnp.minimum(last, end - 1)
+        least = jnp.broadcast_to(first - 1, last.shape)
+        before = least if before is None else jnp.maximum(before, least)
     if not variant.num_pieces:  # by position, rows also store empty pieces
         valid &= last >= 0 if before is None else last > before
     return Seen(last, before, valid)

@@ -70,7 +70,8 @@ class Walk(NamedTuple):
     @property
     def has_full_loop(self) -> bool:
         """True if a loop without mask precedes, over tiles visible to all rows."""
-        return Ways.FULL_FIRST in self.variant.tile.ways and self.window is None
+        is_causal = self.window is None and not self.variant.has_past
+        return Ways.FULL_FIRST in self.variant.tile.ways and is_causal
 
     def load(self, trip: jax.Array, *, is_whole: bool = False) -> TokenTile:
         """Load a tile; `is_whole` requires a range that begins at token 0."""
@@ -87,7 +88,7 @@ class Walk(NamedTuple):
         if self.seen is not None:
             return see(self.seen, token)
         visible = token < self.tokens.end
-        if self.window is not None:
+        if self.window is not None or self.variant.has_past:
             visible &= token >= self.tokens.first
         return visible[None, :]
 

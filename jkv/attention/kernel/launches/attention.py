@@ -123,9 +123,14 @@ def _find_list(
         listed = find_list(call, each)
         if listed is not None:
             return listed
-    num_parts, part_size = call.num_parts, call.pools.block_size
-    given = call.requests, sizes[-1], call.window
-    return list_work(*given, num_parts=num_parts, part_size=part_size)
+    return list_work(
+        call.requests,
+        sizes[-1],
+        call.window,
+        num_parts=call.num_parts,
+        part_size=call.pools.block_size,
+        past=call.past,
+    )
 
 
 def prefill_rows(

@@ -35,6 +35,7 @@ class Variant:
     # By position: tokens of a piece, and pieces of the longest context; else 0.
     piece_tokens: int = 0
     num_pieces: int = 0
+    has_past: bool = False  # the work list limits the tokens of each row
 
     @property
     def interpret(self) -> bool:
@@ -77,13 +78,17 @@ def decode_variant(call: Call, tuning: Tuning, num_lanes: int, *, way: Way) -> V
     """Return the variant for one-row requests, some of which may share a tile."""
     row_heads = count_decode_heads(call.heads_per_kv, tuning) // num_lanes
     tile = tuning.decode_tile(call.soft_cap)
-    return _make_variant(call, tile, row_heads, num_lanes, True, way)
+    variant = _make_variant(call, tile, row_heads, num_lanes, True, way)
+    # Ranges end at their last visible token anyway.
+    has_past = call.past is not None and call.past.first is not None
+    return dataclasses.replace(variant, has_past=has_past)
 
 
 def prefill_variant(call: Call, tuning: Tuning, *, way: Way) -> Variant:
     """Return the variant for requests of several rows."""
     row_heads, row_tokens = cut_rows(call.heads_per_kv, tuning.prefill)
-    return _make_variant(call, tuning.prefill, row_heads, row_tokens, False, way)
+    variant = _make_variant(call, tuning.prefill, row_heads, row_tokens, False, way)
+    return dataclasses.replace(variant, has_past=call.past is not None)
 
 
 def position_variant(
@@ -94,7 +99,10 @@ def position_variant(
     row_heads, row_tokens = cut_rows(call.heads_per_kv, tile)
     variant = _make_variant(call, tile, row_heads, row_tokens, False, way)
     return dataclasses.replace(
-        variant, piece_tokens=piece_tokens, num_pieces=num_pieces
+        variant,
+        piece_tokens=piece_tokens,
+        num_pieces=num_pieces,
+        has_past=call.past is not None,
     )
 
 

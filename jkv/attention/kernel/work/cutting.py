@@ -12,12 +12,13 @@ All functions are plain JAX on small integers: `B` requests, `W` entries, `R` ro
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jkv.attention.call import Requests, find_held
+from jkv.attention.call import Past, Requests, find_held
 from jkv.attention.kernel.work.lists import (
     DecodeSizes,
     ListSizes,
@@ -50,16 +51,21 @@ def list_work(
     num_parts: int,
     part_size: int,
     shared: SharedPrefixes | None = None,
+    past: Past | None = None,
 ) -> WorkList:
     """List the work for the given sizes; see the functions below."""
-    parts = {"num_parts": num_parts, "part_size": part_size}
     if isinstance(sizes, PrefillSizes):
-        return list_prefill_work(requests, sizes)
+        return list_prefill_work(requests, sizes, past=past)
+    may_share = sizes.tile_rows if isinstance(sizes, PositionSizes) else sizes.num_lanes
+    given: dict[str, Any] = {
+        "num_parts": num_parts,
+        "part_size": part_size,
+        "shared": shared if may_share > 1 else None,
+        "past": past,
+    }
     if isinstance(sizes, PositionSizes):
-        shared = shared if sizes.tile_rows > 1 else None
-        return list_position_work(requests, sizes, **parts, shared=shared)
-    shared = shared if sizes.num_lanes > 1 else None
-    return list_decode_work(requests, window, sizes, **parts, shared=shared)
+        return list_position_work(requests, sizes, **given)
+    return list_decode_work(requests, window, sizes, **given)
 
 
 def size_decode_work(
@@ -100,6 +106,7 @@ def list_decode_work(
     # shared prefixes in whole blocks, without windows; None to read each request
     # separately
     shared: SharedPrefixes | None = None,
+    past: Past | None = None,  # without shared prefixes
 ) -> WorkList:
     """Cut the contexts of all one-row requests into pieces of similar length.
 
@@ -107,6 +114,8 @@ def list_decode_work(
     """
     last = requests.context_lengths - 1
     first, context = _find_contexts(last, window, num_parts, part_size)
+    if past is not None:
+        first, context = _clip(past, None, first, context)
     listed = (requests.query_lengths == 1) & (context > 0)
     if window is not None:
         listed &= window > 0
@@ -204,15 +213,23 @@ def size_prefill_work(
 
 
 def list_prefill_work(
-    requests: Requests, sizes: PrefillSizes, *, min_rows: int = 2
+    requests: Requests,
+    sizes: PrefillSizes,
+    *,
+    min_rows: int = 2,
+    past: Past | None = None,
 ) -> WorkList:
     """Cut the rows of all requests of at least `min_rows` into tiles."""
-    work, _ = _list_tiles(requests, sizes.num_entries, sizes.tile_rows, min_rows)
+    work, _ = _list_tiles(requests, sizes.num_entries, sizes.tile_rows, min_rows, past)
     return WorkList(work=work, pieces=None, lanes=None, sizes=sizes)
 
 
 def _list_tiles(
-    requests: Requests, num_entries: int, tile_rows: int, min_rows: int
+    requests: Requests,
+    num_entries: int,
+    tile_rows: int,
+    min_rows: int,
+    past: Past | None,
 ) -> tuple[Work, jax.Array]:
     """Cut requests of at least `min_rows` rows into tiles; also return the owners."""
     lengths, context = requests.query_lengths, requests.context_lengths
@@ -226,17 +243,37 @@ def _list_tiles(
     offset = (counts[request] - 1 - index) * tile_rows
     num_rows = jnp.minimum(lengths[request] - offset, tile_rows)
     position = context[request] - lengths[request] + offset
-    end = position + num_rows
+    first, end = jnp.zeros_like(position), position + num_rows
+    if past is not None:
+        first, end = _clip(past, request, first, end)
     alive = (entry < ends[-1]) & (end > 0)
     work = Work(
         table=jnp.where(alive, requests.seq_ids[request], 0),
         row=jnp.where(alive, requests.query_starts[request] + offset, 0),
         num_rows=jnp.where(alive, num_rows, 0),
         position=position,
-        first=jnp.zeros_like(end),
+        first=first,
         end=jnp.where(alive, end, 0),
     )
     return work, request
+
+
+def _clip(
+    past: Past,
+    request: jax.Array | None,  # i32[W]; None if entry i is request i
+    first: jax.Array,  # i32[W]
+    end: jax.Array,  # i32[W]
+) -> tuple[jax.Array, jax.Array]:
+    """Clip ranges of tokens to the limits of their requests; empty ranges end at 0."""
+
+    def of_entries(limits: jax.Array) -> jax.Array:
+        return limits if request is None else limits[request]
+
+    end = jnp.minimum(end, of_entries(past.end))
+    if past.first is not None:
+        first = jnp.maximum(first, of_entries(past.first))
+    is_empty = first >= end
+    return jnp.where(is_empty, 0, first), jnp.where(is_empty, 0, end)
 
 
 def size_position_work(
@@ -273,19 +310,22 @@ def list_position_work(
     part_size: int = 1,
     # shared prefixes of one-row requests in whole blocks
     shared: SharedPrefixes | None = None,
+    past: Past | None = None,  # without parts and shared prefixes
 ) -> WorkList:
     """Cut the rows of all requests into tiles, single rows like chunks."""
     first_part = None if num_parts == 1 else jnp.int32(0)
     find_last = functools.partial(
         find_held, part=first_part, num_parts=num_parts, block_size=part_size
     )
-    work, owner = _list_tiles(requests, sizes.num_tiles, sizes.tile_rows, 1)
+    work, owner = _list_tiles(requests, sizes.num_tiles, sizes.tile_rows, 1, past)
     work = work._replace(end=find_last(work.end - 1) + 1)
     # A comparison instead of a scatter, as in `list_decode_work`.
     row = jnp.arange(sizes.num_rows, dtype=jnp.int32)[:, None]
     start, length = requests.query_starts[None, :], requests.query_lengths[None, :]
     mine = (start <= row) & (row < start + length)
     last = requests.context_lengths[None, :] - (start + length - row)
+    if past is not None:
+        last = jnp.minimum(last, past.end[None, :] - 1)
     last = jnp.max(jnp.where(mine, last, -1), axis=1)
     size = sizes.piece_tokens
     counts = lax.div(find_last(last) + size, jnp.int32(size))

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.attention.backend import StepShape, find_gpu
-from jkv.attention.call import Pools, Requests, make_requests
+from jkv.attention.call import Past, Pools, Requests, make_requests
 from jkv.attention.kernel.elements.formats import KERNEL_FORMATS
 from jkv.attention.kernel.tiles.table import Tuning
 from jkv.attention.kernel.tiles.tuning import find_tuning
@@ -37,7 +37,11 @@ _HEADS_PER_KV, _LATENT_HEADS = (1, 2, 4, 8, 16), (8, 16, 32, 64, 128)
 
 
 def plan_work(
-    pools: Pools, requests: Requests, reference_counts: jax.Array, step: StepShape
+    pools: Pools,
+    requests: Requests,
+    reference_counts: jax.Array,
+    step: StepShape,
+    past: Past | None,
 ) -> tuple[WorkList, ...] | None:
     """List the work of a step for the local GPU.
 
@@ -51,7 +55,8 @@ def plan_work(
     counts = _HEADS_PER_KV if pools.values is not None else _LATENT_HEADS
     sizes: set[ListSizes] = set()
     max_tokens = max_blocks * step.part_size
-    is_windowed, has_shared = step.window is not None, _may_share(step)
+    is_windowed = step.window is not None
+    has_shared = past is None and _may_share(step)
     for heads_per_kv in counts:
         if step.by_position:
             sizes.add(
@@ -75,13 +80,15 @@ def plan_work(
         if num_rows > 1 and not step.is_decoding:
             tile_rows = cut_rows(heads_per_kv, tuning.prefill)[1]
             sizes.add(size_prefill_work(num_rows, num_requests, tile_rows))
-    return _list_all(requests, reference_counts, sizes=tuple(sorted(sizes)), step=step)
+    given = requests, reference_counts, past
+    return _list_all(*given, sizes=tuple(sorted(sizes)), step=step)
 
 
 @functools.partial(jax.jit, static_argnames=("sizes", "step"))
 def _list_all(
     asked: Requests,
     reference_counts: jax.Array,
+    past: Past | None,
     *,
     sizes: tuple[ListSizes, ...],
     step: StepShape,
@@ -93,13 +100,14 @@ def _list_all(
         max_query_length=1 if step.is_decoding else None,
     )
     shared = None
-    if _may_share(step):
+    if past is None and _may_share(step):
         shared = find_shared_prefixes(
             requests, reference_counts, block_size=step.part_size, has_branches=False
         )
     parts = {"num_parts": step.num_parts, "part_size": step.part_size}
     lists = tuple(
-        list_work(requests, each, step.window, **parts, shared=shared) for each in sizes
+        list_work(requests, each, step.window, **parts, shared=shared, past=past)
+        for each in sizes
     )
     # XLA counts a pool again for each in-place update, assumes that memory is full, and
     # would recompute the lists in each layer without a barrier.

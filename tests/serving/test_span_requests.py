@@ -1,0 +1,116 @@
+"""Requests with spans through the engine: batches, prefix caching, parking."""
+
+import numpy as np
+import pytest
+from support.small_attention_model import attention_model, attention_params, dense_rows
+
+import jkv
+from jkv.decoding import FinishReason
+from jkv.serving import Engine, RequestRefused
+
+NEW = 5
+PROMPTS = [[8, 9, 14, 18, 0, 2, 15, 18, 4, 5, 16, 8], [4, 11, 9, 2, 7], [3, 1, 2]]
+SPANS = [[-1, -1, 7, 7, 7, 7, 7, 7] + [-1] * 4, [4] * 5, None]
+
+
+def make_engine(num_blocks=24, **options):
+    config = jkv.CacheConfig(
+        num_layers=2,
+        num_kv_heads=2,
+        head_dim=4,
+        num_blocks=num_blocks,
+        block_size=4,
+        max_sequences=8,
+        max_context_length=32,
+        prefix_caching=True,
+    )
+    fields = dict(
+        max_running=2,
+        max_new_tokens=NEW,
+        max_prompt_tokens=24,
+        num_steps=3,
+        row_counts=(2, 8),
+        max_span=8,
+        checks=True,
+    )
+    cache = jkv.init(config)
+    return Engine(attention_model, attention_params(), cache, **(fields | options))
+
+
+def continue_densely(prompt, ends, count=NEW):
+    tokens = [int(token) for token in prompt]
+    params = {
+        name: {key: np.asarray(array) for key, array in value.items()}
+        if isinstance(value, dict)
+        else np.asarray(value)
+        for name, value in attention_params().items()
+    }
+    for _ in range(count):
+        logits = dense_rows(params, np.array(tokens), ends=ends)
+        tokens.append(int(np.argmax(logits[-1])))
+    return tokens[len(prompt) :]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """One engine for all tests: its programs are compiled once."""
+    return make_engine()
+
+
+def run(engine, prompts, spans, **fields):
+    numbers = [
+        engine.submit(prompt, spans=ends, **fields)
+        for prompt, ends in zip(prompts, spans, strict=True)
+    ]
+    while not engine.is_idle:
+        engine.step()
+    return [engine.results(number)[0] for number in numbers]
+
+
+def test_requests_with_and_without_spans_share_a_batch(engine):
+    for _ in range(2):  # the second time beside cached blocks
+        found = run(engine, PROMPTS * 2, SPANS * 2)
+        for result, prompt, ends in zip(found, PROMPTS * 2, SPANS * 2, strict=True):
+            expected = continue_densely(prompt, ends or ())
+            assert list(result.tokens) == expected
+
+
+def test_private_spans_are_not_found_again(engine):
+    """The same ids without a span, or in another one, are other keys."""
+    prompt = PROMPTS[0]
+    for ends in (SPANS[0], None, [5] * 6 + [-1] * 6, SPANS[0]):
+        (result,) = run(engine, [prompt], [ends])
+        assert list(result.tokens) == continue_densely(prompt, ends or ())
+
+
+def test_a_parked_request_continues_with_its_spans(engine):
+    number = engine.submit(PROMPTS[1], spans=SPANS[1])
+    engine.park(number)
+    while not engine.is_idle:
+        engine.step()
+    first = list(engine.results(number)[0].tokens)
+    more = [7, 1, 12, 3]
+    again = engine.resume(number, more, spans=[-1, 2, 2, -1])
+    while not engine.is_idle:
+        engine.step()
+    text = [*PROMPTS[1], *first, *more]
+    ends = [*SPANS[1], *[-1] * NEW, -1, 12, 12, -1]
+    assert list(engine.results(again)[0].tokens) == continue_densely(text, ends)
+
+
+def test_spans_are_refused_by_name(engine):
+    prompt = PROMPTS[0]
+    cases = {
+        "spans must have an end below 12": [3] * 11,
+        "spans must have an end below 12, or -1": [12] + [-1] * 11,
+        "spans must be a list of ends": [0.5] * 12,
+        "spans must have at most 8 tokens, got 9": [8] * 9 + [-1] * 3,
+    }
+    for message, ends in cases.items():
+        with pytest.raises(RequestRefused, match=message):
+            engine.submit(prompt, spans=ends)
+    with pytest.raises(RequestRefused) as refused:
+        engine.submit(prompt, spans=[8] * 9 + [-1] * 3)
+    assert refused.value.reason == FinishReason.SPAN_TOO_LONG
+    with pytest.raises(RequestRefused, match=r"pass Engine\(max_span=...\)"):
+        make_engine(max_span=0).submit(prompt, spans=[-1] * 12)
