@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.arguments import explains_arguments
 from jkv.metadata.requests import Integers, broadcast, check_static
 from jkv.status import UsageError
 
@@ -194,6 +195,7 @@ class expected_attention:  # noqa: N801
         return columns.transpose(1, 2, 0)
 
 
+@explains_arguments
 def top_tokens(
     scores: jax.Array, num_kept: Integers, lengths: Integers, max_kept: int
 ) -> jax.Array:

@@ -78,6 +78,7 @@ def calls():
         "with_mask": (batch, jkv.CausalMask()),
         "match": (cache, [[1, 2, 3, 4]]),
         "prune": (cache, ids, [[0], [1]], 1),
+        "top_tokens": (jnp.ones((1, 3)), 1, [2], 2),
         "read": (cache, 0, 0),
         "read_slot": (cache, 0, 0, 0),
         "resize": (cache, 16),
