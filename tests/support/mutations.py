@@ -947,9 +947,8 @@ MUTATIONS = (
         "positions-are-slots",
         "verbs",
         "The positions of a batch start again at the slots after a prune.",
-        "positions=metadata.sequences.pruned.positions_of("
-        "step.table_row, step.position),",
-        "positions=step.position,",
+        "positions += dropped",
+        "positions += 0 * dropped",
     ),
     Mutation(
         "fork-forgets-dropped-tokens",
