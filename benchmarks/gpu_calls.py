@@ -22,7 +22,7 @@ from jkv.attention import choice
 from jkv.attention.backend import StepShape
 from jkv.attention.call import Requests
 from jkv.formats.format import name_parts
-from jkv.verbs.attention_plan import pools_of
+from jkv.verbs.attending import pools_of
 
 BLOCK_SIZE, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS = 64, 128, 32, 8
 LATENT_DIM, LATENT_VALUE_DIM = 576, 512

@@ -39,9 +39,9 @@ def main():
     # Imported here, so that --help comes at once and Ctrl-C is answered meanwhile.
     from chatting.turns import Chat
 
-    from jkv.commands.compiled_programs import keep_compiled_programs
+    import jkv
 
-    keep_compiled_programs()
+    jkv.keep_compiled_programs()
     with answering_errors():
         chat = Chat(options)
     while True:

@@ -47,8 +47,8 @@ from jkv.status import (
 from jkv.verbs.allocation import Allocation, allocate, can_allocate, free
 from jkv.verbs.appending import append
 from jkv.verbs.attending import attend
+from jkv.verbs.branching import Fork, fork, reorder, truncate
 from jkv.verbs.commitment import commit
-from jkv.verbs.forking import Fork, fork
 from jkv.verbs.lookups import (
     BlockInfo,
     block_ids,
@@ -62,8 +62,6 @@ from jkv.verbs.lookups import (
 )
 from jkv.verbs.masking import peek, with_mask
 from jkv.verbs.reading import read, read_slot
-from jkv.verbs.reordering import reorder
-from jkv.verbs.truncation import truncate
 from jkv.verbs.writing import write
 
 if TYPE_CHECKING:  # imported on first access

@@ -14,8 +14,7 @@ Example:
   >>> import jax, jkv
   >>> def count_on(params, tokens, cache, batch):
   ...     return jax.nn.one_hot(tokens + 1, 100)[batch.last_rows], cache
-  >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-  ...     num_blocks=8, block_size=4, max_sequences=2, max_context_length=16))
+  >>> cache = jkv.init(jkv.CacheConfig.toy())
   >>> cache, result = jkv.jitted.generate(
   ...     count_on, None, cache, [[5, 6, 7], [40]], max_new_tokens=2)
   >>> result.tokens.tolist()

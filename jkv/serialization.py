@@ -34,7 +34,7 @@ from jkv.state.states import StateSizes
 from jkv.state.storage import GroupSizes
 from jkv.status import UsageError
 from jkv.verbs.allocation import Allocation
-from jkv.verbs.forking import Fork
+from jkv.verbs.branching import Fork
 from jkv.verbs.lookups import BlockInfo
 from jkv.verbs.swapping import SwapIn
 

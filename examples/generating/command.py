@@ -14,9 +14,7 @@ from rich.progress import Progress
 from tokenizers import Tokenizer
 
 import jkv
-from jkv.decoding import spread_seeds
-from jkv.decoding.model.steps import CHUNK_SIZE
-from jkv.formats.table import checked_dtype
+from jkv.decoding import GenerationConfig, spread_seeds
 from jkv.serving import Engine, StopSizes
 
 from . import output, prompts
@@ -132,8 +130,9 @@ def prepare(options: argparse.Namespace) -> Task:
         raise ValueError("--stop needs a text that is not empty")
     texts = prompts.read_texts(options.prompts, options.file)
     sampling = choose_sampling(options)
-    for dtype in filter(None, (options.kv_dtype, options.value_dtype)):
-        checked_dtype(dtype)
+    # Refuse dtypes before the model is read.
+    dtypes = dict(dtype=options.kv_dtype, value_dtype=options.value_dtype)
+    jkv.CacheConfig.toy(**{name: each for name, each in dtypes.items() if each})
     several = options.tensor_parallel != 1
     mesh = pretrained.make_mesh(options.tensor_parallel) if several else None
     model, params = pretrained.load(
@@ -159,7 +158,7 @@ def prepare(options: argparse.Namespace) -> Task:
     max_new_tokens = min(options.max_new_tokens, room)
     config = model.cache_config(
         min(context, padded.shape[1] + max_new_tokens),
-        step_tokens=min(CHUNK_SIZE, padded.size),
+        step_tokens=min(GenerationConfig.chunk_size, padded.size),
         max_sequences=len(ids) * options.num_samples,
         dtype=options.kv_dtype or params["embedding"].dtype,
         value_dtype=options.value_dtype,

@@ -54,26 +54,19 @@ GPT_OSS_ROPE = dict(
     original_max_position_embeddings=4096,
 )
 
-QWEN = dict(max_position_embeddings=32_768)
-
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture(defaults=dict(max_position_embeddings=2048)),
+    "llama": Architecture(),
     "mistral": Architecture(
-        defaults=dict(
-            max_position_embeddings=131_072,
-        ),
         has_windows=True,
         biases="none",
     ),
-    "qwen2": Architecture(defaults=QWEN, has_windows=True, biases="qkv"),
+    "qwen2": Architecture(has_windows=True, biases="qkv"),
     "qwen3": Architecture(
-        defaults=QWEN,
         choices=dict(qk_norm="head"),
         has_windows=True,
     ),
     "phi3": Architecture(
         defaults=dict(
-            max_position_embeddings=4096,
             original_max_position_embeddings=4096,
             rms_norm_eps=1e-5,
         ),
@@ -84,7 +77,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         can_turn_partly=True,
     ),
     "olmo2": Architecture(
-        defaults=dict(max_position_embeddings=2048, rms_norm_eps=1e-5),
+        defaults=dict(rms_norm_eps=1e-5),
         choices=dict(norms="after", qk_norm="all"),
     ),
     "olmo3": Architecture(
@@ -98,10 +91,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         has_windows=True,
     ),
     "exaone4": Architecture(
-        defaults=dict(
-            max_position_embeddings=2048,
-            rms_norm_eps=1e-5,
-        ),
+        defaults=dict(rms_norm_eps=1e-5),
         choices=dict(norms="after", qk_norm="head"),
         read=readings.read_exaone4,
         has_windows=True,
@@ -109,7 +99,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "smollm3": Architecture(
         defaults=dict(
-            max_position_embeddings=32_768,
             no_rope_layer_interval=4,
             rope_theta=2_000_000.0,
             tie_word_embeddings=True,
@@ -119,7 +108,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "granite": Architecture(
         defaults=dict(
-            max_position_embeddings=2048,
             attention_multiplier=1.0,
             embedding_multiplier=1.0,
             residual_multiplier=1.0,
@@ -143,7 +131,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "mixtral": Architecture(
         defaults=dict(
-            max_position_embeddings=131_072,
             rope_theta=1e6,
             rms_norm_eps=1e-5,
             num_experts_per_tok=2,
@@ -160,8 +147,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         biases="none",
     ),
     "qwen3_moe": Architecture(
-        defaults=QWEN
-        | dict(
+        defaults=dict(
             decoder_sparse_step=1,
             moe_intermediate_size=768,
             num_experts_per_tok=8,
@@ -173,7 +159,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "gpt_oss": Architecture(
         defaults=dict(
-            max_position_embeddings=131_072,
             rms_norm_eps=1e-5,
             rope_theta=150_000.0,
             rope_parameters=GPT_OSS_ROPE,
@@ -201,7 +186,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         DEEPSEEK,
         defaults=DEEPSEEK.defaults
         | dict(
-            max_position_embeddings=2048,
             first_k_dense_replace=0,
             moe_intermediate_size=1407,
             n_routed_experts=64,
@@ -213,7 +197,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         DEEPSEEK,
         defaults=DEEPSEEK.defaults
         | dict(
-            max_position_embeddings=4096,
             first_k_dense_replace=3,
             moe_intermediate_size=2048,
             n_routed_experts=256,

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from jkv.config.families import FAMILIES, Family
-from jkv.config.layers import LayerState
+from jkv.config import FAMILIES, Family, LayerState
 
 from .architecture import Architecture
 from .architectures import ARCHITECTURES
@@ -33,7 +32,8 @@ CHUNKED = (
     "its layers attend in chunks, so that a token sees those since the last multiple "
     "of attention_chunk_size: a window that differs by row, which jkv.attend has not"
 )
-REFUSED = {"llama4": CHUNKED, "llama4_text": CHUNKED}
+DENOISES = "it denoises blocks of tokens: run examples/diffusion.py"
+REFUSED = {"diffusion_gemma": DENOISES, "llama4": CHUNKED, "llama4_text": CHUNKED}
 
 ATTENTION = "attention"
 
@@ -69,6 +69,8 @@ class DecoderConfig:
     key_layers: per layer, the layer that holds its keys and values, itself or an
         earlier one that keeps some; empty for its own in all layers. The layers that
         keep some are the first ones.
+    span_layers: per layer, whether tokens of a span of the prompt attend to each other;
+        empty for all layers.
     values_of_keys: per layer, whether values are projected as keys are; empty for none.
     inner_sizes: per layer, `F`, where layers differ in it.
     max_context_length: int, positions that the model was trained for.
@@ -136,6 +138,7 @@ class DecoderConfig:
     windows: tuple[int | None, ...]
     layer_heads: tuple[tuple[int, int], ...] = ()
     key_layers: tuple[int, ...] = ()
+    span_layers: tuple[bool, ...] = ()
     values_of_keys: tuple[bool, ...] = ()
     inner_sizes: tuple[int, ...] = ()
     tied: bool = False
@@ -217,6 +220,10 @@ class DecoderConfig:
         has_experts = bool(self.expert_layers) and self.expert_layers[layer]
         feeds = ("experts" if has_experts else "perceptron") if is_fed else None
         return self.layer_mixers[layer], feeds
+
+    def has_spans(self, layer: int) -> bool:
+        """Return True if tokens of a span attend to each other in a layer."""
+        return not self.span_layers or self.span_layers[layer]
 
     @property
     def num_cached_layers(self) -> int:
@@ -319,8 +326,7 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
     raw = find_text_part(raw)
     model_type = _supported_model_type(raw)
     row = ARCHITECTURES[model_type]
-    defaults = {**FAMILIES.get(model_type, Family()).usual, **row.defaults}
-    settings = Settings(raw, defaults, row.aliases)
+    settings = Settings(raw, find_defaults(model_type), row.aliases)
     # A list of layers tells their number as well.
     listed = settings.get("layer_types")
     num_layers = settings.count("num_hidden_layers", listed and len(listed))
@@ -413,6 +419,17 @@ def _read_dtype(settings: Settings) -> str:
     if not isinstance(value, str):
         raise ValueError(f"config.json: 'dtype' must be a name, got {value!r}")
     return value
+
+
+def find_defaults(model_type: str) -> dict[str, Any]:
+    """Return transformers' values for keys that a config.json leaves out.
+
+    jkv's ``FAMILIES`` has the ones that decide the size of a cache, ``ARCHITECTURES``
+    the others.
+    """
+    family = FAMILIES.get(model_type, Family())
+    context = family.sizes and {"max_position_embeddings": family.sizes.context}
+    return {**(context or {}), **family.usual, **ARCHITECTURES[model_type].defaults}
 
 
 def _supported_model_type(raw: Mapping[str, Any]) -> str:

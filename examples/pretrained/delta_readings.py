@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jkv.config.families import FULL, STATE
+from jkv.config import FULL, STATE
 
 from .kept_by_layers import list_kinds
 from .parts import DeltaRule, Experts

@@ -19,11 +19,25 @@ GEMMA = Architecture(
 )
 
 GEMMA_ARCHITECTURES: dict[str, Architecture] = {
+    "gemma": Architecture(
+        defaults=dict(
+            hidden_act="gelu_pytorch_tanh",
+            # Keys that the text part of PaliGemma leaves out.
+            vocab_size=257_152,
+            hidden_size=2048,
+            intermediate_size=16_384,
+            num_hidden_layers=18,
+            num_attention_heads=8,
+            max_position_embeddings=8192,
+            tie_word_embeddings=True,
+        ),
+        choices=dict(norm_offset=1.0),
+        read=gemma_readings.read_gemma1,
+    ),
     "gemma2": dataclasses.replace(
         GEMMA,
         defaults=GEMMA.defaults
         | dict(
-            max_position_embeddings=8192,
             attn_logit_softcapping=50.0,
             final_logit_softcapping=30.0,
         ),
@@ -40,7 +54,6 @@ GEMMA_ARCHITECTURES: dict[str, Architecture] = {
             intermediate_size=9216,
             num_hidden_layers=26,
             num_attention_heads=8,
-            max_position_embeddings=131_072,
             rope_theta=1e6,
             rope_local_base_freq=1e4,
         ),
@@ -58,7 +71,6 @@ GEMMA_ARCHITECTURES: dict[str, Architecture] = {
             num_attention_heads=8,
             global_head_dim=512,
             hidden_activation="gelu_pytorch_tanh",
-            max_position_embeddings=131_072,
             tie_word_embeddings=True,
             vocab_size_per_layer_input=262_144,
             hidden_size_per_layer_input=256,

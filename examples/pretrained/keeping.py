@@ -1,6 +1,6 @@
 """Compiled programs of a checkpoint, kept for the next start."""
 
-from jkv.commands.compiled_programs import keep_compiled_programs
+import jkv
 from jkv.serving import KeptPrograms
 
 from .model import Decoder
@@ -16,7 +16,7 @@ def keep_programs(model: Decoder) -> KeptPrograms | None:
         An argument of ``jkv.serving.Engine``; None if JAX keeps programs elsewhere, or
         nothing can be written.
     """
-    folder = keep_compiled_programs()
+    folder = jkv.keep_compiled_programs()
     if folder is None:
         return None
     import pretrained

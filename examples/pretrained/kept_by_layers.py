@@ -6,21 +6,20 @@ weights are there.
 
 from typing import Any
 
-from jkv.config.families import (
+from jkv.config import (
     WINDOWED,
+    Heads,
+    LayerState,
     all_windowed,
     early_windowed,
     find_family,
-    late_windowed,
-)
-from jkv.config.layer_kinds import (
     is_switched_off,
+    late_windowed,
     list_heads,
     list_states,
     list_windows,
     name_layers,
 )
-from jkv.config.layers import Heads, LayerState
 
 from .settings import Settings
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jkv.config.families import BOTH
+from jkv.config import BOTH
 
 from .kept_by_layers import list_kinds
 from .parts import Convolution, Experts, StateSpace

@@ -19,7 +19,6 @@ YARN = dict(
 MISTRAL_ARCHITECTURES: dict[str, Architecture] = {
     "ministral3": Architecture(
         defaults=dict(
-            max_position_embeddings=262_144,
             rms_norm_eps=1e-5,
             rope_parameters=YARN
             | dict(
@@ -34,7 +33,6 @@ MISTRAL_ARCHITECTURES: dict[str, Architecture] = {
     ),
     "mistral4": Architecture(
         defaults=dict(
-            max_position_embeddings=1_048_576,
             q_lora_rank=1024,
             qk_nope_head_dim=64,
             v_head_dim=128,

@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 import jkv
-from jkv.config.counts import human_bytes, parse_bytes
+from jkv.config import human_bytes, parse_bytes
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.attention import lazy_chex as chex
 from jkv.indexing import gather, scatter
 from jkv.sharding.processes import bring, find_shared_mesh
 from jkv.sharding.storage_sharding import (
@@ -179,6 +178,8 @@ def _scatter(
     sharding: StorageSharding | None,
 ) -> tuple[dict[str, jax.Array], jax.Array | None]:
     """Write one piece to its distinct blocks, i32[p]."""
+    import chex  # importing it takes longer than importing jkv
+
     chex.assert_rank(blocks, 1)
     chex.assert_trees_all_equal_dtypes(arrays, contents)
     contents = {

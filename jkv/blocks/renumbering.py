@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.indexing import gather, scatter
-from jkv.metadata import counters, mentions, ring
+from jkv.metadata import lanes, requests, ring
 from jkv.metadata.xla_cpu import running_sum
 from jkv.state import BlockGroup, Metadata
 from jkv.status import Counter
@@ -22,7 +22,7 @@ def in_order(group: BlockGroup) -> tuple[jax.Array, jax.Array]:
     """
     num_blocks = group.num_blocks
     entries = group.block_tables.reshape(-1)
-    is_first = mentions.is_first(entries, num_blocks) & (entries < num_blocks)
+    is_first = lanes.is_first(entries, num_blocks) & (entries < num_blocks)
     blocks = jnp.zeros((num_blocks,), jnp.int32)
     blocks, num_live = _extend(blocks, jnp.int32(0), entries, is_first)
     ids, num_free = ring.in_order(group.free_blocks)
@@ -98,7 +98,7 @@ def renumber(
 
 def count_compaction(metadata: Metadata) -> Metadata:
     """Count a compaction, and store its tick."""
-    metadata = counters.add(metadata, {Counter.COMPACTIONS: jnp.int32(1)})
+    metadata = requests.add_counts(metadata, {Counter.COMPACTIONS: jnp.int32(1)})
     rows = metadata.sequences.counters
     rows = rows.at[int(Counter.LAST_COMPACTION)].set(rows[int(Counter.CLOCK)])
     return metadata.with_sequences(counters=rows)

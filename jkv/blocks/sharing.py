@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.attention import lazy_chex as chex
 from jkv.indexing import gather, scatter, scatter_add
 from jkv.metadata import allocator, tables
-from jkv.metadata.entries import Entries, for_each_entry
+from jkv.metadata.lanes import Entries, for_each_entry
 from jkv.metadata.part import Done, Lengths
 from jkv.metadata.xla_cpu import divide, running_sum
 from jkv.sharding.loops import fori_loop
@@ -198,6 +197,8 @@ def _copy_blocks(
     arrays: dict[str, jax.Array], copies: BlockCopies
 ) -> dict[str, jax.Array]:
     """Copy blocks in all layers; all sources are read before any target is written."""
+    import chex  # importing it takes longer than importing jkv
+
     chex.assert_equal_shape([copies.source, copies.target])
     chex.assert_type([copies.source, copies.target], jnp.int32)
     chex.assert_equal_shape_prefix(list(arrays.values()), 4)

@@ -1,7 +1,7 @@
 """Swapped-out sequences of a group with blocks, on the host."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +9,18 @@ import numpy as np
 
 from jkv.blocks import contents
 from jkv.blocks.contents import Contents
-from jkv.blocks.plans import Brought
 from jkv.formats.format import Formats
 from jkv.formats.table import formats_of
 from jkv.state import BlockGroup, Cache
+
+
+class Brought(NamedTuple):
+    """Blocks of B swapped-out sequences in a group; arrays of the host."""
+
+    block_tables: Any  # i32[B, M], local block numbers; M of the cache to enter
+    is_first: Any  # bool[B, M], first entry of each block
+    num_given_back: Any  # i32[B], released columns between mapped ones
+    num_blocks: Any  # i32[], number of blocks; marks unmapped entries
 
 
 @jax.tree_util.register_dataclass

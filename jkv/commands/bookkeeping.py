@@ -9,9 +9,8 @@ from jkv.making.initialization import init
 from jkv.state import Cache
 from jkv.verbs.allocation import allocate, free
 from jkv.verbs.appending import append
-from jkv.verbs.forking import fork
+from jkv.verbs.branching import fork, truncate
 from jkv.verbs.lookups import num_free_blocks
-from jkv.verbs.truncation import truncate
 from jkv.verbs.writing import write
 
 NUM_CYCLES = 500

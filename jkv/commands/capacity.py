@@ -16,13 +16,19 @@ import jax.numpy as jnp
 
 from jkv.commands.ending import BAD_VALUE, Parser
 from jkv.config.cache_config import CacheConfig
-from jkv.config.counts import count_bytes, human_bytes, parse_bytes
+from jkv.config.counts import (
+    Windows,
+    count_bytes,
+    count_windows,
+    human_bytes,
+    parse_bytes,
+)
 from jkv.config.gguf_file import find_file, read_file
 from jkv.config.grouped_config import GroupedConfig, as_grouped
 from jkv.config.grouping import ModelLayers, fit_context_length
 from jkv.config.huggingface import DEFAULT_SEQUENCES, read_sizes
 from jkv.config.layer_kinds import refuse_different
-from jkv.config.layers import Kept, Windows, count_windows
+from jkv.config.layers import Kept
 from jkv.config.layout import describe
 from jkv.config.sizing import find_most, fit_memory
 from jkv.formats.table import COSTS, tell_cost

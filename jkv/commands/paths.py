@@ -21,7 +21,7 @@ from jkv.config.cache_config import CacheConfig
 from jkv.config.huggingface import read_sizes
 from jkv.formats.table import FORMATS
 from jkv.making.initialization import init
-from jkv.verbs.attention_plan import pools_of
+from jkv.verbs.attending import pools_of
 
 # Fields of `CacheConfig` that determine the path.
 OF_HEADS = ("num_kv_heads", "head_dim", "value_head_dim", "values_in_keys")

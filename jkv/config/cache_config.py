@@ -25,6 +25,16 @@ COUNTS = (
     "max_context_length",
 )
 
+_TOY: dict[str, Any] = dict(
+    num_layers=1,
+    num_kv_heads=1,
+    head_dim=8,
+    num_blocks=8,
+    block_size=4,
+    max_sequences=4,
+    max_context_length=16,
+)
+
 
 @explains_class
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -190,8 +200,7 @@ class CacheConfig:
 
         Example:
           >>> import jkv
-          >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-          ...     num_blocks=10, max_sequences=4, max_context_length=100, block_size=4,
+          >>> config = jkv.CacheConfig.toy(num_blocks=10, max_context_length=100,
           ...     sliding_window=8)
           >>> config.most_blocks(), config.most_blocks(16), config.most_blocks(100)
           (3, 11, 25)
@@ -211,8 +220,8 @@ class CacheConfig:
 
         Example:
           >>> import jkv
-          >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-          ...     num_blocks=10, max_sequences=4, max_context_length=100)
+          >>> config = jkv.CacheConfig.toy(block_size=16, num_blocks=10,
+          ...     max_context_length=100)
           >>> config.longest_context(3), config.longest_context(1)
           (48, 100)
         """
@@ -230,8 +239,8 @@ class CacheConfig:
 
         Example:
           >>> import jkv
-          >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-          ...     num_blocks=10, max_sequences=4, max_context_length=100)
+          >>> config = jkv.CacheConfig.toy(block_size=16, num_blocks=10,
+          ...     max_context_length=100)
           >>> config.most_sequences(48), config.most_sequences(101)
           (3, 0)
         """
@@ -244,6 +253,29 @@ class CacheConfig:
     def __str__(self) -> str:
         """Summarize the configuration in four lines."""
         return "\n".join(describe((self.sizes,), self.prefix_caching))
+
+    @classmethod
+    def toy(cls, **fields: Any) -> Self:
+        """Return small sizes for examples and tests; fields replace them.
+
+        One layer with one kv head of 8, in bfloat16; 8 blocks of 4 tokens; 4 sequences
+        of up to 16 tokens.
+
+        Args:
+          **fields: fields of `CacheConfig`.
+
+        Raises:
+          ValueError: an unknown or invalid field.
+
+        Example:
+          >>> import jkv
+          >>> jkv.init(jkv.CacheConfig.toy(dtype="int8", num_layers=2))
+          Cache(2 layers, 1 kv heads, head dim 8, int8, 1.7 KiB)
+            blocks     8 of 8 free, 4 tokens each
+            sequences  0 of 4 open, 0 tokens, at most 16 each
+        """
+        sizing.check_names("toy", cls, fields)
+        return cls(**_TOY | fields)
 
     @classmethod
     def for_memory(cls, budget_bytes: int | str, **sizes: Any) -> Self:

@@ -1,4 +1,4 @@
-"""Validated counts, array layouts, and byte counts in readable units.
+"""Validated counts and windows, array layouts, and byte counts in readable units.
 
 Counts are positive Python ints, which cannot overflow, bounded so that indices fit in
 32 bits.
@@ -6,7 +6,7 @@ Counts are positive Python ints, which cannot overflow, bounded so that indices 
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -100,6 +100,33 @@ def count_window_blocks(
     kept = window - 1 + 2 * num_tokens
     blocks = (kept - 2) // block_size + 2  # for any offset of the first token
     return blocks - (-num_sink_tokens // block_size)
+
+
+class Windows(NamedTuple):
+    """The number of windowed layers, and their longest window in tokens."""
+
+    num_layers: int
+    length: int
+
+
+def count_windows(layers: Sequence[int | None]) -> Windows | None:
+    """Return the windows of layers, None if all have full attention."""
+    lengths = [length for length in layers if length is not None]
+    return Windows(len(lengths), max(lengths)) if lengths else None
+
+
+def order_windows(layers: Sequence[int | None]) -> list[int | None]:
+    """Return the distinct windows, longest first; None, full attention, is longest."""
+    different = set(layers)
+    finite = sorted((window for window in different if window), reverse=True)
+    return [None, *finite] if None in different else [*finite]
+
+
+def find_leader(windows: Sequence[int | None]) -> int:
+    """Return the index of the first longest window, 0 without any."""
+    if not windows:
+        return 0
+    return windows.index(order_windows(windows)[0])
 
 
 def check_tables(max_sequences: int, max_blocks_per_sequence: int) -> None:

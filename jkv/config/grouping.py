@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from jkv.config.cache_config import CacheConfig
-from jkv.config.layers import Heads, Kept, LayerState, order_windows
+from jkv.config.counts import order_windows
+from jkv.config.layers import Heads, Kept, LayerState
 from jkv.config.sizing import Weighed, fit_either
 from jkv.config.state_config import StateConfig
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jkv.config import layer_kinds
+from jkv.config.counts import count_windows
 from jkv.config.families import find_family, find_text_part
 from jkv.config.gguf_file import describe_model, find_file, read_file
-from jkv.config.layers import Heads, Kept, count_windows
+from jkv.config.layers import Heads, Kept
 
 logger = logging.getLogger("jkv.config")
 

@@ -4,7 +4,6 @@ One group of layers keeps all tokens of every layer. With a group per window
 (`GroupedConfig`) windowed layers release the tokens left of it.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 
@@ -79,30 +78,3 @@ class Kept(NamedTuple):
 
     attends: bool  # has keys and values
     state: LayerState | None
-
-
-class Windows(NamedTuple):
-    """The number of windowed layers, and their longest window in tokens."""
-
-    num_layers: int
-    length: int
-
-
-def count_windows(layers: Sequence[int | None]) -> Windows | None:
-    """Return the windows of layers, None if all have full attention."""
-    lengths = [length for length in layers if length is not None]
-    return Windows(len(lengths), max(lengths)) if lengths else None
-
-
-def order_windows(layers: Sequence[int | None]) -> list[int | None]:
-    """Return the distinct windows, longest first; None, full attention, is longest."""
-    different = set(layers)
-    finite = sorted((window for window in different if window), reverse=True)
-    return [None, *finite] if None in different else [*finite]
-
-
-def find_leader(windows: Sequence[int | None]) -> int:
-    """Return the index of the first longest window, 0 without any."""
-    if not windows:
-        return 0
-    return windows.index(order_windows(windows)[0])

@@ -15,8 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.config.counts import ArrayLayout, Arrays, count_bytes, human_bytes, within
-from jkv.config.layers import find_leader
+from jkv.config.counts import (
+    ArrayLayout,
+    Arrays,
+    count_bytes,
+    find_leader,
+    human_bytes,
+    within,
+)
 from jkv.config.state_layout import StateSizes, lay_out_snapshots
 from jkv.formats.format import Formats, name_parts
 from jkv.formats.table import formats_of

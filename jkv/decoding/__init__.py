@@ -1,4 +1,11 @@
-"""Decoding loops over a model and a cache, each inside one jit."""
+"""Decoding loops over a model and a cache, each inside one jit.
+
+Start with `generation.generate` and `scheduler.step.advance`, the step that all loops
+share: it admits and preempts sequences (`scheduler`), calls the model (`model`), draws
+the next tokens (`sampling`) under logits processors (`processors`), and verifies draft
+tokens (`speculation`). `texts` has prompts and results, `scoring` and `beams` the loops
+of their own.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -11,13 +18,12 @@ if TYPE_CHECKING:  # imported on first use
     from jkv.decoding.extension import extend
     from jkv.decoding.format_accuracy import FormatAccuracy, measure_formats
     from jkv.decoding.generation import begin, decode, generate, prefill
-    from jkv.decoding.model.protocol import Model
     from jkv.decoding.model.runner import spread_row_counts
-    from jkv.decoding.model.steps import GenerationConfig, Roll
+    from jkv.decoding.model.steps import GenerationConfig, Model, Roll
     from jkv.decoding.sampling.best_of import select_best
     from jkv.decoding.sampling.draws import filter_logits, sample
     from jkv.decoding.sampling.options import Sampling, spread_seeds
-    from jkv.decoding.scheduler.arrivals import add_prompts
+    from jkv.decoding.scheduler.admission import add_prompts
     from jkv.decoding.scheduler.release import cancel, preempt
     from jkv.decoding.scheduler.state import GenerationState
     from jkv.decoding.scoring.scores import score
@@ -41,13 +47,12 @@ __getattr__ = imports_later(
         "jkv.decoding.extension": "extend",
         "jkv.decoding.format_accuracy": "FormatAccuracy measure_formats",
         "jkv.decoding.generation": "begin decode generate prefill",
-        "jkv.decoding.model.protocol": "Model",
         "jkv.decoding.model.runner": "spread_row_counts",
-        "jkv.decoding.model.steps": "GenerationConfig Roll",
+        "jkv.decoding.model.steps": "GenerationConfig Model Roll",
         "jkv.decoding.sampling.best_of": "select_best",
         "jkv.decoding.sampling.draws": "filter_logits sample",
         "jkv.decoding.sampling.options": "Sampling spread_seeds",
-        "jkv.decoding.scheduler.arrivals": "add_prompts",
+        "jkv.decoding.scheduler.admission": "add_prompts",
         "jkv.decoding.scheduler.release": "cancel preempt",
         "jkv.decoding.scheduler.state": "GenerationState",
         "jkv.decoding.scoring.scores": "score",

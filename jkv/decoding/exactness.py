@@ -17,8 +17,7 @@ from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig
 from jkv.decoding.extension import extend
 from jkv.decoding.generation import generate
-from jkv.decoding.model.protocol import Model
-from jkv.decoding.model.steps import ExactShape, GenerationConfig
+from jkv.decoding.model.steps import ExactShape, GenerationConfig, Model
 from jkv.decoding.sampling.next_token import sampling_of
 from jkv.decoding.sampling.options import GREEDY, Sampling
 from jkv.decoding.scoring.scores import score
@@ -122,8 +121,7 @@ def check_exact(
       >>> import jax, jkv
       >>> def count_on(params, tokens, cache, batch):
       ...     return jax.nn.one_hot(tokens + 1, 100)[batch.last_rows], cache
-      >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=8, block_size=4, max_sequences=2, max_context_length=16))
+      >>> cache = jkv.init(jkv.CacheConfig.toy())
       >>> report = jkv.check_exact(count_on, None, cache, [[5, 6, 7], [40]],
       ...     exact=(2, 4))
       >>> report.raise_for_status().difference is None

@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jkv.decoding.arguments.loop_arguments import Arguments, DecodingOptions
-from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.runner import Runner
-from jkv.decoding.model.steps import ExactShape, GenerationConfig, Roll
+from jkv.decoding.model.steps import ExactShape, GenerationConfig, Model, Roll
 from jkv.decoding.processors.rows import begin_rows, resume_rows
 from jkv.decoding.sampling.next_token import Bounds, judge_prompts
 from jkv.decoding.sampling.options import Sampling
@@ -55,6 +54,7 @@ class ExtensionFields(TypedDict, total=False):
     spans: requests.Texts | None
     cacheable_spans: bool
     max_span: int | None
+    extra_ids: int
     sampling: Sampling
     logits_processor: LogitsProcessor | None
     speculate: Speculation | None
@@ -117,17 +117,16 @@ def extend(
       >>> import jax, jkv
       >>> def count_on(params, tokens, cache, batch):
       ...     return jax.nn.one_hot(tokens + 1, 100)[batch.last_rows], cache
-      >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=8, block_size=4, max_sequences=2, max_context_length=16))
+      >>> cache = jkv.init(jkv.CacheConfig.toy())
       >>> cache, opened = jkv.allocate(cache, [0])
       >>> cache, answer = jkv.extend(count_on, None, cache, opened.seq_ids, [[5, 6, 7]],
       ...     max_new_tokens=4, stop_tokens=[9])
       >>> answer.tokens.tolist(), jkv.context_lengths(cache).tolist()
-      ([[8, 9, -1, -1]], [4, 0])
+      ([[8, 9, -1, -1]], [4, 0, 0, 0])
       >>> cache, answer = jkv.extend(count_on, None, cache, opened.seq_ids, [[9, 40]],
       ...     max_new_tokens=2)
       >>> answer.tokens.tolist(), jkv.context_lengths(cache).tolist()
-      ([[41, 42]], [7, 0])
+      ([[41, 42]], [7, 0, 0, 0])
     """
     args = Arguments.of(
         "extend", tokens, generation_config, options, fields, ExtensionFields
@@ -180,7 +179,7 @@ def _begin(
     most = cache.max_context_length
     slots = gather(context_lengths(cache), seq_ids)
     before, room = gather(next_positions(cache), seq_ids), most - slots
-    shortening = args.find_shortening(cache)
+    shortening = args.find_shortening(cache) if config.shortens else None
     lengths = slots + given.lengths
     if shortening is not None:  # rolls without end
         room = jnp.full_like(room, jnp.iinfo(jnp.int32).max)

@@ -15,8 +15,8 @@ import numpy as np
 from jkv.arguments import explains_arguments
 from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig, as_grouped
-from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.runner import Runner
+from jkv.decoding.model.steps import Model
 from jkv.decoding.sampling.draws import pick_logprobs
 from jkv.decoding.scoring.scored import resize
 from jkv.making.initialization import init
@@ -74,14 +74,12 @@ def measure_formats(
       >>> import jax, jkv
       >>> def count_on(params, tokens, cache, batch):
       ...     return jax.nn.one_hot(tokens + 1, 50)[batch.last_rows] * 50.0, cache
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, max_sequences=2, max_context_length=32)
       >>> for found in jkv.measure_formats(
-      ...         count_on, None, range(40), config, formats=["int8"]):
+      ...         count_on, None, range(40), jkv.CacheConfig.toy(), formats=["int8"]):
       ...     print(found.name, round(found.ratio, 3), found.equal_tokens,
       ...         found.bytes_per_token, found.num_tokens)
-      float32 1.0 1.0 64 32
-      int8 1.0 1.0 20 102
+      float32 1.0 1.0 64 16
+      int8 1.0 1.0 20 51
     """
     texts = _cut(tokens, config.max_context_length)
     rows, exact, exact_mean = [], None, 0.0

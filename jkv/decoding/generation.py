@@ -24,9 +24,8 @@ from jkv.decoding.arguments.loop_arguments import (
     check_names,
     take,
 )
-from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.runner import Runner
-from jkv.decoding.model.steps import GenerationConfig
+from jkv.decoding.model.steps import GenerationConfig, Model
 from jkv.decoding.processors.rows import begin_rows, check_processor_presence
 from jkv.decoding.sampling.next_token import Bounds, judge_prompts
 from jkv.decoding.scheduler.data_parallel import generate_on_pools
@@ -93,8 +92,7 @@ def generate(
       >>> import jax, jax.numpy as jnp, jkv
       >>> def count_on(params, tokens, cache, batch):
       ...     return jax.nn.one_hot(tokens + 1, 100)[batch.last_rows], cache
-      >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=8, block_size=4, max_sequences=2, max_context_length=16))
+      >>> cache = jkv.init(jkv.CacheConfig.toy())
       >>> cache, result = jkv.generate(count_on, None, cache, [[5, 6, 7], [40], [60]],
       ...     max_new_tokens=4, stop_tokens=[9], max_running=2)
       >>> result.tokens.tolist()
@@ -252,8 +250,7 @@ def decode(
       >>> from jkv.decoding import decode, prefill
       >>> def count_on(params, tokens, cache, batch):
       ...     return jax.nn.one_hot(tokens + 1, 100)[batch.last_rows], cache
-      >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=8, block_size=4, max_sequences=2, max_context_length=16))
+      >>> cache = jkv.init(jkv.CacheConfig.toy())
       >>> cache, state = prefill(
       ...     count_on, None, cache, [[5, 6, 7], [40]], max_new_tokens=4)
       >>> while state.is_running.any():
@@ -288,7 +285,7 @@ def begin_generation(runner: Runner, cache: Cache, args: Arguments) -> Generatio
         exact.check_cache(cache)
     num_blocks = count_free_blocks(cache)
     size = find_block_size(cache, row_counts)
-    shortening = args.find_shortening(cache)
+    shortening = args.find_shortening(cache) if config.shortens else None
     bounds = Bounds(cache.max_context_length, size, num_blocks, shortening)
     vocabulary = runner.count_vocabulary(cache, num_places)
     checks = vocabulary, options.logits_processor, row_counts[-1]

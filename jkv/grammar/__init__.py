@@ -3,6 +3,10 @@
 `from_choices`, `from_regex`, `from_json_schema` and `from_gbnf` compile a language for
 a vocabulary, `concatenate` a sequence of languages; `join` combines grammars into one
 `Grammar`, which is a `jkv.LogitsProcessor`.
+
+Each source (`regexes`, `gbnf`, `schema`) becomes an expression over bytes with automata
+as leaves (`automaton`), which is determinized (`determinization`) and turned into a
+table of tokens (`token_table`). Start with `languages.from_regex`.
 """
 
 from jkv.grammar.catalog import Catalog, CatalogFull

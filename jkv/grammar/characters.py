@@ -5,10 +5,9 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 
-from jkv.grammar.automaton import Automaton
+from jkv.grammar.automaton import Automaton, ByteRange, Choice, Expression, Leaf, concat
 from jkv.grammar.bounds import UNBOUNDED
 from jkv.grammar.determinization import determinize
-from jkv.grammar.expressions import ByteRange, Choice, Expression, Leaf, concat
 
 Ranges = tuple[tuple[int, int], ...]  # of code points, sorted, not adjacent
 

@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jkv.grammar.automaton import Automaton, Run, minimize
-from jkv.grammar.bounds import Bounds
-from jkv.grammar.expressions import (
+from jkv.grammar.automaton import (
+    Automaton,
     ByteRange,
     Choice,
     Concatenation,
@@ -20,8 +19,11 @@ from jkv.grammar.expressions import (
     Leaf,
     Literal,
     Repeat,
+    Run,
     Separated,
+    minimize,
 )
+from jkv.grammar.bounds import Bounds
 
 # Host memory per node, per state with its transition row, and per node in a state's
 # subset; measured.

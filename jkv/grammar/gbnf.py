@@ -8,9 +8,9 @@ import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
+from jkv.grammar.automaton import Choice, Concatenation, Expression, Literal, Repeat
 from jkv.grammar.characters import complement, one_of, unite
 from jkv.grammar.errors import Malformed, Unsupported
-from jkv.grammar.expressions import Choice, Concatenation, Expression, Literal, Repeat
 
 ROOT = "root"
 _NAME = re.compile(r"[A-Za-z_][\w-]*")

@@ -5,17 +5,17 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jkv.grammar.automaton import subtract
-from jkv.grammar.bounds import Bounds
-from jkv.grammar.errors import NoText
-from jkv.grammar.expressions import (
+from jkv.grammar.automaton import (
     Choice,
     Concatenation,
     Expression,
     Leaf,
     Literal,
     concat,
+    subtract,
 )
+from jkv.grammar.bounds import Bounds
+from jkv.grammar.errors import NoText
 from jkv.grammar.gbnf import compile_gbnf
 from jkv.grammar.regexes import compile_regex
 from jkv.grammar.schema.compilation import Reading, compile_schema

@@ -15,7 +15,19 @@ from typing import Any
 
 import numpy as np
 
-from jkv.grammar.automaton import Automaton, begin_at, minimize, subtract
+from jkv.grammar.automaton import (
+    Automaton,
+    ByteRange,
+    Choice,
+    Expression,
+    Leaf,
+    Literal,
+    Repeat,
+    begin_at,
+    concat,
+    minimize,
+    subtract,
+)
 from jkv.grammar.bounds import Bounds
 from jkv.grammar.characters import (
     Ranges,
@@ -27,15 +39,6 @@ from jkv.grammar.characters import (
 )
 from jkv.grammar.determinization import determinize, substitute, subtract_expression
 from jkv.grammar.errors import Malformed, TooLarge, Unsupported
-from jkv.grammar.expressions import (
-    ByteRange,
-    Choice,
-    Expression,
-    Leaf,
-    Literal,
-    Repeat,
-    concat,
-)
 
 # The standard library's parser has no public name since `sre_parse` was deprecated.
 _parser = importlib.import_module("re._parser")

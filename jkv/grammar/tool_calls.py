@@ -9,18 +9,17 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Unpack
 
 from jkv.arguments import explains_arguments
+from jkv.grammar.automaton import Choice, Expression, Leaf, Literal, Repeat, concat
 from jkv.grammar.bounds import Bounds, Timeout
 from jkv.grammar.determinization import determinize
 from jkv.grammar.errors import NoText, TooLarge, Unsupported
-from jkv.grammar.expressions import Choice, Expression, Leaf, Literal, Repeat, concat
 from jkv.grammar.grammar import Grammar
 from jkv.grammar.kept_files import Limits
 from jkv.grammar.languages import MAX_BYTES, concatenate
 from jkv.grammar.parts import DEPTH, RECURSION, WHITESPACE, Part, Until
 from jkv.grammar.regexes import compile_regex
 from jkv.grammar.schema.compilation import Reading, compile_schema
-from jkv.grammar.schema.punctuation import Punctuation
-from jkv.grammar.schema.strings import literal_string
+from jkv.grammar.schema.strings import Punctuation, literal_string
 from jkv.grammar.vocabulary import Vocabulary
 
 

@@ -1,9 +1,10 @@
 """debug: a cache that detects misuse.
 
-Debug mode attaches a watcher to a cache. Its arrays change the pytree, so programs are
-compiled separately and other caches pay nothing. Each public function dispatches to the
-watcher, if there is one (`jkv.state.entry`): it checks the arguments, calls the
-function on the plain cache, checks the result and attaches itself again. Run-time
+Debug mode sets the interceptor of a cache, a watcher. Its arrays change the pytree, so
+programs are compiled separately and other caches pay nothing. Each public function
+dispatches to the interceptor, if there is one (`jkv.state.entry`): the watcher checks
+the arguments, calls the function on the plain cache, checks the result and attaches
+itself again. Run-time
 findings reach the host by `jax.debug.callback`.
 """
 
@@ -65,7 +66,7 @@ class StepWatcher:
         named, name = bound.arguments, function.__name__
         if "model" in named:  # the verbs called inside are watched one by one
             return function(*args, **kwargs)
-        plain = dataclasses.replace(cache, watcher=None)
+        plain = dataclasses.replace(cache, interceptor=None)
         after, batch = self, named.get("batch")
         if role in _LOOKS and isinstance(batch, Batch):
             if not isinstance(batch, WatchedBatch) or batch.watch is not self.watch:
@@ -105,7 +106,7 @@ class StepWatcher:
     def _watch_answer(self, before: Cache, answer: Any, role: Role | None) -> Any:
         """Attach the watcher to the caches and batches in a function's result."""
         if isinstance(answer, Cache):
-            return dataclasses.replace(answer, watcher=self)
+            return dataclasses.replace(answer, interceptor=self)
         if isinstance(answer, Batch) and not isinstance(answer, WatchedBatch):
             step = _Step(self, before, "peek", answer, before.metadata.now)
             return step.watch(answer)
@@ -115,7 +116,7 @@ class StepWatcher:
         if role is Role.PLANS:
             step = _Step(self, before, "append", results[0], cache.metadata.now)
             return _look_at_append(step, cache, results[0])
-        return dataclasses.replace(cache, watcher=self), *results
+        return dataclasses.replace(cache, interceptor=self), *results
 
 
 @takes_cache(role=Role.SETS_DEBUG)
@@ -149,9 +150,7 @@ def debug(cache: Cache, enabled: bool = True) -> Cache:
 
     Example:
       >>> import jax.numpy as jnp, jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, max_sequences=2, max_context_length=16)
-      >>> cache, opened = jkv.allocate(jkv.debug(jkv.init(config)), [0])
+      >>> cache, opened = jkv.allocate(jkv.debug(jkv.init(jkv.CacheConfig.toy())), [0])
       >>> cache, batch = jkv.append(cache, opened.seq_ids)
       >>> rows = jnp.ones((1, 1, 8))
       >>> outputs = jkv.attend(cache, 0, batch, rows)  # nothing was written
@@ -175,7 +174,7 @@ is written to it (1 times)
         starts=jnp.zeros((num_sequences,), jnp.int32),
         watch=Watch(_keys_of(cache)),
     )
-    return dataclasses.replace(cache, watcher=watcher)
+    return dataclasses.replace(cache, interceptor=watcher)
 
 
 class _Step:
@@ -261,7 +260,7 @@ def _look_at_append(
         planned=watcher.planned.at[row].set(step.stamp, mode="drop"),
         starts=watcher.starts.at[row].set(lengths, mode="drop"),
     )
-    return dataclasses.replace(cache, watcher=watcher), step.watch(batch)
+    return dataclasses.replace(cache, interceptor=watcher), step.watch(batch)
 
 
 def _with_uncommitted(

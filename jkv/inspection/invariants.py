@@ -34,8 +34,7 @@ def check(cache: Cache) -> None:
 
     Example:
       >>> import jkv
-      >>> jkv.check(jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, max_sequences=2, max_context_length=64)))
+      >>> jkv.check(jkv.init(jkv.CacheConfig.toy()))
     """
     for broken in _find_broken(cache):
         raise InvariantError(broken)

@@ -97,8 +97,7 @@ def memory_profile(cache: Cache) -> MemoryProfile:
 
     Example:
       >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=2, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, block_size=4, max_sequences=2, max_context_length=16)
+      >>> config = jkv.CacheConfig.toy(num_layers=2)
       >>> cache, opened = jkv.allocate(jkv.init(config), [0])
       >>> cache, _ = jkv.append(cache, opened.seq_ids, [6], capacity=6)
       >>> profile = jkv.memory_profile(cache)

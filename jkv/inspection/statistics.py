@@ -154,8 +154,7 @@ def stats(cache: Cache) -> Stats:
 
     Example:
       >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, block_size=4, max_sequences=2, max_context_length=16)
+      >>> config = jkv.CacheConfig.toy(num_blocks=4, max_sequences=2)
       >>> cache, opened = jkv.allocate(jkv.init(config), [9, 5])
       >>> stats = jkv.stats(cache)
       >>> stats.live_blocks, stats.free_blocks, stats.utilisation

@@ -44,9 +44,7 @@ def fragmentation(cache: Cache) -> Fragmentation:
       entries, and 1 of the blocks 0 to 3 is free.
 
       >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=8, block_size=4, max_sequences=4, max_context_length=16)
-      >>> cache, opened = jkv.allocate(jkv.init(config), [0, 0])
+      >>> cache, opened = jkv.allocate(jkv.init(jkv.CacheConfig.toy()), [0, 0])
       >>> cache, _ = jkv.append(cache, [0, 1], [4, 6], capacity=10)
       >>> cache, _ = jkv.fork(cache, 1)
       >>> cache, _ = jkv.free(cache, 0)
@@ -83,8 +81,7 @@ def should_compact(cache: Cache, threshold: float = 0.3) -> bool:
 
     Example:
       >>> import jkv
-      >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, block_size=4, max_sequences=2, max_context_length=16))
+      >>> cache = jkv.init(jkv.CacheConfig.toy())
       >>> cache, _ = jkv.allocate(cache, [12, 4])
       >>> cache, _ = jkv.free(cache, 0)
       >>> jkv.should_compact(cache), jkv.should_compact(cache, threshold=0.8)

@@ -10,18 +10,44 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.arguments import explains_arguments
+from jkv.blocks.part import Blocks
+from jkv.blocks.swapped import SwappedGroup
 from jkv.config.cache_config import CacheConfig
 from jkv.config.counts import ArrayLayout
 from jkv.config.grouped_config import GroupedConfig, as_grouped
 from jkv.config.layout import AnySizes, lay_out
 from jkv.config.state_config import StateConfig
 from jkv.formats.table import tell_cost
-from jkv.making.kinds import KINDS, with_parts
+from jkv.metadata.positions import Positions
+from jkv.prefixes.index import PrefixIndex
 from jkv.sharding.storage_sharding import DividedAxes, copies_of, find_spec
-from jkv.state import Cache
+from jkv.state import BlockGroup, BlockStorage, Cache, NoIndex, States, StateStorage
+from jkv.states.part import OfStates
+from jkv.states.swapped import SwappedStates
 from jkv.status import UsageError
 from jkv.storage import fields
 from jkv.storage.placement import Placement, Placements, choose_placements, put
+
+# Candidate classes of fields with an abstract type, by path (`jkv.storage.fields`).
+KINDS: dict[str, tuple[type, ...]] = {
+    "metadata.index": (NoIndex, PrefixIndex),
+    "metadata.groups": (BlockGroup, States),
+    "storage": (BlockStorage, StateStorage),
+    "groups": (SwappedGroup, SwappedStates),
+}
+PARTS: dict[type, Any] = {BlockGroup: Blocks, States: OfStates}
+
+
+def with_parts(cache: Cache) -> Cache:
+    """Return a cache with the parts of its groups, which implement the verbs."""
+    numbers: dict[type, tuple[int, ...]] = {}
+    for number, group in enumerate(cache.metadata.groups):
+        numbers[type(group)] = (*numbers.get(type(group), ()), number)
+    parts = [part for kind, of in numbers.items() for part in PARTS[kind].of(of)]
+    if cache.metadata.sequences.pruned.is_there:
+        parts.append(Positions())
+    metadata = dataclasses.replace(cache.metadata, parts=tuple(parts))
+    return cache.with_metadata(metadata)
 
 
 @explains_arguments
@@ -197,8 +223,7 @@ def partition_specs(
 
     Example:
       >>> import jkv
-      >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=2, head_dim=8,
-      ...     num_blocks=4, max_sequences=2, max_context_length=16))
+      >>> cache = jkv.init(jkv.CacheConfig.toy(num_kv_heads=2))
       >>> specs = jkv.partition_specs(cache, heads="tp")
       >>> tuple(specs.storage[0].key_pool), tuple(specs.metadata.sequences.rows)
       ((None, None, 'tp'), ())

@@ -13,7 +13,7 @@ import numpy as np
 
 from jkv.arguments import explains_arguments
 from jkv.inspection.invariants import check
-from jkv.making.kinds import KINDS, with_parts
+from jkv.making.initialization import KINDS, with_parts
 from jkv.metadata.requests import Integers
 from jkv.state import Cache
 from jkv.state.entry import takes_cache
@@ -54,8 +54,8 @@ def save(path: Path, cache: Cache, seq_ids: Integers | None = None) -> None:
 
     Example:
       >>> import jkv, pathlib, tempfile
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, max_sequences=2, max_context_length=64)
+      >>> config = jkv.CacheConfig.toy(block_size=16, num_blocks=4, max_sequences=2,
+      ...     max_context_length=64)
       >>> cache, opened = jkv.allocate(jkv.init(config), [64])
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     path = pathlib.Path(folder, "cache.safetensors")
@@ -134,8 +134,8 @@ def load(
 
     Example:
       >>> import jkv, pathlib, tempfile
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, max_sequences=2, max_context_length=64)
+      >>> config = jkv.CacheConfig.toy(block_size=16, num_blocks=4, max_sequences=2,
+      ...     max_context_length=64)
       >>> cache, opened = jkv.allocate(jkv.init(config), [64])
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     path = pathlib.Path(folder, "sequence.safetensors")

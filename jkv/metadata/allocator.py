@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.indexing import gather, scatter, scatter_add
-from jkv.metadata import mentions, ring
+from jkv.metadata import lanes, ring
 from jkv.metadata.xla_cpu import stage, written_after
 from jkv.state import BlockGroup, Metadata, Ring
 
@@ -119,7 +119,7 @@ def drop_references(group: BlockGroup, block: jax.Array) -> BlockGroup:
 
     # Several lanes may release one block: the last of them returns it.
     zeroed = jnp.where(dropped, block, num_blocks)
-    counts, returns = mentions.find_one(counts, zeroed, last=True)
+    counts, returns = lanes.find_one(counts, zeroed, last=True)
     return dataclasses.replace(
         group,
         reference_counts=counts,
@@ -141,7 +141,7 @@ def find_revivals(group: BlockGroup, blocks: jax.Array) -> Revivals:
         return Revivals(none, none > 0)
     counts = gather(group.reference_counts, blocks, fill=1)
     is_free = counts == 0
-    is_first = mentions.is_first(blocks.reshape(-1), group.num_blocks)
+    is_first = lanes.is_first(blocks.reshape(-1), group.num_blocks)
     costs = jnp.sum(is_free & is_first.reshape(blocks.shape), axis=1, dtype=jnp.int32)
     return Revivals(costs, jnp.any(is_free, axis=1))
 
@@ -156,7 +156,7 @@ def add_references(group: BlockGroup, block: jax.Array) -> BlockGroup:
     counts = group.reference_counts
     owners = gather(counts, block, fill=1)
     named = jnp.where(owners == 0, block, num_blocks)
-    counts, revived = mentions.find_one(counts, named, last=False)
+    counts, revived = lanes.find_one(counts, named, last=False)
     # Always true; the condition makes the write depend on the read.
     gains = written_after(owners >= 0, block, num_blocks)
     return dataclasses.replace(

@@ -10,7 +10,8 @@ front before ids are taken. Each hole is passed once, so the amortized cost per 
 constant. Without a prefix index there are no holes and no code for them.
 
 With several classes (retention priorities) each has its own ring. Ids of class 0 leave
-first; if there are too few, the first of the next class are appended.
+first; if there are too few, the first of the next class are appended. The functions of
+one ring follow at the end.
 """
 
 import dataclasses
@@ -21,12 +22,14 @@ import jax
 import jax.numpy as jnp
 
 from jkv.indexing import gather, scatter, scatter_max
-from jkv.metadata import fifo
-from jkv.metadata.xla_cpu import running_sum
+from jkv.metadata.xla_cpu import running_sum, stage
 from jkv.sharding.loops import while_loop
 from jkv.state import Kept, Ring
 
 Carry = TypeVar("Carry")
+
+# Entries read per trip of a loop.
+CHUNK = 512
 
 
 class Keep(NamedTuple):
@@ -38,7 +41,7 @@ class Keep(NamedTuple):
 
 def peek(ring: Ring, ranks: jax.Array) -> jax.Array:
     """Return the ids that leave at these ranks, i32[...]; the ring is exposed."""
-    return gather(ring.ids, fifo.wrap(ring, ring.head + ranks))
+    return gather(ring.ids, _wrap(ring, ring.head + ranks))
 
 
 def pop(ring: Ring, num: jax.Array) -> Ring:
@@ -51,10 +54,10 @@ def push(ring: Ring, ids: jax.Array, entering: jax.Array) -> Ring:
     """Append ids, i32[P], where bool[P]; none is in the ring."""
     kept = ring.kept
     if kept is None:
-        return fifo.push(ring, ids, entering)
+        return _append(ring, ids, entering)
     rank = running_sum(entering.astype(jnp.int32)).astype(jnp.uint32)
     row = jnp.where(entering, ids, kept.classes.shape[0])
-    pushed = _change_each(ring, fifo.push, ids, entering)
+    pushed = _change_each(ring, _append, ids, entering)
     return pushed.joined(
         pushed.by_class,
         entered=scatter(kept.entered, row, kept.num_entered + rank),
@@ -88,7 +91,7 @@ def expose(ring: Ring, num: jax.Array) -> Ring:
     lowest = ring.by_class[0]
     # No hole in the whole ring: nothing to look for.
     num = jnp.where(lowest.span == lowest.count, 0, num)
-    exposed = fifo.squeeze(lowest, fifo.reach(lowest, num))
+    exposed = _squeeze(lowest, _reach(lowest, num))
     return dataclasses.replace(exposed, kept=ring.kept)
 
 
@@ -109,8 +112,8 @@ def _supply_chunk(
     lowest: Ring, ring: Ring, lacking: jax.Array
 ) -> tuple[Ring, Ring, jax.Array]:
     """Append the entries of one chunk to class 0, at most `lacking`."""
-    indices = fifo.indices_of(ring)
-    ids, entry = fifo.entries(ring, jnp.arange(fifo.CHUNK, dtype=jnp.int32))
+    indices = _indices_of(ring)
+    ids, entry = _entries_of_one(ring, jnp.arange(CHUNK, dtype=jnp.int32))
     rank = running_sum(entry.astype(jnp.int32))
     goes = entry & (rank <= lacking)
     num = jnp.minimum(rank[-1], lacking)
@@ -119,14 +122,14 @@ def _supply_chunk(
     gone = jnp.where(goes, ids, indices.shape[0])
     ring = ring.changed(indices=scatter(indices, gone, -1)).added(num, count=-1)
     ring = ring.added(passed, head=1, span=-1)
-    return fifo.push(lowest, ids, goes), ring, lacking - num
+    return _append(lowest, ids, goes), ring, lacking - num
 
 
 def remove(ring: Ring, ids: jax.Array, leaving: jax.Array) -> Ring:
     """Remove distinct ids, i32[P], where bool[P], from any place."""
     num = jnp.sum(leaving, dtype=jnp.int32)
     ring = ring.added(num, taken=1).with_fewest(ring.count - num)
-    return _change_each(ring, fifo.remove, ids, leaving)
+    return _change_each(ring, _take_out, ids, leaving)
 
 
 def renew(
@@ -177,7 +180,7 @@ def lower(ring: Ring, ids: jax.Array) -> Ring:
         return ring
     is_free = jnp.zeros(ids.shape, bool)
     for each in ring.by_class:
-        is_free |= gather(fifo.indices_of(each), ids, fill=-1) >= 0
+        is_free |= gather(_indices_of(each), ids, fill=-1) >= 0
     moves = is_free & (gather(kept.classes, ids) > 0)
     out = _reset(remove(ring, ids, moves), ids)
     return push(out, ids, moves).with_account_of(ring)
@@ -212,7 +215,7 @@ def in_order(ring: Ring) -> tuple[jax.Array, jax.Array]:
     capacity = sum(each.ids.shape[0] for each in ring.by_class)
     num_ids = ring.ids.shape[0] if ring.indices is None else ring.indices.shape[0]
     ids, is_entry = entries(ring, jnp.arange(capacity, dtype=jnp.int32))
-    return fifo.collect(ids, is_entry, num_ids)
+    return _collect(ids, is_entry, num_ids)
 
 
 def refill(ring: Ring, ids: jax.Array, num: jax.Array, kept: Kept | None) -> Ring:
@@ -222,12 +225,12 @@ def refill(ring: Ring, ids: jax.Array, num: jax.Array, kept: Kept | None) -> Rin
     classes.
     """
     if kept is None:
-        return fifo.refill(ring, ids, num)
+        return _refill_one(ring, ids, num)
     ring = dataclasses.replace(ring, kept=kept)
     of = gather(kept.classes, ids, fill=-1)
     return ring.joined(
         [
-            fifo.refill(each, *fifo.collect(ids, of == number, ids.shape[0]))
+            _refill_one(each, *_collect(ids, of == number, ids.shape[0]))
             for number, each in enumerate(ring.by_class)
         ]
     )
@@ -244,7 +247,7 @@ def scan(
     `visit(carry, ids, is_entry)` gets i32[P] and bool[P] in eviction order. The
     distance of the entries from the head is known only at run time.
     """
-    lanes = jnp.arange(fifo.CHUNK, dtype=jnp.int32)
+    lanes = jnp.arange(CHUNK, dtype=jnp.int32)
 
     def trip(state: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
         start, carry = state
@@ -263,10 +266,139 @@ def entries(ring: Ring, index: jax.Array) -> tuple[jax.Array, jax.Array]:
     if ring.indices is None:
         return peek(ring, index), index < ring.span
     lowest, *higher = ring.by_class
-    ids, is_entry = fifo.entries(lowest, index)
+    ids, is_entry = _entries_of_one(lowest, index)
     start = lowest.span
     for each in higher:
-        more, is_more = fifo.entries(each, index - start)
+        more, is_more = _entries_of_one(each, index - start)
         ids, is_entry = jnp.where(is_more, more, ids), is_entry | is_more
         start = start + each.span
     return ids, is_entry
+
+
+# The ring of one class: a FIFO with holes and spare room.
+
+
+def _wrap(ring: Ring, index: jax.Array) -> jax.Array:
+    """Wrap an index below 2C into the ring without a division."""
+    capacity = ring.ids.shape[0]
+    return jnp.where(index >= capacity, index - capacity, index)
+
+
+def _append(ring: Ring, ids: jax.Array, entering: jax.Array) -> Ring:
+    """Append the ids, i32[P], where bool[P]."""
+    size = entering.shape[0]
+    ranks = running_sum(entering.astype(jnp.int32))
+    num = ranks[-1] if size else jnp.int32(0)
+    # Distinct indices past the end for the others: a scatter drops them.
+    past_end = ring.ids.shape[0] + jnp.arange(size, dtype=jnp.int32)
+    tail = _wrap(ring, ring.head + ring.span)
+    index = jnp.where(entering, _wrap(ring, tail + ranks - 1), past_end)
+    indices = None
+    if ring.indices is not None:
+        row = jnp.where(entering, ids, ring.indices.shape[0])
+        indices = scatter(ring.indices, row, index)
+    ring = ring.changed(ids=scatter(ring.ids, index, ids, unique=True), indices=indices)
+    return ring.added(num, span=1, count=1)
+
+
+def _take_out(ring: Ring, ids: jax.Array, leaving: jax.Array) -> Ring:
+    """Remove ids, i32[P], where bool[P], from any place in the ring."""
+    indices = _indices_of(ring)
+    num_ids = indices.shape[0]
+    gone = jnp.where(leaving, ids, num_ids)
+    indices = scatter(indices, gone, -1)
+    num = jnp.sum(leaving, dtype=jnp.int32)
+    ring = ring.changed(indices=indices).added(num, count=-1)
+    # The ring has room for as many holes as ids; squeeze when there are more.
+    full = ring.span - ring.count > num_ids
+    return _squeeze(ring, _reach(ring, jnp.where(full, ring.count, 0)))
+
+
+def _entries_of_one(ring: Ring, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return ids at distances from the head, i32[P], and a mask of entries, bool[P]."""
+    indices = _indices_of(ring)
+    stored_at = _wrap(ring, ring.head + index)
+    ids = gather(ring.ids, stored_at)
+    inside = (index >= 0) & (index < ring.span)
+    return ids, inside & (gather(indices, ids) == stored_at)
+
+
+def _indices_of(ring: Ring) -> jax.Array:
+    """Return the index of each id, i32[N], of a ring with holes."""
+    assert ring.indices is not None, "ids leave the middle of rings with indices only"
+    return ring.indices
+
+
+def _refill_one(ring: Ring, ids: jax.Array, num: jax.Array) -> Ring:
+    """Return a ring of other ids, i32[N'], from index 0 on; N' pads them."""
+    size, indices, room = ids.shape[0], None, 0
+    if ring.indices is not None:
+        room = size  # for holes
+        index = jnp.arange(size, dtype=jnp.int32)
+        indices = scatter(jnp.full((size,), -1, jnp.int32), ids, index)
+    ids = jnp.pad(ids, (0, room), constant_values=size)
+    ring = ring.changed(ids=ids, indices=indices)
+    return ring.with_numbers(head=jnp.int32(0), span=num, count=num)
+
+
+def _collect(
+    ids: jax.Array, chosen: jax.Array, num_ids: int
+) -> tuple[jax.Array, jax.Array]:
+    """Return the chosen ids, i32[N], padded with N, and their number."""
+    ranks = running_sum(chosen.astype(jnp.int32))
+    index = jnp.where(chosen, ranks - 1, num_ids)
+    gathered = jnp.full((num_ids,), num_ids, jnp.int32)
+    return scatter(gathered, index, ids), ranks[-1]
+
+
+def _reach(ring: Ring, num: jax.Array) -> jax.Array:
+    """Return the distance from the head that covers `num` entries, in whole chunks."""
+    return while_loop(
+        lambda state: (state[1] < num) & (state[0] < ring.span),
+        lambda state: _count_chunk(ring, *state),
+        (jnp.int32(0), jnp.int32(0)),
+    )[0]
+
+
+@stage
+def _count_chunk(
+    ring: Ring, end: jax.Array, found: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Count the entries of one chunk; return its end and the total so far."""
+    lanes = jnp.arange(CHUNK, dtype=jnp.int32)
+    more = jnp.sum(_entries_of_one(ring, end + lanes)[1], dtype=jnp.int32)
+    return jnp.minimum(end + CHUNK, ring.span), found + more
+
+
+def _squeeze(ring: Ring, end: jax.Array) -> Ring:
+    """Compact the entries before `end` towards it, and advance the head."""
+    # From the end towards the head: an entry moves only to indices already read.
+    ids, indices, _, start = while_loop(
+        lambda state: state[2] > 0,
+        lambda state: _squeeze_chunk(ring.bounds, *state),
+        (ring.ids, _indices_of(ring), end, end),
+    )
+    return ring.changed(ids=ids, indices=indices).added(start, head=1, span=-1)
+
+
+@stage
+def _squeeze_chunk(
+    bounds: jax.Array,
+    ids: jax.Array,
+    indices: jax.Array,
+    read_to: jax.Array,
+    write_to: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Compact the chunk that ends at `read_to` so that it ends at `write_to`."""
+    ring = Ring(ids=ids, bounds=bounds, indices=indices)
+    index = read_to - CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
+    found, entry = _entries_of_one(ring, index)
+    rank = running_sum(entry.astype(jnp.int32))
+    target = _wrap(ring, ring.head + write_to - rank[-1] + rank - 1)
+    moved = jnp.where(entry, found, indices.shape[0])
+    return (
+        scatter(ids, jnp.where(entry, target, ids.shape[0]), found),
+        scatter(indices, moved, target),
+        read_to - CHUNK,
+        write_to - rank[-1],
+    )

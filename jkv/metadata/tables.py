@@ -7,8 +7,7 @@ import jax.numpy as jnp
 
 from jkv.indexing import gather, scatter, scatter_add
 from jkv.metadata import allocator, ring
-from jkv.metadata.entries import Entries, find_chunk, for_each_entry
-from jkv.metadata.mentions import MOST_COMPARED
+from jkv.metadata.lanes import MOST_COMPARED, Entries, find_chunk, for_each_entry
 from jkv.metadata.ring import Keep
 from jkv.metadata.xla_cpu import divide, running_sum, written_after
 from jkv.sharding.loops import while_loop

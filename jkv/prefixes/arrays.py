@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.indexing import gather, scatter
-from jkv.state.no_index import NoIndex
+from jkv.state.index import NoIndex
 
 
 @jax.tree_util.register_dataclass

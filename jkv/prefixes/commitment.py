@@ -8,8 +8,7 @@ import jax.numpy as jnp
 
 from jkv.indexing import gather, scatter
 from jkv.metadata import allocator, tables
-from jkv.metadata.entries import Entries, for_each_entry
-from jkv.metadata.mentions import MOST_COMPARED, find_equals
+from jkv.metadata.lanes import MOST_COMPARED, Entries, find_equals, for_each_entry
 from jkv.metadata.part import Moves, parts_of
 from jkv.prefixes import hash_tables, prefix_index, proofs, snapshots
 from jkv.prefixes.arrays import IndexArrays

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.indexing import gather, scatter
-from jkv.metadata.mentions import find_equals
+from jkv.metadata.lanes import find_equals
 from jkv.prefixes import hashing
 from jkv.prefixes.arrays import IndexArrays
 from jkv.prefixes.prefix_index import index_of, tokens_of

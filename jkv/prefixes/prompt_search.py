@@ -20,8 +20,7 @@ from jkv.prefixes.prefix_index import find_partners, index_of, tokens_of
 from jkv.prefixes.proofs import Tip
 from jkv.prefixes.snapshots import find_common, find_longest, snapshots_of, state_at
 from jkv.state import Metadata
-from jkv.state.index import Found, FoundBlocks, FoundState
-from jkv.state.no_index import find_nothing
+from jkv.state.index import Found, FoundBlocks, FoundState, find_nothing
 
 
 class _Prompts(NamedTuple):

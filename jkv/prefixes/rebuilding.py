@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jkv.indexing import gather, scatter
 from jkv.metadata import allocator
-from jkv.metadata.mentions import MOST_COMPARED
+from jkv.metadata.lanes import MOST_COMPARED
 from jkv.prefixes import hash_tables
 from jkv.prefixes.arrays import Beside, IndexArrays
 from jkv.prefixes.hash_tables import Prefixes, hash_above

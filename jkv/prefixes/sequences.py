@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jkv.indexing import gather, scatter
-from jkv.metadata import counters
-from jkv.metadata.entries import for_each_of
+from jkv.metadata import requests
+from jkv.metadata.lanes import for_each_of
 from jkv.prefixes.arrays import IndexRow
 from jkv.prefixes.prefix_index import index_of, put_index
 from jkv.prefixes.snapshots import snapshots_of, with_snapshots
@@ -43,7 +43,7 @@ def begin(
         Counter.PREFIX_TOKENS: jnp.sum(asked, dtype=jnp.int32),
         Counter.PREFIX_HITS: jnp.sum(num_cached, dtype=jnp.int32),
     }
-    return counters.add(metadata, sums)
+    return requests.add_counts(metadata, sums)
 
 
 def enter(

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.indexing import gather, scatter, scatter_max
-from jkv.metadata.entries import for_each_of
+from jkv.metadata.lanes import for_each_of
 from jkv.prefixes import hashing
 from jkv.prefixes.arrays import Snapshots
 from jkv.prefixes.prefix_index import index_of, with_index

@@ -40,9 +40,7 @@ def match(cache: Cache, tokens: Texts, salts: Integers = 0) -> jax.Array:
 
     Example:
       >>> import jax.numpy as jnp, jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=8, block_size=4, max_sequences=2, max_context_length=16,
-      ...     prefix_caching=True)
+      >>> config = jkv.CacheConfig.toy(prefix_caching=True)
       >>> cache, opened = jkv.allocate(jkv.init(config), 0)
       >>> prompt = jnp.arange(10)
       >>> cache, batch = jkv.append(cache, 0, 10, capacity=10, tokens=prompt)
@@ -72,9 +70,7 @@ def clear_prefixes(cache: Cache) -> Cache:
 
     Example:
       >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, max_sequences=2, max_context_length=16, prefix_caching=True)
-      >>> cache = jkv.clear_prefixes(jkv.init(config))
+      >>> cache = jkv.clear_prefixes(jkv.init(jkv.CacheConfig.toy(prefix_caching=True)))
     """
     index_of(cache.metadata)
     return cache.with_metadata(_forget(cache.metadata, None))
@@ -100,8 +96,7 @@ def invalidate(cache: Cache, salt: Integer) -> Cache:
 
     Example:
       >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, max_sequences=2, max_context_length=16, prefix_caching=True)
+      >>> config = jkv.CacheConfig.toy(prefix_caching=True)
       >>> cache = jkv.invalidate(jkv.init(config), salt=3)
     """
     index_of(cache.metadata)
@@ -130,9 +125,7 @@ def demote(cache: Cache, older_than: Integer) -> Cache:
 
     Example:
       >>> import jax.numpy as jnp, jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, block_size=4, max_sequences=2, max_context_length=16,
-      ...     prefix_caching=True, keep_classes=2)
+      >>> config = jkv.CacheConfig.toy(prefix_caching=True, keep_classes=2)
       >>> cache, opened = jkv.allocate(jkv.init(config), 0)
       >>> cache, batch = jkv.append(cache, 0, 9, capacity=9, tokens=jnp.arange(9))
       >>> cache, _ = jkv.free(jkv.commit(cache, batch), 0, keep=1)
@@ -170,8 +163,7 @@ def evict_cached(cache: Cache, num_blocks: Integer) -> Cache:
 
     Example:
       >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, max_sequences=2, max_context_length=16, prefix_caching=True)
+      >>> config = jkv.CacheConfig.toy(prefix_caching=True)
       >>> cache = jkv.evict_cached(jkv.init(config), 2)
     """
     index_of(cache.metadata)

@@ -19,17 +19,21 @@ import jax
 import numpy as np
 
 from jkv.arguments import explains_class
-from jkv.commands.compiled_programs import keep_compiled_programs
-from jkv.decoding.arguments.loop_arguments import DecodingOptions
-from jkv.decoding.model.protocol import Model
-from jkv.decoding.model.steps import CHUNK_SIZE, ExactShape, GenerationConfig, Roll
-from jkv.decoding.speculation.options import DraftModel, PromptLookup
+from jkv.commands import keep_compiled_programs
+from jkv.decoding import (
+    DecodingOptions,
+    DraftModel,
+    GenerationConfig,
+    Model,
+    PromptLookup,
+    Roll,
+)
 from jkv.logits_processors import LogitsProcessor
 from jkv.metadata.requests import Integers, Texts, check_counts
 from jkv.serving.device.kept_programs import KeptPrograms
 from jkv.serving.device.loop import Loop, Progress
 from jkv.serving.device.processes import FindParams, SharedLoop
-from jkv.serving.device.sizes import find_sizes
+from jkv.serving.device.programs import find_sizes
 from jkv.serving.request.limits import (
     RequestRefused,
     StopSizes,
@@ -37,20 +41,24 @@ from jkv.serving.request.limits import (
     check_request,
     split_batch,
 )
-from jkv.serving.request.request import Client, Request, RequestFields
+from jkv.serving.request.request import (
+    Client,
+    Request,
+    RequestFields,
+    RequestState,
+    RequestStatus,
+)
 from jkv.serving.request.results import Completion, Event, read_completions
-from jkv.serving.request.state import RequestState, RequestStatus
 from jkv.serving.request.texts import Detokenize
 from jkv.serving.scheduler.measures import EngineStats
 from jkv.serving.scheduler.parking import Parked
-from jkv.serving.scheduler.scheduler import HostOptions, QueueFull, Scheduler
-from jkv.serving.scheduler.versions import Update
+from jkv.serving.scheduler.scheduler import HostOptions, QueueFull, Scheduler, Update
 from jkv.serving.threads import Turns, await_events, read_events
 from jkv.sharding.processes import find_shared_mesh
 from jkv.signatures import lists_arguments
 from jkv.state import Cache
 from jkv.status import UsageError
-from jkv.tiers.store import BlockStore
+from jkv.tiers import BlockStore
 
 
 @explains_class
@@ -72,8 +80,7 @@ class Engine:
       >>> from jkv.serving import Engine
       >>> def count_on(params, tokens, cache, batch):
       ...     return jax.nn.one_hot(tokens + 1, 100)[batch.last_rows], cache
-      >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=8, block_size=4, max_sequences=3, max_context_length=16))
+      >>> cache = jkv.init(jkv.CacheConfig.toy())
       >>> engine = Engine(count_on, None, cache, max_running=2, max_new_tokens=8)
       >>> engine.warm_up(lambda name, done, count: print(name, f"{done}/{count}"))
       begin 0/3
@@ -108,14 +115,15 @@ class Engine:
         max_samples: int = 1,
         num_ahead: int | None = None,
         num_steps: int = 8,
-        chunk_size: int = CHUNK_SIZE,
+        chunk_size: int = GenerationConfig.chunk_size,
         row_counts: tuple[int, ...] | None = None,
-        exact: ExactShape = False,
+        exact: bool | tuple[int, int] = False,
         roll: Roll | None = None,
         speculate: PromptLookup | DraftModel | None = None,
         logits_processor: LogitsProcessor | None = None,
         max_span: int = 0,
         cacheable_spans: bool = False,
+        extra_ids: int = 0,
         stop_tokens: Integers = (),
         stop_sizes: StopSizes = StopSizes(),  # noqa: B008 (a tuple cannot change)
         detokenize: Detokenize | None = None,
@@ -159,6 +167,7 @@ class Engine:
           max_span: most tokens of a span of a prompt (`Request.spans`), such as an
             image's; at most the largest of `row_counts`. 0 serves causal prompts only.
           cacheable_spans: as for `jkv.decoding.Prompts.of`.
+          extra_ids: as for `jkv.decoding.Prompts.of`.
           stop_tokens: default for requests without their own, such as the model's
             end-of-sequence token.
           stop_sizes: largest number of stop tokens and stop sequences of a request.
@@ -170,10 +179,11 @@ class Engine:
             for clients not listed.
           max_results: largest number of finished requests with retained results.
           result_seconds: retention time of results.
-          park_seconds: time that the blocks of a parked sequence stay on the device;
-            checked between windows.
-          max_parked_bytes: largest size of parked sequences on the host; beyond it, the
-            blocks of the oldest are dropped. None is unlimited.
+          park_seconds: time that the blocks of a parked sequence have the highest
+            retention class before they are copied to the host; checked between windows.
+          max_parked_bytes: largest size of the copies; beyond it, the least recently
+            used blocks are dropped. None is unlimited. Unused with a `store`, which
+            takes the copies.
           store: for KV cache offloading: cached blocks are spilled to it before
             eviction, and restored for queued prompts if copying is faster than
             computing. The cache needs `prefix_caching`.
@@ -219,6 +229,7 @@ class Engine:
             speculate=speculate,
             max_span=max_span,
             cacheable_spans=cacheable_spans,
+            extra_ids=extra_ids,
         )
         decoding = DecodingOptions(
             logits_processor=logits_processor, speculate=speculate
@@ -345,9 +356,11 @@ class Engine:
     def park(self, request_id: int) -> None:
         """Keep a finished request's KV cache for `resume`, such as during a tool call.
 
-        Its blocks stay on the device for `park_seconds`, or until other requests could
-        need them, and are then swapped out to the host. New weights drop the blocks
-        unless `update_params` has `keep_cached`; the tokens are kept in any case.
+        Its cached blocks have the highest retention class for `park_seconds`. After
+        that, or earlier if other requests could need them, they are copied to the host.
+        Blocks that are lost are recomputed; a cache with a sliding window in every
+        layer has no copies on the host. New weights drop the blocks unless
+        `update_params` has `keep_cached`; the tokens are kept in any case.
 
         Args:
           request_id: from `submit`. An unfinished request is parked as soon as it

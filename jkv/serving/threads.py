@@ -13,8 +13,8 @@ from typing import Generic, TypeVar
 
 import jax
 
+from jkv.serving.request.request import RequestState
 from jkv.serving.request.results import Cursor, Event
-from jkv.serving.request.state import RequestState
 
 logger = logging.getLogger("jkv.serving")
 

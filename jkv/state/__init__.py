@@ -6,17 +6,18 @@ management can be tested, simulated and jitted without storage.
 
 from jkv.state.batch import Batch, Slots
 from jkv.state.cache import Cache, GroupLayer
+from jkv.state.index import NoIndex
 from jkv.state.metadata import (
     NO_SEQUENCE,
     BlockGroup,
+    Kept,
     Metadata,
     Pruned,
+    Ring,
     SequenceRow,
     Sequences,
     Unpruned,
 )
-from jkv.state.no_index import NoIndex
-from jkv.state.rings import Kept, Ring
 from jkv.state.states import States, StateStorage
 from jkv.state.storage import BlockStorage
 from jkv.state.windows import Everything, SlidingWindow

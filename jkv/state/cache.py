@@ -45,7 +45,7 @@ class GroupLayer(NamedTuple):
 
 
 class Role(enum.Enum):
-    """The effect of a public function, for debug mode."""
+    """The effect of a public function, for interceptors."""
 
     PLANS = enum.auto()  # a step
     WRITES = enum.auto()  # rows of a step to a layer
@@ -54,11 +54,15 @@ class Role(enum.Enum):
     READS_STATE = enum.auto()  # state of a layer, for a step
     COMMITS = enum.auto()  # a step
     CHECKS = enum.auto()  # the cache; raises faults found
-    SETS_DEBUG = enum.auto()  # returns a cache with a watcher
+    SETS_DEBUG = enum.auto()  # sets the interceptor of debug mode
 
 
-class Watcher(Protocol):
-    """The debug mode of a cache; it calls the public functions."""
+class Interceptor(Protocol):
+    """Runs the public functions called on a cache, each in its own way.
+
+    Debug mode checks the call and its result; scoring gives each layer of a model the
+    whole pool of its group.
+    """
 
     def call(
         self,
@@ -68,7 +72,7 @@ class Watcher(Protocol):
         role: Role | None,
         /,
     ) -> Any:
-        """Call a function on this cache and check its effects."""
+        """Run a function on this cache; return its result."""
 
 
 @jax.tree_util.register_dataclass
@@ -98,7 +102,7 @@ class Cache:
     pools: PoolSharding | None = dataclasses.field(
         default=None, metadata={"static": True}
     )
-    watcher: Watcher | None = None  # debug mode
+    interceptor: Interceptor | None = None  # of debug mode, or of scoring
 
     def with_metadata(self, metadata: Metadata) -> Self:
         """Return the cache with other metadata; the same object if unchanged."""
@@ -109,7 +113,7 @@ class Cache:
     @property
     def block_storage(self) -> tuple[BlockStorage, ...]:
         """Keys and values of each group with blocks."""
-        return tuple(each for each in self.storage if each.kind == "blocks")
+        return tuple(self.storage[number] for number in self.metadata.block_numbers)
 
     def with_storage(self, storage: tuple[Any, ...]) -> Self:
         """Return the cache with other storage; the same object if unchanged."""
@@ -147,7 +151,7 @@ class Cache:
         """
         found = self._list_groups(layer)
         for each in found:
-            if self.metadata.groups[each.group].kind == "blocks":
+            if each.group in self.metadata.block_numbers:
                 return each
         state = "; it keeps a state, for read_state and write_state"
         raise UsageError(
@@ -162,7 +166,7 @@ class Cache:
           UsageError: if the layer has no state, and as `find_layer`.
         """
         for each in self._list_groups(layer):
-            if self.metadata.groups[each.group].kind == "states":
+            if each.group in self.metadata.state_numbers:
                 return each
         raise UsageError(
             f"layer {layer} keeps no state: layer_groups names no group with a "
@@ -370,13 +374,9 @@ class Cache:
         if len(self.storage) == 1 and blocks:
             lines = [f"  blocks     {blocks[0].replace(' blocks', '')}, {each}"]
         else:
-            used_of = iter(blocks)
-            kept = [
-                f"{next(used_of).replace(' blocks', '')}, {each}"
-                if of_group.kind == "blocks"
-                else of_group.kind
-                for of_group in self.storage
-            ]
+            kept = [of_group.kind for of_group in self.storage]
+            for number, used in zip(self.metadata.block_numbers, blocks, strict=True):
+                kept[number] = f"{used.replace(' blocks', '')}, {each}"
             lines = [
                 f"  group {i}    {what}, {of_group.num_layers} layers"
                 for i, (what, of_group) in enumerate(

@@ -33,13 +33,13 @@ def takes_cache(
     """Decorate a public function with a parameter `cache` to check and explain it.
 
     Other values than a cache are refused. If the function fails on a donated cache, the
-    error says so. In debug mode the cache calls the function.
+    error says so. An interceptor of the cache runs the function.
 
     Args:
       argument: position of the parameter `cache` among the function's.
       on_host: True if the function reads values, and refuses a traced cache.
       any_pools: True if it accepts a cache with several pools.
-      role: its effect, for debug mode.
+      role: its effect, for interceptors.
     """
 
     def decorate(function: Callable[Params, Result]) -> Callable[Params, Result]:
@@ -54,8 +54,8 @@ def takes_cache(
                 is_on_host = on_host or role is Role.SETS_DEBUG
                 _refuse_pools(function, cache.pools, argument, is_on_host)
             try:
-                if cache.watcher is not None:
-                    return cache.watcher.call(function, cache, (args, kwargs), role)
+                if cache.interceptor is not None:
+                    return cache.interceptor.call(function, cache, (args, kwargs), role)
                 return function(*args, **kwargs)
             except Exception as error:
                 again = for_second_call(args, kwargs, error)

@@ -1,13 +1,21 @@
-"""Results of a look-up in the prefix index.
+"""The index of a cache without prefix caching, and the results of look-ups.
 
-Symbols in shape comments as in `jkv.state.metadata`; C columns, P places of snapshots.
+`NoIndex` is the base class of `jkv.prefixes.index.PrefixIndex`. A method takes the
+metadata that holds the index and returns metadata: loops carry the metadata, so an
+index saved earlier is stale. `self` only selects the kind.
+
+Rows are block table rows: S and above are dropped. Symbols in shape comments as in
+`jkv.state.metadata`; C columns, P places of snapshots.
 """
 
-from typing import NamedTuple, Self
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
+from jkv.state.batch import Batch
 from jkv.state.windows import Columns
 
 
@@ -48,3 +56,194 @@ class Found(NamedTuple):
     def num_tokens(self, block_size: int) -> jax.Array:
         """Return the tokens found, i32[B]."""
         return self.num_blocks * block_size + self.num_part
+
+
+Metadata: TypeAlias = Any  # `jkv.state.Metadata`, which holds an index
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class NoIndex:
+    """An index without arrays and without hits, which adds no operations to a program.
+
+    `jkv.prefixes.index.PrefixIndex` overrides every method.
+    """
+
+    is_there = False  # static: True if `commit` indexes blocks
+
+    @property
+    def snapshot_every(self) -> int | None:
+        """Interval between snapshot lengths, None without snapshots; static."""
+        return None
+
+    @property
+    def num_places(self) -> int:
+        """Places for snapshots of states, P; static."""
+        return 0
+
+    def count_snapshots(self) -> jax.Array:
+        """Return the number of places in use, i32[]."""
+        return jnp.int32(0)
+
+    # Look-ups.
+
+    def find(
+        self, metadata: Metadata, tokens: jax.Array | None, salts: jax.Array
+    ) -> Found:
+        """Look up prompts; the last token of each is never found.
+
+        Args:
+          metadata: the metadata.
+          tokens: i32[B, P], negative from each prompt's end on, or None.
+          salts: i32[B], cache salts.
+        """
+        return find_nothing(metadata, salts.shape)
+
+    def find_state(
+        self, metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array
+    ) -> FoundState | None:
+        """Look up snapshots of sequences at lengths above 0, i32[B] each."""
+        return None
+
+    def find_partings(
+        self, metadata: Metadata, tokens: jax.Array, salts: jax.Array
+    ) -> jax.Array | None:
+        """Return the divergence point of each prompt from known sequences, i32[B].
+
+        It may lie after the cached tokens if only a state is missing: a snapshot there
+        is useful. None without snapshots. Arguments as for `find`.
+        """
+        return None
+
+    def find_partings_behind(
+        self,
+        metadata: Metadata,
+        seq_ids: jax.Array,
+        lengths: jax.Array,
+        tokens: jax.Array,
+    ) -> jax.Array | None:
+        """Return the same for the first tokens of sequences, followed by `tokens`."""
+        return None
+
+    def texts_of(self, metadata: Metadata, row: jax.Array) -> jax.Array:
+        """Return the recorded tokens of rows, i32[..., max_context_length], or -1."""
+        return jnp.full((*row.shape, metadata.max_context_length), -1, jnp.int32)
+
+    def epochs_of(self, seq_ids: jax.Array) -> jax.Array | None:
+        """Return the tick of sequences' opening or last truncation, u32[B]."""
+        return None
+
+    def leave(self, seq_ids: jax.Array) -> tuple[jax.Array, jax.Array] | None:
+        """Return the committed tokens and the salts of sequences, i32[B] each."""
+        return None
+
+    def knows(self, metadata: Metadata, number: int, block: jax.Array) -> jax.Array:
+        """Return True for indexed blocks of a group, i32[...]."""
+        return jnp.zeros(block.shape, bool)
+
+    def has_parents(self, metadata: Metadata, number: int) -> bool:
+        """Return True if a group's indexed blocks need the blocks before them."""
+        return False
+
+    # Records of sequences.
+
+    def begin(
+        self,
+        metadata: Metadata,
+        row: jax.Array,
+        salts: jax.Array,
+        num_cached: jax.Array,
+        tokens: jax.Array | None,
+    ) -> Metadata:
+        """Open rows with the cached tokens of their prompts, i32[B]; count the hits."""
+        return metadata
+
+    def enter(
+        self, metadata: Metadata, row: jax.Array, salts: jax.Array, known: jax.Array
+    ) -> Metadata:
+        """Open swapped-in rows with their salts and committed tokens, i32[B]."""
+        return metadata
+
+    def record(
+        self, metadata: Metadata, row: jax.Array, position: jax.Array, tokens: jax.Array
+    ) -> Metadata:
+        """Record tokens, i32[...], at positions of rows."""
+        return metadata
+
+    def inherit(
+        self,
+        metadata: Metadata,
+        row: jax.Array,
+        parents: jax.Array,
+        lengths: jax.Array,
+        is_exchange: bool = False,
+    ) -> Metadata:
+        """Copy each parent's tokens and salt to `row`, i32[B] each.
+
+        The committed length is capped at `lengths`. In an exchange a parent may be one
+        of the rows.
+        """
+        return metadata
+
+    def cut(self, metadata: Metadata, row: jax.Array, lengths: jax.Array) -> Metadata:
+        """Cap the committed lengths of truncated rows, i32[B] each."""
+        return metadata
+
+    def use(self, metadata: Metadata, found: FoundState | None) -> Metadata:
+        """Mark snapshots as used, in the order of the requests."""
+        return metadata
+
+    # Blocks.
+
+    def forget(
+        self, metadata: Metadata, number: int, block: jax.Array
+    ) -> tuple[Metadata, jax.Array]:
+        """Remove allocated blocks of a group, i32[P]; return the number indexed."""
+        return metadata, jnp.int32(0)
+
+    def forget_rewritten(
+        self, metadata: Metadata, number: int, block: jax.Array
+    ) -> Metadata:
+        """Remove blocks of a group before they are overwritten, i32[B]; N is dropped.
+
+        Their descendants are removed as well.
+        """
+        return metadata
+
+    def commit(
+        self, metadata: Metadata, batch: Batch
+    ) -> tuple[Metadata, tuple[Any, ...]]:
+        """Index the blocks that a step filled; return moves of storage."""
+        return metadata, ()
+
+    def rename(
+        self,
+        metadata: Metadata,
+        number: int,
+        renamed: Callable[[jax.Array], jax.Array],
+        moved: Callable[[jax.Array, int], jax.Array],
+    ) -> Metadata:
+        """Renumber the blocks of a group.
+
+        Args:
+          metadata: renumbered except for the index.
+          number: the group's index.
+          renamed: new ids of old ids, N' for none.
+          moved: values by new block of values by old block, and the fill of new blocks.
+        """
+        return metadata
+
+    def reenter(self, metadata: Metadata) -> Metadata:
+        """Index all blocks again after the pool was resized."""
+        return metadata
+
+
+# Not a decorator: it is untyped, and a base class needs a type.
+jax.tree_util.register_dataclass(NoIndex)
+
+
+def find_nothing(metadata: Metadata, shape: tuple[int, ...]) -> Found:
+    """Return a look-up without a hit, for prompts of i32[*shape]."""
+    none = jnp.zeros(shape, jnp.int32)
+    columns = jnp.zeros((*shape, 0), jnp.int32)
+    nothing = FoundBlocks(columns, 0, None)
+    return Found(none, none, dict.fromkeys(metadata.block_numbers, nothing))

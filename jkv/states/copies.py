@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.indexing import gather, scatter
-from jkv.metadata.entries import for_each_of
+from jkv.metadata.lanes import for_each_of
 from jkv.sharding.loops import fori_loop
 from jkv.state import StateStorage
 

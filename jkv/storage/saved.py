@@ -99,7 +99,7 @@ def _kept(value: Cache | Swapped) -> Cache | Swapped:
     storage = tuple(each.with_sharding(None) for each in value.storage)
     metadata = dataclasses.replace(value.metadata, parts=())
     return dataclasses.replace(
-        value, metadata=metadata, storage=storage, pools=None, watcher=None
+        value, metadata=metadata, storage=storage, pools=None, interceptor=None
     )
 
 

@@ -25,9 +25,7 @@ class Swapped:
 
     Example:
       >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, block_size=4, max_sequences=2, max_context_length=16)
-      >>> cache, opened = jkv.allocate(jkv.init(config), [16])
+      >>> cache, opened = jkv.allocate(jkv.init(jkv.CacheConfig.toy()), [16])
       >>> cache, _ = jkv.append(cache, opened.seq_ids, 5, capacity=5)
       >>> jkv.swap_out(cache, 0)[1]
       Swapped(1 sequences, 5 tokens, 2 of 4 blocks with contents, 288 bytes)
@@ -80,12 +78,12 @@ class Swapped:
         blocks = " and ".join(
             f"{group.num_filled_blocks} of {group.num_blocks}"
             for group in self.groups
-            if group.kind == "blocks"
+            if group.num_blocks
         )
         return (
             f"Swapped({self.num_sequences} sequences, "
             f"{int(self.context_lengths.sum(dtype=np.int64))} tokens, "
-            f"{blocks} blocks with contents, {self.nbytes:,} bytes)"
+            f"{blocks or '0 of 0'} blocks with contents, {self.nbytes:,} bytes)"
         )
 
 

@@ -49,9 +49,7 @@ def restore(
 
     Example:
       >>> import jax.numpy as jnp, jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, block_size=4, max_sequences=2, max_context_length=16,
-      ...     prefix_caching=True)
+      >>> config = jkv.CacheConfig.toy(prefix_caching=True)
       >>> cache, opened = jkv.allocate(jkv.init(config), 0)
       >>> cache, batch = jkv.append(cache, 0, 9, capacity=9, tokens=jnp.arange(9))
       >>> cache, _ = jkv.free(jkv.commit(cache, batch), 0)

@@ -37,18 +37,16 @@ def put_snapshots(
     old = list_snapshots(cache)
     given = {path: np.stack([each[path] for each in held], 1) for path in old}
     new = (_put_donated if donate else _put)(old, given, places)
-    storage, number = [], 0
-    for each in cache.storage:
-        if each.kind == "states":
-            parts = {
-                f"snapshot_{part}": {
-                    name: new[f"snapshot.{part}.{number}.{name}"]
-                    for name in getattr(each, f"snapshot_{part}")
-                }
-                for part in ("rows", "inputs")
+    storage = list(cache.storage)
+    for number, group in enumerate(cache.metadata.state_numbers):
+        parts = {
+            f"snapshot_{part}": {
+                name: new[f"snapshot.{part}.{number}.{name}"]
+                for name in getattr(storage[group], f"snapshot_{part}")
             }
-            each, number = dataclasses.replace(each, **parts), number + 1
-        storage.append(each)
+            for part in ("rows", "inputs")
+        }
+        storage[group] = dataclasses.replace(storage[group], **parts)
     return cache.with_storage(tuple(storage))
 
 

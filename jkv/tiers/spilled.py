@@ -36,7 +36,7 @@ class Layout(NamedTuple):
             (path, str(array.dtype), array.shape[0], *array.shape[2:])
             for path, array in list_snapshots(cache).items()
         )
-        num_states = sum(each.kind == "states" for each in cache.storage)
+        num_states = len(cache.metadata.state_numbers)
         num_groups = len(cache.block_storage)
         return cls(cache.block_size, num_groups, num_states, tuple(sorted(kinds)))
 
@@ -190,7 +190,7 @@ class Spilled:
 
 def list_snapshots(cache: Cache) -> dict[str, Any]:
     """Return the snapshots of all recurrent-state groups, [L, P, ...], by path."""
-    with_state = [each for each in cache.storage if each.kind == "states"]
+    with_state = [cache.storage[number] for number in cache.metadata.state_numbers]
     return {
         f"snapshot.{part}.{number}.{name}": array
         for number, each in enumerate(with_state)

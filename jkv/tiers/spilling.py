@@ -11,8 +11,9 @@ from jkv.metadata import requests
 from jkv.metadata.requests import Integer
 from jkv.prefixes.prefix_index import index_of
 from jkv.prefixes.snapshots import snapshots_of
-from jkv.state import Cache
+from jkv.state import Cache, Metadata
 from jkv.state.entry import takes_cache
+from jkv.state.index import Found
 from jkv.status import UsageError
 from jkv.tiers.choosing import Chosen, choose, forget
 from jkv.tiers.snapshots import fetch_snapshots
@@ -45,9 +46,7 @@ def spill(cache: Cache, num_blocks: Integer) -> tuple[Cache, Spilled]:
 
     Example:
       >>> import jax.numpy as jnp, jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, block_size=4, max_sequences=2, max_context_length=16,
-      ...     prefix_caching=True)
+      >>> config = jkv.CacheConfig.toy(prefix_caching=True)
       >>> cache, opened = jkv.allocate(jkv.init(config), 0)
       >>> prompt = jnp.arange(9)
       >>> cache, batch = jkv.append(cache, 0, 9, capacity=9, tokens=prompt)
@@ -95,9 +94,40 @@ def take(cache: Cache, count: int, width: int) -> tuple[Cache, Spilled]:
     return cache, Spilled(layout=Layout.of(cache), **texts.arrays())
 
 
+def copy_prefix(cache: Cache, tokens: np.ndarray, salt: int) -> Spilled:
+    """Copy the cached blocks of a sequence, i32[n], to the host; they stay cached."""
+    texts, size = TextBuilder(cache.block_size), cache.block_size
+    padded = np.full((1, cache.max_context_length), -1, np.int32)
+    padded[0, : len(tokens)] = tokens[: cache.max_context_length]
+    salts = np.full((1,), salt, np.int32)
+    found = jax.device_get(_find(cache.metadata, padded, salts))
+    columns = tokens[: int(found.num_blocks[0]) * size].reshape(-1, size)
+    nodes = [texts.add_text(salt, columns[: i + 1]) for i in range(len(columns))]
+    for number in cache.metadata.block_numbers if nodes else ():
+        blocks = found.groups[number].blocks[0, : len(nodes)]
+        is_there = blocks < cache.metadata.groups[number].num_blocks
+        holders = iter(np.array(nodes)[is_there].tolist())
+        for arrays in _fetch_pieces(cache, number, blocks[is_there]):
+            texts.hold(holders, arrays)
+    if found.state is not None and found.state.place[0] < found.state.none:
+        snapshot = fetch_snapshots(cache, found.state.place.tolist())
+        texts.hold(iter(nodes[-1:]), snapshot)
+    return Spilled(layout=Layout.of(cache), **texts.arrays())
+
+
+@jax.jit
+def _find(metadata: Metadata, texts: jax.Array, salts: jax.Array) -> Found:
+    return metadata.index.find(metadata, texts, salts)
+
+
+def has_texts(cache: Cache) -> bool:
+    """Return True if the index of a cache has the tokens of its blocks."""
+    return index_of(cache.metadata).wide_hashes is None
+
+
 def check_has_texts(cache: Cache) -> None:
     """Raise if the index of a cache has no tokens of its blocks."""
-    if index_of(cache.metadata).wide_hashes is not None:
+    if not has_texts(cache):
         raise UsageError(
             "cache must have a group of layers with full attention, got a sliding "
             "window in every attention layer, for which the index has hashes instead "

@@ -71,9 +71,7 @@ class BlockStore:
 
     Example:
       >>> import jax.numpy as jnp, jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, block_size=4, max_sequences=2, max_context_length=16,
-      ...     prefix_caching=True)
+      >>> config = jkv.CacheConfig.toy(prefix_caching=True)
       >>> cache, opened = jkv.allocate(jkv.init(config), 0)
       >>> prompt = jnp.arange(9)
       >>> cache, batch = jkv.append(cache, 0, 9, capacity=9, tokens=prompt)
@@ -282,6 +280,20 @@ class BlockStore:
         if not path:
             self._prune(node)
         return path
+
+    def discard(self, tokens: Any, salt: int = 0) -> None:
+        """Remove the columns of a sequence from memory, but prefixes of others.
+
+        Args:
+          tokens: i32[n], the sequence.
+          salt: its cache salt.
+        """
+        with self._lock:
+            for node in self._walk(tokens, salt, None)[::-1]:
+                if node.children:
+                    return
+                if node.held is not None:
+                    self._drop(node)
 
     @property
     def has_folder(self) -> bool:

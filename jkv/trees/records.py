@@ -31,7 +31,7 @@ from jkv.decoding.texts.trajectory_tree import (
 from jkv.metadata.requests import Integers, Texts, as_prompts, broadcast
 from jkv.status import UsageError
 from jkv.verbs.allocation import Allocation
-from jkv.verbs.forking import Fork
+from jkv.verbs.branching import Fork
 
 
 @jax.tree_util.register_dataclass
@@ -97,8 +97,7 @@ def note_generate(
       >>> import jax, jkv
       >>> def count_on(params, tokens, cache, batch):
       ...     return jax.nn.one_hot(tokens + 1, 100)[batch.last_rows], cache
-      >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=8, block_size=4, max_sequences=2, max_context_length=16))
+      >>> cache = jkv.init(jkv.CacheConfig.toy())
       >>> cache, result = jkv.generate(count_on, None, cache, [[5, 6, 7]],
       ...     max_new_tokens=2, num_samples=2)
       >>> record = jkv.trees.TreeRecord.empty(0)
@@ -134,12 +133,11 @@ def note_allocate(record: TreeRecord, opened: Allocation) -> TreeRecord:
 
     Example:
       >>> import jkv
-      >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=8, block_size=4, max_sequences=2, max_context_length=16))
+      >>> cache = jkv.init(jkv.CacheConfig.toy())
       >>> cache, opened = jkv.allocate(cache, [0])
       >>> record = jkv.trees.TreeRecord.empty(cache.max_sequences)
       >>> jkv.trees.note_allocate(record, opened).tips.tolist()
-      [-1, -1]
+      [-1, -1, -1, -1]
     """
     if not isinstance(opened, Allocation):
         raise UsageError(
@@ -242,8 +240,7 @@ def note_extend(
       >>> import jax, jkv
       >>> def count_on(params, tokens, cache, batch):
       ...     return jax.nn.one_hot(tokens + 1, 100)[batch.last_rows], cache
-      >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=8, block_size=4, max_sequences=2, max_context_length=16))
+      >>> cache = jkv.init(jkv.CacheConfig.toy())
       >>> record = jkv.trees.TreeRecord.empty(cache.max_sequences)
       >>> cache, opened = jkv.allocate(cache, [0])
       >>> for given in ([[5, 6, 7]], [[9, 40]]):
@@ -290,14 +287,13 @@ def note_fork(record: TreeRecord, parents: Integers, forked: Fork) -> TreeRecord
 
     Example:
       >>> import jkv
-      >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=8, block_size=4, max_sequences=3, max_context_length=16))
+      >>> cache = jkv.init(jkv.CacheConfig.toy())
       >>> cache, opened = jkv.allocate(cache, [0])
       >>> record = jkv.trees.TreeRecord.empty(cache.max_sequences)
       >>> record, _ = jkv.trees.note_given(record, opened.seq_ids, [[5, 6, 7]])
       >>> cache, forked = jkv.fork(cache, [0, 0])
       >>> jkv.trees.note_fork(record, [0, 0], forked).tips.tolist()
-      [0, 0, 0]
+      [0, 0, 0, -1]
     """
     (ids,) = broadcast(seq_ids=parents)
     if not isinstance(forked, Fork) or forked.seq_ids.shape != ids.shape:

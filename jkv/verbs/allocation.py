@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.metadata import counters, requests, tables
+from jkv.metadata import requests, tables
 from jkv.metadata.part import (
     Done,
     Moves,
@@ -77,8 +77,7 @@ def allocate(
 
     Example:
       >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, block_size=4, max_sequences=8, max_context_length=16)
+      >>> config = jkv.CacheConfig.toy(num_blocks=4, max_sequences=8)
       >>> cache, opened = jkv.allocate(jkv.init(config), [9, 5, 0])
       >>> opened.seq_ids.tolist(), opened.status.tolist()
       ([0, -1, 1], [0, 1, 0])
@@ -109,8 +108,7 @@ def can_allocate(cache: Cache, num_tokens: Integers) -> jax.Array:
 
     Example:
       >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, block_size=4, max_sequences=8, max_context_length=16)
+      >>> config = jkv.CacheConfig.toy(num_blocks=4, max_sequences=8)
       >>> jkv.can_allocate(jkv.init(config), [16, 1]).tolist()
       [True, False]
     """
@@ -151,8 +149,8 @@ def free(
 
     Example:
       >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, max_sequences=2, max_context_length=64)
+      >>> config = jkv.CacheConfig.toy(block_size=16, num_blocks=4, max_sequences=2,
+      ...     max_context_length=64)
       >>> cache, opened = jkv.allocate(jkv.init(config), [64])
       >>> cache, status = jkv.free(cache, [0, 0, -1])
       >>> status.tolist(), int(jkv.num_free_blocks(cache))
@@ -203,7 +201,7 @@ def _allocate(
     done = Done(served, seq_ids)
     metadata, moves = apply_plans(metadata, plans, done)
     metadata = metadata.index.begin(metadata, row, salts, num_cached, tokens)
-    metadata = counters.settle(metadata, status, served)
+    metadata = requests.settle(metadata, status, served)
     return metadata, Allocation(seq_ids, status, num_cached), moves
 
 
@@ -236,7 +234,7 @@ def _free(
             metadata = tables.keep_blocks(metadata, number, seq_ids, closable, keep)
     status = requests.find_status(padding, causes)
     metadata = close_sequences(metadata, seq_ids, closable)
-    return counters.settle(metadata, status, closable), status
+    return requests.settle(metadata, status, closable), status
 
 
 def _judge_openings(

@@ -14,15 +14,15 @@ import numpy as np
 
 from jkv.indexing import gather
 from jkv.masks import CAUSAL, Mask, Resolved, Rows, resolve, without_rows
-from jkv.metadata import counters, requests, tables
-from jkv.metadata.entries import find_owners
+from jkv.metadata import requests, tables
+from jkv.metadata.lanes import find_owners
 from jkv.metadata.part import Done, Granted, Growing, Step, parts_of
 from jkv.metadata.requests import Integers
 from jkv.state import NO_SEQUENCE, Batch, Cache, Metadata, SequenceRow
 from jkv.state.cache import Role
 from jkv.state.entry import takes_cache
 from jkv.status import Status, UsageError
-from jkv.verbs.attention_plan import plan_attention
+from jkv.verbs.attending import plan_attention
 from jkv.verbs.masking import read_mask, read_span
 
 
@@ -175,8 +175,8 @@ def _append(
         told = metadata.sequences.pruned.unpruned(step.table_row)
         metadata = metadata.index.record(metadata, told, step.position, tokens)
     row = step.done.rows(metadata)
-    metadata = counters.mark_used(metadata, row, growth.before, growth.new_length)
-    metadata = counters.settle(metadata, growth.status, growth.served)
+    metadata = requests.mark_used(metadata, row, growth.before, growth.new_length)
+    metadata = requests.settle(metadata, growth.status, growth.served)
     metadata, pending_counts = _note_pending(metadata, step, growth, num_pending)
     positions, step_mask = step.position, None
     if masked is not None:

@@ -35,13 +35,12 @@ def compact(cache: Cache) -> Cache:
 
     Example:
       >>> import jkv
-      >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, block_size=4, max_sequences=2, max_context_length=16))
+      >>> cache = jkv.init(jkv.CacheConfig.toy())
       >>> cache, _ = jkv.allocate(cache, [4, 8])
       >>> cache, _ = jkv.free(cache, 0)
       >>> cache = jkv.compact(cache)
       >>> jkv.block_ids(cache, 1).tolist(), jkv.stats(cache).compactions
-      ([0, 1, 4, 4], 1)
+      ([0, 1, 8, 8], 1)
     """
     metadata, sources = _compact(cache.metadata)
     cache = cache.with_metadata(metadata)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.indexing import scatter
-from jkv.metadata import counters, requests
+from jkv.metadata import requests
 from jkv.metadata.part import close_sequences, parts_of
 from jkv.metadata.requests import Integer, Integers
 from jkv.sharding.loops import while_loop
@@ -31,9 +31,7 @@ def clock(cache: Cache) -> jax.Array:
 
     Example:
       >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, max_sequences=2, max_context_length=16)
-      >>> cache, opened = jkv.allocate(jkv.init(config), [0, 0])
+      >>> cache, opened = jkv.allocate(jkv.init(jkv.CacheConfig.toy()), [0, 0])
       >>> int(jkv.clock(cache))
       1
     """
@@ -59,9 +57,7 @@ def touch(cache: Cache, seq_ids: Integers) -> tuple[Cache, jax.Array]:
 
     Example:
       >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, max_sequences=2, max_context_length=16)
-      >>> cache, opened = jkv.allocate(jkv.init(config), [0, 0])
+      >>> cache, opened = jkv.allocate(jkv.init(jkv.CacheConfig.toy()), [0, 0])
       >>> cache, status = jkv.touch(cache, 0)
       >>> jkv.least_recently_used(cache, 2).tolist()
       [1, 0]
@@ -91,9 +87,7 @@ def least_recently_used(
 
     Example:
       >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, max_sequences=3, max_context_length=16)
-      >>> cache, _ = jkv.allocate(jkv.init(config), [0, 0, 0])
+      >>> cache, _ = jkv.allocate(jkv.init(jkv.CacheConfig.toy()), [0, 0, 0])
       >>> cache, _ = jkv.append(cache, [0])
       >>> jkv.least_recently_used(cache, 3, exclude=1).tolist()
       [2, 0, -1]
@@ -131,8 +125,8 @@ def evict(
 
     Example:
       >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, max_sequences=3, max_context_length=32)
+      >>> config = jkv.CacheConfig.toy(block_size=16, num_blocks=4, max_sequences=3,
+      ...     max_context_length=32)
       >>> cache, _ = jkv.allocate(jkv.init(config), [32, 32])
       >>> cache, refused = jkv.allocate(cache, 20)
       >>> cache, evicted = jkv.evict(cache, 2)
@@ -168,8 +162,8 @@ def evict_older_than(
 
     Example:
       >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, max_sequences=3, max_context_length=32)
+      >>> config = jkv.CacheConfig.toy(block_size=16, num_blocks=4, max_sequences=3,
+      ...     max_context_length=32)
       >>> cache, _ = jkv.allocate(jkv.init(config), [0, 0])
       >>> cache, _ = jkv.append(cache, 1)
       >>> cache, evicted = jkv.evict_older_than(cache, 0)
@@ -195,8 +189,8 @@ def _touch(metadata: Metadata, seq_ids: jax.Array) -> tuple[Metadata, jax.Array]
         requests.is_padding(seq_ids), [(Status.INVALID_SEQUENCE, ~live)]
     )
     row = jnp.where(live, seq_ids, metadata.max_sequences)
-    metadata = counters.mark_used(metadata, row, before)
-    return counters.settle(metadata, status, live), status
+    metadata = requests.mark_used(metadata, row, before)
+    return requests.settle(metadata, status, live), status
 
 
 @jax.jit
@@ -266,5 +260,5 @@ def _count_evicted(
     rank = jnp.arange(seq_ids.shape[0], dtype=jnp.int32)
     ticks = jnp.minimum(num, 1)
     increments = {Counter.CLOCK: ticks, Counter.SEQUENCES_EVICTED: num}
-    metadata = counters.add(metadata, increments)
+    metadata = requests.add_counts(metadata, increments)
     return metadata, jnp.where(rank < num, seq_ids, NO_SEQUENCE)

@@ -44,8 +44,8 @@ def block_ids(cache: Cache, seq_id: Integer, *, group: int | None = None) -> jax
 
     Example:
       >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, max_sequences=2, max_context_length=64)
+      >>> config = jkv.CacheConfig.toy(block_size=16, num_blocks=4, max_sequences=2,
+      ...     max_context_length=64)
       >>> cache, opened = jkv.allocate(jkv.init(config), [17])
       >>> jkv.block_ids(cache, 0).tolist()
       [0, 1, 4, 4]
@@ -77,8 +77,8 @@ def slots(
 
     Example:
       >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, max_sequences=2, max_context_length=64)
+      >>> config = jkv.CacheConfig.toy(block_size=16, num_blocks=4, max_sequences=2,
+      ...     max_context_length=64)
       >>> cache, opened = jkv.allocate(jkv.init(config), [17])
       >>> jkv.slots(cache, 0, [0, 17, 40])
       Slots(block_ids=Array([0, 1, 4], dtype=int32), offsets=Array([0, 1, 0], \
@@ -107,13 +107,12 @@ def tokens(cache: Cache, seq_id: Integer) -> jax.Array:
 
     Example:
       >>> import jax.numpy as jnp, jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, max_sequences=2, max_context_length=6, record_tokens=True)
+      >>> config = jkv.CacheConfig.toy(record_tokens=True)
       >>> cache, opened = jkv.allocate(jkv.init(config), [0])
       >>> cache, _ = jkv.append(cache, [0], [3], capacity=4,
       ...     tokens=jnp.array([7, 8, 9, 0]))
       >>> jkv.tokens(cache, 0).tolist()
-      [7, 8, 9, -1, -1, -1]
+      [7, 8, 9, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1]
     """
     if not cache.metadata.records_tokens:
         raise ValueError(
@@ -142,8 +141,8 @@ def block_info(
 
     Example:
       >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, max_sequences=2, max_context_length=64)
+      >>> config = jkv.CacheConfig.toy(block_size=16, num_blocks=4, max_sequences=2,
+      ...     max_context_length=64)
       >>> cache, opened = jkv.allocate(jkv.init(config), [17])
       >>> int(jkv.block_info(cache, 1).reference_count)
       1
@@ -166,12 +165,10 @@ def context_lengths(cache: Cache) -> jax.Array:
 
     Example:
       >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, max_sequences=3, max_context_length=64)
-      >>> cache, opened = jkv.allocate(jkv.init(config), [0, 0])
+      >>> cache, opened = jkv.allocate(jkv.init(jkv.CacheConfig.toy()), [0, 0])
       >>> cache, _ = jkv.append(cache, opened.seq_ids, [5, 2], capacity=8)
       >>> jkv.context_lengths(cache).tolist()
-      [5, 2, 0]
+      [5, 2, 0, 0]
     """
     # A copy, because the cache may be donated while the lengths are in use.
     return jnp.copy(cache.metadata.context_lengths)
@@ -225,8 +222,7 @@ def kept_from(cache: Cache, *, group: int | None = None) -> jax.Array:
 
     Example:
       >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=8, block_size=4, max_sequences=2, max_context_length=64,
+      >>> config = jkv.CacheConfig.toy(max_sequences=2, max_context_length=64,
       ...     sliding_window=8)
       >>> cache, opened = jkv.allocate(jkv.init(config), 0)
       >>> for _ in range(3):
@@ -257,8 +253,8 @@ def num_free_blocks(cache: Cache) -> jax.Array:
 
     Example:
       >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, max_sequences=2, max_context_length=64)
+      >>> config = jkv.CacheConfig.toy(block_size=16, num_blocks=4, max_sequences=2,
+      ...     max_context_length=64)
       >>> cache, opened = jkv.allocate(jkv.init(config), [17])
       >>> int(jkv.num_free_blocks(cache))
       2
@@ -343,5 +339,5 @@ def group_of(cache: Cache, group: int | None, name: str) -> int:
     if not isinstance(group, int | np.integer):
         last = len(cache.storage) - 1
         raise UsageError(f"group must be in 0..{last}, got {group!r}")
-    check_group(int(group), [each.kind == "blocks" for each in cache.storage])
+    check_group(int(group), [i in numbers for i in range(len(cache.storage))])
     return int(group)

@@ -23,7 +23,7 @@ from jkv.metadata.requests import Integers
 from jkv.state import Batch, Cache, Metadata
 from jkv.state.entry import takes_cache
 from jkv.status import Status, UsageError
-from jkv.verbs.attention_plan import plan_attention
+from jkv.verbs.attending import plan_attention
 
 
 def read_mask(

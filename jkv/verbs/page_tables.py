@@ -55,8 +55,8 @@ def page_table(cache: Cache, batch: Batch, *, group: int | None = None) -> PageT
 
     Example:
       >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, max_sequences=2, max_context_length=32)
+      >>> config = jkv.CacheConfig.toy(block_size=16, num_blocks=4, max_sequences=2,
+      ...     max_context_length=32)
       >>> cache, opened = jkv.allocate(jkv.init(config), [0, 0])
       >>> cache, batch = jkv.append(cache, opened.seq_ids, [17, 3], capacity=20)
       >>> pages = jkv.page_table(cache, batch)

@@ -49,9 +49,7 @@ def over_pools(function: Callable[..., Any]) -> Callable[..., Any]:
     Example:
       >>> import jax, jkv, numpy as np
       >>> mesh = jax.make_mesh((1,), ("dp",), axis_types=(jax.sharding.AxisType.Auto,))
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, max_sequences=2, max_context_length=16)
-      >>> cache = jkv.init(config, mesh=mesh, pools="dp")
+      >>> cache = jkv.init(jkv.CacheConfig.toy(), mesh=mesh, pools="dp")
       >>> cache, opened = jkv.over_pools(jkv.allocate)(cache, np.array([[0, 16]]))
       >>> opened.seq_ids.tolist()
       [[0, 1]]
@@ -173,11 +171,9 @@ def split_pools(cache: Cache) -> list[Cache]:
     Example:
       >>> import jax, jkv
       >>> mesh = jax.make_mesh((1,), ("dp",), axis_types=(jax.sharding.AxisType.Auto,))
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, max_sequences=2, max_context_length=16)
-      >>> cache = jkv.init(config, mesh=mesh, pools="dp")
+      >>> cache = jkv.init(jkv.CacheConfig.toy(), mesh=mesh, pools="dp")
       >>> [jkv.stats(pool).free_blocks for pool in jkv.split_pools(cache)]
-      [4]
+      [8]
     """
     if not isinstance(cache, Cache) or cache.pools is None:
         raise UsageError("split_pools needs a cache with a pool for each rank")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.blocks.row_copies import Rotate, RowCopies, copy_rows
-from jkv.metadata import counters, requests
+from jkv.metadata import requests
 from jkv.metadata.part import Done, Moves, Selection, apply_plans, parts_of
 from jkv.metadata.requests import Integers
 from jkv.state import BlockStorage, Cache, Metadata, Pruned
@@ -210,8 +210,8 @@ def _prune(
     assert isinstance(pruned, Pruned)
     metadata = metadata.with_pruned(pruned.with_rows(row, num_dropped, num_kept))
     metadata = _stop_commits(metadata, row, seq_ids)
-    metadata = counters.mark_used(metadata, row, before, num_kept)
-    metadata = counters.settle(metadata, status, done.served)
+    metadata = requests.mark_used(metadata, row, before, num_kept)
+    metadata = requests.settle(metadata, status, done.served)
     return metadata, status, _list_copies(metadata, moves)
 
 

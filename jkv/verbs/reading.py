@@ -70,11 +70,10 @@ def read(
 
     Example:
       >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=2, head_dim=8,
-      ...     num_blocks=4, max_sequences=2, max_context_length=20)
+      >>> config = jkv.CacheConfig.toy(num_kv_heads=2)
       >>> keys, values, length = jkv.read(jkv.init(config), 0, 0)
       >>> keys.shape, int(length)
-      ((20, 2, 8), 0)
+      ((16, 2, 8), 0)
     """
     group, layer_in_group = locate_layer(cache, layer)
     keys, values, length, start = _read(
@@ -109,8 +108,7 @@ def read_slot(
 
     Example:
       >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=2, head_dim=8,
-      ...     num_blocks=4, max_sequences=2, max_context_length=20)
+      >>> config = jkv.CacheConfig.toy(num_kv_heads=2)
       >>> key, value = jkv.read_slot(jkv.init(config), 0, 3, 15)
       >>> key.shape
       (2, 8)

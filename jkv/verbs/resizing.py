@@ -48,8 +48,7 @@ def resize(cache: Cache, num_blocks: int | Sequence[int]) -> Cache:
 
     Example:
       >>> import jkv
-      >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, block_size=4, max_sequences=2, max_context_length=16))
+      >>> cache = jkv.init(jkv.CacheConfig.toy())
       >>> cache, _ = jkv.allocate(cache, [4, 8])
       >>> cache, _ = jkv.free(cache, 0)
       >>> cache = jkv.resize(cache, 2)

@@ -14,7 +14,7 @@ from jkv.state import NO_SEQUENCE, Batch, BlockStorage, Cache, Metadata, Slots
 from jkv.state.entry import takes_cache
 from jkv.status import Status
 from jkv.verbs.arguments import check_batch
-from jkv.verbs.truncation import truncate
+from jkv.verbs.branching import truncate
 
 
 @takes_cache()

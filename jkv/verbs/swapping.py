@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.metadata import counters, requests, tables
+from jkv.metadata import requests, tables
 from jkv.metadata.part import Luggage, parts_of
 from jkv.metadata.requests import Integers
 from jkv.state import Cache, Metadata, Pruned
@@ -48,8 +48,8 @@ def swap_out(cache: Cache, seq_ids: Integers) -> tuple[Cache, Swapped]:
 
     Example:
       >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, max_sequences=2, max_context_length=64)
+      >>> config = jkv.CacheConfig.toy(block_size=16, num_blocks=4, max_sequences=2,
+      ...     max_context_length=64)
       >>> cache, opened = jkv.allocate(jkv.init(config), [64])
       >>> cache, swapped = jkv.swap_out(cache, opened.seq_ids)
       >>> int(jkv.num_free_blocks(cache)), swapped.num_sequences
@@ -93,8 +93,8 @@ def swap_in(
 
     Example:
       >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, max_sequences=2, max_context_length=64)
+      >>> config = jkv.CacheConfig.toy(block_size=16, num_blocks=4, max_sequences=2,
+      ...     max_context_length=64)
       >>> cache, opened = jkv.allocate(jkv.init(config), [20, 64])
       >>> opened.seq_ids.tolist()
       [0, -1]
@@ -204,5 +204,5 @@ def _open(
     if isinstance(pruned, Pruned):
         pruned = pruned.with_rows(row, entering.num_dropped, entering.num_left)
         metadata = metadata.with_pruned(pruned)
-    metadata = counters.settle(metadata, status, served)
+    metadata = requests.settle(metadata, status, served)
     return metadata, SwapIn(seq_ids, status), new_tables

@@ -22,7 +22,7 @@ from jkv.attention.kernel.tiles.variant import count_decode_pieces, count_lanes
 from jkv.attention.kernel.work import planning
 from jkv.attention.kernel.work.cutting import list_decode_work, size_decode_work
 from jkv.attention.shared_prefixes import find_shared_prefixes
-from jkv.verbs.attention_plan import plan_attention
+from jkv.verbs.attending import plan_attention
 
 BLOCK_SIZE, NUM_COLUMNS, NUM_REQUESTS = 4, 90, 12
 

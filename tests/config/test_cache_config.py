@@ -16,6 +16,7 @@ from support.small_caches import (
 )
 
 import jkv
+from jkv.status import UsageError
 
 pytestmark = pytest.mark.one_end
 
@@ -192,3 +193,10 @@ def test_sizes_from_a_budget_and_from_a_context_length():
         30, max_sequences=5, block_size=4, **sizes
     )
     assert config.num_blocks == 5 * 8
+
+
+def test_fields_replace_toy_sizes():
+    config = jkv.CacheConfig.toy(head_dim=16, num_blocks=3)
+    assert (config.value_head_dim, config.num_blocks, config.block_size) == (16, 3, 4)
+    with pytest.raises(UsageError, match="toy has no field 'heads'.*'num_kv_heads'"):
+        jkv.CacheConfig.toy(heads=2)

@@ -8,8 +8,8 @@ from support.config_json import LLAMA, folder
 from support.paths import EXAMPLES
 
 import jkv
+from jkv.config.counts import count_windows
 from jkv.config.huggingface import read_sizes
-from jkv.config.layers import count_windows
 
 pytestmark = pytest.mark.one_end
 PYDOC = EXAMPLES / "models" / "pydoc"

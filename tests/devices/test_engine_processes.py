@@ -9,8 +9,7 @@ from jax.sharding import AxisType
 from support.jax_versions import further
 from support.processes import run_pair
 
-from jkv.decoding import GenerationConfig
-from jkv.decoding.sampling.options import SAMPLING_DTYPES, Sampling
+from jkv.decoding import GenerationConfig, Sampling
 from jkv.serving import StopSizes
 from jkv.serving.device.orders import (
     NUM_FURTHER_WORDS,
@@ -20,10 +19,8 @@ from jkv.serving.device.orders import (
     pack_window,
     unpack_window,
 )
-from jkv.serving.device.sizes import find_sizes
-from jkv.serving.device.transfers import Arrivals, Change
-from jkv.serving.request.request import CheckedRequest
-from jkv.serving.request.state import RequestState
+from jkv.serving.device.programs import Arrivals, Change, find_sizes
+from jkv.serving.request.request import CheckedRequest, RequestState
 from jkv.sharding.processes import Broadcast
 
 SCRIPT = pathlib.Path(__file__).with_name("serving_processes.py")
@@ -91,7 +88,7 @@ def make_change(rng, count):
             sampling=Sampling(
                 **{
                     name: rng.random(2).astype(dtype) + (dtype == np.int32)
-                    for name, dtype in SAMPLING_DTYPES.items()
+                    for name, dtype in Sampling.dtypes.items()
                 }
             ),
             stop_tokens=(2,),

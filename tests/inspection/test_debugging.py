@@ -242,13 +242,13 @@ def test_refusals_are_the_callers_matter():
 def test_other_verbs_and_files_take_the_cache_as_it_is(tmp_path):
     cache, _ = jkv.append(watched(), IDS)
     jkv.save(tmp_path / "cache", cache)
-    assert jkv.load(tmp_path / "cache").watcher is None
+    assert jkv.load(tmp_path / "cache").interceptor is None
     cache, swapped = jkv.swap_out(cache, 0)
     cache, back = jkv.swap_in(cache, swapped)
     jkv.raise_for_status(back)
     assert jkv.memory_profile(cache).total_bytes == config().bytes
     assert repr(cache).startswith("Cache(2 layers")
-    assert jkv.compact(cache).watcher.watch is cache.watcher.watch
+    assert jkv.compact(cache).interceptor.watch is cache.interceptor.watch
 
 
 @pytest.mark.one_end

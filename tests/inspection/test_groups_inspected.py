@@ -279,7 +279,7 @@ class TestDebugMode:
         cache, status = jkv.truncate(cache, 0, 21)
         jkv.raise_for_status(status)
         assert self.findings(cache) == []
-        assert jkv.debug(cache, enabled=False).watcher is None
+        assert jkv.debug(cache, enabled=False).interceptor is None
 
     @pytest.mark.further  # a step of groups is above, a loop in test_debugging.py
     def test_a_generation(self):

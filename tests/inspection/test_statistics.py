@@ -21,7 +21,7 @@ from support.small_caches import (
 
 import jkv
 from jkv.inspection.statistics import _sums, _wide_sum
-from jkv.metadata import counters
+from jkv.metadata import requests
 from jkv.status import Counter, Status
 
 pytestmark = pytest.mark.one_end
@@ -96,7 +96,7 @@ def test_counters_carry_into_64_bits():
     cache = small_cache()
     metadata = cache.metadata
     for _ in range(3):
-        metadata = counters.add(
+        metadata = requests.add_counts(
             metadata,
             {
                 Counter.PREFIX_TOKENS: jnp.uint32(2**32 - 1),

@@ -80,6 +80,6 @@ def test_it_is_told_on_the_host(cache):
     assert jkv.memory_profile(cache).total_bytes == cache.nbytes
     assert tuple(jkv.partition_specs(cache, heads="tp").storage[MARKS].rows) == ()
     watched, _ = jkv.append(jkv.debug(cache), padded([0]))
-    assert watched.watcher is not None
+    assert watched.interceptor is not None
     with pytest.raises(jkv.UsageError, match="and no blocks"):
         jkv.block_ids(cache, 0, group=MARKS)

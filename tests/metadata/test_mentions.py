@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jkv.metadata import mentions
+from jkv.metadata import lanes
 
 pytestmark = pytest.mark.one_end
 
 NUM_IDS = 9
-SIZES = [1, 7, mentions.MOST_COMPARED, mentions.MOST_COMPARED + 1, 300]
+SIZES = [1, 7, lanes.MOST_COMPARED, lanes.MOST_COMPARED + 1, 300]
 
 
 def named(size):
@@ -21,7 +21,7 @@ def named(size):
 @pytest.mark.parametrize("size", SIZES)
 def test_the_first_mention_of_each_id(size):
     ids = named(size).tolist()
-    found = mentions.is_first(jnp.asarray(ids, jnp.int32), NUM_IDS)
+    found = lanes.is_first(jnp.asarray(ids, jnp.int32), NUM_IDS)
     expected = [i >= NUM_IDS or ids.index(i) == lane for lane, i in enumerate(ids)]
     assert found.tolist() == expected
 
@@ -31,10 +31,10 @@ def test_the_first_mention_of_each_id(size):
 def test_one_lane_of_each_id(size, last):
     ids = named(size)
     ids[ids > NUM_IDS] = NUM_IDS
-    find = jax.jit(mentions.find_one, static_argnames="last")
+    find = jax.jit(lanes.find_one, static_argnames="last")
     marks, found = find(jnp.zeros((NUM_IDS,), jnp.int32), ids, last=last)
-    lanes = {i: lane for lane, i in enumerate(ids.tolist()) if i < NUM_IDS}
+    chosen = {i: lane for lane, i in enumerate(ids.tolist()) if i < NUM_IDS}
     if not last:
-        lanes = {i: ids.tolist().index(i) for i in lanes}
-    assert np.flatnonzero(found).tolist() == sorted(lanes.values())
+        chosen = {i: ids.tolist().index(i) for i in chosen}
+    assert np.flatnonzero(found).tolist() == sorted(chosen.values())
     assert not marks.any()

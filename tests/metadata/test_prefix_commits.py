@@ -17,7 +17,7 @@ from support.small_caches import (
 )
 
 import jkv
-from jkv.metadata.mentions import MOST_COMPARED, find_equals
+from jkv.metadata.lanes import MOST_COMPARED, find_equals
 
 pytestmark = pytest.mark.one_end
 

@@ -1,5 +1,7 @@
 """The distribution's name, and the contents of a wheel and an sdist."""
 
+import inspect
+import os
 import pathlib
 import re
 import subprocess
@@ -9,6 +11,7 @@ import tomllib
 import venv
 import zipfile
 
+import commands  # of the examples
 import pytest
 from support.paths import ROOT
 
@@ -17,6 +20,7 @@ import jkv
 pytestmark = pytest.mark.one_end
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+COMMANDS = "jkv-generate", "jkv-chat", "jkv-serve", "jkv-batch"
 STEM = f"{PROJECT['name'].replace('-', '_')}-{jkv.__version__}"
 # Contents of an sdist beside the package.
 BESIDE = ("CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml")
@@ -63,6 +67,19 @@ def test_one_place_says_the_name_and_one_the_version() -> None:
         for n in re.findall(r"[\w-]+", each.split("[")[1].split("]")[0])
     }
     assert named <= {*extras}
+
+
+def test_the_examples_are_one_project_with_four_commands() -> None:
+    examples = tomllib.loads((ROOT / "examples" / "pyproject.toml").read_text())
+    project = examples["project"]
+    assert project["version"] == jkv.__version__
+    assert project["dependencies"] == [f"{PROJECT['name']}[examples,http]"]
+    scripts = project["scripts"]
+    assert {*scripts} == {*COMMANDS}
+    for script in scripts.values():
+        function = getattr(commands, script.removeprefix("jkv_examples.commands:"))
+        (name,) = re.findall(r"\w+\.py", inspect.getsource(function))
+        assert (ROOT / "examples" / name).is_file()
 
 
 def test_nothing_says_to_install_what_is_not_published() -> None:
@@ -138,5 +155,21 @@ def test_a_bare_environment_runs_the_wheel(
     said = run(python, "-I", "-c", USE, PROJECT["name"]).split()
     assert said == [jkv.__version__, jkv.__version__]
     assert sys.version_info >= (3, 11)
-    commands = run(python, "-I", "-m", "jkv")
-    assert "jkv.doctor" in commands and "jkv.plan" in commands
+    listed = run(python, "-I", "-m", "jkv")
+    assert "jkv.doctor" in listed and "jkv.plan" in listed
+
+
+@pytest.mark.further
+@pytest.mark.slow
+def test_an_installation_of_the_examples_has_their_commands(
+    tmp_path: pathlib.Path,
+) -> None:
+    python = make_environment(tmp_path / "builder")
+    target = tmp_path / "installed"
+    install = "-m", "pip", "install", "--quiet", "--no-deps", "--target", target
+    run(python, *install, ROOT / "examples")
+    assert {*os.listdir(target / "bin")} == {*COMMANDS}
+    program = target / "bin" / "jkv-generate"
+    path = os.pathsep.join([str(target), str(ROOT)])
+    said = run("env", f"PYTHONPATH={path}", sys.executable, program, "--help")
+    assert said.startswith("usage: generate.py")

@@ -211,6 +211,7 @@ GOOD = {
     "Engine.warm_up": of_engine("warm_up"),
     "Request": call(jkv.serving.Request, [1]),
     "StopSizes": call(jkv.serving.StopSizes),
+    "TextStream": call(jkv.serving.TextStream, str, [1], ()),
     "KeptPrograms": call(jkv.serving.KeptPrograms, "folder", "name"),
     "Vocabulary": call(GRAMMAR.Vocabulary, [b"a", None], [1]),
     "vocabulary_of": call(GRAMMAR.vocabulary_of, Spelling(), [1]),

@@ -39,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
         "xla_flags",
     },
     "recurrence": {"sharding"},
-    "config": {"arguments", "formats", "sharding", "status"},
+    "config": {"arguments", "formats", "lazy", "sharding", "status"},
     "state": {
         "arguments",
         "config",
@@ -193,7 +193,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 # Packages that users of the cache read: they use kinds only through interfaces.
 CORE = {
-    "indexing",
+    *("indexing", "lazy"),
     *(
         "status",
         "signatures",
@@ -229,6 +229,20 @@ DOORS: dict[str, tuple[str, ...]] = {
         "face",
     ),
     "serving": ("request", "device", "scheduler", "prometheus", "threads", "engine"),
+}
+# Products that import others, and how many modules inside of these at most: the names
+# of their packages are for all. Lower the numbers with the code, and never raise them.
+INNER: dict[tuple[str, str], int] = {
+    ("jkv/serving", "decoding"): 0,
+    ("jkv/serving", "commands inspection prefixes tiers"): 1,
+    ("examples", "*"): 1,
+}
+# Packages and modules that anyone may import.
+OPEN = {
+    *("jkv", "jkv.config", "jkv.decoding", "jkv.grammar", "jkv.integrations.tunix"),
+    *("jkv.jitted", "jkv.logits_processors", "jkv.recurrence", "jkv.serialization"),
+    *("jkv.serving", "jkv.serving.prometheus", "jkv.trees"),
+    *("jkv.commands", "jkv.inspection", "jkv.prefixes", "jkv.tiers"),
 }
 RUN_TIME = {"jax", "jaxlib", "numpy", "chex", "jkv"}
 # Packages of the extras, and the one file that imports each.
@@ -304,6 +318,29 @@ def test_imports_point_down_inside_rooms(room: str) -> None:
         used = {".".join(name.split(".")[:depth]) for name in imported_modules(path)}
         above = {name for name in used if order.get(name, -1) > rank}
         assert not above, f"{door} may not import {sorted(above)} ({path.name})"
+
+
+@pytest.mark.parametrize("folder, products", INNER)
+def test_products_import_others_by_their_packages(folder: str, products: str) -> None:
+    inner = {
+        name
+        for path in (PACKAGE.parent / folder).rglob("*.py")
+        for name in named_modules(path)
+        if name.startswith("jkv.") and name not in OPEN
+        if products == "*" or name_room(name) in products.split()
+    }
+    assert len(inner) <= INNER[folder, products], sorted(inner)
+
+
+def named_modules(path: pathlib.Path) -> set[str]:
+    """Return the modules named in a file's absolute imports."""
+    found: set[str] = set()
+    for node in find_imports(path):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif node.level == 0:
+            found.add(node.module or "")
+    return found
 
 
 def test_check_shares_no_code_with_the_verbs() -> None:
@@ -411,7 +448,7 @@ def test_only_runtime_packages_are_imported() -> None:
             assert top in known or top in sys.stdlib_module_names, (path, name)
 
 
-@pytest.mark.parametrize("package", ["", "decoding"])
+@pytest.mark.parametrize("package", ["", "config", "decoding"])
 def test_names_that_come_later_are_those_that_checkers_see(package: str) -> None:
     path = PACKAGE / package / "__init__.py"
     checked: dict[str, str] = {}

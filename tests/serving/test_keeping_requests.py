@@ -141,7 +141,7 @@ def test_nothing_is_compiled_after_warming_up():
     engine = engine_of_classes()
     engine.warm_up()
     from jkv.prefixes.verbs import _demote
-    from jkv.serving.scheduler.keeping import keep_text
+    from jkv.serving.scheduler.retention import keep_text
 
     before = keep_text._cache_size(), _demote._cache_size()
     engine.results(engine.submit(TEXT, keep=1, keep_seconds=1e-3))

@@ -12,7 +12,7 @@ import pytest
 import jkv
 from jkv.decoding import DraftModel
 from jkv.serving import Engine, KeptPrograms
-from jkv.serving.device.kept_programs import BoundProgram
+from jkv.serving.device.loop import BoundProgram
 
 NUM_TRACES = []
 

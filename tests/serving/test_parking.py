@@ -1,10 +1,10 @@
-"""Texts that wait for a tool: their blocks wait with them, and go before others do."""
+"""Parked sequences: their blocks are kept, copied to the host, and restored."""
 
 import pytest
 from support.folding_model import KINDS, MODELS, continue_text, make_config
 from support.jax_versions import with_further
 from support.small_attention_model import attention_model, attention_params
-from support.versioned_model import make_engine, read_ages, weights
+from support.versioned_model import make_cache, make_engine, read_ages, weights
 
 import jkv
 from jkv.decoding import DraftModel, FinishReason
@@ -53,13 +53,13 @@ def test_a_text_goes_on_as_if_nothing_had_happened(place):
     number, text = park_one(engine)
     stats = engine.stats()
     assert (stats.parked, stats.parked_blocks, stats.parked_bytes) == (1, 6, 0)
-    assert int(jkv.num_free_blocks(engine.cache)) == 24 - 5
+    assert int(jkv.num_free_blocks(engine.cache)) == 24  # cached blocks are free
     if place == "host":
         clock.now = 6.0
         engine.generate([[1]], max_new_tokens=1)
         stats = engine.stats()
         assert (stats.parked, stats.parked_blocks) == (1, 0)
-        assert stats.parked_bytes > 5 * 4 * 3 * 4 * 2  # keys and values in float32
+        assert stats.parked_bytes == 5 * 4 * 3 * 4 * 2  # keys and values in float32
         wipe(engine)
     found, num_found = resume(engine, number, [4, 4], max_new_tokens=4)
     # The newest token has no keys and values yet, and the last block was not full.
@@ -106,6 +106,28 @@ def test_parked_blocks_go_to_the_host_before_anything_waits_or_is_preempted():
         assert num_found == (len(text) - 1) // 4 * 4 == 32
         assert found.tokens == alone([*text, 7], 3)
     assert engine.stats().free_blocks == 24
+
+
+def test_parked_blocks_are_evicted_last_where_the_cache_has_classes():
+    engine = make_engine(make_cache(keep_classes=2), park_seconds=1e9)
+    number, text = park_one(engine)
+    for i in range(4):  # 28 blocks of a pool of 24
+        engine.generate([[30 + i] * 20], max_new_tokens=8)
+    assert engine.stats().parked_bytes == 0
+    found, num_found = resume(engine, number, [7], max_new_tokens=3)
+    assert num_found == 20 and found.tokens == alone([*text, 7], 3)
+
+
+def test_copies_go_to_the_store_of_the_engine():
+    store = jkv.BlockStore(2**20)
+    engine = make_engine(park_seconds=0.0, store=store)
+    number, text = park_one(engine)
+    engine.generate([[1]], max_new_tokens=1)
+    assert store.num_blocks == 5 and engine.stats().parked_bytes == 0
+    wipe(engine)
+    found, num_found = resume(engine, number, [7], max_new_tokens=3)
+    assert num_found == 20 and found.tokens == alone([*text, 7], 3)
+    assert store.num_blocks >= 5  # the store keeps them
 
 
 def test_texts_are_given_up_with_their_blocks():
@@ -185,7 +207,7 @@ def test_what_cannot_be_parked_is_refused():
 
 
 def test_copies_beyond_the_most_are_forgotten():
-    """The oldest go first, and their texts are computed again."""
+    """The oldest go first, block by block, and are computed again."""
     engine = make_engine(park_seconds=0.0, max_parked_bytes=900)
     parked = [park_one(engine, [i, *PROMPT]) for i in range(2)]
     engine.generate([[1]], max_new_tokens=1)
@@ -197,7 +219,7 @@ def test_copies_beyond_the_most_are_forgotten():
         found, each = resume(engine, number, [7], max_new_tokens=3)
         assert found.tokens == alone([*text, 7], 3)
         num_found.append(each)
-    assert num_found == [0, 20]
+    assert num_found == [16, 20]  # the last block of the oldest was dropped
 
 
 def test_what_is_on_the_host_outlives_a_failed_step():

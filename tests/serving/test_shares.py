@@ -15,7 +15,7 @@ from support.small_engines import (
 
 from jkv.serving import QueueFull, RequestRefused
 from jkv.serving.scheduler.measures import MOST_WAIT_SECONDS, NextRoom, Rate
-from jkv.serving.scheduler.waiting import Waiting
+from jkv.serving.scheduler.queue import Waiting
 
 pytestmark = pytest.mark.one_end
 

@@ -13,7 +13,7 @@ from jkv.decoding import FinishReason
 from jkv.serving import Engine
 from jkv.serving.request import request as requests
 from jkv.serving.request.request import Domains
-from jkv.serving.scheduler import storing as storing_module
+from jkv.serving.scheduler import retention as storing_module
 
 pytestmark = pytest.mark.one_end
 PROMPTS = np.random.default_rng(5).integers(0, 29, (12, WIDTH)).tolist()

@@ -2,7 +2,7 @@
 
 It stands for future kinds, and touches no file of the package: a configuration with its
 sizes, the storage, the data of sequences, the part with its plans, and the three names
-by which `jkv.making.kinds` and `GroupedConfig` know them.
+by which `jkv.making.initialization` and `GroupedConfig` know them.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import numpy as np
 
 from jkv.config import grouped_config
 from jkv.config.counts import ArrayLayout
-from jkv.making import kinds
+from jkv.making import initialization
 from jkv.metadata.part import Done
 
 
@@ -217,10 +217,12 @@ def make_known(monkeypatch):
     """Allow groups with marks in caches, as long as a test runs."""
     groups = (*grouped_config.KINDS, MarkConfig)
     monkeypatch.setattr(grouped_config, "KINDS", groups)
-    monkeypatch.setitem(kinds.PARTS, Marks, OfMarks)
+    monkeypatch.setitem(initialization.PARTS, Marks, OfMarks)
     for path, kind in {
         "metadata.groups": Marks,
         "storage": MarkStorage,
         "groups": SwappedMarks,
     }.items():
-        monkeypatch.setitem(kinds.KINDS, path, (*kinds.KINDS[path], kind))
+        monkeypatch.setitem(
+            initialization.KINDS, path, (*initialization.KINDS[path], kind)
+        )

@@ -99,8 +99,8 @@ MUTATIONS = (
         "metadata",
         "A block given up by several owners in one call enters the ring at the turn of "
         "its first mention, not of its last.",
-        "mentions.find_one(counts, zeroed, last=True)",
-        "mentions.find_one(counts, zeroed, last=False)",
+        "lanes.find_one(counts, zeroed, last=True)",
+        "lanes.find_one(counts, zeroed, last=False)",
     ),
     Mutation(
         "holes-never-squeezed-out",

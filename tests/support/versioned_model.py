@@ -81,7 +81,7 @@ def check_versions(prompt, completion):
     return sum(oldest < chosen for oldest, chosen, _ in rows)
 
 
-def make_cache():
+def make_cache(**fields):
     """24 blocks of four tokens, in which texts of 40 tokens find equal ones."""
     config = jkv.CacheConfig(
         num_layers=1,
@@ -93,6 +93,7 @@ def make_cache():
         max_context_length=40,
         dtype=jnp.float32,
         prefix_caching=True,
+        **fields,
     )
     return jkv.init(config)
 

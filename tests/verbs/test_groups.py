@@ -294,7 +294,7 @@ def test_nothing_is_refused_for_groups(tmp_path):
     grown = jkv.resize(cache, (50, 20))
     assert [group.num_blocks for group in grown.metadata.groups] == [50, 20]
     watched, _ = jkv.append(jkv.debug(cache), [0], 1)
-    assert watched.watcher is not None
+    assert watched.interceptor is not None
     indexed = jkv.init(dataclasses.replace(grouped_config(), prefix_caching=True))
     assert jkv.match(indexed, [[1, 2]]).tolist() == [0]
     cache = jkv.compact(cache)

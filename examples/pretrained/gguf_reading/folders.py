@@ -3,7 +3,7 @@
 import hashlib
 from pathlib import Path
 
-from jkv.config.gguf_file import SUFFIX, find_file
+from jkv.config import SUFFIX, find_file
 from jkv.xla_flags import find_user_cache
 
 # In front of the weights of such a folder, and written last.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jkv.config.gguf_file import GGUFile, describe_model
+from jkv.config import GGUFile, describe_model
 
 from .stored import read_tensor
 

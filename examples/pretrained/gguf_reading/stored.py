@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from jkv.config.gguf_file import GGUFile
-from jkv.config.gguf_file import read_file as read_head
+from jkv.config import GGUFile
+from jkv.config import read_file as read_head
 
 # Kinds of tensors that are served, as `gguf.GGMLQuantizationType` names them.
 KINDS = (

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jkv.config.gguf_file import GGUFile
+from jkv.config import GGUFile
 
 from .settings import KINDS
 from .stored import read_file, read_tensor

@@ -20,7 +20,7 @@ from tokenizers import (
     processors,
 )
 
-from jkv.config.gguf_file import GGUFile
+from jkv.config import GGUFile
 
 logger = logging.getLogger("pretrained")
 

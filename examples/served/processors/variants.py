@@ -11,8 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from jkv.logits_processors import LogitsProcessor, chain, renumber
-from jkv.serving import Engine
-from jkv.serving.request.request import NO_VARIANT
+from jkv.serving import Engine, Request
 
 from ..asking.languages import Compiled, Language
 from ..mistakes import Refused
@@ -26,7 +25,7 @@ class Held:
 
     def __init__(
         self,
-        variant: int = NO_VARIANT,
+        variant: int = Request.variant,
         release: Callable[[], None] = lambda: None,
         told: tuple[str, ...] = (),
     ) -> None:
@@ -200,7 +199,7 @@ class Processors:
             if row is not None and rules is not None:
                 self._table.put(row, rules)
                 self._grammar_of[held.variant] = (
-                    NO_VARIANT if entry is None else (entry.variant)
+                    Request.variant if entry is None else entry.variant
                 )
             if is_new or row is not None:
                 logits_processor = self.logits_processor

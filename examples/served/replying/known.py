@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from jkv import FinishReason
-from jkv.serving import Event
-from jkv.serving.request.texts import TextStream
+from jkv.serving import Event, TextStream
 
 from ..asking.showing import Asked
 from ..loading import Served

@@ -4,7 +4,7 @@ import codecs
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jkv.serving.request.texts import TextStream
+from jkv.serving import TextStream
 
 from ..loading import Served
 from .scoring import Scored

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jkv
-from jkv.config.grouped_config import as_grouped
+from jkv.config import as_grouped
 
 MOST_TOP = 20  # alternatives at each place, as in the API
 LEAST_ROWS, LEAST_SEGMENTS = 64, 16

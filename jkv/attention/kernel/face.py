@@ -17,6 +17,8 @@ from jkv.attention.backend import (
     find_gpu,
 )
 from jkv.attention.call import Call, Past, Pools, Requests
+from jkv.attention.kernel.elements.formats import KERNEL_FORMATS
+from jkv.attention.kernel.tiles import tuning
 from jkv.attention.kernel.work import lists
 from jkv.attention.slots import SlotWrite
 
@@ -34,26 +36,21 @@ class Kernels(Backend):
 
     def why_not(self, call: Call, card: Card) -> str | None:
         """Return a reason unless the table has a row for the call and GPU, if known."""
-        from jkv.attention.kernel.tiles.tuning import why_not
-
-        return why_not(call.queries, call.pools, *card) or self._why_missing()
+        return tuning.why_not(call.queries, call.pools, *card) or self._why_missing()
 
     def attend(self, call: Call, card: Card) -> tuple[jax.Array, jax.Array]:
         """Launch the kernels with the tiles of the GPU."""
         from jkv.attention.kernel.launches.attention import attend_kernel
-        from jkv.attention.kernel.tiles.tuning import find_tuning
 
-        tuning = find_tuning(call.queries, call.pools, *card)
-        assert tuning is not None  # checked by `why_not`
-        return attend_kernel(call, tuning=tuning, way=self._find_way(card))
+        found = tuning.find_tuning(call.queries, call.pools, *card)
+        assert found is not None  # checked by `why_not`
+        return attend_kernel(call, tuning=found, way=self._find_way(card))
 
     def why_not_derived(self, call: Call, card: Card) -> str | None:
         """Return a reason unless the table of derivatives has a row for the call."""
-        from jkv.attention.kernel.tiles.tuning import why_no_tile
-
         if call.past is not None:
             return "the derivative's kernels support no past="
-        reason = why_no_tile(call.queries, call.pools, *card)
+        reason = tuning.why_no_tile(call.queries, call.pools, *card)
         return reason or self._why_missing()
 
     def differentiate(
@@ -61,24 +58,19 @@ class Kernels(Backend):
     ) -> Gradients:
         """Launch the derivative's kernels."""
         from jkv.attention.kernel.launches.derivative import differentiate_kernel
-        from jkv.attention.kernel.tiles.tuning import find_backward
 
-        tuning, way = (
-            find_backward(call.queries, call.pools, *card),
-            self._find_way(card),
-        )
-        assert tuning is not None  # checked by `why_not_derived`
-        return differentiate_kernel(call, cotangents, tuning=tuning, way=way)
+        found = tuning.find_backward(call.queries, call.pools, *card)
+        assert found is not None  # checked by `why_not_derived`
+        way = self._find_way(card)
+        return differentiate_kernel(call, cotangents, tuning=found, way=way)
 
     def why_not_stored(self, write: SlotWrite, card: Card) -> str | None:
         """Return the reason to use scatters; also without a GPU of the platform."""
         if card.target is None:
             return f"there are no kernels for {card.platform}"
-        from jkv.attention.kernel.elements.formats import KERNEL_FORMATS
         from jkv.attention.kernel.launches.slots import why_scattered
-        from jkv.attention.kernel.tiles.tuning import find_family
 
-        if find_family(*card) is None:
+        if tuning.find_family(*card) is None:
             return f"there are no kernels for {card.target}"
         if not {*write.formats} <= KERNEL_FORMATS.keys():
             return "there is no kernel for the format"

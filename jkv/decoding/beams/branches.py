@@ -26,8 +26,7 @@ from jkv.sharding.loops import when, while_loop
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.status import Status
 from jkv.verbs.allocation import allocate, free
-from jkv.verbs.forking import fork
-from jkv.verbs.reordering import reorder
+from jkv.verbs.branching import fork, reorder
 
 
 @jax.tree_util.register_dataclass

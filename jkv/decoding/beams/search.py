@@ -13,9 +13,8 @@ from jkv.decoding.arguments.loop_arguments import Arguments
 from jkv.decoding.beams.branches import SearchState
 from jkv.decoding.beams.hypotheses import EarlyStopping, Rules
 from jkv.decoding.beams.rounds import Searcher, run_round
-from jkv.decoding.model.protocol import Model
 from jkv.decoding.model.runner import Runner
-from jkv.decoding.model.steps import GenerationConfig
+from jkv.decoding.model.steps import GenerationConfig, Model
 from jkv.decoding.processors.rows import begin_rows
 from jkv.decoding.sampling.next_token import Bounds, judge_prompts
 from jkv.decoding.texts.blocks import count_free_blocks, find_block_size
@@ -120,8 +119,7 @@ def beam_search(
       >>> table = (2.0 * jnp.eye(10, k=1)).at[:, 9].add(1.0)
       >>> def spell(params, tokens, cache, batch):
       ...     return table[tokens][batch.last_rows], cache
-      >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=8, block_size=4, max_sequences=4, max_context_length=16))
+      >>> cache = jkv.init(jkv.CacheConfig.toy())
       >>> cache, found = jkv.beam_search(spell, None, cache, [[1, 2]], num_beams=2,
       ...     max_new_tokens=4, stop_tokens=[9], num_return=2)
       >>> found.tokens.tolist()

@@ -15,12 +15,17 @@ import jax
 import jax.numpy as jnp
 
 from jkv.arguments import explains_arguments
-from jkv.decoding.model.protocol import Model, call_model, call_model_for_rows
-from jkv.decoding.model.steps import CHUNK_SIZE, Exact
+from jkv.decoding.model.steps import (
+    CHUNK_SIZE,
+    Exact,
+    Model,
+    call_model,
+    call_model_for_rows,
+)
 from jkv.decoding.texts.blocks import count_cached
 from jkv.indexing import gather
 from jkv.masks import CAUSAL, SpanMask
-from jkv.metadata.entries import find_owners
+from jkv.metadata.lanes import find_owners
 from jkv.metadata.requests import check_counts, saturating_cumsum
 from jkv.metadata.xla_cpu import running_sum
 from jkv.sharding.loops import when, while_loop

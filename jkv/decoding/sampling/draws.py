@@ -25,7 +25,6 @@ from jax import lax
 
 from jkv.arguments import expect, explains_arguments
 from jkv.decoding.sampling.options import (
-    SAMPLING_DTYPES,
     Sampling,
     check_sampling,
     spread_seeds,
@@ -114,7 +113,7 @@ def by_row(sampling: Sampling, num_rows: int) -> PerRow:
         expect(f"Sampling.{name}", value, "N |", {"N": num_rows}, why=why)
         return jnp.broadcast_to(value.astype(dtype), (num_rows,))
 
-    rows = {name: spread(name, as_) for name, as_ in SAMPLING_DTYPES.items()}
+    rows = {name: spread(name, as_) for name, as_ in Sampling.dtypes.items()}
     if jnp.ndim(sampling.seeds) > 0:
         return PerRow(**rows)  # type: ignore[arg-type]  # seeds are never off
     seeds = spread_seeds(jnp.asarray(sampling.seeds, jnp.int32), num_rows)

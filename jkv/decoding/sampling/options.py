@@ -1,7 +1,7 @@
 """Sampling options of a generation, checked on construction."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +71,15 @@ class Sampling:
     repetition_penalty: jax.Array | float = 1.0
     seeds: jax.Array | int = 0
     key: dataclasses.InitVar[jax.Array | None] = None
+    # Dtype of each field inside the loops.
+    dtypes: ClassVar[dict[str, type[np.generic]]] = {
+        "temperature": np.float32,
+        "top_k": np.int32,
+        "top_p": np.float32,
+        "min_p": np.float32,
+        "repetition_penalty": np.float32,
+        "seeds": np.int32,
+    }
 
     def __post_init__(self, key: jax.Array | None) -> None:
         if key is not None:
@@ -175,9 +184,3 @@ def check_sampling(sampling: object) -> None:
 
 
 GREEDY = Sampling()
-
-# Dtypes of the fields inside the loops.
-SAMPLING_DTYPES: dict[str, type[np.generic]] = {
-    field.name: np.int32 if field.name in ("top_k", "seeds") else np.float32
-    for field in dataclasses.fields(Sampling)
-}

@@ -38,7 +38,7 @@ from jkv.metadata import ring
 from jkv.metadata.xla_cpu import running_sum
 from jkv.sharding.loops import when
 from jkv.state import NO_SEQUENCE, Cache, Ring
-from jkv.verbs.forking import fork
+from jkv.verbs.branching import fork
 
 
 def make_queue(sequences: jax.Array, waiting: jax.Array) -> Ring:

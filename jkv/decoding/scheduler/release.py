@@ -33,7 +33,7 @@ from jkv.state import NO_SEQUENCE, Cache
 from jkv.state.entry import takes_cache
 from jkv.status import Status
 from jkv.verbs.allocation import free
-from jkv.verbs.truncation import truncate
+from jkv.verbs.branching import truncate
 
 
 def release_ended(
@@ -98,8 +98,7 @@ def cancel(
       >>> from jkv.decoding import cancel, prefill
       >>> def count_on(params, tokens, cache, batch):
       ...     return jax.nn.one_hot(tokens + 1, 100)[batch.last_rows], cache
-      >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=8, block_size=4, max_sequences=2, max_context_length=16))
+      >>> cache = jkv.init(jkv.CacheConfig.toy())
       >>> cache, state = prefill(
       ...     count_on, None, cache, [[5, 6, 7], [40]], max_new_tokens=4)
       >>> cache, state = cancel(cache, state, jnp.array([True, False]))
@@ -248,8 +247,7 @@ def preempt(cache: Cache, state: GenerationState) -> tuple[Cache, GenerationStat
       >>> from jkv.decoding import decode, preempt, prefill
       >>> def count_on(params, tokens, cache, batch):
       ...     return jax.nn.one_hot(tokens + params, 100)[batch.last_rows], cache
-      >>> cache = jkv.init(jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=8, block_size=4, max_sequences=2, max_context_length=16))
+      >>> cache = jkv.init(jkv.CacheConfig.toy())
       >>> cache, state = prefill(count_on, 1, cache, [[5], [40]], max_new_tokens=3)
       >>> cache, state = preempt(cache, state)
       >>> int(jkv.num_free_blocks(cache)), state.is_running.tolist()

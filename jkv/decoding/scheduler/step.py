@@ -38,7 +38,7 @@ from jkv.indexing import gather, scatter
 from jkv.sharding.loops import when, while_loop
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.status import Status
-from jkv.verbs.attention_plan import plan_attention
+from jkv.verbs.attending import plan_attention
 from jkv.verbs.commitment import commit
 
 

@@ -25,7 +25,7 @@ from jkv.metadata.xla_cpu import running_sum
 from jkv.sharding.loops import fori_loop, when
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.verbs.allocation import allocate
-from jkv.verbs.forking import fork
+from jkv.verbs.branching import fork
 
 
 def score_exactly(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jkv.decoding.texts.trajectory_tree import TrajectoryTree
 from jkv.indexing import scatter_add, scatter_max, scatter_min
-from jkv.metadata.entries import find_owners
+from jkv.metadata.lanes import find_owners
 
 
 class Places(NamedTuple):

@@ -30,7 +30,7 @@ from jkv.masks import CAUSAL, Mask, SpanMask
 from jkv.status import UsageError
 from jkv.verbs.allocation import allocate
 from jkv.verbs.appending import append
-from jkv.verbs.forking import fork
+from jkv.verbs.branching import fork
 
 
 class Level(NamedTuple):

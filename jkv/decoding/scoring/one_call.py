@@ -24,7 +24,7 @@ from jkv.state import Batch, Cache, GroupLayer
 from jkv.state.cache import Role
 from jkv.status import Status, UsageError
 from jkv.verbs.arguments import locate_layer
-from jkv.verbs.attention_plan import plan_attention
+from jkv.verbs.attending import plan_attention
 from jkv.verbs.masking import with_mask
 from jkv.verbs.writing import read_rows
 
@@ -60,7 +60,7 @@ def _make_pools(scored: Scored, tree: TrajectoryTree, layout: Layout) -> Cache:
         cache,
         metadata=metadata,
         storage=tuple(pool.storage[0] for pool in pools),
-        watcher=OneLayerAtATime(slot_rows=layout.slot_rows),
+        interceptor=OneLayerAtATime(slot_rows=layout.slot_rows),
     )
 
 
@@ -91,7 +91,7 @@ def _plan(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class OneLayerAtATime:
-    """A watcher that gives each layer the whole pool of its group.
+    """Run `write` and `attend` with the whole pool of a group for each layer.
 
     The model calls `write` and `attend` as usual, and no other verb.
     """

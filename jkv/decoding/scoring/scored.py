@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jkv.config.cache_config import CacheConfig
 from jkv.config.counts import WITHOUT_INDEX
 from jkv.config.grouped_config import GroupedConfig
-from jkv.decoding.model.protocol import Model, call_model
+from jkv.decoding.model.steps import Model, call_model
 from jkv.decoding.scoring.layout import count_blocks
 from jkv.decoding.texts.trajectory_tree import TrajectoryTree
 from jkv.making.initialization import init

@@ -17,8 +17,7 @@ from jkv.arguments import explains_arguments
 from jkv.config.cache_config import CacheConfig
 from jkv.config.grouped_config import GroupedConfig, as_grouped
 from jkv.config.state_config import StateConfig
-from jkv.decoding.model.protocol import Model
-from jkv.decoding.model.steps import Exact, ExactShape
+from jkv.decoding.model.steps import Exact, ExactShape, Model
 from jkv.decoding.scoring.exact_scores import score_exactly
 from jkv.decoding.scoring.layout import Places, find_places, find_rows
 from jkv.decoding.scoring.levels import (
@@ -135,8 +134,7 @@ def score(
       >>> import jax, jax.numpy as jnp, jkv
       >>> def count_on(params, tokens, cache, batch):
       ...     return jax.nn.one_hot(tokens + 1, 100)[batch.last_rows] * 50.0, cache
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=1, max_sequences=1, max_context_length=1)
+      >>> config = jkv.CacheConfig.toy()
       >>> jkv.score(count_on, None, [[5, 6]], [[7, 8], [7, 9]], config=config).round(2)
       Array([[  0.,   0.],
              [  0., -50.]], dtype=float32)

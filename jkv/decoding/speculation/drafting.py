@@ -33,7 +33,7 @@ from jkv.sharding.loops import fori_loop
 from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.status import Status, UsageError
 from jkv.verbs.allocation import allocate
-from jkv.verbs.truncation import truncate
+from jkv.verbs.branching import truncate
 
 # Rows of a step that catches up with sequences, prompts included.
 _ROWS = 128

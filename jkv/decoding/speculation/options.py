@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jkv.arguments import explains_class
-from jkv.decoding.model.protocol import Model
+from jkv.decoding.model.steps import Model
 from jkv.state import Cache
 from jkv.status import UsageError
 
@@ -93,8 +93,7 @@ class DraftModel:
       >>> def count_on(params, tokens, cache, batch, *, all_rows=False):
       ...     logits = 9 * jax.nn.one_hot(tokens + 1, 100)
       ...     return (logits if all_rows else logits[batch.last_rows]), cache
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=8, block_size=4, max_sequences=2, max_context_length=16)
+      >>> config = jkv.CacheConfig.toy()
       >>> draft = DraftModel(model=count_on, params=None, cache=jkv.init(config),
       ...     num_tokens=3)
       >>> cache, result = jkv.generate(count_on, None, jkv.init(config), [[5, 6, 7]],

@@ -44,9 +44,9 @@ from jkv.indexing import gather, scatter
 from jkv.sharding.loops import when
 from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.verbs.appending import append
-from jkv.verbs.attention_plan import plan_attention
+from jkv.verbs.attending import plan_attention
+from jkv.verbs.branching import truncate
 from jkv.verbs.commitment import commit
-from jkv.verbs.truncation import truncate
 
 # Streams of random numbers beside plain draws.
 DRAFT, ACCEPT, REPLACE = 1, 2, 3

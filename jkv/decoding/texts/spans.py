@@ -176,11 +176,3 @@ def _bound_spans(ends: jax.Array) -> int | None:
     position = np.arange(ends.shape[1])[None]
     longest = int((np.asarray(ends) - position).max(initial=0)) + 1
     return 1 << (longest - 1).bit_length()
-
-
-def find_longest(ends: np.ndarray[Any, Any]) -> int:
-    """Return the most tokens between borders of one prompt, i32[P]."""
-    position = np.arange(len(ends))
-    reach = np.maximum.accumulate(np.maximum(ends, position))
-    borders = np.concatenate([[0], np.flatnonzero(reach == position) + 1])
-    return int(np.diff(borders).max(initial=1))

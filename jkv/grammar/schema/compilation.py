@@ -8,11 +8,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jkv.grammar.automaton import Automaton
+from jkv.grammar.automaton import Automaton, Choice, Expression, Leaf, Literal, size
 from jkv.grammar.bounds import Bounds
 from jkv.grammar.determinization import determinize
 from jkv.grammar.errors import TooLarge, Unsupported
-from jkv.grammar.expressions import Choice, Expression, Leaf, Literal, size
 from jkv.grammar.regexes import compile_regex
 from jkv.grammar.schema.containers import array_expression, object_expression
 from jkv.grammar.schema.document import MAX_LEVELS, Document
@@ -20,8 +19,8 @@ from jkv.grammar.schema.expansion import Expander, Part, Way, named
 from jkv.grammar.schema.judging import Judge, allowed_kinds, kind_of, spoken_kinds
 from jkv.grammar.schema.negation import KINDS, NOT_VALUES, NUMBERS
 from jkv.grammar.schema.numbers import number_expression
-from jkv.grammar.schema.punctuation import Punctuation
 from jkv.grammar.schema.strings import (
+    Punctuation,
     counted_characters,
     literal_string,
     string_automaton,

@@ -3,11 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, Self
 
-from jkv.grammar.automaton import Automaton, intersect, subtract
-from jkv.grammar.bounds import Bounds
-from jkv.grammar.determinization import determinize
-from jkv.grammar.errors import TooLarge, Unsupported
-from jkv.grammar.expressions import (
+from jkv.grammar.automaton import (
+    Automaton,
     Choice,
     Expression,
     Leaf,
@@ -15,8 +12,13 @@ from jkv.grammar.expressions import (
     Repeat,
     Separated,
     concat,
+    intersect,
     size,
+    subtract,
 )
+from jkv.grammar.bounds import Bounds
+from jkv.grammar.determinization import determinize
+from jkv.grammar.errors import TooLarge, Unsupported
 from jkv.grammar.regexes import compile_regex
 from jkv.grammar.schema.expansion import (
     Part,
@@ -29,8 +31,7 @@ from jkv.grammar.schema.expansion import (
 )
 from jkv.grammar.schema.judging import Judge
 from jkv.grammar.schema.negation import ABSENT, NUMBERS
-from jkv.grammar.schema.punctuation import Punctuation
-from jkv.grammar.schema.strings import ANYTHING, quoted
+from jkv.grammar.schema.strings import ANYTHING, Punctuation, quoted
 from jkv.grammar.schema.uniqueness import by_first_sign, listed_once
 
 _MAX_REGIONS = 64  # limit of the sets into which patterns partition an object's keys

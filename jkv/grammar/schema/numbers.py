@@ -11,10 +11,18 @@ from collections.abc import Callable, Set
 
 import numpy as np
 
-from jkv.grammar.automaton import Automaton, intersect, minimize, subtract
+from jkv.grammar.automaton import (
+    Automaton,
+    Choice,
+    Expression,
+    Leaf,
+    concat,
+    intersect,
+    minimize,
+    subtract,
+)
 from jkv.grammar.bounds import Bounds
 from jkv.grammar.determinization import determinize
-from jkv.grammar.expressions import Choice, Expression, Leaf, concat
 from jkv.grammar.regexes import compile_regex
 from jkv.grammar.schema.expansion import Way, named, said
 from jkv.grammar.schema.keywords import is_number

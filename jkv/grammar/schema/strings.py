@@ -1,18 +1,33 @@
-"""JSON strings: characters, patterns and lengths, in quotes.
+"""JSON's strings and punctuation: characters, patterns and lengths, in quotes.
 
 An escape sequence stands for one byte, so an automaton of strings becomes one of JSON
 by substituting bytes. A quote and a backslash have one escape; control characters (and
 U+007F, which many encoders escape) have `\\u00XX`, and five of them a short form. Other
-characters are written verbatim.
+characters are written verbatim. `Punctuation` has the brackets, separators and white
+space around values.
 """
 
+import dataclasses
 import functools
+from collections.abc import Sequence
 
-from jkv.grammar.automaton import BYTES_OF_PAIR, Automaton, intersect, subtract
+from jkv.grammar.automaton import (
+    BYTES_OF_PAIR,
+    Automaton,
+    Choice,
+    Expression,
+    Leaf,
+    Literal,
+    Repeat,
+    Separated,
+    concat,
+    intersect,
+    optional,
+    subtract,
+)
 from jkv.grammar.bounds import UNBOUNDED, Bounds
 from jkv.grammar.determinization import determinize, substitute
 from jkv.grammar.errors import TooLarge
-from jkv.grammar.expressions import Choice, Expression, Leaf, Literal, Repeat, concat
 from jkv.grammar.regexes import compile_regex
 from jkv.grammar.schema.expansion import Way, counts_of, named, said
 from jkv.grammar.schema.judging import Judge
@@ -134,3 +149,51 @@ def _in_quotes(inner: Expression) -> Expression:
 def quote(texts: Automaton) -> Automaton:
     """Return a language with JSON's escapes, without quotes."""
     return substitute(texts, _ESCAPES, UNBOUNDED)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Punctuation:
+    """JSON's structural characters, with configurable white space."""
+
+    # Allowed around each structural character, but not outside the value.
+    space: Expression
+
+    @functools.cached_property
+    def comma(self) -> Expression:
+        """A comma with space around it."""
+        return concat(self.space, b",", self.space)
+
+    def separated(
+        self,
+        entries: Sequence[tuple[Expression, bool]],
+        rest: Expression | None = None,
+        least: int = 0,
+        most: int | None = None,
+    ) -> Expression:
+        """Return separated entries, each with True if required, and trailing space."""
+        return Separated(entries, self.comma, rest, self.space, least, most)
+
+    def property(self, key: str | Expression, value: Expression) -> Expression:
+        key = literal_string(key) if isinstance(key, str) else key
+        return concat(key, self.space, b":", self.space, value)
+
+    def array(self, inner: Expression) -> Expression:
+        """Put brackets around contents, which end with space unless they are empty."""
+        return concat(b"[", self.space, inner, b"]")
+
+    def object(self, inner: Expression) -> Expression:
+        """Put braces around contents, which end with space unless they are empty."""
+        return concat(b"{", self.space, inner, b"}")
+
+    def alike(self, item: Expression, least: int, most: int | None) -> Expression:
+        """Return `least` to `most` repetitions of an item, and trailing space."""
+        if most is not None and least > most:
+            return Choice([])
+        if most is None and least < 2:
+            return self.separated([(item, True)] * least, item)
+        if most == 0:
+            return Literal(b"")
+        others = None if most is None else most - 1
+        more = Repeat(concat(self.comma, item), max(0, least - 1), others)
+        some = concat(item, more, self.space)
+        return some if least else optional(some)

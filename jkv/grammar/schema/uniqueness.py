@@ -7,15 +7,23 @@ first character of the items.
 import itertools
 from collections.abc import Sequence
 
-from jkv.grammar.automaton import begin_at, intersect, minimize, subtract
+from jkv.grammar.automaton import (
+    Choice,
+    Expression,
+    Leaf,
+    Literal,
+    begin_at,
+    concat,
+    intersect,
+    minimize,
+    subtract,
+)
 from jkv.grammar.bounds import Bounds
 from jkv.grammar.determinization import determinize
 from jkv.grammar.errors import Unsupported
-from jkv.grammar.expressions import Choice, Expression, Leaf, Literal, concat
 from jkv.grammar.regexes import compile_regex
 from jkv.grammar.schema.numbers import PLAIN, ZEROS
-from jkv.grammar.schema.punctuation import Punctuation
-from jkv.grammar.schema.strings import any_string
+from jkv.grammar.schema.strings import Punctuation, any_string
 
 _MAX_ORDERED = 4  # values that may stand in any order
 _MAX_STATES = 2**12  # of all parts by first character

@@ -26,7 +26,7 @@ from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
 import jkv
-from jkv.commands.compiled_programs import remove_oldest
+from jkv.commands import remove_oldest
 from jkv.storage.files import replacing
 from jkv.verbs.writing import WRITE_SWITCH
 
@@ -99,31 +99,6 @@ class KeptPrograms:
         ]
         key = hashlib.sha256("\0".join(made_of).encode()).hexdigest()
         return Path(self.folder) / f"{program.__name__}-{key}"
-
-
-class BoundProgram:
-    """A program with its static arguments bound: jitted, or loaded from a folder."""
-
-    def __init__(self, program: Any, kept: KeptPrograms | None, static: dict[str, Any]):
-        self._program, self._kept, self._static = program, kept, static
-        self._executable: Any = None
-
-    def __call__(self, **dynamic: Any) -> Any:
-        """Run on the dynamic arguments, whose shapes must not change."""
-        if self._kept is None:
-            return self._program(**self._static, **dynamic)
-        return self._find(self._kept, dynamic)(**dynamic)
-
-    def find_shapes(self, **dynamic: Any) -> Any:
-        if self._kept is None:
-            program = functools.partial(self._program, **self._static)
-            return jax.eval_shape(program, **dynamic)
-        return self._find(self._kept, dynamic).out_info
-
-    def _find(self, kept: KeptPrograms, dynamic: dict[str, Any]) -> Any:
-        if self._executable is None:
-            self._executable = kept.find(self._program, self._static, dynamic)
-        return self._executable
 
 
 def _describe(leaf: Any) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,21 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.decoding.arguments.loop_arguments import DecodingOptions
-from jkv.decoding.model.protocol import Model
-from jkv.decoding.processors.rows import as_logits_processor
-from jkv.decoding.speculation.options import DraftModel
-from jkv.decoding.texts.blocks import count_free_blocks
+from jkv.decoding import DecodingOptions, DraftModel, Model
 from jkv.logits_processors import LogitsProcessor
-from jkv.prefixes.verbs import clear_prefixes
+from jkv.prefixes import clear_prefixes
 from jkv.serving.device import programs
-from jkv.serving.device.kept_programs import BoundProgram, KeptPrograms
-from jkv.serving.device.sizes import EngineSizes
-from jkv.serving.device.transfers import Arrivals, Change, WindowReport
+from jkv.serving.device.kept_programs import KeptPrograms
+from jkv.serving.device.programs import Arrivals, Change, EngineSizes, WindowReport
 from jkv.serving.device.weights import replace_weights
 from jkv.serving.device.weights_digest import digest_weights
 from jkv.serving.request.limits import Limits
-from jkv.serving.request.state import EngineError
+from jkv.serving.request.request import EngineError
 from jkv.state import Cache
 from jkv.status import UsageError
 from jkv.storage.placement import Placement, put
@@ -48,7 +44,7 @@ class Loop:
         draft_params = None if draft is None else draft.params
         self._draft_cache = None if draft is None else draft.cache
         self._given = programs.Given(
-            params, draft_params, as_logits_processor(options.logits_processor)
+            params, draft_params, options.check().logits_processor
         )
         static = {"model": model, "sizes": sizes}
         self._model = model
@@ -60,7 +56,7 @@ class Loop:
         self._vocabulary = int(state.seen.shape[1])
         self.block_size = state.block_size(cache)
         # Blocks available to one sequence in each group of layers, and in all.
-        self.num_blocks = tuple(map(int, count_free_blocks(cache)))
+        self.num_blocks = tuple(map(int, programs.count_free_blocks(cache)))
         self.num_rows = int(cache.metadata.sequences.free_rows.count)
         # Kept to rebuild the arrays after a failed, donating call.
         self._first = _First.of(cache)
@@ -103,8 +99,9 @@ class Loop:
             max_context_length=self.cache.max_context_length,
             rolls=self.sizes.config.roll is not None,
             num_blocks=self.num_blocks,
-            block_size=self.block_size,
-            vocabulary=self._vocabulary,
+            block_size=self.block_size.tokens,
+            most_blocks=self.block_size.most,
+            vocabulary=self._vocabulary + self.sizes.extra_ids,
             stops=self.sizes.stops,
             stop_tokens=stop_tokens,
             has_detokenizer=has_detokenizer,
@@ -158,7 +155,8 @@ class Loop:
             leaves, structure = jax.tree.flatten(each)
             return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
 
-        new = as_logits_processor(logits_processor)
+        options = DecodingOptions(logits_processor=logits_processor)
+        new = options.check().logits_processor
         if describe(new) != describe(self._given.logits_processor):
             raise EngineError(
                 "logits_processor must have the engine's type, shapes and dtypes, got "
@@ -248,6 +246,31 @@ class Loop:
             self._generation = self._begin(**self._beginning)
             self._draft_cache = None  # donated
         return self._generation
+
+
+class BoundProgram:
+    """A program with its static arguments bound: jitted, or loaded from a folder."""
+
+    def __init__(self, program: Any, kept: KeptPrograms | None, static: dict[str, Any]):
+        self._program, self._kept, self._static = program, kept, static
+        self._executable: Any = None
+
+    def __call__(self, **dynamic: Any) -> Any:
+        """Run on the dynamic arguments, whose shapes must not change."""
+        if self._kept is None:
+            return self._program(**self._static, **dynamic)
+        return self._find(self._kept, dynamic)(**dynamic)
+
+    def find_shapes(self, **dynamic: Any) -> Any:
+        if self._kept is None:
+            program = functools.partial(self._program, **self._static)
+            return jax.eval_shape(program, **dynamic)
+        return self._find(self._kept, dynamic).out_info
+
+    def _find(self, kept: KeptPrograms, dynamic: dict[str, Any]) -> Any:
+        if self._executable is None:
+            self._executable = kept.find(self._program, self._static, dynamic)
+        return self._executable
 
 
 class _First(NamedTuple):

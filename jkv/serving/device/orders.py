@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from jkv.serving.device.sizes import EngineSizes
-from jkv.serving.device.transfers import Arrivals, Change
+from jkv.serving.device.programs import Arrivals, Change, EngineSizes
 from jkv.sharding.processes import Broadcast
 
 # Words of a message. XLA's CPU runtime executes smaller programs in the calling thread,

@@ -14,17 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.decoding.arguments.loop_arguments import DecodingOptions
-from jkv.decoding.model.protocol import Model
-from jkv.decoding.speculation.options import DraftModel
-from jkv.inspection.invariants import check
+from jkv.decoding import DecodingOptions, DraftModel, Model
+from jkv.inspection import check
 from jkv.logits_processors import LogitsProcessor
 from jkv.serving.device.loop import Loop, Progress
 from jkv.serving.device.orders import Order, Orders, pack_window, unpack_window
-from jkv.serving.device.sizes import EngineSizes
-from jkv.serving.device.transfers import Change, WindowReport
+from jkv.serving.device.programs import Change, EngineSizes, WindowReport
 from jkv.serving.device.weights import check_weights
-from jkv.serving.request.state import EngineError
+from jkv.serving.request.request import EngineError
 from jkv.sharding.processes import Broadcast, find_shared_mesh, is_shared, replicate
 from jkv.state import Cache
 from jkv.status import UsageError

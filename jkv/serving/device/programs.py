@@ -1,32 +1,274 @@
-"""Jitted programs of the engine, compiled once for its sizes.
+"""Jitted programs of the engine, their sizes, inputs and reports.
 
-`begin_empty` creates a generation of empty prompts, `exchange` finishes cancelled
-sequences and enqueues new prompts, and `run_window` runs some decode steps and reports.
-They do not communicate with the host; cache and state are donated.
+Each program is compiled once for the engine's sizes. `begin_empty` creates a generation
+of empty prompts, `exchange` finishes cancelled sequences and enqueues new prompts, and
+`run_window` runs some decode steps and reports. They do not communicate with the host;
+cache and state are donated.
 
-Symbols: N sequences of the generation, S most steps of a window.
+Symbols: Q prompts and N sequences of the generation, K lanes, P longest prompt, E stop
+tokens, F stop sequences of C tokens, S most steps of a window, U most new tokens of a
+sequence in a window.
 """
 
 import dataclasses
 import functools
+import operator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jkv import decoding
-from jkv.decoding import DecodingOptions, Prompts
-from jkv.decoding.model.protocol import Model
-from jkv.decoding.sampling.options import SAMPLING_DTYPES, Sampling
-from jkv.decoding.scheduler.state import GenerationState
-from jkv.decoding.speculation.options import DraftModel, PromptLookup
-from jkv.decoding.texts.blocks import count_free_blocks, sum_groups
-from jkv.decoding.texts.results import Statistics
+from jkv.decoding import (
+    DecodingOptions,
+    DraftModel,
+    FinishReason,
+    GenerationConfig,
+    GenerationState,
+    Model,
+    PromptLookup,
+    Prompts,
+    Sampling,
+    Statistics,
+    spread_row_counts,
+)
 from jkv.logits_processors import LogitsProcessor
-from jkv.serving.device.sizes import DraftSizes, EngineSizes
-from jkv.serving.device.transfers import Change, WindowReport, make_empty_sequences
-from jkv.serving.request.request import NO_VARIANT
+from jkv.metadata.requests import check_counts, check_static
+from jkv.serving.request.limits import StopSizes
+from jkv.serving.request.request import (
+    NO_VARIANT,
+    RequestState,
+    RequestStatus,
+    SequenceNews,
+)
 from jkv.state import Cache
+
+# Number of prompts per call of `exchange`.
+NUM_LANES = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftSizes:
+    """Static options of a `DraftModel`, without its arrays."""
+
+    model: Model = dataclasses.field(repr=False)  # its repr may differ between runs
+    num_tokens: int
+    cost: float
+
+
+class EngineSizes(NamedTuple):
+    """Static options of the programs, beside the model and the cache."""
+
+    num_prompts: int  # Q
+    max_prompt_tokens: int
+    config: GenerationConfig
+    num_steps: int  # S
+    num_lanes: int  # K, prompts per call of `exchange`
+    stops: StopSizes
+    guesses: PromptLookup | DraftSizes | None
+    max_span: int  # tokens of a span; 0: causal prompts only
+    cacheable_spans: bool
+    extra_ids: int  # ids past the vocabulary that prompts may have
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences of the generation, N."""
+        return self.num_prompts * self.config.num_samples
+
+    @property
+    def max_running(self) -> int:
+        assert self.config.max_running is not None
+        return self.config.max_running
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of the largest step."""
+        exact, row_counts = self.config.exact_shape, self.config.row_counts
+        if exact is not None:
+            return exact.num_rows
+        assert row_counts is not None, "find_sizes sets it"
+        return row_counts[-1]
+
+    @property
+    def max_window_tokens(self) -> int:
+        """Largest number of new tokens of a sequence in a window, U."""
+        guesses = 0 if self.guesses is None else self.guesses.num_tokens
+        return min(self.num_steps * (1 + guesses), self.config.max_new_tokens)
+
+
+def find_sizes(
+    config: GenerationConfig,
+    *,
+    num_ahead: int | None,
+    max_prompt_tokens: int,
+    num_steps: int,
+    stop_sizes: StopSizes,
+    speculate: PromptLookup | DraftModel | None,
+    max_span: int,
+    cacheable_spans: bool,
+    extra_ids: int,
+) -> EngineSizes:
+    """Return the sizes of an engine from the arguments of `Engine`."""
+    running = config.max_running
+    assert running is not None, "Engine requires max_running"
+    check_counts(
+        max_running=running, num_steps=num_steps, max_prompt_tokens=max_prompt_tokens
+    )
+    ahead = running if num_ahead is None else num_ahead
+    check_static("num_ahead", ahead, 0)
+    check_static("max_span", max_span, 0)
+    check_static("extra_ids", extra_ids, 0)
+    num_prompts = running + ahead
+    if (exact := config.exact_shape) is not None:
+        exact.check_alone(config.row_counts, config.chunk_size)
+        exact.check_fits("max_running", running)
+    elif config.row_counts is None:
+        most_rows = min(config.chunk_size, num_prompts * max_prompt_tokens)
+        counts = spread_row_counts(running, most_rows)
+        config = dataclasses.replace(config, row_counts=counts)
+    return EngineSizes(
+        num_prompts=num_prompts,
+        max_prompt_tokens=max_prompt_tokens,
+        config=config,
+        num_steps=num_steps,
+        num_lanes=min(NUM_LANES, num_prompts),
+        stops=stop_sizes,
+        guesses=(
+            DraftSizes(speculate.model, speculate.num_tokens, speculate.cost)
+            if isinstance(speculate, DraftModel)
+            else speculate
+        ),
+        max_span=max_span,
+        cacheable_spans=cacheable_spans,
+        extra_ids=extra_ids,
+    )
+
+
+# States encoded in `WindowReport.stages`.
+STAGES = (RequestStatus.WAITING, RequestStatus.RUNNING, RequestStatus.PREEMPTED)
+
+_WAITING = STAGES.index(RequestStatus.WAITING)
+_REASONS = {int(reason): reason for reason in FinishReason}
+
+
+class Arrivals(NamedTuple):
+    """K prompts to enqueue, as numpy arrays."""
+
+    indices: np.ndarray[Any, Any]  # i32[K], index of each prompt, -1 for none
+    tokens: np.ndarray[Any, Any]  # i32[K, P], -1 past the end
+    limits: np.ndarray[Any, Any]  # i32[K]
+    stop_tokens: np.ndarray[Any, Any]  # i32[K, E], -1 for none
+    stop_sequences: np.ndarray[Any, Any] | None  # i32[K, F, C], -1 past the end
+    num_samples: np.ndarray[Any, Any]  # i32[K]
+    salts: np.ndarray[Any, Any]  # i32[K]
+    priorities: np.ndarray[Any, Any]  # i32[K]
+    variants: np.ndarray[Any, Any]  # i32[K], variant of the logits processor
+    sampling: dict[str, np.ndarray[Any, Any]]  # [K, samples], fields of `Sampling`
+    spans: np.ndarray[Any, Any] | None  # i32[K, P], end of each token's span, or -1
+
+    @classmethod
+    def of(
+        cls,
+        sizes: EngineSizes,
+        # at most K requests, each with the index of the first sample that shares the
+        # prompt; the samples have their sequence indices
+        dispatched: list[tuple[RequestState, int]],
+    ) -> "Arrivals":
+        count, samples, stops = sizes.num_lanes, sizes.config.num_samples, sizes.stops
+
+        def filled(value: int, *shape: int) -> np.ndarray[Any, Any]:
+            return np.full((count, *shape), value, np.int32)
+
+        arrivals = cls(
+            indices=filled(-1),
+            tokens=filled(-1, sizes.max_prompt_tokens),
+            limits=filled(0),
+            stop_tokens=filled(-1, stops.tokens),
+            stop_sequences=make_empty_sequences(count, stops),
+            num_samples=filled(0),
+            salts=filled(0),
+            priorities=filled(0),
+            variants=filled(NO_VARIANT),
+            sampling={
+                name: np.zeros((count, samples), dtype)
+                for name, dtype in Sampling.dtypes.items()
+            },
+            spans=filled(-1, sizes.max_prompt_tokens) if sizes.max_span else None,
+        )
+        for lane, (state, first) in enumerate(dispatched):
+            arrivals._put(lane, state, first, samples)
+        return arrivals
+
+    def _put(
+        self, lane: int, state: RequestState, first: int, num_samples: int
+    ) -> None:
+        request = state.request
+        count = min(num_samples, request.n - first)
+        self.indices[lane] = state.samples[first].sequence // num_samples
+        self.tokens[lane, : len(request.tokens)] = request.tokens
+        self.limits[lane] = request.max_new_tokens
+        self.stop_tokens[lane, : len(request.stop_tokens)] = request.stop_tokens
+        if self.stop_sequences is not None:
+            for i, sequence in enumerate(request.stop_sequences):
+                self.stop_sequences[lane, i, : len(sequence)] = sequence
+        if self.spans is not None and request.spans is not None:
+            self.spans[lane, : len(request.spans)] = request.spans
+        self.num_samples[lane] = count
+        self.salts[lane] = request.salt
+        self.priorities[lane] = request.priority
+        self.variants[lane] = request.variant
+        for name in Sampling.dtypes:
+            values = np.asarray(getattr(request.sampling, name))
+            self.sampling[name][lane, :count] = values[first : first + count]
+
+
+class Change(NamedTuple):
+    """Input of one call of `exchange`: cancelled sequences and new prompts."""
+
+    arrivals: Arrivals
+    cancelled: np.ndarray[Any, Any]  # bool[N]
+
+
+def make_empty_sequences(count: int, stops: StopSizes) -> np.ndarray[Any, Any] | None:
+    """Return empty stop sequences, i32[count, F, C]; None if the sizes allow none."""
+    if not stops.sequences or not stops.length:
+        return None
+    return np.full((count, stops.sequences, stops.length), -1, np.int32)
+
+
+class WindowReport(NamedTuple):
+    """Report of a window, for all N sequences of the generation."""
+
+    tokens: jax.Array  # i32[N, U], new tokens
+    logprobs: jax.Array  # f32[N, U], their log-probabilities
+    counts: jax.Array  # i32[N], number of new tokens
+    reasons: jax.Array  # i32[N], `FinishReason`
+    cached_tokens: jax.Array  # i32[N], prompt tokens hit in the prefix cache
+    stages: jax.Array  # i32[N], index in STAGES
+    statistics: Statistics  # of the window
+    num_free_blocks: jax.Array  # i32[], summed over all groups of layers
+
+    def read_news(self) -> Iterator[SequenceNews]:
+        """Return the changed sequences in order; the arrays must be numpy's."""
+        # Most queued sequences are unchanged, and there may be many.
+        is_new = (self.counts > 0) | (self.reasons != FinishReason.RUNNING)
+        rows = np.flatnonzero(is_new | (self.stages != _WAITING))
+        arrays = self.tokens, self.logprobs, self.counts, self.reasons, self.stages
+        tokens, logprobs, counts, reasons, stages, cached = (
+            np.asarray(array)[rows].tolist() for array in (*arrays, self.cached_tokens)
+        )
+        return map(
+            SequenceNews,
+            rows.tolist(),
+            [row[:count] for row, count in zip(tokens, counts, strict=True)],
+            [row[:count] for row, count in zip(logprobs, counts, strict=True)],
+            [_REASONS[reason] for reason in reasons],
+            [STAGES[stage] for stage in stages],
+            cached,
+        )
+
 
 _STATIC = ("model", "sizes")
 
@@ -65,6 +307,7 @@ def begin_empty(
         spans=texts if sizes.max_span else None,
         cacheable_spans=sizes.cacheable_spans,
         max_span=sizes.max_span or None,
+        extra_ids=sizes.extra_ids,
     )
     state = decoding.begin(
         model,
@@ -76,7 +319,7 @@ def begin_empty(
     )
     fields = {
         name: jnp.zeros((sizes.num_sequences,), dtype)
-        for name, dtype in SAMPLING_DTYPES.items()
+        for name, dtype in Sampling.dtypes.items()
     }
     return state, Sampling(**fields)
 
@@ -118,7 +361,7 @@ def exchange(
         name: getattr(sampling, name).at[sequences].set(values, mode="drop")
         for name, values in arrivals.sampling.items()
     }
-    free = sum_groups(count_free_blocks(cache))
+    free = _sum_free_blocks(cache)
     return cache, state, Sampling(**options), free
 
 
@@ -163,9 +406,20 @@ def run_window(
         cached_tokens=result.cached_tokens,
         stages=jnp.zeros_like(starts).at[at].set(stage, mode="drop"),
         statistics=result.statistics,
-        num_free_blocks=sum_groups(count_free_blocks(cache)),
+        num_free_blocks=_sum_free_blocks(cache),
     )
     return cache, state, report
+
+
+def count_free_blocks(cache: Cache) -> tuple[jax.Array, ...]:
+    """Return the number of free blocks of each group, i32[] each."""
+    return tuple(group.free_blocks.count for group in cache.metadata.block_groups)
+
+
+def _sum_free_blocks(cache: Cache) -> jax.Array:
+    """Return the number of free blocks of all groups, i32[]."""
+    counts = count_free_blocks(cache) or (jnp.int32(0),)
+    return functools.reduce(operator.add, counts)
 
 
 def _restore_guessing(

@@ -10,15 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jkv.decoding.sampling.options import (
-    SAMPLING_DTYPES,
-    Sampling,
-    check_sampling,
-    spread_seeds,
-)
-from jkv.decoding.texts.blocks import BlockSize
-from jkv.decoding.texts.results import FinishReason
-from jkv.decoding.texts.spans import find_longest
+from jkv.decoding import DecodingOptions, FinishReason, Sampling, spread_seeds
 from jkv.metadata.requests import I32, Integers, Texts, as_domains
 from jkv.serving.request.request import (
     NO_VARIANT,
@@ -58,7 +50,9 @@ class Limits(NamedTuple):
     max_new_tokens: int  # also the default
     max_context_length: int
     num_blocks: tuple[int, ...]  # available to one sequence in each group of layers
-    block_size: BlockSize
+    block_size: int  # tokens of a block
+    # Most blocks of a sequence at one time, per group; None without a window.
+    most_blocks: tuple[int | None, ...]
     vocabulary: int  # number of tokens
     stops: StopSizes
     stop_tokens: np.ndarray[Any, Any]  # i32[E], the default
@@ -121,13 +115,12 @@ class Limits(NamedTuple):
                 f"{length}; raise CacheConfig(max_context_length=...)",
                 FinishReason.CONTEXT_FULL,
             )
-        size = self.block_size
-        columns = -(-min(length, self.max_context_length) // size.tokens)
-        for most, num_blocks in zip(size.most, self.num_blocks, strict=True):
+        columns = -(-min(length, self.max_context_length) // self.block_size)
+        for most, num_blocks in zip(self.most_blocks, self.num_blocks, strict=True):
             needed = columns if most is None else min(columns, most)
             if needed > num_blocks:
                 raise RequestRefused(
-                    f"the prompt must fit in {num_blocks} blocks of {size.tokens} "
+                    f"the prompt must fit in {num_blocks} blocks of {self.block_size} "
                     f"tokens, got {length} tokens, which need {needed}; raise "
                     f"CacheConfig(num_blocks=...)",
                     FinishReason.OUT_OF_BLOCKS,
@@ -149,7 +142,7 @@ class Limits(NamedTuple):
                 f"spans must have an end below {num_tokens}, or -1, for each of "
                 f"{num_tokens} tokens, got {len(ends)} ends up to {ends.max()}"
             )
-        longest = find_longest(ends)
+        longest = _find_longest(ends)
         if longest > self.max_span:
             raise RequestRefused(
                 f"spans must have at most {self.max_span} tokens, got {longest} in one "
@@ -271,6 +264,14 @@ def _read_spans(spans: Integers) -> np.ndarray[Any, Any]:
     return np.clip(ends, -1, I32.max).astype(np.int32)
 
 
+def _find_longest(ends: np.ndarray[Any, Any]) -> int:
+    """Return the most tokens between borders of one prompt, i32[P]."""
+    position = np.arange(len(ends))
+    reach = np.maximum.accumulate(np.maximum(ends, position))
+    borders = np.concatenate([[0], np.flatnonzero(reach == position) + 1])
+    return int(np.diff(borders).max(initial=1))
+
+
 def _read_salt(salt: Any, domains: Domains) -> int:
     """Return the number of a salt; raise for other types."""
     if isinstance(salt, int | np.integer):
@@ -295,8 +296,8 @@ def _read_client(client: Client) -> Client:
 def _spread_sampling(sampling: Sampling, count: int) -> dict[str, Any]:
     """Return each field of `Sampling`, one number or `count`, broadcast to [count]."""
     try:
-        check_sampling(sampling)
-        values = {name: getattr(sampling, name) for name in SAMPLING_DTYPES}
+        DecodingOptions(sampling).check()
+        values = {name: getattr(sampling, name) for name in Sampling.dtypes}
         if any(isinstance(value, jax.Array) for value in values.values()):
             # `Sampling` validates numpy arrays, not JAX arrays, when it is created.
             values = {name: np.asarray(value) for name, value in values.items()}
@@ -304,7 +305,7 @@ def _spread_sampling(sampling: Sampling, count: int) -> dict[str, Any]:
     except ValueError as error:
         raise RequestRefused(str(error)) from error
     fields = {}
-    for name, dtype in SAMPLING_DTYPES.items():
+    for name, dtype in Sampling.dtypes.items():
         value = np.asarray(values[name])
         if value.shape not in ((), (count,)):
             raise RequestRefused(

@@ -4,8 +4,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from jkv.decoding.texts.results import FinishReason
-from jkv.serving.request.state import RequestState
+from jkv.decoding import FinishReason
+from jkv.serving.request.request import RequestState
 
 
 class Completion(NamedTuple):

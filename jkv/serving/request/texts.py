@@ -11,6 +11,8 @@ a possible start of a stop string, so that shown text is final.
 import copy
 from collections.abc import Callable, Sequence
 
+from jkv.arguments import explains_class
+
 # Tokens decoded again, so that the next ones read as in the full text.
 OVERLAP = 8
 # Limit for a prompt that ends in a long run of byte tokens.
@@ -27,11 +29,29 @@ BROKEN = "\ufffd"
 Detokenize = Callable[[list[int]], str]
 
 
+@explains_class
 class TextStream:
-    """Text of one sequence.
+    """Text of one sequence, decoded token by token.
+
+    Args:
+      detokenize: from a list of token ids to a string, such as a tokenizer's `decode`.
+      prompt: token ids before the sequence.
+      stops: strings that end the text.
 
     Attributes:
       text: final text so far, a prefix of the complete text.
+
+    Example:
+      >>> from jkv.serving import TextStream
+      >>> def decode(ids):
+      ...     return bytes(ids).decode(errors="replace")
+      >>> stream = TextStream(decode, [], ["!"])
+      >>> for token in "né!".encode():
+      ...     print(stream.advance([token]), stream.text)
+      None n
+      None n
+      None né
+      4 né
     """
 
     def __init__(

@@ -6,8 +6,8 @@ import itertools
 from collections import deque
 from typing import Any, NamedTuple
 
-from jkv.decoding.texts.results import Statistics
-from jkv.serving.request.state import RequestState, RequestStatus, Sample
+from jkv.decoding import Statistics
+from jkv.serving.request.request import RequestState, RequestStatus, Sample
 
 # Upper bounds of the histogram buckets, in seconds.
 BUCKETS = (
@@ -77,7 +77,7 @@ class EngineStats(NamedTuple):
     version: int = 0  # of the weights, see `Engine.update_params`
     parked: int = 0  # parked sequences
     parked_blocks: int = 0  # upper bound of their blocks on the device
-    parked_bytes: int = 0  # their size on the host
+    parked_bytes: int = 0  # of their copies on the host, outside of a store
     spilled_blocks: int = 0  # offloaded to a store
     restored_blocks: int = 0  # from a store, including snapshots of states
     restored_tokens: int = 0  # prompt tokens restored from a store

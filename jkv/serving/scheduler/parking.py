@@ -1,55 +1,46 @@
-"""Parking: retention of the KV cache of sequences during tool calls.
+"""Parking: retention of the KV cache of finished sequences during tool calls.
 
-At first a parked sequence is pinned: an open sequence of the cache references its
-cached blocks, so that the resuming prompt hits them. Later they are swapped out to the
-host, as a `Swapped`, the longest parked first where blocks are short. Pinned blocks are
-limited to the ones that running requests cannot need before the next window, so that
-parking preempts no request. On return, blocks are swapped in and indexed again; without
-them the sequence is recomputed, with the same result.
+A parked sequence is its tokens and cache salt; `resume` submits them again. Its cached
+blocks are kept like others: they get the highest retention class for a time, and are
+copied to the host when that is over, or when requests could need them before. Both are
+preferences: blocks that are lost are recomputed, with the same result.
+
+The copies go to the engine's store, or else to a store of their own, from which only
+resumed sequences are restored. Caches whose layers all have sliding windows have no
+copies on the host (`jkv.tiers`).
 
 Threads add, take and drop parked sequences under the engine's lock; the thread that
 runs the steps does the work on the device between two windows.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jkv.metadata.requests import Integers
-from jkv.prefixes.recommitment import recommit
+from jkv.prefixes import evict_cached, match
 from jkv.serving.device.loop import Loop
-from jkv.serving.request.state import RequestState, RequestStatus, Sample
-from jkv.state import Cache
-from jkv.status import Status
-from jkv.storage.swapped import Swapped
-from jkv.verbs.allocation import allocate, free
-from jkv.verbs.swapping import swap_in, swap_out
+from jkv.serving.request.request import RequestState, RequestStatus, Sample
+from jkv.serving.scheduler.retention import Keeping, NoStoring, Storing
+from jkv.tiers import BlockStore, copy_prefix, count_blank, has_texts, restore
 
-
-class Pinned(NamedTuple):
-    """Open sequence that holds the blocks of a parked one; device arrays."""
-
-    seq_ids: jax.Array  # i32[1], -1 if the cache had no free row
-    num_tokens: jax.Array  # i32[1], number of tokens hit
+UNLIMITED = 2**62  # bytes
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Parked:
-    """A parked sequence and its blocks."""
+    """A parked sequence."""
 
     number: tuple[int, int]  # request number and sample index
     text: np.ndarray  # i32[P]
     salt: int
     spans: np.ndarray | None  # i32[P], end of each token's span; None: causal
     since: float  # time of parking
-    stay: Pinned | Swapped | None = None  # its blocks; None if lost
     is_new: bool = True  # True before the first `settle`
+    is_copied: bool = False  # True if its blocks were copied to the host
     is_over: bool = False  # True if dropped
     resumed_by: RequestState | None = None
 
@@ -87,6 +78,8 @@ class Parking:
     def __init__(
         self,
         loop: Loop,
+        keeping: Keeping,
+        storing: Storing | NoStoring,
         seconds: float,
         max_bytes: int | None,
         clock: Callable[[], float],
@@ -97,8 +90,10 @@ class Parking:
                 f"park_seconds and max_parked_bytes must be >= 0, got "
                 f"{seconds} and {max_bytes}"
             )
-        self._loop, self._lock = loop, lock
-        self._seconds, self._max_bytes, self._clock = seconds, max_bytes, clock
+        self._loop, self._keeping, self._lock = loop, keeping, lock
+        self._seconds, self._clock = seconds, clock
+        self._storing = storing if isinstance(storing, Storing) else None
+        self._own = BlockStore(UNLIMITED if max_bytes is None else max_bytes)
         # Ordered by time of parking; a dict as an ordered set.
         self._texts: dict[Parked, None] = {}
         self._by_number: dict[tuple[int, int], Parked] = {}
@@ -165,13 +160,14 @@ class Parking:
 
     def count(self) -> dict[str, int]:
         """Return the number of parked sequences, their device blocks and host bytes."""
-        on_host = [each.stay for each in self._texts if isinstance(each.stay, Swapped)]
         return {
             "parked": len(self._by_number),
             "parked_blocks": sum(
-                sum(self._count_blocks(len(e.text))) for e in self._pinned
+                sum(self._count_blocks(len(each.text)))
+                for each in list(self._texts)
+                if not (each.is_copied or each.is_over)
             ),
-            "parked_bytes": sum(each.nbytes for each in on_host),
+            "parked_bytes": self._own.nbytes,
         }
 
     # Between two windows.
@@ -181,111 +177,67 @@ class Parking:
         lengths: list[int],  # bounds of device sequences after the window
         dispatched: list[RequestState],  # requests to be enqueued there
     ) -> None:
-        """Pin, swap and drop blocks before the next window."""
+        """Keep, copy and restore blocks before the next window."""
         for parked in list(self._texts):
             if parked.is_over or parked.has_begun:
-                self._let_go(parked)
+                self._own.discard(parked.text, parked.salt)
                 del self._texts[parked]
             elif parked.is_new:
-                parked.is_new, parked.stay = False, self._pin(parked)
+                parked.is_new = False
+                self._keeping.keep_now(parked.text, parked.salt, self._seconds)
             elif parked.resumed_by is not None and parked.resumed_by in dispatched:
-                self._bring_back(parked)
+                self._restore(parked)
         due = self._clock() - self._seconds
-        for parked in self._find_idle():
-            if parked.since <= due:
-                self._move_to_host(parked)
-        self._make_room(lengths)
-        self._drop_beyond_most()
+        waiting = [each for each in self._texts if each.resumed_by is None]
+        for parked in waiting:  # oldest first
+            if not parked.is_copied and (
+                parked.since <= due or not self._has_room(lengths)
+            ):
+                self._copy(parked)
 
     def forget_blocks(self) -> None:
-        """Drop all blocks, which belong to older weights; keep the tokens."""
-        for parked in self._texts:
-            self._let_go(parked)
+        """Drop the copies, which belong to older weights; keep the tokens."""
+        self._own.clear()
 
-    def lose_blocks(self) -> None:
-        """Forget blocks on the device after the pool was rebuilt; keep host copies."""
-        for parked in self._pinned:
-            parked.stay = None
+    def _copy(self, parked: Parked) -> None:
+        """Copy a sequence's cached blocks to the host."""
+        parked.is_copied = True
+        if self._storing is not None:
+            self._storing.copy(parked.text, parked.salt)
+        elif has_texts(self._loop.cache):
+            found = copy_prefix(self._loop.cache, parked.text, parked.salt)
+            self._own.put(found)
 
-    @property
-    def _pinned(self) -> list[Parked]:
-        return [each for each in list(self._texts) if isinstance(each.stay, Pinned)]
+    def _restore(self, parked: Parked) -> None:
+        """Restore a resuming sequence's blocks; the engine's store does it itself."""
+        held, cache = self._own.count(parked.text, parked.salt), self._loop.cache
+        if held <= (known := self._match(parked)):
+            return
+        lacking = (held - known) // cache.block_size - int(count_blank(cache.metadata))
+        if cache.metadata.block_numbers and lacking > 0:
+            self._loop.cache = evict_cached(cache, lacking)
+            known = self._match(parked)  # the eviction may have removed some
+        found = self._own.find(parked.text, parked.salt, skip=known)
+        if found is not None:
+            self._loop.cache, _ = restore(self._loop.cache, found, donate=True)
 
-    def _find_idle(self) -> Iterator[Parked]:
-        """Return the pinned sequences not being resumed, oldest first."""
-        return (parked for parked in self._pinned if parked.resumed_by is None)
-
-    def _pin(self, parked: Parked) -> Pinned:
-        """Open a sequence on the cached full blocks of a parked one."""
+    def _match(self, parked: Parked) -> int:
+        """Return the number of a sequence's tokens in the cache."""
         text = self._loop.pad(parked.text)[None]
-        salts = np.full((1,), parked.salt, np.int32)
-        self._loop.cache, pinned = _pin(self._loop.cache, text, salts)
-        return pinned
-
-    def _unpin(self, pinned: Pinned) -> None:
-        """Free the sequence; its blocks stay cached until evicted."""
-        self._loop.cache, _ = free(self._loop.cache, pinned.seq_ids)
-
-    def _bring_back(self, parked: Parked) -> None:
-        """Pin a resuming sequence from its host copy, if the cache has room."""
-        others = self._find_idle()
-        while isinstance(swapped := parked.stay, Swapped):
-            found = self._pin(parked)
-            if int(found.num_tokens[0]) >= int(swapped.context_lengths[0]):
-                parked.stay = found  # still cached
-                return
-            self._unpin(found)
-            self._loop.cache, back = swap_in(self._loop.cache, swapped, donate=True)
-            if int(back.status[0]) == Status.OK:
-                text = self._loop.pad(parked.text)[None]
-                self._loop.cache = _recommit(self._loop.cache, back.seq_ids, text)
-                lengths = jnp.asarray(swapped.context_lengths)
-                parked.stay = Pinned(back.seq_ids, lengths)
-                return
-            # Swap out sequences not being resumed; without any, this one is recomputed.
-            other = next(others, None)
-            if other is None:
-                return
-            self._move_to_host(other)
-
-    def _move_to_host(self, parked: Parked) -> None:
-        pinned = parked.stay
-        assert isinstance(pinned, Pinned)
-        if int(pinned.num_tokens[0]) == 0:
-            self._let_go(parked)
-        else:
-            self._loop.cache, parked.stay = swap_out(self._loop.cache, pinned.seq_ids)
-
-    def _let_go(self, parked: Parked) -> None:
-        if isinstance(parked.stay, Pinned):
-            self._unpin(parked.stay)
-        parked.stay = None
-
-    # Capacity.
-
-    def _make_room(self, lengths: list[int]) -> None:
-        """Swap out pinned sequences until no request can lack a block or a row."""
-        for parked in self._find_idle():
-            if self._has_room(lengths):
-                return
-            self._move_to_host(parked)
-        # Blocks of resuming sequences become evictable, but usually stay cached.
-        for parked in self._pinned:
-            if not self._has_room(lengths):
-                self._let_go(parked)
+        return int(match(self._loop.cache, text, parked.salt)[0])
 
     def _has_room(self, lengths: list[int]) -> bool:
-        """True if the requests have enough blocks and rows until the next window."""
-        pinned = self._pinned
+        """True if the pool has the blocks of requests and of parked sequences.
+
+        Of the requests until the next window, and of sequences without a copy.
+        """
         # A prompt may keep a row for its waiting samples.
         sizes = self._loop.sizes
         most = sizes.max_running + (sizes.config.num_samples > 1)
-        if pinned and len(pinned) + most > self._loop.num_rows:
-            return False
         longest = sorted(lengths, reverse=True)[:most]
-        needs = [self._count_blocks(length) for length in longest]
-        needs += [self._count_blocks(len(each.text)) for each in pinned]
-        return not pinned or all(
+        kept = [len(each.text) for each in self._texts if not each.is_copied]
+        needs = [self._count_blocks(length) for length in (*longest, *kept)]
+        return not kept or all(
             sum(of_group) <= num_blocks
             for of_group, num_blocks in zip(
                 zip(*needs, strict=True), self._loop.num_blocks, strict=True
@@ -297,25 +249,3 @@ class Parking:
         size = self._loop.block_size
         columns = -(-length // size.tokens)
         return tuple(columns if m is None else min(columns, m) for m in size.most)
-
-    def _drop_beyond_most(self) -> None:
-        """Drop the oldest host copies beyond `max_bytes`."""
-        if self._max_bytes is None:
-            return
-        stays = [(each, each.stay) for each in self._texts]
-        on_host = [(e, stay) for e, stay in stays if isinstance(stay, Swapped)]
-        left = sum(stay.nbytes for _, stay in on_host)
-        for parked, stay in on_host:
-            if left <= self._max_bytes:
-                return
-            left -= stay.nbytes
-            parked.stay = None
-
-
-@functools.partial(jax.jit, donate_argnames="cache")
-def _pin(cache: Cache, texts: jax.Array, salts: jax.Array) -> tuple[Cache, Pinned]:
-    cache, opened = allocate(cache, 0, tokens=texts, salts=salts)
-    return cache, Pinned(opened.seq_ids, opened.num_cached)
-
-
-_recommit = jax.jit(recommit, donate_argnames="cache")

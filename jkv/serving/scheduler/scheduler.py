@@ -3,25 +3,31 @@
 A step of the engine (`step`) sends new and cancelled requests to the device, starts the
 next window, and reads the report of the previous one. Every sequence finishes through
 `_end`.
+
+Weights may change while sequences run. Each token records the version that produced it,
+and the oldest possible version of the keys and values in its context. Keeping the cache
+of running sequences is the in-flight update of PipelineRL
+(https://arxiv.org/abs/2509.19128); AReaL (https://arxiv.org/abs/2505.24298) recomputes
+it. Both need the ages of a sequence's parts.
 """
 
 import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 
-from jkv.decoding.texts.results import FinishReason
-from jkv.inspection.invariants import check
+from jkv.decoding import FinishReason
+from jkv.inspection import check
 from jkv.serving.device.loop import Loop, Progress
 from jkv.serving.device.processes import SharedLoop
-from jkv.serving.device.transfers import Arrivals, Change, WindowReport
-from jkv.serving.request.request import Client, Domains
-from jkv.serving.request.results import Event, News, Results, wake
-from jkv.serving.request.state import (
+from jkv.serving.device.programs import Arrivals, Change, WindowReport
+from jkv.serving.request.request import (
+    Client,
+    Domains,
     EngineError,
     Extension,
     RequestState,
@@ -29,15 +35,71 @@ from jkv.serving.request.state import (
     Sample,
     SequenceNews,
 )
+from jkv.serving.request.results import Event, News, Results, wake
 from jkv.serving.request.texts import Detokenize, TextStream
-from jkv.serving.scheduler.keeping import Keeping
 from jkv.serving.scheduler.measures import EngineStats, Measures, NextRoom
 from jkv.serving.scheduler.parking import Parked, Parking
 from jkv.serving.scheduler.queue import Queue
-from jkv.serving.scheduler.storing import NoStoring, Storing
-from jkv.serving.scheduler.versions import Update, Versions, has_begun
+from jkv.serving.scheduler.retention import Keeping, NoStoring, Storing
 from jkv.status import UsageError
-from jkv.tiers.store import BlockStore
+from jkv.tiers import BlockStore
+
+
+class Update(NamedTuple):
+    """New weights, and the treatment of blocks computed by the old ones."""
+
+    params: Any
+    draft_params: Any  # None keeps the draft model's
+    recompute: bool  # preempt and recompute running sequences
+    keep_cached: bool  # keep the prefix index
+    version: int | None  # None increments the last one
+    store_version: str | None  # of the weights in a store; None: a digest
+
+
+class Versions:
+    """Version of the weights, and lower bound for cached blocks.
+
+    Attributes:
+      newest: version of the weights of new windows.
+      oldest_found: oldest possible version of a cached block.
+    """
+
+    def __init__(self) -> None:
+        self.newest = self.oldest_found = 0
+
+    def check(self, update: Update) -> None:
+        """Raise for an inconsistent update."""
+        if update.recompute and update.keep_cached:
+            raise UsageError(
+                "got recompute=True and keep_cached=True, which would hit the old "
+                "blocks again; pass one of them"
+            )
+        if update.version is not None and update.version <= self.newest:
+            raise UsageError(
+                f"version must be > {self.newest}, the current version, got "
+                f"{update.version}"
+            )
+
+    def advance(self, update: Update) -> None:
+        self.newest = self.newest + 1 if update.version is None else update.version
+        if not update.keep_cached:
+            self.oldest_found = self.newest
+
+    def begin(self, samples: Iterable[Sample]) -> None:
+        """Set the version bound of samples that start computing now."""
+        for sample in samples:
+            sample.oldest_version = self.oldest_found
+
+
+def has_begun(sharing: list[Sample]) -> bool:
+    """Return True if samples of one prompt can hold a block.
+
+    A preempted sample has none, unless another one has computed their shared prompt.
+    """
+    if len(sharing) == 1:
+        return sharing[0].stage == RequestStatus.RUNNING
+    return any(s.stage != RequestStatus.WAITING or s.tokens for s in sharing)
+
 
 logger = logging.getLogger("jkv.serving")
 
@@ -90,8 +152,6 @@ class Scheduler:
         self.lock = threading.RLock()
         self.queue = Queue(sizes.num_prompts, sizes.config.num_samples, options.shares)
         self.measures.free_blocks = sum(loop.num_blocks)
-        kept_for, most = options.park_seconds, options.max_parked_bytes
-        self.parking = Parking(loop, kept_for, most, options.clock, self.lock)
         self.domains, self._keeping = Domains(), Keeping(loop, options.clock)
         self.storing: Storing | NoStoring = NoStoring()
         if options.store is not None:
@@ -103,6 +163,15 @@ class Scheduler:
                 self.domains,
                 self._keeping,
             )
+        self.parking = Parking(
+            loop,
+            self._keeping,
+            self.storing,
+            options.park_seconds,
+            options.max_parked_bytes,
+            options.clock,
+            self.lock,
+        )
         self._versions = Versions()
         self._sizes, self._options = sizes, options
         self._deadlines: dict[int, float] = {}  # of requests with a timeout
@@ -425,7 +494,6 @@ class Scheduler:
                 logger.error("a step of %d requests failed", count, exc_info=error)
             self._fail_all([self.queue.requests[number] for number in numbers], error)
             self.queue.take_cancelled()
-            self.parking.lose_blocks()
             try:
                 self.loop.start_again()
             except Exception as failure:

@@ -75,8 +75,8 @@ class Toy(Backend):
         of_queries, *others = differentiate_plainly(call, cotangents)
         return Gradients(jnp.full_like(of_queries, 7.0), *others)
 
-    def plan(self, pools, requests, reference_counts, step):
-        del pools, requests, reference_counts
+    def plan(self, pools, requests, reference_counts, step, past):
+        del pools, requests, reference_counts, past
         return jnp.full((1, 1, 1), step.num_rows + 1.0)
 
 

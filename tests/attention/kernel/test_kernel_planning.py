@@ -20,7 +20,7 @@ from jkv.attention.kernel.launches import attention as launches
 from jkv.attention.kernel.tiles.table import INTERPRETED
 from jkv.attention.kernel.work import planning
 from jkv.attention.kernel.work.lists import DecodeSizes, PositionSizes, PrefillSizes
-from jkv.verbs.attention_plan import plan_attention
+from jkv.verbs.attending import plan_attention
 
 # Two kv heads, so that the pieces are dealt to them.
 CONFIG = small_config(num_kv_heads=2, head_dim=16, num_layers=2)
