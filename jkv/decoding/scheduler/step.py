@@ -59,14 +59,15 @@ def advance(
 ) -> tuple[Cache, GenerationState, jax.Array]:
     """Compute the rows of a step and choose a token for each complete sequence."""
     active, places = state.active(cache), state.places
-    left, least = active.count_left(places), state.count_least(active)
+    left, has_spans = active.count_left(places), state.prompts.spans is not None
+    least = state.count_least(active) if has_spans else None
     counts = when(
         jnp.any(left > 1),
         lambda left: share_rows(left, places.ages, state.row_counts[-1], least),
         left,
     )
     shorter = end_at_snapshots(cache, active.done, counts, left, state.divergence)
-    counts = state.end_at_spans(active, shorter, counts)
+    counts = state.end_at_spans(active, shorter, counts) if has_spans else shorter
     cache, computed = _compute_rows(runner, cache, state, active, counts, logits)
     state = count_step(cache, state, active, computed.num_rows)
     state = note_refusals(state, computed.status)
