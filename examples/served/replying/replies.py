@@ -156,11 +156,17 @@ class Reply:
 
     def _count(self, num_new: int) -> dict[str, Any]:
         """Return the tokens that the reply took."""
-        return {
+        counts = {
             "prompt_tokens": self._num_prompt,
             "completion_tokens": num_new,
             "total_tokens": self._num_prompt + num_new,
             "prompt_tokens_details": {"cached_tokens": sum(self._num_cached)},
+        }
+        if self._served.roll is None:
+            return counts
+        lengths = [choice.num_tokens for choice in self._choices]
+        return counts | {
+            "dropped_tokens": sum(map(self._served.count_dropped, lengths))
         }
 
 
@@ -194,6 +200,11 @@ class Choice:
     def num_new(self) -> int:
         """Tokens of this text so far."""
         return len(self._new)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and of this text so far."""
+        return len(self._prompt) + len(self._new)
 
     def text_before(self, new: Completion | Event) -> list[int]:
         """Return the tokens of a text before its last one."""

@@ -138,8 +138,11 @@ def _hand_over(
 ) -> tuple[Cache, GenerationState, jax.Array]:
     """Hand over prompts that other samples need; return also the rows kept, bool[W]."""
     places, active = state.places, state.active(cache)
+    prompt_lengths = active.prompt_lengths
+    if state.shortening is not None:
+        prompt_lengths = state.shortening.shared(prompt_lengths)
     gives, receivers = find_hand_over(state, active, ended)
-    # One retained prompt suffices: it is freed before a second is needed.
+    # There is one retained: it is free again before a second prompt needs it.
     gives &= (receivers < places.num_places) | (state.retained.seq_id < 0)
     Carry = tuple[Cache, GenerationState, jax.Array, jax.Array]
 
@@ -148,7 +151,7 @@ def _hand_over(
         giver = find_oldest(places, left, 1)[0]
         seq_id, length = (
             gather(places.seq_ids, giver),
-            gather(active.prompt_lengths, giver),
+            gather(prompt_lengths, giver),
         )
         cache, status = truncate(cache, seq_id[None], length[None])
         # A sequence that cannot be truncated is freed and its prompt recomputed.

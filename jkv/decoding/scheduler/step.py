@@ -58,6 +58,8 @@ def advance(
     logits: jax.Array,  # f32[W, V], of the last step; the buffer is reused
 ) -> tuple[Cache, GenerationState, jax.Array]:
     """Compute the rows of a step and choose a token for each complete sequence."""
+    if state.shortening is not None:
+        cache, state = _make_room(cache, state)
     active, places = state.active(cache), state.places
     left, has_spans = active.count_left(places), state.prompts.spans is not None
     least = state.count_least(active) if has_spans else None
@@ -68,12 +70,30 @@ def advance(
     )
     shorter = end_at_snapshots(cache, active.done, counts, left, state.divergence)
     counts = state.end_at_spans(active, shorter, counts) if has_spans else shorter
+    if state.shortening is not None:
+        counts = state.shortening.limit(
+            counts, active.done, active.prompt_lengths, active.slots
+        )
     cache, computed = _compute_rows(runner, cache, state, active, counts, logits)
     state = count_step(cache, state, active, computed.num_rows)
     state = note_refusals(state, computed.status)
     is_whole = active.done + computed.num_rows == active.text_lengths
     is_ready = (computed.num_rows > 0) & is_whole
+    if state.shortening is not None:
+        ends = active.done + computed.num_rows == active.prompt_lengths
+        ends &= computed.num_rows > 0
+        cache = state.shortening.press_prompts(cache, places.seq_ids, ends)
     return cache, *choose_tokens(cache, state, computed.logits, is_ready, choice)
+
+
+def _make_room(cache: Cache, state: GenerationState) -> tuple[Cache, GenerationState]:
+    """Roll full sequences; end those that lack a block for it with CONTEXT_FULL."""
+    seq_ids, result = state.places.seq_ids, state.result
+    cache, refused = state.shortening.make_room(cache, seq_ids)
+    num_sequences = result.reasons.shape[0]
+    ended = jnp.where(refused, state.places.sequences, num_sequences)
+    reasons = scatter(result.reasons, ended, jnp.int32(FinishReason.CONTEXT_FULL))
+    return cache, dataclasses.replace(state, result=result._replace(reasons=reasons))
 
 
 def schedule(cache: Cache, state: GenerationState) -> tuple[Cache, GenerationState]:
@@ -272,7 +292,7 @@ def count_step(
         idle_places=waits_now * (state.most_running - num_served),
     )
     used = count_used_blocks(cache)
-    length = jnp.where(places.is_cached, active.done + rows, 0)
+    length = jnp.where(places.is_cached, active.slots + rows, 0)
     num_groups = len(cache.metadata.block_numbers)
     empty = num_groups * jnp.sum(-length % cache.block_size, dtype=jnp.int32)
     is_peak = (used > old.peak_blocks) & (num_served > 0)
