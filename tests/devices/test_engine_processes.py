@@ -31,6 +31,9 @@ SIZES = find_sizes(
     num_steps=2,
     stop_sizes=StopSizes(3, 2, 2),
     speculate=None,
+    max_span=0,
+    cacheable_spans=False,
+    extra_ids=0,
 )
 
 
