@@ -27,6 +27,8 @@ def main():
         help="a Hugging Face folder or GGUF file",
     )
     add("--context", type=number, default=2048, help="tokens of a conversation")
+    said = "a full context drops N of its oldest tokens; %(const)s if not said"
+    add("--roll", type=number, nargs="?", const=256, metavar="N", help=said)
     add("--branches", type=number, default=4, help="at most; %(default)s")
     add("--max-new-tokens", type=number, default=128, help="of an answer; %(default)s")
     add("--system", type=text, help="what the model is told before the first message")

@@ -55,6 +55,7 @@ from jkv.verbs.lookups import (
     block_info,
     context_lengths,
     kept_from,
+    next_positions,
     num_free_blocks,
     slots,
     tokens,
@@ -64,7 +65,7 @@ from jkv.verbs.reading import read, read_slot
 from jkv.verbs.writing import write
 
 if TYPE_CHECKING:  # imported on first access
-    from jkv import jitted
+    from jkv import jitted, press
     from jkv.commands.compiled_programs import keep_compiled_programs
     from jkv.config.grouped_config import GroupedConfig
     from jkv.config.state_config import StateConfig
@@ -78,6 +79,7 @@ if TYPE_CHECKING:  # imported on first access
         Generation,
         Model,
         PromptLookup,
+        Roll,
         Sampling,
         beam_search,
         check_exact,
@@ -103,6 +105,7 @@ if TYPE_CHECKING:  # imported on first access
         match,
         snapshots,
     )
+    from jkv.press import top_tokens
     from jkv.states.folding import fold_state
     from jkv.states.verbs import read_pending, read_state, write_state
     from jkv.storage.files import FileError
@@ -122,6 +125,7 @@ if TYPE_CHECKING:  # imported on first access
     )
     from jkv.verbs.page_tables import PageTable, page_table
     from jkv.verbs.pooling import over_pools, split_pools
+    from jkv.verbs.pruning import prune
     from jkv.verbs.resizing import resize
     from jkv.verbs.row_selection import keep_rows
     from jkv.verbs.swapping import SwapIn, swap_in, swap_out
@@ -135,7 +139,7 @@ __getattr__ = imports_later(
         "jkv.config.state_config": "StateConfig",
         "jkv.decoding": (
             "BeamSearch DraftModel ExactDifference ExactReport FinishReason "
-            "FormatAccuracy Generation Model PromptLookup Sampling beam_search "
+            "FormatAccuracy Generation Model PromptLookup Roll Sampling beam_search "
             "check_exact extend generate measure_formats score"
         ),
         "jkv.inspection.debugging": "debug",
@@ -146,6 +150,7 @@ __getattr__ = imports_later(
         "jkv.inspection.utilisation": "Fragmentation fragmentation should_compact",
         "jkv.making.initialization": "init partition_specs",
         "jkv.making.saving": "load save",
+        "jkv.press": "top_tokens",
         "jkv.prefixes.verbs": (
             "clear_prefixes demote evict_cached invalidate match snapshots"
         ),
@@ -163,6 +168,7 @@ __getattr__ = imports_later(
         "jkv.verbs.eviction": "clock evict evict_older_than least_recently_used touch",
         "jkv.verbs.page_tables": "PageTable page_table",
         "jkv.verbs.pooling": "over_pools split_pools",
+        "jkv.verbs.pruning": "prune",
         "jkv.verbs.resizing": "resize",
         "jkv.verbs.row_selection": "keep_rows",
         "jkv.verbs.swapping": "SwapIn swap_in swap_out",
@@ -173,6 +179,7 @@ __getattr__ = imports_later(
         "inspection",
         "jitted",
         "making",
+        "press",
         "recurrence",
         "serving",
         "logits_processors",
@@ -229,6 +236,7 @@ __all__ = [
     "PrefixIndex",
     "PromptLookup",
     "Ring",
+    "Roll",
     "Sampling",
     "Sequences",
     "Slots",
@@ -281,12 +289,15 @@ __all__ = [
     "load",
     "match",
     "measure_formats",
+    "next_positions",
     "num_free_blocks",
     "over_pools",
     "page_table",
     "paged_attention",
     "partition_specs",
     "peek",
+    "press",
+    "prune",
     "raise_for_status",
     "read",
     "read_pending",
@@ -307,6 +318,7 @@ __all__ = [
     "swap_out",
     "tokens",
     "touch",
+    "top_tokens",
     "truncate",
     "with_mask",
     "write",

@@ -43,6 +43,7 @@ DATACLASSES: tuple[type, ...] = (
     *(state.Cache, state.Metadata, state.Sequences, state.BlockGroup, state.Ring),
     *(state.NoIndex, PrefixIndex, Beside, Snapshots),
     *(state.Everything, state.SlidingWindow),
+    *(state.Pruned, state.Unpruned),
     *(state.States, state.BlockStorage, state.StateStorage),
     *(state.Batch, Sampling, PromptLookup),
     *(StepMask, CausalMask, SpanMask, TreeMask, MixedMask),
@@ -62,7 +63,11 @@ SIZES: dict[str, type] = {
     )
 }
 # Parts of a cache in static fields, by module, which is imported on first use.
-PARTS = {"Blocks": "jkv.blocks.part", "OfStates": "jkv.states.part"}
+PARTS = {
+    "Blocks": "jkv.blocks.part",
+    "OfStates": "jkv.states.part",
+    "Positions": "jkv.metadata.positions",
+}
 
 
 def register() -> None:

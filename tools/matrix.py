@@ -239,6 +239,12 @@ TABLES: dict[str, tuple[Row, ...]] = {
             (step("llama-8b, sliding window"),),
         ),
         Row(
+            "pruning, also by layer and head",
+            "all",
+            ("tested", "-", "plain", "plain"),
+            ("test_random_pruning.py::test_pruned_sequences_keep_the_selected_tokens",),
+        ),
+        Row(
             "layers with a state",
             "float32, bfloat16",
             ("tested", "-", "plain", "plain"),
@@ -313,6 +319,15 @@ TABLES: dict[str, tuple[Row, ...]] = {
             "float32",
             ("refused", "refused", "refused", "refused"),
             ("test_scoring.py::test_other_derivatives_than_the_first_are_errors",),
+        ),
+        Row(
+            "pressed prompts and rolling contexts",
+            "float32",
+            ("tested", "-", "plain", "plain"),
+            (
+                "test_shortening.py::test_pressed_prompts_keep_the_best_tokens",
+                "test_press.py::test_rules_keep_the_tokens_of_kvpress",
+            ),
         ),
         Row(
             "the same bits (exact)",

@@ -14,6 +14,7 @@ import jkv
 
 PIECE = 8  # tokens generated before they are shown
 WIDTH = 64  # tokens are padded to a multiple of it: few programs to compile
+SINKS = 4  # first tokens that a rolling context keeps
 
 
 @dataclasses.dataclass
@@ -46,12 +47,20 @@ class Chat:
             dtype=options.kv_dtype or self._params["embedding"].dtype,
             value_dtype=options.value_dtype,
             prefix_caching=model.config.has_states,
+            pruning=options.roll is not None,
         )
-        extend = partial(jkv.extend, model, max_new_tokens=PIECE, chunk_size=WIDTH // 4)
+        told = [{"role": "system", "content": options.system}] if options.system else []
+        roll = None
+        if options.roll is not None:
+            # What the model is told first stays, and the first tokens of any text.
+            first = len(self._encode(told)) if told and self._has_template else SINKS
+            roll = jkv.Roll(first=max(first, SINKS), step=options.roll)
+        extend = partial(
+            jkv.extend, model, max_new_tokens=PIECE, chunk_size=WIDTH // 4, roll=roll
+        )
         self._extend = jax.jit(extend, donate_argnames="cache")
         self.cache, opened = jkv.allocate(jkv.init(config), [0])
         self.branches: list[Branch] = []
-        told = [{"role": "system", "content": options.system}] if options.system else []
         self.add(Branch(int(opened.seq_ids[0]), messages=told))
 
     def add(self, branch: Branch) -> None:
@@ -68,18 +77,29 @@ class Chat:
     def cut(self, length: int) -> int:
         """Drop the tokens of the branch from a length on; return how many are left.
 
-        Where layers have a state fewer may be: as many as a copy of it was made after.
+        Where layers have a state fewer may be: as many as a copy of it was made after;
+        and none where tokens after it were dropped.
         """
         seq_id = self.branch.seq_id
+        dropped = self.count_dropped()
         copies = np.flatnonzero(jkv.snapshots(self.cache, seq_id)[:length])
         for kept in (length, *copies[::-1].tolist(), 0):
-            cache, status = jkv.truncate(self.cache, [seq_id], [kept])
+            if 0 < kept <= dropped:
+                continue
+            slots = kept - dropped if kept else 0
+            cache, status = jkv.truncate(self.cache, [seq_id], [slots])
             if status[0] == jkv.Status.OK:
                 break
         jkv.raise_for_status(status)
         self.cache = cache
         del self.branch.tokens[kept:]
         return kept
+
+    def count_dropped(self) -> int:
+        """Return the tokens that a full context dropped from the branch."""
+        seq_id = self.branch.seq_id
+        slots = jkv.context_lengths(self.cache)[seq_id]
+        return int(jkv.next_positions(self.cache)[seq_id] - slots)
 
     def take_turn(self, line: str) -> None:
         """Answer a message: tokens that are as they were stay, others are computed."""
@@ -99,7 +119,10 @@ class Chat:
         text = self._tokenizer.decode(self._without_stops(answer))
         branch.messages = [*messages, {"role": "assistant", "content": text}]
         computed = len(ids) - kept
-        print(f"\n({computed} tokens computed, {kept} kept, {len(answer)} generated)")
+        told = f"{computed} tokens computed, {kept} kept, {len(answer)} generated"
+        if dropped := self.count_dropped():
+            told += f", the {dropped} oldest dropped"
+        print(f"\n({told})")
 
     def _encode(self, messages: list[dict[str, str]]) -> list[int]:
         """Return the tokens of a whole conversation, up to the next answer."""

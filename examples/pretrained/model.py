@@ -289,7 +289,9 @@ def _stack_turns(config: DecoderConfig, batch: jkv.Batch) -> Turns:
     # The last request that starts at a row or before owns it.
     rows = jnp.arange(batch.num_rows, dtype=jnp.int32)
     owner = jnp.searchsorted(batch.query_starts, rows, side="right") - 1
-    lengths = batch.context_lengths[owner]
+    # Of the text with the tokens that a prune dropped, which slots do not count.
+    last = jnp.clip(batch.query_starts + batch.query_lengths - 1, 0, len(rows) - 1)
+    lengths = batch.positions[last][owner] + 1
     pairs = [
         turns(rope, config.turned_dim, batch.positions, lengths)
         for rope in dict.fromkeys(config.ropes)

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.blocks import sharing
+from jkv.blocks import pruning, sharing
 from jkv.blocks.sharing import BlockCopies
 from jkv.blocks.swapped import Brought, SwappedGroup, fetch_group
 from jkv.indexing import gather, scatter, scatter_add
 from jkv.metadata import allocator, ring, tables
 from jkv.metadata.lanes import Entries, for_each_entry, list_entries
-from jkv.metadata.part import Done, Granted, Lack, Lengths, Masks, Step
+from jkv.metadata.part import Done, Granted, Lack, Lengths, Masks, Selection, Step
 from jkv.state import BlockGroup, BlockStorage, Cache, Metadata
 from jkv.state.index import Found
 
@@ -327,6 +327,10 @@ class Blocks(NamedTuple):
         group = metadata.groups[self.number]
         cut_off = group.window.cuts_off(seq_ids, lengths, group.block_size)
         return Cutting(self.number, group, seq_ids, lengths, (cut_off,))
+
+    def prune(self, metadata: Metadata, selection: Selection) -> pruning.Pruning:
+        """Move whole blocks, and copy the rows of others."""
+        return pruning.Pruning.of(metadata, self.number, selection)
 
     def enter(self, metadata: Metadata, brought: dict[int, Brought]) -> Entering:
         """Take as many blocks as the swapped-in sequences have."""

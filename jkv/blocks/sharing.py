@@ -43,7 +43,10 @@ def find_lengths(
     tokens = gather(metadata.context_lengths, parents)
     if lengths is not None:
         tokens = jnp.clip(lengths, 0, tokens)
-    return Lengths(tokens, *divide(tokens, metadata.block_size))
+    positions = metadata.sequences.pruned.positions_of(parents, tokens)
+    if lengths is not None and positions is not tokens:
+        positions = jnp.where(tokens == 0, 0, positions)  # starts anew
+    return Lengths(tokens, *divide(tokens, metadata.block_size), positions)
 
 
 def find_past(group: BlockGroup, parents: jax.Array, length: Lengths) -> Past:

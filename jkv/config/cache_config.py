@@ -72,6 +72,8 @@ class CacheConfig:
         blocks of a sequence are bounded. Takes 4 bytes per sequence. Layers with other
         windows form further groups (`GroupedConfig`).
       num_sink_tokens: first tokens of each sequence that are exempt from the window.
+      pruning: sequences can drop tokens from their middle (`prune`). Takes 8 bytes per
+        sequence. The same in all groups of a `GroupedConfig`.
 
     Raises:
       ValueError: a size out of range, or an inconsistent combination of fields.
@@ -101,6 +103,7 @@ class CacheConfig:
     sliding_window: int | None = None
     num_sink_tokens: int = 0
     keep_classes: int = 1
+    pruning: bool = False
 
     def __post_init__(self) -> None:
         if self.value_head_dim is None:

@@ -27,8 +27,9 @@ from jkv.config.state_config import StateConfig
 # and one with states.
 LayerGroups: TypeAlias = int | tuple[int, ...]
 
-# Fields that must agree in all groups, and in all groups with states.
+# Fields that must agree in all groups, in all with blocks, and in all with states.
 SHARED = ("max_sequences", "max_context_length", "block_size")
+OF_BLOCKS = ("pruning",)
 KINDS: tuple[type, ...] = (CacheConfig, StateConfig)  # allowed classes of a group
 OF_STATES = ("num_snapshots", "snapshot_every", "max_pending")
 
@@ -82,6 +83,7 @@ class GroupedConfig:
         self._check_kinds()
         self._check_layers()
         _check_same(SHARED, self.groups, "all groups")
+        _check_same(OF_BLOCKS, self.block_groups, "all groups with blocks")
         self._check_states()
         if any(group.prefix_caching for group in self.block_groups):
             if len(self.groups) > 1:

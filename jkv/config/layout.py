@@ -59,6 +59,7 @@ class Sizes(NamedTuple):
     sliding_window: int | None
     num_sink_tokens: int
     keep_classes: int
+    pruning: bool
 
     @property
     def kind(self) -> str:
@@ -138,6 +139,7 @@ class Sizes(NamedTuple):
         what = [f"{self.num_layers} layers", heads, str(self.formats)]
         what += ["tokens recorded"] * self.record_tokens
         what += ["prefix caching"] * prefix_caching
+        what += ["pruning"] * self.pruning
         if self.keep_classes > 1:
             what.append(f"{self.keep_classes} classes of cached blocks")
         if self.sliding_window is not None:
@@ -173,6 +175,8 @@ def lay_out(groups: Sequence[AnySizes], prefix_caching: bool) -> Arrays:
     has_pending = any(each.max_pending for each in states)
     sequences = _lay_out_sequences(max_sequences, has_pending)
     arrays = within("metadata.sequences", sequences)
+    if any(each.pruning for each in blocks):
+        arrays |= within("metadata.sequences.pruned", _lay_out_pruned(max_sequences))
     for i, sizes in enumerate(groups):
         of_group = sizes.lay_out_group(prefix_caching, has_tokens and sizes is leader)
         arrays |= within(f"metadata.groups.{i}", of_group)
@@ -220,6 +224,12 @@ def _lay_out_sequences(max_sequences: int, has_pending: bool) -> Arrays:
     if has_pending:
         arrays["num_pending"] = ArrayLayout(rows, _I32, fill=0)
     return arrays
+
+
+def _lay_out_pruned(max_sequences: int) -> Arrays:
+    """Return the arrays of a `Pruned` of sequences with all their tokens."""
+    array = ArrayLayout((max_sequences,), _I32, fill=0)
+    return dict.fromkeys(("num_dropped", "num_left"), array)
 
 
 def _lay_out_ring(count: int, *, has_holes: bool = False) -> Arrays:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # imported on first use
     from jkv.decoding.format_accuracy import FormatAccuracy, measure_formats
     from jkv.decoding.generation import begin, decode, generate, prefill
     from jkv.decoding.model.runner import spread_row_counts
-    from jkv.decoding.model.steps import GenerationConfig, Model
+    from jkv.decoding.model.steps import GenerationConfig, Model, Roll
     from jkv.decoding.sampling.best_of import select_best
     from jkv.decoding.sampling.draws import filter_logits, sample
     from jkv.decoding.sampling.options import Sampling, spread_seeds
@@ -48,7 +48,7 @@ __getattr__ = imports_later(
         "jkv.decoding.format_accuracy": "FormatAccuracy measure_formats",
         "jkv.decoding.generation": "begin decode generate prefill",
         "jkv.decoding.model.runner": "spread_row_counts",
-        "jkv.decoding.model.steps": "GenerationConfig Model",
+        "jkv.decoding.model.steps": "GenerationConfig Model Roll",
         "jkv.decoding.sampling.best_of": "select_best",
         "jkv.decoding.sampling.draws": "filter_logits sample",
         "jkv.decoding.sampling.options": "Sampling spread_seeds",
@@ -79,6 +79,7 @@ __all__ = [
     "Model",
     "PromptLookup",
     "Prompts",
+    "Roll",
     "Sampling",
     "Statistics",
     "GenerationConfig",

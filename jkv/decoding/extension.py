@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jkv.decoding.arguments.loop_arguments import Arguments, DecodingOptions
 from jkv.decoding.model.runner import Runner
-from jkv.decoding.model.steps import ExactShape, GenerationConfig, Model
+from jkv.decoding.model.steps import ExactShape, GenerationConfig, Model, Roll
 from jkv.decoding.processors.rows import begin_rows, resume_rows
 from jkv.decoding.sampling.next_token import Bounds, judge_prompts
 from jkv.decoding.sampling.options import Sampling
@@ -36,7 +36,7 @@ from jkv.signatures import set_defaults
 from jkv.state import NO_SEQUENCE, Cache
 from jkv.state.entry import takes_cache
 from jkv.status import UsageError
-from jkv.verbs.lookups import context_lengths
+from jkv.verbs.lookups import context_lengths, next_positions
 
 
 class ExtensionFields(TypedDict, total=False):
@@ -46,6 +46,7 @@ class ExtensionFields(TypedDict, total=False):
     chunk_size: int
     row_counts: tuple[int, ...] | None
     exact: ExactShape
+    roll: Roll | None
     limits: Integers | None
     stop_tokens: Integers | None
     stop_sequences: requests.Texts | None
@@ -95,7 +96,7 @@ def extend(
       tokens: i32[B, P], the tokens not in the cache yet, at least one each; -1 past the
         end. Or a list of token ids for each, or `Prompts`.
       generation_config: `max_new_tokens`; `chunk_size` and `row_counts`, for the given
-        tokens; and `exact`, with at most W sequences. No other field. Static.
+        tokens; `exact`, with at most W sequences; and `roll`. No other field. Static.
       options: sampling, processors and speculation. Random numbers depend on the seed
         and the position in this call. The repetition penalty and a `PromptLookup` use
         the tokens given and generated in this call, stop sequences only the generated
@@ -130,7 +131,7 @@ def extend(
         "extend", tokens, generation_config, options, fields, ExtensionFields
     )
     options = args.options
-    names = "max_new_tokens", "chunk_size", "row_counts", "exact"
+    names = "max_new_tokens", "chunk_size", "row_counts", "exact", "roll"
     args.config.check_only("extend", *names)
     if isinstance(options.speculate, DraftModel):
         raise UsageError(
@@ -174,19 +175,26 @@ def _begin(
     if exact is not None:
         exact.check_fits("the number of sequences", num_sequences)
     num_places, row_counts = config.resolve(num_sequences, given.tokens.size)
-    before = gather(context_lengths(cache), seq_ids)
+    most = cache.max_context_length
+    slots = gather(context_lengths(cache), seq_ids)
+    before, room = gather(next_positions(cache), seq_ids), most - slots
+    shortening = args.find_shortening(cache)
+    lengths = slots + given.lengths
+    if shortening is not None:  # rolls without end
+        room = jnp.full_like(room, jnp.iinfo(jnp.int32).max)
+        lengths = shortening.bound(lengths)
     size = blocks.find_block_size(cache, row_counts)
     groups = cache.metadata.block_groups
     num_blocks = tuple(jnp.int32(group.num_blocks) for group in groups)
-    bounds = Bounds(cache.max_context_length - before, size, num_blocks)
+    bounds = Bounds(room, size, num_blocks, shortening)
     vocabulary = runner.count_vocabulary(cache, num_places)
     checks = vocabulary, options.logits_processor, row_counts[-1]
     reasons = judge_prompts(given, bounds, *checks)
-    reasons = _judge(cache, seq_ids, before + given.lengths, reasons, size)
+    reasons = _judge(cache, seq_ids, lengths, reasons, size)
     is_running = reasons == FinishReason.RUNNING
     places = Places.of_open(jnp.where(is_running, seq_ids, NO_SEQUENCE), num_places)
     partings = cache.metadata.index.find_partings_behind(
-        cache.metadata, seq_ids, before, given.tokens
+        cache.metadata, seq_ids, slots, given.tokens
     )
     if partings is not None:
         partings = jnp.pad(partings, (0, num_places - num_sequences))
@@ -206,6 +214,8 @@ def _begin(
         speculation=None,
         partings=partings,
         before=before,
+        room=room,
+        shortening=shortening,
         row_counts=row_counts,
         exact=exact,
     )

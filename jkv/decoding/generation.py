@@ -285,7 +285,8 @@ def begin_generation(runner: Runner, cache: Cache, args: Arguments) -> Generatio
         exact.check_cache(cache)
     num_blocks = count_free_blocks(cache)
     size = find_block_size(cache, row_counts)
-    bounds = Bounds(cache.max_context_length, size, num_blocks)
+    shortening = args.find_shortening(cache)
+    bounds = Bounds(cache.max_context_length, size, num_blocks, shortening)
     vocabulary = runner.count_vocabulary(cache, num_places)
     checks = vocabulary, options.logits_processor, row_counts[-1]
     reasons = judge_prompts(prompts, bounds, *checks)
@@ -314,5 +315,6 @@ def begin_generation(runner: Runner, cache: Cache, args: Arguments) -> Generatio
         partings=jnp.zeros((num_places,), jnp.int32) if has_snapshots else None,
         row_counts=row_counts,
         exact=exact,
+        shortening=shortening,
     )
     return begin_speculation(state, options.speculate)

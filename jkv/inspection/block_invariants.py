@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from jkv.inspection.recount import Recount
-from jkv.state import Metadata, Ring
+from jkv.state import Metadata, Pruned, Ring
 
 
 def check_lengths(meta: Metadata) -> Iterator[str]:
@@ -43,6 +43,23 @@ def check_pending(metadata: Metadata) -> Iterator[str]:
     is_wrong = np.asarray(metadata.is_open) & ((pending < 0) | (pending > most))
     for row in np.flatnonzero(is_wrong):
         yield f"row {row} has {pending[row]} pending tokens, at most {most[row]} may be"
+
+
+def check_pruned(metadata: Metadata) -> Iterator[str]:
+    """Yield rows that kept more tokens than they have, and closed ones that did."""
+    pruned = metadata.sequences.pruned
+    if not isinstance(pruned, Pruned):
+        return
+    dropped, left = np.asarray(pruned.num_dropped), np.asarray(pruned.num_left)
+    lengths = np.asarray(metadata.context_lengths)
+    closed = ~np.asarray(metadata.is_open)
+    for row in np.flatnonzero((left < 0) | (left > lengths) | (dropped < 0)):
+        yield (
+            f"row {row} of {lengths[row]} tokens dropped {dropped[row]} and kept "
+            f"{left[row]}"
+        )
+    for row in np.flatnonzero(closed & ((dropped != 0) | (left != 0))):
+        yield f"row {row} is closed but dropped {dropped[row]} tokens"
 
 
 def check_tables(found: Recount) -> Iterator[str]:

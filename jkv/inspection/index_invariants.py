@@ -71,6 +71,9 @@ def check_committed(index: IndexArrays, found: Recount) -> Iterator[str]:
         if not -1 <= committed[row] <= found.lengths[row]:
             yield f"row {row} committed {committed[row]} of {found.lengths[row]} tokens"
             continue
+        if found.is_pruned[row]:
+            yield from _check_pruned_row(index, found, row)
+            continue
         num = _num_committed(index, found, row)
         chain = found.held(row, slice(0, num))
         if index.wide_hashes is None:
@@ -81,6 +84,24 @@ def check_committed(index: IndexArrays, found: Recount) -> Iterator[str]:
             yield f"the committed blocks of row {row} are no chain"
         if np.any(hashes[found.held(row, slice(num, None))] != 0):
             yield f"row {row} has an indexed block that is writable"
+
+
+def _check_pruned_row(index: IndexArrays, found: Recount, row: int) -> Iterator[str]:
+    """Yield indexed blocks of a pruned row without their parent before them.
+
+    Blocks without stored parents may stay indexed where they were moved.
+    """
+    is_indexed = np.asarray(index.hashes) != 0
+    full = found.held(row, slice(0, found.written(row)))
+    num = int(np.cumprod(is_indexed[full]).sum())
+    before = np.concatenate([[found.group.num_blocks], full[:num]])[:num]
+    if index.wide_hashes is None and (
+        np.any(is_indexed[full[num:]])
+        or np.any(np.asarray(index.parents)[full[:num]] != before)
+    ):
+        yield f"pruned row {row} has an indexed block without its parent"
+    if np.any(is_indexed[found.held(row, slice(found.written(row), None))]):
+        yield f"row {row} has an indexed block that is writable"
 
 
 def check_beside(

@@ -56,6 +56,7 @@ _OF_SEQUENCES: tuple[tuple[str, Callable[[Metadata], Iterator[str]]], ...] = (
     ("closed_rows", blocks.check_closed_lengths),
     ("free_sequences", blocks.check_free_rows),
     ("pending_rows", blocks.check_pending),
+    ("pruned", blocks.check_pruned),
 )
 
 

@@ -22,6 +22,7 @@ class Recount(NamedTuple):
     mapped: np.ndarray  # i64[S], blocks of each sequence, released ones included
     num_given_back: np.ndarray  # i64[S]
     owners: np.ndarray  # i64[N], number of table entries of each block
+    is_pruned: np.ndarray  # bool[S]
 
     @property
     def tables(self) -> np.ndarray:
@@ -61,7 +62,15 @@ def recount(metadata: Metadata, number: int) -> Recount:
         mapped=mapped,
         num_given_back=np.asarray(given_back, np.int64),
         owners=np.bincount(entries, minlength=group.num_blocks),
+        is_pruned=_find_pruned(metadata),
     )
+
+
+def _find_pruned(metadata: Metadata) -> np.ndarray:
+    """Return True for sequences with dropped tokens, bool[S]."""
+    counts = jax.tree.leaves(metadata.sequences.pruned)
+    none = np.zeros(metadata.max_sequences, bool)
+    return np.any([none, *(np.asarray(each) > 0 for each in counts)], axis=0)
 
 
 def named_arrays(cache: Cache) -> dict[str, jax.Array]:

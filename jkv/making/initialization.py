@@ -18,6 +18,7 @@ from jkv.config.grouped_config import GroupedConfig, as_grouped
 from jkv.config.layout import AnySizes, lay_out
 from jkv.config.state_config import StateConfig
 from jkv.formats.table import tell_cost
+from jkv.metadata.positions import Positions
 from jkv.prefixes.index import PrefixIndex
 from jkv.sharding.storage_sharding import DividedAxes, copies_of, find_spec
 from jkv.state import BlockGroup, BlockStorage, Cache, NoIndex, States, StateStorage
@@ -43,6 +44,8 @@ def with_parts(cache: Cache) -> Cache:
     for number, group in enumerate(cache.metadata.groups):
         numbers[type(group)] = (*numbers.get(type(group), ()), number)
     parts = [part for kind, of in numbers.items() for part in PARTS[kind].of(of)]
+    if cache.metadata.sequences.pruned.is_there:
+        parts.append(Positions())
     metadata = dataclasses.replace(cache.metadata, parts=tuple(parts))
     return cache.with_metadata(metadata)
 

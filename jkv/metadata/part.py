@@ -58,6 +58,7 @@ class Lengths(NamedTuple):
     tokens: jax.Array  # i32[B], the context length, or the part of it in use
     num_full: jax.Array  # i32[B], full blocks
     tail: jax.Array  # i32[B], tokens in the block after them
+    positions: jax.Array  # i32[B], of the next token: `tokens`, and dropped ones
 
 
 class Done(NamedTuple):
@@ -69,6 +70,23 @@ class Done(NamedTuple):
     def rows(self, metadata: Metadata) -> jax.Array:
         """Return the table rows of the sequences, i32[B], S where not served."""
         return jnp.where(self.served, self.seq_ids, metadata.max_sequences)
+
+
+class Selection(NamedTuple):
+    """The tokens that B sequences keep."""
+
+    seq_ids: jax.Array  # i32[B]
+    lengths: jax.Array  # i32[B], tokens before the call
+    # i32[B, X, C] by group without a window, ascending slots; X is 1 if all layers and
+    # heads keep the same tokens, else L * K. Arbitrary from `num_kept` on.
+    kept: dict[int, jax.Array]
+    num_kept: jax.Array  # i32[B]
+    rotates: bool  # static: True if keys are rotated to the positions of their slots
+
+    @property
+    def width(self) -> int:
+        """Static number of slots per request, C."""
+        return next(iter(self.kept.values())).shape[-1]
 
 
 class Step(NamedTuple):
@@ -229,6 +247,9 @@ class Part(Protocol):
 
     def cut(self, metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array) -> Look:
         """Truncate sequences to `lengths`, i32[B]."""
+
+    def prune(self, metadata: Metadata, selection: Selection) -> Look:
+        """Keep some tokens of sequences."""
 
     def enter(self, metadata: Metadata, brought: dict[int, Any]) -> Entering:
         """Open sequences with contents as `Luggage.brought` describes, by group."""

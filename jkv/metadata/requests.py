@@ -155,6 +155,33 @@ def as_ids(name: str, ids: Any) -> Any:
     return ids.astype(np.int32)
 
 
+def as_slots(slots: Any) -> jax.Array:
+    """Return slots of tokens as i32[..., C]; ints outside 32 bits saturate."""
+    array: Any = slots if isinstance(slots, jax.Array | np.ndarray) else None
+    if array is None:
+        is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(slots))
+        try:
+            array = jnp.asarray(slots) if is_traced else np.asarray(slots)
+        except ValueError:
+            raise UsageError(
+                "kept must be an array of slots, got rows of different lengths; pad "
+                "them, entries from num_kept on are ignored"
+            ) from None
+    xp = _namespace(array)
+    if array.size == 0 and not isinstance(slots, jax.Array | np.ndarray):
+        array = array.astype(np.int32)
+    if array.ndim == 0 or not xp.issubdtype(array.dtype, np.integer):
+        raise UsageError(
+            f"kept must be integer slots, i32[B, C] or i32[B, L, K, C], got "
+            f"{array.dtype}{list(array.shape)}"
+        )
+    _check_fixed("kept", array)
+    if array.dtype != np.int32 and np.iinfo(array.dtype).max > I32.max:
+        low = max(I32.min, np.iinfo(array.dtype).min)
+        array = xp.clip(array, *(array.dtype.type(each) for each in (low, I32.max)))
+    return jnp.asarray(array, jnp.int32)
+
+
 def saturated(name: str, value: Integers) -> jax.Array:
     """Return an i32 array of zero or one axis; concrete host values stay in numpy."""
     if hasattr(value, "seq_ids"):

@@ -63,6 +63,9 @@ class PrefixIndex(IndexArrays):
     def knows(self, metadata: Metadata, number: int, block: jax.Array) -> jax.Array:
         return prefix_index.is_known(metadata, number, block)
 
+    def has_parents(self, metadata: Metadata, number: int) -> bool:
+        return number == metadata.leader and self.wide_hashes is None
+
     def begin(
         self,
         metadata: Metadata,

@@ -68,6 +68,10 @@ def inherit(
     index = index_of(metadata)
     known = index.read(parents)
     committed = jnp.minimum(known.committed, lengths)
+    pruned = metadata.sequences.pruned
+    if pruned.is_there:  # a sequence without tokens of a pruned one commits again
+        starts_anew = (lengths == 0) & ~pruned.is_pruned(row)
+        committed = jnp.where(starts_anew, 0, committed)
     return _note_opened(metadata, row, known.salt, committed)
 
 

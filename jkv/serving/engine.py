@@ -26,6 +26,7 @@ from jkv.decoding import (
     GenerationConfig,
     Model,
     PromptLookup,
+    Roll,
 )
 from jkv.logits_processors import LogitsProcessor
 from jkv.metadata.requests import Integers, Texts, check_counts
@@ -117,6 +118,7 @@ class Engine:
         chunk_size: int = GenerationConfig.chunk_size,
         row_counts: tuple[int, ...] | None = None,
         exact: bool | tuple[int, int] = False,
+        roll: Roll | None = None,
         speculate: PromptLookup | DraftModel | None = None,
         logits_processor: LogitsProcessor | None = None,
         max_span: int = 0,
@@ -154,6 +156,8 @@ class Engine:
           row_counts: as for `jkv.generate`; None is `spread_row_counts` of these sizes,
             since prompts arrive one after another.
           exact: as for `jkv.generate`, with bit-identical results.
+          roll: as for `jkv.generate`; prompts may then be longer than the cache's
+            `max_context_length`, up to `max_prompt_tokens`.
           speculate: as for `jkv.generate`; a step may yield several tokens of a
             sequence. A draft model's cache needs `max_running` rows and is owned by the
             engine.
@@ -206,7 +210,13 @@ class Engine:
         check_counts(max_samples=max_samples)
         sizes = find_sizes(
             GenerationConfig(
-                max_new_tokens, max_samples, max_running, chunk_size, row_counts, exact
+                max_new_tokens,
+                max_samples,
+                max_running,
+                chunk_size,
+                row_counts,
+                exact,
+                roll=roll,
             ),
             num_ahead=num_ahead,
             max_prompt_tokens=(

@@ -12,9 +12,11 @@ from jkv.state.metadata import (
     BlockGroup,
     Kept,
     Metadata,
+    Pruned,
     Ring,
     SequenceRow,
     Sequences,
+    Unpruned,
 )
 from jkv.state.states import States, StateStorage
 from jkv.state.storage import BlockStorage
@@ -31,6 +33,7 @@ __all__ = [
     "Kept",
     "Metadata",
     "NoIndex",
+    "Pruned",
     "Ring",
     "SequenceRow",
     "Sequences",
@@ -38,4 +41,5 @@ __all__ = [
     "Slots",
     "StateStorage",
     "States",
+    "Unpruned",
 ]

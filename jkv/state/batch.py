@@ -57,6 +57,9 @@ class Batch:
     query_lengths: jax.Array  # i32[B], tokens appended, 0 for a refused request
     context_lengths: jax.Array  # i32[B], tokens of the sequence after the step
     positions: jax.Array  # i32[R], position of each row in its sequence, 0 if invalid
+    # i32[R], tokens dropped by `prune` before each row: positions minus slots; None in
+    # a cache without pruning.
+    dropped: jax.Array | None = None
     valid: jax.Array  # bool[R], True for rows of served requests
     offsets: jax.Array  # i32[R], offset of the row's slot in its block, 0 if invalid
     # By group i32[R], block of the row's slot, the group's N if invalid; None for a
@@ -84,6 +87,15 @@ class Batch:
     def num_rows(self) -> int:
         """Number of token rows, R."""
         return self.positions.shape[0]
+
+    @property
+    def row_slots(self) -> jax.Array:
+        """Slot of each row in its sequence, i32[R]: its position without pruning."""
+        return self.positions if self.dropped is None else self.positions - self.dropped
+
+    def positions_of(self, row_slots: jax.Array) -> jax.Array:
+        """Return the positions of rows at other slots of their sequences, i32[R]."""
+        return row_slots if self.dropped is None else row_slots + self.dropped
 
     @property
     def last_rows(self) -> jax.Array:
@@ -163,7 +175,7 @@ class Batch:
         Args:
           num_rows: number of rows to keep.
         """
-        by_row = "positions", "valid", "offsets", "blocks_of_groups"
+        by_row = "positions", "dropped", "valid", "offsets", "blocks_of_groups"
         first = {
             name: jax.tree.map(lambda rows: rows[:num_rows], getattr(self, name))
             for name in by_row

@@ -184,6 +184,10 @@ class Cache:
         groups = self.layer_groups[number]
         return tuple(GroupLayer(each, self._count(each, number)) for each in groups)
 
+    def layers_of(self, group: int) -> tuple[int, ...]:
+        """Return the model's numbers of the layers of a group, in order."""
+        return tuple(i for i, of in enumerate(self.layer_groups) if group in of)
+
     def _known(self, layer: Any) -> int:
         """Return the index of a layer; refuse traced and out-of-range ones."""
         if not hasattr(layer, "__index__") or isinstance(layer, jax.core.Tracer):

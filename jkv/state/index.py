@@ -140,6 +140,10 @@ class NoIndex:
         """Return True for indexed blocks of a group, i32[...]."""
         return jnp.zeros(block.shape, bool)
 
+    def has_parents(self, metadata: Metadata, number: int) -> bool:
+        """Return True if a group's indexed blocks need the blocks before them."""
+        return False
+
     # Records of sequences.
 
     def begin(

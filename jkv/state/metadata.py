@@ -4,6 +4,11 @@
 each `BlockGroup` holds the blocks of all sequences in its pool, and a `Ring` the free
 ids of either; `jkv.metadata` operates on them.
 
+A *slot* is a token's index among the cached tokens of its sequence, and a *position*
+its index in the text. `prune` drops tokens and packs the others, so that the next token
+has a slot below its position. The difference is the same for all later tokens: one
+number per sequence (`Pruned`), which verbs that change lengths need not update.
+
 Symbols in shape comments: G groups, L layers, N blocks in the pool of a group, K kv
 heads, T tokens per block, D (Dv) key (value) head dim, S sequences, M blocks per
 sequence, B requests in a call, R token rows in a batch.
@@ -13,7 +18,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -186,6 +191,76 @@ class SequenceRow(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Unpruned:
+    """Sequences with all their tokens: a token's position is its slot.
+
+    There are no arrays, and methods return their arguments, so that a program gets no
+    operations.
+    """
+
+    is_there = False  # static: True if sequences can be pruned
+
+    def positions_of(self, _seq_ids: jax.Array, slots: jax.Array) -> jax.Array:
+        """Return the positions of tokens after the kept ones, i32[...]: their slots."""
+        return slots
+
+    def is_pruned(self, seq_ids: jax.Array) -> np.ndarray:
+        """Return False: no sequence was pruned."""
+        return np.zeros(seq_ids.shape, bool)
+
+    def unpruned(self, rows: jax.Array) -> jax.Array:
+        """Return the rows of sequences that were not pruned, i32[...]: all."""
+        return rows
+
+    def leave(self, _seq_ids: jax.Array) -> None:
+        """Return None: there are no numbers to swap out."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Pruned:
+    """Sequences that `prune` may have shortened."""
+
+    is_there = True
+
+    # i32[S], dropped tokens: positions after the last prune minus slots.
+    num_dropped: jax.Array
+    # i32[S], tokens kept by the last prune, which a truncation may not cut.
+    num_left: jax.Array
+
+    def positions_of(self, seq_ids: jax.Array, slots: jax.Array) -> jax.Array:
+        """Return the positions of tokens after the kept ones, i32[...]; slots of S."""
+        return slots + gather(self.num_dropped, seq_ids, fill=0)
+
+    def is_pruned(self, seq_ids: jax.Array) -> jax.Array:
+        """Return True for sequences that were pruned, bool[...]."""
+        dropped, left = self.leave(seq_ids)
+        return (dropped > 0) | (left > 0)
+
+    def unpruned(self, rows: jax.Array) -> jax.Array:
+        """Return the rows of sequences that were not pruned, i32[...], else S."""
+        return jnp.where(self.is_pruned(rows), self.num_left.shape[0], rows)
+
+    def leave(self, seq_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the numbers of swapped-out sequences, i32[B] each."""
+        return gather(self.num_dropped, seq_ids), gather(self.num_left, seq_ids)
+
+    def with_rows(
+        self, row: jax.Array, num_dropped: jax.Array | int, num_left: jax.Array | int
+    ) -> Self:
+        """Replace distinct rows, i32[B]; rows >= S are dropped."""
+        return dataclasses.replace(
+            self,
+            num_dropped=scatter(self.num_dropped, row, num_dropped),
+            num_left=scatter(self.num_left, row, num_left),
+        )
+
+
+Pruning: TypeAlias = Unpruned | Pruned
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Sequences:
     """The open sequences, their lengths and their use.
 
@@ -198,6 +273,7 @@ class Sequences:
     # i32[S], newest tokens of each sequence not yet in the state, which can be rolled
     # back; None without pending tokens.
     num_pending: jax.Array | None
+    pruned: Pruning  # tokens dropped by `prune`, or none
     # Maximum tokens of a sequence; static, as it need not be a multiple of T.
     max_context_length: int = dataclasses.field(metadata={"static": True})
     # T of all groups; static, as there may be no group with blocks.
@@ -334,12 +410,14 @@ class Metadata:
       with an indexed one.
     11. `committed`: the committed blocks of a sequence are a chain of indexed blocks
       except for released ones, its other blocks are not indexed; 0 <= committed <=
-      context length, or -1.
+      context length, or -1. Of a pruned sequence only leading blocks are indexed.
     12. `given_back`: all tokens in the window of a sequence's next row are cached; a
       closed row has released nothing.
     13. `pending_rows`: 0 to `max_pending` tokens of a sequence are pending. 14.
     `snapshots`: a snapshot's length is a multiple of `snapshot_every`, its tokens are
       recorded up to there, and no other snapshot has the same tokens.
+    15. `pruned`: 0 <= tokens kept by the last prune <= context length; nothing was
+      dropped from a closed row.
     """
 
     sequences: Sequences  # the open sequences and their lengths
@@ -369,6 +447,13 @@ class Metadata:
     def with_rows(self, row: jax.Array, values: SequenceRow) -> Self:
         """Return the metadata with other rows of sequences, i32[B]; S is dropped."""
         return dataclasses.replace(self, sequences=self.sequences.write(row, values))
+
+    def with_pruned(self, pruned: Pruning) -> Self:
+        """Return the metadata with other dropped tokens of sequences."""
+        if pruned is self.sequences.pruned:
+            return self
+        sequences = dataclasses.replace(self.sequences, pruned=pruned)
+        return dataclasses.replace(self, sequences=sequences)
 
     def with_pending(self, row: jax.Array, count: jax.Array | int) -> Self:
         """Set the pending tokens of rows, i32[B]; S is dropped."""

@@ -106,6 +106,7 @@ class BlockStorage:
             sliding_window=group.window.length,
             num_sink_tokens=group.window.num_sink_tokens,
             keep_classes=len(group.free_blocks.by_class),
+            pruning=metadata.sequences.pruned.is_there,
         )
 
     def divide(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.indexing import gather
-from jkv.metadata.part import Done, Lack, Lengths, Masks
+from jkv.metadata.part import Done, Lack, Lengths, Masks, Selection
 from jkv.state import Cache, Metadata, StateStorage
 from jkv.state.index import Found, FoundState
 from jkv.states.copies import SnapshotCopies, StateMoves, copy_to_snapshots, move_states
@@ -41,7 +41,7 @@ class OfStates(NamedTuple):
     ) -> "_Sharing":
         """Copy the parents' states at lengths."""
         cut = _find_cut(metadata, parents, length.tokens)
-        return _Sharing(parents, length.tokens, cut, False, (cut.is_wrong,))
+        return _Sharing(parents, length.positions, cut, False, (cut.is_wrong,))
 
     def cut(
         self, metadata: Metadata, seq_ids: jax.Array, lengths: jax.Array
@@ -49,6 +49,15 @@ class OfStates(NamedTuple):
         """Roll back pending tokens, or restore a snapshot."""
         cut = _find_cut(metadata, seq_ids, lengths)
         return _Cutting(lengths, cut, (cut.is_wrong,))
+
+    def prune(self, metadata: Metadata, selection: Selection) -> "_Staying":
+        """Leave the states; the pending tokens are among the kept ones.
+
+        With rotation the state needs a token before them: a base of 0 is no state.
+        """
+        fewest = metadata.sequences.pending_of(selection.seq_ids)
+        fewest += int(selection.rotates)
+        return _Staying((selection.num_kept < fewest,))
 
     def enter(self, *_: object) -> "_Nothing":
         """Plan nothing: pending counts belong to the sequences."""
@@ -144,11 +153,22 @@ class _Nothing(NamedTuple):
         return metadata, None
 
 
+class _Staying(NamedTuple):
+    wrongs: Masks
+    lacks: tuple[Lack, ...] = ()
+
+    def judge(self, _eligible: jax.Array) -> "_Staying":
+        return self
+
+    def apply(self, metadata: Metadata, *_: object) -> tuple[Metadata, None]:
+        return metadata, None
+
+
 class _Sharing(NamedTuple):
     """Rows that start from their parents' states."""
 
     parents: jax.Array  # i32[B]
-    lengths: jax.Array  # i32[B], number of the parent's tokens
+    positions: jax.Array  # i32[B], tokens before the child's next one, dropped or not
     found: _Cut  # states of the parents at these lengths
     is_exchange: bool  # static: True if a parent may be a row of another request
     wrongs: Masks
@@ -161,10 +181,10 @@ class _Sharing(NamedTuple):
         return metadata
 
     def apply(self, metadata: Metadata, done: Done) -> tuple[Metadata, StateMoves]:
-        found, is_taken = self.found, done.served & (self.lengths > 0)
+        found, is_taken = self.found, done.served & (self.positions > 0)
         source = jnp.where(is_taken, self.parents, metadata.max_sequences)
         place = None if found.snapshot is None else found.snapshot.only(is_taken).place
-        base = jnp.where(is_taken, self.lengths - found.num_pending, 0)
+        base = jnp.where(is_taken, self.positions - found.num_pending, 0)
         row = done.rows(metadata)
         moves = StateMoves(row, base, source, place, self.is_exchange)
         return metadata.with_pending(row, found.num_pending), moves

@@ -21,6 +21,7 @@ from jkv.sharding.loops import when
 from jkv.state import Batch, Cache, GroupLayer, StateStorage
 from jkv.state.cache import Role
 from jkv.state.entry import takes_cache
+from jkv.state.metadata import Pruning
 from jkv.states.copies import read_rows
 from jkv.status import Status, UsageError
 from jkv.verbs.arguments import any_layer, check_batch
@@ -159,6 +160,7 @@ def write_state(
         storage,
         any_layer(found.layer, batch),
         batch,
+        cache.metadata.sequences.pruned,
         {name: as_array(rows) for name, rows in state.items()},
         {name: as_array(rows) for name, rows in given.items()},
     )
@@ -248,7 +250,12 @@ def _read_inputs(
 
 @jax.jit
 def _write(
-    storage: StateStorage, layer: jax.Array, batch: Batch, state: Arrays, inputs: Arrays
+    storage: StateStorage,
+    layer: jax.Array,
+    batch: Batch,
+    pruned: Pruning,
+    state: Arrays,
+    inputs: Arrays,
 ) -> StateStorage:
     grows, no_row = batch.query_lengths > 0, storage.bases.shape[1]
     row = jnp.where(grows, batch.seq_ids, no_row)
@@ -261,6 +268,7 @@ def _write(
         return scatter(array, (layer, row), rows, unique=True)
 
     base = batch.context_lengths - batch.pending_after
+    base = pruned.positions_of(batch.seq_ids, base)
     storage = dataclasses.replace(
         storage,
         bases=put(storage.bases, base, row),

@@ -40,6 +40,8 @@ class Swapped:
     # Tokens per block, T; static, since no shape has it.
     block_size: int = dataclasses.field(metadata={"static": True})
     num_pending: np.ndarray | None = None  # i32[B], as in `Sequences`
+    num_dropped: np.ndarray | None = None  # i32[B], as in `Pruned`
+    num_left: np.ndarray | None = None  # i32[B], likewise
 
     @property
     def num_sequences(self) -> int:
@@ -60,6 +62,13 @@ class Swapped:
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         return sum(a.nbytes for a in jax.tree.leaves(self.__dict__) if np.ndim(a))
+
+    @property
+    def is_pruned(self) -> np.ndarray:
+        """True for sequences that were pruned, bool[B]."""
+        if self.num_dropped is None or self.num_left is None:
+            return np.zeros(self.num_sequences, bool)
+        return (self.num_dropped > 0) | (self.num_left > 0)
 
     def __getstate__(self) -> dict[str, Any]:
         """Convert the pieces to numpy arrays for pickling."""
@@ -103,6 +112,7 @@ def _look_up(metadata: Metadata, seq_ids: jax.Array) -> dict[str, Any]:
     padding = requests.is_padding(seq_ids)
     sequences = metadata.sequences
     committed, salts = metadata.index.leave(seq_ids) or (None, None)
+    num_dropped, num_left = sequences.pruned.leave(seq_ids) or (None, None)
     return dict(
         status=requests.find_status(padding, [(Status.INVALID_SEQUENCE, ~closable)]),
         of_parts=tuple(part.leave(metadata, seq_ids) for part in metadata.parts),
@@ -112,11 +122,18 @@ def _look_up(metadata: Metadata, seq_ids: jax.Array) -> dict[str, Any]:
         committed=committed,
         salts=salts,
         num_pending=sequences.pending_of(seq_ids) if metadata.has_states else None,
+        num_dropped=num_dropped,
+        num_left=num_left,
     )
 
 
 def match_groups(cache: Cache, swapped: Swapped) -> tuple[Luggage, ...]:
     """Return the contents for each group of the cache; raise if the groups differ."""
+    if np.any(swapped.is_pruned) and not cache.metadata.sequences.pruned.is_there:
+        raise UsageError(
+            "cache must have pruning=True for pruned sequences, whose positions differ "
+            "from their slots; create it with CacheConfig(pruning=True)"
+        )
     there, here = (_list_kinds(groups) for groups in (swapped.groups, cache.storage))
     if there != here:
         raise UsageError(

@@ -171,9 +171,9 @@ def _append(
         for number in part.numbers:
             blocks[number] = of_part
     if tokens is not None:
-        metadata = metadata.index.record(
-            metadata, step.table_row, step.position, tokens
-        )
+        # The tokens of pruned sequences do not determine their keys.
+        told = metadata.sequences.pruned.unpruned(step.table_row)
+        metadata = metadata.index.record(metadata, told, step.position, tokens)
     row = step.done.rows(metadata)
     metadata = requests.mark_used(metadata, row, growth.before, growth.new_length)
     metadata = requests.settle(metadata, growth.status, growth.served)
@@ -184,6 +184,10 @@ def _append(
         if step_mask.is_tree:
             behind = rows.spread(step_mask.past) + masked.depth
             positions = jnp.where(step.valid, behind, 0)
+    dropped, pruned = None, metadata.sequences.pruned
+    if pruned.is_there:
+        dropped = pruned.positions_of(step.table_row, jnp.zeros_like(positions))
+        positions += dropped
     return metadata, dict(
         seq_ids=jnp.asarray(seq_ids),
         status=growth.status,
@@ -191,6 +195,7 @@ def _append(
         query_lengths=growth.query_lengths,
         context_lengths=jnp.where(growth.is_live, growth.new_length, 0),
         positions=positions,
+        dropped=dropped,
         mask=step_mask,
         valid=step.valid,
         offsets=step.offset,

@@ -197,7 +197,7 @@ def _mask_rows(
             f"context={context!r}, which shards each request's rows over devices; "
             f"shard the heads instead"
         )
-    return MaskedRows(mask=mask, slots=batch.slots_of(group), positions=batch.positions)
+    return MaskedRows(mask=mask, slots=batch.slots_of(group), positions=batch.row_slots)
 
 
 def _find_plan(batch: Batch, group: int, *, is_masked: bool) -> dict[str, Any] | None:

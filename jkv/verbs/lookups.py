@@ -175,6 +175,33 @@ def context_lengths(cache: Cache) -> jax.Array:
 
 
 @takes_cache()
+def next_positions(cache: Cache) -> jax.Array:
+    """Return the position of each sequence's next token.
+
+    The context length, and the tokens that `prune` dropped without rotation.
+
+    Args:
+      cache: the cache.
+
+    Returns:
+      i32[max_sequences] by sequence id, 0 for closed ones.
+
+    Example:
+      >>> import jkv
+      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
+      ...     num_blocks=4, max_sequences=2, max_context_length=64, pruning=True)
+      >>> cache, opened = jkv.allocate(jkv.init(config), 0)
+      >>> cache, _ = jkv.append(cache, 0, 20, capacity=20)
+      >>> cache, _ = jkv.prune(cache, 0, [[0, 1, 18, 19]], 4)
+      >>> jkv.next_positions(cache).tolist(), jkv.context_lengths(cache).tolist()
+      ([20, 0], [4, 0])
+    """
+    lengths = jnp.copy(cache.metadata.context_lengths)
+    rows = jnp.arange(cache.max_sequences, dtype=jnp.int32)
+    return cache.metadata.sequences.pruned.positions_of(rows, lengths)
+
+
+@takes_cache()
 def kept_from(cache: Cache, *, group: int | None = None) -> jax.Array:
     """Return the first position of each sequence that is cached without a gap.
 

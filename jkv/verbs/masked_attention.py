@@ -29,7 +29,7 @@ class MaskedRows:
 
     mask: StepMask
     slots: Slots  # i32[R] each
-    positions: jax.Array  # i32[R]
+    positions: jax.Array  # i32[R], slots in their sequences
 
 
 def attend_masked(

@@ -123,11 +123,12 @@ def _with_mask(batch: Batch, mask: Mask | None, *, max_span: int) -> Batch:
         found, depth = without_rows(resolved.mask, valid), resolved.depth
     elif batch.mask is None or batch.mask.adds_later:
         plan = batch.plan  # planned for causal attention
+    positions = batch.positions_of(gather(past, rows.request) + depth)
     return dataclasses.replace(
         batch,
         status=status,
         query_lengths=lengths,
-        positions=jnp.where(valid, gather(past, rows.request) + depth, 0),
+        positions=jnp.where(valid, positions, 0),
         valid=valid,
         mask=found,
         plan=plan,
@@ -163,7 +164,7 @@ def peek(cache: Cache, seq_ids: Integers, num_rows: int = 1) -> Batch:
 
     Returns:
       A batch, valid until the sequences change. All rows of a request have the position
-      `context_length`. Status: OK or INVALID_SEQUENCE, whose rows return zeros.
+      `next_positions`. Status: OK or INVALID_SEQUENCE, whose rows return zeros.
 
     Raises:
       ValueError: if an argument has the wrong type or shape.
@@ -191,6 +192,8 @@ def _peek(metadata: Metadata, seq_ids: jax.Array, *, num_rows: int) -> dict[str,
     before = metadata.sequences.read(seq_ids)
     live = requests.is_open(metadata, seq_ids, before)
     past = jnp.where(live, before.context_length, 0)
+    pruned = metadata.sequences.pruned
+    positions = pruned.positions_of(seq_ids, past)
     nowhere = jnp.zeros((num_requests * num_rows,), jnp.int32)
 
     def by_row(values: jax.Array) -> jax.Array:
@@ -205,7 +208,8 @@ def _peek(metadata: Metadata, seq_ids: jax.Array, *, num_rows: int) -> dict[str,
         query_starts=jnp.arange(num_requests, dtype=jnp.int32) * num_rows,
         query_lengths=jnp.where(live, num_rows, 0),
         context_lengths=past,
-        positions=by_row(past),
+        positions=by_row(positions),
+        dropped=by_row(positions - past) if pruned.is_there else None,
         valid=by_row(live),
         offsets=nowhere,
         blocks_of_groups=tuple(

@@ -158,6 +158,7 @@ def _as_step(
     owns = (rank >= 0) & (rank < count[None])
     valid = owns.any(axis=1)
     position = jnp.where(owns, plan.start[None] + rank, 0)
+    position = batch.positions_of(jnp.sum(position, axis=1, dtype=jnp.int32))
     blocks = [
         blocks if blocks is None else jnp.where(valid, blocks, size.num_blocks)
         for blocks, size in zip(batch.blocks_of_groups, batch.sizes.groups, strict=True)
@@ -167,7 +168,7 @@ def _as_step(
         status=status,
         query_lengths=count,
         context_lengths=lengths,
-        positions=jnp.sum(position, axis=1, dtype=jnp.int32),
+        positions=jnp.where(valid, position, 0),
         valid=valid,
         offsets=jnp.where(valid, batch.offsets, 0),
         blocks_of_groups=tuple(blocks),

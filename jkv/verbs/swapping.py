@@ -12,7 +12,7 @@ import numpy as np
 from jkv.metadata import requests, tables
 from jkv.metadata.part import Luggage, parts_of
 from jkv.metadata.requests import Integers
-from jkv.state import Cache, Metadata
+from jkv.state import Cache, Metadata, Pruned
 from jkv.state.entry import takes_cache
 from jkv.status import Status
 from jkv.storage.swapped import Swapped, copy_out, match_groups
@@ -133,6 +133,8 @@ class _Entering(NamedTuple):
     committed: Any  # i32[B]
     salts: Any  # i32[B]
     num_pending: Any  # i32[B]
+    num_dropped: Any  # i32[B]; None in a cache without pruning
+    num_left: Any  # i32[B], likewise
     too_long: Any  # bool[], True if one exceeds the block tables
     brought: dict[int, Any]  # arguments of `Part.enter`, by group
 
@@ -147,16 +149,25 @@ class _Entering(NamedTuple):
         # them, as the last bits may differ, and no block is indexed before its parent:
         # a sequence with committed blocks stops committing (-1).
         visible = lengths if swapped.committed is None else swapped.committed
+        visible = np.where(swapped.is_pruned, np.int32(-1), visible)
+        dropped, left = swapped.num_dropped, swapped.num_left
+        has_pruning = cache.metadata.sequences.pruned.is_there
         return cls(
             context_lengths=lengths,
             num_uses=swapped.num_uses,
             committed=np.where(visible != 0, np.int32(-1), np.int32(0)),
-            salts=zeros if salts is None else salts,
-            num_pending=zeros if pending is None else pending,
+            salts=_or_zeros(salts, zeros),
+            num_pending=_or_zeros(pending, zeros),
+            num_dropped=_or_zeros(dropped, zeros) if has_pruning else None,
+            num_left=_or_zeros(left, zeros) if has_pruning else None,
             too_long=not all(each.fits(columns) for each in groups)
             or np.any(lengths > cache.max_context_length),
             brought={i: each.brought(columns) for i, each in enumerate(groups)},
         )
+
+
+def _or_zeros(counts: np.ndarray | None, zeros: np.ndarray) -> np.ndarray:
+    return zeros if counts is None else counts
 
 
 @jax.jit
@@ -189,5 +200,9 @@ def _open(
     metadata = metadata.with_rows(row, opened._replace(num_uses=uses))
     metadata = metadata.index.enter(metadata, row, entering.salts, entering.committed)
     metadata = metadata.with_pending(row, entering.num_pending)
+    pruned = metadata.sequences.pruned
+    if isinstance(pruned, Pruned):
+        pruned = pruned.with_rows(row, entering.num_dropped, entering.num_left)
+        metadata = metadata.with_pruned(pruned)
     metadata = requests.settle(metadata, status, served)
     return metadata, SwapIn(seq_ids, status), new_tables

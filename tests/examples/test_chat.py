@@ -77,12 +77,31 @@ def test_a_conversation(folder, tmp_path, monkeypatch, capsys):
         chat.cache, _ = jkv.free(chat.cache, [chat.branch.seq_id])
 
 
+@pytest.mark.usefixtures("scanned_layers")
+def test_a_conversation_that_rolls(folder, monkeypatch, capsys):
+    """A chat goes on past its context, four times over, and keeps its first tokens."""
+    chats = []
+    # What is left after the undo is computed again, rolling as before.
+    lines = ["The with statement", *["and the try"] * 6, "/undo", "and the try"]
+    options = ("--context", "64", "--roll", "16", "--max-new-tokens", "40")
+    _run(folder, lines, monkeypatch, chats, *options)
+    (chat,) = chats
+    said = capsys.readouterr().out
+    assert "CONTEXT_FULL" not in said and "oldest dropped" in said
+    assert "back to" in said
+    assert len(chat.branch.tokens) > 4 * 64 - 64, said
+    seq_id = chat.branch.seq_id
+    assert int(jkv.context_lengths(chat.cache)[seq_id]) <= 64
+    assert int(jkv.next_positions(chat.cache)[seq_id]) == len(chat.branch.tokens)
+    jkv.check(chat.cache)
+
+
 def _open(chat):
     chat.cache, opened = jkv.allocate(chat.cache, [0])
     return int(opened.seq_ids[0])
 
 
-def _run(folder, lines, monkeypatch, chats):
+def _run(folder, lines, monkeypatch, chats, *options):
     """Run the script on lines until they end; append its chats to `chats`."""
     typed = iter(lines)
 
@@ -103,7 +122,8 @@ def _run(folder, lines, monkeypatch, chats):
     monkeypatch.setattr(turns, "Chat", Watched)
     # Short enough for a text that has no room to be as wide as the others.
     sizes = "--context 80 --branches 4 --max-new-tokens 12".split()
-    monkeypatch.setattr(sys, "argv", ["chat.py", "--model", str(folder), *sizes])
+    argv = ["chat.py", "--model", str(folder), *sizes, *options]
+    monkeypatch.setattr(sys, "argv", argv)
     return runpy.run_path(str(EXAMPLES / "chat.py"), run_name="__main__")
 
 

@@ -87,7 +87,7 @@ def test_every_script_is_run_by_some_test():
     scripts = {path.name for path in EXAMPLES.glob("*.py")}
     here = {"quickstart.py", "generate.py"}
     here |= {"parallel_sampling.py", "best_of_n.py", "beam_search.py"}
-    here |= {"speculate.py", "data_parallel.py", "long_context.py"}
+    here |= {"speculate.py", "data_parallel.py", "long_context.py", "edit_context.py"}
     assert scripts == here | TESTED_ELSEWHERE.keys()
     for test in TESTED_ELSEWHERE.values():
         assert list((ROOT / "tests").rglob(f"{test}.py"))
@@ -105,6 +105,7 @@ def test_every_script_is_run_by_some_test():
         ("speculate.py", 120),
         ("data_parallel.py", 120),
         ("long_context.py", 120),
+        ("edit_context.py", 120),
         ("serve_batch.py", 40),
         ("serve_http.py", 60),
         ("serve_ray.py", 80),
@@ -142,6 +143,18 @@ def test_data_parallel_says_what_each_replica_did():
     assert [each[:2] for each in found] == [("0", "[0, 1]"), ("1", "[2, 3]")]
     assert all(int(blocks) >= 3 for _, _, blocks, _ in found)
     assert {each[3] for each in found} == {"1,024"}
+
+
+@pytest.mark.further
+@pytest.mark.one_end
+def test_a_context_is_edited(run_here):
+    """Spans leave the middle; positions go on, and the rest is not computed again."""
+    lines = run_here("edit_context.py", "--new-tokens", "4").out.splitlines()
+    sizes = [re.search(r"(\d+) -> (\d+) tokens", line) for line in lines]
+    sizes = [tuple(map(int, found.groups())) for found in sizes if found]
+    assert [before > after for before, after in sizes] == [True, True]
+    assert sizes[0][1] == sizes[1][0]
+    assert lines[-1] == f"next position {sizes[0][0]} of {sizes[0][0] + 1} tokens"
 
 
 @pytest.mark.further

@@ -125,6 +125,7 @@ ALLOWED: dict[str, set[str]] = {
         "storage",
         "verbs",
     },
+    "press": {"arguments", "metadata", "status"},
     "decoding": {
         "arguments",
         "config",
@@ -134,6 +135,7 @@ ALLOWED: dict[str, set[str]] = {
         "making",
         "masks",
         "metadata",
+        "press",
         "sharding",
         "signatures",
         "state",

@@ -34,6 +34,7 @@ PUBLIC = """
     PrefixIndex clear_prefixes demote evict_cached invalidate match
     clock evict evict_older_than least_recently_used touch
     context_lengths kept_from debug DebugError over_pools split_pools
+    next_positions prune press Roll top_tokens
     GroupedConfig GroupLayer Sequences BlockGroup BlockStorage
     partition_specs BeamSearch beam_search
     StateConfig StateStorage States fold_state read_pending read_state
@@ -99,6 +100,7 @@ RAISE_NOTHING = {
     "context_lengths",
     "fragmentation",
     "memory_profile",
+    "next_positions",
     "num_free_blocks",
     "preempt",
     "snapshots",

@@ -59,6 +59,7 @@ def make_trees():
             for config in (
                 *(make_config(kind, pending=3) for kind in KINDS),
                 small_config(dtype="int8", record_tokens=True, values_in_keys=True),
+                small_config(pruning=True),
                 jkv.GroupedConfig(
                     groups=(small_config(), small_config(sliding_window=5)),
                     layer_groups=(0, 1),

@@ -43,7 +43,7 @@ def call(function, bound):
 @functools.cache
 def calls():
     """Arguments of a good call of each function, by its name."""
-    cache = opened(3, 3, prefix_caching=True)
+    cache = opened(3, 3, prefix_caching=True, pruning=True)
     ids = np.array([0, 1], np.int32)
     stepped, batch = jkv.append(cache, ids)
     rows = jnp.ones((2, 1, cache.head_dim), jnp.bfloat16)
@@ -77,6 +77,8 @@ def calls():
         "peek": (cache, ids),
         "with_mask": (batch, jkv.CausalMask()),
         "match": (cache, [[1, 2, 3, 4]]),
+        "prune": (cache, ids, [[0], [1]], 1),
+        "top_tokens": (jnp.ones((1, 3)), 1, [2], 2),
         "read": (cache, 0, 0),
         "read_slot": (cache, 0, 0, 0),
         "resize": (cache, 16),

@@ -912,6 +912,66 @@ MUTATIONS = (
         "may_take = ~gather(has_more_samples(state, loads), lanes.prompts)",
         "may_take = jnp.ones_like(lanes.forks)",
     ),
+    # Pruning.
+    Mutation(
+        "pruned-sequence-commits",
+        "verbs",
+        "A pruned sequence commits its blocks under tokens that do not determine them.",
+        "return metadata.index.enter(metadata, row, salts, jnp.full_like(row, -1))",
+        "return metadata.index.cut(metadata, row, gather("
+        "metadata.context_lengths, row))",
+    ),
+    Mutation(
+        "cached-block-moves-from-its-parent",
+        "blocks",
+        "A cached block that moves stays in the index, and outlives its parent.",
+        "is_bound = is_known & ~intact",
+        "is_bound = jnp.zeros_like(is_known)",
+    ),
+    Mutation(
+        "shared-tail-moves",
+        "blocks",
+        "A shared block that becomes a partly filled tail is moved, not copied.",
+        "is_moved = is_whole & (is_own | (is_full & ~is_bound))",
+        "is_moved = is_whole & (is_own | ~is_bound)",
+    ),
+    Mutation(
+        "copies-to-the-column-itself",
+        "blocks",
+        "A copied column takes the old block of its own column, moved or not.",
+        "column = jnp.take_along_axis(listed, jnp.maximum(nth, 0), axis=1)",
+        "column = jnp.broadcast_to(\n"
+        "        jnp.arange(nth.shape[1], dtype=jnp.int32), nth.shape)",
+    ),
+    Mutation(
+        "positions-are-slots",
+        "verbs",
+        "The positions of a batch start again at the slots after a prune.",
+        "positions=metadata.sequences.pruned.positions_of("
+        "step.table_row, step.position),",
+        "positions=step.position,",
+    ),
+    Mutation(
+        "fork-forgets-dropped-tokens",
+        "metadata",
+        "A child of a pruned sequence has its slots as positions.",
+        "num_dropped = self.length.positions - self.length.tokens",
+        "num_dropped = jnp.zeros_like(self.length.tokens)",
+    ),
+    Mutation(
+        "copies-in-descending-order",
+        "blocks",
+        "Copies run from the last column to the first, over rows still to be read.",
+        "lambda i, arrays: copy(layer, i * width, arrays),",
+        "lambda i, arrays: copy(layer, (num_trips - 1 - i) * width, arrays),",
+    ),
+    Mutation(
+        "window-copies-ascend",
+        "blocks",
+        "A window's rows are copied in ascending order where released columns forbid.",
+        "descends = _overtakes(moves, jnp.where(is_fresh, -1, column))",
+        "descends = None",
+    ),
     # Logits processors.
     Mutation(
         "processor-state-not-advanced",

@@ -240,6 +240,8 @@ class Game:
 
     prefix_caching = False
     keep_classes = 1
+    pruning = False
+    num_kv_heads = NUM_KV_HEADS
 
     def __init__(
         self,
@@ -270,7 +272,7 @@ class Game:
         configs = tuple(
             jkv.CacheConfig(
                 num_layers=self.layer_groups.count(g),
-                num_kv_heads=NUM_KV_HEADS,
+                num_kv_heads=self.num_kv_heads,
                 head_dim=pool.head_dim,
                 value_head_dim=VALUE_HEAD_DIM,
                 num_blocks=pool.num_blocks,
@@ -284,6 +286,7 @@ class Game:
                 keep_classes=self.keep_classes if len(groups) == 1 else 1,
                 sliding_window=pool.window,
                 num_sink_tokens=pool.num_sink_tokens,
+                pruning=self.pruning,
             )
             for g, pool in enumerate(groups)
         )
@@ -305,13 +308,14 @@ class Game:
             max_context_length=max_context,
             states=states,
         )
+        self.oracle.pruning = self.pruning
         self.verbs = verbs
         self.rng = np.random.default_rng(seed)
         # A token stores a row of each layer's tables; no two rows are alike.
         self.keys, self.values = (
             [
                 self.rng.standard_normal(
-                    (NUM_CONTENTS, NUM_KV_HEADS, width), np.float32
+                    (NUM_CONTENTS, self.num_kv_heads, width), np.float32
                 )
                 for width in widths
             ]
@@ -766,18 +770,32 @@ class Game:
         ]
         if self.has_tokens and self.pools:
             told = np.where(kept[oracle.leader], contents, -1)
-            same(tokens, [*told, *[-1] * (oracle.max_context - len(contents))])
+            rest = tokens[len(contents) :]
+            same(rest, np.full_like(rest, -1))
+            _, is_known = self.rows_of(seq_id, self.layer_groups.index(oracle.leader))
+            same(tokens[: len(contents)][is_known], told[is_known])
         for layer, (keys, values, length, start) in enumerate(layers):
             g = self.layer_groups[layer]
             assert int(length) == len(contents)
             assert int(start) == oracle.groups[g].kept_from(oracle.table(seq_id, g))
             is_kept = kept[g][:, None, None]
+            rows, is_told = self.rows_of(seq_id, layer)
             for found, stored in (
                 (keys, self.stored_keys),
                 (values, self.stored_values),
             ):
-                expected = np.where(is_kept, stored[layer][contents], 0)
-                same(found[: len(contents)], expected)
+                expected = np.where(is_kept, pick(stored[layer], rows), 0)
+                same(found[: len(contents)][is_told], expected[is_told])
+
+    def rows_of(self, seq_id, layer):
+        """The stored tokens of a layer, [n, K], and where all are known, bool[n]."""
+        heads = [
+            self.oracle.contents(seq_id, (layer, head))
+            for head in range(self.num_kv_heads)
+        ]
+        rows = np.array(heads, object).reshape(self.num_kv_heads, -1).T
+        is_told = rows != None  # noqa: E711
+        return np.where(is_told, rows, 0).astype(np.int64), is_told.all(axis=1)
 
     def compare_attention(self, batch, expected):
         """Attention over the oracle's own tokens, by the textbook."""
@@ -795,19 +813,29 @@ class Game:
             wanted = np.zeros((CAPACITY, NUM_HEADS, VALUE_HEAD_DIM), np.float32)
             for row, slot in enumerate(expected.rows):
                 if slot is not None:
-                    past = self.oracle.tokens(slot.seq_id)[: slot.position + 1]
-                    past = past[-(pool.window or len(past)) :]
-                    keys = self.stored_keys[layer][past, 0]
-                    values = self.stored_values[layer][past, 0]
+                    past, _ = self.rows_of(slot.seq_id, layer)
+                    past = past[: slot.slot + 1][-(pool.window or len(past)) :]
+                    group = NUM_HEADS // self.num_kv_heads
+                    keys, values = (
+                        pick(stored[layer], past).repeat(group, axis=1)
+                        for stored in (self.stored_keys, self.stored_values)
+                    )
                     with np.errstate(invalid="ignore"):
-                        logits = queries[row, :, : pool.head_dim] @ keys.T
+                        logits = np.einsum(
+                            "hd,nhd->hn", queries[row, :, : pool.head_dim], keys
+                        )
                     logits /= np.sqrt(pool.head_dim)
                     weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
                     weights /= weights.sum(axis=-1, keepdims=True)
                     # numpy may warn of a NaN that is not there; one that is, is found.
                     with np.errstate(invalid="ignore"):
-                        wanted[row] = weights @ values
+                        wanted[row] = np.einsum("hn,nhd->hd", weights, values)
             np.testing.assert_allclose(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+def pick(table, rows):
+    """Rows of a table [P, K, D] for each slot and head, [n, K]."""
+    return table[rows, np.arange(rows.shape[1])]
 
 
 def i32(values):

@@ -252,7 +252,8 @@ class StateGame(ReuseGame):
                     same(pending["token"][i], rest[: self.rules.max_pending])
                 if not refused:
                     mine = self.oracle.open[seq_id]
-                    now = fold(wanted, mine.tokens[start : mine.base], layer)
+                    end = mine.base + mine.dropped
+                    now = fold(wanted, mine.past[start:end], layer)
                     for name, value in now.items():
                         after[name][i] = value
             states.append(after)
@@ -262,7 +263,7 @@ class StateGame(ReuseGame):
     def state_of(self, seq_id):
         """At how many tokens the state of a sequence stands, and its tokens."""
         mine = self.oracle.open[seq_id]
-        return mine.base, list(mine.tokens)
+        return mine.base + mine.dropped, list(mine.past)
 
     def play_truncate(self):
         known = len(self.oracle.snapshots)
@@ -317,8 +318,8 @@ class StateGame(ReuseGame):
     def compare_rows(self, storage):
         """The state of each sequence and of each snapshot, in each layer."""
         rows = [
-            (seq_id, mine.base, mine.tokens, storage.rows, storage.inputs)
-            for seq_id, mine in self.oracle.open.items()
+            (seq_id, *self.state_of(seq_id), storage.rows, storage.inputs)
+            for seq_id in self.oracle.open
         ]
         for seq_id, base, *_ in rows:
             same(storage.bases[:, seq_id], [base] * len(storage.bases))
@@ -341,7 +342,7 @@ class StateGame(ReuseGame):
 
     def fill_unused(self):
         """Put rubbish where no sequence and no snapshot has anything."""
-        used = {i for i, mine in self.oracle.open.items() if mine.base}
+        used = {i for i in self.oracle.open if self.state_of(i)[0]}
         rows = [i for i in range(self.oracle.max_sequences) if i not in used]
         places = {*range(self.rules.num_snapshots)} - {*self.places.values()}
 

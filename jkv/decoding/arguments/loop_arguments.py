@@ -7,7 +7,7 @@ arguments.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar
 
 import jax
 
@@ -21,7 +21,11 @@ from jkv.decoding.texts.prompts import PromptFields, Prompts, Stops
 from jkv.logits_processors import LogitsProcessor
 from jkv.metadata.requests import Texts
 from jkv.signatures import set_defaults
+from jkv.state import Cache
 from jkv.status import UsageError
+
+if TYPE_CHECKING:  # imported where tokens are dropped
+    from jkv.decoding.scheduler.shortening import Shortening
 
 Value = TypeVar("Value")
 
@@ -113,6 +117,20 @@ class Arguments(NamedTuple):
         prompts, stops = prompts.divide(config.max_new_tokens)
         prompts = with_variants(prompts, options.logits_processor)
         return cls(prompts, stops, config, options)
+
+    def find_shortening(self, cache: Cache) -> "Shortening | None":
+        """Return how sequences drop tokens, None if they do not."""
+        if self.config.press is None and self.config.roll is None:
+            return None
+        if self.options.speculate is not None:
+            raise UsageError(
+                "speculate is not supported with press and roll; omit one of them"
+            )
+        if self.config.roll is not None and self.prompts.spans is not None:
+            raise UsageError("spans are not supported with roll; omit one of them")
+        from jkv.decoding.scheduler.shortening import Shortening
+
+        return Shortening.of(cache, self.config)
 
 
 def check_names(loop: str, fields: Mapping[str, Any], kind: Any) -> None:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from jkv.arguments import expect
 from jkv.indexing import scatter
-from jkv.metadata.requests import check_counts
+from jkv.metadata.requests import check_counts, check_static
 from jkv.state import NO_SEQUENCE, Batch, Cache
 from jkv.status import UsageError
 from jkv.verbs.attending import plan_attention
@@ -221,6 +221,50 @@ class Exact(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
+class Roll:
+    """A rolling context: a sequence never ends with CONTEXT_FULL.
+
+    When a sequence has `max_context_length` cached tokens, its `step` oldest tokens
+    after the first `first` are dropped (`jkv.prune`), and positions continue.
+
+    Attributes:
+      first: tokens at the beginning that are kept, such as a system prompt.
+      step: tokens to drop at a time, a multiple of the block size.
+
+    Raises:
+      UsageError: for numbers that are not ints, or too small.
+
+    Example:
+      >>> import jkv
+      >>> jkv.Roll(first=100, step=512)
+      Roll(first=100, step=512)
+    """
+
+    first: int
+    step: int
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        check_static("first", self.first, 0)
+        check_counts(step=self.step)
+
+    def count_dropped(self, num_tokens: int, max_context_length: int) -> int:
+        """Return the tokens dropped from a sequence with `num_tokens` computed tokens.
+
+        Args:
+          num_tokens: tokens appended so far, dropped ones included.
+          max_context_length: slots of a sequence.
+
+        Example:
+          >>> import jkv
+          >>> jkv.Roll(first=4, step=8).count_dropped(33, 32)
+          8
+        """
+        excess = max(num_tokens - max_context_length, 0)
+        return -(-excess // self.step) * self.step
+
+
+@dataclasses.dataclass(frozen=True)
 class GenerationConfig:
     """Lengths and step sizes of a loop. Hashable, so static under jit.
 
@@ -238,6 +282,12 @@ class GenerationConfig:
       exact: True or (W, R): tokens and log-probabilities are bit-identical in any batch
         (test a model of your own with `jkv.check_exact`). Every call of the model has W
         requests and R rows, 64 and 64 for True, and costs as much.
+      press: a rule of `jkv.press` that prunes each prompt to `budget` tokens once it is
+        computed (KV cache compression); needs `CacheConfig(pruning=True)`. The rule
+        gets keys and values, no queries. None keeps all tokens.
+      budget: tokens of each layer and head that a pressed prompt keeps, with `press`.
+      roll: `jkv.Roll`, dropping the oldest tokens of a sequence that fills the longest
+        context; needs `CacheConfig(pruning=True)`. None ends it with CONTEXT_FULL.
 
     Raises:
       UsageError: for numbers other than positive ints.
@@ -254,6 +304,9 @@ class GenerationConfig:
     chunk_size: int = CHUNK_SIZE
     row_counts: tuple[int, ...] | None = None
     exact: ExactShape = False
+    press: Any = None
+    budget: int | None = None
+    roll: Roll | None = None
 
     def __post_init__(self) -> None:
         """Check the numbers; convert lists to tuples."""
@@ -265,6 +318,24 @@ class GenerationConfig:
         for name in ("row_counts", "exact"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.press is not None or self.budget is not None or self.roll is not None:
+            self._check_shortening()
+
+    def _check_shortening(self) -> None:
+        """Refuse a rule without a budget, other types, and two ways to drop tokens."""
+        if (self.press is None) != (self.budget is None):
+            raise UsageError("press and budget must be given together; add the other")
+        if self.press is not None:
+            if not callable(getattr(self.press, "scores", None)):
+                raise UsageError(
+                    f"press must have a method scores, such as jkv.press.knorm(), got "
+                    f"{self.press!r:.60}"
+                )
+            check_counts(budget=self.budget or 0)
+        if self.roll is not None and not isinstance(self.roll, Roll):
+            raise UsageError(f"roll must be a jkv.Roll, got {self.roll!r:.60}")
+        if self.press is not None and self.roll is not None:
+            raise UsageError("press and roll exclude each other; omit one of them")
 
     @property
     def exact_shape(self) -> Exact | None:
@@ -324,3 +395,6 @@ class GenerationFields(TypedDict, total=False):
     chunk_size: int
     row_counts: tuple[int, ...] | None
     exact: ExactShape
+    press: Any
+    budget: int | None
+    roll: Roll | None

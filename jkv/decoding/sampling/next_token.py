@@ -6,7 +6,7 @@ instead of Q.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,7 @@ class Bounds(NamedTuple):
     max_context_length: jax.Array | int  # i32[N] if it differs
     block_size: BlockSize
     num_blocks: Blocks  # i32[], blocks for a sequence alone
+    shortening: Any = None  # a static `Shortening`, or None
 
     def of(self, sequences: jax.Array) -> "Bounds":
         """Return the bounds of sequences, i32[K] of N."""
@@ -44,8 +45,12 @@ class Bounds(NamedTuple):
         most = gather(jnp.asarray(self.max_context_length), sequences)
         return self._replace(max_context_length=most)
 
-    def exceeded(self, lengths: jax.Array) -> list[tuple[FinishReason, jax.Array]]:
+    def exceeded(
+        self, lengths: jax.Array, prompt_lengths: jax.Array
+    ) -> list[tuple[FinishReason, jax.Array]]:
         """Return the bounds exceeded by sequences of these lengths, i32[K]."""
+        if self.shortening is not None:
+            lengths = self.shortening.slots(prompt_lengths, lengths)
         has_blocks = reach(self.num_blocks, of_tokens(lengths, self.block_size))
         return [
             (FinishReason.CONTEXT_FULL, lengths > self.max_context_length),
@@ -104,7 +109,7 @@ def judge_prompts(
             *processor,
             *spans,
             (FinishReason.LENGTH, prompts.limits <= 0),
-            *bounds.exceeded(prompts.lengths),
+            *bounds.exceeded(prompts.lengths, prompts.lengths),
         ],
     )
 
@@ -123,6 +128,7 @@ def judge_texts(
     prompt = jax.lax.div(sequences, jnp.int32(num_samples))
     newest = gather(tokens, (sequences, jnp.maximum(lengths - 1, 0)))
     stops = progress.stops.of_prompts(prompt)
+    prompt_lengths = gather(prompts.lengths, prompt)
     is_stop = jnp.any(newest[:, None] == stops.tokens, axis=1)
     if stops.sequences is not None:
         is_stop |= _ends_with_any(tokens, sequences, lengths, stops.sequences)
@@ -134,7 +140,7 @@ def judge_texts(
             (FinishReason.STOP, is_stop),
             (FinishReason.LENGTH, lengths >= gather(prompts.limits, prompt)),
             *progress.bounds.of(sequences).exceeded(
-                gather(prompts.lengths, prompt) + lengths
+                prompt_lengths + lengths, prompt_lengths
             ),
         ],
     )

@@ -237,6 +237,10 @@ def _open_seated(
     if state.prompts.spans is not None:
         texts = state.prompts.spans.cut_before(texts, lanes.prompts)
     salts = gather(state.prompts.salts, lanes.prompts)
+    if state.shortening is not None:
+        prompt_lengths = gather(state.prompts.lengths, lanes.prompts)
+        lengths = state.shortening.peak(prompt_lengths, lengths)
+        texts = state.shortening.findable(texts, prompt_lengths)
     partings = cache.metadata.index.find_partings(cache.metadata, texts, salts)
     cache, opened = allocate(
         cache,
@@ -301,7 +305,10 @@ def _fork_prompts(
     takes = is_held & may_take & (jnp.cumsum(is_held, dtype=jnp.int32) == 1)
     parents = jnp.where(is_held & ~takes, holder.seq_id, NO_SEQUENCE)
     parents = jnp.where(has_source, source, parents)
-    cache, forked = fork(cache, parents, gather(state.prompts.lengths, lanes.prompts))
+    prompt_lengths = gather(state.prompts.lengths, lanes.prompts)
+    if state.shortening is not None:
+        prompt_lengths = state.shortening.shared(prompt_lengths)
+    cache, forked = fork(cache, parents, prompt_lengths)
     seq_ids = jnp.where(takes, holder.seq_id, forked.seq_ids)
     left = jnp.where(jnp.any(takes), NO_SEQUENCE, holder.seq_id)
     return cache, seq_ids, holder._replace(seq_id=left)

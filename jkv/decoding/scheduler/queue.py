@@ -197,7 +197,12 @@ def _find_candidates(
     prompt = jax.lax.div(sequences, jnp.int32(state.num_samples))
     prompt_lengths = gather(state.prompts.lengths, prompt)
     text_lengths = prompt_lengths + gather(state.result.lengths, sequences)
-    costs, leads = blocks.of_tokens(text_lengths, size), jnp.ones_like(ended)
+    whole_lengths = text_lengths
+    if (shortening := state.shortening) is not None:
+        whole_lengths = shortening.peak(prompt_lengths, text_lengths)
+        text_lengths = shortening.slots(prompt_lengths, text_lengths)
+        prompt_lengths = shortening.shared(prompt_lengths)
+    costs, leads = blocks.of_tokens(whole_lengths, size), jnp.ones_like(ended)
     if state.num_samples > 1:
         # The first sample computes the prompt, unless the holder has it.
         is_first = _is_first_sample(state, loads, prompt, ended)

@@ -138,6 +138,9 @@ def _hand_over(
 ) -> tuple[Cache, GenerationState, jax.Array]:
     """Hand over prompts that other samples need; return also the rows kept, bool[W]."""
     places, loads = state.places, state.loads(cache)
+    prompt_lengths = loads.prompt_lengths
+    if state.shortening is not None:
+        prompt_lengths = state.shortening.shared(prompt_lengths)
     gives, receivers = find_hand_over(state, loads, ended)
     # There is one holder: it is free again before a second prompt needs it.
     gives &= (receivers < places.num_places) | (state.holder.seq_id < 0)
@@ -148,7 +151,7 @@ def _hand_over(
         giver = find_oldest(places, left, 1)[0]
         seq_id, length = (
             gather(places.seq_ids, giver),
-            gather(loads.prompt_lengths, giver),
+            gather(prompt_lengths, giver),
         )
         cache, status = truncate(cache, seq_id[None], length[None])
         # A sequence that cannot be truncated is freed and its prompt recomputed.

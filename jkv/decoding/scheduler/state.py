@@ -179,12 +179,20 @@ class Loads(NamedTuple):
     prompts: jax.Array  # i32[W], its prompt
     prompt_lengths: jax.Array  # i32[W], tokens of the prompt
     text_lengths: jax.Array  # i32[W], prompt and generated tokens
-    done: jax.Array  # i32[W], tokens in the cache, 0 without a row
+    done: jax.Array  # i32[W], computed tokens, 0 without a row
+    slots: jax.Array  # i32[W], cached ones: all of them unless some were dropped
     held: Held  # blocks held by the sequence, i32[W]
 
     def count_left(self, places: Places) -> jax.Array:
         """Return the tokens still to compute, i32[W]; 0 for sequences without a row."""
         return jnp.where(places.is_cached, self.text_lengths - self.done, 0)
+
+    @property
+    def slots_at_end(self) -> jax.Array:
+        """Slots of each sequence with all of its tokens, i32[W]."""
+        if self.slots is self.done:
+            return self.text_lengths
+        return self.text_lengths - (self.done - self.slots)
 
     @property
     def has_prompt(self) -> jax.Array:
@@ -218,6 +226,10 @@ class GenerationState:
     # i32[N], cached tokens of each sequence at the start; such sequences stay open.
     # None if this loop opens and frees the sequences.
     before: jax.Array | None = None
+    # i32[N], cached tokens that each such sequence can still get; None likewise.
+    room: jax.Array | None = None
+    # How sequences drop tokens, a `Shortening`; static.
+    shortening: Any = dataclasses.field(default=None, metadata={"static": True})
     # Row counts of a step, ascending; static, as each compiles a program of its own.
     row_counts: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     # The fixed shape of all model calls, None if it varies; static.
@@ -311,9 +323,9 @@ class GenerationState:
         """Return the lengths and stop conditions of the sequences in this cache."""
         size = self.block_size(cache)
         most: jax.Array | int = cache.max_context_length
-        if self.before is not None:
-            most = most - self.before
-        bounds = Bounds(most, size, self.num_blocks)
+        if self.room is not None:
+            most = self.room
+        bounds = Bounds(most, size, self.num_blocks, self.shortening)
         return Progress(self.prompts, self.stops, bounds, self.result)
 
     def block_size(self, cache: Cache) -> BlockSize:
@@ -327,11 +339,13 @@ class GenerationState:
         prompt_lengths = gather(self.prompts.lengths, prompt)
         if self.before is not None:
             prompt_lengths = prompt_lengths + gather(self.before, places.sequences)
+        slots = blocks.count_cached(cache, places.seq_ids)
         return Loads(
             prompts=prompt,
             prompt_lengths=prompt_lengths,
             text_lengths=prompt_lengths + gather(self.result.lengths, places.sequences),
-            done=blocks.count_cached(cache, places.seq_ids),
+            done=blocks.count_positions(cache, places.seq_ids, slots),
+            slots=slots,
             held=Held.of(cache, places.seq_ids),
         )
 
@@ -341,8 +355,14 @@ class GenerationState:
         A sample without a row counts only its blocks beside the shared prompt.
         """
         places, size = self.places, self.block_size(cache)
-        own = blocks.beside_prompt(loads.prompt_lengths, loads.text_lengths, size)
-        more = blocks.to_take(loads.text_lengths, loads.held, size)
+        prompts, texts = loads.prompt_lengths, loads.text_lengths
+        slots = loads.slots_at_end
+        if self.shortening is not None:
+            slots = self.shortening.bound(slots)
+            texts = self.shortening.slots(prompts, texts)
+            prompts = self.shortening.shared(prompts)
+        own = blocks.beside_prompt(prompts, texts, size)
+        more = blocks.to_take(slots, loads.held, size)
         pairs = zip(more, own, strict=True)
         needs = [jnp.where(places.is_cached, *each) for each in pairs]
         return tuple(jnp.where(places.is_running, need, 0) for need in needs)

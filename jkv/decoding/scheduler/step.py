@@ -58,6 +58,8 @@ def advance(
     logits: jax.Array,  # f32[W, V], of the last step; the buffer is reused
 ) -> tuple[Cache, GenerationState, jax.Array]:
     """Compute the rows of a step and choose a token for each complete sequence."""
+    if state.shortening is not None:
+        cache, state = _make_room(cache, state)
     loads, places = state.loads(cache), state.places
     left, least = loads.count_left(places), state.count_least(loads)
     counts = when(
@@ -67,12 +69,30 @@ def advance(
     )
     shorter = end_at_snapshots(cache, loads.done, counts, left, state.partings)
     counts = state.end_at_spans(loads, shorter, counts)
+    if state.shortening is not None:
+        counts = state.shortening.limit(
+            counts, loads.done, loads.prompt_lengths, loads.slots
+        )
     cache, computed = _compute_rows(runner, cache, state, loads, counts, logits)
     state = count_step(cache, state, loads, computed.num_rows)
     state = note_refusals(state, computed.status)
     is_whole = loads.done + computed.num_rows == loads.text_lengths
     is_ready = (computed.num_rows > 0) & is_whole
+    if state.shortening is not None:
+        ends = loads.done + computed.num_rows == loads.prompt_lengths
+        ends &= computed.num_rows > 0
+        cache = state.shortening.press_prompts(cache, places.seq_ids, ends)
     return cache, *choose_tokens(cache, state, computed.logits, is_ready, choice)
+
+
+def _make_room(cache: Cache, state: GenerationState) -> tuple[Cache, GenerationState]:
+    """Roll full sequences; end those that lack a block for it with CONTEXT_FULL."""
+    seq_ids, result = state.places.seq_ids, state.result
+    cache, refused = state.shortening.make_room(cache, seq_ids)
+    num_sequences = result.reasons.shape[0]
+    ended = jnp.where(refused, state.places.sequences, num_sequences)
+    reasons = scatter(result.reasons, ended, jnp.int32(FinishReason.CONTEXT_FULL))
+    return cache, dataclasses.replace(state, result=result._replace(reasons=reasons))
 
 
 def schedule(cache: Cache, state: GenerationState) -> tuple[Cache, GenerationState]:
@@ -271,7 +291,7 @@ def count_step(
         idle_places=waits_now * (state.most_running - num_served),
     )
     used = count_used_blocks(cache)
-    length = jnp.where(places.is_cached, loads.done + rows, 0)
+    length = jnp.where(places.is_cached, loads.slots + rows, 0)
     num_groups = len(cache.metadata.block_numbers)
     empty = num_groups * jnp.sum(-length % cache.block_size, dtype=jnp.int32)
     is_peak = (used > old.peak_blocks) & (num_served > 0)

@@ -70,6 +70,11 @@ def count_cached(cache: Cache, seq_ids: jax.Array) -> jax.Array:
     return gather(cache.metadata.context_lengths, row, fill=0)
 
 
+def count_positions(cache: Cache, seq_ids: jax.Array, slots: jax.Array) -> jax.Array:
+    """Return the computed tokens of sequences with cached `slots`, i32[...]."""
+    return cache.metadata.sequences.pruned.positions_of(seq_ids, slots)
+
+
 class Held(NamedTuple):
     """Blocks of sequences in a cache; 0 for none."""
 

@@ -97,6 +97,7 @@ class Loop:
             max_prompt_tokens=self.sizes.max_prompt_tokens,
             max_new_tokens=self.sizes.config.max_new_tokens,
             max_context_length=self.cache.max_context_length,
+            rolls=self.sizes.config.roll is not None,
             num_blocks=self.num_blocks,
             block_size=self.block_size.tokens,
             most_blocks=self.block_size.most,

@@ -60,6 +60,7 @@ class Limits(NamedTuple):
     num_variants: int  # variants of the logits processor
     num_classes: int  # retention classes
     max_span: int  # tokens of a span, at most the rows of the largest step; 0: no spans
+    rolls: bool = False  # full contexts drop tokens and go on
 
     def check(self, request: CheckedRequest) -> None:
         self._check_prompt(request.tokens)
@@ -108,13 +109,13 @@ class Limits(NamedTuple):
                 f"the prompt must have token ids below {self.vocabulary}, the model's "
                 f"vocabulary, got {tokens.max()}"
             )
-        if length > self.max_context_length:
+        if length > self.max_context_length and not self.rolls:
             raise RequestRefused(
                 f"the prompt must have at most {self.max_context_length} tokens, got "
                 f"{length}; raise CacheConfig(max_context_length=...)",
                 FinishReason.CONTEXT_FULL,
             )
-        columns = -(-length // self.block_size)
+        columns = -(-min(length, self.max_context_length) // self.block_size)
         for most, num_blocks in zip(self.most_blocks, self.num_blocks, strict=True):
             needed = columns if most is None else min(columns, most)
             if needed > num_blocks:

@@ -8,6 +8,6 @@ test chooses a stored token and hands it to `append`, so contents travel with th
 sequence and not with the blocks; the blocks are kept beside them only to give the ids
 that the cache must use.
 
-Read `groups` and `cache` first; `prefixes` adds prefix caching, and `moving` changes of
-the places of sequences or blocks.
+Read `groups` and `cache` first; `prefixes` adds prefix caching, `pruning` drops tokens
+from the middle of sequences, and `moving` changes the places of sequences or blocks.
 """

@@ -30,6 +30,23 @@ class Sequence:
     # where this cache did not get them.
     base: int = 0
     text: list[Any] = dataclasses.field(default_factory=list)
+    # For pruning: all tokens, dropped ones included; the slots that the last prune
+    # left; and their tokens by layer and head.
+    past: list[Any] = dataclasses.field(default_factory=list)
+    left: int = 0
+    kept: dict[tuple[int, int], list[Any]] = dataclasses.field(default_factory=dict)
+
+    def restart(self):
+        """A sequence that was cut to length 0 is as new."""
+        self.past, self.left, self.kept = [], 0, {}
+
+    @property
+    def dropped(self):
+        return len(self.past) - len(self.tokens)
+
+    @property
+    def is_pruned(self):
+        return self.dropped > 0 or self.left > 0
 
 
 class StateRules(NamedTuple):
@@ -47,6 +64,7 @@ class Row(NamedTuple):
     position: int
     blocks: list[int]  # in each group
     offset: int
+    slot: int
 
 
 class Batch(NamedTuple):
@@ -82,6 +100,7 @@ class Cache:
         self.refusals: Counter[int] = Counter()
         self.clock = 0
         self.num_classes = 1
+        self.pruning = False
         # (domain, all tokens up to a block's end): the block of each group, or None.
         # The leading group has one always: the first without a window, or the widest.
         self.index: dict[tuple[int, tuple[Any, ...]], list[int | None]] = {}
@@ -149,9 +168,11 @@ class Cache:
             for row in rows:
                 column, offset = divmod(len(mine.tokens), self.block_size)
                 blocks = [table[column] for table in mine.tables]
-                batch.rows[row] = Row(seq_id, len(mine.tokens), blocks, offset)
+                slot, position = len(mine.tokens), len(mine.past)
+                batch.rows[row] = Row(seq_id, position, blocks, offset, slot)
                 mine.tokens.append(contents[row])
-                mine.text.append(contents[row])
+                mine.text.append(-1 if mine.is_pruned else contents[row])
+                mine.past.append(contents[row])
         self._settle(batch.status, used=self._served(seq_ids, batch.status))
         return batch
 
@@ -172,7 +193,10 @@ class Cache:
                     cause = OUT_OF_BLOCKS
                 else:
                     child = self._open()
-                    self._continue(self.open[child], self._past(parent, length))
+                    past = self._past(parent, length)
+                    if lengths and length == 0:
+                        past.restart()
+                    self._continue(self.open[child], past)
             elif seq_id != PADDING:
                 cause = INVALID_SEQUENCE
             children.append(child)
@@ -299,6 +323,7 @@ class Cache:
         """True if a sequence can go on from a length, in all groups."""
         return (
             0 <= length <= len(mine.tokens)
+            and (length == 0 or length >= mine.left)
             and (not self.states or self._base_at(mine, length) is not None)
             and all(
                 group.can_go_on(mine.tables[g], length)
@@ -354,6 +379,7 @@ class Cache:
             tables=[table[:full] for table in sequence.tables],
             tokens=sequence.tokens[:length],
             text=sequence.text[:length],
+            past=sequence.past[: sequence.dropped + length],
             base=self._base_at(sequence, length) or 0,
             visible=None if sequence.visible is None else min(sequence.visible, length),
         )
@@ -363,6 +389,9 @@ class Cache:
         mine.tables, mine.tokens = copy.deepcopy(past.tables), list(past.tokens)
         mine.visible, mine.salt = past.visible, past.salt
         mine.base, mine.text = past.base, list(past.text)
+        mine.past, mine.left, mine.kept = list(past.past), past.left, dict(past.kept)
+        if self.pruning and not mine.past:
+            mine.visible = 0
         self._extend(mine, self._tails(len(mine.tokens)))
 
     def _cut(self, mine, length, before):
@@ -385,7 +414,10 @@ class Cache:
         if self.states and 0 < length < mine.base:
             self._use_snapshot(mine.salt, tuple(mine.text[:length]))
         mine.base = self._base_at(mine, length)
+        del mine.past[mine.dropped + length :]
         del mine.tokens[length:], mine.text[length:]
+        if length == 0:
+            mine.restart()
         if mine.visible is not None or length == 0:
             mine.visible = min(mine.visible or 0, length)
         mine.epoch = self.clock + 1

@@ -9,6 +9,7 @@ class Group:
     def __init__(self, num_blocks, block_size, window=None, num_sink_tokens=0):
         self.num_blocks, self.block_size = num_blocks, block_size
         self.window = window  # tokens that a row sees, itself counted; None: all
+        self.num_sink_tokens = num_sink_tokens
         self.num_sinks = -(-num_sink_tokens // block_size)  # blocks always kept
         self.free = list(range(num_blocks))  # the longest unused first
         # Of blocks that were kept: the class, 0 of all others, and up to when.

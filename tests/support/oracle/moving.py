@@ -10,10 +10,10 @@ from support.oracle.cache import (
     PADDING,
 )
 from support.oracle.groups import held
-from support.oracle.prefixes import PrefixCache
+from support.oracle.pruning import PruningCache
 
 
-class Oracle(PrefixCache):
+class Oracle(PruningCache):
     """The whole cache."""
 
     def copy(self):
@@ -122,7 +122,9 @@ class Oracle(PrefixCache):
                 mine = self.open[seq_id]
                 mine.tokens, mine.salt = list(each.tokens), each.salt
                 mine.base, mine.text = each.base, [-1] * len(each.tokens)
-                mine.visible = None if each.visible != 0 else 0
+                mine.visible = None if each.visible != 0 or each.is_pruned else 0
+                mine.past, mine.left = list(each.past), each.left
+                mine.kept = dict(each.kept)
             for g, blocks in enumerate(old):
                 new = dict(zip(blocks, self._take(g, len(blocks)), strict=True))
                 for seq_id, each in zip(seq_ids, swapped, strict=True):

@@ -36,6 +36,7 @@ class PrefixCache(Cache):
                     mine.tables, mine.tokens = tables, list(prompts[i][:length])
                     mine.salt, mine.visible = salts[i], length
                     mine.text = list(prompts[i][:length])
+                    mine.past = list(prompts[i][:length])
                     if self.states and length:
                         mine.base = self.snapshots[salts[i], tuple(mine.text)]
                         self._use_snapshot(salts[i], tuple(mine.text))
