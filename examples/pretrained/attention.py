@@ -22,6 +22,8 @@ def attend(
     layer: jax.Array,
     batch: jkv.Batch,
     window: int | jax.Array | None,
+    *,
+    causal: bool = False,
 ) -> tuple[jax.Array, jkv.Cache]:
     """Write a layer's keys and values, if it has its own, and attend to them.
 
@@ -34,6 +36,7 @@ def attend(
         layer: i32[], the number in the cache of the layer that holds the keys.
         batch: the batch from ``append``.
         window: tokens that a row sees, itself counted.
+        causal: spans of prompts do not apply.
 
     Returns:
         [R, E], and the cache.
@@ -66,6 +69,7 @@ def attend(
         window=window,
         soft_cap=config.soft_cap,
         sinks=weights["sinks"].astype(jnp.float32) if config.has_sinks else None,
+        causal=causal,
     )
     if latent is not None:
         # From the latent vector that was attended to, to each head's value.

@@ -32,7 +32,8 @@ CHUNKED = (
     "its layers attend in chunks, so that a token sees those since the last multiple "
     "of attention_chunk_size: a window that differs by row, which jkv.attend has not"
 )
-REFUSED = {"llama4": CHUNKED, "llama4_text": CHUNKED}
+DENOISES = "it denoises blocks of tokens: run examples/diffusion.py"
+REFUSED = {"diffusion_gemma": DENOISES, "llama4": CHUNKED, "llama4_text": CHUNKED}
 
 ATTENTION = "attention"
 
@@ -68,6 +69,8 @@ class DecoderConfig:
     key_layers: per layer, the layer that holds its keys and values, itself or an
         earlier one that keeps some; empty for its own in all layers. The layers that
         keep some are the first ones.
+    span_layers: per layer, whether tokens of a span of the prompt attend to each other;
+        empty for all layers.
     values_of_keys: per layer, whether values are projected as keys are; empty for none.
     inner_sizes: per layer, `F`, where layers differ in it.
     max_context_length: int, positions that the model was trained for.
@@ -135,6 +138,7 @@ class DecoderConfig:
     windows: tuple[int | None, ...]
     layer_heads: tuple[tuple[int, int], ...] = ()
     key_layers: tuple[int, ...] = ()
+    span_layers: tuple[bool, ...] = ()
     values_of_keys: tuple[bool, ...] = ()
     inner_sizes: tuple[int, ...] = ()
     tied: bool = False
@@ -216,6 +220,10 @@ class DecoderConfig:
         has_experts = bool(self.expert_layers) and self.expert_layers[layer]
         feeds = ("experts" if has_experts else "perceptron") if is_fed else None
         return self.layer_mixers[layer], feeds
+
+    def has_spans(self, layer: int) -> bool:
+        """Return True if tokens of a span attend to each other in a layer."""
+        return not self.span_layers or self.span_layers[layer]
 
     @property
     def num_cached_layers(self) -> int:

@@ -19,6 +19,21 @@ GEMMA = Architecture(
 )
 
 GEMMA_ARCHITECTURES: dict[str, Architecture] = {
+    "gemma": Architecture(
+        defaults=dict(
+            hidden_act="gelu_pytorch_tanh",
+            # Keys that the text part of PaliGemma leaves out.
+            vocab_size=257_152,
+            hidden_size=2048,
+            intermediate_size=16_384,
+            num_hidden_layers=18,
+            num_attention_heads=8,
+            max_position_embeddings=8192,
+            tie_word_embeddings=True,
+        ),
+        choices=dict(norm_offset=1.0),
+        read=gemma_readings.read_gemma1,
+    ),
     "gemma2": dataclasses.replace(
         GEMMA,
         defaults=GEMMA.defaults

@@ -20,6 +20,11 @@ ROPES = dict(
 )
 
 
+def read_gemma1(settings: Settings) -> dict[str, Any]:
+    """Read the first Gemma, whose embeddings alone differ from Llama's."""
+    return dict(embedding_scale=settings.count("hidden_size") ** 0.5)
+
+
 def read_gemma(settings: Settings) -> dict[str, Any]:
     """Read the fields that Gemma 2 and 3 share."""
     return dict(
@@ -64,6 +69,11 @@ def read_gemma4(settings: Settings) -> dict[str, Any]:
     return dict(
         layer_heads=heads,
         key_layers=key_layers if any(shares) else (),
+        # Images attend both ways in windowed layers, or nowhere.
+        span_layers=tuple(
+            settings.get("use_bidirectional_attention") == "vision" and each
+            for each in windowed
+        ),
         values_of_keys=tuple(of_keys and not each for each in windowed),
         inner_sizes=tuple(inner * (wide if each else 1) for each in shares),
         ropes=_list_ropes(settings, windowed, heads),

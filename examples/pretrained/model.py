@@ -34,6 +34,9 @@ from .layers import Layers, Weights, cap, embed, multiply, norm, perceptron
 from .mixers import MIXERS
 from .rope import turns
 
+# In place of a given row, for Gemma 4's inputs of each layer.
+PADDING = 0
+
 # A window that no position reaches, for full layers between windowed ones.
 NO_WINDOW = 2**30
 
@@ -78,9 +81,10 @@ class Decoder:
         batch afterwards. Activations have the parameters' dtype.
 
         Args:
-            params: the parameters from ``load``.
+            params: the parameters from ``load``. With "given_rows", [N, E], the ids
+                from `V` on are these rows in place of embeddings, as of an image.
             tokens: i32[R], packed as the batch's rows are; invalid rows may hold
-                anything. An id outside the vocabulary makes its sequence NaN.
+                anything. Other ids outside the vocabulary make their sequence NaN.
             cache: the cache that ``append`` returned.
             batch: the batch that ``append`` returned.
             all_rows: return logits for every row, not for each request's last.
@@ -90,8 +94,7 @@ class Decoder:
             f32[R, V]; and the cache with the rows written.
         """
         config = self.config
-        hidden = embed(params["embedding"], tokens, batch.valid)  # [R, E]
-        hidden = hidden * config.embedding_scale
+        tokens, hidden = _embed_rows(config, params, tokens, batch)
         told = None
         if config.layer_inputs is not None:
             told = tell_layers(config, params, tokens, batch.valid, hidden)
@@ -113,6 +116,21 @@ class Decoder:
         return cap(logits * config.logit_scale, config.logit_cap), cache
 
 
+def _embed_rows(
+    config: DecoderConfig, params: Params, tokens: jax.Array, batch: jkv.Batch
+) -> tuple[jax.Array, jax.Array]:
+    """Return ids of the vocabulary, i32[R], and the first layer's rows, [R, E]."""
+    given, number = params.get("given_rows"), tokens - config.vocab_size
+    if given is None:
+        hidden = embed(params["embedding"], tokens, batch.valid)
+        return tokens, hidden * config.embedding_scale
+    is_given = (number >= 0) & (number < given.shape[0])
+    tokens = jnp.where(is_given, PADDING, tokens)
+    hidden = embed(params["embedding"], tokens, batch.valid) * config.embedding_scale
+    rows = given.at[number].get(mode="clip").astype(hidden.dtype)
+    return tokens, jnp.where(is_given[:, None], rows, hidden)
+
+
 def _join_runs(
     config: DecoderConfig, layers: Sequence[Weights]
 ) -> list[tuple[Run, Weights | Layers]]:
@@ -129,7 +147,7 @@ def _join_runs(
         if run.feeds == "experts" or run.mixers != (ATTENTION,):
             return run.start
         shapes = tuple((n, a.shape, a.dtype) for n, a in sorted(weights.items()))
-        return run.mixers, run.feeds, shapes
+        return run.mixers, run.feeds, config.has_spans(run.start), shapes
 
     joined: list[tuple[Run, Weights | Layers]] = []
     for _, alike in itertools.groupby(pairs, kind):
@@ -201,9 +219,9 @@ def _mix(config, run, weights, x, turns, cache, number, batch, window):
     of_keys = config.key_layers[number] if config.key_layers else number
     if run.has_attention:
         scale_in, scale_out = config.attention_scales
-        attended, cache = attend(
-            config, weights, x * scale_in, turns, cache, of_keys, batch, window
-        )
+        given = turns, cache, of_keys, batch, window
+        causal = not config.has_spans(run.start)
+        attended, cache = attend(config, weights, x * scale_in, *given, causal=causal)
         parts.append(attended * scale_out)
     for name in run.state_mixers:
         fold = functools.partial(jkv.fold_state, cache, number, batch)

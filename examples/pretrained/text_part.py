@@ -1,6 +1,7 @@
 """The text part of a checkpoint of a model that also sees.
 
-Gemma 3 from 4B on, Gemma 4, Qwen3.5, and Mistral's since Small 3.1 are such models.
+Gemma 3 from 4B on, Gemma 4, PaliGemma, Qwen3.5, and Mistral's since Small 3.1 are such
+models.
 Their config.json holds the language model's settings as ``text_config``, and their
 tensors have longer names, in one of two forms. A text without pictures has the logits
 of the language model alone, so the rest is left out.
@@ -14,6 +15,7 @@ TEXT_PARTS = {
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
     "mistral3": "mistral",
+    "paligemma": "gemma",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
@@ -32,12 +34,15 @@ PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
+    "model.decoder.": "model.",  # of DiffusionGemma
 }
 
 OTHER_PARTS = (
     "audio_tower.",
+    "decoder.self_conditioning.",
     "embed_audio.",
     "embed_vision.",
+    "encoder.",
     "multi_modal_projector.",
     "vision_tower.",
     "visual.",

@@ -54,6 +54,7 @@ class ExtensionFields(TypedDict, total=False):
     spans: requests.Texts | None
     cacheable_spans: bool
     max_span: int | None
+    extra_ids: int
     sampling: Sampling
     logits_processor: LogitsProcessor | None
     speculate: Speculation | None

@@ -123,6 +123,7 @@ class Engine:
         logits_processor: LogitsProcessor | None = None,
         max_span: int = 0,
         cacheable_spans: bool = False,
+        extra_ids: int = 0,
         stop_tokens: Integers = (),
         stop_sizes: StopSizes = StopSizes(),  # noqa: B008 (a tuple cannot change)
         detokenize: Detokenize | None = None,
@@ -166,6 +167,7 @@ class Engine:
           max_span: most tokens of a span of a prompt (`Request.spans`), such as an
             image's; at most the largest of `row_counts`. 0 serves causal prompts only.
           cacheable_spans: as for `jkv.decoding.Prompts.of`.
+          extra_ids: as for `jkv.decoding.Prompts.of`.
           stop_tokens: default for requests without their own, such as the model's
             end-of-sequence token.
           stop_sizes: largest number of stop tokens and stop sequences of a request.
@@ -227,6 +229,7 @@ class Engine:
             speculate=speculate,
             max_span=max_span,
             cacheable_spans=cacheable_spans,
+            extra_ids=extra_ids,
         )
         decoding = DecodingOptions(
             logits_processor=logits_processor, speculate=speculate

@@ -224,6 +224,12 @@ CASES = {
         is_sibling=True,
         seed=6,
     ),
+    "gemma": Case(
+        "gemma",
+        dict(**NO_IDS, num_key_value_heads=1, head_dim=16),
+        seed=0,
+        is_sibling=True,
+    ),
     "gemma2": Case(
         "gemma2",
         dict(
@@ -1063,6 +1069,7 @@ def _scaled(name: str, drawn: Any, case: Case) -> Any:
     if name.endswith(("norm.weight", "norm_f.weight")):
         around_0 = "gemma2", "gemma3", "qwen3_next", "qwen3_5"
         lies_around_0 = case.model_type.startswith(around_0)
+        lies_around_0 |= case.model_type == "gemma"
         is_own = "linear_attn" in name
         return (0 if lies_around_0 and not is_own else 1) + 0.3 * drawn
     if name.endswith((".scale", "expert_scale", "layer_scalar")):

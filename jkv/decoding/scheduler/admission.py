@@ -83,7 +83,8 @@ def add_prompts(
       prompts: i32[K, P], -1 past the end of each, P as in the first call; or `Prompts`.
         Without limits a prompt gets as many tokens as there is room for. Stop
         conditions have the shape of the first call; without any the old ones stay.
-        Spans need spans in the first call, with its `max_span` and `cacheable_spans`.
+        Spans need spans in the first call, with its `max_span` and `cacheable_spans`;
+        `extra_ids` are those of the first call.
       num_samples: i32[K], sequences of each prompt to run; the others count as
         CANCELLED. None is all.
       priorities: i32[K] or int; among sequences that have not started, smaller ones
@@ -128,7 +129,7 @@ def add_prompts(
     check_processor_presence(state.result.processor_state, logits_processor)
     added = with_variants(added, logits_processor)
     spans = match_spans(state.prompts.spans, added.spans, added.tokens)
-    added = dataclasses.replace(added, spans=spans)
+    added = dataclasses.replace(added, spans=spans, extra_ids=state.prompts.extra_ids)
     is_busy = jnp.any(state.is_running.reshape(num_prompts, -1), axis=1)
     index = jnp.where(indices < 0, num_prompts, indices)
     is_free = ~gather(is_busy, index, fill=True)

@@ -23,6 +23,7 @@ from jkv.metadata.requests import (
     as_ids,
     as_prompts,
     broadcast,
+    check_static,
     pad_rows,
 )
 from jkv.signatures import set_defaults
@@ -194,6 +195,8 @@ class Prompts:
     variants: jax.Array | None = None
     stops: Stops | None = None  # None without stop conditions, or after `divide`
     spans: Spans | None = None  # None for causal prompts
+    # Static: ids from the vocabulary's size on that prompts may have.
+    extra_ids: int = dataclasses.field(default=0, metadata={"static": True})
 
     @classmethod
     @explains_arguments
@@ -209,6 +212,7 @@ class Prompts:
         spans: Texts | None = None,
         cacheable_spans: bool = False,
         max_span: int | None = None,
+        extra_ids: int = 0,
     ) -> "Prompts":
         """Return prompts from the tokens before each row's first negative entry.
 
@@ -233,6 +237,9 @@ class Prompts:
             hash in each of its ids, so that prefix caching may hold spans.
           max_span: static bound on the tokens of a span, which steps with a span cost.
             None is found from concrete spans, and else the largest row count.
+          extra_ids: static; with V the model's vocabulary, prompts may have ids up to
+            `V + extra_ids - 1`, which are never generated: the model gives them a
+            meaning, such as rows of an image.
 
         Raises:
           UsageError: for arguments of a wrong shape or type.
@@ -242,6 +249,7 @@ class Prompts:
             raise ValueError("prompts is empty; give at least one prompt")
         if tokens.shape[1] == 0:
             tokens = jnp.full((tokens.shape[0], 1), -1, jnp.int32)
+        check_static("extra_ids", extra_ids, 0)
         num_prompts = tokens.shape[0]
         limits = I32.max if limits is None else limits
         limits, salts = broadcast(num_prompts, limits=limits, salts=salts)
@@ -262,6 +270,7 @@ class Prompts:
             variants=variants,
             stops=stops,
             spans=found,
+            extra_ids=extra_ids,
         )
 
     def divide(self, max_new_tokens: int) -> "tuple[Prompts, Stops]":
@@ -282,6 +291,7 @@ class PromptFields(TypedDict, total=False):
     spans: Texts | None
     cacheable_spans: bool
     max_span: int | None
+    extra_ids: int
 
 
 set_defaults(PromptFields, Prompts.of)
@@ -300,7 +310,7 @@ def find_malformed(prompts: Prompts, vocabulary: int) -> jax.Array:
     vocabulary, and a span past the end of the prompt. For concrete tokens, outside
     jit, wrong ids raise UsageError.
     """
-    tokens = prompts.tokens
+    tokens, vocabulary = prompts.tokens, vocabulary + prompts.extra_ids
     if not isinstance(tokens, jax.core.Tracer):
         _check_tokens(np.asarray(tokens), vocabulary)
     column = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]

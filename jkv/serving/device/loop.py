@@ -101,7 +101,7 @@ class Loop:
             num_blocks=self.num_blocks,
             block_size=self.block_size.tokens,
             most_blocks=self.block_size.most,
-            vocabulary=self._vocabulary,
+            vocabulary=self._vocabulary + self.sizes.extra_ids,
             stops=self.sizes.stops,
             stop_tokens=stop_tokens,
             has_detokenizer=has_detokenizer,

@@ -70,6 +70,7 @@ class EngineSizes(NamedTuple):
     guesses: PromptLookup | DraftSizes | None
     max_span: int  # tokens of a span; 0: causal prompts only
     cacheable_spans: bool
+    extra_ids: int  # ids past the vocabulary that prompts may have
 
     @property
     def num_sequences(self) -> int:
@@ -107,6 +108,7 @@ def find_sizes(
     speculate: PromptLookup | DraftModel | None,
     max_span: int,
     cacheable_spans: bool,
+    extra_ids: int,
 ) -> EngineSizes:
     """Return the sizes of an engine from the arguments of `Engine`."""
     running = config.max_running
@@ -117,6 +119,7 @@ def find_sizes(
     ahead = running if num_ahead is None else num_ahead
     check_static("num_ahead", ahead, 0)
     check_static("max_span", max_span, 0)
+    check_static("extra_ids", extra_ids, 0)
     num_prompts = running + ahead
     if (exact := config.exact_shape) is not None:
         exact.check_alone(config.row_counts, config.chunk_size)
@@ -139,6 +142,7 @@ def find_sizes(
         ),
         max_span=max_span,
         cacheable_spans=cacheable_spans,
+        extra_ids=extra_ids,
     )
 
 
@@ -303,6 +307,7 @@ def begin_empty(
         spans=texts if sizes.max_span else None,
         cacheable_spans=sizes.cacheable_spans,
         max_span=sizes.max_span or None,
+        extra_ids=sizes.extra_ids,
     )
     state = decoding.begin(
         model,

@@ -1,0 +1,1 @@
+"""Block diffusion with DiffusionGemma: `checkpoint.py` reads it, `loop.py` denoises."""

@@ -1,0 +1,93 @@
+"""A DiffusionGemma checkpoint: one decoder that reads causally, and denoises canvases.
+
+Its encoder, which reads the prompt and finished blocks causally, and its decoder, which
+denoises a canvas, share all weights but the scale of each layer's output. Both are
+Gemma 4 with experts.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import pretrained
+from pretrained.files import find_tensors
+from safetensors import safe_open
+
+# What Gemma 4's configuration names, where this one implies it.
+AS_GEMMA4 = dict(
+    model_type="gemma4_text",
+    attention_k_eq_v=True,
+    enable_moe_block=True,
+    hidden_size_per_layer_input=0,
+)
+
+
+class Denoiser(NamedTuple):
+    """A model with the weights of its two passes."""
+
+    model: pretrained.Decoder
+    encoder: pretrained.Params  # for causal passes
+    decoder: pretrained.Params  # for canvases
+    # Of the perceptron that adds the last step's guess: "norm", "gate", "up", "down".
+    conditioning: dict[str, jax.Array]
+    canvas_length: int  # tokens of a block, C
+
+
+def load(folder: str | Path, dtype: Any = None) -> Denoiser:
+    """Read a checkpoint folder.
+
+    Raises:
+        ValueError: when it is not one of DiffusionGemma.
+    """
+    raw = json.loads((Path(folder) / "config.json").read_text())
+    if raw.get("model_type") != "diffusion_gemma":
+        raise ValueError(
+            f"{folder} must hold a diffusion_gemma checkpoint, got "
+            f"{raw.get('model_type')!r}; generate.py continues other models"
+        )
+    config = pretrained.parse_config(read_text_settings(raw))
+    # Canvases attend both ways in all layers.
+    config = dataclasses.replace(config, span_layers=())
+    decoder = pretrained.read_params(folder, config, dtype)
+    first = jax.tree.leaves(decoder)[0].dtype
+    paths = find_tensors(Path(folder))
+
+    def read(name: str) -> jax.Array:
+        """Read a tensor that Gemma 4 has not."""
+        if f"model.{name}" not in paths:
+            raise ValueError(f"tensor model.{name} is missing in {folder}")
+        with safe_open(paths[f"model.{name}"], "flax") as file:
+            return file.get_tensor(f"model.{name}").astype(first)
+
+    layers = []
+    for number, layer in enumerate(decoder["layers"]):
+        scale = read(f"encoder.language_model.layers.{number}.layer_scalar")
+        layers.append(layer | {"layer_scale": scale[None]})
+    parts = {"norm": "pre_norm", "gate": "gate_proj", "up": "up_proj"}
+    parts["down"] = "down_proj"
+    return Denoiser(
+        model=pretrained.Decoder(config),
+        encoder=decoder | {"layers": layers},
+        decoder=decoder,
+        conditioning={
+            name: read(f"decoder.self_conditioning.{part}.weight")
+            for name, part in parts.items()
+        },
+        canvas_length=raw["canvas_length"],
+    )
+
+
+def read_text_settings(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of the text as those of a Gemma 4."""
+    text = dict(raw["text_config"])
+    kinds = text["layer_types"]
+    # Full layers have other heads, written as changes of a layer.
+    changes = text.pop("per_layer_config", None) or {}
+    full = changes.get(str(kinds.index("full_attention")), {})
+    text["global_head_dim"] = full.get("head_dim", text["head_dim"])
+    text["num_global_key_value_heads"] = full.get(
+        "num_key_value_heads", text["num_key_value_heads"]
+    )
+    return text | AS_GEMMA4 | {"tie_word_embeddings": raw["tie_word_embeddings"]}
