@@ -202,9 +202,7 @@ def commit(cache: Cache, batch: Batch) -> Cache:
 
     Example:
       >>> import jkv
-      >>> config = jkv.CacheConfig(num_layers=1, num_kv_heads=1, head_dim=8,
-      ...     num_blocks=4, max_sequences=2, max_context_length=16)
-      >>> cache, opened = jkv.allocate(jkv.init(config), [0])
+      >>> cache, opened = jkv.allocate(jkv.init(jkv.CacheConfig.toy()), [0])
       >>> cache, batch = jkv.append(cache, opened.seq_ids)
       >>> jkv.commit(cache, batch) is cache
       True
