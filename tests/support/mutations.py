@@ -482,8 +482,8 @@ MUTATIONS = (
         "prefill-window-off-by-one",
         "attention/xla",
         "A row of a prefill sees one token more than its window.",
-        "starts = call.find_held(position - call.window)",
-        "starts = call.find_held(position - call.window - 1)",
+        "before = call.find_held(position - call.window)[:, None]",
+        "before = call.find_held(position - call.window - 1)[:, None]",
     ),
     Mutation(
         "prefill-ignores-sinks",
@@ -496,8 +496,8 @@ MUTATIONS = (
         "prefill-loses-the-last-token",
         "attention/xla",
         "A row of a prefill does not see its own token.",
-        "jnp.where(valid, call.find_held(position), -1)",
-        "jnp.where(valid, call.find_held(position - 1), -1)",
+        "last = call.find_held(position)[:, None]",
+        "last = call.find_held(position - 1)[:, None]",
     ),
     Mutation(
         "gradient-ignores-the-soft-cap",
@@ -674,8 +674,8 @@ MUTATIONS = (
         "samples-keep-a-token-of-their-parent",
         "decoding",
         "Samples fork one token more than the prompt from a running one.",
-        "fork(cache, parents, gather(state.prompts.lengths, lanes.prompts))",
-        "fork(cache, parents, gather(state.prompts.lengths, lanes.prompts) + 1)",
+        "fork(cache, parents, prompt_lengths)",
+        "fork(cache, parents, prompt_lengths + 1)",
     ),
     Mutation(
         "top-k-off-by-one",
@@ -766,8 +766,8 @@ MUTATIONS = (
         "a-consumer-leaves-unnoticed",
         "serving",
         "Who closes a stream leaves its request running.",
-        "return read_events(self._turns, request, self._scheduler.cancel)",
-        "return read_events(self._turns, request, lambda request: None)",
+        "return read_events(self._turns, state, self._scheduler.cancel)",
+        "return read_events(self._turns, state, lambda state: None)",
     ),
     Mutation(
         "results-are-kept-for-ever",
@@ -780,8 +780,8 @@ MUTATIONS = (
         "deadlines-of-those-that-run-alone",
         "serving",
         "A request that waits has no deadline.",
-        "self._end_all(request, FinishReason.DEADLINE)",
-        "request.first_token and self._end_all(request, FinishReason.DEADLINE)",
+        "self._end_all(state, FinishReason.DEADLINE)",
+        "state.first_token and self._end_all(state, FinishReason.DEADLINE)",
     ),
     # The doctor and the plan.
     Mutation(
@@ -947,9 +947,8 @@ MUTATIONS = (
         "positions-are-slots",
         "verbs",
         "The positions of a batch start again at the slots after a prune.",
-        "positions=metadata.sequences.pruned.positions_of("
-        "step.table_row, step.position),",
-        "positions=step.position,",
+        "positions += dropped",
+        "positions += 0",
     ),
     Mutation(
         "fork-forgets-dropped-tokens",
