@@ -154,6 +154,16 @@ TABLES: dict[str, tuple[Row, ...]] = {
             + (Result("kernel_code", {"options": "all", "target": "gfx942"}),),
         ),
         Row(
+            "masks within a step: spans, trees, read-only rows",
+            "all",
+            ("tested", "tested", "compiled", "compiled"),
+            (
+                "test_masks.py::test_masks_agree_with_dense_attention",
+                "test_masks.py::test_every_backend_serves_masks",
+                "test_kernel_machine_code.py::test_no_masked_kernel_spills",
+            ),
+        ),
+        Row(
             "gradients of queries, sinks and pools",
             "float32, float16",
             ("tested", "tested", "compiled", "compiled"),

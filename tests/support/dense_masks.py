@@ -97,12 +97,15 @@ def attend_densely(
     soft_cap: float | None = None,
     sinks: np.ndarray | None = None,
     scale: float | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """The output [n, H, Dv] and log-sum-exp [n, H] in float64."""
+    xp: Any = np,
+) -> tuple[Any, Any]:
+    """The output [n, H, Dv] and log-sum-exp [n, H]: float64 by numpy, or by jnp."""
     num_rows, num_heads, head_dim = queries.shape
-    queries, keys, values = (np.asarray(x, np.float64) for x in (queries, keys, values))
+    if xp is np:
+        given = queries, keys, values
+        queries, keys, values = (np.asarray(x, np.float64) for x in given)
     past, group = len(keys) - num_rows, num_heads // keys.shape[1]
-    keys, values = (np.repeat(x, group, axis=1) for x in (keys, values))
+    keys, values = (xp.repeat(x, group, axis=1) for x in (keys, values))
     visible = np.zeros((num_rows, len(keys)), bool)
     is_canvas = request.kind == "canvas"
     for row in range(num_rows):
@@ -114,15 +117,15 @@ def attend_densely(
             is_near = window is None or is_canvas
             is_near |= past + request.depth(other) > position - (window or 0)
             visible[row, past + other] = request.sees(row, other) and is_near
-    scores = np.einsum("qhd,thd->qht", queries, keys)
-    scores *= head_dim**-0.5 if scale is None else scale
+    scores = xp.einsum("qhd,thd->qht", queries, keys)
+    scores = scores * (head_dim**-0.5 if scale is None else scale)
     if soft_cap is not None:
-        scores = soft_cap * np.tanh(scores / soft_cap)
-    scores = np.where(visible[:, None], scores, -np.inf)
+        scores = soft_cap * xp.tanh(scores / soft_cap)
+    scores = xp.where(visible[:, None], scores, -1e30)
     top = scores.max(axis=2, keepdims=True)
-    weights = np.exp(scores - top)
+    weights = xp.exp(scores - top)
     total = weights.sum(axis=2, keepdims=True)
     if sinks is not None:
-        total = total + np.exp(np.asarray(sinks, np.float64)[None, :, None] - top)
-    output = np.einsum("qht,thd->qhd", weights / total, values)
-    return output, (top + np.log(total))[..., 0]
+        total = total + xp.exp(xp.asarray(sinks)[None, :, None] - top)
+    output = xp.einsum("qht,thd->qhd", weights / total, values)
+    return output, (top + xp.log(total))[..., 0]

@@ -203,6 +203,7 @@ def make_call(queries, pools, *, soft_cap=None, max_query_length=None, **arrays)
         scale=shape(dtype=jnp.float32),
         window=arrays.get("window"),
         sinks=arrays.get("sinks"),
+        past=arrays.get("past"),
         soft_cap=soft_cap,
         max_query_length=max_query_length,
     )

@@ -18,7 +18,9 @@ from support.kernel_lowering import (
     find_kernels,
     lower,
     lower_derivative,
+    lower_kernels,
     make_shapes,
+    shape,
 )
 from support.kernel_table import (
     BACKWARD_SHAPES,
@@ -32,6 +34,7 @@ from support.kernel_table import (
 from support.paths import ROOT
 from support.slot_writes import shape_write
 
+from jkv.attention.call import Past
 from jkv.attention.kernel.launches.slots import store_rows
 from jkv.attention.kernel.tiles.table import TABLE, Ways
 from jkv.attention.kernel.tiles.tuning import find_backward, find_tuning
@@ -87,6 +90,33 @@ def _find_part(entry):
         "jkv_store": "store",
     }
     return entry["target"], entry["card"], tests.get(entry["kernel"], "attention")
+
+
+# A card of each family, and the head dims and dtypes of common models.
+MASKED_TARGETS = ("gfx942", "gfx1100", "sm_90")
+MASKED_SHAPES = (
+    dict(head_dim=128),
+    dict(head_dim=128, kv_dtype="int8"),
+    dict(head_dim=256, group=8, kv_heads=1),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", MASKED_TARGETS)
+def test_no_masked_kernel_spills(target):
+    """Calls that limit the past, with and without a first token."""
+    platform, known = next((p, k) for p, t, k, _ in TARGETS if t == target)
+    bounds = Past(shape(32)), Past(shape(32), shape(32))
+    for fields in MASKED_SHAPES:
+        queries, pools = make_shapes(**fields)
+        tuning = find_tuning(queries, pools, platform, known)
+        for past in bounds:
+            lowered = lower_kernels(queries, pools, tuning, platform, past=past)
+            for kernel in find_kernels(lowered):
+                code = compile_kernel(kernel, target)
+                entry = target, fields, past.first is None, kernel.name, code
+                assert code.spills == 0 or kernel.name in RARE, entry
+                assert code.shared_bytes <= SHARED_LIMIT[target], entry
 
 
 @pytest.mark.slow

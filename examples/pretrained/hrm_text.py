@@ -1,0 +1,135 @@
+"""HRM-Text: a prefix-LM whose two stacks of layers recur.
+
+Each pass through a stack keeps keys and values of its own, so a model of a few layers
+has many in the cache (https://arxiv.org/abs/2506.21734).
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jkv
+
+WEIGHTS = {
+    "qkv": "attn.gqkv_proj.weight",
+    "output": "attn.o_proj.weight",
+    "gate_up": "mlp.gate_up_proj.weight",
+    "down": "mlp.down_proj.weight",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class HrmText:
+    """The model's sizes; called as a `jkv.Model`."""
+
+    hidden_size: int
+    num_heads: int
+    head_dim: int
+    num_layers: int  # of a stack
+    high_cycles: int
+    low_cycles: int
+    embedding_scale: float
+    rope_theta: float
+    epsilon: float
+
+    def cache_config(self, max_context_length: int, **sizes: Any) -> jkv.CacheConfig:
+        """Return the configuration of a cache with all layers of all cycles."""
+        return jkv.CacheConfig(
+            num_layers=self.num_layers * self.high_cycles * (self.low_cycles + 1),
+            num_kv_heads=self.num_heads,
+            head_dim=self.head_dim,
+            max_context_length=max_context_length,
+            **sizes,
+        )
+
+    def __call__(self, params, tokens, cache, batch, *, all_rows=False):
+        """Return logits and the cache, as `jkv.Model`."""
+        high = params["embedding"][tokens] * self.embedding_scale
+        low = jnp.broadcast_to(params["low"], high.shape)
+        halves = jnp.arange(self.head_dim // 2, dtype=jnp.float32)
+        turns = self.rope_theta ** (-2 * halves / self.head_dim)
+        positions = batch.positions.astype(jnp.float32)
+        angles = positions[:, None, None] * turns[None, None]
+        number = 0
+        for _ in range(self.high_cycles):
+            for _ in range(self.low_cycles):
+                given = "L_module", low + high, angles, cache, batch, number
+                low, cache = self.run_stack(params, *given)
+                number += self.num_layers
+            given = "H_module", high + low, angles, cache, batch, number
+            high, cache = self.run_stack(params, *given)
+            number += self.num_layers
+        if not all_rows:
+            high = jnp.take(high, batch.last_rows, axis=0, mode="fill", fill_value=0)
+        return (high @ params["head"].T).astype(jnp.float32), cache
+
+    def run_stack(self, params, name, rows, angles, cache, batch, number):
+        """Return the rows after a stack, and the cache with its keys and values."""
+        for index, weights in enumerate(params[name]):
+            heads = (self.norm(rows) @ weights["qkv"].T).reshape(
+                rows.shape[0], 4 * self.num_heads, self.head_dim
+            )
+            gate, queries, keys, values = jnp.split(heads, 4, axis=1)
+            queries, keys = turn(queries, angles), turn(keys, angles)
+            layer = number + index
+            cache = jkv.write(cache, layer, batch, keys, values)
+            attended = jkv.attend(cache, layer, batch, queries)
+            attended = (jax.nn.sigmoid(gate) * attended).reshape(rows.shape[0], -1)
+            rows = rows + attended @ weights["output"].T
+            gate, up = jnp.split(self.norm(rows) @ weights["gate_up"].T, 2, axis=1)
+            rows = rows + (jax.nn.silu(gate) * up) @ weights["down"].T
+        return self.norm(rows), cache
+
+    def norm(self, rows):
+        """Divide rows by their root mean square."""
+        wide = rows.astype(jnp.float32)
+        mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
+        return (wide * jax.lax.rsqrt(mean + self.epsilon)).astype(rows.dtype)
+
+
+def turn(heads, angles):
+    """Rotate heads, [R, H, D], by their positions' angles, f32[R, 1, D / 2]."""
+    first, second = jnp.split(heads.astype(jnp.float32), 2, axis=-1)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(turned, axis=-1).astype(heads.dtype)
+
+
+def load(folder: str | Path) -> tuple[HrmText, dict[str, Any]]:
+    """Read a checkpoint folder of one safetensors file."""
+    from safetensors.flax import load_file
+
+    raw = json.loads((Path(folder) / "config.json").read_text())
+    if raw.get("model_type") != "hrm_text":
+        raise ValueError(
+            f"{folder} must hold an hrm_text checkpoint, got {raw.get('model_type')!r}"
+        )
+    stored = load_file(Path(folder) / "model.safetensors")
+    num_layers = raw["num_layers_per_stack"]
+    embedding = stored["model.embed_tokens.weight"]
+    params = {
+        "embedding": embedding,
+        "head": stored.get("lm_head.weight", embedding),
+        "low": stored["model.z_L_init"],
+    }
+    for name in ("L_module", "H_module"):
+        params[name] = [
+            {key: stored[f"model.{name}.layers.{i}.{w}"] for key, w in WEIGHTS.items()}
+            for i in range(num_layers)
+        ]
+    model = HrmText(
+        hidden_size=raw["hidden_size"],
+        num_heads=raw["num_attention_heads"],
+        head_dim=raw["head_dim"],
+        num_layers=num_layers,
+        high_cycles=raw["H_cycles"],
+        low_cycles=raw["L_cycles"],
+        embedding_scale=raw["embedding_scale"],
+        rope_theta=raw["rope_parameters"]["rope_theta"],
+        epsilon=raw["rms_norm_eps"],
+    )
+    return model, params
