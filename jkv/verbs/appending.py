@@ -103,8 +103,9 @@ def append(
     else:
         requests.check_static("max_query_length", max_query_length, 1)
         num_rows = num_requests * max_query_length
-    checked = read_mask(cache.metadata, mask, num_rows, num_requests)
-    most = read_span(max_span, num_rows)
+    checked, most = read_mask(cache.metadata, mask, num_rows, num_requests), 0
+    if max_span is not None or checked is not None:
+        most = read_span(max_span, num_rows)
     told = None
     if tokens is not None:
         (told,) = requests.broadcast(tokens=tokens)

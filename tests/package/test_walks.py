@@ -14,10 +14,10 @@ pytestmark = pytest.mark.one_end
 
 # Files and lines of functions at most. Lower them with the code, and never raise them.
 MOST = {
-    "verbs": (49, 4780),
+    "verbs": (49, 4770),
     "attend": (26, 1800),
-    "generate": (56, 4795),
-    "engine": (70, 7020),
+    "generate": (56, 4765),
+    "engine": (69, 6970),
     "schema": (21, 1465),
 }
 

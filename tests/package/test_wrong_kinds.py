@@ -73,7 +73,7 @@ def calls():
         "write": (stepped, 0, batch, rows, rows),
         "commit": (stepped, batch),
         "page_table": (stepped, batch),
-        "keep_rows": (stepped, batch, np.array([[0], [0]])),
+        "keep_rows": (stepped, batch, np.array([[0], [0]], np.int32)),
         "peek": (cache, ids),
         "with_mask": (batch, jkv.CausalMask()),
         "match": (cache, [[1, 2, 3, 4]]),

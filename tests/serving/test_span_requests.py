@@ -1,8 +1,17 @@
 """Requests with spans through the engine: batches, prefix caching, parking."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.small_attention_model import attention_model, attention_params, dense_rows
+from support.small_attention_model import (
+    DIM,
+    HEADS,
+    VOCABULARY,
+    attention_model,
+    attention_params,
+    dense_rows,
+)
 
 import jkv
 from jkv.decoding import FinishReason
@@ -13,7 +22,7 @@ PROMPTS = [[8, 9, 14, 18, 0, 2, 15, 18, 4, 5, 16, 8], [4, 11, 9, 2, 7], [3, 1, 2
 SPANS = [[-1, -1, 7, 7, 7, 7, 7, 7] + [-1] * 4, [4] * 5, None]
 
 
-def make_engine(num_blocks=24, **options):
+def make_engine(num_blocks=24, params=None, **options):
     config = jkv.CacheConfig(
         num_layers=2,
         num_kv_heads=2,
@@ -34,17 +43,13 @@ def make_engine(num_blocks=24, **options):
         checks=True,
     )
     cache = jkv.init(config)
-    return Engine(attention_model, attention_params(), cache, **(fields | options))
+    params = params or attention_params()
+    return Engine(attention_model, params, cache, **(fields | options))
 
 
-def continue_densely(prompt, ends, count=NEW):
+def continue_densely(prompt, ends, count=NEW, params=None):
     tokens = [int(token) for token in prompt]
-    params = {
-        name: {key: np.asarray(array) for key, array in value.items()}
-        if isinstance(value, dict)
-        else np.asarray(value)
-        for name, value in attention_params().items()
-    }
+    params = jax.tree.map(np.asarray, params or attention_params())
     for _ in range(count):
         logits = dense_rows(params, np.array(tokens), ends=ends)
         tokens.append(int(np.argmax(logits[-1])))
@@ -96,6 +101,28 @@ def test_a_parked_request_continues_with_its_spans(engine):
     text = [*PROMPTS[1], *first, *more]
     ends = [*SPANS[1], *[-1] * NEW, -1, 12, 12, -1]
     assert list(engine.results(again)[0].tokens) == continue_densely(text, ends)
+
+
+def test_images_enter_as_rows_of_the_params():
+    """Ids past the vocabulary are rows that `update_params` replaces."""
+
+    def with_rows(seed):
+        rows = np.random.default_rng(seed).normal(size=(4, HEADS * DIM))
+        params, rows = attention_params(), jnp.asarray(rows, jnp.float32)
+        return params | {"embedding": jnp.concatenate([params["embedding"], rows])}
+
+    prompt = [5, *range(VOCABULARY, VOCABULARY + 4), 7]
+    ends = [-1, 4, 4, 4, 4, -1]
+    engine = make_engine(params=with_rows(0), extra_ids=4)
+    for seed in (0, 1):
+        params = with_rows(seed)
+        if seed:
+            engine.update_params(params, keep_cached=True)
+        (result,) = run(engine, [prompt], [ends])
+        expected = continue_densely(prompt, ends, params=params)
+        assert list(result.tokens) == expected
+    with pytest.raises(RequestRefused, match="must have token ids below 23"):
+        engine.submit([VOCABULARY + 4])
 
 
 def test_spans_are_refused_by_name(engine):

@@ -482,8 +482,12 @@ MUTATIONS = (
         "prefill-window-off-by-one",
         "attention/xla",
         "A row of a prefill sees one token more than its window.",
-        "before = call.find_held(position - call.window)[:, None]",
-        "before = call.find_held(position - call.window - 1)[:, None]",
+        "before = call.find_held(position - call.window)\n"
+        "        if call.past is not None:\n"
+        "            last, before = call.past.limit(request, last, before)\n"
+        "        return Readers(request, jnp.where(valid, last, -1), before)",
+        "before = call.find_held(position - call.window - 1)\n"
+        "        return Readers(request, jnp.where(valid, last, -1), before)",
     ),
     Mutation(
         "prefill-ignores-sinks",
@@ -496,8 +500,8 @@ MUTATIONS = (
         "prefill-loses-the-last-token",
         "attention/xla",
         "A row of a prefill does not see its own token.",
-        "last = call.find_held(position)[:, None]",
-        "last = call.find_held(position - 1)[:, None]",
+        "Readers(request, jnp.where(valid, last, -1), before)",
+        "Readers(request, jnp.where(valid, last - 1, -1), before)",
     ),
     Mutation(
         "gradient-ignores-the-soft-cap",
@@ -1036,6 +1040,70 @@ MUTATIONS = (
         "processor = searcher.rows_of(state, running.parents)",
         "processor = searcher.rows_of(\n"
         "    state, jnp.indices(running.parents.shape, jnp.int32)[1])",
+    ),
+    Mutation(
+        "span-end-hides-the-row",
+        "masks",
+        "An end before its row hides the row itself.",
+        "jnp.maximum(low, 0), jnp.maximum(self.ends, rank)",
+        "jnp.maximum(low, 0), self.ends",
+    ),
+    Mutation(
+        "span-ends-past-the-request",
+        "masks",
+        "A span may reach the rows of the next request.",
+        "is_wrong = (high >= rows.length) | (low > rank) | (high - rank >= max_span)",
+        "is_wrong = (low > rank) | (high - rank >= max_span)",
+    ),
+    Mutation(
+        "tree-of-near-ancestors",
+        "masks",
+        "A row sees no ancestors past the fourth.",
+        "for _ in range(max(1, (max_span - 1).bit_length())):",
+        "for _ in range(2):",
+    ),
+    Mutation(
+        "spans-in-the-prefix-index",
+        "verbs",
+        "Keys that depend on later rows are found by prompts with other rows.",
+        "lengths = jnp.where(mask.is_private, 0, batch.query_lengths)",
+        "lengths = batch.query_lengths",
+    ),
+    Mutation(
+        "sinks-counted-twice",
+        "verbs",
+        "A sink counts in the cached part and in the join.",
+        "found = attend(*requests, window=window, sinks=sinks, work_lists=plan)\n"
+        "        sinks = None",
+        "found = attend(*requests, window=window, sinks=sinks, work_lists=plan)",
+    ),
+    Mutation(
+        "nan-lost-in-the-join",
+        "attention",
+        "A NaN among the step's rows has no weight.",
+        "output = jnp.where(weight[..., None] == 0, 0.0, output.astype(jnp.float32))",
+        "output = jnp.where(weight[..., None] > 0, output.astype(jnp.float32), 0.0)",
+    ),
+    Mutation(
+        "rows-moved-under-a-fork",
+        "verbs",
+        "Rows of a tree are moved in blocks that a fork shares.",
+        "is_wrong |= moves & is_shared.any(axis=1)",
+        "is_wrong |= moves & is_shared.all(axis=1)",
+    ),
+    Mutation(
+        "chunk-ends-inside-a-span",
+        "decoding",
+        "A chunk ends wherever its rows end.",
+        "counts = state.end_at_spans(loads, shorter, counts) if has_spans else shorter",
+        "counts = shorter",
+    ),
+    Mutation(
+        "private-span-finds-causal-keys",
+        "decoding",
+        "A prompt with spans hits blocks of the same tokens without spans.",
+        "texts = state.prompts.spans.cut_before(texts, lanes.prompts)",
+        "pass",
     ),
     Mutation(
         "variant-lost-in-added-prompts",

@@ -128,8 +128,10 @@ def add_prompts(
     logits_processor = as_logits_processor(logits_processor)
     check_processor_presence(state.result.processor_state, logits_processor)
     added = with_variants(added, logits_processor)
-    spans = match_spans(state.prompts.spans, added.spans, added.tokens)
-    added = dataclasses.replace(added, spans=spans, extra_ids=state.prompts.extra_ids)
+    added = dataclasses.replace(added, extra_ids=state.prompts.extra_ids)
+    if state.prompts.spans is not None or added.spans is not None:
+        spans = match_spans(state.prompts.spans, added.spans, added.tokens)
+        added = dataclasses.replace(added, spans=spans)
     is_busy = jnp.any(state.is_running.reshape(num_prompts, -1), axis=1)
     index = jnp.where(indices < 0, num_prompts, indices)
     is_free = ~gather(is_busy, index, fill=True)

@@ -278,11 +278,10 @@ class GenerationState:
             positions = positions - gather(self.before, sequences)
         return find_tokens(self.prompts, self.result, sequences, positions)
 
-    def count_least(self, loads: Loads) -> jax.Array | None:
-        """Return the least rows that each place can use, i32[W]; None without spans."""
+    def count_least(self, loads: Loads) -> jax.Array:
+        """Return the least rows that each place can use, i32[W], with spans."""
         spans = self.prompts.spans
-        if spans is None:
-            return None
+        assert spans is not None
         return spans.count_least(loads.prompts, self._in_prompt(loads.done))
 
     def end_at_spans(
@@ -296,8 +295,7 @@ class GenerationState:
           most: i32[W], rows if no span ends at a snapshot.
         """
         spans = self.prompts.spans
-        if spans is None:
-            return counts
+        assert spans is not None
         given = loads.prompts, self._in_prompt(loads.done)
         shorter = spans.end_at_borders(*given, counts)
         return jnp.where(shorter > 0, shorter, spans.end_at_borders(*given, most))

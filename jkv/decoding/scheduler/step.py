@@ -61,14 +61,15 @@ def advance(
     if state.shortening is not None:
         cache, state = _make_room(cache, state)
     loads, places = state.loads(cache), state.places
-    left, least = loads.count_left(places), state.count_least(loads)
+    left, has_spans = loads.count_left(places), state.prompts.spans is not None
+    least = state.count_least(loads) if has_spans else None
     counts = when(
         jnp.any(left > 1),
         lambda left: share_rows(left, places.ages, state.row_counts[-1], least),
         left,
     )
     shorter = end_at_snapshots(cache, loads.done, counts, left, state.partings)
-    counts = state.end_at_spans(loads, shorter, counts)
+    counts = state.end_at_spans(loads, shorter, counts) if has_spans else shorter
     if state.shortening is not None:
         counts = state.shortening.limit(
             counts, loads.done, loads.prompt_lengths, loads.slots

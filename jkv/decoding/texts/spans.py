@@ -131,17 +131,13 @@ class Spans:
         return jnp.any(self.ends >= lengths[:, None], axis=1)
 
 
-def match_spans(
-    old: Spans | None, new: Spans | None, tokens: jax.Array
-) -> Spans | None:
+def match_spans(old: Spans | None, new: Spans | None, tokens: jax.Array) -> Spans:
     """Return the spans of added prompts with the static fields of the first call.
 
     Raises:
       UsageError: spans without spans in the first call, or of other static fields.
     """
     if old is None:
-        if new is None:
-            return None
         raise UsageError(
             "spans must be None, as the first call had no spans; pass spans of -1 there"
         )
